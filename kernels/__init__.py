@@ -1,0 +1,129 @@
+"""The operators of a transformer over paged KV: tensors in, tensors out, chosen by device.
+
+Each function checks its arguments against `kernels.contract` (shapes and notation are explained
+there) and calls the backend of the pool's device.  Importing this package imports neither torch
+nor a backend: another package of this name is probed by transformers, which reads `__version__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from kernels import contract
+from kernels.contract import Backend, KernelError, PagedBatch, ShapeError
+
+if TYPE_CHECKING:
+    import torch
+
+__version__ = "0.1.0"
+__all__ = [
+    "KernelError",
+    "PagedBatch",
+    "ShapeError",
+    "append_kv",
+    "backend_of",
+    "pack_kv",
+    "paged_attention",
+    "unpack_kv",
+]
+
+# Device type to the modules that serve it, the best first.
+_BACKENDS = {"cpu": "kernels.reference", "cuda": "kernels.reference"}
+
+
+@cache
+def backend_of(device_type: str) -> Backend:
+    """Return the backend for "cpu" or "cuda", importing it the first time.
+
+    Raises:
+        KernelError: No backend serves that kind of device.
+    """
+    module = _BACKENDS.get(device_type)
+    if module is None:
+        raise KernelError(f"no kernels for device {device_type!r}, only {', '.join(_BACKENDS)}")
+    return cast(Backend, import_module(module))
+
+
+def append_kv(pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch) -> None:
+    """Write this step's keys and values of one layer into their slots.
+
+    Args:
+        pool: [N, L, 2, Hkv, B, D].
+        key_value: [T, 2, Hkv, D] in the pool's dtype; axis 1 is key, value.
+
+    Raises:
+        ShapeError: The arguments do not fit each other.
+    """
+    contract.check_append(pool, layer, key_value, batch)
+    backend_of(pool.device.type).append_kv(pool, layer, key_value, batch)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attend causally to a sequence's own KV; prompts and generation side by side.
+
+    The query of position p sees positions (p - window, p], or [0, p] without a window; query i of
+    sequence s has position context_lens[s] - (its queries) + i.  KV of this step is appended first.
+
+    Args:
+        query: [T, Hq, D]; query head h reads KV head h // (Hq / Hkv).
+        pool: [N, L, 2, Hkv, B, D].
+
+    Returns:
+        [T, Hq, D] in the query's dtype; sums are taken in float32 at least.
+
+    Raises:
+        ShapeError: The arguments do not fit each other.
+    """
+    contract.check_attention(query, pool, layer, batch, window)
+    return backend_of(pool.device.type).paged_attention(query, pool, layer, batch, scale, window)
+
+
+def pack_kv(
+    pool: torch.Tensor,
+    block_table: Sequence[int],
+    layers: range,
+    tokens: range,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Copy a rectangle of one sequence's KV out of its blocks, in the order of the wire.
+
+    Returns:
+        [l, 2, Hkv, t, D], new, contiguous, on the pool's device, of `dtype` (the pool's if None).
+
+    Raises:
+        ShapeError: The rectangle is empty, outside the pool, or beyond the block table.
+    """
+    contract.check_rectangle(pool, block_table, layers, tokens)
+    backend = backend_of(pool.device.type)
+    return backend.pack_kv(pool, block_table, layers, tokens, dtype or pool.dtype)
+
+
+def unpack_kv(
+    pool: torch.Tensor,
+    block_table: Sequence[int],
+    layers: range,
+    tokens: range,
+    segment: torch.Tensor,
+) -> None:
+    """Copy a segment of the wire into one sequence's blocks, converting to the pool's dtype.
+
+    Args:
+        segment: [l, 2, Hkv, t, D] of any float dtype, on the pool's device or the CPU.
+
+    Raises:
+        ShapeError: The rectangle is empty, outside the pool, or the segment does not fit it.
+    """
+    contract.check_rectangle(pool, block_table, layers, tokens)
+    contract.check_segment(pool, layers, tokens, segment)
+    backend_of(pool.device.type).unpack_kv(pool, block_table, layers, tokens, segment)

@@ -1,0 +1,159 @@
+"""What every backend computes: shapes, dtypes and the errors, checked in one place.
+
+Notation: T tokens of S sequences in one step, N blocks, L layers, Hq query heads, Hkv KV heads
+(Hkv divides Hq), B tokens in a block, D dimensions of a head, M columns of the block tables.
+
+    pool   [N, L, 2, Hkv, B, D]  all KV of a worker; axis 2 is key, value; contiguous.  A block's
+                                 layers lie together, so a block is one run of bytes.
+    slot   block * B + offset    where the KV of one token lives, the same in every layer.
+    wire   [l, 2, Hkv, t, D]     l layers by t tokens of one sequence, free of block sizes.
+
+A block table maps logical block i of a sequence (tokens [i * B, (i + 1) * B)) to a block of the
+pool.  Slots that no token was appended to may hold anything, NaN included, and never matter.
+Checks read `.shape`, `.dtype` and CPU integers only, so they cost no device synchronisation and
+this module needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+POOL_RANK = 6
+
+
+class KernelError(Exception):
+    """A kernel cannot do what was asked; the caller's fault unless a subclass says otherwise."""
+
+
+class ShapeError(KernelError, ValueError):
+    """Arguments whose shapes, dtypes or ranges do not fit each other; nothing was written."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedBatch:
+    """Where the tokens of one step live; made once a step, used by every layer.
+
+    All tensors are int32 in CPU memory, whatever the pool's device: a backend uploads what it
+    needs once and keeps it in `scratch`.
+
+    Attributes:
+        slots: [T] slot of each token.
+        query_starts: [S + 1] sequence s owns tokens [query_starts[s], query_starts[s + 1]).
+        context_lens: [S] tokens of the sequence, this step's included; its queries are the last.
+        block_tables: [S, M] physical block of each logical block; columns past the end are ignored.
+        scratch: what a backend derived from the rest.
+    """
+
+    slots: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    scratch: dict[Any, Any] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """The operators of one kind of device; arguments were checked before.
+
+    `kernels` documents them: a backend implements these functions and nothing else.
+    """
+
+    def append_kv(
+        self, pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch
+    ) -> None: ...
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor: ...
+
+    def pack_kv(
+        self,
+        pool: torch.Tensor,
+        block_table: Sequence[int],
+        layers: range,
+        tokens: range,
+        dtype: torch.dtype,
+    ) -> torch.Tensor: ...
+
+    def unpack_kv(
+        self,
+        pool: torch.Tensor,
+        block_table: Sequence[int],
+        layers: range,
+        tokens: range,
+        segment: torch.Tensor,
+    ) -> None: ...
+
+
+def check_append(
+    pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch
+) -> None:
+    """Raise ShapeError unless key_value is [T, 2, Hkv, D] of the pool's dtype."""
+    _check_pool(pool, layer)
+    expected = (batch.slots.shape[0], 2, pool.shape[3], pool.shape[5])
+    if tuple(key_value.shape) != expected:
+        raise ShapeError(f"key_value is {tuple(key_value.shape)}, not [T, 2, Hkv, D] = {expected}")
+    if key_value.dtype != pool.dtype:
+        raise ShapeError(f"key_value is {key_value.dtype}, the pool {pool.dtype}")
+
+
+def check_attention(
+    query: torch.Tensor, pool: torch.Tensor, layer: int, batch: PagedBatch, window: int | None
+) -> None:
+    """Raise ShapeError unless query is [T, Hq, D] and the batch's arrays fit each other."""
+    _check_pool(pool, layer)
+    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    if query.ndim != 3 or query.shape[0] != batch.slots.shape[0] or query.shape[2] != head_dim:
+        expected = f"[T, Hq, D] = [{batch.slots.shape[0]}, Hq, {head_dim}]"
+        raise ShapeError(f"query is {tuple(query.shape)}, not {expected}")
+    if query.shape[1] == 0 or query.shape[1] % num_kv_heads:
+        raise ShapeError(f"{query.shape[1]} query heads do not share {num_kv_heads} KV heads")
+    num_sequences = batch.context_lens.shape[0]
+    if batch.query_starts.shape[0] != num_sequences + 1:
+        raise ShapeError(f"query_starts has {batch.query_starts.shape[0]} entries, not S + 1")
+    if batch.block_tables.ndim != 2 or batch.block_tables.shape[0] != num_sequences:
+        raise ShapeError(f"block_tables is {tuple(batch.block_tables.shape)}, not [S, M]")
+    if window is not None and window < 1:
+        raise ShapeError(f"window is {window}, not None or >= 1")
+
+
+def check_rectangle(
+    pool: torch.Tensor, block_table: Sequence[int], layers: range, tokens: range
+) -> None:
+    """Raise ShapeError unless the rectangle lies in the pool's layers and in the table's blocks."""
+    _check_pool(pool, 0)
+    num_blocks, num_layers, _, _, block_size, _ = pool.shape
+    if layers.step != 1 or not 0 <= layers.start < layers.stop <= num_layers:
+        raise ShapeError(f"layers {layers} are not within the pool's {num_layers}")
+    if tokens.step != 1 or not 0 <= tokens.start < tokens.stop:
+        raise ShapeError(f"tokens {tokens} are not a range of at least one token")
+    if tokens.stop > len(block_table) * block_size:
+        held = f"{len(block_table)} blocks of {block_size}"
+        raise ShapeError(f"tokens {tokens} lie beyond the sequence's {held}")
+    used = block_table[tokens.start // block_size : -(-tokens.stop // block_size)]
+    if min(used) < 0 or max(used) >= num_blocks:
+        raise ShapeError(f"the block table names blocks outside the pool's {num_blocks}")
+
+
+def check_segment(pool: torch.Tensor, layers: range, tokens: range, segment: torch.Tensor) -> None:
+    """Raise ShapeError unless the segment is [l, 2, Hkv, t, D]."""
+    expected = (len(layers), 2, pool.shape[3], len(tokens), pool.shape[5])
+    if tuple(segment.shape) != expected:
+        raise ShapeError(f"the segment is {tuple(segment.shape)}, not {expected}")
+
+
+def _check_pool(pool: torch.Tensor, layer: int) -> None:
+    if pool.ndim != POOL_RANK or pool.shape[2] != 2:
+        raise ShapeError(f"the pool is {tuple(pool.shape)}, not [N, L, 2, Hkv, B, D]")
+    if not 0 <= layer < pool.shape[1]:
+        raise ShapeError(f"layer {layer} is not one of the pool's {pool.shape[1]}")

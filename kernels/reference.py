@@ -1,0 +1,234 @@
+"""The operators in plain torch, on any device: what the other backends are tested against.
+
+Strategy of attention: sequences of similar length are gathered out of their blocks, whole blocks at
+a time, into one padded tensor.  Slots past a sequence's end may hold NaN, so they are zeroed in the
+gathered copy besides being masked.  Row numbers and masks depend on the step, not on the layer:
+they are planned once a step and kept in the batch.  16-bit values are widened: sums are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.contract import PagedBatch
+
+Ints = npt.NDArray[np.int64]
+
+# Contexts up to this long may share a padded group, whatever their lengths.
+MIN_GROUP_KEYS = 64
+# Keys and values gathered at once, 64 MiB of float32; bounds the memory of a step.
+MAX_GROUP_VALUES = 1 << 24
+
+
+class Group(NamedTuple):
+    """S' sequences attended to as one padded batch of Q queries and C keys each.
+
+    Attributes:
+        queries: [S' * Q] token of each query, padding repeats a sequence's last; None: 0, 1, 2...
+        kept: [tokens of the group] which of the S' * Q results are not padding; None: all.
+        blocks: [2 * S' * Hkv * M'] rows of the pool seen as [rows, B * D], of layer 0.
+        unused: rows of the gathered [2 * S' * Hkv * M' * B, D] without a token; None: none.
+        mask: [S', 1, Q, C] float32 addend, 0 or -inf; None: every query sees every key.
+        shape: (S', Q, C).
+    """
+
+    queries: torch.Tensor | None
+    kept: torch.Tensor | None
+    blocks: torch.Tensor
+    unused: torch.Tensor | None
+    mask: torch.Tensor | None
+    shape: tuple[int, int, int]
+
+
+def append_kv(pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch) -> None:
+    """See `kernels.append_kv`."""
+    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+    rows = batch.scratch.get("rows")
+    if rows is None:
+        slots = batch.slots.numpy().astype(np.int64)
+        block_rows = num_layers * 2 * num_kv_heads * block_size
+        first = slots // block_size * block_rows + slots % block_size
+        by_head = first[:, None] + np.arange(2 * num_kv_heads) * block_size
+        rows = batch.scratch["rows"] = torch.from_numpy(by_head.ravel()).to(pool.device)
+    # One layer is 2 * Hkv * B rows: shift the view, not the rows.
+    layer_rows = pool.view(-1, head_dim)[layer * 2 * num_kv_heads * block_size :]
+    layer_rows.index_copy_(0, rows, key_value.reshape(-1, head_dim))
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """See `kernels.paged_attention`."""
+    groups: list[Group] | None = batch.scratch.get(("groups", window))
+    if groups is None:
+        groups = batch.scratch["groups", window] = _plan(batch, pool, window)
+    if len(groups) == 1 and groups[0].queries is None:
+        return _attend(query, pool, layer, groups[0], scale)
+    out = torch.empty_like(query)
+    for group in groups:
+        tokens = group.queries
+        assert tokens is not None, "one of several groups is not the whole batch"
+        attended = _attend(query[tokens], pool, layer, group, scale)
+        if group.kept is not None:
+            attended, tokens = attended[group.kept], tokens[group.kept]
+        out[tokens] = attended
+    return out
+
+
+def pack_kv(
+    pool: torch.Tensor,
+    block_table: Sequence[int],
+    layers: range,
+    tokens: range,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """See `kernels.pack_kv`."""
+    _, _, _, num_kv_heads, block_size, head_dim = pool.shape
+    shape = (len(layers), 2, num_kv_heads, len(tokens), head_dim)
+    segment = torch.empty(shape, dtype=dtype, device=pool.device)
+    for index, inside, outside in _pieces(tokens, block_size):
+        block = pool[block_table[index], layers.start : layers.stop]
+        segment[:, :, :, outside] = block[:, :, :, inside]
+    return segment
+
+
+def unpack_kv(
+    pool: torch.Tensor,
+    block_table: Sequence[int],
+    layers: range,
+    tokens: range,
+    segment: torch.Tensor,
+) -> None:
+    """See `kernels.unpack_kv`."""
+    for index, inside, outside in _pieces(tokens, pool.shape[4]):
+        block = pool[block_table[index], layers.start : layers.stop]
+        block[:, :, :, inside] = segment[:, :, :, outside]
+
+
+def _pieces(tokens: range, block_size: int) -> Iterator[tuple[int, slice, slice]]:
+    """Yield (logical block, its part inside the block, its part of the token range)."""
+    for index in range(tokens.start // block_size, -(-tokens.stop // block_size)):
+        first = index * block_size
+        start, stop = max(tokens.start, first), min(tokens.stop, first + block_size)
+        inside = slice(start - first, stop - first)
+        yield index, inside, slice(start - tokens.start, stop - tokens.start)
+
+
+def _attend(
+    query: torch.Tensor, pool: torch.Tensor, layer: int, group: Group, scale: float
+) -> torch.Tensor:
+    """Attend for [S' * Q, Hq, D] queries of one group; the same shape comes back."""
+    num_sequences, num_queries, num_keys = group.shape
+    _, _, _, num_kv_heads, block_size, head_dim = pool.shape
+    layer_blocks = pool.view(-1, block_size * head_dim)[layer * 2 * num_kv_heads :]
+    gathered = layer_blocks.index_select(0, group.blocks).float()
+    if group.unused is not None:
+        gathered.view(-1, head_dim).index_fill_(0, group.unused, 0.0)
+    keys, values = gathered.view(2, num_sequences, num_kv_heads, -1, head_dim)[
+        :, :, :, :num_keys
+    ].unbind()
+    heads = query.view(num_sequences, num_queries, -1, head_dim).float().transpose(1, 2)
+    if num_queries == 1:
+        # Query heads that share a KV head become its queries: fewer, larger products.
+        heads = heads.reshape(num_sequences, num_kv_heads, -1, head_dim)
+    attended = scaled_dot_product_attention(
+        heads, keys, values, attn_mask=group.mask, scale=scale, enable_gqa=num_queries > 1
+    )
+    if num_queries > 1:
+        attended = attended.transpose(1, 2)
+    return attended.reshape(query.shape).to(query.dtype)
+
+
+class _Sequences(NamedTuple):
+    """[S'] each; `token` is the first in the batch, `first_query` and `end` are positions."""
+
+    row: Ints
+    token: Ints
+    num_queries: Ints
+    first_query: Ints
+    first_block: Ints
+    end: Ints
+
+
+def _plan(batch: PagedBatch, pool: torch.Tensor, window: int | None) -> list[Group]:
+    """Split the batch into groups that pad well, see `Group`."""
+    _, _, _, num_kv_heads, block_size, head_dim = pool.shape
+    starts = batch.query_starts.numpy().astype(np.int64)
+    end = batch.context_lens.numpy().astype(np.int64)
+    num_queries = np.diff(starts)
+    first_query = end - num_queries
+    first_key = np.maximum(first_query - window + 1, 0) if window else np.zeros_like(end)
+    part = _Sequences(
+        np.arange(len(end)), starts[:-1], num_queries, first_query, first_key // block_size, end
+    )
+    num_keys = np.maximum(end - first_key, MIN_GROUP_KEYS)
+    # Within a factor of two both ways, so that at most about three quarters are padding.
+    sizes = np.frexp(num_keys - 1)[1] * 64 + np.frexp(num_queries - 1)[1]
+    groups = []
+    for size in np.unique(sizes):
+        alike = np.flatnonzero(sizes == size)
+        key_values = int(num_keys[alike].max()) * 2 * num_kv_heads * head_dim
+        step = max(1, MAX_GROUP_VALUES // key_values)
+        for first in range(0, len(alike), step):
+            chosen = alike[first : first + step]
+            members = _Sequences(*(array[chosen] for array in part))
+            groups.append(_group(members, batch, pool, window))
+    return groups
+
+
+def _group(part: _Sequences, batch: PagedBatch, pool: torch.Tensor, window: int | None) -> Group:
+    _, num_layers, _, num_kv_heads, block_size, _ = pool.shape
+    num_queries = int(part.num_queries.max())
+    first_key = part.first_block * block_size
+    num_keys = int((part.end - first_key).max())
+
+    # [2, S', Hkv, M']: a block is L * 2 * Hkv rows; padding repeats a sequence's last block.
+    columns = part.first_block[:, None] + np.arange(-(-num_keys // block_size))
+    columns = np.minimum(columns, (part.end[:, None] - 1) // block_size)
+    tables = batch.block_tables.numpy()[part.row[:, None], columns].astype(np.int64)
+    kinds = np.arange(2)[:, None, None, None] * num_kv_heads
+    heads = np.arange(num_kv_heads)[:, None]
+    blocks = tables[:, None] * (num_layers * 2 * num_kv_heads) + heads + kinds
+
+    offset = np.minimum(np.arange(num_queries), part.num_queries[:, None] - 1)
+    query = part.first_query[:, None] + offset
+    key = first_key[:, None] + np.arange(num_keys)
+    seen = key[:, None, :] <= query[:, :, None]
+    if window is not None:
+        seen &= key[:, None, :] > query[:, :, None] - window
+
+    def upload(array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(pool.device)
+
+    is_padded = bool((part.num_queries != num_queries).any())
+    is_whole = not is_padded and len(tables) == batch.context_lens.shape[0]
+    kept = np.flatnonzero(np.arange(num_queries) < part.num_queries[:, None])
+    mask = np.where(seen, np.float32(0), np.float32(-np.inf))[:, None]
+    unused = _unused(key, part.end, num_kv_heads, blocks.shape[-1] * block_size)
+    return Group(
+        queries=None if is_whole else upload((part.token[:, None] + offset).ravel()),
+        kept=upload(kept) if is_padded else None,
+        blocks=upload(blocks.ravel()),
+        unused=upload(unused) if len(unused) else None,
+        mask=None if seen.all() else upload(mask),
+        shape=(len(tables), num_queries, num_keys),
+    )
+
+
+def _unused(key: Ints, end: Ints, num_kv_heads: int, num_gathered: int) -> Ints:
+    """Return the rows of [2, S', Hkv, num_gathered] whose key, of [S', C], is past the end."""
+    sequence, column = np.nonzero(key >= end[:, None])
+    first = (sequence[:, None] * num_kv_heads + np.arange(num_kv_heads)) * num_gathered
+    rows: Ints = (first + column[:, None]).ravel()
+    return np.concatenate((rows, rows + len(end) * num_kv_heads * num_gathered))

@@ -1,0 +1,1 @@
+"""Ingress and placement: HTTP and raw TCP in, frames to the workers out."""

@@ -1,0 +1,262 @@
+"""One router process: the bus, the two faces, the local workers, and how they start and stop.
+
+    start   bus, raw TCP, HTTP, then the local workers; the endpoints go to the log and `ready_file`
+    drain   unready and refusing at once; open requests get `drain_s`; then the faces close, then
+            the local workers, and the bus last: workers still say good-bye on it
+
+What a request is and where it goes is in pure modules; here are sockets, tasks and the clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import structlog
+import uvicorn
+
+from router.bus import Bus
+from router.clients import serve_clients
+from router.config import Config, split_endpoint
+from router.fleet import Fleet
+from router.flight import Limits, RequestEnd
+from router.gateway import Gateway
+from router.inflight import InFlight
+from router.local import LocalWorkers
+from wire.aio.process import Stop, keep_watchdog, notify
+from wire.aio.tcp import Server
+from wire.aio.zmq import Hub
+from wire.errors import ErrorCode
+from wire.parts import Buffer
+
+log = structlog.get_logger("router")
+
+# Deadlines and heartbeats are looked at this often.
+MAX_TICK_S: Final = 0.1
+# What was written when a face closes gets this long to leave.
+FLUSH_S: Final = 2.0
+
+
+class Router:
+    """The process; `endpoints` are the bound ones after `start`."""
+
+    def __init__(self, config: Config, model_path: Path, model_fingerprint: str) -> None:
+        self.config = config
+        self.endpoints: dict[str, str] = {}
+        self.fleet = Fleet(
+            model_fingerprint=model_fingerprint,
+            max_kv_transfer_bytes=config.max_kv_transfer_bytes,
+            heartbeat_s=config.heartbeat_ms / 1000,
+        )
+        self._hub = Hub(self._on_message, on_lost=self._on_lost)
+        self.bus = Bus(
+            self.fleet,
+            transmit=self._hub.send,
+            forget=self._hub.forget,
+            limits=limits(config),
+            lease_ms=config.lease_ms,
+            # Below 2^31, so that 2^32 requests after it still leave ids within 64 bits.
+            router_epoch=secrets.randbelow(2**31 - 1) + 1,
+            clock=time.monotonic,
+        )
+        self.gateway = Gateway(
+            model_name=config.model_name,
+            model_path=model_path,
+            inflight=self.inflight,
+            fleet=self.fleet,
+            config=config,
+        )
+        self._idle = Idle(self.inflight)
+        self._tcp: Server | None = None
+        self._http: HttpServer | None = None
+        self._local: LocalWorkers | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def inflight(self) -> InFlight:
+        return self.bus.inflight
+
+    async def start(self) -> None:
+        """Listen everywhere and start the local workers.  Raises OSError, naming the endpoint."""
+        config = self.config
+        self.endpoints["bus"] = self._hub.bind(config.bus)
+        with _named(config.tcp):
+            self._tcp = await serve_clients(
+                *_address(config.tcp),
+                self.inflight,
+                max_connections=config.max_connections,
+                max_requests=config.max_requests_per_connection,
+            )
+        self.endpoints["tcp"] = _url("tcp", self._tcp.host, self._tcp.port)
+        with _named(config.http):
+            self._http = HttpServer(self.gateway, *_address(config.http))
+        self.endpoints["http"] = self._http.url
+        self._tasks = [
+            asyncio.create_task(self._http.run_on_loop(), name="http"),
+            asyncio.create_task(self._tick(), name="tick"),
+        ]
+        self._local = LocalWorkers(config, self.endpoints["bus"])
+        self._local.start()
+        if config.ready_file is not None:
+            _write_whole(config.ready_file, json.dumps(self.endpoints) + "\n")
+        log.info("listening", **self.endpoints, model=config.model_name)
+
+    async def until_stopped(self, stop: Stop) -> bool:
+        """Serve until asked to stop; False when a part of the router broke before."""
+        stopped = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        for task in done - {stopped}:
+            log.error("a part of the router broke", part=task.get_name(), exc_info=task.exception())
+        return stopped in done
+
+    async def drain(self) -> None:
+        """Refuse new requests and let the open ones end, for `drain_s` at most."""
+        self.gateway.draining = self.inflight.is_draining = True
+        try:
+            async with asyncio.timeout(self.config.drain_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("requests ended by the drain", requests=self._idle.num_open)
+            self.inflight.cancel_all(ErrorCode.DRAINING, "the router shut down before the end")
+
+    async def close(self) -> None:
+        """Close the faces, end the local workers, then close the bus."""
+        if self._tcp is not None:
+            await self._tcp.close(FLUSH_S)
+        if self._http is not None:
+            self._http.should_exit = True
+            await asyncio.wait(self._tasks[:1])
+        if self._local is not None:
+            await self._local.stop(self.config.drain_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._hub.close(FLUSH_S)
+
+    def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
+        self.bus.on_message(peer, parts)
+
+    def _on_lost(self, peer: bytes) -> None:
+        self.bus.on_lost(peer)
+
+    async def _tick(self) -> None:
+        while True:
+            self.bus.tick()
+            await asyncio.sleep(min(MAX_TICK_S, self.fleet.heartbeat_s / 4))
+
+
+class Idle:
+    """Tells when no request is open."""
+
+    def __init__(self, inflight: InFlight) -> None:
+        self._inflight = inflight
+        self._ended = asyncio.Event()
+        inflight.observers.append(self)
+
+    @property
+    def num_open(self) -> int:
+        return self._inflight.num_running + self._inflight.num_waiting
+
+    def on_request_end(self, end: RequestEnd) -> None:
+        self._ended.set()
+
+    async def wait(self) -> None:
+        """Return when nothing is open; nothing new may come in meanwhile."""
+        while self.num_open:
+            self._ended.clear()
+            await self._ended.wait()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on our loop: the socket is bound at once, signals are the process's business."""
+
+    def __init__(self, gateway: Gateway, host: str, port: int) -> None:
+        super().__init__(
+            uvicorn.Config(
+                gateway,
+                loop="none",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                backlog=1024,
+                timeout_graceful_shutdown=round(FLUSH_S),
+            )
+        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=1024)
+        self.url = _url("http", *self._socket.getsockname()[:2])
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave the signals alone."""
+        yield
+
+    async def run_on_loop(self) -> None:
+        """Serve until `should_exit`."""
+        await self.serve(sockets=[self._socket])
+
+
+def limits(config: Config) -> Limits:
+    """Return the bounds of requests that these settings ask for."""
+    return Limits(
+        max_waiting=config.max_waiting,
+        max_running_per_worker=config.max_running_per_worker,
+        queue_timeout_s=config.queue_timeout_ms / 1000,
+        hold_s=config.lease_ms / 1000,
+        deadline_s=config.deadline_ms / 1000,
+    )
+
+
+async def serve(config: Config, model_path: Path, model_fingerprint: str, stop: Stop) -> int:
+    """Run a router until it is asked to stop, and return the exit status."""
+    router = Router(config, model_path, model_fingerprint)
+    watchdog = asyncio.create_task(keep_watchdog(lambda: True))
+    try:
+        await router.start()
+        notify("READY=1", f"STATUS=serving {config.model_name}")
+        is_well = await router.until_stopped(stop)
+        await router.drain()
+        return 0 if is_well else 1
+    except OSError as error:
+        log.error("cannot listen", reason=str(error))
+        return 1
+    finally:
+        watchdog.cancel()
+        await router.close()
+
+
+def _address(endpoint: str) -> tuple[str, int]:
+    host, port = split_endpoint(endpoint)
+    return "0.0.0.0" if host == "*" else host, port
+
+
+def _url(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+@contextmanager
+def _named(endpoint: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"cannot bind {endpoint}: {error.strerror}") from error
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file so that no reader ever sees half of it."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)

@@ -1,0 +1,192 @@
+"""The router's end of the bus: workers join, beat, drain and are lost here; the rest is passed on.
+
+What a registered worker says about requests goes to `InFlight`.  An unknown identity is asked for
+HELLO; one whose bytes are no message of ours is forgotten and must introduce itself again.  It
+knows the socket as two callables, so that it runs without one.  SPEC 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from router.fleet import Fleet, Worker, WorkerState
+from router.index import PrefixIndex
+from router.inflight import InFlight, Limits
+from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, WireError
+from wire.frames import Drain, Error, Frame, Heartbeat, Hello, Peers, Role, Welcome
+from wire.parts import Buffer, Message, decode, encode
+from wire.payloads import ErrorDetail, HelloDetail, Load, WelcomeDetail, decode_map, encode_map
+
+log = structlog.get_logger("router")
+
+
+class Bus:
+    """Workers and requests over one bound socket.
+
+    `transmit(peer, parts)` may raise WireError, `forget(peer)` may not.  The owner calls
+    `on_message` and `on_lost` from the socket and `tick` several times a second.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        transmit: Callable[[bytes, list[Buffer]], object],
+        forget: Callable[[bytes], None],
+        limits: Limits,
+        lease_ms: int,
+        router_epoch: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.fleet = fleet
+        self.index = PrefixIndex()
+        self.inflight = InFlight(
+            fleet, self.index, self.send, limits=limits, router_epoch=router_epoch, clock=clock
+        )
+        self._transmit = transmit
+        self._forget = forget
+        self._lease_ms = lease_ms
+        self._epoch = router_epoch
+        self._clock = clock
+        self._next_beat = 0.0
+        # Workers that take nothing any more; they are dropped from `tick`, not from inside a send.
+        self._stuck: set[bytes] = set()
+
+    def send(self, peer: bytes, frames: Frame | Sequence[Frame], *payload: Buffer) -> None:
+        """Send to a worker.  One that is gone will be reported by the socket or miss its beats."""
+        try:
+            self._transmit(peer, encode(frames, *payload))
+        except PeerLost:
+            log.debug("frame for a worker that is gone", worker=_name(peer))
+        except WireError as error:
+            if error.code is not ErrorCode.OVERLOADED:
+                raise
+            self._stuck.add(peer)
+
+    def on_message(self, peer: bytes, parts: list[Buffer]) -> None:
+        """Take one message off the socket."""
+        try:
+            message = decode(parts)
+            if self.fleet.get(peer) is None and not isinstance(message.frame, Hello):
+                self.send_error(peer, ErrorCode.UNKNOWN_PEER, "say HELLO first")
+            else:
+                self._dispatch(peer, message)
+        except RemoteProtocolError as error:
+            log.warning("peer broke the protocol", peer=_name(peer), reason=error.message)
+            self.send_error(peer, error.code, error.message)
+            self._forget(peer)
+            self.lose(peer, "it broke the protocol")
+
+    def on_lost(self, peer: bytes) -> None:
+        """The connection of a peer ended."""
+        self.lose(peer, "its connection closed")
+
+    def lose(self, peer: bytes, reason: str) -> None:
+        """Take a worker out and end what was placed on it; unknown peers are ignored."""
+        worker = self.fleet.get(peer)
+        if worker is None:
+            return
+        if worker.state is WorkerState.DRAINING and not worker.attempts:
+            log.info("worker left", worker=worker.name, epoch=worker.epoch)
+        else:
+            log.warning("worker lost", worker=worker.name, epoch=worker.epoch, reason=reason)
+        self.fleet.lose(peer)
+        self._on_removed(worker)
+
+    def tick(self) -> None:
+        """Beat when it is time, and drop workers that stopped beating or reading."""
+        now = self._clock()
+        for worker in self.fleet.overdue(now):
+            self.lose(worker.identity, f"no heartbeat for {now - worker.last_seen:.1f} s")
+        while self._stuck:
+            self.lose(self._stuck.pop(), "its queue is full")
+        if now >= self._next_beat:
+            self._next_beat = now + self.fleet.heartbeat_s
+            for role in (Role.PREFILL, Role.DECODE):
+                for worker in self.fleet.live(role):
+                    self.send(worker.identity, Heartbeat(0, len(worker.attempts), 0))
+        self.inflight.tick()
+
+    def send_error(self, peer: bytes, code: ErrorCode, message: str) -> None:
+        """Tell a peer what is wrong with its connection."""
+        self.send(peer, Error(0, code), encode_map(ErrorDetail(message=message, stage="router")))
+
+    def _dispatch(self, peer: bytes, message: Message) -> None:
+        frame = message.frame
+        if isinstance(frame, Hello):
+            self._on_hello(peer, frame, decode_map(HelloDetail, message.body()))
+        elif isinstance(frame, Heartbeat):
+            self._on_heartbeat(peer, frame, message.body())
+        elif isinstance(frame, Drain):
+            self._on_drain(peer)
+        elif isinstance(frame, Error) and frame.request_id == 0:
+            detail = decode_map(ErrorDetail, message.body()) if message.payload else None
+            log.warning(
+                "error from worker",
+                worker=_name(peer),
+                code=frame.code,
+                reason=detail.message if detail else "",
+            )
+        else:
+            self.inflight.on_message(peer, message)
+
+    def _on_hello(self, peer: bytes, hello: Hello, detail: HelloDetail) -> None:
+        try:
+            worker, replaced = self.fleet.hello(peer, hello, detail, self._clock())
+        except WireError as error:
+            log.warning("worker refused", worker=_name(peer), reason=error.message)
+            self.send_error(peer, error.code, error.message)
+            return
+        if replaced is not None:
+            log.warning("worker replaced", worker=worker.name, epoch=replaced.epoch)
+            if replaced.identity != peer:
+                self.send_error(
+                    replaced.identity,
+                    ErrorCode.FENCED,
+                    f"{worker.name} is here with the newer epoch {worker.epoch}; stop this one",
+                )
+            self._on_removed(replaced)
+        log.info("worker joined", worker=worker.name, epoch=worker.epoch, blocks=detail.num_blocks)
+        welcome = Welcome(self._epoch, round(self.fleet.heartbeat_s * 1000), self._lease_ms)
+        limit = WelcomeDetail(max_kv_transfer_bytes=self.fleet.own_max_kv_transfer_bytes)
+        self.send(peer, welcome, encode_map(limit))
+        if worker.role is Role.DECODE:
+            self.index.add(peer, detail.num_blocks)
+            self._send_peers(self.fleet.live(Role.PREFILL))
+        else:
+            self._send_peers([worker])
+
+    def _on_heartbeat(self, peer: bytes, beat: Heartbeat, body: Buffer) -> None:
+        load = decode_map(Load, body) if len(body) else None
+        worker = self.fleet.heartbeat(peer, beat, load, self._clock())
+        if worker is None or load is None:
+            return
+        if worker.role is Role.DECODE:
+            self.index.evict(peer, load.evicted)
+            self.index.store(peer, load.stored)
+        self.inflight.on_capacity()
+
+    def _on_drain(self, peer: bytes) -> None:
+        worker = self.fleet.drain(peer)
+        assert worker is not None  # Only known peers get here.
+        log.info("worker drains", worker=worker.name, requests=len(worker.attempts))
+        self.inflight.let_go(worker)
+
+    def _on_removed(self, worker: Worker) -> None:
+        if worker.role is Role.DECODE:
+            # The same identity may have joined again already; `_on_hello` adds it anew.
+            self.index.remove(worker.identity)
+            self._send_peers(self.fleet.live(Role.PREFILL))
+        self.inflight.on_lost(worker.identity)
+
+    def _send_peers(self, workers: list[Worker]) -> None:
+        peers = self.fleet.peers()
+        payload = encode_map(peers)
+        for worker in workers:
+            self.send(worker.identity, Peers(self._epoch, len(peers)), payload)
+
+
+def _name(peer: bytes) -> str:
+    return peer.decode("ascii", errors="backslashreplace")[:64]

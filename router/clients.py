@@ -1,0 +1,193 @@
+"""The raw TCP face: clients speak the router's side of the protocol.  SPEC 2.2, 7.
+
+Ids are the connection's own; each open one maps to a handle of `InFlight`.  A connection that ends
+takes its requests with it.  Bytes, rates and buffers are `wire.aio.tcp`'s business.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+import structlog
+
+from router.inflight import InFlight
+from router.request import Request
+from wire.aio.tcp import Connection, Limits, Server, serve
+from wire.errors import ErrorCode, RemoteProtocolError, WireError
+from wire.frames import (
+    ANY_RANK,
+    NO_RANK,
+    Cancel,
+    DecodeDone,
+    DecodeRequest,
+    DecodeToken,
+    Error,
+    PrefillDone,
+    PrefillRequest,
+    Tag,
+)
+from wire.parts import Message
+from wire.payloads import (
+    ErrorDetail,
+    Logprobs,
+    PrefillResult,
+    Usage,
+    decode_prompt,
+    encode_map,
+    encode_prefill_result,
+)
+from wire.session import Direction, Session
+
+log = structlog.get_logger("router")
+
+# Frames that crossed an end on the way must find its session; more than can be under way.
+MAX_ENDED: Final = 1024
+# What a client is told to wait before it asks again: about one placement round.
+RETRY_AFTER_S: Final = 1.0
+RETRYABLE: Final = frozenset(
+    {ErrorCode.OVERLOADED, ErrorCode.NO_WORKER, ErrorCode.DRAINING, ErrorCode.OUT_OF_BLOCKS}
+)
+
+
+async def serve_clients(
+    host: str, port: int, inflight: InFlight, *, max_connections: int, max_requests: int
+) -> Server:
+    """Listen for raw TCP clients, each with at most `max_requests` open.  Raises OSError."""
+    return await serve(
+        host,
+        port,
+        lambda connection: Client(connection, inflight, max_requests),
+        Limits(max_connections=max_connections),
+    )
+
+
+class Client:
+    """One connection: the requests open on it, and the sessions of those that ended lately."""
+
+    def __init__(self, connection: Connection, inflight: InFlight, max_requests: int) -> None:
+        self._connection = connection
+        self._inflight = inflight
+        self._max_requests = max_requests
+        self._open: dict[int, ClientRequest] = {}
+        self._ended: OrderedDict[int, Session] = OrderedDict()
+
+    def on_message(self, message: Message) -> None:
+        """Take a frame of the client.
+
+        Raises:
+            RemoteProtocolError: It broke the protocol; the connection ends.
+        """
+        frame = message.frame
+        if not isinstance(frame, PrefillRequest | DecodeRequest | Cancel):
+            raise RemoteProtocolError(f"a client does not send {frame.tag.name}")
+        if frame.request_id == 0:
+            raise RemoteProtocolError("request_id 0 names the connection, not a request")
+        if isinstance(frame, PrefillRequest):
+            self._on_prefill_request(frame, message)
+        elif isinstance(frame, DecodeRequest):
+            self._on_decode_request(frame)
+        else:
+            self._on_cancel(frame)
+
+    def on_closed(self, error: Exception | None) -> None:
+        """Cancel everything: there is no one left to answer."""
+        requests, self._open = self._open, {}
+        if requests:
+            log.info("client left", client=self._connection.peer_name, requests=len(requests))
+        for request in requests.values():
+            self._inflight.cancel(request.handle)
+
+    def end(self, request_id: int) -> None:
+        """The terminal frame of a request was sent, or its CANCEL came."""
+        request = self._open.pop(request_id, None)
+        if request is not None:
+            self._ended[request_id] = request.session
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+
+    def _on_prefill_request(self, frame: PrefillRequest, message: Message) -> None:
+        request_id = frame.request_id
+        if request_id in self._open:
+            raise RemoteProtocolError(f"request_id {request_id} is under way already")
+        self._ended.pop(request_id, None)
+        request = ClientRequest(request_id, self._connection, self)
+        request.session.on(Tag.PREFILL_REQUEST, Direction.REQUEST)
+        self._open[request_id] = request
+        try:
+            self._submit(frame, message, request)
+        except WireError as error:
+            if error.code is ErrorCode.PROTOCOL:
+                raise
+            request.on_error(error)
+
+    def _submit(self, frame: PrefillRequest, message: Message, request: ClientRequest) -> None:
+        if len(self._open) > self._max_requests:
+            raise WireError(
+                ErrorCode.OVERLOADED, f"{self._max_requests} requests are open on this connection"
+            )
+        if frame.decode_rank not in (ANY_RANK, NO_RANK):
+            raise WireError(
+                ErrorCode.INVALID_REQUEST,
+                f"decode_rank {frame.decode_rank}: the router chooses; send {ANY_RANK:#x} for any "
+                f"or {NO_RANK:#x} for one token only",
+            )
+        token_ids, options = decode_prompt(message.body(), frame.seq_len)
+        max_new_tokens = 0 if frame.decode_rank == NO_RANK else None
+        asked = Request(token_ids, options, max_new_tokens, self._connection.peer_name)
+        request.handle = self._inflight.submit(asked, request)
+
+    def _on_decode_request(self, frame: DecodeRequest) -> None:
+        # SPEC 4.5: the prompt and options of PREFILL_REQUEST hold, whatever comes along here.
+        request = self._open.get(frame.request_id)
+        if request is not None:
+            request.session.on(Tag.DECODE_REQUEST, Direction.REQUEST)
+            self._inflight.decode(request.handle, frame.max_new_tokens)
+        elif frame.request_id in self._ended:
+            self._ended[frame.request_id].on(Tag.DECODE_REQUEST, Direction.REQUEST)
+        else:
+            detail = ErrorDetail(message="DECODE_REQUEST without PREFILL_REQUEST", stage="router")
+            error = Error(frame.request_id, ErrorCode.UNKNOWN_REQUEST)
+            self._connection.send(error, encode_map(detail))
+
+    def _on_cancel(self, frame: Cancel) -> None:
+        request = self._open.get(frame.request_id)
+        if request is not None:
+            request.session.on(Tag.CANCEL, Direction.REQUEST)
+            self.end(frame.request_id)
+            self._inflight.cancel(request.handle)
+
+
+class ClientRequest:
+    """One open request of a client: the sink that writes frames with the client's own id."""
+
+    def __init__(self, request_id: int, connection: Connection, client: Client) -> None:
+        self.session = Session(Direction.RESPONSE)
+        self.handle = 0
+        self._request_id = request_id
+        self._connection = connection
+        self._client = client
+
+    def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
+        self.session.on(Tag.PREFILL_DONE, Direction.RESPONSE)
+        frame = PrefillDone(self._request_id, kv_bytes)
+        self._connection.send(frame, encode_prefill_result(result))
+
+    def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
+        self.session.on(Tag.DECODE_TOKEN, Direction.RESPONSE)
+        payload = () if logprobs is None else (encode_map([logprobs]),)
+        self._connection.send(DecodeToken(self._request_id, token_id), *payload)
+
+    def on_done(self, usage: Usage) -> None:
+        self.session.on(Tag.DECODE_DONE, Direction.RESPONSE)
+        self._client.end(self._request_id)
+        self._connection.send(DecodeDone(self._request_id), encode_map(usage))
+
+    def on_error(self, error: WireError) -> None:
+        self.session.on(Tag.ERROR, Direction.RESPONSE)
+        self._client.end(self._request_id)
+        detail = ErrorDetail(
+            message=error.message[:4096],
+            retry_after_s=RETRY_AFTER_S if error.code in RETRYABLE else None,
+        )
+        self._connection.send(Error(self._request_id, error.code), encode_map(detail))

@@ -1,0 +1,58 @@
+"""GET /v1/cluster and the readiness of the router: the fleet as JSON."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from router.fleet import Fleet, Worker
+from wire.frames import Role
+from wire.payloads import Load
+
+
+class Counts(Protocol):
+    """What of `router.inflight.InFlight` is used here."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+
+def cluster(fleet: Fleet, inflight: Counts) -> dict[str, Any]:
+    """Return every worker, prefill first, and the router's own requests."""
+    workers = sorted(fleet, key=lambda worker: (worker.role, worker.rank))
+    return {
+        "workers": [_worker(worker) for worker in workers],
+        "router": {"running": inflight.num_running, "waiting": inflight.num_waiting},
+    }
+
+
+def _worker(worker: Worker) -> dict[str, Any]:
+    load = worker.load or Load(total=0, used=0, cached=0, free=0)
+    return {
+        "role": worker.role.name.lower(),
+        "rank": worker.rank,
+        "epoch": worker.epoch,
+        "state": worker.state.value,
+        "running": worker.running,
+        "waiting": worker.waiting,
+        "step": worker.step,
+        "blocks": {
+            "total": load.total,
+            "used": load.used,
+            "cached": load.cached,
+            "free": load.free,
+        },
+        "kv_inflight_bytes": load.kv_inflight_bytes,
+    }
+
+
+def unready(fleet: Fleet, *, is_draining: bool) -> list[str]:
+    """Return why requests cannot be served now; nothing when they can."""
+    reasons = [
+        f"no {role.name.lower()} worker is ready"
+        for role in (Role.PREFILL, Role.DECODE)
+        if not fleet.ready(role)
+    ]
+    return [*reasons, "the router is draining"] if is_draining else reasons

@@ -1,0 +1,201 @@
+"""One choice of a completion: the tokens that come in, the text that may go out.
+
+A `Choice` is the sink of one request.  Its `on_…` methods only take note and wake the writer once
+for however many tokens arrive together; `take` then does the work: text, stop strings, end.
+Tokens whose text is held back (half a character, the beginning of a stop string) travel with the
+next text, so every piece but the last shows something.
+
+Pure: no clock, no loop.  What a piece looks like on the network is `router.sse` and
+`router.answers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from router.stops import StopAutomaton, StopMatcher
+from router.tokens import Tokenizer
+from wire.errors import WireError
+from wire.payloads import Logprobs, PrefillResult, Usage
+
+# Tokens a client may lag behind before it is cut off: some 100 KB of events, beyond the 64 KiB and
+# the kernel's buffers that are full by then.
+MAX_PENDING_TOKENS: Final = 4096
+
+
+class ScoredToken(NamedTuple):
+    """A token with its log-probabilities and where its text starts in the choice's text."""
+
+    token_id: int
+    logprobs: Logprobs | None
+    text_offset: int
+
+
+class Piece(NamedTuple):
+    """What one event shows: text, on the last one why it ended, and if asked for the tokens."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+    scores: Sequence[ScoredToken] = ()
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What every choice of one HTTP request has in common."""
+
+    tokenizer: Tokenizer
+    stops: StopAutomaton | None = None
+    min_tokens: int = 0
+    has_logprobs: bool = False
+    # Whether pieces name their tokens.
+    has_ids: bool = False
+    # False: nobody looks before the end, so nobody is woken before it.
+    is_eager: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class Choice:
+    """The sink of one request.  `wake` is called when `take` has something to do."""
+
+    index: int
+    prompt: Sequence[int]
+    terms: Terms
+    wake: Callable[[Choice], None]
+    # Text that precedes the answer (`echo`).
+    prefix: str = ""
+
+    handle: int | None = None
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    error: WireError | None = None
+    usage: Usage | None = None
+
+    _pending: list[int] = field(default_factory=list)
+    _logprobs: list[Logprobs | None] = field(default_factory=list)
+    _held: list[int] = field(default_factory=list)
+    _scores: list[ScoredToken] = field(default_factory=list)
+    _length: int = 0
+    _feed: Callable[[int], str] = field(init=False)
+    _flush: Callable[[], str] = field(init=False)
+    _stops: StopMatcher | None = field(init=False)
+    _is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        detokenizer = self.terms.tokenizer.detokenizer(self.prompt)
+        self._feed, self._flush = detokenizer.feed, detokenizer.flush
+        self._stops = StopMatcher(self.terms.stops) if self.terms.stops else None
+        self._is_plain = not (self.terms.stops or self.terms.has_ids or self.terms.has_logprobs)
+        self._length = len(self.prefix)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will come out of `take`."""
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def lag(self) -> int:
+        """Tokens that have come and were not taken."""
+        return len(self._pending)
+
+    # The sink.
+
+    def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
+        self.cached_tokens = result.cached_tokens
+        if result.finish_reason != "stop":  # Then the token is the end sign, not text.
+            self.on_token(result.token_id, result.logprobs)
+
+    def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
+        self._pending.append(token_id)
+        if self.terms.has_logprobs:
+            self._logprobs.append(logprobs)
+        if self.terms.is_eager:
+            self.wake(self)
+
+    def on_done(self, usage: Usage) -> None:
+        self.usage = usage
+        self.wake(self)
+
+    def on_error(self, error: WireError) -> None:
+        self.error = error
+        self.wake(self)
+
+    # The writer.
+
+    def take(self) -> list[Piece]:
+        """Return what can be shown now; the last piece of all carries the finish reason.
+
+        When this ends the choice by a stop string, the caller must cancel `handle`.
+        """
+        if self.finish_reason is not None:
+            self._pending.clear()
+            return []
+        token_ids, self._pending = self._pending, []
+        if self._is_plain:
+            pieces = self._take_plain(token_ids)
+        else:
+            pieces = self._take(token_ids)
+        if self.usage is not None and self.finish_reason is None:
+            rest = self._rest()
+            is_stopped = self._stops is not None and self._stops.is_stopped
+            self._finish(pieces, rest, "stop" if is_stopped else self.usage.finish_reason)
+        return pieces
+
+    def _take_plain(self, token_ids: list[int]) -> list[Piece]:
+        """What `_take` does when there is only text to show: the path of most tokens."""
+        self.num_tokens += len(token_ids)
+        texts = map(self._feed, token_ids)
+        return [Piece(text) for text in texts if text or not self.terms.tokenizer.has_text]
+
+    def _take(self, token_ids: list[int]) -> list[Piece]:
+        logprobs, self._logprobs = self._logprobs, []
+        terms, pieces = self.terms, list[Piece]()
+        for position, token_id in enumerate(token_ids):
+            text = self._text_of(token_id)
+            if terms.has_logprobs:
+                self._scores.append(ScoredToken(token_id, logprobs[position], self._length))
+            if terms.has_ids:
+                self._held.append(token_id)
+            self._length += len(text)
+            if text or not terms.tokenizer.has_text:
+                pieces.append(self._piece(text))
+            if self._stops is not None and self._stops.is_stopped:
+                self._finish(pieces, "", "stop")
+                break
+        return pieces
+
+    def _text_of(self, token_id: int) -> str:
+        self.num_tokens += 1
+        text = self._feed(token_id)
+        if self._stops is not None and self.num_tokens > self.terms.min_tokens:
+            return self._stops.feed(text)
+        return text
+
+    def _rest(self) -> str:
+        text = self._flush()
+        if self._stops is None:
+            return text
+        text = self._stops.feed(text)
+        return text if self._stops.is_stopped else text + self._stops.flush()
+
+    def _piece(self, text: str, finish_reason: str | None = None) -> Piece:
+        piece = Piece(text, self._held, self._scores, finish_reason)
+        self._held, self._scores = [], []
+        return piece
+
+    def _finish(self, pieces: list[Piece], text: str, reason: str) -> None:
+        # The end goes out with the last token where possible: clients time one event a token.
+        self.finish_reason = reason
+        rest = self._piece(text, reason)
+        if pieces:
+            last = pieces.pop()
+            rest = Piece(
+                last.text + rest.text,
+                [*last.token_ids, *rest.token_ids],
+                [*last.scores, *rest.scores],
+                reason,
+            )
+        pieces.append(rest)

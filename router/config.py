@@ -1,0 +1,164 @@
+"""The router's settings: one declaration is the flags, the environment and the validation.
+
+`wire.aio.settings.parse(Config, argv)` makes one of these; every field is the flag of the same name
+with dashes and the variable ``BATON_<NAME>``.  Ports may be 0: the endpoints that were really bound
+are logged and written to `ready_file`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from wire.aio.settings import Settings
+
+GiB: Final = 1024**3
+# Settings of workers only: `--local` workers read them from the environment the router was given.
+WORKER_SETTINGS: Final = (
+    "role",
+    "rank",
+    "router",
+    "dtype",
+    "threads",
+    "max_model_len",
+    "block_size",
+    "num_blocks",
+    "kv_cache_bytes",
+    "max_ubatch_tokens",
+    "max_sbatch_sequences",
+    "prefix_cache",
+    "kv_bind",
+    "kv_advertise",
+    "segment_bytes",
+    "credit_bytes",
+    "max_kv_inflight_bytes",
+    "lease_s",
+    "hash_step_ms",
+)
+NumWorkers = Annotated[int, Field(ge=0, le=64)]
+
+
+class Config(Settings):
+    """Take requests over HTTP and raw TCP and place them on prefill and decode workers."""
+
+    model_config = SettingsConfigDict(env_prefix="BATON_")
+
+    # What is served.
+    model: str = Field(
+        default="demo", description="a model directory, 'demo', or a Hugging Face name"
+    )
+    served_model_name: str = Field(
+        default="", description="the name clients use; empty: taken from --model"
+    )
+
+    # Where.
+    http: str = Field(default="127.0.0.1:8000", description="HOST:PORT of the OpenAI API")
+    tcp: str = Field(default="127.0.0.1:8001", description="HOST:PORT of raw TCP clients")
+    bus: str = Field(
+        default="tcp://127.0.0.1:5570", description="ZeroMQ endpoint that workers connect to"
+    )
+    insecure: bool = Field(
+        default=False, description="allow listening beyond this machine without keys"
+    )
+    ready_file: Path | None = Field(
+        default=None, description="write the bound endpoints there as one JSON line once listening"
+    )
+
+    # Limits.
+    max_kv_transfer_bytes: int = Field(
+        default=4 * GiB, ge=1, description="largest KV cache of one request that may be handed over"
+    )
+    max_waiting: int = Field(default=1024, ge=0, description="requests that may wait for a worker")
+    max_running_per_worker: int = Field(
+        default=256, ge=1, description="requests placed on one worker at a time; the rest wait here"
+    )
+    max_connections: int = Field(default=1024, ge=1, description="raw TCP connections")
+    max_requests_per_connection: int = Field(
+        default=256, ge=1, description="open requests of one raw TCP connection"
+    )
+
+    # Times.
+    heartbeat_ms: int = Field(
+        default=1000, ge=10, le=60_000, description="between heartbeats, both ways"
+    )
+    lease_ms: int = Field(
+        default=30_000,
+        ge=100,
+        le=3_600_000,
+        description="how long an idle hand-over or hold is kept",
+    )
+    queue_timeout_ms: int = Field(
+        default=30_000, ge=1, le=3_600_000, description="longest wait for a worker with room"
+    )
+    deadline_ms: int = Field(
+        default=600_000,
+        ge=1,
+        le=2**31 - 1,
+        description="of a request that sets no deadline_ms itself",
+    )
+    drain_s: float = Field(
+        default=30.0, ge=0.0, le=3600.0, description="grace for open requests on SIGTERM"
+    )
+
+    # Workers of our own.
+    local: tuple[NumWorkers, NumWorkers] = Field(
+        default=(0, 0), description="P,D: also run P prefill and D decode workers on this machine"
+    )
+    executor: str = Field(
+        default="torch", description="of the local workers: torch, hash, module:factory"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="of the local workers"
+    )
+    worker_args: str = Field(
+        default="",
+        description="more flags of the local workers, quoted as for a shell: '--num-blocks 64'",
+    )
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="debug shows every frame"
+    )
+
+    @model_validator(mode="after")
+    def _refuse_open_ports(self) -> Self:
+        for flag, endpoint in (("--http", self.http), ("--tcp", self.tcp), ("--bus", self.bus)):
+            host, _ = split_endpoint(endpoint, flag)
+            if not self.insecure and not _is_loopback(host):
+                raise ValueError(
+                    f"{flag} {endpoint} can be reached from other machines, and this version has "
+                    "no keys to check who connects; bind 127.0.0.1, or add --insecure if you "
+                    "trust the network"
+                )
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """The name clients ask for: `served_model_name`, or the last part of `model`."""
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def split_endpoint(endpoint: str, flag: str = "endpoint") -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT`` or ``tcp://HOST:PORT``; ``ipc://`` is this machine.
+
+    Raises:
+        ValueError: It is neither; the message names the flag.
+    """
+    if endpoint.startswith("ipc://"):
+        return "localhost", 0
+    host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f"{flag} {endpoint!r} is not HOST:PORT with a port from 0 to 65535")
+    return host.strip("[]"), int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # A name or "*": it may resolve to anything.

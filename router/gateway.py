@@ -1,0 +1,300 @@
+"""The HTTP face of the router: a pure ASGI application with the routes of the OpenAI API.
+
+Routing, the error boundary, one log line per request, and the only event-loop work of the HTTP
+side: time limits, threads for long prompts, watching for clients that leave.  What is in a body is
+`router.intake`, what runs is `router.exchange`, what is written is `router.delivery`.
+Authentication and TLS belong in front of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+import structlog
+
+from router import http, metrics
+from router.call import Call, Handler
+from router.config import Config
+from router.delivery import Delivery, Disconnected, wait_for_disconnect, whole_body
+from router.exchange import Exchange
+from router.fleet import Fleet
+from router.http import HttpError, Receive, Scope, Send
+from router.inflight import InFlight
+from router.intake import Asker, Intake, Order
+from router.sse import ChunkWriter
+from router.status import Status
+from wire.errors import ErrorCode, WireError
+
+log = structlog.get_logger("router")
+
+# Bodies up to this size are tokenized on the loop: about a millisecond.
+INLINE_BYTES: Final = 16 * 1024
+# A body must come at this rate at least, after a grace; slower is an attack or a broken link.
+BODY_GRACE_S: Final = 5.0
+BODY_BYTES_PER_S: Final = 64 * 1024
+TICK_S: Final = 1.0
+# What is logged when the client left before its answer (nginx began this number; never sent).
+CLIENT_CLOSED: Final = 499
+CLOSE: Final = (b"connection", b"close")
+
+T = TypeVar("T")
+
+
+class Gateway:
+    """The application; `await gateway(scope, receive, send)`.
+
+    `draining` makes it unready and refuse new completions; those under way go on.  No setting of
+    `config` concerns this face yet: limits of requests are the core's.
+    """
+
+    def __init__(
+        self, *, model_name: str, model_path: Path, inflight: InFlight, fleet: Fleet, config: Config
+    ) -> None:
+        self.draining = False
+        self.metrics = metrics.Metrics(fleet, inflight)
+        self._model_name = model_name
+        self._inflight = inflight
+        self._fleet = fleet
+        self._intake = Intake(model_name, model_path)
+        self._deliveries: set[Delivery] = set()
+        self._tick_due: float | None = None
+        inflight.observers.append(self.metrics)
+        self._status = status = Status(
+            model_name=model_name,
+            intake=self._intake,
+            fleet=fleet,
+            counts=inflight,
+            statistics=self.metrics,
+            is_draining=lambda: self.draining,
+        )
+        # path: (name in logs and metrics, method, handler)
+        self._routes: dict[str, tuple[str, str, Handler]] = {
+            "/v1/completions": ("completions", "POST", self._completions),
+            "/v1/chat/completions": ("chat_completions", "POST", self._chat_completions),
+            "/tokenize": ("tokenize", "POST", self._tokenize),
+            "/detokenize": ("detokenize", "POST", self._detokenize),
+            "/v1/models": ("models", "GET", status.models),
+            "/v1/cluster": ("cluster", "GET", status.cluster),
+            "/livez": ("livez", "GET", status.livez),
+            "/readyz": ("readyz", "GET", status.readyz),
+            "/health": ("health", "GET", status.readyz),
+            "/version": ("version", "GET", status.version),
+            "/metrics": ("metrics", "GET", status.metrics),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await http.lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+        else:
+            self._start_ticking()
+            fresh = secrets.token_hex(16)
+            await self._serve(
+                Call(scope, receive, send, http.request_id(scope, fresh), time.monotonic())
+            )
+
+    # The boundary: every error becomes an answer here, every request a line.
+
+    async def _serve(self, call: Call) -> None:
+        try:
+            await self._route(call)
+        except Disconnected:
+            call.status, call.outcome = CLIENT_CLOSED, "cancelled"
+        except HttpError as error:
+            await self._refuse(call, error)
+        except WireError as error:
+            await self._refuse(call, http.http_error(error))
+        except Exception:
+            log.exception("bug", request_id=call.request_id, endpoint=call.endpoint)
+            internal = WireError(ErrorCode.INTERNAL, "")
+            await self._refuse(call, http.http_error(internal))
+        finally:
+            self._note(call)
+
+    async def _refuse(self, call: Call, error: HttpError) -> None:
+        call.status, call.outcome = error.status, error.code or "error"
+        if call.delivery is not None and call.delivery.is_started:
+            await call.delivery.fail(error)
+        else:
+            await call.respond(error.status, error.body, *error.headers)
+
+    def _note(self, call: Call) -> None:
+        self.metrics.on_response(call.endpoint, call.outcome)
+        is_work = call.scope["method"] == "POST" or call.status >= 400
+        (log.info if is_work else log.debug)(
+            "request",
+            request_id=call.request_id,
+            endpoint=call.endpoint,
+            status=call.status,
+            outcome=call.outcome,
+            seconds=round(time.monotonic() - call.started_at, 6),
+            **call.facts,
+        )
+
+    async def _route(self, call: Call) -> None:
+        path, method = call.scope["path"], call.scope["method"]
+        route = self._routes.get(path)
+        if route is None and path.startswith("/v1/models/"):
+            route = "models", "GET", self._status.model
+        if route is None:
+            raise HttpError(404, f"there is no {path[:200]!r} here", code="not_found")
+        call.endpoint, allowed, handler = route
+        allow = (b"allow", b"GET, HEAD, OPTIONS" if allowed == "GET" else b"POST, OPTIONS")
+        if method == "OPTIONS":
+            await call.respond(200, b"", allow)
+        elif method != allowed and (method, allowed) != ("HEAD", "GET"):
+            raise HttpError(405, f"use {allowed} here", code="method_not_allowed", headers=(allow,))
+        else:
+            await handler(call)
+
+    # What is asked most.
+
+    async def _completions(self, call: Call) -> None:
+        await self._complete(call, self._intake.completion)
+
+    async def _chat_completions(self, call: Call) -> None:
+        await self._complete(call, self._intake.chat)
+
+    async def _complete(self, call: Call, read: Callable[[bytes, Asker], Order]) -> None:
+        if self.draining:
+            raise WireError(ErrorCode.DRAINING, "the router is shutting down; try another one")
+        raw = await _body(call)
+        order = await _compute(raw, partial(read, raw, self._asker(call)))
+        call.delivery = delivery = self._delivery(call)
+        exchange = Exchange(
+            self._inflight, order.terms, delivery, num_choices=order.body.num_choices
+        )
+        exchange.submit(order.requests)
+        watch = asyncio.create_task(wait_for_disconnect(call.receive, delivery))
+        self._deliveries.add(delivery)
+        try:
+            await self._deliver(call, order, exchange, delivery)
+        except asyncio.CancelledError:
+            if not delivery.is_cut:
+                raise
+            await self._drop_slow_client(call, watch)
+            raise Disconnected from None
+        finally:
+            self._deliveries.discard(delivery)
+            watch.cancel()
+            exchange.cancel()
+            call.note(exchange)
+
+    async def _deliver(
+        self, call: Call, order: Order, exchange: Exchange, delivery: Delivery
+    ) -> None:
+        body, created = order.body, int(time.time())
+        completion_id = f"{'chatcmpl' if order.is_chat else 'cmpl'}-{call.request_id}"
+        if not body.stream:
+            pieces = await delivery.collect(exchange)
+            head = {"id": completion_id, "created": created, "model": self._model_name}
+            await call.respond(200, whole_body(order, exchange, pieces, head))
+            return
+        chunks = ChunkWriter(
+            exchange,
+            completion_id=completion_id,
+            created=created,
+            model=self._model_name,
+            is_chat=order.is_chat,
+            has_usage=body.wants_usage,
+            has_running_usage=body.wants_usage_always,
+        )
+        await delivery.stream(exchange, chunks)
+
+    def _asker(self, call: Call) -> Asker:
+        max_model_len = self._fleet.max_model_len
+        if max_model_len is None:
+            raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
+        return Asker(call.client, secrets.randbits(63), max_model_len)
+
+    def _delivery(self, call: Call) -> Delivery:
+        task = asyncio.current_task()
+        assert task is not None
+        return Delivery(
+            call.send,
+            _Signal(),
+            headers=call.headers,
+            clock=time.monotonic,
+            cut_off=task.cancel,
+            on_tokens=self.metrics.on_tokens,
+        )
+
+    async def _drop_slow_client(self, call: Call, watch: asyncio.Task[None]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
+        self.metrics.on_slow_client()
+        if http.abort(call.send):
+            await watch  # The server has to see its connection gone before this returns.
+
+    def _start_ticking(self) -> None:
+        if self._tick_due is None:
+            loop = asyncio.get_running_loop()
+            self._tick_due = loop.time() + TICK_S
+            loop.call_at(self._tick_due, self._tick, loop)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        assert self._tick_due is not None
+        self.metrics.on_lag(max(loop.time() - self._tick_due, 0.0))
+        for delivery in tuple(self._deliveries):
+            delivery.tick()
+        self._tick_due = loop.time() + TICK_S
+        loop.call_at(self._tick_due, self._tick, loop)
+
+    async def _tokenize(self, call: Call) -> None:
+        raw, limit = await _body(call), self._fleet.max_model_len
+        await call.reply(await _compute(raw, partial(self._intake.tokenize, raw, limit)))
+
+    async def _detokenize(self, call: Call) -> None:
+        raw = await _body(call)
+        await call.reply(await _compute(raw, partial(self._intake.detokenize, raw)))
+
+
+async def _body(call: Call) -> bytes:
+    http.check_content_type(call.scope)
+    announced = http.find_header(call.scope, b"content-length") or b""
+    size = int(announced) if announced.isdigit() else http.MAX_BODY_BYTES
+    try:
+        async with asyncio.timeout(BODY_GRACE_S + size / BODY_BYTES_PER_S):
+            raw = await http.read_body(call.scope, call.receive)
+    except TimeoutError:
+        raise HttpError(
+            408, "the body came too slowly", code="body_timeout", headers=(CLOSE,)
+        ) from None
+    if raw is None:
+        raise Disconnected
+    return raw
+
+
+async def _compute(raw: bytes, read: Callable[[], T]) -> T:
+    """Run `read` here for a short body, in a thread for one that would hold up the loop."""
+    return read() if len(raw) <= INLINE_BYTES else await asyncio.to_thread(read)
+
+
+class _Signal:
+    """An event for a single waiter that is cleared by waiting: half the price of asyncio's."""
+
+    __slots__ = ("_is_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        if not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._is_set = False

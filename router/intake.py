@@ -1,0 +1,190 @@
+"""From a request body to the requests of the core: model, prompt, tokens, options.
+
+Synchronous and without side effects, so that the gateway can run a long prompt in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from router.chat import ChatTemplate
+from router.completions import Terms
+from router.http import HttpError
+from router.openai import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Prompt,
+    Sampled,
+    TokenizeBody,
+    invalid,
+    parse,
+)
+from router.request import Request
+from router.stops import StopAutomaton
+from router.tokens import Tokenizer
+
+# Variables of a chat template that are the server's to set.
+_RESERVED: Final = frozenset({"messages", "add_generation_prompt"})
+
+
+class _Model(msgspec.Struct):
+    vocab_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who asks, the seed for those who name none, and the longest sequence the workers take."""
+
+    client: str
+    seed: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One HTTP request, understood: a core request and the text to echo for every choice."""
+
+    body: Sampled
+    terms: Terms
+    requests: Sequence[tuple[Request, str]]
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+
+class Intake:
+    """Reads bodies for one model."""
+
+    def __init__(self, model_name: str, model_path: Path) -> None:
+        self._model_name = model_name
+        self._tokenizer = Tokenizer.load(model_path)
+        self._template = ChatTemplate.load(model_path)
+        self._vocab_size = _vocab_size(model_path) or self._tokenizer.vocab_size
+
+    def completion(self, raw: bytes, asker: Asker) -> Order:
+        """Read the body of /v1/completions.
+
+        Raises:
+            HttpError, WireError: It asks for what it cannot have.
+        """
+        body = parse(CompletionBody, raw)
+        self.check_model(body.model)
+        prompts = []
+        for prompt in body.prompts:
+            add_special_tokens = body.add_special_tokens is not False
+            token_ids = self._token_ids(prompt, add_special_tokens=add_special_tokens)
+            prompts.append((token_ids, self._echo(body, prompt)))
+        return self._order(body, prompts, asker)
+
+    def chat(self, raw: bytes, asker: Asker) -> Order:
+        """Read the body of /v1/chat/completions.
+
+        Raises:
+            HttpError, WireError: It asks for what it cannot have.
+        """
+        body = parse(ChatBody, raw)
+        self.check_model(body.model)
+        text = self._render(body, body.messages)
+        special = bool(body.add_special_tokens)  # The template writes them itself.
+        token_ids = self._token_ids(text, add_special_tokens=special)
+        return self._order(body, [(token_ids, "")], asker)
+
+    def tokenize(self, raw: bytes, max_model_len: int | None) -> dict[str, Any]:
+        """Answer /tokenize.
+
+        Raises:
+            HttpError, WireError: There is no tokenizer, or no template, or a bad body.
+        """
+        body = parse(TokenizeBody, raw)
+        self.check_model(body.model)
+        if body.messages is not None:
+            text, special = self._render(body, body.messages), bool(body.add_special_tokens)
+        else:
+            text, special = body.prompt or "", body.add_special_tokens is not False
+        token_ids = self._tokenizer.encode(text, add_special_tokens=special)
+        return {"tokens": token_ids, "count": len(token_ids), "max_model_len": max_model_len}
+
+    def detokenize(self, raw: bytes) -> dict[str, Any]:
+        """Answer /detokenize; unknown ids give no text.
+
+        Raises:
+            HttpError: A bad body.
+        """
+        body = parse(DetokenizeBody, raw)
+        self.check_model(body.model)
+        return {"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    def check_model(self, model: str | None) -> None:
+        """Refuse any model but ours; no name at all means ours.
+
+        Raises:
+            HttpError: 404 model_not_found.
+        """
+        if model is not None and model != self._model_name:
+            raise HttpError(
+                404,
+                f"the model {model!r} does not exist here; GET /v1/models lists what does",
+                code="model_not_found",
+                param="model",
+            )
+
+    def _order(
+        self, body: Sampled, prompts: Sequence[tuple[Sequence[int], str]], asker: Asker
+    ) -> Order:
+        if body.stops and not self._tokenizer.has_text:
+            raise invalid("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
+        requests = []
+        for token_ids, echo in prompts:
+            max_tokens = body.token_limit or max(asker.max_model_len - len(token_ids), 1)
+            for choice in range(body.num_choices):
+                options = body.options(choice=choice, seed=asker.seed, max_tokens=max_tokens)
+                request = Request(tuple(token_ids), options, max_tokens - 1, asker.client)
+                requests.append((request, echo))
+        terms = Terms(
+            tokenizer=self._tokenizer,
+            stops=StopAutomaton(body.stops) if body.stops else None,
+            min_tokens=body.min_tokens or 0,
+            has_logprobs=body.num_logprobs is not None,
+            has_ids=bool(body.return_token_ids),
+            is_eager=bool(body.stream or body.stops),
+        )
+        return Order(body, terms, requests)
+
+    def _token_ids(self, prompt: Prompt, *, add_special_tokens: bool) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        if self._vocab_size is not None and max(prompt) >= self._vocab_size:
+            raise invalid("prompt", f"token ids must be below {self._vocab_size}")
+        return prompt
+
+    def _echo(self, body: CompletionBody, prompt: Prompt) -> str:
+        if not body.echo:
+            return ""
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    def _render(self, body: ChatBody | TokenizeBody, messages: list[dict[str, Any]]) -> str:
+        variables = body.chat_template_kwargs or {}
+        if taken := _RESERVED & variables.keys():
+            raise invalid("chat_template_kwargs", f"must not set {min(taken)}")
+        return self._template.render(
+            messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            variables=variables,
+        )
+
+
+def _vocab_size(model_path: Path) -> int | None:
+    path = model_path / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Model).vocab_size
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,156 @@
+"""Workers on this machine as child processes: `--local P,D`.
+
+Each is started, watched, and started again when it dies, with a growing pause; one that says its
+settings are wrong (exit status 78) is not tried again.  None outlives the router: on shutdown they
+get SIGTERM, then SIGKILL; when the router itself is killed, Linux kills them (PR_SET_PDEATHSIG).
+Their logs go to our stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from router.config import Config
+from wire.aio.settings import EX_CONFIG
+
+log = structlog.get_logger("router")
+
+MIN_PAUSE_S: Final = 0.5
+MAX_PAUSE_S: Final = 30.0
+# A worker that ran this long was healthy: its next death is a new story.
+HEALTHY_S: Final = 60.0
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class LocalWorkers:
+    """The child processes of one router; `bus` is the endpoint that was really bound."""
+
+    def __init__(self, config: Config, bus: str) -> None:
+        self._config = config
+        self._bus = bus
+        self._tasks: list[asyncio.Task[None]] = []
+        self._processes: dict[tuple[str, int], asyncio.subprocess.Process] = {}
+        self._is_stopping = False
+
+    @property
+    def pids(self) -> dict[tuple[str, int], int]:
+        """Process ids of those that run, by role and rank."""
+        return {key: process.pid for key, process in self._processes.items()}
+
+    def start(self) -> None:
+        """Start every worker and look after it until `stop`."""
+        for role, count in zip(("prefill", "decode"), self._config.local, strict=True):
+            for rank in range(count):
+                self._tasks.append(asyncio.create_task(self._look_after(role, rank)))
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask all to end, kill who is left after `grace_s`, and return when none is there."""
+        self._is_stopping = True
+        for process in self._processes.values():
+            _signal(process, signal.SIGTERM)
+        waits = [asyncio.create_task(process.wait()) for process in self._processes.values()]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=grace_s)
+            if late:
+                log.warning("local workers killed", count=len(late))
+            for process in self._processes.values():
+                _signal(process, signal.SIGKILL)
+            await asyncio.wait(waits)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _look_after(self, role: str, rank: int) -> None:
+        loop = asyncio.get_running_loop()
+        name, pause_s = f"{role}-{rank}", MIN_PAUSE_S
+        while not self._is_stopping:
+            started_at = loop.time()
+            status = await self._run(role, rank)
+            if self._is_stopping:
+                return
+            if status == EX_CONFIG:
+                log.error("local worker has wrong settings, given up", worker=name)
+                return
+            pause_s = MIN_PAUSE_S if loop.time() - started_at > HEALTHY_S else pause_s
+            log.warning("local worker died", worker=name, status=status, restart_in_s=pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _run(self, role: str, rank: int) -> int:
+        # A session of its own: Ctrl-C reaches the router only, which then drains in order.
+        process = await asyncio.create_subprocess_exec(
+            *command(self._config, self._bus, role, rank),
+            stdin=asyncio.subprocess.DEVNULL,
+            env=environment(os.environ),
+            start_new_session=True,
+            preexec_fn=_die_with(os.getpid()),
+        )
+        self._processes[role, rank] = process
+        log.info("local worker started", worker=f"{role}-{rank}", pid=process.pid)
+        if self._is_stopping:  # It came up while the others were asked to end.
+            _signal(process, signal.SIGKILL)
+        try:
+            return await process.wait()
+        finally:
+            self._processes.pop((role, rank), None)
+
+
+def command(config: Config, bus: str, role: str, rank: int) -> list[str]:
+    """Return the command line of one local worker; `worker_args` come last and so win."""
+    settings = {
+        "role": role,
+        "rank": rank,
+        "router": bus,
+        "model": config.model,
+        "executor": config.executor,
+        "device": config.device,
+        "max_kv_transfer_bytes": config.max_kv_transfer_bytes,
+        "drain_s": config.drain_s,
+        "log_level": config.log_level,
+    }
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    return [sys.executable, "-m", "worker", *flags, *shlex.split(config.worker_args)]
+
+
+def environment(ours: os._Environ[str] | dict[str, str]) -> dict[str, str]:
+    """Return a worker's environment: ours without the router's own settings.
+
+    The directory of this package comes first on its path, so that it runs the same release.
+    """
+    dropped = {f"BATON_{name.upper()}" for name in Config.model_fields}
+    kept = {name: value for name, value in ours.items() if name.upper() not in dropped}
+    root = str(Path(__file__).resolve().parent.parent)
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH")]))
+    return kept
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """Return what a child calls before it becomes the worker, so that it cannot outlive us."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def die_with_parent() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # It died before we asked.
+            os._exit(1)
+
+    return die_with_parent
+
+
+def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+    if process.returncode is None:
+        try:
+            process.send_signal(number)
+        except ProcessLookupError:
+            log.debug("local worker was gone already", pid=process.pid)

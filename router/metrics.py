@@ -1,0 +1,272 @@
+"""GET /metrics: what the router measures, for Prometheus.
+
+Base units, prefix ``baton_``, bounded labels, never a request id.  What the core knows anyway
+(fleet, queues, dropped frames) is read when it is asked for; what happens is counted as it happens,
+per token in a few plain list operations instead of a library call.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Final, Protocol
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from router.cluster import Counts
+from router.fleet import Fleet, WorkerState
+from router.flight import RequestEnd
+from wire.errors import ErrorCode
+from wire.frames import Role
+
+CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
+
+# From a small model on one machine to a large one over a slow network.
+FIRST_TOKEN_S: Final = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.08,
+    0.16,
+    0.32,
+    0.64,
+    1.28,
+    2.5,
+    5,
+    10,
+    40,
+)
+TOKEN_S: Final = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1,
+    2.5,
+    10,
+)
+REQUEST_S: Final = (
+    0.01,
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    20,
+    40,
+    60,
+    120,
+    240,
+    600,
+)
+
+# Finish reasons come from workers: whatever else one says is "other", so that labels stay bounded.
+OUTCOMES: Final = frozenset({"stop", "length", *(code.label for code in ErrorCode)})
+
+
+class CoreCounts(Counts, Protocol):
+    """What of `router.inflight.InFlight` is read when /metrics is asked for."""
+
+    dropped: Tally[str]
+    rejected: Tally[str]
+
+
+class Distribution(Collector):
+    """A histogram that many equal observations enter at once."""
+
+    def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
+        self._name = name
+        self._help = help_text
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count `times` observations of `value`."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterable[Metric]:
+        bounds = [*map(str, map(float, self._bounds)), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self._sum)
+
+
+class Metrics:
+    """The router's registry.  Observes the ends of requests (`router.flight.Observer`)."""
+
+    def __init__(self, fleet: Fleet, core: CoreCounts) -> None:
+        # They would double the series, and nobody reads them.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = CollectorRegistry()
+        self._http = Counter(
+            "baton_http_requests",
+            "HTTP requests by how they ended: a finish reason, ok, or an error code.",
+            ["endpoint", "outcome"],
+            registry=self._registry,
+        )
+        self._requests = self._counter(
+            "requests", "Accepted requests, HTTP and TCP, by how they ended.", "outcome"
+        )
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests.")
+        self._cached_tokens = self._counter(
+            "cached_prompt_tokens", "Prompt tokens that prefill workers found in their cache."
+        )
+        self._generated_tokens = self._counter("generated_tokens", "Tokens of ended requests.")
+        self._kv_bytes = self._counter("kv_transfer_bytes", "KV bytes handed to decode workers.")
+        self._kv_skipped_tokens = self._counter(
+            "kv_skipped_tokens", "Prompt tokens not sent because the decode worker held them."
+        )
+        self._slow_clients = self._counter("slow_clients", "Streams cut: the client did not read.")
+        self._lag = Gauge(
+            "baton_event_loop_lag_seconds",
+            "How late the last timer of the event loop was.",
+            registry=self._registry,
+        )
+        self._queue = self._distribution("queue", "Wait for a worker with room.", FIRST_TOKEN_S)
+        self._first_token = self._distribution(
+            "time_to_first_token", "From acceptance to the first token.", FIRST_TOKEN_S
+        )
+        self._token = self._distribution(
+            "inter_token", "Between tokens of a stream; those that come together share.", TOKEN_S
+        )
+        self._request = self._distribution("request", "From acceptance to the end.", REQUEST_S)
+        self._kv_seconds = self._distribution(
+            "kv_transfer", "From the accepted offer to the last byte.", FIRST_TOKEN_S
+        )
+        self._registry.register(_CoreCollector(fleet, core))
+
+    def on_request_end(self, end: RequestEnd) -> None:
+        """Count a request that the core accepted."""
+        self._requests.labels(end.outcome if end.outcome in OUTCOMES else "other").inc()
+        self._prompt_tokens.inc(end.prompt_tokens)
+        self._cached_tokens.inc(end.cached_tokens)
+        self._generated_tokens.inc(end.completion_tokens)
+        self._kv_bytes.inc(end.kv_bytes)
+        self._kv_skipped_tokens.inc(end.kv_skipped_tokens)
+        self._request.observe(end.total_s)
+        if end.queue_s is not None:
+            self._queue.observe(end.queue_s)
+        if end.ttft_s is not None:
+            self._first_token.observe(end.ttft_s)
+        if end.kv_seconds:
+            self._kv_seconds.observe(end.kv_seconds)
+
+    def on_response(self, endpoint: str, outcome: str) -> None:
+        """Count an HTTP request; both labels come from fixed sets."""
+        self._http.labels(endpoint, outcome).inc()
+
+    def on_tokens(self, gap_s: float, num_tokens: int) -> None:
+        """Count tokens of one stream that came together, `gap_s` after those before them."""
+        self._token.observe(gap_s / num_tokens, num_tokens)
+
+    def on_slow_client(self) -> None:
+        """Count a stream that was cut because its client did not read."""
+        self._slow_clients.inc()
+
+    def on_lag(self, lag_s: float) -> None:
+        """Note how late a timer was."""
+        self._lag.set(lag_s)
+
+    def render(self) -> bytes:
+        """Return the text exposition."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"baton_{name}", help_text, labels, registry=self._registry)
+
+    def _distribution(self, name: str, help_text: str, bounds: Sequence[float]) -> Distribution:
+        distribution = Distribution(f"baton_{name}_seconds", help_text, bounds)
+        self._registry.register(distribution)
+        return distribution
+
+
+class _CoreCollector(Collector):
+    def __init__(self, fleet: Fleet, core: CoreCounts) -> None:
+        self._fleet = fleet
+        self._core = core
+
+    def collect(self) -> Iterator[Metric]:
+        limit = self._fleet.max_kv_transfer_bytes
+        yield _gauge("requests_running", "Requests on workers.", self._core.num_running)
+        yield _gauge("requests_waiting", "Requests without one.", self._core.num_waiting)
+        yield _gauge("kv_transfer_limit_bytes", "max_kv_transfer_bytes.", limit)
+        yield _tally("frames_dropped", "Frames dropped.", "reason", self._core.dropped)
+        yield _tally("requests_rejected", "Requests refused.", "code", self._core.rejected)
+        yield self._workers()
+        yield from self._loads()
+
+    def _workers(self) -> Metric:
+        states = Tally((worker.role, worker.state) for worker in self._fleet)
+        family = GaugeMetricFamily("baton_workers", "Workers.", labels=["role", "state"])
+        for role in (Role.PREFILL, Role.DECODE):
+            for state in WorkerState:
+                family.add_metric([_name(role), state.value], states[role, state])
+        return family
+
+    def _loads(self) -> Iterator[Metric]:
+        peer = ["role", "rank"]
+        running = GaugeMetricFamily("baton_worker_running", "Running sequences.", labels=peer)
+        waiting = GaugeMetricFamily("baton_worker_waiting", "Waiting sequences.", labels=peer)
+        steps = CounterMetricFamily("baton_worker_steps", "Engine steps.", labels=peer)
+        preempted = CounterMetricFamily("baton_worker_preemptions", "Preemptions.", labels=peer)
+        moving = GaugeMetricFamily("baton_kv_inflight_bytes", "KV under way.", labels=peer)
+        blocks = GaugeMetricFamily("baton_blocks", "KV blocks.", labels=[*peer, "state"])
+        for worker in self._fleet:
+            labels = [_name(worker.role), str(worker.rank)]
+            running.add_metric(labels, worker.running)
+            waiting.add_metric(labels, worker.waiting)
+            steps.add_metric(labels, worker.step)
+            if (load := worker.load) is None:
+                continue
+            moving.add_metric(labels, load.kv_inflight_bytes)
+            preempted.add_metric(labels, load.preemptions)
+            for state in ("used", "cached", "free"):
+                blocks.add_metric([*labels, state], getattr(load, state))
+        yield from (running, waiting, steps, preempted, moving, blocks)
+
+
+def _name(role: Role) -> str:
+    return role.name.lower()
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"baton_{name}", help_text, value=value)
+
+
+def _tally(name: str, help_text: str, label: str, tally: Tally[str]) -> Metric:
+    family = CounterMetricFamily(f"baton_{name}", help_text, labels=[label])
+    for key, count in tally.items():
+        family.add_metric([key], count)
+    return family

@@ -1,0 +1,229 @@
+"""A tour in one minute: a cluster of real processes, a story over HTTP, questions over raw TCP.
+
+Starts one router, two prefill and two decode workers on free loopback ports, streams a story from
+the shipped model over the OpenAI API, asks about it over our own wire protocol, prints what each
+request cost, and stops everything again.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from wire.errors import ErrorCode  # noqa: E402
+from wire.frames import ANY_RANK, DecodeRequest, PrefillRequest, Tag  # noqa: E402
+from wire.options import Options  # noqa: E402
+from wire.payloads import (  # noqa: E402
+    Usage,
+    decode_map,
+    decode_prefill_result,
+    encode_continuation,
+    encode_prompt,
+)
+from wire.stream import StreamDecoder, encode  # noqa: E402
+
+START_S = 120.0
+
+
+@dataclass
+class Row:
+    """What one request cost."""
+
+    name: str
+    prompt_tokens: int
+    cached_tokens: int
+    kv_bytes: int
+    kv_seconds: float
+    ttft_s: float
+    tokens_per_s: float
+
+    def __str__(self) -> str:
+        rate = f"{self.kv_bytes / self.kv_seconds / 1e9:.2f}" if self.kv_seconds else "-"
+        return (
+            f"{self.name:<26}{self.prompt_tokens:>8}{self.cached_tokens:>8}{self.kv_bytes:>10}"
+            f"{rate:>15}{1000 * self.ttft_s:>9.1f}{self.tokens_per_s:>10.0f}"
+        )
+
+
+HEADINGS = (
+    f"{'request':<26}{'prompt':>8}{'cached':>8}{'KV bytes':>10}{'hand-over GB/s':>15}"
+    f"{'TTFT ms':>9}{'tokens/s':>10}"
+)
+
+
+@contextmanager
+def cluster() -> Iterator[dict[str, str]]:
+    """Start the router and its workers; yield the endpoints; stop them and wait for the end."""
+    with tempfile.TemporaryDirectory() as directory:
+        ready = Path(directory) / "ready.json"
+        log = Path(directory) / "log"
+        command = [sys.executable, "-m", "router", "--model", "demo", "--local", "2,2"]
+        command += ["--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0"]
+        with log.open("wb") as output:
+            router = subprocess.Popen(
+                [*command, "--ready-file", str(ready)], cwd=ROOT, stderr=output, stdout=output
+            )
+        try:
+            yield wait_until_ready(router, ready)
+        except BaseException:
+            sys.stderr.write(log.read_text()[-2000:])
+            raise
+        finally:
+            router.send_signal(signal.SIGTERM)
+            router.wait(60)
+
+
+def wait_until_ready(router: subprocess.Popen[bytes], ready: Path) -> dict[str, str]:
+    """Return the endpoints once every worker has joined."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if router.poll() is not None:
+            raise RuntimeError(f"the router exited with status {router.returncode}")
+        if ready.exists() and (text := ready.read_text()):
+            endpoints: dict[str, str] = json.loads(text)
+            workers = call(endpoints["http"], "/v1/cluster")["workers"]
+            if sum(worker["state"] == "ready" for worker in workers) == 4:
+                return endpoints
+        time.sleep(0.05)
+    raise TimeoutError(f"the cluster was not ready within {START_S:.0f} s")
+
+
+def call(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """One plain JSON call to the router."""
+    request = Request(url + path, headers={"content-type": "application/json"})
+    if body is not None:
+        request.data = json.dumps(body).encode()
+    with urlopen(request, timeout=30) as response:
+        return json.load(response)
+
+
+def story_over_http(url: str, user: str) -> tuple[str, Row]:
+    """Stream a chat completion and print it as it comes."""
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": user}],
+        "temperature": 0.7,
+        "seed": 7,
+        "max_tokens": 200,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    host = url.removeprefix("http://")
+    connection = http.client.HTTPConnection(host, timeout=60)
+    start = time.perf_counter()
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    times: list[float] = []
+    text = ""
+    usage: dict[str, Any] = {}
+    for line in connection.getresponse():
+        if not line.startswith(b"data: {"):
+            continue
+        chunk = json.loads(line[6:])
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            times.append(time.perf_counter())
+            piece = choice["delta"].get("content") or ""
+            text += piece
+            print(piece, end="", flush=True)
+    print()
+    connection.close()
+    row = Row(
+        "story (HTTP, chat)",
+        usage["prompt_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+        usage["kv_transfer"]["bytes"],
+        usage["kv_transfer"]["seconds"],
+        times[0] - start,
+        rate(usage["completion_tokens"], times),
+    )
+    return text, row
+
+
+def question_over_tcp(endpoints: dict[str, str], prompt: str, name: str) -> tuple[str, Row]:
+    """Ask over raw TCP: the frames of SPEC 4 on a plain socket; ids in, ids out."""
+    url = endpoints["http"]
+    ids = call(url, "/tokenize", {"prompt": prompt})["tokens"]
+    host, _, port = endpoints["tcp"].removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        start = time.perf_counter()
+        prefill = PrefillRequest(1, len(ids), ANY_RANK)
+        connection.sendall(b"".join(encode(prefill, encode_prompt(ids, Options()))))
+        # Pipelined: nothing to add to the prompt, so there is no need to wait for PREFILL_DONE.
+        decode = encode(DecodeRequest(1, 24), encode_continuation([], Options()))
+        connection.sendall(b"".join(decode))
+        tokens, times, cached, usage = answer(connection)
+    text = call(url, "/detokenize", {"tokens": tokens})["prompt"]
+    row = Row(
+        name,
+        len(ids),
+        cached,
+        usage.kv_bytes,
+        usage.kv_transfer_seconds,
+        times[0] - start,
+        rate(len(tokens), times),
+    )
+    return text, row
+
+
+def answer(connection: socket.socket) -> tuple[list[int], list[float], int, Usage]:
+    """Read frames until the request ends."""
+    decoder = StreamDecoder()
+    tokens: list[int] = []
+    times: list[float] = []
+    cached = 0
+    while True:
+        decoder.receive(connection.recv(1 << 16))
+        while (message := decoder.next_message()) is not None:
+            times.append(time.perf_counter())
+            match message.tag:
+                case Tag.PREFILL_DONE:
+                    result = decode_prefill_result(message.body())
+                    cached = result.cached_tokens
+                    if result.finish_reason != "stop":
+                        tokens.append(result.token_id)
+                case Tag.DECODE_TOKEN:
+                    tokens.append(message.frame.token_id)  # type: ignore[attr-defined]
+                case Tag.DECODE_DONE:
+                    return tokens, times, cached, decode_map(Usage, message.body())
+                case Tag.ERROR:
+                    code = ErrorCode(message.frame.code)  # type: ignore[attr-defined]
+                    raise RuntimeError(f"the router answered {code.label}")
+
+
+def rate(num_tokens: int, times: list[float]) -> float:
+    """Tokens per second after the first."""
+    seconds = times[-1] - times[0]
+    return (num_tokens - 1) / seconds if seconds > 0 else 0.0
+
+
+def main() -> int:
+    print("Starting 1 router, 2 prefill and 2 decode workers ...", flush=True)
+    with cluster() as endpoints:
+        pids = [row["pid"] for row in call(endpoints["http"], "/v1/cluster")["workers"]]
+        print("\n> Tell me a story about Mia and a lantern.    (HTTP, streaming)\n")
+        story, row = story_over_http(endpoints["http"], "Tell me a story about Mia and a lantern.")
+        rows = [row]
+    print("\n" + HEADINGS)
+    for row in rows:
+        print(row)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

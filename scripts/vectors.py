@@ -1,0 +1,517 @@
+#!/usr/bin/env python3
+"""Write wire/vectors.json, the protocol's test vectors; with --check, compare instead.
+
+Every byte comes from `wire`; the tests read the file as data, so a change of the code that changes
+a byte on the wire shows up as a difference in this file, never silently.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import msgspec
+
+from wire import parts, stream
+from wire.errors import ErrorCode, TransferFailed
+from wire.frames import (
+    ANY_RANK,
+    NO_RANK,
+    Cancel,
+    DecodeDone,
+    DecodeRequest,
+    DecodeToken,
+    Drain,
+    Error,
+    Frame,
+    Heartbeat,
+    Hello,
+    KvCache,
+    KvCacheAck,
+    Peers,
+    PrefillDone,
+    PrefillRequest,
+    Role,
+    Welcome,
+)
+from wire.options import Options
+from wire.payloads import (
+    Credit,
+    ErrorDetail,
+    HelloDetail,
+    KVLayout,
+    Load,
+    Logprobs,
+    Offer,
+    PeerDetail,
+    PrefillResult,
+    Usage,
+    WelcomeDetail,
+    encode_continuation,
+    encode_map,
+    encode_prefill_result,
+    encode_prompt,
+)
+from wire.prefix import prefix_hashes
+from wire.session import Direction
+from wire.transfer import KVReceiver, KVSender, SegmentDescriptor, segment_digest
+
+PATH = Path(__file__).resolve().parent.parent / "wire" / "vectors.json"
+# Router epoch 1 in the high half, the first attempt in the low half.
+REQUEST = 1 << 32 | 1
+EPOCH = 1_760_000_000_000_000_000 >> 20 << 20
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")
+
+
+def frame(
+    name: str,
+    headers: Frame | Sequence[Frame],
+    payload: Sequence[bytes] = (),
+    *,
+    kind: str = "none",
+    content: Any = None,
+) -> dict[str, Any]:
+    """One frame on both envelopes; several headers exist on ZeroMQ only."""
+    frames = [headers] if isinstance(headers, Frame) else list(headers)
+    vector = {
+        "name": name,
+        "tag": frames[0].tag.name,
+        "headers": [asdict(one) for one in frames],
+        "payload": kind,
+        "content": content,
+        "zmq": [bytes(part).hex() for part in parts.encode(frames, *payload)],
+    }
+    if len(frames) == 1:
+        vector["tcp"] = b"".join(stream.encode(frames[0], *payload)).hex()
+    return vector
+
+
+def mapped(name: str, header: Frame, content: msgspec.Struct | Sequence[Any]) -> dict[str, Any]:
+    """A frame whose payload is one msgpack map, or a list of them."""
+    one = content[0] if isinstance(content, Sequence) else content
+    kind = type(one).__name__ + ("[]" if isinstance(content, Sequence) else "")
+    return frame(
+        name, header, [encode_map(content)], kind=kind, content=msgspec.to_builtins(content)
+    )
+
+
+def prompt(name: str, rank: int, token_ids: list[int], options: Options) -> dict[str, Any]:
+    return frame(
+        name,
+        PrefillRequest(REQUEST, len(token_ids), rank),
+        [encode_prompt(token_ids, options)],
+        kind="prompt",
+        content={"token_ids": token_ids, "options": msgspec.to_builtins(options)},
+    )
+
+
+def continuation(name: str, token_ids: list[int], options: Options) -> dict[str, Any]:
+    payload = [encode_continuation(token_ids, options)] if token_ids else []
+    return frame(
+        name,
+        DecodeRequest(REQUEST, 16),
+        payload,
+        kind="continuation",
+        content={"token_ids": token_ids, "options": msgspec.to_builtins(options)},
+    )
+
+
+def prefill_done(name: str, kv_bytes: int, result: PrefillResult) -> dict[str, Any]:
+    return frame(
+        name,
+        PrefillDone(REQUEST, kv_bytes),
+        [encode_prefill_result(result)],
+        kind="PrefillResult",
+        content=msgspec.to_builtins(result),
+    )
+
+
+def data_plane() -> list[dict[str, Any]]:
+    every_option = Options(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        seed=7,
+        choice=1,
+        max_tokens=64,
+        min_tokens=2,
+        stop_token_ids=(2, 3),
+        ignore_eos=True,
+        logprobs=2,
+        priority=-1,
+        deadline_ms=30_000,
+    )
+    likeliest = Logprobs(logprob=-0.5, top=((17, -0.5), (4, -1.25)))
+    offer = Offer(
+        layout=LAYOUT,
+        num_tokens=3,
+        total_bytes=3 * LAYOUT.token_bytes,
+        token_ids=struct.pack("<3I", 11, 12, 13),
+    )
+    kv = bytes(range(48))
+    descriptor = SegmentDescriptor(0, 2, 0, 3, len(kv), segment_digest(REQUEST, kv), 1500)
+    credit = Credit(48, 0, 0)
+    return [
+        prompt("prefill_request", 3, [11, 12, 13], Options()),
+        prompt("prefill_request_any_rank", ANY_RANK, [11, 12, 13], Options(max_tokens=17)),
+        prompt("prefill_request_no_rank", NO_RANK, [4294967295], Options(max_tokens=1)),
+        prompt("prefill_request_every_option", 0, [1], every_option),
+        prefill_done("prefill_done", 48, PrefillResult(token_id=17)),
+        prefill_done(
+            "prefill_done_more",
+            48,
+            PrefillResult(token_id=17, cached_tokens=2, logprobs=likeliest),
+        ),
+        prefill_done("prefill_done_stop", 0, PrefillResult(token_id=-1, finish_reason="stop")),
+        prefill_done("prefill_done_last", 0, PrefillResult(token_id=17, finish_reason="length")),
+        frame(
+            "kv_cache_offer",
+            KvCache(REQUEST, 0, 0),
+            [encode_map(offer)],
+            kind="Offer",
+            content={
+                "layout": msgspec.to_builtins(LAYOUT),
+                "num_tokens": 3,
+                "total_bytes": offer.total_bytes,
+                "token_ids": [11, 12, 13],
+            },
+        ),
+        frame("kv_cache_keepalive", KvCache(REQUEST, 0, 0)),
+        frame(
+            "kv_cache_segment",
+            KvCache(REQUEST, 1, 1),
+            [descriptor.pack(), kv],
+            kind="segment",
+            content={
+                **descriptor._asdict(),
+                "digest": f"{descriptor.digest:016x}",
+                "kv": kv.hex(),
+            },
+        ),
+        *(
+            frame(
+                name,
+                KvCacheAck(REQUEST, kv_bytes),
+                [ack.pack()],
+                kind="Credit",
+                content=ack._asdict(),
+            )
+            for name, kv_bytes, ack in (
+                ("kv_cache_ack_waiting", 0, Credit(0, 0, 0)),
+                ("kv_cache_ack", 0, credit),
+                ("kv_cache_ack_ready", 48, Credit(48, 0, 1)),
+            )
+        ),
+        continuation("decode_request", [11, 12, 13, 17], Options(max_tokens=17)),
+        continuation("decode_request_bare", [], Options()),
+        frame("decode_token", DecodeToken(REQUEST, 19)),
+        frame(
+            "decode_token_step",
+            [DecodeToken(REQUEST, 19), DecodeToken(REQUEST + 1, 2**31), DecodeToken(REQUEST, 5)],
+        ),
+        frame(
+            "decode_token_logprobs",
+            [DecodeToken(REQUEST, 17), DecodeToken(REQUEST + 1, 5)],
+            [encode_map([likeliest, None])],
+            kind="Logprobs[]",
+            content=[msgspec.to_builtins(likeliest), None],
+        ),
+        mapped("decode_done", DecodeDone(REQUEST), Usage(finish_reason="stop")),
+        mapped(
+            "decode_done_usage",
+            DecodeDone(REQUEST),
+            Usage(
+                finish_reason="length",
+                completion_tokens=17,
+                kv_bytes=48,
+                kv_skipped_tokens=2,
+                kv_seconds=0.25,
+                kv_transfer_seconds=0.125,
+            ),
+        ),
+    ]
+
+
+def control_plane() -> list[dict[str, Any]]:
+    detail = HelloDetail(
+        model="demo",
+        fingerprint="0123456789abcdef",
+        layout=LAYOUT,
+        block_size=16,
+        num_blocks=512,
+        max_model_len=2048,
+        max_kv_transfer_bytes=1 << 30,
+        kv_endpoint="tcp://127.0.0.1:5600",
+    )
+    hashes = prefix_hashes([1, 2, 3, 4], 2)
+    load = Load(total=512, used=3, cached=5, free=504, kv_inflight_bytes=48, stored=tuple(hashes))
+    peer = PeerDetail(rank=3, epoch=EPOCH, kv_endpoint=detail.kv_endpoint, block_size=16)
+    return [
+        mapped("hello", Hello(EPOCH, 3, Role.DECODE), detail),
+        mapped(
+            "welcome", Welcome(EPOCH, 1000, 30_000), WelcomeDetail(max_kv_transfer_bytes=1 << 30)
+        ),
+        mapped("heartbeat", Heartbeat(1234, 2, 1), load),
+        frame("heartbeat_router", Heartbeat(0, 2, 1)),
+        mapped("peers", Peers(EPOCH, 1), [peer]),
+        frame("cancel", Cancel(REQUEST, ErrorCode.CANCELLED)),
+        mapped(
+            "error",
+            Error(REQUEST, ErrorCode.KV_TRANSFER_TOO_LARGE),
+            ErrorDetail(message="the KV cache of this prompt is too large", stage="router"),
+        ),
+        mapped(
+            "error_connection",
+            Error(0, ErrorCode.UNKNOWN_PEER),
+            ErrorDetail(message="say HELLO first"),
+        ),
+        frame("error_bare", Error(REQUEST, ErrorCode.INTERNAL)),
+        frame("drain", Drain(EPOCH, 30_000)),
+    ]
+
+
+def malformed() -> list[dict[str, Any]]:
+    """Bytes that must be refused with RemoteProtocolError, and why."""
+    token = parts.encode(DecodeToken(REQUEST, 19))
+    two = bytes(token[1]) * 2
+
+    def tcp(tag: int, body: bytes, length: int | None = None) -> str:
+        return (struct.pack("<II", tag, len(body) if length is None else length) + body).hex()
+
+    def zmq(*pieces: bytes) -> list[str]:
+        return [piece.hex() for piece in pieces]
+
+    def u32(value: int) -> bytes:
+        return struct.pack("<I", value)
+
+    def payload(kind: str, wire: bytes, why: str) -> dict[str, Any]:
+        return {"payload": kind, "wire": wire.hex(), "why": why}
+
+    return [
+        {"zmq": zmq(u32(44)), "why": "no header part"},
+        {"zmq": zmq(b"\x2c\x00", bytes(16)), "why": "the tag is not 4 bytes"},
+        {"zmq": zmq(u32(44), bytes(15)), "why": "the header is not 16 bytes"},
+        {"zmq": zmq(u32(44), bytes(32)), "why": "two headers, and it is not DECODE_TOKEN"},
+        {"zmq": zmq(u32(35), two + b"\x00"), "why": "headers and a stray byte"},
+        {"zmq": zmq(u32(37), bytes(16)), "why": "unknown tag 37"},
+        {"zmq": zmq(u32(0), bytes(16)), "why": "unknown tag 0"},
+        {"zmq": zmq(u32(34), struct.pack("<QII", 1, 1, 1)), "why": "reserved field not zero"},
+        {"zmq": zmq(u32(35), struct.pack("<Qq", 1, -1)), "why": "a token id below zero"},
+        {"zmq": zmq(u32(36), struct.pack("<Qq", 1, 5)), "why": "DECODE_DONE without -1"},
+        {"zmq": zmq(u32(40), struct.pack("<QIBBH", 1, 0, 9, 1, 0)), "why": "no such role"},
+        {"zmq": zmq(u32(40), struct.pack("<QIBBH", 1, 0, 0, 1, 7)), "why": "reserved field"},
+        {"tcp": tcp(44, bytes(16), 15), "why": "length below a header"},
+        {"tcp": tcp(44, b"", 2**32 - 1), "why": "length over the limit, known from 8 bytes"},
+        {"tcp": tcp(30, b"", 8 * 2**20 + 1), "why": "length over 8 MiB"},
+        {"tcp": tcp(36, b"", 2**20 + 1), "why": "length over 1 MiB for a small frame"},
+        {"tcp": tcp(47, b"", 16), "why": "unknown tag 47, known from 8 bytes"},
+        {"tcp": tcp(46, struct.pack("<QII", 1, 1, 1)), "why": "reserved field not zero"},
+        payload("prompt:2", u32(11), "fewer token ids than seq_len"),
+        payload("prompt:1", u32(11) + b"\x90", "options are no map"),
+        payload("prompt:1", u32(11) + b"\x81\xa4temp\x00", "unknown option"),
+        payload("prompt:1", u32(11) + b"\x81\xa5top_k\xff", "option out of range"),
+        payload("prompt:1", u32(11) + b"\x80\x00", "bytes after the options"),
+        payload("continuation", b"\x00", "payload below 4 bytes"),
+        payload("continuation", u32(2) + u32(11), "fewer token ids than the count"),
+        payload("PrefillResult", bytes(7), "no i64"),
+        payload("PrefillResult", struct.pack("<q", -1), "no token, and no reason to stop"),
+        payload("PrefillResult", struct.pack("<q", -2), "token id below -1"),
+        payload(
+            "PrefillResult",
+            struct.pack("<q", 5) + b"\x81\xadfinish_reason\xa4stop",
+            "a stop token is no token",
+        ),
+        payload("Credit", bytes(15), "not 16 bytes"),
+        payload("Credit", struct.pack("<QII", 1, 0, 2), "ready is neither 0 nor 1"),
+        payload("segment", bytes(39), "no descriptor"),
+        payload("Offer", b"\x80", "required fields are missing"),
+        payload("Usage", b"\x81\xadfinish_reason\x01", "wrong type"),
+        payload("ErrorDetail", b"\xc1", "no msgpack at all"),
+        payload("Load", b"\xdd\xff\xff\xff\xff", "an array of four billion that is not there"),
+        payload("Logprobs[]", b"\x91\x01", "no map and no nil"),
+    ]
+
+
+def prefixes() -> list[dict[str, Any]]:
+    cases: list[tuple[list[int], int]] = [
+        ([], 16),
+        ([1, 2, 3], 4),
+        ([1, 2, 3, 4], 4),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 4),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 1),
+        ([4294967295, 0], 2),
+        (list(range(40)), 16),
+    ]
+    return [
+        {
+            "token_ids": token_ids,
+            "block_size": block_size,
+            "hashes": [f"{one:016x}" for one in prefix_hashes(token_ids, block_size)],
+        }
+        for token_ids, block_size in cases
+    ]
+
+
+def kv_of(layer_start: int, num_layers: int, token_start: int, num_tokens: int) -> bytes:
+    """KV of LAYOUT: byte d of head 0 is 64 layer + 32 (0 for k, 1 for v) + 4 token + d."""
+    return bytes(
+        (64 * layer + 32 * side + 4 * token + d) % 256
+        for layer in range(layer_start, layer_start + num_layers)
+        for side in (0, 1)
+        for token in range(token_start, token_start + num_tokens)
+        for d in range(LAYOUT.head_dim)
+    )
+
+
+def transfer(
+    name: str, num_tokens: int, cached: int, segment_bytes: int, credit_bytes: int, spoil: int = 0
+) -> dict[str, Any]:
+    """Run one transfer and write down every message; segment `spoil`, if any, arrives broken."""
+    token_ids = list(range(100, 100 + num_tokens))
+    sender = KVSender(
+        REQUEST,
+        LAYOUT,
+        token_ids,
+        max_bytes=1 << 20,
+        lease_s=30.0,
+        segment_bytes=segment_bytes,
+        now=0.0,
+    )
+    messages: list[dict[str, Any]] = []
+
+    def note(who: str, header: Frame, *payload: Any) -> None:
+        pieces = [bytes(part).hex() for part in parts.encode(header, *payload)]
+        messages.append({"from": who, "zmq": pieces})
+
+    header, offer = sender.offer()
+    note("prefill", header, offer)
+    receiver = KVReceiver(
+        REQUEST,
+        msgspec.msgpack.decode(offer, type=Offer),
+        layout=LAYOUT,
+        max_bytes=1 << 20,
+        credit_bytes=credit_bytes,
+        lease_s=30.0,
+        now=0.0,
+    )
+    ack = receiver.accept(cached, 0.0)
+    sender.advance(num_tokens, 0.0)
+    while ack is not None:
+        note("decode", ack[0], ack[1].pack())
+        sender.on_ack(*ack, 0.0)
+        rectangle = sender.next_segment()
+        if rectangle is None:
+            break
+        sent = sender.segment(rectangle, kv_of(*rectangle), 0.0)
+        assert sent is not None
+        kv = bytes(sent[2])
+        if spoil == sent[0].segment:
+            kv = bytes([kv[0] ^ 1]) + kv[1:]
+        note("prefill", sent[0], sent[1], kv)
+        segment = receiver.on_segment(sent[0], (sent[1], kv), 0.0)
+        assert segment is not None
+        try:
+            receiver.verify(segment)
+        except TransferFailed as error:
+            receiver.broken(segment, error)
+            note("decode", Error(REQUEST, error.code))
+            break
+        ack = receiver.stored(segment, 0.0)
+    return {
+        "name": name,
+        "layout": msgspec.to_builtins(LAYOUT),
+        "request_id": REQUEST,
+        "token_ids": token_ids,
+        "cached_tokens": cached,
+        "segment_bytes": segment_bytes,
+        "credit_bytes": credit_bytes,
+        "messages": messages,
+        "ends": receiver.state.value,
+    }
+
+
+def transfers() -> list[dict[str, Any]]:
+    return [
+        transfer("one segment", 3, 0, 1 << 20, 1 << 20),
+        transfer("three segments, credit for one", 5, 0, 32, 32),
+        transfer("a prefix is held already", 6, 4, 32, 1 << 20),
+        transfer("everything is held already", 4, 4, 32, 1 << 20),
+        transfer("a row is larger than a segment: layer by layer", 2, 0, 8, 1 << 20),
+        transfer("the credit is smaller than a segment", 4, 0, 1 << 20, 20),
+        transfer("the second segment arrives broken", 4, 0, 32, 1 << 20, spoil=2),
+    ]
+
+
+def sessions() -> list[dict[str, Any]]:
+    ask, answer = Direction.REQUEST.value, Direction.RESPONSE.value
+    prefill, done = [ask, "PREFILL_REQUEST"], [answer, "PREFILL_DONE"]
+    decode, token = [ask, "DECODE_REQUEST"], [answer, "DECODE_TOKEN"]
+    end, error, cancel = [answer, "DECODE_DONE"], [answer, "ERROR"], [ask, "CANCEL"]
+    cases: list[tuple[str, list[list[str]], str]] = [
+        ("one by one", [prefill, done, decode, token, token, end], "done"),
+        ("pipelined", [prefill, decode, done, token, end], "done"),
+        ("the first token is the last", [prefill, done, end], "done"),
+        ("the first token is the last, pipelined", [prefill, decode, done, end], "done"),
+        ("no token after the first", [prefill, done, decode, end], "done"),
+        ("refused", [prefill, error], "failed"),
+        ("refused, pipelined", [prefill, error, decode], "failed"),
+        ("broken while decoding", [prefill, done, decode, token, error], "failed"),
+        ("cancelled while prefilling", [prefill, cancel, done], "cancelled"),
+        ("cancelled, tokens cross", [prefill, decode, done, cancel, token, end], "cancelled"),
+        ("a cancel crosses the end", [prefill, done, decode, end, cancel], "done"),
+        ("still going", [prefill, decode, done, token], "decoding"),
+        ("nothing was asked", [token], "error"),
+        ("tokens before the prompt is read", [prefill, decode, token], "error"),
+        ("decode asked twice", [prefill, decode, decode], "error"),
+        ("prompt sent twice", [prefill, prefill], "error"),
+        ("a token after the end", [prefill, done, decode, end, token], "error"),
+        ("two ends", [prefill, done, decode, end, end], "error"),
+        ("an error after the end", [prefill, done, decode, end, error], "error"),
+        ("a token after an error", [prefill, decode, done, error, token], "error"),
+    ]
+    return [{"name": name, "events": events, "ends": ends} for name, events, ends in cases]
+
+
+def vectors() -> dict[str, Any]:
+    return {
+        "version": 1,
+        "frames": data_plane() + control_plane(),
+        "malformed": malformed(),
+        "prefix": prefixes(),
+        "transfer": transfers(),
+        "sessions": sessions(),
+    }
+
+
+def render() -> str:
+    """The file's text: one vector a line, so that a difference shows which one changed."""
+    sections = []
+    for name, content in vectors().items():
+        if isinstance(content, list):
+            lines = ",\n".join("    " + json.dumps(one) for one in content)
+            sections.append(f'  "{name}": [\n{lines}\n  ]')
+        else:
+            sections.append(f'  "{name}": {json.dumps(content)}')
+    return "{\n" + ",\n".join(sections) + "\n}\n"
+
+
+def main() -> int:
+    if "--check" in sys.argv[1:]:
+        if PATH.read_text() == render():
+            return 0
+        print("wire/vectors.json is not what the code gives; run scripts/vectors.py and look")
+        return 1
+    PATH.write_text(render())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

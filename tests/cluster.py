@@ -1,0 +1,184 @@
+"""Real clusters for tests: a router and its workers as processes of their own, on free ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from wire.model import locate
+from wire.options import Options
+from worker.executor.hash import create, oracle
+
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 60.0
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+    """Poll until `condition()` is truthy; return it."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not in {timeout_s} s: {what}")
+        time.sleep(0.02)
+    return result
+
+
+def hash_oracle(prompt: list[int], num_tokens: int, options: Options) -> list[int]:
+    """What the hash executor must answer when it serves the demo model's vocabulary."""
+    info = create(model_path=locate("demo")).info
+    return oracle(
+        prompt,
+        num_tokens,
+        options,
+        info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        max_model_len=info.max_model_len,
+    )
+
+
+class Cluster:
+    """`python -m router --local P,D` and any further workers; leaves no process behind."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        local: str = "1,1",
+        model: str = "demo",
+        executor: str = "torch",
+        args: tuple[str, ...] = (),
+    ) -> None:
+        self.model = "demo" if model == "demo" else Path(model).name
+        self._local = local
+        self._model = model
+        self._executor = executor
+        self._args = args
+        self._ready_file = directory / "ready.json"
+        self.log_path = directory / "cluster.log"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.endpoints: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            print(self.log_path.read_text()[-4000:])
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self._processes):
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise
+        self._client.close()
+
+    @property
+    def http(self) -> str:
+        return self.endpoints["http"]
+
+    @property
+    def tcp(self) -> tuple[str, int]:
+        host, _, port = self.endpoints["tcp"].removeprefix("tcp://").rpartition(":")
+        return host, int(port)
+
+    @property
+    def bus(self) -> str:
+        return self.endpoints["bus"]
+
+    @property
+    def router(self) -> subprocess.Popen[bytes]:
+        return self._processes[0]
+
+    def worker(self, role: str, rank: int, *args: str) -> subprocess.Popen[bytes]:
+        """Start one more worker and wait until the router knows it."""
+        process = self._spawn(
+            *("worker", "--role", role, "--rank", str(rank), "--router", self.bus),
+            *("--model", self._model, "--executor", self._executor, "--threads", "1", *args),
+        )
+        until(lambda: self.find(role, rank), f"{role}-{rank} ready", START_S)
+        return process
+
+    def status(self) -> dict[str, Any]:
+        """GET /v1/cluster."""
+        response = self._client.get(self.http + "/v1/cluster")
+        response.raise_for_status()
+        return response.json()  # type: ignore[no-any-return]
+
+    def find(self, role: str, rank: int, state: str = "ready") -> dict[str, Any] | None:
+        """The worker's row in /v1/cluster, if it is there in this state."""
+        for worker in self.status()["workers"]:
+            if (worker["role"], worker["rank"], worker["state"]) == (role, rank, state):
+                return worker  # type: ignore[no-any-return]
+        return None
+
+    def until_idle(self, timeout_s: float = 15.0) -> dict[str, Any]:
+        """Wait until nothing runs, waits, is held or is in flight anywhere; return the status."""
+
+        def idle_status() -> dict[str, Any] | None:
+            status = self.status()
+            busy = [status["router"]["running"], status["router"]["waiting"]]
+            for worker in status["workers"]:
+                busy += [worker["running"], worker["waiting"], worker["kv_inflight_bytes"]]
+                busy.append(worker["blocks"]["used"])
+            return None if any(busy) else status
+
+        try:
+            return until(idle_status, "idle", timeout_s)  # type: ignore[no-any-return]
+        except TimeoutError:
+            raise AssertionError(f"not idle: {json.dumps(self.status(), indent=1)}") from None
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def _start(self) -> None:
+        self._client = httpx.Client(timeout=30, trust_env=False)
+        endpoints = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0")
+        local = ("--local", self._local) if self._local else ()
+        self._spawn(
+            *("router", *endpoints, *local, "--ready-file", str(self._ready_file)),
+            *("--model", self._model, "--executor", self._executor, *self._args),
+        )
+        until(self._is_listening, "router listening", START_S)
+        self.endpoints = json.loads(self._ready_file.read_text())
+        if self._local and "0" not in self._local.split(","):
+            until(self._is_ready, "workers ready", START_S)
+
+    def _is_listening(self) -> bool:
+        if self.router.poll() is not None:
+            raise RuntimeError(f"the router exited with {self.router.returncode}: {self.log()}")
+        return self._ready_file.exists() and self._ready_file.stat().st_size > 0
+
+    def _is_ready(self) -> bool:
+        counts = [int(count) for count in self._local.split(",")]
+        workers = self.status()["workers"]
+        return len([w for w in workers if w["state"] == "ready"]) == sum(counts)
+
+    def _spawn(self, *args: str) -> subprocess.Popen[bytes]:
+        with self.log_path.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *args],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        self._processes.append(process)
+        return process

@@ -1,0 +1,131 @@
+"""Arguments that do not fit are refused before anything is written; the import stays light."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import kernels
+from kernels import KernelError, PagedBatch, ShapeError
+
+NUM_BLOCKS, NUM_LAYERS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM = 4, 2, 2, 8, 6
+
+
+def pool() -> torch.Tensor:
+    return torch.zeros(NUM_BLOCKS, NUM_LAYERS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+
+
+def batch(**changes: Any) -> PagedBatch:
+    arrays = {
+        "slots": [3, 9, 10],
+        "query_starts": [0, 1, 3],
+        "context_lens": [4, 3],
+        "block_tables": [[0], [1]],
+    }
+    return PagedBatch(
+        **{name: torch.tensor(values, dtype=torch.int32) for name, values in arrays.items()}
+        | changes
+    )
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, kernels; print(kernels.__version__, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0.1.0", "False"]
+
+
+def test_an_unknown_device_is_refused_by_name() -> None:
+    with pytest.raises(KernelError, match="'tpu'"):
+        kernels.backend_of("tpu")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "words"),
+    [
+        ((3, 2, 2, 5), torch.float32, "key_value"),
+        ((2, 2, 2, 6), torch.float32, "key_value"),
+        ((3, 2, 1, 6), torch.float32, "key_value"),
+        ((3, 2, 2, 6), torch.bfloat16, "bfloat16"),
+    ],
+)
+def test_append_refuses_what_does_not_fit(
+    shape: tuple[int, ...], dtype: torch.dtype, words: str
+) -> None:
+    target = pool()
+    with pytest.raises(ShapeError, match=words):
+        kernels.append_kv(target, 0, torch.ones(shape, dtype=dtype), batch())
+    assert not target.any()
+
+
+@pytest.mark.parametrize("layer", [-1, NUM_LAYERS])
+def test_a_layer_outside_the_pool_is_refused(layer: int) -> None:
+    with pytest.raises(ShapeError, match="layer"):
+        kernels.append_kv(pool(), layer, torch.ones(3, 2, 2, 6), batch())
+
+
+@pytest.mark.parametrize(
+    ("query", "changes", "window", "words"),
+    [
+        ((3, 4, 5), {}, None, "query"),
+        ((2, 4, 6), {}, None, "query"),
+        ((3, 3, 6), {}, None, "query heads"),
+        ((3, 0, 6), {}, None, "query heads"),
+        ((3, 4, 6), {"query_starts": ints(0, 3)}, None, "query_starts"),
+        ((3, 4, 6), {"block_tables": ints(0, 1)}, None, "block_tables"),
+        ((3, 4, 6), {}, 0, "window"),
+    ],
+)
+def test_attention_refuses_what_does_not_fit(
+    query: tuple[int, ...], changes: dict[str, Any], window: int | None, words: str
+) -> None:
+    with pytest.raises(ShapeError, match=words):
+        kernels.paged_attention(
+            torch.ones(query), pool(), 0, batch(**changes), scale=1.0, window=window
+        )
+
+
+def test_a_tensor_that_is_no_pool_is_refused() -> None:
+    with pytest.raises(ShapeError, match="pool"):
+        kernels.append_kv(torch.zeros(4, 2, 3, 2, 8, 6), 0, torch.ones(3, 2, 2, 6), batch())
+
+
+@pytest.mark.parametrize(
+    ("table", "layers", "tokens", "words"),
+    [
+        ([0, 1], range(0, 3), range(0, 4), "layers"),
+        ([0, 1], range(1, 1), range(0, 4), "layers"),
+        ([0, 1], range(0, 2), range(4, 4), "tokens"),
+        ([0, 1], range(0, 2), range(-1, 4), "tokens"),
+        ([0, 1], range(0, 2), range(0, 17), "beyond"),
+        ([0, 4], range(0, 2), range(0, 9), "outside"),
+        ([-1, 1], range(0, 2), range(0, 9), "outside"),
+    ],
+)
+def test_a_rectangle_outside_is_refused(
+    table: list[int], layers: range, tokens: range, words: str
+) -> None:
+    target = pool()
+    with pytest.raises(ShapeError, match=words):
+        kernels.pack_kv(target, table, layers, tokens)
+    segment = torch.ones(len(layers), 2, NUM_KV_HEADS, len(tokens), HEAD_DIM)
+    with pytest.raises(ShapeError, match=words):
+        kernels.unpack_kv(target, table, layers, tokens, segment)
+    assert not target.any()
+
+
+def test_only_the_blocks_that_are_read_need_to_exist() -> None:
+    segment = kernels.pack_kv(pool(), [99, 1, 99], range(0, 1), range(8, 16))
+    assert segment.shape == (1, 2, NUM_KV_HEADS, 8, HEAD_DIM)
+
+
+def test_a_segment_of_another_shape_is_refused() -> None:
+    target = pool()
+    with pytest.raises(ShapeError, match="segment"):
+        kernels.unpack_kv(target, [0], range(0, 1), range(0, 3), torch.ones(1, 2, 2, 4, 6))
+    assert not target.any()

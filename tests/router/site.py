@@ -1,0 +1,237 @@
+"""A gateway over the real core: workers without sockets that answer what a script says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tokenizers
+import uvicorn
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from router.bus import Bus
+from router.config import Config
+from router.flight import Limits
+from router.gateway import Gateway
+from tests.router.scripted import EPOCH, detail, fleet, load
+from wire.errors import ErrorCode
+from wire.frames import (
+    Cancel,
+    DecodeDone,
+    DecodeRequest,
+    DecodeToken,
+    Error,
+    Frame,
+    Heartbeat,
+    Hello,
+    PrefillDone,
+    PrefillRequest,
+    Role,
+)
+from wire.parts import Buffer, Message, decode, encode
+from wire.payloads import (
+    ErrorDetail,
+    Logprobs,
+    PrefillResult,
+    Usage,
+    decode_continuation,
+    decode_prompt,
+    encode_map,
+    encode_prefill_result,
+)
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<s>' }}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def letters() -> tokenizers.Tokenizer:
+    """One token a byte: borders between tokens are wherever a test wants them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<s>": 0, "</s>": 1} | {letter: i + 2 for i, letter in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return backend
+
+
+def write_model(directory: Path, *, text: bool = True) -> Path:
+    """A model directory as the router reads it; with `text` False it has no tokenizer."""
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 258, "hidden_size": 8}))
+    if text:
+        letters().save(str(directory / "tokenizer.json"))
+        (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return directory
+
+
+LETTERS = letters()
+
+
+def ids(text: str) -> list[int]:
+    return LETTERS.encode(text, add_special_tokens=False).ids
+
+
+@dataclass
+class Answer:
+    """What the workers do with one request.  More tokens than asked for are not sent."""
+
+    text: str | list[int] = "hello"
+    finish_reason: str = "stop"
+    # After this many tokens: an ERROR, or silence.
+    fails_after: int | None = None
+    hangs_after: int | None = None
+    error: ErrorCode = ErrorCode.WORKER_LOST
+    usage: dict[str, Any] = field(default_factory=dict)
+    logprobs: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        return ids(self.text) if isinstance(self.text, str) else self.text
+
+    def scores(self, token_id: int) -> Logprobs | None:
+        return Logprobs(logprob=-0.5, top=((token_id, -0.5), (2, -3.0))) if self.logprobs else None
+
+
+class Site:
+    """Real bus, fleet, core and gateway; one prefill and one decode worker that follow `answer`."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        limits: Limits | None = None,
+        join: bool = True,
+        **fleet_changes: object,
+    ) -> None:
+        self.answer: Callable[[tuple[int, ...]], Answer] = lambda prompt: Answer()
+        self.seen: list[tuple[bytes, Message]] = []
+        self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
+        self.prompts: dict[int, tuple[int, ...]] = {}
+        self.fleet = fleet(**fleet_changes)
+        self.bus = Bus(
+            self.fleet,
+            transmit=self._transmit,
+            forget=lambda peer: None,
+            limits=limits or Limits(),
+            lease_ms=5000,
+            router_epoch=EPOCH,
+            clock=time.monotonic,
+        )
+        self.gateway = Gateway(
+            model_name="letters",
+            model_path=model_path,
+            inflight=self.bus.inflight,
+            fleet=self.fleet,
+            config=Config.model_validate({"model": "letters"}),
+        )
+        if join:
+            self.join(Role.PREFILL)
+            self.join(Role.DECODE)
+
+    def join(self, role: Role) -> bytes:
+        peer = f"{role.name.lower()}-0-1".encode()
+        self._say(peer, Hello(1, 0, role), encode_map(detail(model="letters", num_blocks=4096)))
+        self._say(peer, Heartbeat(1, 0, 0), encode_map(load(4096)))
+        return peer
+
+    def client(self) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(self.gateway)
+        return httpx.AsyncClient(transport=transport, base_url="http://site", trust_env=False)
+
+    def frames(self, kind: type[Frame]) -> list[Frame]:
+        return [message.frame for _, message in self.seen if isinstance(message.frame, kind)]
+
+    def _say(self, peer: bytes, frame: Frame, payload: Buffer = b"") -> None:
+        self.bus.on_message(peer, encode(frame, payload))
+
+    def _transmit(self, peer: bytes, parts: list[Buffer]) -> None:
+        message = decode(parts)
+        self.seen.append((peer, message))
+        frame = message.frame
+        if isinstance(frame, Cancel):
+            self.cancelled.set()
+        elif isinstance(frame, PrefillRequest):
+            self.asked.set()
+            token_ids, _ = decode_prompt(message.body(), frame.seq_len)
+            self.prompts[frame.request_id] = token_ids
+            asyncio.get_running_loop().call_soon(self._prefill, peer, frame.request_id, token_ids)
+        elif isinstance(frame, DecodeRequest):
+            token_ids, _ = decode_continuation(message.body())
+            prompt = self.prompts[frame.request_id]
+            asyncio.get_running_loop().call_soon(self._decode, peer, frame, self.answer(prompt), 1)
+
+    def _prefill(self, peer: bytes, request_id: int, prompt: tuple[int, ...]) -> None:
+        answer = self.answer(prompt)
+        if answer.hangs_after == 0:
+            return
+        if answer.fails_after == 0:
+            self._fail(peer, request_id, answer)
+            return
+        token_id = answer.token_ids[0] if answer.token_ids else 1
+        result = PrefillResult(
+            token_id=token_id,
+            cached_tokens=2,
+            finish_reason=None if answer.token_ids else "stop",
+            logprobs=answer.scores(token_id),
+        )
+        self._say(peer, PrefillDone(request_id, 64 * len(prompt)), encode_prefill_result(result))
+
+    def _decode(self, peer: bytes, request: DecodeRequest, answer: Answer, index: int) -> None:
+        """One token a turn of the loop, as an engine's steps come."""
+        request_id, token_ids = request.request_id, answer.token_ids
+        if answer.hangs_after == index:
+            return
+        if answer.fails_after == index:
+            self._fail(peer, request_id, answer)
+        elif index > request.max_new_tokens or index >= len(token_ids):
+            reason = "length" if index > request.max_new_tokens else answer.finish_reason
+            usage = Usage(finish_reason=reason, **answer.usage)
+            self._say(peer, DecodeDone(request_id), encode_map(usage))
+        else:
+            scores = [answer.scores(token_ids[index])]
+            payload = [encode_map(scores)] if answer.logprobs else []
+            frame = DecodeToken(request_id, token_ids[index])
+            self.bus.on_message(peer, encode(frame, *payload))
+            asyncio.get_running_loop().call_soon(self._decode, peer, request, answer, index + 1)
+
+    def _fail(self, peer: bytes, request_id: int, answer: Answer) -> None:
+        detail = encode_map(ErrorDetail(message="as the script says"))
+        self._say(peer, Error(request_id, answer.error), detail)
+
+
+def events(body: str) -> list[Any]:
+    """The JSON documents of a stream; the last line must be [DONE]."""
+    lines = [line for line in body.split("\n\n") if line and not line.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[tuple[str, int]]:
+    """The application on a real uvicorn, as router.app runs it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    settings = uvicorn.Config(
+        app, http="httptools", lifespan="on", log_level="warning", access_log=False
+    )
+    server = uvicorn.Server(settings)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield listener.getsockname()[:2]
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()

@@ -1,0 +1,201 @@
+"""The whole router on real sockets, with scripted workers; and the process itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.app import Router, serve
+from router.config import Config, split_endpoint
+from router.request import Request
+from tests.router.scripted import RecordingSink, ScriptedWorker, first, usage
+from tests.router.site import ids, write_model
+from wire.aio.process import Stop
+from wire.aio.tcp import connect
+from wire.errors import ErrorCode, WireError
+from wire.frames import (
+    ANY_RANK,
+    DecodeDone,
+    DecodeRequest,
+    DecodeToken,
+    Drain,
+    Error,
+    Frame,
+    PrefillDone,
+    PrefillRequest,
+    Role,
+    Tag,
+)
+from wire.model import fingerprint
+from wire.options import Options
+from wire.parts import Message
+from wire.payloads import encode_prompt
+
+OPEN = {"http": "127.0.0.1:0", "tcp": "127.0.0.1:0", "bus": "tcp://127.0.0.1:0"}
+
+
+class Running:
+    """A started router and its two scripted workers."""
+
+    def __init__(self, router: Router, model: Path) -> None:
+        self.router = router
+        bus, digest = router.endpoints["bus"], fingerprint(model)
+        self.prefill = ScriptedWorker(bus, Role.PREFILL, fingerprint=digest)
+        self.decode = ScriptedWorker(bus, Role.DECODE, fingerprint=digest)
+
+    async def until_ready(self) -> None:
+        async with httpx.AsyncClient(base_url=self.router.endpoints["http"]) as client:
+            while (await client.get("/readyz")).status_code != 200:
+                pass
+
+    async def answer(self, token_ids: list[int]) -> None:
+        """Serve one request with these tokens."""
+        message = await self.prefill.hear(Tag.PREFILL_REQUEST)
+        request_id = message.frame.request_id  # type: ignore[attr-defined]
+        self.prefill.say(PrefillDone(request_id, 0), first(token_ids[0]))
+        await self.decode.hear(Tag.DECODE_REQUEST)
+        for token_id in token_ids[1:]:
+            self.decode.say([DecodeToken(request_id, token_id)])
+        self.decode.say(DecodeDone(request_id), usage("stop"))
+
+
+@asynccontextmanager
+async def running(directory: Path, **settings: object) -> AsyncIterator[Running]:
+    model = write_model(directory)
+    config = Config(**OPEN | {"model": str(model)} | settings)  # type: ignore[arg-type]
+    router = Router(config, model, fingerprint(model))
+    try:
+        await router.start()
+        cluster = Running(router, model)
+        await cluster.until_ready()
+        yield cluster
+        await cluster.prefill.link.close()
+        await cluster.decode.link.close()
+    finally:
+        await router.close()
+
+
+async def test_one_answer_over_http_and_one_over_tcp(tmp_path: Path) -> None:
+    async with running(tmp_path, ready_file=tmp_path / "ready") as cluster:
+        endpoints = json.loads((tmp_path / "ready").read_text())
+        assert endpoints == cluster.router.endpoints
+        async with httpx.AsyncClient(base_url=endpoints["http"]) as client:
+            post = client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 9})
+            response, _ = await asyncio.gather(post, cluster.answer(ids(" upon")))
+            assert response.json()["choices"][0]["text"] == " upon"
+        async with await connect(*split_endpoint(endpoints["tcp"])) as client:
+            client.send(PrefillRequest(5, 2, ANY_RANK), encode_prompt([3, 4], Options()))
+            client.send(DecodeRequest(5, 8))
+            await cluster.answer([6, 7])
+            frames = [await next_frame(client) for _ in range(3)]
+            assert frames == [PrefillDone(5, 0), DecodeToken(5, 7), DecodeDone(5)]
+
+
+async def next_frame(client: object) -> Frame:
+    message = await client.next_message()  # type: ignore[attr-defined]
+    assert isinstance(message, Message)
+    return message.frame
+
+
+async def test_workers_leave_when_nothing_refers_to_them(tmp_path: Path) -> None:
+    async with running(tmp_path) as cluster:
+        cluster.decode.say(Drain(1, 1000))
+        message = await cluster.decode.hear(Tag.DRAIN)
+        assert message.frame == Drain(1, 0)
+
+
+async def test_open_requests_end_before_the_router_stops(tmp_path: Path) -> None:
+    async with running(tmp_path, drain_s=20.0) as cluster:
+        sink = RecordingSink()
+        cluster.router.inflight.submit(Request((1, 2), Options(), 4), sink)
+        draining = asyncio.create_task(cluster.router.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(WireError) as caught:
+            cluster.router.inflight.submit(Request((1, 2), Options(), 4), RecordingSink())
+        assert caught.value.code is ErrorCode.DRAINING
+        async with httpx.AsyncClient(base_url=cluster.router.endpoints["http"]) as client:
+            response = await client.get("/readyz")
+            assert response.status_code == 503 and "draining" in response.text
+        await cluster.answer([5, 6])
+        await draining
+        assert sink.kinds == ["prefill", "token", "done"]
+
+
+async def test_what_does_not_end_in_time_is_told_so(tmp_path: Path) -> None:
+    async with running(tmp_path, drain_s=0.0) as cluster:
+        endpoint = split_endpoint(cluster.router.endpoints["tcp"])
+        async with await connect(*endpoint) as client:
+            client.send(PrefillRequest(5, 1, ANY_RANK), encode_prompt([3], Options()))
+            await cluster.prefill.hear(Tag.PREFILL_REQUEST)
+            await cluster.router.drain()
+            assert await next_frame(client) == Error(5, ErrorCode.DRAINING)
+            await cluster.decode.hear(Tag.CANCEL)
+
+
+async def test_a_silent_worker_is_noticed_by_the_clock(tmp_path: Path) -> None:
+    async with running(tmp_path, heartbeat_ms=20) as cluster:
+        await cluster.prefill.hear(Tag.HEARTBEAT)
+        async with httpx.AsyncClient(base_url=cluster.router.endpoints["http"]) as client:
+            while (await client.get("/readyz")).status_code == 200:
+                pass
+            states = (await client.get("/v1/cluster")).json()["workers"]
+        assert {worker["state"] for worker in states} == {"lost"}
+
+
+async def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        for field in ("http", "tcp", "bus"):
+            address = f"tcp://{endpoint}" if field == "bus" else endpoint
+            config = Config(**OPEN | {"model": str(model), field: address})  # type: ignore[arg-type]
+            router = Router(config, model, "f00d")
+            with pytest.raises(OSError, match=endpoint):
+                await router.start()
+            await router.close()
+        config = Config(**OPEN | {"model": str(model), "tcp": endpoint})  # type: ignore[arg-type]
+        assert await serve(config, model, "f00d", Stop()) == 1
+
+
+async def test_serve_runs_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    model, stop = write_model(tmp_path), Stop()
+    config = Config(**OPEN | {"model": str(model)})  # type: ignore[arg-type]
+    serving = asyncio.create_task(serve(config, model, "f00d", stop))
+    stop.set()
+    assert await serving == 0
+
+
+def test_the_process_serves_and_drains_on_sigterm(tmp_path: Path) -> None:
+    model, ready = write_model(tmp_path), tmp_path / "ready"
+    command = [sys.executable, "-m", "router", "--model", str(model), "--ready-file", str(ready)]
+    command += [f"--{name}={endpoint}" for name, endpoint in OPEN.items()]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        while b"listening" not in process.stderr.readline():
+            assert process.poll() is None
+        endpoints = json.loads(ready.read_text())
+        assert httpx.get(f"{endpoints['http']}/livez").status_code == 200
+        assert httpx.get(f"{endpoints['http']}/readyz").status_code == 503
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+        assert process.returncode == 0, log
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_missing_model_ends_the_process_with_78(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "router", "--model", str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, timeout=50)
+    assert done.returncode == 78 and b"no such directory" in done.stderr

@@ -1,0 +1,277 @@
+"""The router's end of the bus: by hand, and over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from router.bus import Bus
+from router.fleet import WorkerState
+from router.flight import Limits
+from router.request import Request
+from tests.router.scripted import (
+    LAYOUT,
+    RecordingSink,
+    Router,
+    ScriptedWorker,
+    detail,
+    first,
+    fleet,
+    load,
+    usage,
+)
+from wire.aio.zmq import Hub
+from wire.errors import ErrorCode, WireError
+from wire.frames import (
+    DecodeDone,
+    DecodeToken,
+    Drain,
+    Error,
+    Heartbeat,
+    Hello,
+    Peers,
+    PrefillDone,
+    Role,
+    Tag,
+    Welcome,
+)
+from wire.options import Options
+from wire.parts import Buffer
+from wire.payloads import ErrorDetail, PeerDetail, WelcomeDetail, decode_map, encode_map
+from wire.prefix import prefix_hashes
+
+P, D = b"prefill-0-1", b"decode-0-1"
+
+
+def errors(router: Router) -> list[tuple[bytes, int, str]]:
+    return [
+        (peer, message.frame.code, decode_map(ErrorDetail, message.body()).message)
+        for peer, message in router.take(Tag.ERROR)
+        if isinstance(message.frame, Error)
+    ]
+
+
+def peer_lists(router: Router) -> list[tuple[bytes, list[int]]]:
+    return [
+        (peer, [each.epoch for each in decode_map(list[PeerDetail], message.body())])
+        for peer, message in router.take(Tag.PEERS)
+    ]
+
+
+def test_a_worker_is_welcomed_and_told_the_settings_that_bind_it() -> None:
+    router = Router()
+    router.join(Role.PREFILL)
+    [(peer, message)] = router.take(Tag.WELCOME)
+    assert peer == P and message.frame == Welcome(0xABCD, 1000, 5000)
+    assert decode_map(WelcomeDetail, message.body()).max_kv_transfer_bytes == 1 << 20
+
+
+def test_prefill_workers_hear_of_every_change_of_decode_workers() -> None:
+    router = Router()
+    router.join(Role.PREFILL)
+    assert peer_lists(router) == [(P, [])]
+    router.join(Role.DECODE)
+    assert peer_lists(router) == [(P, [1])]
+    router.join(Role.PREFILL, 1)
+    assert peer_lists(router) == [(b"prefill-1-1", [1])]
+    router.join(Role.DECODE, epoch=2)
+    assert peer_lists(router)[-2:] == [(P, [2]), (b"prefill-1-1", [2])]
+    router.bus.on_lost(b"decode-0-2")
+    assert peer_lists(router) == [(P, []), (b"prefill-1-1", [])]
+
+
+def test_who_does_not_say_hello_is_asked_to() -> None:
+    router = Router()
+    router.beat(b"stranger", load())
+    assert errors(router) == [(b"stranger", ErrorCode.UNKNOWN_PEER, "say HELLO first")]
+    assert list(router.fleet) == []
+
+
+def test_a_mismatch_is_answered_with_what_to_fix() -> None:
+    router = Router()
+    about = encode_map(detail(fingerprint="beef"))
+    router.say(D, Hello(1, 0, Role.DECODE), about)
+    [(peer, code, reason)] = errors(router)
+    assert (peer, code) == (D, ErrorCode.MISMATCH) and "--model" in reason
+    assert router.take(Tag.WELCOME) == []
+
+
+def test_the_older_epoch_is_fenced_and_its_requests_end() -> None:
+    router = Router()
+    router.pair()
+    _, sink = router.submit()
+    router.join(Role.DECODE, epoch=2)
+    [(peer, code, _)] = errors(router)
+    assert (peer, code) == (D, ErrorCode.FENCED)
+    assert sink.error.code is ErrorCode.WORKER_LOST
+    router.say(D, [DecodeToken(router.prefill_id(), 1)])
+    [(peer, code, _)] = errors(router)
+    assert (peer, code) == (D, ErrorCode.UNKNOWN_PEER)
+    router.assert_idle()
+
+
+@pytest.mark.parametrize("parts", [[b""], [b"\x1e\0\0\0", b"short"], [b"\xff" * 4, b"0" * 16], []])
+def test_a_worker_that_sends_garbage_is_forgotten(parts: list[Buffer]) -> None:
+    router = Router()
+    router.pair()
+    _, sink = router.submit()
+    router.bus.on_message(D, parts)
+    assert router.forgotten == [D] and router.fleet.get(D) is None
+    assert errors(router)[0][:2] == (D, ErrorCode.PROTOCOL)
+    assert sink.error.code is ErrorCode.WORKER_LOST
+    router.join(Role.DECODE)
+    router.submit()
+
+
+def test_a_worker_that_plays_the_router_is_forgotten() -> None:
+    router = Router()
+    router.pair()
+    router.say(P, Peers(1, 0), encode_map([]))
+    assert router.forgotten == [P]
+
+
+def test_a_bad_heartbeat_or_hello_is_a_breach() -> None:
+    router = Router()
+    router.pair()
+    router.say(D, Heartbeat(1, 0, 0), b"\xc1")
+    router.say(b"x", Hello(1, 5, Role.DECODE), b"\xc1")
+    assert router.forgotten == [D, b"x"]
+
+
+def test_both_sides_beat_and_silence_is_noticed() -> None:
+    router = Router()
+    router.pair()
+    _, sink = router.submit()
+    router.bus.tick()
+    beats = router.take(Tag.HEARTBEAT)
+    assert {(peer, message.frame) for peer, message in beats} == {
+        (P, Heartbeat(0, 1, 0)),
+        (D, Heartbeat(0, 1, 0)),
+    }
+    router.now += 0.9
+    router.bus.tick()
+    assert router.take(Tag.HEARTBEAT) == []
+    for _ in range(4):
+        router.now += 1.0
+        router.beat(P, load())
+        router.bus.tick()
+    assert router.fleet.get(P) is not None and router.fleet.get(D) is None
+    assert sink.error.code is ErrorCode.WORKER_LOST
+    assert [worker.state for worker in router.fleet] == [WorkerState.READY, WorkerState.LOST]
+
+
+def test_heartbeats_feed_the_prefix_index() -> None:
+    router = Router()
+    router.pair()
+    hashes = prefix_hashes(range(32), 16)
+    router.beat(D, load(64, cached=2, stored=tuple(hashes)))
+    assert router.bus.index.longest(D, hashes) == 2
+    router.beat(D, load(64, evicted=tuple(hashes[1:])))
+    assert router.bus.index.longest(D, hashes) == 1
+    router.bus.on_lost(D)
+    assert router.bus.index.size(D) == 0
+
+
+def test_requests_with_one_prefix_meet_before_the_next_heartbeat() -> None:
+    router = Router()
+    router.join(Role.PREFILL, num_blocks=512, max_model_len=4096)
+    for rank in range(3):
+        router.join(Role.DECODE, rank, num_blocks=512, max_model_len=4096)
+    handle, _ = router.submit(1000)
+    router.inflight.cancel(handle)
+    router.sent.clear()
+    for _ in range(3):
+        router.submit(1000)
+    ranks = [message.frame.decode_rank for _, message in router.take(Tag.PREFILL_REQUEST)]  # type: ignore[attr-defined]
+    assert len(set(ranks)) == 1
+
+
+def test_a_worker_whose_queue_is_full_is_dropped_from_the_next_tick() -> None:
+    router = Router()
+    router.pair()
+
+    def transmit(peer: bytes, parts: list[Buffer]) -> None:
+        if peer == P:
+            raise WireError(ErrorCode.OVERLOADED, "full")
+
+    router.bus._transmit = transmit
+    _, sink = router.submit()
+    assert router.fleet.get(P) is not None
+    router.bus.tick()
+    assert router.fleet.get(P) is None and sink.error.code is ErrorCode.WORKER_LOST
+
+
+class Sockets:
+    """A `Bus` over a real hub; `until` waits for what messages bring about."""
+
+    def __init__(self) -> None:
+        self.hub = Hub(self._on_message, on_lost=lambda peer: self.bus.on_lost(peer))
+        self.bus = Bus(
+            fleet(),
+            transmit=self.hub.send,
+            forget=self.hub.forget,
+            limits=Limits(),
+            lease_ms=5000,
+            router_epoch=7,
+            clock=time.monotonic,
+        )
+        self._changed = asyncio.Event()
+
+    def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
+        self.bus.on_message(peer, parts)
+        self._changed.set()
+
+    async def until_ready(self, *roles: Role) -> None:
+        while not all(self.bus.fleet.ready(role) for role in roles):
+            await self._changed.wait()
+            self._changed.clear()
+
+
+@asynccontextmanager
+async def bus_over_sockets() -> AsyncIterator[tuple[Sockets, str]]:
+    sockets = Sockets()
+    try:
+        yield sockets, sockets.hub.bind("tcp://127.0.0.1:0")
+    finally:
+        await sockets.hub.close()
+
+
+async def test_a_request_over_real_sockets() -> None:
+    async with bus_over_sockets() as (sockets, endpoint):
+        decoder = ScriptedWorker(endpoint, Role.DECODE)
+        await decoder.hear(Tag.WELCOME)
+        prefiller = ScriptedWorker(endpoint, Role.PREFILL)
+        [peer] = decode_map(list[PeerDetail], (await prefiller.hear(Tag.PEERS)).body())
+        assert peer.rank == 0 and LAYOUT == sockets.bus.fleet.layout
+        await sockets.until_ready(Role.PREFILL, Role.DECODE)
+        sink = RecordingSink()
+        sockets.bus.inflight.submit(Request((1, 2, 3), Options(), 2), sink)
+        request_id = (await prefiller.hear(Tag.PREFILL_REQUEST)).frame.request_id  # type: ignore[attr-defined]
+        prefiller.say(PrefillDone(request_id, 192), first())
+        await decoder.hear(Tag.DECODE_REQUEST)
+        decoder.say([DecodeToken(request_id, 8)])
+        decoder.say([DecodeToken(request_id, 9)])
+        decoder.say(DecodeDone(request_id), usage())
+        decoder.say(Drain(1, 100))
+        await decoder.hear(Tag.DRAIN)
+        assert sink.kinds == ["prefill", "token", "token", "done"]
+        await prefiller.link.close(0)
+        await decoder.link.close(0)
+
+
+async def test_a_closed_connection_ends_the_requests_of_its_worker() -> None:
+    async with bus_over_sockets() as (sockets, endpoint):
+        workers = [ScriptedWorker(endpoint, role) for role in (Role.PREFILL, Role.DECODE)]
+        for worker in workers:
+            await worker.hear(Tag.WELCOME)
+        await sockets.until_ready(Role.PREFILL, Role.DECODE)
+        sink = RecordingSink()
+        sockets.bus.inflight.submit(Request((1, 2, 3), Options(), 2), sink)
+        await workers[0].link.close(0)
+        await workers[1].hear(Tag.CANCEL)
+        assert sink.error.code is ErrorCode.WORKER_LOST
+        await workers[1].link.close(0)

@@ -1,0 +1,56 @@
+"""One HTTP request and its log line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.call import Call
+from tests.router.test_exchange import Core, started
+from tests.router.test_http import Wire, scope
+from wire.errors import ErrorCode, WireError
+from wire.payloads import PrefillResult, Usage
+
+
+def call(wire: Wire, **more: Any) -> Call:
+    return Call(scope() | more, wire.receive, wire.send, "id-1", 0.0)
+
+
+async def test_every_response_echoes_the_request_id() -> None:
+    wire = Wire()
+    subject = call(wire)
+    await subject.reply({"a": 1}, 503, (b"retry-after", b"1"))
+    headers = dict(wire.sent[0]["headers"])
+    assert (headers[b"x-request-id"], headers[b"retry-after"]) == (b"id-1", b"1")
+    assert (subject.status, wire.sent[1]["body"]) == (503, b'{"a":1}')
+
+
+def test_the_client_is_an_address_or_nothing() -> None:
+    assert call(Wire(), client=("10.0.0.1", 5)).client == "10.0.0.1"
+    assert call(Wire(), client=None).client == ""
+
+
+def test_what_a_completion_came_to() -> None:
+    core, subject = Core(), call(Wire())
+    exchange, _ = started(core, 1)
+    core.sinks[0].on_prefill(PrefillResult(token_id=5, cached_tokens=2), 0)
+    core.sinks[0].on_done(Usage(finish_reason="length", kv_bytes=64))
+    exchange.take()
+    subject.note(exchange)
+    assert subject.outcome == "length"
+    assert subject.facts == {
+        "choices": 1,
+        "prompt_tokens": 3,
+        "cached_tokens": 2,
+        "completion_tokens": 1,
+        "kv_bytes": 64,
+        "client": "",
+    }
+
+
+def test_an_error_in_the_middle_is_the_outcome() -> None:
+    core, subject = Core(), call(Wire())
+    exchange, _ = started(core, 1)
+    core.sinks[0].on_error(WireError(ErrorCode.TRANSFER_FAILED, "x"))
+    exchange.take()
+    subject.note(exchange)
+    assert subject.outcome == "transfer_failed"

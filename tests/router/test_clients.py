@@ -1,0 +1,299 @@
+"""The raw TCP face: a real connection, and a scripted worker behind a router without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from router.clients import MAX_ENDED, serve_clients
+from router.flight import Limits
+from tests.router.scripted import Router, first, usage
+from wire.aio.tcp import Client, connect
+from wire.errors import ErrorCode
+from wire.frames import (
+    ANY_RANK,
+    NO_RANK,
+    Cancel,
+    DecodeDone,
+    DecodeRequest,
+    DecodeToken,
+    Error,
+    Frame,
+    Hello,
+    PrefillDone,
+    PrefillRequest,
+    Tag,
+)
+from wire.options import Options
+from wire.parts import Buffer, Message
+from wire.payloads import (
+    ErrorDetail,
+    Logprobs,
+    Usage,
+    decode_map,
+    decode_prefill_result,
+    encode_map,
+    encode_prompt,
+)
+
+P, D = b"prefill-0-1", b"decode-0-1"
+
+
+class Router2(Router):
+    """A scripted router that tells when something was sent to a worker."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        super().__init__(limits)
+        self.changed = asyncio.Event()
+        transmit = self.bus._transmit
+
+        def and_tell(peer: bytes, parts: list[Buffer]) -> None:
+            transmit(peer, parts)
+            self.changed.set()
+
+        self.bus._transmit = and_tell
+
+    async def hear(self, tag: Tag) -> list[tuple[bytes, Message]]:
+        while not (taken := self.take(tag)):
+            await self.changed.wait()
+            self.changed.clear()
+        return taken
+
+    async def request_id(self) -> int:
+        [(_, message)] = await self.hear(Tag.PREFILL_REQUEST)
+        return message.frame.request_id  # type: ignore[attr-defined, no-any-return]
+
+
+@asynccontextmanager
+async def face(
+    limits: Limits | None = None, max_requests: int = 8
+) -> AsyncIterator[tuple[Router2, Client]]:
+    router = Router2(limits)
+    router.pair()
+    server = await serve_clients(
+        "127.0.0.1", 0, router.inflight, max_connections=4, max_requests=max_requests
+    )
+    try:
+        async with await connect("127.0.0.1", server.port) as client:
+            yield router, client
+    finally:
+        await server.close(1.0)
+
+
+def ask(client: Client, request_id: int, prompt: int = 3, **options: object) -> None:
+    payload = encode_prompt(range(prompt), Options(**options))  # type: ignore[arg-type]
+    client.send(PrefillRequest(request_id, prompt, ANY_RANK), payload)
+
+
+async def hear(client: Client) -> Message:
+    message = await client.next_message()
+    assert message is not None
+    return message
+
+
+async def error(client: Client) -> tuple[int, int, ErrorDetail]:
+    message = await hear(client)
+    assert isinstance(message.frame, Error), message
+    return message.frame.request_id, message.frame.code, decode_map(ErrorDetail, message.body())
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False])
+async def test_a_client_gets_its_tokens_under_its_own_id(is_pipelined: bool) -> None:
+    async with face() as (router, client):
+        ask(client, 7)
+        if is_pipelined:
+            client.send(DecodeRequest(7, 2))
+        request_id = await router.request_id()
+        router.say(P, PrefillDone(request_id, 192), first(5))
+        message = await hear(client)
+        assert message.frame == PrefillDone(7, 192)
+        assert decode_prefill_result(message.body()).token_id == 5
+        if not is_pipelined:
+            client.send(DecodeRequest(7, 2))
+        [(_, message)] = await router.hear(Tag.DECODE_REQUEST)
+        assert message.frame == DecodeRequest(request_id, 2)
+        router.say(D, [DecodeToken(request_id, 8)])
+        router.say(D, [DecodeToken(request_id, 9)], encode_map([Logprobs(logprob=-0.5)]))
+        router.say(D, DecodeDone(request_id), usage())
+        assert await hear(client) == Message((DecodeToken(7, 8),))
+        message = await hear(client)
+        assert message.frame == DecodeToken(7, 9)
+        assert decode_map(list[Logprobs], message.body()) == [Logprobs(logprob=-0.5)]
+        message = await hear(client)
+        assert message.frame == DecodeDone(7)
+        assert decode_map(Usage, message.body()).completion_tokens == 3
+        router.assert_idle()
+
+
+async def test_a_first_token_that_is_the_last_is_followed_by_the_end() -> None:
+    async with face() as (router, client):
+        ask(client, 1)
+        router.say(P, PrefillDone(await router.request_id(), 0), first(5, "stop"))
+        assert (await hear(client)).tag is Tag.PREFILL_DONE
+        message = await hear(client)
+        assert message.frame == DecodeDone(1)
+        assert decode_map(Usage, message.body()).finish_reason == "stop"
+        client.send(DecodeRequest(1, 5))  # It crossed the end: nothing happens.
+        client.send(Cancel(1, 0))
+        ask(client, 1)  # And the id may be used again.
+        router.say(P, PrefillDone(await router.request_id(), 0), first(5, "length"))
+        assert [(await hear(client)).tag for _ in range(2)] == [Tag.PREFILL_DONE, Tag.DECODE_DONE]
+
+
+async def test_one_token_may_be_asked_for_without_a_decode_worker() -> None:
+    async with face() as (router, client):
+        client.send(PrefillRequest(1, 1, NO_RANK), encode_prompt([4], Options()))
+        [(_, message)] = await router.hear(Tag.PREFILL_REQUEST)
+        assert isinstance(message.frame, PrefillRequest) and message.frame.decode_rank == NO_RANK
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"), [(0, ErrorCode.INVALID_REQUEST), (1000, ErrorCode.CONTEXT_LENGTH_EXCEEDED)]
+)
+async def test_a_refusal_comes_at_once_and_the_connection_goes_on(
+    prompt: int, code: ErrorCode
+) -> None:
+    async with face() as (router, client):
+        ask(client, 3, prompt)
+        client.send(DecodeRequest(3, 5))
+        assert (await error(client))[:2] == (3, code)
+        ask(client, 4)
+        await router.request_id()
+
+
+async def test_a_kv_cache_over_the_limit_is_refused_at_once() -> None:
+    async with face() as (router, client):
+        router.fleet.own_max_kv_transfer_bytes = 64 * 10
+        ask(client, 3, 11)
+        request_id, code, detail = await error(client)
+        assert (request_id, code) == (3, ErrorCode.KV_TRANSFER_TOO_LARGE)
+        assert "max_kv_transfer_bytes = 640" in detail.message
+        assert router.take(Tag.PREFILL_REQUEST) == []
+
+
+async def test_bad_options_end_the_request_only() -> None:
+    async with face() as (router, client):
+        client.send(PrefillRequest(3, 1, ANY_RANK), b"\0\0\0\0\x81\xa3hot\x01")
+        assert (await error(client))[:2] == (3, ErrorCode.INVALID_REQUEST)
+        client.send(PrefillRequest(4, 1, 12), encode_prompt([1], Options()))
+        request_id, code, detail = await error(client)
+        assert (request_id, code) == (4, ErrorCode.INVALID_REQUEST) and "router" in detail.message
+        ask(client, 5)
+        await router.request_id()
+
+
+async def test_a_busy_router_says_when_to_try_again() -> None:
+    async with face(Limits(max_waiting=0, max_running_per_worker=1)) as (_, client):
+        ask(client, 1)
+        ask(client, 2)
+        request_id, code, detail = await error(client)
+        assert (request_id, code, detail.retry_after_s) == (2, ErrorCode.OVERLOADED, 1.0)
+
+
+async def test_a_connection_has_a_bounded_number_of_requests() -> None:
+    async with face(max_requests=2) as (router, client):
+        for request_id in (1, 2, 3):
+            ask(client, request_id)
+        assert (await error(client))[:2] == (3, ErrorCode.OVERLOADED)
+        client.send(Cancel(1, 0))
+        await router.hear(Tag.CANCEL)
+        ask(client, 4)
+        await router.hear(Tag.PREFILL_REQUEST)
+
+
+async def test_cancel_reaches_both_workers_and_is_not_answered() -> None:
+    async with face() as (router, client):
+        ask(client, 1)
+        request_id = await router.request_id()
+        client.send(Cancel(1, ErrorCode.CANCELLED))
+        client.send(Cancel(99, 0))  # Unknown ids are ignored.
+        cancelled = await router.hear(Tag.CANCEL)
+        assert {peer for peer, _ in cancelled} == {P, D}
+        router.say(P, PrefillDone(request_id, 0), first())
+        client.send(DecodeRequest(98, 1))
+        assert (await error(client))[:2] == (98, ErrorCode.UNKNOWN_REQUEST)
+        router.assert_idle()
+
+
+async def test_a_connection_that_ends_takes_its_requests_with_it() -> None:
+    async with face() as (router, client):
+        ask(client, 1)
+        await router.request_id()
+        ask(client, 2)
+        await router.request_id()
+        await client.close()
+        cancelled: set[tuple[bytes, int]] = set()
+        while len(cancelled) < 4:
+            for peer, message in await router.hear(Tag.CANCEL):
+                cancelled.add((peer, message.frame.request_id))  # type: ignore[attr-defined]
+        router.assert_idle()
+
+
+async def test_a_worker_error_reaches_the_client() -> None:
+    async with face() as (router, client):
+        ask(client, 1)
+        detail = ErrorDetail(message="no room")
+        router.say(P, Error(await router.request_id(), ErrorCode.OUT_OF_BLOCKS), encode_map(detail))
+        request_id, code, answer = await error(client)
+        assert (request_id, code, answer.message) == (1, ErrorCode.OUT_OF_BLOCKS, "no room")
+
+
+async def test_a_hold_without_decode_request_ends_with_the_lease() -> None:
+    async with face(Limits(hold_s=5.0)) as (router, client):
+        ask(client, 1)
+        router.say(P, PrefillDone(await router.request_id(), 0), first())
+        assert (await hear(client)).tag is Tag.PREFILL_DONE
+        router.now += 5.0
+        router.inflight.tick()
+        assert (await error(client))[:2] == (1, ErrorCode.DEADLINE_EXCEEDED)
+
+
+@pytest.mark.parametrize(
+    ("frame", "payload"),
+    [
+        (PrefillRequest(0, 1, ANY_RANK), b"\0\0\0\0"),
+        (PrefillRequest(1, 9, ANY_RANK), b"short"),
+        (Hello(1, 2, 3), b""),
+        (DecodeToken(1, 1), b""),
+    ],
+)
+async def test_a_breach_is_named_and_ends_the_connection(frame: Frame, payload: bytes) -> None:
+    async with face() as (router, client):
+        ask(client, 5)
+        await router.request_id()
+        client.send(frame, payload)
+        request_id, code, _ = await error(client)
+        assert (request_id, code) == (0, ErrorCode.PROTOCOL)
+        assert await client.next_message() is None
+        await router.hear(Tag.CANCEL)
+        router.assert_idle()
+
+
+async def test_one_id_cannot_be_open_twice() -> None:
+    async with face() as (_router, client):
+        ask(client, 5)
+        ask(client, 5)
+        assert (await error(client))[:2] == (0, ErrorCode.PROTOCOL)
+
+
+async def test_a_second_decode_request_is_a_breach() -> None:
+    async with face() as (_router, client):
+        ask(client, 5)
+        client.send(DecodeRequest(5, 1))
+        client.send(DecodeRequest(5, 1))
+        assert (await error(client))[:2] == (0, ErrorCode.PROTOCOL)
+
+
+async def test_what_is_remembered_of_ended_requests_is_bounded() -> None:
+    async with face() as (_router, client):
+        for request_id in range(1, MAX_ENDED + 3):
+            ask(client, request_id, 0)
+            await error(client)
+        client.send(DecodeRequest(2, 1))
+        assert (await error(client))[:2] == (2, ErrorCode.UNKNOWN_REQUEST)
+        client.send(DecodeRequest(3, 1))
+        client.send(DecodeRequest(1, 1))
+        assert (await error(client))[:2] == (1, ErrorCode.UNKNOWN_REQUEST)

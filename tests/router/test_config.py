@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from pydantic import ValidationError
+
+from router.config import WORKER_SETTINGS, Config, split_endpoint
+from wire.aio.settings import parse
+from worker.config import Config as WorkerConfig
+
+
+def test_the_defaults_listen_on_this_machine_only() -> None:
+    config = Config()
+    assert config.model_name == "demo"
+    assert config.local == (0, 0)
+    for endpoint in (config.http, config.tcp, config.bus):
+        assert split_endpoint(endpoint)[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("field", ["http", "tcp", "bus"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.1.2.3", "[::]", "gpu-box"])
+def test_an_open_port_without_keys_needs_insecure(field: str, host: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(f"--{field} {host}:1") + ".*--insecure"):
+        Config(**{field: f"{host}:1"})  # type: ignore[arg-type]
+    Config(**{field: f"{host}:1", "insecure": True})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "[::1]"])
+def test_loopback_needs_no_permission(host: str) -> None:
+    Config(http=f"{host}:0", tcp=f"{host}:0", bus=f"tcp://{host}:0")
+
+
+@pytest.mark.parametrize("endpoint", ["8000", ":8000", "localhost:", "h:99999", "h:-1", "h:x", ""])
+def test_what_is_no_endpoint_is_refused_by_name(endpoint: str) -> None:
+    with pytest.raises(ValidationError, match=r"--http .* is not HOST:PORT"):
+        Config(http=endpoint)
+
+
+def test_endpoints_are_split() -> None:
+    assert split_endpoint("tcp://[::1]:5570") == ("::1", 5570)
+    assert split_endpoint("localhost:0") == ("localhost", 0)
+    assert split_endpoint("ipc:///run/baton.sock") == ("localhost", 0)
+
+
+def test_local_workers_are_two_counts() -> None:
+    assert parse(Config, ["--local", "2,3"]).local == (2, 3)
+
+
+@pytest.mark.parametrize("wrong", ["2", "2,", "a,b", "-1,2", "1,2,3"])
+def test_anything_else_is_refused_by_name(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(Config, [f"--local={wrong}"])
+    assert caught.value.code == 78 and "--local" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_kv_transfer_bytes", 0), ("heartbeat_ms", 1), ("max_waiting", -1), ("drain_s", -1)],
+)
+def test_values_out_of_range_are_refused(field: str, value: int) -> None:
+    with pytest.raises(ValidationError, match=field):
+        Config(**{field: value})  # type: ignore[arg-type]
+
+
+def test_the_model_name_comes_from_the_model() -> None:
+    assert Config(model="org/Tiny-1").model_name == "Tiny-1"
+    assert Config(model="/models/tiny/").model_name == "tiny"
+    assert Config(model="org/x", served_model_name="y").model_name == "y"
+
+
+def test_router_and_workers_agree_on_their_common_defaults() -> None:
+    router, worker = parse(Config, []), parse(WorkerConfig, [])
+    assert worker.router == (router.bus,)
+    assert worker.model == router.model
+    assert worker.max_kv_transfer_bytes == router.max_kv_transfer_bytes
+
+
+def test_the_settings_of_local_workers_are_known() -> None:
+    assert set(WorkerConfig.model_fields) - set(Config.model_fields) == set(WORKER_SETTINGS)
+
+
+def test_every_field_has_a_description() -> None:
+    assert all(field.description for field in Config.model_fields.values())

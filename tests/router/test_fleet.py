@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import pytest
+
+from router.fleet import MAX_LOST, MISSED_BEATS, Fleet, WorkerState
+from tests.router.scripted import LAYOUT, detail, fleet, load
+from wire.errors import ErrorCode, WireError
+from wire.frames import NO_RANK, Heartbeat, Hello, Role
+from wire.payloads import HelloDetail, KVLayout
+
+BEAT = Heartbeat(3, 2, 1)
+
+
+def hello(
+    table: Fleet, role: Role = Role.DECODE, rank: int = 0, epoch: int = 1, now: float = 0.0
+) -> bytes:
+    identity = f"{role.name.lower()}-{rank}-{epoch}".encode()
+    table.hello(identity, Hello(epoch, rank, role), detail(), now)
+    return identity
+
+
+def test_a_worker_is_ready_from_its_first_load_on() -> None:
+    table = fleet()
+    identity = hello(table)
+    worker = table.get(identity)
+    assert worker is not None and worker.state is WorkerState.JOINING
+    assert worker.available_blocks == 0
+    table.heartbeat(identity, BEAT, None, 1.0)
+    assert table.ready(Role.DECODE) == []
+    table.heartbeat(identity, BEAT, load(64, used=10, cached=4), 1.0)
+    assert table.ready(Role.DECODE) == [worker] and table.ready(Role.PREFILL) == []
+    assert (worker.step, worker.running, worker.waiting) == (3, 2, 1)
+    assert worker.available_blocks == 54
+    assert worker.name == "decode-0"
+
+
+@pytest.mark.parametrize(
+    ("frame", "about", "fix"),
+    [
+        (Hello(1, 0, Role.DECODE, version=9), detail(), "same release"),
+        (Hello(1, 0, Role.CLIENT), detail(), "only prefill and decode"),
+        (Hello(1, NO_RANK, Role.DECODE), detail(), "reserved"),
+        (Hello(1, 0, Role.DECODE), detail(fingerprint="beef"), "--model"),
+        (Hello(1, 0, Role.DECODE), detail(kv_endpoint=""), "--kv-advertise"),
+        (Hello(1, 0, Role.DECODE), detail(num_blocks=0), "--num-blocks"),
+        (
+            Hello(1, 0, Role.DECODE),
+            detail(layout=KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")),
+            "--dtype",
+        ),
+    ],
+)
+def test_a_mismatch_is_refused_and_says_what_to_fix(
+    frame: Hello, about: HelloDetail, fix: str
+) -> None:
+    table = fleet()
+    hello(table, Role.PREFILL)
+    with pytest.raises(WireError, match=fix) as caught:
+        table.hello(b"x", frame, about, 0.0)
+    assert caught.value.code is ErrorCode.MISMATCH
+    assert table.get(b"x") is None
+
+
+def test_the_lowest_limit_of_all_holds() -> None:
+    table = fleet()
+    hello(table)
+    assert table.max_kv_transfer_bytes == 1 << 20
+    table.hello(b"p", Hello(1, 0, Role.PREFILL), detail(max_kv_transfer_bytes=5), 0.0)
+    assert table.max_kv_transfer_bytes == 5
+    assert table.own_max_kv_transfer_bytes == 1 << 20
+
+
+def test_the_last_worker_may_come_back_with_another_layout() -> None:
+    table = fleet()
+    identity = hello(table)
+    other = KVLayout(num_layers=9, num_kv_heads=2, head_dim=8, dtype="float16")
+    table.hello(b"new", Hello(2, 0, Role.DECODE), detail(layout=other), 0.0)
+    assert table.layout == other and table.get(identity) is None
+
+
+def test_the_newest_epoch_of_a_rank_wins() -> None:
+    table = fleet()
+    old = hello(table, epoch=5)
+    with pytest.raises(WireError, match="newer epoch 5") as caught:
+        hello(table, epoch=4)
+    assert caught.value.code is ErrorCode.FENCED
+    joined = table.hello(b"decode-0-6", Hello(6, 0, Role.DECODE), detail(), 0.0)
+    assert joined.replaced is not None and joined.replaced.identity == old
+    assert joined.replaced.state is WorkerState.LOST
+    assert [worker.epoch for worker in table] == [6]
+
+
+def test_two_connections_cannot_share_a_rank_and_epoch() -> None:
+    table = fleet()
+    hello(table, epoch=5)
+    with pytest.raises(WireError) as caught:
+        table.hello(b"thief", Hello(5, 0, Role.DECODE), detail(), 0.0)
+    assert caught.value.code is ErrorCode.FENCED
+    with pytest.raises(WireError, match="another worker's") as caught:
+        table.hello(b"decode-0-5", Hello(5, 1, Role.DECODE), detail(), 0.0)
+
+
+def test_the_same_worker_coming_again_starts_anew() -> None:
+    table = fleet()
+    identity = hello(table)
+    table.heartbeat(identity, BEAT, load(), 0.0)
+    joined = table.hello(identity, Hello(1, 0, Role.DECODE), detail(), 0.0)
+    assert joined.replaced is not None and joined.replaced is not joined.worker
+    assert joined.worker.state is WorkerState.JOINING
+    assert table.get(identity) is joined.worker
+
+
+def test_missed_heartbeats_make_a_worker_overdue() -> None:
+    table = fleet(heartbeat_s=0.5)
+    first, second = hello(table, rank=0), hello(table, rank=1)
+    table.heartbeat(first, BEAT, load(), 1.0)
+    late = 0.5 * MISSED_BEATS + 0.1
+    assert [worker.identity for worker in table.overdue(late)] == [second]
+    assert len(table.overdue(late + 1.0)) == 2
+
+
+def test_a_lost_worker_stays_listed_until_its_rank_is_back() -> None:
+    table = fleet()
+    identity = hello(table)
+    table.heartbeat(identity, BEAT, load(64, used=64), 0.0)
+    lost = table.lose(identity)
+    assert lost is not None and lost.state is WorkerState.LOST and lost.load is None
+    assert list(table) == [lost] and table.live(Role.DECODE) == []
+    assert table.lose(identity) is None
+    hello(table, epoch=2)
+    assert [worker.epoch for worker in table] == [2]
+
+
+def test_a_worker_that_drained_is_not_listed_as_lost() -> None:
+    table = fleet()
+    identity = hello(table)
+    drained = table.drain(identity)
+    assert drained is not None and drained.state is WorkerState.DRAINING
+    table.heartbeat(identity, BEAT, load(), 0.0)
+    assert drained.state is WorkerState.DRAINING and table.ready(Role.DECODE) == []
+    table.lose(identity)
+    assert list(table) == []
+    assert table.drain(identity) is None
+    assert table.heartbeat(identity, BEAT, load(), 0.0) is None
+
+
+def test_lost_workers_are_bounded() -> None:
+    table = fleet()
+    for rank in range(MAX_LOST + 10):
+        table.lose(hello(table, rank=rank))
+    assert len(list(table)) == MAX_LOST
+
+
+def test_peers_are_the_decode_workers_also_when_they_drain() -> None:
+    table = fleet()
+    hello(table, Role.PREFILL)
+    assert table.peers() == [] and table.layout == LAYOUT and table.max_model_len == 1000
+    identity = hello(table, rank=3, epoch=8)
+    table.drain(identity)
+    [peer] = table.peers()
+    assert (peer.rank, peer.epoch, peer.kv_endpoint, peer.block_size) == (
+        3,
+        8,
+        "tcp://127.0.0.1:1",
+        16,
+    )
+
+
+def test_promised_blocks_count_until_a_heartbeat_shows_them() -> None:
+    table = fleet()
+    identity = hello(table)
+    table.heartbeat(identity, BEAT, load(64), 0.0)
+    worker = table.get(identity)
+    assert worker is not None
+    worker.promise(1, 10)
+    worker.promise(2, 20)
+    assert worker.available_blocks == 34
+    table.heartbeat(identity, BEAT, load(64), 0.1)
+    assert worker.available_blocks == 34
+    worker.settle(1)
+    assert worker.available_blocks == 34
+    table.heartbeat(identity, BEAT, load(64, used=10), 0.2)
+    assert worker.available_blocks == 34
+    worker.unpromise(1)
+    worker.unpromise(2)
+    worker.unpromise(2)
+    assert worker.available_blocks == 54
+    worker.settle(2)
+    assert not worker.promised and worker.promised_blocks == 0

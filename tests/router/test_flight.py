@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from router.flight import Flight, Phase, new_tokens, no_worker
+from router.request import Request
+from tests.router.scripted import RecordingSink
+from wire.errors import ErrorCode
+from wire.frames import Role
+from wire.options import Options
+from wire.payloads import PrefillResult, Usage
+
+
+def flight(request: Request, phase: Phase = Phase.WAITING) -> Flight:
+    return Flight(
+        handle=1,
+        request=request,
+        sink=RecordingSink(),
+        new_tokens=new_tokens(request),
+        is_decode_asked=request.max_new_tokens is not None,
+        submitted_at=10.0,
+        deadline=20.0,
+        due=15.0,
+        phase=phase,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_tokens", "expected"),
+    [(None, None, None), (5, None, 5), (None, 5, 4), (5, 3, 2), (1, 9, 1), (0, None, 0)],
+)
+def test_the_smaller_of_both_limits_holds_and_workers_are_told(
+    asked: int | None, max_tokens: int | None, expected: int | None
+) -> None:
+    request = Request((1,), Options(max_tokens=max_tokens), asked)
+    assert new_tokens(request) == expected
+    told = flight(request).options.max_tokens
+    assert told == (None if expected is None else expected + 1)
+
+
+def test_overdue_says_what_was_waited_for() -> None:
+    request = Request((1,), Options())
+    error = flight(request).overdue(15.0)
+    assert (error.code, error.message) == (ErrorCode.OVERLOADED, "no worker had room for 5 s")
+    error = flight(request, Phase.HELD).overdue(15.0)
+    assert error.code is ErrorCode.DEADLINE_EXCEEDED and "DECODE_REQUEST" in error.message
+    error = flight(request, Phase.DECODE).overdue(20.0)
+    assert (error.code, error.message) == (
+        ErrorCode.DEADLINE_EXCEEDED,
+        "the request did not end within 10 s",
+    )
+
+
+def test_an_end_tells_the_whole_story() -> None:
+    it = flight(Request((1, 2, 3), Options(), 9, client="me"))
+    it.placed_at, it.first_at, it.generated = 11.0, 13.0, [5, 6]
+    it.first = PrefillResult(token_id=5, cached_tokens=2)
+    end = it.end(17.0, None, Usage(finish_reason="stop", kv_bytes=64, kv_skipped_tokens=1))
+    assert (end.outcome, end.code, end.client) == ("stop", None, "me")
+    assert (end.prompt_tokens, end.cached_tokens, end.completion_tokens) == (3, 2, 2)
+    assert (end.kv_bytes, end.kv_skipped_tokens) == (64, 1)
+    assert (end.queue_s, end.ttft_s, end.decode_s, end.total_s) == (1.0, 3.0, 4.0, 7.0)
+
+
+def test_an_early_end_has_no_times_it_did_not_reach() -> None:
+    end = flight(Request((1,), Options())).end(12.0, ErrorCode.CANCELLED, None)
+    assert (end.outcome, end.code) == ("cancelled", ErrorCode.CANCELLED)
+    assert (end.queue_s, end.ttft_s, end.decode_s, end.total_s) == (None, None, None, 2.0)
+
+
+def test_a_missing_role_is_named() -> None:
+    assert "no decode worker" in no_worker(Role.DECODE).message

@@ -1,0 +1,148 @@
+"""Child processes that stand in for workers: real processes, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from router import local
+from router.config import Config
+from router.local import LocalWorkers, command, environment
+from wire.aio.settings import parse
+from worker.config import Config as WorkerConfig
+
+OBEDIENT = "import sys, time; print('up', flush=True); time.sleep(60)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "open({path!r}, 'w').close(); time.sleep(60)"
+)
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    monkeypatch.setattr(local, "command", lambda *_: [sys.executable, "-S", "-c", script])
+    monkeypatch.setattr(local, "MIN_PAUSE_S", 0.01)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Look until it is so: what another process does sends us no event."""
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_a_local_worker_is_told_the_routers_settings() -> None:
+    config = Config(
+        model="/m/x", executor="hash", local=(1, 1), worker_args="--num-blocks 64 --threads=1"
+    )
+    [python, dash_m, module, *argv] = command(config, "tcp://127.0.0.1:9", "decode", 3)
+    assert (python, dash_m, module) == (sys.executable, "-m", "worker")
+    settings = parse(WorkerConfig, argv)
+    assert (settings.role, settings.rank, settings.router) == ("decode", 3, ("tcp://127.0.0.1:9",))
+    assert (settings.model, settings.executor, settings.num_blocks) == ("/m/x", "hash", 64)
+    assert settings.max_kv_transfer_bytes == config.max_kv_transfer_bytes
+
+
+def test_a_local_worker_does_not_inherit_the_routers_own_settings() -> None:
+    ours = {"BATON_HTTP": "x", "BATON_MODEL": "y", "BATON_BLOCK_SIZE": "32", "PYTHONPATH": "/p"}
+    theirs = environment(ours)
+    root = str(Path(local.__file__).parent.parent)
+    assert theirs == {"BATON_BLOCK_SIZE": "32", "PYTHONPATH": f"{root}{os.pathsep}/p"}
+
+
+async def test_workers_are_started_and_end_when_they_are_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_script(monkeypatch, OBEDIENT)
+    workers = LocalWorkers(Config(local=(1, 2)), "tcp://127.0.0.1:1")
+    workers.start()
+    await until(lambda: len(workers.pids) == 3)
+    pids = dict(workers.pids)
+    assert set(pids) == {("prefill", 0), ("decode", 0), ("decode", 1)}
+    await workers.stop(20.0)
+    assert workers.pids == {} and all(is_gone(pid) for pid in pids.values())
+
+
+async def test_a_worker_that_dies_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_script(monkeypatch, OBEDIENT)
+    workers = LocalWorkers(Config(local=(0, 1)), "tcp://127.0.0.1:1")
+    workers.start()
+    await until(lambda: workers.pids)
+    first = workers.pids["decode", 0]
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: workers.pids.get(("decode", 0), first) != first)
+    await workers.stop(20.0)
+
+
+async def test_a_worker_with_wrong_settings_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tries = tmp_path / "tries"
+    run_script(monkeypatch, f"open({str(tries)!r}, 'a').write('x'); raise SystemExit(78)")
+    workers = LocalWorkers(Config(local=(1, 0)), "tcp://127.0.0.1:1")
+    workers.start()
+    await until(lambda: all(task.done() for task in workers._tasks))
+    assert tries.read_text() == "x"
+    await workers.stop(1.0)
+
+
+async def test_a_worker_that_will_not_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    is_up = tmp_path / "up"
+    run_script(monkeypatch, STUBBORN.format(path=str(is_up)))
+    workers = LocalWorkers(Config(local=(1, 0)), "tcp://127.0.0.1:1")
+    workers.start()
+    await until(is_up.exists)
+    [pid] = workers.pids.values()
+    await workers.stop(0.05)
+    assert is_gone(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux")
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_no_worker_outlives_a_killed_router(loop: str) -> None:
+    script = f"""
+import asyncio, sys
+from router import local
+from router.config import Config
+local.command = lambda *_: [sys.executable, "-S", "-c", {OBEDIENT!r}]
+async def main():
+    workers = local.LocalWorkers(Config(local=(1, 0)), "tcp://127.0.0.1:1")
+    workers.start()
+    while not workers.pids:
+        await asyncio.sleep(0.01)
+    print(*workers.pids.values(), flush=True)
+    await asyncio.sleep(60)
+import {loop}
+{loop}.run(main())
+"""
+    router = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert router.stdout is not None
+    with router, router.stdout as output:
+        watched = os.pidfd_open(_first_number(output))
+        router.kill()
+        readable, _, _ = select.select([watched], [], [], 20)
+        os.close(watched)
+    assert readable
+
+
+def _first_number(output: IO[bytes]) -> int:
+    """The pid, among the lines of the log and of the child."""
+    while not (line := output.readline().strip()).isdigit():
+        assert line
+    return int(line)

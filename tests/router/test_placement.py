@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+
+from router.fleet import Fleet
+from router.flight import Attempt, Flight, Limits, new_tokens
+from router.index import PrefixIndex
+from router.placement import Placement
+from router.request import Request
+from tests.router.scripted import RecordingSink, detail, fleet, load
+from wire.errors import ErrorCode, WireError
+from wire.frames import Heartbeat, Hello, Role
+from wire.options import Options
+
+EPOCH = 7
+
+
+def flight(prompt: int = 40, new: int | None = 8) -> Flight:
+    request = Request(tuple(range(prompt)), Options(), new)
+    return Flight(
+        handle=1,
+        request=request,
+        sink=RecordingSink(),
+        new_tokens=new_tokens(request),
+        is_decode_asked=True,
+        submitted_at=0.0,
+        deadline=1.0,
+        due=1.0,
+    )
+
+
+def cluster(*roles: Role) -> tuple[Fleet, Placement]:
+    table, index = fleet(), PrefixIndex()
+    for rank, role in enumerate(roles):
+        identity = f"{role.name}-{rank}".encode()
+        table.hello(identity, Hello(1, rank, role), detail(), 0.0)
+        table.heartbeat(identity, Heartbeat(0, 0, 0), load(), 0.0)
+        index.add(identity, 64)
+    return table, Placement(table, index, limits=Limits(), router_epoch=EPOCH)
+
+
+def books(table: Fleet) -> list[tuple[int, int, int, int]]:
+    return [
+        (len(each.attempts), each.num_active, each.prompt_tokens, each.promised_blocks)
+        for each in table
+    ]
+
+
+def placed(placement: Placement, each: Flight | None = None) -> Attempt:
+    attempt = placement.place(each or flight())
+    assert attempt is not None
+    return attempt
+
+
+def test_both_workers_are_charged_and_released() -> None:
+    table, placement = cluster(Role.PREFILL, Role.DECODE)
+    attempt = placed(placement)
+    assert attempt.request_id == (EPOCH << 32) + 1
+    assert books(table) == [(1, 1, 40, 0), (1, 1, 0, 3)]
+    placement.finish_reading(attempt)
+    placement.finish_reading(attempt)
+    assert books(table) == [(1, 0, 0, 0), (1, 1, 0, 3)]
+    assert placement.release_prefill(attempt) is not None
+    assert placement.release_prefill(attempt) is None
+    assert books(table) == [(0, 0, 0, 0), (1, 1, 0, 3)]
+    assert placement.release_decode(attempt) is not None
+    assert placement.release_decode(attempt) is None
+    assert books(table) == [(0, 0, 0, 0)] * 2
+
+
+def test_a_release_before_the_first_token_settles_everything() -> None:
+    table, placement = cluster(Role.PREFILL, Role.DECODE)
+    attempt = placed(placement)
+    placement.release_decode(attempt)
+    placement.release_prefill(attempt)
+    assert books(table) == [(0, 0, 0, 0)] * 2
+
+
+def test_ids_are_never_given_twice() -> None:
+    _, placement = cluster(Role.PREFILL, Role.DECODE)
+    ids = [placed(placement).request_id for _ in range(10)]
+    assert len(set(ids)) == 10
+
+
+def test_no_room_charges_no_one() -> None:
+    table, placement = cluster(Role.PREFILL, Role.DECODE)
+    [decode] = table.ready(Role.DECODE)
+    decode.on_load(load(64, used=64))
+    assert placement.place(flight()) is None
+    assert books(table) == [(0, 0, 0, 0)] * 2
+    attempt = placed(placement, flight(new=0))
+    assert attempt.decode is None
+
+
+def test_what_can_never_be_served_is_refused() -> None:
+    _, placement = cluster(Role.PREFILL, Role.DECODE)
+    placement.check(flight(991))
+    for each, code in (
+        (flight(0), ErrorCode.INVALID_REQUEST),
+        (flight(992), ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+    ):
+        with pytest.raises(WireError) as caught:
+            placement.check(each)
+        assert caught.value.code is code
+    _, placement = cluster(Role.DECODE)
+    with pytest.raises(WireError, match="no prefill worker"):
+        placement.check(flight())

@@ -1,0 +1,153 @@
+"""The layout holds: import arrows, one importer each of zmq and cupy, no pickle, mirrored tests."""
+
+import ast
+import itertools
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("wire", "router", "worker", "kernels")
+TOP_LEVEL = {*PACKAGES, "tests", "scripts", "pyproject.toml", "README.md"} | {
+    "LICENSE",
+    "CHANGELOG.md",
+    "constraints.txt",
+}
+
+# importer -> what of ours it may import
+ARROWS = {
+    "wire": {"wire"},
+    "kernels": {"kernels"},
+    "router": {"router", "wire"},
+    "worker": {"worker", "wire", "kernels"},
+}
+# module -> the only files that may import it
+ONLY_IN = {
+    "zmq": {"wire/aio/zmq.py"},
+    "cupy": {"kernels/cuda.py"},
+}
+# module -> packages that may import it
+ONLY_UNDER = {"torch": {"worker", "kernels"}}
+# the sans-IO core and the pure modules: nothing here may wait
+ASYNC = {
+    "wire/aio",
+    "router/app.py",
+    "router/__main__.py",
+    "router/gateway.py",
+    "router/clients.py",
+    "router/local.py",
+    "router/bus.py",
+    "worker/app.py",
+    "worker/__main__.py",
+    "worker/copies.py",
+    "worker/handover.py",
+    "worker/peers.py",
+    "worker/prefill.py",
+    "worker/reception.py",
+    "worker/decode.py",
+}
+UNPICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
+MAX_LINES = 300
+MAX_FUNCTION_LINES = 60
+
+
+def modules() -> list[Path]:
+    files = itertools.chain.from_iterable((ROOT / name).rglob("*.py") for name in PACKAGES)
+    return sorted(path.relative_to(ROOT) for path in files)
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def broken_arrows(path: Path, source: str) -> list[str]:
+    """What this file imports and may not."""
+    package = path.parts[0]
+    found = []
+    for name in imports(ast.parse(source)):
+        top = name.partition(".")[0]
+        if top in PACKAGES and top not in ARROWS[package]:
+            found.append(f"{path} imports {name}: {package} may not know {top}")
+        if top in ONLY_IN and str(path) not in ONLY_IN[top]:
+            found.append(f"{path} imports {name}: only {ONLY_IN[top]} may")
+        if top in ONLY_UNDER and package not in ONLY_UNDER[top]:
+            found.append(f"{path} imports {name}: only {ONLY_UNDER[top]} may")
+        if top == "asyncio" and not any(str(path).startswith(prefix) for prefix in ASYNC):
+            found.append(f"{path} imports asyncio: it belongs to the pure part")
+        if top in UNPICKLING:
+            found.append(f"{path} imports {name}: nothing from a peer is ever unpickled")
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=str)
+def test_import_arrows(path: Path) -> None:
+    assert broken_arrows(path, (ROOT / path).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("wire/frames.py", "import router.fleet"),
+        ("kernels/reference.py", "from wire import frames"),
+        ("router/policy.py", "from worker.engine import Engine"),
+        ("router/policy.py", "import torch"),
+        ("worker/engine.py", "def f():\n    import router"),
+        ("worker/link.py", "import zmq.asyncio"),
+        ("kernels/reference.py", "import cupy"),
+        ("wire/transfer.py", "import asyncio"),
+        ("wire/options.py", "from pickle import loads"),
+    ],
+)
+def test_a_broken_arrow_is_seen(path: str, line: str) -> None:
+    assert len(broken_arrows(Path(path), line)) >= 1
+
+
+def test_no_object_is_received_by_unpickling() -> None:
+    for path in modules():
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else ""
+            assert name not in {"recv_pyobj", "send_pyobj", "allow_pickle"}, path
+
+
+def test_nothing_else_stands_at_the_top() -> None:
+    names = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
+    assert names - TOP_LEVEL - {"build", "dist"} <= {
+        name for name in names if name.endswith(".egg-info")
+    }
+
+
+def test_every_module_has_its_test_and_every_test_its_module() -> None:
+    def test_of(path: Path) -> Path:
+        return Path("tests") / path.parent / f"test_{path.name}"
+
+    plain = [path for path in modules() if path.name not in ("__init__.py", "__main__.py")]
+    missing = [str(path) for path in plain if not (ROOT / test_of(path)).exists()]
+    assert missing == []
+
+
+def test_functions_and_modules_fit_in_the_eye() -> None:
+    too_long = []
+    for path in modules():
+        source = (ROOT / path).read_text()
+        if source.count("\n") > MAX_LINES:
+            too_long.append(f"{path}: {source.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    too_long.append(f"{path}: {node.name} has {lines} lines")
+    assert too_long == []
+
+
+def test_the_wheel_holds_every_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {str(path.parent).replace("/", ".") for path in modules()}
+    assert packages == set(project["tool"]["setuptools"]["packages"])

@@ -1,0 +1,37 @@
+"""The options are on the sockets, by their names in libzmq."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+
+from wire.aio import sockopts
+from wire.aio.zmq import Hub, Link
+
+
+@pytest.mark.parametrize("options", [sockopts.COMMON, sockopts.ROUTER, sockopts.DEALER])
+def test_every_option_has_a_name_libzmq_knows(options: dict[str, int]) -> None:
+    assert all(hasattr(zmq, name) for name in options)
+
+
+async def test_sockets_have_their_options() -> None:
+    hub = Hub(lambda peer, parts: None, max_message_bytes=1 << 20, high_water_mark=8)
+    link = Link(
+        b"decode-0-1",
+        hub.bind("tcp://127.0.0.1:*"),
+        lambda parts: None,
+        max_message_bytes=1 << 20,
+        high_water_mark=8,
+    )
+    bounds = {"MAXMSGSIZE": 1 << 20, "SNDHWM": 8, "RCVHWM": 8}
+    # libzmq does not tell the write-only ones.
+    untold = {"ROUTER_MANDATORY", "ROUTER_HANDOVER"}
+    for socket, role in (
+        (hub._port.socket, sockopts.ROUTER),
+        (link._port.socket, sockopts.DEALER),
+    ):
+        expected = bounds | sockopts.COMMON | role
+        told = {name: socket.get(getattr(zmq, name)) for name in expected.keys() - untold}
+        assert told == {name: expected[name] for name in told}
+    await link.close()
+    await hub.close()

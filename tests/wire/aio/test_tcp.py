@@ -1,0 +1,264 @@
+"""The raw TCP server and its limits, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from wire.aio.tcp import Connection, Limits, Server, connect, serve
+from wire.errors import ErrorCode, RemoteProtocolError, WireError
+from wire.frames import Cancel, DecodeDone, DecodeToken, Error
+from wire.parts import Message
+from wire.payloads import ErrorDetail, decode_map
+from wire.stream import StreamDecoder, encode
+
+KIB = 1024
+
+
+class Told:
+    """A handler that keeps what it is told, and may answer."""
+
+    def __init__(self, connection: Connection, answer: Callable[[Told, Message], None]) -> None:
+        self.connection = connection
+        self.messages: asyncio.Queue[Message] = asyncio.Queue()
+        self.closed: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        self._answer = answer
+
+    def on_message(self, message: Message) -> None:
+        self.messages.put_nowait(message)
+        self._answer(self, message)
+
+    def on_closed(self, error: Exception | None) -> None:
+        self.closed.set_result(error)
+
+
+class House:
+    """Servers and the handlers of their clients, in the order they came."""
+
+    def __init__(self) -> None:
+        self.handlers: asyncio.Queue[Told] = asyncio.Queue()
+        self._servers: list[Server] = []
+
+    async def serve(
+        self,
+        limits: Limits | None = None,
+        answer: Callable[[Told, Message], None] = lambda told, message: None,
+    ) -> Server:
+        def make_handler(connection: Connection) -> Told:
+            told = Told(connection, answer)
+            self.handlers.put_nowait(told)
+            return told
+
+        server = await serve("127.0.0.1", 0, make_handler, limits)
+        self._servers.append(server)
+        return server
+
+    async def close(self) -> None:
+        for server in self._servers:
+            await server.close()
+            assert server.num_connections == 0
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    house = House()
+    yield house
+    await house.close()
+
+
+def detail_of(message: Message) -> ErrorDetail:
+    return decode_map(ErrorDetail, message.body())
+
+
+async def test_messages_go_both_ways_in_order(house: House) -> None:
+    def echo(told: Told, message: Message) -> None:
+        told.connection.send(message.frame, *message.payload)
+
+    server = await house.serve(answer=echo)
+    async with await connect("127.0.0.1", server.port) as client:
+        for i in range(2000):
+            client.send(DecodeToken(i, i), b"payload", b" in parts")
+        await client.drain()
+        for i in range(2000):
+            assert await client.next_message() == Message(
+                (DecodeToken(i, i),), (b"payload in parts",)
+            )
+    told = await house.handlers.get()
+    assert told.connection.peer_name.startswith("127.0.0.1:")
+    assert await told.closed is None
+
+
+async def test_a_client_iterates_until_the_server_hangs_up(house: House) -> None:
+    def answer(told: Told, message: Message) -> None:
+        for i in range(3):
+            told.connection.send(DecodeToken(1, i))
+        told.connection.send(DecodeDone(1))
+        told.connection.close()
+        told.connection.send(DecodeToken(1, 99))
+
+    server = await house.serve(answer=answer)
+    async with await connect("127.0.0.1", server.port) as client:
+        client.send(Cancel(1, 0))
+        frames = [message.frame async for message in client]
+    assert frames == [*(DecodeToken(1, i) for i in range(3)), DecodeDone(1)]
+    assert await (await house.handlers.get()).closed is None
+
+
+async def test_a_client_that_breaks_the_protocol_is_told_and_closed(house: House) -> None:
+    server = await house.serve()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    # More follows than the server will ever read: the ERROR must not be lost in a reset.
+    writer.write(b"GET / HTTP/1.1\r\n\r\n" + bytes(200 * KIB))
+    decoder = StreamDecoder()
+    decoder.receive(await reader.read())
+    message = decoder.next_message()
+    assert message is not None
+    assert message.frame == Error(0, ErrorCode.PROTOCOL)
+    assert "unknown tag" in detail_of(message).message
+    writer.close()
+    error = await (await house.handlers.get()).closed
+    assert isinstance(error, RemoteProtocolError)
+
+
+async def test_a_handler_can_refuse_a_message_and_its_bugs_are_not_shown(house: House) -> None:
+    def refuse(told: Told, message: Message) -> None:
+        if message.frame == Cancel(1, 0):
+            raise WireError(ErrorCode.DRAINING, "the router is about to stop")
+        raise RuntimeError("details for the log only")
+
+    server = await house.serve(answer=refuse)
+    for frame, code in ((Cancel(1, 0), ErrorCode.DRAINING), (Cancel(2, 0), ErrorCode.INTERNAL)):
+        async with await connect("127.0.0.1", server.port) as client:
+            client.send(frame)
+            message = await client.next_message()
+            assert message is not None and message.frame == Error(0, code)
+            assert "details" not in detail_of(message).message
+            assert await client.next_message() is None
+
+
+async def test_a_message_over_the_limit_is_refused_before_it_is_read(house: House) -> None:
+    server = await house.serve(Limits(max_frame_bytes=KIB))
+    async with await connect("127.0.0.1", server.port) as client:
+        client.send(DecodeToken(1, 1), bytes(2 * KIB))
+        message = await client.next_message()
+        assert message is not None and message.frame == Error(0, ErrorCode.PROTOCOL)
+    assert (await house.handlers.get()).messages.empty()
+
+
+@pytest.mark.parametrize("sent", [b"", encode(Cancel(1, 0))[0][:10]])
+async def test_a_message_must_arrive_in_time(house: House, sent: bytes) -> None:
+    server = await house.serve(Limits(message_s=0.05))
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(sent)
+    decoder = StreamDecoder()
+    decoder.receive(await reader.read())
+    message = decoder.next_message()
+    assert message is not None and message.frame == Error(0, ErrorCode.PROTOCOL)
+    assert "in time" in detail_of(message).message
+    writer.close()
+
+
+async def test_a_large_message_has_time_by_its_size(house: House) -> None:
+    server = await house.serve(Limits(message_s=0.3, min_bytes_per_s=64 * KIB))
+    body = b"".join(encode(DecodeToken(1, 1), bytes(64 * KIB)))
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    for i in range(0, len(body), 8 * KIB):
+        writer.write(body[i : i + 8 * KIB])
+        await asyncio.sleep(0.05)  # 0.4 s in all, over message_s
+    told = await house.handlers.get()
+    assert (await told.messages.get()).frame == DecodeToken(1, 1)
+    # Between messages a client may be silent.
+    writer.write(b"".join(encode(Cancel(1, 0))))
+    assert (await told.messages.get()).frame == Cancel(1, 0)
+    writer.close()
+    assert await told.closed is None
+
+
+def deaf_client(port: int) -> socket.socket:
+    """A client that asks once and never reads, with a small window."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * KIB)
+    client.connect(("127.0.0.1", port))
+    client.sendall(b"".join(encode(Cancel(1, 0))))
+    return client
+
+
+async def test_a_client_that_does_not_read_is_dropped_after_the_stall_time(house: House) -> None:
+    def flood(told: Told, message: Message) -> None:
+        told.connection.send(DecodeToken(1, 1), bytes(900 * KIB))
+        for _ in range(8):
+            told.connection.send(DecodeToken(1, 1), bytes(900 * KIB))
+
+    server = await house.serve(Limits(stall_s=0.1, max_write_bytes=64 << 20), answer=flood)
+    with deaf_client(server.port):
+        told = await house.handlers.get()
+        error = await told.closed
+        assert isinstance(error, WireError) and error.code is ErrorCode.DEADLINE_EXCEEDED
+        await told.connection.closed
+
+
+async def test_what_waits_for_a_client_is_bounded(house: House) -> None:
+    def flood(told: Told, message: Message) -> None:
+        for _ in range(1000):
+            told.connection.send(DecodeToken(1, 1), bytes(64 * KIB))
+
+    server = await house.serve(Limits(max_write_bytes=256 * KIB), answer=flood)
+    with deaf_client(server.port):
+        told = await house.handlers.get()
+        error = await told.closed
+        assert isinstance(error, WireError) and error.code is ErrorCode.OVERLOADED
+
+
+async def test_a_slow_client_that_reads_gets_everything(house: House) -> None:
+    def flood(told: Told, message: Message) -> None:
+        for i in range(64):
+            told.connection.send(DecodeToken(1, i), bytes(64 * KIB))
+        told.connection.close()
+
+    server = await house.serve(Limits(high_water_bytes=64 * KIB), answer=flood)
+    async with await connect("127.0.0.1", server.port) as client:
+        client.send(Cancel(1, 0))
+        assert [message.frame async for message in client] == [DecodeToken(1, i) for i in range(64)]
+
+
+async def test_connections_are_counted(house: House) -> None:
+    server = await house.serve(Limits(max_connections=2))
+    first, second = [await connect("127.0.0.1", server.port) for _ in range(2)]
+    for _ in range(2):
+        await house.handlers.get()
+    async with await connect("127.0.0.1", server.port) as third:
+        message = await third.next_message()
+        assert message is not None and message.frame == Error(0, ErrorCode.OVERLOADED)
+    assert house.handlers.empty()
+    await first.close()
+    await second.close()
+
+
+async def test_a_client_that_vanishes_is_noticed(house: House) -> None:
+    server = await house.serve()
+    client = socket.create_connection(("127.0.0.1", server.port))
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close by reset
+    told = await house.handlers.get()
+    client.close()
+    error = await told.closed
+    assert error is None or isinstance(error, ConnectionError)
+
+
+async def test_closing_the_server_ends_every_connection_and_refuses_new_ones(house: House) -> None:
+    server = await house.serve()
+    clients = [await connect("127.0.0.1", server.port) for _ in range(3)]
+    for _ in clients:
+        await house.handlers.get()
+    server.stop_accepting()
+    assert server.num_connections == 3
+    closing = asyncio.create_task(server.close(grace_s=5.0))
+    for client in clients:
+        assert await client.next_message() is None
+        await client.close()
+    await closing
+    assert server.num_connections == 0
+    with pytest.raises(OSError):
+        await connect("127.0.0.1", server.port)

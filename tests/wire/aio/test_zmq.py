@@ -1,0 +1,293 @@
+"""Hub and Link over real sockets, on asyncio's loop and on uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from wire.aio.outbox import MAX_PARTS
+from wire.aio.zmq import Context, Hub, Link, terminate
+from wire.errors import ErrorCode, LocalProtocolError, PeerLost, WireError
+from wire.parts import Buffer
+
+LOOPBACK = "tcp://127.0.0.1:*"
+KIB = 1024
+
+
+class Bus:
+    """A hub and its links, each with the queues of what its handlers were told."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[tuple[bytes, list[Buffer]]] = asyncio.Queue()
+        self.lost: asyncio.Queue[bytes] = asyncio.Queue()
+        self.story: list[object] = []
+        self.hub = self.new_hub()
+        self.endpoint = self.hub.bind(LOOPBACK)
+        self.links: list[Link] = []
+
+    def new_hub(self, **options: object) -> Hub:
+        return Hub(self.on_message, on_lost=self.on_lost, **options)  # type: ignore[arg-type]
+
+    def on_message(self, peer: bytes, parts: list[Buffer]) -> None:
+        self.story.append(parts)
+        self.messages.put_nowait((peer, parts))
+
+    def on_lost(self, peer: bytes) -> None:
+        self.story.append(peer)
+        self.lost.put_nowait(peer)
+
+    async def link(self, identity: bytes, **options: object) -> tuple[Link, asyncio.Queue[object]]:
+        """Connect and wait until it is up."""
+        told: asyncio.Queue[object] = asyncio.Queue()
+        link = Link(
+            identity,
+            self.endpoint,
+            told.put_nowait,
+            on_up=lambda: told.put_nowait("up"),
+            on_down=lambda: told.put_nowait("down"),
+            **options,  # type: ignore[arg-type]
+        )
+        self.links.append(link)
+        assert await told.get() == "up"
+        return link, told
+
+    async def replace_hub(self, hub: Hub) -> None:
+        await self.hub.close()
+        self.hub = hub
+        self.hub.bind(self.endpoint)
+
+
+@pytest.fixture
+async def bus() -> AsyncIterator[Bus]:
+    bus = Bus()
+    yield bus
+    for link in bus.links:
+        await link.close()
+    await bus.hub.close()
+
+
+async def test_messages_keep_their_parts_and_their_order(bus: Bus) -> None:
+    link, told = await bus.link(b"decode-0-1")
+    sent = [[b"tag%d" % i, b"header", b"", b"payload"] for i in range(3000)]
+    for parts in sent:
+        link.send(parts)
+    for parts in sent:
+        assert await bus.messages.get() == (b"decode-0-1", parts)
+    for parts in sent:
+        bus.hub.send(b"decode-0-1", parts)
+    for parts in sent:
+        assert await told.get() == parts
+
+
+async def test_a_peer_is_known_by_its_first_message(bus: Bus) -> None:
+    link, told = await bus.link(b"decode-0-1")
+    with pytest.raises(PeerLost) as caught:
+        bus.hub.send(b"decode-0-1", [b"tag", b"header"])
+    assert caught.value.peer == "decode-0-1"
+    assert bus.hub.peers == []
+    link.send([b"hello", b"header"])
+    await bus.messages.get()
+    assert bus.hub.peers == [b"decode-0-1"]
+    bus.hub.send(b"decode-0-1", [b"welcome", b"header"])
+    assert await told.get() == [b"welcome", b"header"]
+
+
+async def test_the_loss_of_a_peer_follows_its_last_message(bus: Bus) -> None:
+    leaving, _ = await bus.link(b"prefill-0-1")
+    staying, _ = await bus.link(b"prefill-1-1")
+    staying.send([b"stay", b""])
+    for _ in range(500):
+        leaving.send([b"leave", b""])
+    await leaving.close(linger_s=5.0)
+    assert await bus.lost.get() == b"prefill-0-1"
+    assert bus.story.index(b"prefill-0-1") == len(bus.story) - 1
+    assert bus.story.count([b"leave", b""]) == 500
+    assert bus.hub.peers == [b"prefill-1-1"]
+    with pytest.raises(PeerLost):
+        bus.hub.send(b"prefill-0-1", [b"tag", b"header"])
+
+
+async def test_a_forgotten_peer_is_unknown_until_it_speaks_again(bus: Bus) -> None:
+    link, _ = await bus.link(b"decode-0-1")
+    link.send([b"one", b""])
+    await bus.messages.get()
+    bus.hub.forget(b"decode-0-1")
+    bus.hub.forget(b"nobody")
+    with pytest.raises(PeerLost):
+        bus.hub.send(b"decode-0-1", [b"tag", b"header"])
+    link.send([b"two", b""])
+    await bus.messages.get()
+    assert bus.hub.peers == [b"decode-0-1"]
+    await link.close()
+    assert await bus.lost.get() == b"decode-0-1"
+
+
+async def test_a_link_waits_for_its_hub_and_what_on_up_sends_goes_first(bus: Bus) -> None:
+    await bus.hub.close()
+    up = asyncio.Event()
+
+    def greet() -> None:
+        link.send([b"hello", b""])
+        up.set()
+
+    link = Link(b"decode-0-1", bus.endpoint, lambda parts: None, on_up=greet)
+    bus.links.append(link)
+    link.send([b"early", b""])
+    assert link.queued_bytes > 0
+    bus.hub = bus.new_hub()
+    bus.hub.bind(bus.endpoint)
+    await up.wait()
+    assert (await bus.messages.get())[1] == [b"hello", b""]
+    assert (await bus.messages.get())[1] == [b"early", b""]
+    assert link.queued_bytes == 0
+
+
+async def test_a_link_tells_when_it_is_down_and_up_again(bus: Bus) -> None:
+    link, told = await bus.link(b"decode-0-1")
+    assert link.is_up
+    await bus.replace_hub(bus.new_hub())
+    assert await told.get() == "down"
+    assert await told.get() == "up"
+    link.send([b"again", b""])
+    assert await bus.messages.get() == (b"decode-0-1", [b"again", b""])
+
+
+async def test_large_parts_cross_without_a_copy_when_asked(bus: Bus) -> None:
+    await bus.replace_hub(bus.new_hub(zero_copy=True))
+    link, told = await bus.link(b"prefill-0-1", zero_copy=True)
+    large = bytearray(range(256)) * 4 * KIB
+    sending = link.send([b"tag", b"header", memoryview(large), b"tail"], track=True)
+    _, parts = await bus.messages.get()
+    assert [type(part) for part in parts] == [bytes, bytes, memoryview, bytes]
+    assert parts[2] == large
+    assert sending is not None
+    await sending.wait()
+    assert sending.done and not sending.was_dropped
+    bus.hub.send(b"prefill-0-1", [b"ack", bytes(large)])
+    reply = await told.get()
+    assert isinstance(reply, list) and reply[1] == large
+
+
+async def test_a_buffer_sent_without_tracking_may_be_reused_at_once(bus: Bus) -> None:
+    await bus.replace_hub(bus.new_hub(zero_copy=True))
+    link, _ = await bus.link(b"prefill-0-1", zero_copy=True, high_water_mark=1)
+    buffer = bytearray(128 * KIB)
+    for i in range(50):
+        buffer[:] = bytes([i]) * len(buffer)
+        assert link.send([b"tag", buffer]) is None
+    for i in range(50):
+        assert (await bus.messages.get())[1][1] == bytes([i]) * len(buffer)
+
+
+async def test_an_exception_in_a_handler_does_not_stop_the_reader(bus: Bus) -> None:
+    def fail_once(peer: bytes, parts: list[Buffer]) -> None:
+        bus.on_message(peer, parts)
+        if parts[0] == b"bad":
+            raise RuntimeError("a bug in a handler")
+
+    await bus.replace_hub(Hub(fail_once))
+    link, _ = await bus.link(b"decode-0-1")
+    link.send([b"bad", b""])
+    link.send([b"good", b""])
+    assert (await bus.messages.get())[1] == [b"bad", b""]
+    assert (await bus.messages.get())[1] == [b"good", b""]
+
+
+async def test_a_flood_leaves_turns_for_the_rest_of_the_loop(bus: Bus) -> None:
+    link, _ = await bus.link(b"decode-0-1")
+    num_turns = 0
+
+    def count() -> None:
+        nonlocal num_turns
+        num_turns += 1
+        if bus.messages.qsize() < 5000:
+            asyncio.get_running_loop().call_soon(count)
+
+    for _ in range(5000):
+        link.send([b"tag", b"header"])
+    count()
+    for _ in range(5000):
+        await bus.messages.get()
+    # A turn reads at most 256 messages.
+    assert num_turns >= 5000 // 256
+
+
+async def test_a_part_over_the_limit_is_refused_here_and_cut_off_there(bus: Bus) -> None:
+    await bus.replace_hub(bus.new_hub(max_message_bytes=KIB))
+    small, _ = await bus.link(b"decode-0-1", max_message_bytes=KIB)
+    with pytest.raises(LocalProtocolError):
+        small.send([b"tag", bytes(KIB + 1)])
+    rude, told = await bus.link(b"decode-1-1")
+    rude.send([b"tag", bytes(KIB + 1)])
+    assert await told.get() == "down"
+    small.send([b"tag", bytes(KIB)])
+    assert await bus.messages.get() == (b"decode-0-1", [b"tag", bytes(KIB)])
+
+
+async def test_a_message_has_a_bounded_number_of_parts(bus: Bus) -> None:
+    link, _ = await bus.link(b"decode-0-1")
+    link.send([b""] * MAX_PARTS)
+    assert await bus.messages.get() == (b"decode-0-1", [b""] * MAX_PARTS)
+    for parts in ([], [b""] * (MAX_PARTS + 1)):
+        with pytest.raises(LocalProtocolError):
+            link.send(parts)
+
+
+async def test_closing_sends_what_waits_and_then_nothing_more(bus: Bus) -> None:
+    link, _ = await bus.link(b"decode-0-1", high_water_mark=1)
+    for _ in range(2000):
+        link.send([b"tag", b"header"])
+    assert link.queued_bytes > 0
+    closing = asyncio.create_task(link.close(linger_s=10.0))
+    for _ in range(2000):
+        await bus.messages.get()
+    await closing
+    await link.close()
+    with pytest.raises(PeerLost):
+        link.send([b"tag", b"header"])
+    with pytest.raises(PeerLost):
+        bus.hub.send(b"nobody", [b"tag", b"header"])
+
+
+async def test_what_waits_for_a_lost_peer_is_dropped_and_its_buffers_are_free(bus: Bus) -> None:
+    link, told = await bus.link(b"decode-0-1", max_queue_bytes=64 * KIB, max_message_bytes=8 * KIB)
+    await bus.hub.close()
+    assert await told.get() == "down"
+    sending = link.send([b"tag", b"header"], track=True)
+    assert sending is not None and not sending.done
+    with pytest.raises(WireError) as caught:
+        for _ in range(100):
+            link.send([b"tag", bytes(8 * KIB)])
+    assert caught.value.code is ErrorCode.OVERLOADED
+    assert link.queued_bytes <= 64 * KIB
+    await link.close()
+    assert sending.done and sending.was_dropped
+    bus.hub = bus.new_hub()
+
+
+async def test_sockets_can_share_a_context_that_outlives_them() -> None:
+    context = Context(io_threads=2)
+    got: asyncio.Queue[list[Buffer]] = asyncio.Queue()
+    hub = Hub(lambda peer, parts: got.put_nowait(parts), context=context)
+    endpoint = hub.bind(LOOPBACK)
+    links = [Link(b"%d" % i, endpoint, lambda parts: None, context=context) for i in range(3)]
+    for link in links:
+        link.send([b"tag", b"header"])
+    for _ in links:
+        assert await got.get() == [b"tag", b"header"]
+    for link in links:
+        await link.close()
+    await hub.close()
+    await terminate(context)
+    assert context.closed
+
+
+async def test_an_endpoint_that_cannot_be_had_is_named(bus: Bus) -> None:
+    other = bus.new_hub()
+    with pytest.raises(OSError, match=f"cannot bind {bus.endpoint}"):
+        other.bind(bus.endpoint)
+    await other.close()
+    with pytest.raises(OSError, match="cannot connect nonsense"):
+        Link(b"decode-0-1", "nonsense", lambda parts: None)

@@ -1,0 +1,68 @@
+"""Errors carry a code, their data and their own sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from wire import errors
+from wire.errors import (
+    ErrorCode,
+    LocalProtocolError,
+    PeerLost,
+    ProtocolError,
+    RemoteProtocolError,
+    RequestFailed,
+    TransferFailed,
+    TransferTooLarge,
+    WireError,
+)
+
+
+def test_protocol_error_says_who_did_it() -> None:
+    with pytest.raises(TypeError, match="LocalProtocolError or RemoteProtocolError"):
+        ProtocolError("somebody did something")
+    assert LocalProtocolError("x").code is ErrorCode.PROTOCOL
+    assert RemoteProtocolError("x", ErrorCode.MISMATCH).code is ErrorCode.MISMATCH
+
+
+def test_transfer_too_large_names_both_sizes_and_the_setting() -> None:
+    error = TransferTooLarge(10, 4)
+    assert (error.size, error.limit, error.code) == (10, 4, ErrorCode.KV_TRANSFER_TOO_LARGE)
+    assert "10 bytes" in str(error) and "max_kv_transfer_bytes = 4" in error.message
+
+
+def test_transfer_failed_names_the_peer() -> None:
+    error = TransferFailed("decode-3", "it left", ErrorCode.WORKER_LOST)
+    assert (error.peer, error.reason, error.code) == ("decode-3", "it left", ErrorCode.WORKER_LOST)
+    assert str(error) == "KV transfer with decode-3 failed: it left"
+
+
+def test_peer_lost_is_a_lost_worker() -> None:
+    error = PeerLost("decode-3")
+    assert (error.peer, error.code, str(error)) == (
+        "decode-3",
+        ErrorCode.WORKER_LOST,
+        "lost decode-3",
+    )
+
+
+def test_request_failed_keeps_the_code_it_was_given() -> None:
+    error = RequestFailed(ErrorCode.OUT_OF_BLOCKS, "full")
+    assert (error.code, error.message) == (ErrorCode.OUT_OF_BLOCKS, "full")
+
+
+def test_labels_are_what_clients_see() -> None:
+    assert ErrorCode.KV_TRANSFER_TOO_LARGE.label == "kv_transfer_too_large"
+
+
+def test_a_code_of_a_later_version_is_internal() -> None:
+    assert ErrorCode(2**32 - 1) is ErrorCode.INTERNAL
+    assert ErrorCode(0) is ErrorCode.INTERNAL
+    with pytest.raises(ValueError, match="not a valid"):
+        ErrorCode("FENCED")  # type: ignore[arg-type]
+
+
+def test_every_error_is_a_wire_error_and_public() -> None:
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert name == "ErrorCode" or issubclass(kind, WireError)

@@ -1,0 +1,104 @@
+"""Options: typed, bounded, every field optional, the error names the field."""
+
+from __future__ import annotations
+
+from struct import pack
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire.errors import ErrorCode, RemoteProtocolError
+from wire.options import MAX_OPTIONS_BYTES, Options, decode_options, encode_options
+
+
+def test_no_bytes_mean_every_default_and_the_other_way_round() -> None:
+    assert decode_options(b"") == Options()
+    assert encode_options(Options()) == b""
+    assert Options().temperature == 0.0, "greedy"
+
+
+@given(
+    st.builds(
+        Options,
+        temperature=st.floats(0, 2),
+        top_p=st.floats(0, 1, exclude_min=True),
+        top_k=st.integers(0, 2**31 - 1),
+        min_p=st.floats(0, 1),
+        seed=st.integers(0, 2**63 - 1),
+        max_tokens=st.none() | st.integers(1, 2**31 - 1),
+        stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=256).map(tuple),
+        ignore_eos=st.booleans(),
+        logprobs=st.none() | st.integers(0, 20),
+        priority=st.integers(-100, 100),
+        deadline_ms=st.none() | st.integers(1, 2**31 - 1),
+    )
+)
+def test_options_come_back_as_they_were(options: Options) -> None:
+    assert decode_options(memoryview(encode_options(options))) == options
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_options_or_a_remote_protocol_error(buffer: bytes) -> None:
+    try:
+        decode_options(buffer)
+    except RemoteProtocolError as error:
+        assert error.code is ErrorCode.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", float("inf")),
+        ("top_k", -1),
+        ("top_k", 2**31),
+        ("min_p", 1.5),
+        ("seed", 2**64 - 1),
+        ("choice", 65536),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("stop_token_ids", [0] * 257),
+        ("stop_token_ids", [-1]),
+        ("ignore_eos", 1),
+        ("logprobs", 21),
+        ("priority", 101),
+        ("deadline_ms", 0),
+        ("temperature", "hot"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(RemoteProtocolError, match=field) as caught:
+        decode_options(msgspec.msgpack.encode({field: value}))
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        b"\x90",
+        b"\x80\x80",
+        b"\x81\xa4beer\x01",
+        b"\x81\xaestop_token_ids\xdd\xff\xff\xff\xff",
+        b"\x91" * 60_000,
+        b"\x81\xa4seed" + b"\x91" * 60_000,
+        b"\x81\xa4seed\xcf" + pack(">Q", 2**64 - 1),
+        b"\x81\xa4\xff\xff\xff\xff\x01",
+        bytes(MAX_OPTIONS_BYTES + 1),
+    ],
+    ids=["array", "trailing", "unknown", "vast", "nest", "nest in", "u64", "utf-8", "long"],
+)
+def test_hostile_maps_are_refused(buffer: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_options(buffer)
+
+
+def test_the_message_is_short_whatever_the_key() -> None:
+    key = b"\x81\xda\xff\x00" + b"k" * 0xFF00 + b"\x01"
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode_options(key)
+    assert len(caught.value.message) <= 300

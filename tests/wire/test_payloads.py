@@ -1,0 +1,218 @@
+"""The payloads: fixed layouts and maps, bounded, both ways."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+from struct import pack
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire import payloads
+from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.options import Options
+from wire.payloads import (
+    NO_TOKEN,
+    STOP,
+    Credit,
+    HelloDetail,
+    KVLayout,
+    Load,
+    Logprobs,
+    Offer,
+    PeerDetail,
+    PrefillResult,
+    Usage,
+    decode_continuation,
+    decode_map,
+    decode_prefill_result,
+    decode_prompt,
+    encode_continuation,
+    encode_map,
+    encode_prefill_result,
+    encode_prompt,
+)
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=20)
+MAPS: list[Any] = [
+    KVLayout,
+    HelloDetail,
+    payloads.WelcomeDetail,
+    Load,
+    PeerDetail,
+    Logprobs,
+    payloads.PrefillRest,
+    Usage,
+    payloads.ErrorDetail,
+    Offer,
+    list[PeerDetail],
+    list[Logprobs | None],
+]
+
+
+@given(TOKENS, st.builds(Options, seed=st.integers(0, 9)))
+def test_prompts_come_back_as_they_were(tokens: list[int], options: Options) -> None:
+    encoded = encode_prompt(tokens, options)
+    assert decode_prompt(encoded, len(tokens)) == (tuple(tokens), options)
+    encoded = encode_continuation(tokens, options)
+    assert decode_continuation(memoryview(encoded)) == (tuple(tokens), options)
+
+
+@given(st.binary(max_size=40), st.integers(0, 2**32 - 1) | st.integers(0, 10))
+def test_any_bytes_give_a_prompt_or_a_remote_protocol_error(buffer: bytes, seq_len: int) -> None:
+    with suppress(RemoteProtocolError):
+        decode_prompt(buffer, seq_len)
+    with suppress(RemoteProtocolError):
+        decode_continuation(buffer)
+
+
+def test_an_empty_continuation_is_that_of_a_client() -> None:
+    assert decode_continuation(b"") == ((), Options())
+
+
+LOGPROBS = st.builds(
+    Logprobs,
+    logprob=st.floats(-50, 0),
+    top=st.lists(st.tuples(st.integers(0, 99), st.floats(-50, 0)), max_size=3).map(tuple),
+)
+
+
+@given(
+    st.builds(
+        PrefillResult,
+        token_id=st.integers(0, 2**63 - 1),
+        cached_tokens=st.integers(0, 2**63 - 1),
+        finish_reason=st.sampled_from([None, "length"]),
+        logprobs=st.none() | LOGPROBS,
+    )
+)
+def test_a_first_token_comes_back_and_stands_in_front(result: PrefillResult) -> None:
+    encoded = encode_prefill_result(result)
+    assert encoded[:8] == pack("<q", result.token_id)
+    assert decode_prefill_result(memoryview(encoded)) == result
+
+
+def test_a_plain_first_token_is_8_bytes() -> None:
+    assert encode_prefill_result(PrefillResult(token_id=17)) == pack("<q", 17)
+
+
+@pytest.mark.parametrize("token_id", [2, NO_TOKEN])
+def test_a_stop_token_is_no_token_on_the_wire(token_id: int) -> None:
+    encoded = encode_prefill_result(PrefillResult(token_id=token_id, finish_reason=STOP))
+    assert encoded[:8] == pack("<q", -1)
+    assert decode_prefill_result(encoded) == PrefillResult(token_id=NO_TOKEN, finish_reason=STOP)
+
+
+@pytest.mark.parametrize("token_id", [-1, -7, 2**63])
+def test_we_send_no_first_token_that_is_none(token_id: int) -> None:
+    with pytest.raises(LocalProtocolError, match="no token id"):
+        encode_prefill_result(PrefillResult(token_id=token_id))
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_give_a_first_token_or_a_remote_protocol_error(buffer: bytes) -> None:
+    try:
+        result = decode_prefill_result(buffer)
+    except RemoteProtocolError:
+        return
+    assert (result.token_id == NO_TOKEN) == (result.finish_reason == STOP)
+
+
+@given(st.sampled_from(MAPS), st.binary(max_size=60))
+def test_any_bytes_give_a_map_or_a_remote_protocol_error(kind: Any, buffer: bytes) -> None:
+    try:
+        decode_map(kind, buffer)
+    except RemoteProtocolError as error:
+        assert len(error.message) <= 300
+
+
+@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x91" * 200_000,
+        b"\x81" + b"\x91" * 200_000,
+        b"\x81\xa6stored\xdd\xff\xff\xff\xff",
+        b"\x81\xa6stored" + b"\x91" * 200_000,
+        b"\x81\xa6stored\x91\xff",
+        b"\x81\xd9\xff" + b"\xff" * 255 + b"\x01",
+        b"\xc1",
+        b"",
+    ],
+)
+def test_hostile_maps_are_refused(kind: Any, buffer: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_map(kind, buffer)
+
+
+def test_a_vast_array_that_is_not_there_is_not_allocated() -> None:
+    """In a process with 256 MiB to spare: four billion announced entries must cost nothing."""
+    code = """
+import resource
+from wire.errors import RemoteProtocolError
+from wire.payloads import Load, Logprobs, decode_map
+with open("/proc/self/statm") as statm:
+    size = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20),) * 2)
+for kind, lead in ((Load, b"\\x81\\xa6stored"), (list[Logprobs | None], b"")):
+    try:
+        decode_map(kind, lead + b"\\xdd\\xff\\xff\\xff\\xff" + b"\\x00" * 64)
+    except RemoteProtocolError:
+        continue
+    raise SystemExit("decoded?")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_maps_come_back_as_they_were() -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
+    assert layout.token_bytes == 2 * 2 * 1 * 4 * 2
+    assert decode_map(KVLayout, encode_map(layout)) == layout
+    load = Load(total=4, used=1, cached=1, free=2, stored=(2**64 - 1, 0), evicted=(7,))
+    assert decode_map(Load, encode_map(load)) == load
+    both = [Logprobs(logprob=-1.0), None]
+    assert decode_map(list[Logprobs | None], encode_map(both)) == both
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "field"),
+    [
+        (KVLayout, {"num_layers": 0}, "num_layers"),
+        (KVLayout, {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": "f4"}, "dtype"),
+        (Load, {"total": -1}, "total"),
+        (Load, {"total": 0, "used": 0, "cached": 0, "free": 0, "stored": [-1]}, "stored"),
+        (PeerDetail, {"rank": 2**32}, "rank"),
+        (Usage, {"finish_reason": "x" * 257}, "finish_reason"),
+        (Usage, {"finish_reason": "stop", "cost": 1}, "cost"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(kind: Any, content: Any, field: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=field):
+        decode_map(kind, msgspec.msgpack.encode(content))
+
+
+@given(st.binary(max_size=20))
+def test_any_bytes_give_a_credit_or_a_remote_protocol_error(buffer: bytes) -> None:
+    try:
+        credit = Credit.unpack(buffer)
+    except RemoteProtocolError:
+        return
+    assert credit.pack() == buffer and credit.ready in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "reason"),
+    [(bytes(15), "15 bytes"), (bytes(17), "17 bytes"), (pack("<QII", 1, 0, 2), "ready is 2")],
+)
+def test_what_is_no_credit_is_refused(buffer: bytes, reason: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=reason):
+        Credit.unpack(buffer)

@@ -1,0 +1,316 @@
+"""The decode worker's end of a transfer, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire.errors import (
+    ErrorCode,
+    LocalProtocolError,
+    RemoteProtocolError,
+    TransferFailed,
+    TransferTooLarge,
+)
+from wire.frames import KvCache, KvCacheAck
+from wire.parts import Buffer
+from wire.payloads import Credit, KVLayout, Offer
+from wire.receiver import KVReceiver, Segment
+from wire.segment import MAX_SEGMENTS, SegmentDescriptor, segment_digest
+from wire.transfer import TransferState
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")  # 16 bytes a token
+ID = 5 << 32 | 9
+
+
+def offer(num_tokens: int = 4, **changed: Any) -> Offer:
+    fields = {
+        "layout": LAYOUT,
+        "num_tokens": num_tokens,
+        "total_bytes": 16 * num_tokens,
+        "token_ids": bytes(4 * num_tokens),
+        **changed,
+    }
+    return Offer(**fields)
+
+
+def receiver(
+    one: Offer | None = None, *, credit_bytes: int = 1024, max_bytes: int = 1024
+) -> KVReceiver:
+    return KVReceiver(
+        ID,
+        one or offer(),
+        layout=LAYOUT,
+        max_bytes=max_bytes,
+        credit_bytes=credit_bytes,
+        lease_s=9.0,
+        now=0.0,
+    )
+
+
+def accepted(num_tokens: int = 4, cached: int = 0, credit_bytes: int = 1024) -> KVReceiver:
+    one = receiver(offer(num_tokens), credit_bytes=credit_bytes)
+    assert one.accept(cached, 1.0) is not None
+    return one
+
+
+def payload(
+    layer: int, layers: int, token: int, tokens: int, idle_us: int = 0, **changed: int
+) -> tuple[bytes, bytes]:
+    kv = bytes([token + 1]) * (8 * layers * tokens)
+    fields = {"num_bytes": len(kv), "digest": segment_digest(ID, kv), **changed}
+    return SegmentDescriptor(layer, layers, token, tokens, idle_us=idle_us, **fields).pack(), kv
+
+
+def take(one: KVReceiver, number: int, of: int, *parts: Buffer, now: float = 2.0) -> Segment:
+    segment = one.on_segment(KvCache(ID, number, of), parts, now)
+    assert segment is not None
+    one.verify(segment)
+    return segment
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"total_bytes": 63}, ErrorCode.PROTOCOL),
+        ({"token_ids": bytes(15)}, ErrorCode.PROTOCOL),
+        (
+            {"layout": KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float16")},
+            ErrorCode.MISMATCH,
+        ),
+    ],
+)
+def test_an_offer_that_contradicts_itself_or_us_is_refused(
+    changed: dict[str, Any], code: ErrorCode
+) -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        receiver(offer(**changed))
+    assert caught.value.code is code
+
+
+def test_no_block_is_reserved_past_max_transfer() -> None:
+    assert receiver(max_bytes=64)
+    with pytest.raises(TransferTooLarge) as caught:
+        receiver(max_bytes=63)
+    assert (caught.value.size, caught.value.limit) == (64, 63)
+
+
+def test_a_vast_offer_is_refused_before_its_tokens_are_read() -> None:
+    with pytest.raises(RemoteProtocolError, match="token_ids are not"):
+        receiver(offer(2**31 - 1, token_ids=b""), max_bytes=1 << 60)
+
+
+def test_the_first_credit_follows_the_reservation() -> None:
+    one = receiver(credit_bytes=40)
+    assert one.token_ids == (0, 0, 0, 0)
+    assert one.on_keepalive(0.5) == (KvCacheAck(ID, 0), Credit(0, 0, 0)), "still waiting"
+    assert one.inflight_bytes == 0
+    assert one.accept(1, 1.0) == (KvCacheAck(ID, 0), Credit(40, 1, 0))
+    assert one.state is TransferState.RECEIVING and one.inflight_bytes == 40
+    assert one.on_keepalive(2.0) == (KvCacheAck(ID, 0), Credit(40, 1, 0))
+
+
+def test_credit_is_a_window_that_ends_with_the_transfer() -> None:
+    one = accepted(credit_bytes=32)
+    first = take(one, 1, 3, *payload(0, 2, 0, 1))
+    assert one.stored(first, 3.0) == (KvCacheAck(ID, 16), Credit(48, 0, 0))
+    second = take(one, 2, 3, *payload(0, 2, 1, 2))
+    assert one.stored(second, 3.0) == (KvCacheAck(ID, 48), Credit(64, 0, 0))
+    third = take(one, 3, 3, *payload(0, 2, 3, 1))
+    assert not one.is_complete
+    assert one.stored(third, 4.0) == (KvCacheAck(ID, 64), Credit(64, 0, 1))
+    assert one.is_complete and one.inflight_bytes == 0
+
+
+def test_all_cached_is_complete_at_once() -> None:
+    one = receiver()
+    assert one.accept(4, 1.0) == (KvCacheAck(ID, 0), Credit(0, 4, 1))
+    assert one.is_complete and one.kv_seconds == one.transfer_s == 0.0
+
+
+def test_segments_may_come_in_any_order_and_twice() -> None:
+    one = accepted()
+    late = payload(0, 2, 2, 2)
+    second = take(one, 2, 2, *late)
+    assert one.on_segment(KvCache(ID, 2, 2), late, 2.0) is None, "not stored yet, still known"
+    assert one.stored(second, 3.0) == (KvCacheAck(ID, 32), Credit(64, 0, 0))
+    first = take(one, 1, 2, b"".join(payload(0, 2, 0, 2)))  # one part, as on raw TCP
+    assert bytes(first.kv) == bytes([1]) * 32
+    one.stored(first, 3.0)
+    assert one.is_complete
+    assert one.on_segment(KvCache(ID, 2, 2), late, 4.0) is None
+    assert one.kv_bytes == 64
+
+
+def test_layer_groups_may_be_sent() -> None:
+    one = accepted(2)
+    for number, layer in enumerate((1, 0), start=1):
+        one.stored(take(one, number, 2, *payload(layer, 1, 0, 2)), 3.0)
+    assert one.is_complete
+
+
+GOOD = payload(0, 2, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("number", "of", "parts", "reason"),
+    [
+        (0, 2, GOOD, "segment 0 of 2"),
+        (3, 2, GOOD, "segment 3 of 2"),
+        (1, MAX_SEGMENTS + 1, GOOD, "segment 1 of 65537"),
+        (2, 3, GOOD, "num_segments changed"),
+        (2, 2, (), "0 payload parts"),
+        (2, 2, (*GOOD, b""), "3 payload parts"),
+        (2, 2, (b"", b""), "descriptor has 0 bytes"),
+        (2, 2, (GOOD[0][:39],), "descriptor has 39 bytes"),
+        (2, 2, payload(0, 2, 0, 2), "overlaps"),
+        (2, 2, payload(0, 2, 3, 2), "leaves"),
+        (2, 2, payload(1, 1, 2, 2), "cuts the layers"),
+        (2, 2, payload(0, 2, 2, 0), "empty"),
+        (2, 2, payload(0, 2, 2, 2, num_bytes=31), "32 bytes for"),
+        (2, 2, (payload(0, 2, 2, 2)[0], bytes(31)), "31 bytes for"),
+        (1, 2, payload(0, 2, 2, 2), "came twice and differs"),
+        (2, 2, payload(0, 2, 2, 1), "2 of 2 segments came, but 48 of 64 bytes"),
+    ],
+)
+def test_a_wrong_segment_ends_the_transfer(
+    number: int, of: int, parts: tuple[bytes, ...], reason: str
+) -> None:
+    one = accepted()
+    take(one, 1, 2, *GOOD)
+    with pytest.raises(RemoteProtocolError, match=reason) as caught:
+        one.on_segment(KvCache(ID, number, of), parts, 2.0)
+    assert one.state is TransferState.FAILED and one.error is caught.value
+
+
+def test_a_transfer_that_is_whole_too_early_is_wrong() -> None:
+    one = accepted()
+    with pytest.raises(RemoteProtocolError, match="1 of 2 segments came, but 64 of 64 bytes"):
+        one.on_segment(KvCache(ID, 1, 2), payload(0, 2, 0, 4), 2.0)
+
+
+def test_no_byte_is_let_in_past_the_credit() -> None:
+    one = accepted(credit_bytes=32)
+    first = take(one, 1, 4, *payload(0, 2, 0, 1))
+    take(one, 2, 4, *payload(0, 2, 1, 1))
+    one.stored(first, 2.0)
+    take(one, 3, 4, *payload(0, 2, 2, 1))
+    with pytest.raises(RemoteProtocolError, match="segment 4 is over the credit"):
+        one.on_segment(KvCache(ID, 4, 4), payload(0, 2, 3, 1), 2.0)
+
+
+def test_cached_tokens_are_not_written() -> None:
+    one = accepted(cached=2)
+    with pytest.raises(RemoteProtocolError, match=r"tokens \[2, 4\)"):
+        one.on_segment(KvCache(ID, 1, 2), payload(0, 2, 1, 1), 2.0)
+
+
+def test_no_segment_before_the_reservation() -> None:
+    one = receiver()
+    with pytest.raises(RemoteProtocolError, match="before the first credit"):
+        one.on_segment(KvCache(ID, 1, 1), payload(0, 2, 0, 4), 2.0)
+
+
+def test_a_wrong_digest_fails_closed() -> None:
+    one = accepted()
+    descriptor, kv = payload(0, 2, 0, 2)
+    segment = one.on_segment(KvCache(ID, 1, 2), (descriptor, b"\x00" + kv[1:]), 2.0)
+    assert segment is not None and one.num_unpacking == 1
+    with pytest.raises(TransferFailed, match="segment 1 has a wrong digest") as caught:
+        one.verify(segment)
+    one.broken(segment, caught.value)
+    assert one.state is TransferState.FAILED and one.error is caught.value
+    assert (one.num_unpacking, one.kv_bytes, one.inflight_bytes) == (0, 0, 0)
+
+
+def test_a_segment_of_another_request_has_a_wrong_digest() -> None:
+    one = accepted()
+    kv = bytes(32)
+    descriptor = SegmentDescriptor(0, 2, 0, 2, 32, segment_digest(ID + 1, kv))
+    segment = one.on_segment(KvCache(ID, 1, 2), (descriptor.pack(), kv), 2.0)
+    assert segment is not None
+    with pytest.raises(TransferFailed):
+        one.verify(segment)
+
+
+def test_an_unpack_that_ends_after_the_transfer_counts_for_nothing() -> None:
+    one = accepted()
+    segment = take(one, 1, 2, *GOOD)
+    one.cancel()
+    assert one.num_unpacking == 1, "the blocks are not free yet"
+    assert one.stored(segment, 3.0) is None
+    assert (one.num_unpacking, one.kv_bytes) == (0, 0)
+
+
+def test_every_frame_renews_the_lease_and_so_does_the_last_byte() -> None:
+    one = receiver(offer(2))
+    assert one.expired(9.0)
+    one.on_keepalive(8.0)
+    assert not one.expired(16.9)
+    one.accept(0, 10.0)
+    assert not one.expired(18.9) and one.expired(19.0)
+    segment = take(one, 1, 1, *payload(0, 2, 0, 2), now=15.0)
+    assert not one.expired(23.9)
+    one.stored(segment, 20.0)
+    assert one.is_complete
+    assert not one.expired(28.9) and one.expired(29.0), "nobody came to decode"
+
+
+def test_times_leave_out_what_the_sender_was_idle() -> None:
+    one = accepted()  # at 1.0
+    first = take(one, 1, 2, *payload(0, 2, 0, 2, idle_us=3_000_000), now=4.5)
+    one.stored(first, 4.75)
+    second = take(one, 2, 2, *payload(0, 2, 2, 2, idle_us=99_000_000), now=6.0)
+    one.stored(second, 6.25)
+    assert one.kv_seconds == 5.25
+    assert one.transfer_s == 0.5 + 0.0 + 0.25
+
+
+def test_our_own_mistakes() -> None:
+    with pytest.raises(LocalProtocolError, match="lets no segment in"):
+        receiver(credit_bytes=7)
+    one = receiver()
+    with pytest.raises(LocalProtocolError, match=r"accept\(5\)"):
+        one.accept(5, 1.0)
+    one.accept(0, 1.0)
+    with pytest.raises(LocalProtocolError, match=r"accept\(0\)"):
+        one.accept(0, 1.0)
+    with pytest.raises(LocalProtocolError, match="given to transfer"):
+        one.on_segment(KvCache(ID + 1, 1, 2), GOOD, 1.0)
+    segment = take(one, 1, 2, *GOOD)
+    one.stored(segment, 2.0)
+    with pytest.raises(LocalProtocolError, match="is not being unpacked"):
+        one.stored(segment, 2.0)
+
+
+@given(
+    st.integers(0, 2**32 - 1) | st.integers(0, 3),
+    st.integers(0, 2**32 - 1) | st.integers(0, 3),
+    st.lists(
+        st.one_of(
+            st.binary(max_size=50),
+            st.binary(min_size=40, max_size=40),
+            st.builds(
+                lambda *fields: SegmentDescriptor(*fields).pack(),
+                *[st.integers(0, 2**32 - 1) | st.integers(0, 4)] * 4,
+                st.integers(0, 64),
+                st.just(0),
+            ),
+        ),
+        max_size=3,
+    ),
+)
+def test_any_segment_is_admitted_or_refused_with_a_remote_protocol_error(
+    number: int, of: int, parts: list[bytes]
+) -> None:
+    one = accepted()
+    try:
+        segment = one.on_segment(KvCache(ID, number, of), parts, 2.0)
+    except RemoteProtocolError:
+        assert one.state is TransferState.FAILED
+    else:
+        assert segment is not None
+        assert len(segment.kv) == segment.rectangle.num_bytes(LAYOUT) <= 64

@@ -1,0 +1,261 @@
+"""The prefill worker's end of a transfer, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from wire.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, TransferTooLarge
+from wire.frames import KvCache, KvCacheAck
+from wire.payloads import Credit, KVLayout, Offer, decode_map
+from wire.segment import MAX_SEGMENT_BYTES, Rectangle, SegmentDescriptor, segment_digest
+from wire.sender import KVSender
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")  # 16 bytes a token
+ID = 5 << 32 | 9
+
+
+def sender(num_tokens: int = 6, *, segment_bytes: int = 32, max_bytes: int = 1024) -> KVSender:
+    return KVSender(
+        ID,
+        LAYOUT,
+        range(num_tokens),
+        max_bytes=max_bytes,
+        lease_s=9.0,
+        segment_bytes=segment_bytes,
+        now=0.0,
+    )
+
+
+def state_of(one: KVSender) -> str:
+    return one.state.value
+
+
+def ack(one: KVSender, kv_bytes: int, credit: int, cached: int = 0, ready: int = 0) -> None:
+    one.on_ack(KvCacheAck(ID, kv_bytes), Credit(credit, cached, ready), 1.0)
+
+
+def send(
+    one: KVSender, rectangle: Rectangle, now: float = 2.0
+) -> tuple[KvCache, SegmentDescriptor]:
+    sent = one.segment(rectangle, bytes(rectangle.num_bytes(LAYOUT)), now)
+    assert sent is not None
+    return sent[0], SegmentDescriptor.unpack(sent[1])
+
+
+def test_the_offer_says_everything() -> None:
+    frame, payload = sender(3).offer()
+    assert frame == KvCache(ID, 0, 0)
+    assert decode_map(Offer, payload) == Offer(
+        layout=LAYOUT,
+        num_tokens=3,
+        total_bytes=48,
+        token_ids=b"\0\0\0\0\1\0\0\0\2\0\0\0",
+    )
+
+
+def test_no_byte_is_offered_past_max_transfer() -> None:
+    assert sender(4, max_bytes=64).offer()
+    one = sender(5, max_bytes=64)
+    with pytest.raises(TransferTooLarge) as caught:
+        one.offer()
+    assert (caught.value.size, caught.value.limit) == (80, 64)
+    assert state_of(one) == "failed" and one.error is caught.value
+
+
+def test_a_segment_needs_a_credit_and_computed_tokens() -> None:
+    one = sender()
+    one.advance(6, 0.5)
+    assert one.next_segment() is None, "no ACK yet"
+    ack(one, 0, 40)
+    assert state_of(one) == "sending" and one.accepted_at == 1.0
+    assert one.next_segment() == Rectangle(0, 2, 0, 2)
+    assert one.next_segment() is None, "32 of 40 bytes are claimed"
+    ack(one, 0, 63)
+    assert one.next_segment() is None, "it would be 64"
+    ack(one, 0, 64)
+    ack(one, 0, 40)  # late
+    assert one.next_segment() == Rectangle(0, 2, 2, 2)
+
+    late = sender()
+    ack(late, 0, 1024)
+    assert late.next_segment() is None
+    late.advance(3, 2.0)
+    assert late.next_segment() == Rectangle(0, 2, 0, 2)
+    assert late.next_segment() is None, "the fourth token is not there"
+    late.advance(2, 3.0)  # stale, harmless
+    late.advance(4, 3.0)
+    assert late.next_segment() == Rectangle(0, 2, 2, 2)
+
+
+def test_cached_tokens_are_not_sent() -> None:
+    one = sender()
+    ack(one, 0, 1024, cached=3)
+    one.advance(6, 1.0)
+    assert one.skipped_tokens == 3
+    assert one.next_segment() == Rectangle(0, 2, 3, 2)
+    assert one.next_segment() == Rectangle(0, 2, 5, 1)
+    assert one.next_segment() is None
+
+
+def test_when_everything_is_cached_it_is_done_at_once() -> None:
+    one = sender()
+    ack(one, 0, 0, cached=6, ready=1)
+    assert state_of(one) == "done" and one.is_over
+    assert (one.kv_bytes, one.skipped_tokens, one.finished_at) == (0, 6, 1.0)
+    one.advance(6, 2.0)
+    assert one.next_segment() is None
+
+
+def test_segments_are_numbered_digested_and_counted() -> None:
+    one = sender(3)
+    one.advance(3, 0.5)
+    ack(one, 0, 48)
+    first, second = one.next_segment(), one.next_segment()
+    assert first is not None and second is not None
+    frame, descriptor = send(one, second)
+    assert frame == KvCache(ID, 2, 2), "packed out of order, numbered by the plan"
+    assert descriptor.rectangle == second
+    assert descriptor.digest == segment_digest(ID, bytes(16))
+    assert one.kv_bytes == 16 and state_of(one) == "sending"
+    send(one, first)
+    assert one.kv_bytes == 48 and state_of(one) == "sent"
+    ack(one, 16, 48)
+    ack(one, 0, 48)  # late
+    assert one.acked_bytes == 16
+    ack(one, 48, 48, ready=1)
+    assert state_of(one) == "done"
+    ack(one, 16, 48)
+    assert one.acked_bytes == 48
+
+
+def test_a_digest_computed_elsewhere_is_taken() -> None:
+    one = sender(1)
+    one.advance(1, 0.0)
+    ack(one, 0, 16)
+    rectangle = one.next_segment()
+    assert rectangle is not None
+    sent = one.segment(rectangle, bytes(16), 0.0, digest=77)
+    assert sent is not None and SegmentDescriptor.unpack(sent[1]).digest == 77
+
+
+def test_idle_time_is_waiting_for_the_prompt_and_nothing_else() -> None:
+    one = sender(6)
+    ack(one, 0, 64)  # at 1.0
+    one.advance(4, 1.5)
+    first = one.next_segment()
+    assert first is not None
+    _, descriptor = send(one, first, now=1.75)
+    assert descriptor.idle_us == 500_000, "from the ACK to the tokens"
+    second = one.next_segment()
+    assert second is not None
+    _, descriptor = send(one, second, now=2.0)
+    assert descriptor.idle_us == 0, "it was there when the first left"
+    one.advance(6, 3.0)
+    assert one.next_segment() is None, "no credit: the receiver is slow, not we"
+    one.on_ack(KvCacheAck(ID, 64), Credit(96, 0, 0), 5.0)
+    third = one.next_segment()
+    assert third is not None
+    _, descriptor = send(one, third, now=5.0)
+    assert descriptor.idle_us == 1_000_000
+
+
+def test_a_small_first_credit_makes_small_segments() -> None:
+    one = sender(2)
+    ack(one, 0, 9)
+    one.advance(2, 1.0)
+    assert one.next_segment() == Rectangle(0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("acks", "reason"),
+    [
+        ([(1, 64, 0, 0)], "1 bytes, but 0 were sent"),
+        ([(0, 64, 7, 0)], "cached_tokens is 7 of 6"),
+        ([(0, 64, 2, 0), (0, 64, 3, 0)], "cached_tokens changed"),
+        ([(0, 64, 0, 1)], "ready is 1 at 0 of 96"),
+        ([(0, 64, 6, 0)], "ready is 0 at 0 of 0"),
+        ([(0, 7, 0, 0)], "credit 7 is too small.* one layer of one token"),
+    ],
+)
+def test_an_ack_that_cannot_be_is_the_receivers_fault(
+    acks: list[tuple[int, int, int, int]], reason: str
+) -> None:
+    one = sender()
+    with pytest.raises(RemoteProtocolError, match=reason) as caught:
+        for fields in acks:
+            ack(one, *fields)
+    assert state_of(one) == "failed" and one.error is caught.value
+
+
+def test_an_offer_that_waits_stays_offered_and_keeps_the_lease() -> None:
+    one = sender()
+    one.on_ack(KvCacheAck(ID, 0), Credit(0, 0, 0), 8.0)
+    assert state_of(one) == "offered" and one.accepted_at is None
+    assert not one.expired(16.9) and one.expired(17.0)
+    ack(one, 0, 96)
+    one.on_ack(KvCacheAck(ID, 0), Credit(0, 0, 0), 8.0)  # late: from before the reservation
+    assert state_of(one) == "sending" and one.skipped_tokens == 0
+
+
+def test_bytes_cannot_be_acknowledged_of_an_offer_that_waits() -> None:
+    one = sender(1)
+    one.advance(1, 0.0)
+    ack(one, 0, 16)
+    rectangle = one.next_segment()
+    assert rectangle is not None
+    send(one, rectangle)
+    with pytest.raises(RemoteProtocolError, match="still waits"):
+        ack(one, 16, 0)
+
+
+def test_too_many_segments_are_the_receivers_fault() -> None:
+    one = KVSender(
+        ID, LAYOUT, range(70_000), max_bytes=1 << 30, lease_s=9.0, now=0.0, segment_bytes=1 << 20
+    )
+    with pytest.raises(RemoteProtocolError, match="credit 16 is too small: 70000 segments"):
+        ack(one, 0, 16)
+
+
+def test_keepalives_are_due_after_a_third_of_a_lease_without_a_frame() -> None:
+    one = sender(1)
+    assert one.keepalive(2.9) is None
+    assert one.keepalive(3.0) == KvCache(ID, 0, 0)
+    assert one.keepalive(5.9) is None
+    ack(one, 0, 16)
+    one.advance(1, 5.0)
+    rectangle = one.next_segment()
+    assert rectangle is not None
+    send(one, rectangle, now=5.9)
+    assert one.keepalive(8.8) is None and one.keepalive(8.9) is not None
+    one.cancel()
+    assert one.keepalive(99.0) is None
+
+
+def test_a_segment_of_an_ended_transfer_is_dropped() -> None:
+    one = sender(1)
+    one.advance(1, 0.0)
+    ack(one, 0, 16)
+    rectangle = one.next_segment()
+    assert rectangle is not None
+    one.on_error(ErrorCode.OUT_OF_BLOCKS, "full")
+    assert one.segment(rectangle, bytes(16), 2.0) is None
+    assert one.kv_bytes == 0
+
+
+def test_our_own_mistakes() -> None:
+    for segment_bytes in (0, MAX_SEGMENT_BYTES + 1):
+        with pytest.raises(LocalProtocolError, match="segment_bytes"):
+            sender(segment_bytes=segment_bytes)
+    one = sender(2)
+    with pytest.raises(LocalProtocolError, match="3 tokens computed of 2"):
+        one.advance(3, 0.0)
+    ack(one, 0, 64)
+    one.advance(2, 0.0)
+    rectangle = one.next_segment()
+    assert rectangle is not None
+    with pytest.raises(LocalProtocolError, match="bytes for"):
+        one.segment(rectangle, bytes(3), 0.0)
+    with pytest.raises(LocalProtocolError, match="bytes for"):
+        one.segment(Rectangle(0, 1, 0, 1), bytes(8), 0.0)
+    with pytest.raises(LocalProtocolError, match="given to transfer"):
+        one.on_ack(KvCacheAck(ID + 1, 0), Credit(64, 0, 0), 0.0)

@@ -1,0 +1,440 @@
+"""A whole transfer over a network that delays, repeats, corrupts, cancels and dies.
+
+The network model is harsher than ZeroMQ (which drops nothing inside a connection and repeats
+nothing): frames on each way may be delivered late, twice, and in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
+from wire.frames import KvCache, KvCacheAck
+from wire.parts import Buffer
+from wire.payloads import Credit, KVLayout, Offer, decode_map
+from wire.segment import DESCRIPTOR
+from wire.transfer import (
+    KVReceiver,
+    KVSender,
+    Rectangle,
+    Segment,
+    SegmentDescriptor,
+    TransferState,
+    segment_digest,
+)
+
+LEASE_S = 10.0
+REQUEST_ID = 7 << 32 | 1
+
+
+def row_of(layout: KVLayout) -> int:
+    """KV bytes of one layer of one token."""
+    return layout.token_bytes // layout.num_layers
+
+
+def kv_of(layout: KVLayout, rectangle: Rectangle) -> bytes:
+    """KV whose every byte tells its layer and token apart; one row per (layer, token)."""
+    return b"".join(
+        bytes([(31 * layer + 7 * token + 1) % 256]) * row_of(layout)
+        for layer in range(rectangle.layer_start, rectangle.layer_end)
+        for token in range(rectangle.token_start, rectangle.token_end)
+    )
+
+
+@dataclass
+class Blocks:
+    """The receiver's memory, which notices a second write and a write outside."""
+
+    layout: KVLayout
+    cached_tokens: int
+    num_tokens: int
+    rows: dict[tuple[int, int], bytes] = field(default_factory=dict)
+
+    def unpack(self, rectangle: Rectangle, kv: bytes) -> None:
+        row = row_of(self.layout)
+        for layer in range(rectangle.layer_start, rectangle.layer_end):
+            for token in range(rectangle.token_start, rectangle.token_end):
+                assert 0 <= layer < self.layout.num_layers
+                assert self.cached_tokens <= token < self.num_tokens, "a write outside"
+                assert (layer, token) not in self.rows, "a second write"
+                self.rows[layer, token], kv = kv[:row], kv[row:]
+        assert not kv
+
+    def is_right(self) -> bool:
+        wanted = {
+            (layer, token): kv_of(self.layout, Rectangle(layer, 1, token, 1))
+            for layer in range(self.layout.num_layers)
+            for token in range(self.cached_tokens, self.num_tokens)
+        }
+        return self.rows == wanted
+
+
+Parts = tuple[KvCache, bytes, Buffer]
+Frame = tuple[str, tuple[Any, ...]]
+
+
+@settings(
+    max_examples=100,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+class LossyTransfer(RuleBasedStateMachine):
+    """One sender, one receiver, two bags of frames under way, and a clock."""
+
+    @initialize(
+        layers=st.integers(1, 3),
+        num_tokens=st.sampled_from([7, 5, 12, 1, 2, 9]),
+        cached=st.sampled_from([0, 0, 1, 0, 3, 2, 12]),
+        segment_bytes=st.integers(8, 60),
+        credit_bytes=st.integers(8, 150),
+        is_hostile=st.sampled_from([True, True, False]),
+        head_start=st.sampled_from([2, 4, 0, 3, 6]),
+    )
+    def start(
+        self,
+        layers: int,
+        num_tokens: int,
+        cached: int,
+        segment_bytes: int,
+        credit_bytes: int,
+        is_hostile: bool,
+        head_start: int,
+    ) -> None:
+        self.is_hostile = is_hostile
+        self.layout = KVLayout(num_layers=layers, num_kv_heads=1, head_dim=4, dtype="uint8")
+        self.now = 0.0
+        self.sender = KVSender(
+            REQUEST_ID,
+            self.layout,
+            range(num_tokens),
+            max_bytes=1 << 20,
+            lease_s=LEASE_S,
+            segment_bytes=segment_bytes,
+            now=0.0,
+        )
+        self.credit_bytes = credit_bytes
+        self.cached = min(cached, num_tokens)
+        self.blocks = Blocks(self.layout, self.cached, num_tokens)
+        self.receiver: KVReceiver | None = None
+        self.computed = 0
+        self.packing: list[Rectangle] = []
+        self.unpacking: list[Segment] = []
+        self.to_receiver: list[Frame] = [("kv", self.sender.offer())]
+        self.to_sender: list[Frame] = []
+        self.sent: list[Frame] = []
+        self.is_tampered = False
+        self.most_credit = 0
+        self.spoil: Callable[[Parts], Parts] | None = None
+        self.go_on(1, head_start)
+
+    # The sender's own doing.
+
+    @rule(num_tokens=st.integers(1, 6))
+    def compute(self, num_tokens: int) -> None:
+        self.computed = min(self.computed + num_tokens, self.sender.num_tokens)
+        self.sender.advance(self.computed, self.now)
+
+    @rule()
+    def claim(self) -> None:
+        while (rectangle := self.sender.next_segment()) is not None:
+            assert rectangle.token_end <= self.computed
+            self.packing.append(rectangle)
+
+    @precondition(lambda self: self.packing)
+    @rule(which=st.integers(0, 100))
+    def send(self, which: int) -> None:
+        rectangle = self.packing.pop(which % len(self.packing))
+        parts = self.sender.segment(rectangle, kv_of(self.layout, rectangle), self.now)
+        if parts is None:
+            assert self.sender.is_over
+        else:
+            if self.spoil is not None:
+                parts, self.spoil, self.is_tampered = self.spoil(parts), None, True
+            self.to_receiver.append(("kv", parts))
+            self.sent.append(("kv", parts))
+
+    @precondition(lambda self: self.sent)
+    @rule(which=st.integers(0, 100))
+    def repeat(self, which: int) -> None:
+        """Send a segment again, long after the first time perhaps."""
+        self.to_receiver.append(self.sent[which % len(self.sent)])
+
+    @rule()
+    def keep_alive(self) -> None:
+        frame = self.sender.keepalive(self.now)
+        if frame is not None:
+            self.to_receiver.append(("kv", (frame,)))
+
+    # The receiver's own doing.
+
+    @precondition(lambda self: self.receiver and self.receiver.state is TransferState.OFFERED)
+    @rule()
+    def reserve(self) -> None:
+        assert self.receiver is not None
+        self.answer(self.receiver.accept(self.cached, self.now))
+
+    @precondition(lambda self: self.unpacking)
+    @rule(which=st.integers(0, 100))
+    def store(self, which: int) -> None:
+        assert self.receiver is not None
+        segment = self.unpacking.pop(which % len(self.unpacking))
+        try:
+            self.receiver.verify(segment)
+        except TransferFailed as error:
+            assert self.is_tampered
+            self.receiver.broken(segment, error)
+            self.nack(error)
+            return
+        if not self.receiver.is_over:
+            self.blocks.unpack(segment.rectangle, bytes(segment.kv))
+        self.answer(self.receiver.stored(segment, self.now))
+
+    # The network's.
+
+    @precondition(lambda self: self.to_receiver)
+    @rule(which=st.integers(0, 100), again=st.booleans())
+    def deliver_to_receiver(self, which: int, again: bool) -> None:
+        index = which % len(self.to_receiver)
+        kind, frame = self.to_receiver[index] if again else self.to_receiver.pop(index)
+        if kind == "error":
+            if self.receiver is not None:
+                self.receiver.on_error(*frame)
+            return
+        header, *payload = frame
+        if header.segment == 0:
+            self.offered(payload)
+            return
+        if self.receiver is None:
+            return
+        try:
+            segment = self.receiver.on_segment(header, payload, self.now)
+        except RemoteProtocolError as error:
+            # A reordered network lets a segment overtake nothing but the offer, never the credit.
+            assert self.is_tampered
+            self.nack(error)
+            return
+        if segment is not None:
+            self.unpacking.append(segment)
+
+    def offered(self, payload: list[Any]) -> None:
+        if self.receiver is not None:
+            self.answer(self.receiver.on_keepalive(self.now))
+        elif payload:
+            self.receiver = KVReceiver(
+                REQUEST_ID,
+                decode_map(Offer, payload[0]),
+                layout=self.layout,
+                max_bytes=1 << 20,
+                credit_bytes=self.credit_bytes,
+                lease_s=LEASE_S,
+                now=self.now,
+            )
+
+    @precondition(lambda self: self.to_sender)
+    @rule(which=st.integers(0, 100), again=st.booleans())
+    def deliver_to_sender(self, which: int, again: bool) -> None:
+        index = which % len(self.to_sender)
+        kind, frame = self.to_sender[index] if again else self.to_sender.pop(index)
+        if kind == "error":
+            self.sender.on_error(*frame)
+        else:
+            ack, credit = frame
+            try:
+                self.sender.on_ack(
+                    KvCacheAck.from_header(ack.header()), Credit.unpack(credit.pack()), self.now
+                )
+            except RemoteProtocolError as error:
+                # An intruder's bytes were acknowledged: the sender knows it never sent them.
+                assert self.is_tampered
+                self.to_receiver.append(("error", (error.code, error.message)))
+
+    @precondition(lambda self: self.is_hostile)
+    @rule(at=st.integers(0, 10_000), flip=st.integers(1, 255))
+    def corrupt(self, at: int, flip: int) -> None:
+        """Flip bits of the next segment's KV."""
+
+        def spoil(parts: Parts) -> Parts:
+            header, descriptor, kv = parts
+            spoiled = bytearray(kv)
+            spoiled[at % len(spoiled)] ^= flip
+            return header, descriptor, bytes(spoiled)
+
+        self.spoil = spoil
+
+    @precondition(lambda self: self.is_hostile)
+    @rule(at=st.integers(0, DESCRIPTOR.size - 9), value=st.integers(0, 255))
+    def forge(self, at: int, value: int) -> None:
+        """Change the next descriptor (not `idle_us`, which is a claim and not checked)."""
+
+        def spoil(parts: Parts) -> Parts:
+            header, descriptor, kv = parts
+            return header, descriptor[:at] + bytes([value]) + descriptor[at + 1 :], kv
+
+        self.spoil = spoil
+
+    @rule(num_tokens=st.integers(0, 4), times=st.integers(1, 6))
+    def go_on(self, num_tokens: int, times: int) -> None:
+        """Let each thing that can happen happen once, the honest way, some times over."""
+        for _ in range(times):
+            if num_tokens:
+                self.compute(num_tokens)
+            self.claim()
+            if self.packing:
+                self.send(0)
+            if self.to_receiver:
+                self.deliver_to_receiver(0, False)
+            if self.receiver is not None and self.receiver.state is TransferState.OFFERED:
+                self.reserve()
+            if self.unpacking:
+                self.store(0)
+            if self.to_sender:
+                self.deliver_to_sender(0, False)
+
+    # Ends.
+
+    @precondition(lambda self: self.is_hostile and self.receiver and self.sender._plan)
+    @rule(
+        which=st.integers(0, 30),
+        number=st.integers(0, 3),
+        shift=st.tuples(*[st.sampled_from([0, 0, 0, 1, -1])] * 4),
+    )
+    def intrude(self, which: int, number: int, shift: tuple[int, int, int, int]) -> None:
+        """Send a well-formed segment out of turn: over the credit, overlapping, or outside."""
+        num_segments = len(self.sender._plan)
+        planned = self.sender._plan[which % num_segments]
+        rectangle = Rectangle(*(max(0, one + by) for one, by in zip(planned, shift, strict=True)))
+        number = num_segments - number % num_segments  # a high one is not taken yet
+        kv = kv_of(self.layout, rectangle)
+        descriptor = SegmentDescriptor(*rectangle, len(kv), segment_digest(REQUEST_ID, kv))
+        header = KvCache(REQUEST_ID, number, num_segments)
+        self.to_receiver.insert(0, ("kv", (header, descriptor.pack(), kv)))
+        self.is_tampered = True
+
+    @rule(chance=st.integers(0, 19))
+    def cancel_sender(self, chance: int) -> None:
+        if chance:
+            return
+        self.sender.cancel()
+        self.to_receiver.append(("error", (ErrorCode.CANCELLED, "cancelled")))
+
+    @precondition(lambda self: self.receiver)
+    @rule(chance=st.integers(0, 19))
+    def cancel_receiver(self, chance: int) -> None:
+        if chance:
+            return
+        assert self.receiver is not None
+        self.receiver.cancel()
+        self.to_sender.append(("error", (ErrorCode.CANCELLED, "cancelled")))
+
+    @rule(tenths=st.integers(0, 12))
+    def wait(self, tenths: int) -> None:
+        self.now += LEASE_S * tenths / 10 if tenths > 10 else 0.01 * tenths
+        self.expire()
+
+    def expire(self) -> None:
+        for end in (self.sender, self.receiver):
+            if end is not None and not end.is_over and end.expired(self.now):
+                end.fail(TransferFailed(end.peer, "lease expired"))
+
+    def answer(self, ack: tuple[KvCacheAck, Credit] | None) -> None:
+        if ack is not None:
+            self.to_sender.append(("ack", ack))
+
+    def nack(self, error: WireError) -> None:
+        self.to_sender.append(("error", (error.code, error.message)))
+
+    # What always holds.
+
+    @invariant()
+    def credit_is_conserved(self) -> None:
+        if getattr(self, "receiver", None) is None:
+            return
+        assert self.receiver is not None
+        expected = (self.sender.num_tokens - self.cached) * self.layout.token_bytes
+        _, credit = self.receiver._ack()
+        assert self.most_credit <= credit.credit <= expected, (
+            "credit shrank or outgrew the transfer"
+        )
+        self.most_credit = credit.credit
+        assert credit.credit - self.receiver.kv_bytes <= self.credit_bytes
+        admitted = sum(segment.descriptor.num_bytes for segment in self.unpacking)
+        assert self.receiver.is_over or admitted <= self.credit_bytes, "admitted over the credit"
+        unpacked = sum(len(row) for row in self.blocks.rows.values())
+        assert self.receiver.kv_bytes == unpacked or self.receiver.is_over
+        assert self.sender.acked_bytes <= min(self.receiver.kv_bytes, self.sender.kv_bytes)
+        assert self.receiver.num_unpacking == len(self.unpacking)
+
+    @invariant()
+    def done_means_every_byte_is_right(self) -> None:
+        if getattr(self, "receiver", None) is None:
+            return
+        assert self.receiver is not None
+        if self.receiver.is_complete:
+            assert self.blocks.is_right()
+            assert self.receiver.inflight_bytes == 0
+        if self.sender.state is TransferState.DONE:
+            assert self.receiver.is_complete
+            assert self.receiver.kv_bytes == self.sender.kv_bytes
+
+    def teardown(self) -> None:
+        """Left alone, both ends reach an end; helped, an honest transfer is DONE at both."""
+        if not hasattr(self, "sender"):
+            return
+        was_ended = self.sender.is_over or bool(self.receiver and self.receiver.is_over)
+        for _ in range(200):
+            self.go_on(12, 12)
+            self.credit_is_conserved()
+            self.done_means_every_byte_is_right()
+            if self.sender.is_over:
+                break
+        if not was_ended and not self.is_tampered:
+            assert self.sender.state is TransferState.DONE
+        self.now += LEASE_S + 1
+        self.expire()
+        assert self.sender.is_over
+        assert self.receiver is None or self.receiver.is_over
+        assert not self.unpacking
+
+
+TestLossyTransfer = LossyTransfer.TestCase
+
+
+def test_late_frames_of_an_ended_transfer_change_nothing() -> None:
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype="uint8")
+    sender = KVSender(REQUEST_ID, layout, range(4), max_bytes=64, lease_s=LEASE_S, now=0.0)
+    _, offer = sender.offer()
+    receiver = KVReceiver(
+        REQUEST_ID,
+        decode_map(Offer, offer),
+        layout=layout,
+        max_bytes=64,
+        credit_bytes=64,
+        lease_s=LEASE_S,
+        now=0.0,
+    )
+    accepted = receiver.accept(0, 1.0)
+    assert accepted is not None
+    sender.on_ack(*accepted, 2.0)
+    sender.advance(4, 3.0)
+    rectangle = sender.next_segment()
+    assert rectangle is not None
+    parts = sender.segment(rectangle, kv_of(layout, rectangle), 4.0)
+    assert parts is not None
+    receiver.cancel()
+    assert receiver.on_segment(parts[0], parts[1:], 5.0) is None
+    assert receiver.on_keepalive(5.0) is None
+    assert receiver.accept(0, 5.0) is None
+    assert receiver.kv_bytes == 0
+    sender.on_error(ErrorCode.CANCELLED, "gone")
+    before = (sender.state, sender.acked_bytes, sender.error)
+    sender.on_ack(KvCacheAck(REQUEST_ID, 99), Credit(99, 0, 1), 6.0)
+    sender.cancel()
+    assert (sender.state, sender.acked_bytes, sender.error) == before
+    assert sender.keepalive(1e9) is None and not sender.expired(1e9)

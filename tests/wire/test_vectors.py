@@ -1,0 +1,263 @@
+"""vectors.json, read as data: every vector both ways."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from struct import pack, unpack
+from typing import Any
+
+import msgspec
+import pytest
+
+from wire import parts, payloads, stream
+from wire.errors import LocalProtocolError, RemoteProtocolError, TransferFailed
+from wire.frames import FRAMES, Frame, KvCache, KvCacheAck, Tag
+from wire.options import Options
+from wire.parts import Buffer
+from wire.payloads import Credit, KVLayout, Offer, decode_map, encode_map
+from wire.prefix import prefix_hashes
+from wire.segment import SegmentDescriptor, segment_digest, split_segment
+from wire.session import ENDED, Direction, Session
+from wire.stream import StreamDecoder
+from wire.transfer import KVReceiver, KVSender
+
+PATH = Path(payloads.__file__).with_name("vectors.json")
+VECTORS: dict[str, list[dict[str, Any]]] = json.loads(PATH.read_text())
+
+
+def named(section: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("vector", VECTORS[section], ids=lambda v: v.get("name", ""))
+
+
+def frames_of(vector: dict[str, Any]) -> list[Frame]:
+    kind = FRAMES[Tag[vector["tag"]]]
+    return [kind(**fields) for fields in vector["headers"]]
+
+
+def encode_payload(kind: str, content: Any) -> list[bytes]:
+    """The payload parts of a vector, made from its JSON content."""
+    if kind == "none":
+        return []
+    if kind in ("prompt", "continuation"):
+        options = msgspec.convert(content["options"], Options)
+        if kind == "continuation" and not content["token_ids"]:
+            return []
+        encode = getattr(payloads, f"encode_{kind}")
+        return [encode(content["token_ids"], options)]
+    if kind == "PrefillResult":
+        return [payloads.encode_prefill_result(payloads.PrefillResult(**typed(kind, content)))]
+    if kind == "Offer":
+        token_ids = pack(f"<{len(content['token_ids'])}I", *content["token_ids"])
+        layout = KVLayout(**content["layout"])
+        return [encode_map(Offer(**{**content, "token_ids": token_ids, "layout": layout}))]
+    if kind == "segment":
+        fields = {key: value for key, value in content.items() if key != "kv"}
+        fields["digest"] = int(fields["digest"], 16)
+        return [SegmentDescriptor(**fields).pack(), bytes.fromhex(content["kv"])]
+    if kind == "Credit":
+        return [Credit(**content).pack()]
+    return [encode_map(msgspec.convert(content, map_type(kind)))]
+
+
+def typed(kind: str, content: dict[str, Any]) -> dict[str, Any]:
+    converted = msgspec.convert(content, getattr(payloads, kind))
+    return {name: getattr(converted, name) for name in converted.__struct_fields__}
+
+
+def map_type(kind: str) -> Any:
+    lists = {
+        "Logprobs[]": list[payloads.Logprobs | None],
+        "PeerDetail[]": list[payloads.PeerDetail],
+    }
+    return lists.get(kind) or getattr(payloads, kind)
+
+
+def decode_payload(kind: str, body: Buffer, seq_len: int) -> Any:
+    """The JSON content of a payload, from its bytes."""
+    if kind == "none":
+        assert len(body) == 0
+        return None
+    if kind in ("prompt", "continuation"):
+        token_ids, options = (
+            payloads.decode_prompt(body, seq_len)
+            if kind == "prompt"
+            else payloads.decode_continuation(body)
+        )
+        return {"token_ids": list(token_ids), "options": msgspec.to_builtins(options)}
+    if kind == "PrefillResult":
+        return msgspec.to_builtins(payloads.decode_prefill_result(body))
+    if kind == "Offer":
+        offer = decode_map(Offer, body)
+        ids = unpack(f"<{offer.num_tokens}I", offer.token_ids)
+        layout = msgspec.to_builtins(offer.layout)
+        return {**msgspec.structs.asdict(offer), "layout": layout, "token_ids": list(ids)}
+    if kind == "segment":
+        descriptor, kv = split_segment(body)
+        digest = f"{descriptor.digest:016x}"
+        return {**descriptor._asdict(), "digest": digest, "kv": bytes(kv).hex()}
+    if kind == "Credit":
+        return Credit.unpack(body)._asdict()
+    return msgspec.to_builtins(decode_map(map_type(kind), body))
+
+
+def test_the_file_is_what_the_code_gives() -> None:
+    script = PATH.parent.parent / "scripts" / "vectors.py"
+    assert runpy.run_path(str(script))["render"]() == PATH.read_text(), (
+        "bytes on the wire changed: run scripts/vectors.py and look at the difference"
+    )
+
+
+def test_every_tag_has_a_vector_on_both_envelopes() -> None:
+    assert {vector["tag"] for vector in VECTORS["frames"]} == {tag.name for tag in Tag}
+    assert {v["tag"] for v in VECTORS["frames"] if "tcp" in v} == {tag.name for tag in Tag}
+
+
+@named("frames")
+def test_frame_is_encoded_to_the_vector(vector: dict[str, Any]) -> None:
+    frames = frames_of(vector)
+    payload = encode_payload(vector["payload"], vector["content"])
+    encoded = parts.encode(frames if len(frames) > 1 else frames[0], *payload)
+    assert [bytes(part).hex() for part in encoded] == vector["zmq"]
+    if "tcp" in vector:
+        assert b"".join(stream.encode(frames[0], *payload)).hex() == vector["tcp"]
+
+
+@named("frames")
+def test_frame_is_decoded_from_the_vector(vector: dict[str, Any]) -> None:
+    message = parts.decode([bytes.fromhex(part) for part in vector["zmq"]])
+    assert list(message.frames) == frames_of(vector)
+    seq_len = vector["headers"][0].get("seq_len", 0)
+    content = decode_payload(vector["payload"], message.body(), seq_len)
+    assert message.tag.name == vector["tag"]
+    # Through JSON: tuples and lists are the same there.
+    assert json.loads(json.dumps(content)) == complete(vector["payload"], vector["content"])
+    if "tcp" in vector:
+        decoder = StreamDecoder()
+        decoder.receive(bytes.fromhex(vector["tcp"]))
+        streamed = decoder.next_message()
+        assert streamed is not None
+        assert streamed.frames == message.frames
+        assert bytes(streamed.body()) == bytes(message.body())
+        decoder.receive_eof()
+
+
+def complete(kind: str, content: Any) -> Any:
+    """An offer's content names its digest kind, which the vector leaves to the default."""
+    return {**content, "digest": "xxh3_64"} if kind == "Offer" else content
+
+
+@pytest.mark.parametrize("vector", VECTORS["malformed"], ids=lambda v: v["why"])
+def test_malformed_bytes_are_refused(vector: dict[str, Any]) -> None:
+    with pytest.raises(RemoteProtocolError):
+        if "zmq" in vector:
+            parts.decode([bytes.fromhex(part) for part in vector["zmq"]])
+        elif "tcp" in vector:
+            decoder = StreamDecoder()
+            decoder.receive(bytes.fromhex(vector["tcp"]))
+            decoder.next_message()
+        else:
+            kind, _, seq_len = vector["payload"].partition(":")
+            decode_payload(kind, bytes.fromhex(vector["wire"]), int(seq_len or 0))
+
+
+@named("prefix")
+def test_prefix_hashes(vector: dict[str, Any]) -> None:
+    hashes = prefix_hashes(vector["token_ids"], vector["block_size"])
+    assert [f"{one:016x}" for one in hashes] == vector["hashes"]
+
+
+@named("transfer")
+def test_the_receiver_answers_a_recorded_transfer(vector: dict[str, Any]) -> None:
+    """Literal bytes of the sender in, the recorded bytes of the receiver out."""
+    messages = [(m["from"], [bytes.fromhex(p) for p in m["zmq"]]) for m in vector["messages"]]
+    layout = KVLayout(**vector["layout"])
+    receiver: KVReceiver | None = None
+    answers = iter([recorded for who, recorded in messages if who == "decode"])
+    for who, recorded in messages:
+        if who == "decode":
+            continue
+        message = parts.decode(recorded)
+        frame = message.frame
+        assert isinstance(frame, KvCache)
+        if frame.segment == 0:
+            receiver = KVReceiver(
+                vector["request_id"],
+                decode_map(Offer, message.body()),
+                layout=layout,
+                max_bytes=1 << 20,
+                credit_bytes=vector["credit_bytes"],
+                lease_s=30.0,
+                now=0.0,
+            )
+            ack = receiver.accept(vector["cached_tokens"], 0.0)
+        else:
+            assert receiver is not None
+            segment = receiver.on_segment(frame, message.payload, 0.0)
+            assert segment is not None
+            try:
+                receiver.verify(segment)
+            except TransferFailed as error:
+                receiver.broken(segment, error)
+                assert parts.decode(next(answers)).tag is Tag.ERROR
+                continue
+            ack = receiver.stored(segment, 0.0)
+        assert ack is not None
+        assert parts.encode(ack[0], ack[1].pack()) == next(answers)
+    assert receiver is not None and receiver.state.value == vector["ends"]
+    assert next(answers, None) is None
+
+
+@named("transfer")
+def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
+    messages = [(m["from"], [bytes.fromhex(p) for p in m["zmq"]]) for m in vector["messages"]]
+    token_ids = vector["token_ids"]
+    sender = KVSender(
+        vector["request_id"],
+        KVLayout(**vector["layout"]),
+        token_ids,
+        max_bytes=1 << 20,
+        lease_s=30.0,
+        segment_bytes=vector["segment_bytes"],
+        now=0.0,
+    )
+    sender.advance(len(token_ids), 0.0)
+    for who, recorded in messages:
+        message = parts.decode(recorded)
+        frame = message.frame
+        if isinstance(frame, KvCacheAck):
+            sender.on_ack(frame, Credit.unpack(message.body()), 0.0)
+        elif frame.tag is Tag.ERROR:
+            sender.on_error(14, "")
+        elif not message.payload[1:]:
+            assert parts.encode(*sender.offer()) == recorded
+        else:
+            assert who == "prefill"
+            rectangle = sender.next_segment()
+            assert rectangle is not None
+            descriptor = SegmentDescriptor.unpack(recorded[2])
+            sent = sender.segment(rectangle, recorded[3], 0.0, digest=descriptor.digest)
+            assert sent is not None
+            assert parts.encode(*sent) == recorded
+            is_whole = segment_digest(vector["request_id"], recorded[3]) == descriptor.digest
+            assert is_whole or vector["ends"] == "failed"
+    assert sender.state.value == vector["ends"]
+
+
+@named("sessions")
+def test_sessions(vector: dict[str, Any]) -> None:
+    events = [(Direction(direction), Tag[tag]) for direction, tag in vector["events"]]
+    for side in Direction:
+        session = Session(sends=side)
+        legal = events[:-1] if vector["ends"] == "error" else events
+        for direction, tag in legal:
+            session.on(tag, direction)
+        if vector["ends"] != "error":
+            assert session.state.value == vector["ends"]
+            assert session.is_over == (session.state in ENDED)
+            continue
+        before, (direction, tag) = session.state, events[-1]
+        with pytest.raises(LocalProtocolError if direction is side else RemoteProtocolError):
+            session.on(tag, direction)
+        assert session.state is before

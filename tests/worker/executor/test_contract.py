@@ -1,0 +1,116 @@
+"""What every executor's KV cache must do, shown on the one that needs no model."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from wire.segment import Rectangle
+from worker.executor.contract import Executor, KVCache
+from worker.executor.registry import create
+
+
+def cache_of(num_blocks: int, block_size: int) -> KVCache:
+    executor: Executor = create("hash")
+    return executor.allocate(num_blocks, block_size)
+
+
+def random_bytes(size: int, seed: int) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+@st.composite
+def rectangles(draw: st.DrawFn, num_layers: int, num_tokens: int) -> Rectangle:
+    layer_start = draw(st.integers(0, num_layers - 1))
+    token_start = draw(st.integers(0, num_tokens - 1))
+    return Rectangle(
+        layer_start,
+        draw(st.integers(1, num_layers - layer_start)),
+        token_start,
+        draw(st.integers(1, num_tokens - token_start)),
+    )
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.sampled_from([1, 3, 4, 16]), st.sampled_from([1, 2, 5, 16]), rectangles(2, 24), st.data())
+def test_a_rectangle_crosses_to_another_block_size(
+    ours: int, theirs: int, rectangle: Rectangle, data: st.DataObject
+) -> None:
+    caches, tables = [], []
+    for block_size in (ours, theirs):
+        caches.append(cache_of(30, block_size))
+        tables.append(data.draw(st.permutations(range(30)))[: -(-24 // block_size)])
+    size = rectangle.num_tokens * caches[0].layout.token_bytes * rectangle.num_layers // 2
+    segment = random_bytes(size, 7)
+    caches[0].unpack(tables[0], rectangle, segment)
+    packed = caches[0].pack(tables[0], rectangle)
+    assert packed == segment and packed.contiguous
+    caches[1].unpack(tables[1], rectangle, packed)
+    assert caches[1].pack(tables[1], rectangle) == segment
+
+
+def test_packed_bytes_are_layer_then_k_or_v_then_head_then_token() -> None:
+    cache = cache_of(4, 4)
+    layout = cache.layout
+    whole = Rectangle(0, layout.num_layers, 0, 7)
+    segment = random_bytes(7 * layout.token_bytes, 3)
+    cache.unpack([2, 0], whole, segment)
+    array = np.frombuffer(segment, np.uint8).reshape(
+        layout.num_layers, 2, layout.num_kv_heads, 7, layout.head_dim
+    )
+    for layer in range(layout.num_layers):
+        for token in range(7):
+            packed = cache.pack([2, 0], Rectangle(layer, 1, token, 1))
+            assert bytes(packed) == array[layer, :, :, token].tobytes()
+
+
+def test_unpack_writes_its_rectangle_and_nothing_else() -> None:
+    cache = cache_of(4, 4)
+    whole = Rectangle(0, 2, 0, 16)
+    before = random_bytes(16 * cache.layout.token_bytes, 1)
+    cache.unpack([0, 1, 2, 3], whole, before)
+    cache.unpack([1, 3], Rectangle(1, 1, 2, 4), bytes(4 * cache.layout.token_bytes // 2))
+    changed = np.frombuffer(before, np.uint8) != np.frombuffer(
+        cache.pack([0, 1, 2, 3], whole), np.uint8
+    )
+    layers, tokens = changed.reshape(2, 4, 16, 8).any(axis=(1, 3)).nonzero()
+    assert set(zip(layers.tolist(), tokens.tolist(), strict=True)) == {
+        (1, 6),
+        (1, 7),
+        (1, 12),
+        (1, 13),
+    }
+
+
+def test_packed_bytes_do_not_change_when_the_blocks_do() -> None:
+    cache = cache_of(2, 4)
+    rectangle = Rectangle(0, 2, 0, 4)
+    packed = cache.pack([1], rectangle)
+    before = bytes(packed)
+    cache.unpack([1], rectangle, random_bytes(len(before), 5))
+    assert packed == before
+
+
+@pytest.mark.parametrize(
+    ("rectangle", "num_bytes"),
+    [
+        (Rectangle(0, 2, 0, 4), 4 * 64 - 1),
+        (Rectangle(0, 2, 0, 4), 5 * 64),
+        (Rectangle(0, 1, 0, 4), 4 * 64),
+        (Rectangle(0, 2, 0, 0), 0),
+        (Rectangle(1, 2, 0, 4), 4 * 64),
+        (Rectangle(0, 2, 5, 4), 4 * 64),
+        (Rectangle(0, 2, -1, 1), 64),
+    ],
+)
+def test_a_segment_that_does_not_fit_is_refused(rectangle: Rectangle, num_bytes: int) -> None:
+    with pytest.raises(ValueError, match="Rectangle"):
+        cache_of(4, 4).unpack([0, 1], rectangle, bytes(num_bytes))
+
+
+def test_shutdown_can_be_called_at_any_time() -> None:
+    executor = create("hash")
+    executor.shutdown()
+    executor.allocate(2, 4)
+    executor.shutdown()
+    executor.shutdown()

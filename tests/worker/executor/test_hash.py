@@ -1,0 +1,159 @@
+"""The next token depends on every KV byte of the context, and on nothing else."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wire.options import Options
+from worker.batch import BatchType, Chunk, build
+from worker.executor.hash import (
+    EOS_TOKEN_IDS,
+    LAYOUT,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    HashExecutor,
+    HashKVCache,
+    create,
+    oracle,
+)
+from worker.sequence import Sequence
+
+PROMPT = list(range(10, 21))
+
+
+def start(
+    block_size: int = 4, blocks: tuple[int, ...] = (5, 1, 3)
+) -> tuple[HashExecutor, HashKVCache]:
+    """Compute the prompt's KV."""
+    executor = create()
+    cache = executor.allocate(8, block_size)
+    step(executor, block_size, blocks, PROMPT, 0)
+    return executor, cache
+
+
+def step(
+    executor: HashExecutor,
+    block_size: int,
+    blocks: tuple[int, ...],
+    token_ids: list[int],
+    computed: int,
+    options: Options | None = None,
+) -> int:
+    sequence = Sequence(1, token_ids, options)
+    sequence.prompt_len = len(PROMPT)
+    sequence.block_table.extend(blocks)
+    sequence.num_computed_tokens = computed
+    batch = build(BatchType.PREFILL, [Chunk(sequence, len(token_ids) - computed)], block_size)
+    (token,) = executor.sample(executor.forward(batch), batch)
+    return token.token_id
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 7, 16])
+def test_the_next_token_is_the_oracle_s_whatever_the_blocks(block_size: int) -> None:
+    blocks = tuple(range(12))[::-1]
+    executor = create()
+    executor.allocate(12, block_size)
+    assert [step(executor, block_size, blocks, PROMPT, 0)] == oracle(PROMPT, 1)
+
+
+def test_every_byte_of_the_context_matters_and_no_other() -> None:
+    executor, cache = start()
+    expected = step(executor, 4, (5, 1, 3), PROMPT, 10)
+    context = np.zeros(cache.kv.shape, bool)
+    for position in range(len(PROMPT)):
+        context[(5, 1, 3)[position // 4], :, :, :, position % 4] = True
+    context[3, :, :, :, 2] = False  # the last token's KV is written again by the step
+    random = np.random.default_rng(1)
+    for place in random.permutation(np.argwhere(context))[:150]:
+        cache.kv[tuple(place)] ^= 1
+        assert step(executor, 4, (5, 1, 3), PROMPT, 10) != expected
+        cache.kv[tuple(place)] ^= 1
+    cache.kv[~context] ^= 0xFF
+    assert step(executor, 4, (5, 1, 3), PROMPT, 10) == expected
+
+
+def test_swapped_blocks_change_the_token() -> None:
+    executor, _ = start()
+    assert step(executor, 4, (1, 5, 3), PROMPT, 10) != step(executor, 4, (5, 1, 3), PROMPT, 10)
+
+
+def test_greedy_ignores_the_seed_and_sampling_does_not() -> None:
+    executor, _ = start()
+
+    def draw(**options: float) -> int:
+        return step(executor, 4, (5, 1, 3), PROMPT, 10, Options(**options))  # type: ignore[arg-type]
+
+    assert draw(seed=1) == draw(seed=2) == draw()
+    drawn = {
+        draw(temperature=1.0, seed=seed, choice=choice) for seed in (1, 2) for choice in (0, 1)
+    }
+    assert len(drawn) == 4
+    assert draw(temperature=1.0, seed=1) == draw(temperature=0.5, seed=1)
+
+
+def test_eos_comes_about_once_in_64_and_ends_the_text() -> None:
+    lengths = [len(oracle([seed, seed + 1], 40)) for seed in range(100)]
+    ended = sum(length < 40 for length in lengths)
+    assert 25 < ended < 70  # 1 - (63/64)^40 = 47 %
+    assert all(not EOS_TOKEN_IDS & set(oracle([seed], 40)) for seed in range(20))
+
+
+def test_ignoring_eos_runs_to_the_limit() -> None:
+    assert all(len(oracle([seed], 40, Options(ignore_eos=True))) == 40 for seed in range(30))
+
+
+def test_nothing_ends_before_min_tokens() -> None:
+    options = Options(min_tokens=25, stop_token_ids=tuple(range(3, 200)))
+    texts = [oracle([seed], 60, options, vocab_size=300) for seed in range(40)]
+    assert min(map(len, texts)) >= 25
+    assert all(not set(text[:25]) & set(range(2, 200)) for text in texts)
+    assert min(map(len, texts)) < 40
+
+
+def test_the_context_length_ends_the_text() -> None:
+    assert len(oracle([1] * 5, 40, Options(ignore_eos=True), max_model_len=12)) == 7
+
+
+def test_logprobs_come_when_asked_for() -> None:
+    executor, _ = start()
+    sequence = Sequence(1, PROMPT, Options(logprobs=3))
+    sequence.block_table.extend((5, 1, 3))
+    batch = build(BatchType.PREFILL, [Chunk(sequence, len(PROMPT))], 4)
+    (token,) = executor.sample(executor.forward(batch), batch)
+    assert token.logprobs is not None and token.logprobs.logprob < 0
+    assert token.logprobs.top[0] == (token.token_id, token.logprobs.logprob)
+    assert len({token_id for token_id, _ in token.logprobs.top}) == 3
+
+
+def test_the_vocabulary_comes_from_the_model_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 77, "eos_token_id": 5}))
+    info = create(model_path=tmp_path).info
+    assert (info.vocab_size, info.eos_token_ids) == (77, frozenset({5}))
+    assert info.max_model_len == MAX_MODEL_LEN
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert create(model_path=tmp_path, max_model_len=100).info.eos_token_ids == {5, 6}
+    assert create(model_path=tmp_path, max_model_len=100).info.max_model_len == 100
+
+
+def test_without_a_directory_there_are_defaults() -> None:
+    info = create().info
+    assert (info.vocab_size, info.eos_token_ids) == (VOCAB_SIZE, EOS_TOKEN_IDS)
+    assert info.layout is LAYOUT and LAYOUT.token_bytes == 64
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": "many"}, {"eos_token_id": ["</s>"]}, [1]])
+def test_a_broken_model_directory_is_refused(tmp_path: Path, config: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"whole numbers|not a JSON object"):
+        create(model_path=tmp_path)
+
+
+def test_a_step_can_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("worker.executor.hash.time.sleep", slept.append)
+    executor = create(step_delay_s=0.25)
+    executor.allocate(8, 4)
+    step(executor, 4, (5, 1, 3), PROMPT, 0)
+    assert slept == [0.25]

@@ -1,0 +1,200 @@
+"""The torch executor: chunks, mixed batches, other blocks and other workers change no token."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.make_model import make_model
+from tests.worker.paged import Text, advance, batch_of
+from wire.options import Options
+from wire.segment import Rectangle
+from worker.executor.registry import create
+from worker.executor.torch import TorchExecutor
+from worker.kvcache import TorchKVCache
+from worker.model.config import ModelError
+
+VOCAB = 256
+SAMPLED = Options(temperature=0.9, top_p=0.95, seed=11)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), eos_token_id=[5, 6])
+
+
+def loaded(path: Path, **settings: Any) -> TorchExecutor:
+    return TorchExecutor.load(path, name="tiny", fingerprint="abc", **{"device": "cpu"} | settings)
+
+
+def allocated(
+    path: Path, block_size: int = 16, **settings: Any
+) -> tuple[TorchExecutor, TorchKVCache]:
+    executor = loaded(path, **settings)
+    return executor, executor.allocate(64, block_size)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+def text_of(
+    length: int, *, seed: int = 0, block_size: int = 16, options: Options = SAMPLED
+) -> Text:
+    blocks = random.Random(seed).sample(range(64), -(-(length + 12) // block_size))
+    return Text(prompt(length, seed), blocks, options=options, request_id=seed)
+
+
+def alone(path: Path, text: Text, num_tokens: int = 8) -> list[int]:
+    """Return what a text generates by itself, its prompt read at once."""
+    executor, _ = allocated(path)
+    same = text_of(text.prompt_len, seed=text.request_id, options=text.options)
+    advance(executor, [(same, same.prompt_len)], 16)
+    for _ in range(num_tokens - 1):
+        advance(executor, [(same, 1)], 16)
+    return same.token_ids[same.prompt_len :]
+
+
+def test_info_says_what_is_served(path: Path) -> None:
+    info = loaded(path).info
+    assert (info.name, info.fingerprint, info.vocab_size) == ("tiny", "abc", VOCAB)
+    assert (info.max_model_len, info.eos_token_ids) == (1024, frozenset({5, 6}))
+    assert info.layout.token_bytes == 2 * 2 * 2 * 16 * 4
+    assert loaded(path, max_model_len=100).info.max_model_len == 100
+
+
+def test_the_registry_makes_it(path: Path) -> None:
+    executor = create(
+        "torch",
+        model_path=path,
+        model_name="tiny",
+        fingerprint="f",
+        dtype="bfloat16",
+        device="cpu",
+        max_model_len=None,
+    )
+    assert executor.info.layout.dtype == "bfloat16"
+
+
+def test_auto_is_float32_on_the_cpu(tmp_path: Path) -> None:
+    path = make_model(tmp_path, dtype="bfloat16")
+    assert loaded(path, dtype="auto").info.layout.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"device": "tpu9"}, "device is 'tpu9'"),
+        ({"device": "meta"}, "device is 'meta'"),
+        ({"device": "cuda:99"}, "device is 'cuda:99'"),
+        ({"max_model_len": 1025}, "max_model_len is 1025"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
+    ],
+)
+def test_settings_that_cannot_be_served_are_named(
+    path: Path, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        loaded(path, **settings)
+
+
+@pytest.mark.parametrize("chunks", [(50,), (1,) * 50, (16, 16, 16, 2), (7, 9, 1, 33)])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_chunks_and_block_sizes_change_no_token(
+    path: Path, chunks: tuple[int, ...], block_size: int
+) -> None:
+    executor, _ = allocated(path, block_size)
+    text = text_of(50, seed=1, block_size=block_size)
+    for count in (*chunks, *(1,) * 7):
+        advance(executor, [(text, count)], block_size)
+    assert text.token_ids[50:] == alone(path, text)
+
+
+def test_mixed_batches_change_no_token(path: Path) -> None:
+    executor, _ = allocated(path)
+    texts = [text_of(length, seed=length) for length in (1, 15, 16, 17, 40)]
+    free = iter(random.Random(0).sample(range(64), 64))
+    for text in texts:
+        text.blocks = [next(free) for _ in text.blocks]
+    # The last reads its prompt in pieces while the others join, generate and leave.
+    first, second, third, fourth, last = texts
+    advance(executor, [(first, 1), (second, 15), (last, 10)], 16)
+    advance(executor, [(first, 1), (second, 1), (third, 16), (last, 5), (fourth, 3)], 16)
+    advance(executor, [(fourth, 14), (third, 1), (second, 1), (first, 1)], 16)
+    advance(executor, [(last, 25), (fourth, 1)], 16)
+    for _ in range(4):
+        advance(executor, [(text, 1) for text in texts], 16)
+    for text in texts:
+        generated = text.token_ids[text.prompt_len :]
+        assert len(generated) >= 5
+        assert generated == alone(path, text)[: len(generated)]
+
+
+def test_a_chunk_inside_the_prompt_samples_nothing(path: Path) -> None:
+    executor, _ = allocated(path)
+    batch = batch_of([(text_of(20), 10)], 16)
+    logits = executor.forward(batch)
+    assert logits.shape == (0, VOCAB)
+    assert executor.sample(logits, batch) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_another_worker_goes_on_from_the_packed_kv(path: Path, dtype: str) -> None:
+    sender, sent = allocated(path, 16, dtype=dtype)
+    text = text_of(45, seed=2)
+    advance(sender, [(text, 45)], 16)
+    receiver, received = allocated(path, 8, dtype=dtype)
+    copy = Text(list(text.token_ids), list(range(20, 30)), computed=45, options=text.options)
+    copy.prompt_len = text.prompt_len
+    for rectangle in (Rectangle(0, 2, 0, 20), Rectangle(0, 1, 20, 25), Rectangle(1, 1, 20, 25)):
+        received.unpack(copy.blocks, rectangle, bytes(sent.pack(text.blocks, rectangle)))
+    for _ in range(6):
+        here = advance(sender, [(text, 1)], 16)
+        there = advance(receiver, [(copy, 1)], 8)
+        torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
+    assert copy.token_ids == text.token_ids
+
+
+def test_16_bit_models_stay_near_the_float32_one(path: Path) -> None:
+    want = advance(allocated(path)[0], [(text_of(30), 30)], 16)
+    for dtype, tolerance in (("bfloat16", 0.15), ("float16", 0.02)):
+        got = advance(allocated(path, dtype=dtype)[0], [(text_of(30), 30)], 16)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_the_shared_arrays_of_a_batch_are_not_changed(path: Path) -> None:
+    executor, _ = allocated(path)
+    batch = batch_of([(text_of(20), 20), (text_of(9, seed=3), 9)], 16)
+    names = ("token_ids", "positions", "slots", "query_starts", "context_lens", "block_tables")
+    before = {name: getattr(batch, name).copy() for name in names}
+    executor.forward(batch)
+    for name in names:
+        assert (getattr(batch, name) == before[name]).all(), name
+
+
+def test_shutdown_lets_go_of_the_weights(path: Path) -> None:
+    executor, _ = allocated(path)
+    executor.shutdown()
+    with pytest.raises(AssertionError):
+        executor.forward(batch_of([(text_of(5), 5)], 16))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_runs_the_same_code(path: Path) -> None:
+    texts = [text_of(30, seed=seed, options=Options()) for seed in (1, 2)]
+    executor, cache = allocated(path, device="cuda", dtype="float32")
+    for text in texts:
+        advance(executor, [(text, 30)], 16)
+        for _ in range(7):
+            advance(executor, [(text, 1)], 16)
+        assert text.token_ids[30:] == alone(path, text)
+    packed = cache.pack(texts[1].blocks, Rectangle(0, 2, 3, 20))
+    cache.unpack(texts[1].blocks, Rectangle(0, 2, 3, 20), bytes(packed))
+    assert bytes(cache.pack(texts[1].blocks, Rectangle(0, 2, 3, 20))) == bytes(packed)

@@ -1,0 +1,105 @@
+"""Frequencies and rotation against the formulas, and the spellings of config.json."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from worker.model.rope import Llama3Scaling, Rope, Rotation, inverse_frequencies, read_rope
+
+CPU = torch.device("cpu")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "want"),
+    [
+        ({}, Rope(16, 10_000.0)),
+        ({"rope_theta": 500_000}, Rope(16, 500_000.0)),
+        ({"rope_theta": 5.0, "rope_scaling": None}, Rope(16, 5.0)),
+        ({"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, Rope(16, 7.0)),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, Rope(16, 10_000.0, 4.0)),
+        (
+            {"rope_theta": 9.0, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            Rope(16, 9.0, 2.0),
+        ),
+        (
+            {"rope_theta": 9.0, "rope_scaling": LLAMA3},
+            Rope(16, 9.0, Llama3Scaling(8.0, 1.0, 4.0, 64)),
+        ),
+        (
+            {"rope_parameters": {**LLAMA3, "rope_theta": 9.0}},
+            Rope(16, 9.0, Llama3Scaling(8.0, 1.0, 4.0, 64)),
+        ),
+    ],
+)
+def test_both_spellings_are_read(config: dict[str, Any], want: Rope) -> None:
+    assert read_rope(config, 16, 1024) == want
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "low_freq_factor"),
+        ({"rope_theta": "big"}, "rope_theta"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "layer types"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_rope(config, 16, 1024)
+
+
+def test_plain_and_linear_frequencies() -> None:
+    plain = inverse_frequencies(Rope(8, 100.0), CPU)
+    want = [100.0 ** (-i / 8) for i in (0, 2, 4, 6)]
+    assert plain.tolist() == pytest.approx(want)
+    assert torch.equal(inverse_frequencies(Rope(8, 100.0, 4.0), CPU), plain / 4)
+
+
+def test_llama3_keeps_high_divides_low_and_blends_between() -> None:
+    scaling = Llama3Scaling(8.0, 1.0, 4.0, 64)
+    plain = inverse_frequencies(Rope(32, 10_000.0), CPU)
+    scaled = inverse_frequencies(Rope(32, 10_000.0, scaling), CPU)
+    kinds = set()
+    for before, after in zip(plain.tolist(), scaled.tolist(), strict=True):
+        wavelength = 2 * math.pi / before
+        if wavelength < 64 / 4:
+            kinds.add("kept")
+            assert after == pytest.approx(before)
+        elif wavelength > 64:
+            kinds.add("divided")
+            assert after == pytest.approx(before / 8)
+        else:
+            kinds.add("blended")
+            assert before / 8 < after < before
+    assert kinds == {"kept", "divided", "blended"}
+
+
+def test_rotation_turns_pairs_by_their_angle() -> None:
+    positions = torch.tensor([0, 1, 700], dtype=torch.int32)
+    frequencies = inverse_frequencies(Rope(8, 10_000.0), CPU)
+    heads = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
+    before = torch.complex(heads[..., :4].double(), heads[..., 4:].double())
+    Rotation.of(positions, frequencies, torch.float32).apply_(heads)
+    angles = positions.double()[:, None, None] * frequencies.double()
+    want = before * torch.polar(torch.ones_like(angles), angles)
+    got = torch.complex(heads[..., :4].double(), heads[..., 4:].double())
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

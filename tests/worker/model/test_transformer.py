@@ -1,0 +1,88 @@
+"""Greedy tokens and logits equal those of transformers, in float32, for every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.make_model import make_model
+from tests.worker.paged import Text, advance
+from worker.executor.torch import TorchExecutor
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 9}
+CASES: dict[str, dict[str, Any]] = {
+    "llama-mha": {"num_key_value_heads": 4},
+    "llama-gqa-sharded": {"shards": 3, "rope_theta": 500_000.0},
+    "llama-mqa-tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "llama-biases-llama3": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_scaling": LLAMA3,
+        "rope_theta": 500_000.0,
+    },
+    "llama-9-heads-linear": {
+        "hidden_size": 72,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+    },
+    "llama-head-dim-llama3": {
+        "head_dim": 24,
+        "rope_parameters": {**LLAMA3, "rope_theta": 10_000.0},
+    },
+    "mistral-window": {"sliding_window": 12},
+    "mistral-window-mqa": {"sliding_window": 16, "num_key_value_heads": 1},
+    "mistral-no-window": {"sliding_window": None, "num_key_value_heads": 4},
+    "qwen2-biases": {"num_key_value_heads": 4},
+    "qwen2-some-layers-windowed": {**WINDOW, "max_window_layers": 1},
+    "qwen2-tied-mqa": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "qwen3-wide-heads": {"head_dim": 32},
+    "qwen3-mha-bias": {"head_dim": 16, "num_key_value_heads": 4, "attention_bias": True},
+    "qwen3-layer-types": {
+        **WINDOW,
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    },
+}
+# A prompt over several blocks and windows, read in chunks that end inside a block, then 16 tokens.
+PROMPT_LEN, CHUNKS, NUM_TOKENS, BLOCK_SIZE = 45, (17, 1, 27), 16, 8
+
+
+def reference_logits(path: Path, token_ids: list[int]) -> torch.Tensor:
+    """Return [tokens, vocab] logits of transformers' eager attention."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+@pytest.mark.timeout(180)  # the first case imports transformers
+@pytest.mark.parametrize("name", list(CASES))
+def test_equals_transformers(name: str, tmp_path: Path) -> None:
+    path = make_model(tmp_path, family=name.partition("-")[0], **CASES[name])
+    executor = TorchExecutor.load(path, name="random", device="cpu")
+    executor.allocate(16, BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(3)
+    prompt = torch.randint(0, executor.info.vocab_size, (PROMPT_LEN,), generator=generator)
+    text = Text(prompt.tolist(), [9, 2, 14, 3, 11, 5, 0, 7])
+    ours = [advance(executor, [(text, count)], BLOCK_SIZE) for count in CHUNKS]
+    ours += [advance(executor, [(text, 1)], BLOCK_SIZE) for _ in range(NUM_TOKENS - 1)]
+
+    theirs = reference_logits(path, text.token_ids[:-1])[PROMPT_LEN - 1 :]
+    assert text.token_ids[PROMPT_LEN:] == theirs.argmax(-1).tolist()
+    torch.testing.assert_close(torch.cat(ours), theirs, rtol=1e-4, atol=1e-4)

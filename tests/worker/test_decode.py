@@ -1,0 +1,187 @@
+"""The decode role on real sockets: whole hand-overs, tokens in order, ends that free everything."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker.scripted import ScriptedRouter, pair, running, scripted_router
+from wire.errors import ErrorCode
+from wire.frames import Cancel, DecodeDone, Error, Role, Tag
+from wire.options import Options
+from wire.payloads import (
+    ErrorDetail,
+    Logprobs,
+    Usage,
+    decode_map,
+    decode_prefill_result,
+)
+from worker.executor.hash import oracle
+
+PROMPT = [(11 * i) % 1000 for i in range(200)]
+OPTIONS = Options(max_tokens=20, ignore_eos=True)
+
+
+async def first_token(router: ScriptedRouter, request_id: int, prompt: list[int]) -> int:
+    router.prefill(request_id, prompt, OPTIONS)
+    message = await router.receive(Tag.PREFILL_DONE)
+    return decode_prefill_result(message.body()).token_id
+
+
+@pytest.mark.parametrize(("prefill_block", "decode_block"), [(16, 16), (16, 8), (8, 32)])
+async def test_the_text_goes_on_where_the_prefill_worker_stopped(
+    prefill_block: int, decode_block: int
+) -> None:
+    async with pair(
+        prefill={"block_size": prefill_block, "max_ubatch_tokens": 48},
+        decode={"block_size": decode_block},
+    ) as router:
+        expected = oracle(PROMPT, 20, OPTIONS)
+        token = await first_token(router, 1, PROMPT)
+        router.decode(1, [*PROMPT, token], 19, OPTIONS)
+        assert [token, *await router.tokens(19)] == expected
+        done = await router.receive(Tag.DECODE_DONE)
+        assert done.frame == DecodeDone(1)
+        usage = decode_map(Usage, done.body())
+        assert (usage.finish_reason, usage.completion_tokens) == ("length", 19)
+        assert (usage.kv_bytes, usage.kv_skipped_tokens) == (64 * len(PROMPT), 0)
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_blocks_that_are_held_already_are_not_sent() -> None:
+    async with pair() as router:
+        for request_id, skipped in ((1, 0), (2, 192)):
+            token = await first_token(router, request_id, PROMPT)
+            router.decode(request_id, [*PROMPT, token], 1, OPTIONS)
+            await router.tokens(1)
+            usage = decode_map(Usage, (await router.receive(Tag.DECODE_DONE)).body())
+            assert usage.kv_skipped_tokens == skipped
+            assert usage.kv_bytes == 64 * (len(PROMPT) - skipped)
+
+
+async def test_a_prompt_held_completely_is_ready_before_its_first_token() -> None:
+    prompt = PROMPT[:192]  # whole blocks only
+    async with pair(prefill={"prefix_cache": False}) as router:
+        for request_id in (1, 2):
+            token = await first_token(router, request_id, prompt)
+            router.decode(request_id, [*prompt, token], 5, OPTIONS)
+            assert await router.tokens(5) == oracle(prompt, 6, OPTIONS)[1:]
+            usage = decode_map(Usage, (await router.receive(Tag.DECODE_DONE)).body())
+        assert (usage.kv_bytes, usage.kv_skipped_tokens) == (0, 192)
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_the_decode_request_may_come_before_the_kv() -> None:
+    prompt = list(range(100))
+    token = oracle(prompt, 1, OPTIONS)[0]
+    async with pair() as router:
+        router.decode(1, [*prompt, token], 19, OPTIONS)
+        router.prefill(1, prompt, OPTIONS)
+        await router.receive(Tag.PREFILL_DONE)
+        assert [token, *await router.tokens(19)] == oracle(prompt, 20, OPTIONS)
+        await router.receive(Tag.DECODE_DONE)
+
+
+async def test_an_eos_token_ends_the_text_and_is_not_sent() -> None:
+    options = Options(max_tokens=2000)
+    prompt = PROMPT
+    expected = oracle(prompt, 2000, options)
+    assert 2 < len(expected) < 2000
+    async with pair() as router:
+        router.prefill(1, prompt, options)
+        token = decode_prefill_result((await router.receive(Tag.PREFILL_DONE)).body()).token_id
+        router.decode(1, [*prompt, token], 1999, options)
+        assert [token, *await router.tokens(len(expected) - 1)] == expected
+        usage = decode_map(Usage, (await router.receive(Tag.DECODE_DONE)).body())
+        assert (usage.finish_reason, usage.completion_tokens) == ("stop", len(expected) - 1)
+
+
+async def test_tokens_of_one_step_leave_in_one_message() -> None:
+    async with pair(decode={"step_delay_s": 0.02}) as router:
+        prompts = [[start] * 20 for start in range(8)]
+        tokens = [await first_token(router, i, prompt) for i, prompt in enumerate(prompts)]
+        for i, prompt in enumerate(prompts):
+            router.decode(i, [*prompt, tokens[i]], 10, OPTIONS)
+        message = await router.receive(Tag.DECODE_TOKEN)
+        while len(message.frames) < len(prompts):
+            message = await router.receive(Tag.DECODE_TOKEN)
+        assert {frame.request_id for frame in message.frames} == set(range(8))  # type: ignore[attr-defined]
+        for request_id in range(8):
+            router.send(Role.DECODE, Cancel(request_id, ErrorCode.CANCELLED))
+        await router.until_free(Role.DECODE)
+
+
+async def test_logprobs_ride_with_their_tokens() -> None:
+    options = Options(max_tokens=3, ignore_eos=True, logprobs=1)
+    async with pair() as router:
+        router.prefill(1, PROMPT, options)
+        result = decode_prefill_result((await router.receive(Tag.PREFILL_DONE)).body())
+        assert result.logprobs is not None
+        router.decode(1, [*PROMPT, result.token_id], 2, options)
+        message = await router.receive(Tag.DECODE_TOKEN)
+        entries = decode_map(list[Logprobs | None], message.body())
+        assert len(entries) == len(message.frames) and entries[0] is not None
+
+
+async def test_kv_that_never_comes_ends_the_request() -> None:
+    async with scripted_router() as router, running(router, "decode", lease_s=0.2):
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.TRANSFER_FAILED)
+        assert decode_map(ErrorDetail, message.body()).stage == "transfer"
+
+
+async def test_kv_that_nobody_claims_is_freed_when_its_lease_ends() -> None:
+    async with pair(decode={"lease_s": 0.2}) as router:
+        await first_token(router, 1, PROMPT)
+        await router.until_free(Role.PREFILL, Role.DECODE)
+        token = await first_token(router, 2, PROMPT)
+        router.decode(2, [*PROMPT, token], 1, OPTIONS)
+        await router.tokens(1)
+
+
+async def test_cancel_in_the_middle_of_a_text_frees_its_blocks() -> None:
+    async with pair(decode={"step_delay_s": 0.005, "num_blocks": 1000}) as router:
+        token = await first_token(router, 1, PROMPT)
+        router.decode(1, [*PROMPT, token], 10_000, OPTIONS)
+        await router.tokens(3)
+        router.send(Role.DECODE, Cancel(1, ErrorCode.CANCELLED))
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_a_prompt_too_large_for_the_decode_worker_fails_on_both_sides() -> None:
+    async with pair(decode={"num_blocks": 4}) as router:
+        router.prefill(1, PROMPT, OPTIONS)
+        while (message := (await router.receive_any())).tag is Tag.PREFILL_DONE:
+            pass  # the first token may be drawn before the refusal is heard
+        assert message.frame == Error(1, ErrorCode.OUT_OF_BLOCKS)
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_many_transfers_share_a_small_budget() -> None:
+    budget = {"credit_bytes": 4 << 20, "max_kv_inflight_bytes": 4 << 20, "num_blocks": 4000}
+    async with pair(prefill={"num_blocks": 4000}, decode=budget) as router:
+        prompts = [[start] * 2000 for start in range(20)]
+        for request_id, prompt in enumerate(prompts):
+            router.prefill(request_id, prompt, OPTIONS)
+        num_done = 0
+        while num_done < len(prompts):
+            message = await router.receive_any()
+            if message.tag is Tag.PREFILL_DONE:
+                request_id = message.frame.request_id  # type: ignore[attr-defined]
+                token = decode_prefill_result(message.body()).token_id
+                assert [token] == oracle(prompts[request_id], 1, OPTIONS)
+                router.decode(request_id, [*prompts[request_id], token], 1, OPTIONS)
+            num_done += message.tag is Tag.DECODE_DONE
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_a_cancel_that_overtakes_the_offer_is_remembered() -> None:
+    async with pair() as router:
+        router.send(Role.DECODE, Cancel(1, ErrorCode.CANCELLED))
+        router.send(Role.DECODE, Cancel(2, ErrorCode.CANCELLED))
+        await router.until_free(Role.DECODE)  # a beat later both have been read
+        router.prefill(1, PROMPT, OPTIONS)
+        while (message := await router.receive_any()).tag is Tag.PREFILL_DONE:
+            pass
+        assert message.frame == Error(1, ErrorCode.CANCELLED)
+        await router.until_free(Role.PREFILL, Role.DECODE)

@@ -1,0 +1,87 @@
+"""KV leaves as bytes and comes back from any buffer, between caches of other block sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import kernels
+from wire.payloads import KVLayout
+from wire.segment import Rectangle
+from worker.kvcache import TorchKVCache
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def cache(dtype: str = "float32", block_size: int = 16, num_blocks: int = 8) -> TorchKVCache:
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=6, dtype=dtype)
+    return TorchKVCache(layout, num_blocks, block_size, torch.device("cpu"))
+
+
+def filled(dtype: str, block_size: int = 16) -> TorchKVCache:
+    result = cache(dtype, block_size)
+    result.pool.copy_(torch.randn(result.pool.shape, generator=torch.Generator().manual_seed(1)))
+    return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize(
+    "rectangle", [Rectangle(0, 3, 0, 40), Rectangle(1, 2, 7, 26), Rectangle(2, 1, 39, 1)]
+)
+def test_bytes_round_trip_between_block_sizes(
+    dtype: str, block_size: int, rectangle: Rectangle
+) -> None:
+    sender, receiver = filled(dtype), cache(dtype, block_size)
+    sent = sender.pack([6, 1, 3], rectangle)
+    num_tokens_bytes = sender.layout.token_bytes // 3 * rectangle.num_layers
+    assert sent.nbytes == len(sent) == rectangle.num_tokens * num_tokens_bytes
+    receiver.unpack([7, 0, 2, 5, 1], rectangle, sent)
+    assert bytes(receiver.pack([7, 0, 2, 5, 1], rectangle)) == bytes(sent)
+
+
+def test_the_bytes_are_in_the_wires_order() -> None:
+    sender = filled("float32")
+    sent = np.frombuffer(sender.pack([6, 1, 3], Rectangle(1, 2, 10, 12)), np.float32)
+    segment = sent.reshape(2, 2, 2, 12, 6)
+    for token in (0, 5, 6, 11):
+        block = [6, 1, 3][(10 + token) // 16]
+        pool = sender.pool[block, 1:3, :, :, (10 + token) % 16].numpy()
+        assert (segment[:, :, :, token] == pool).all()
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_unpacks_from_any_buffer_aligned_or_not(kind: type) -> None:
+    sender, receiver = filled("float32"), cache()
+    rectangle = Rectangle(0, 3, 0, 20)
+    sent = bytes(sender.pack([0, 1], rectangle))
+    for offset in (0, 1):
+        shifted = memoryview(kind(b"\0" * offset + sent))[offset:]
+        receiver.unpack([2, 3], rectangle, kind(sent) if offset == 0 else shifted)
+        assert bytes(receiver.pack([2, 3], rectangle)) == sent
+
+
+def test_a_packed_segment_does_not_change_with_the_cache() -> None:
+    sender = filled("bfloat16")
+    sent = sender.pack([0, 1], Rectangle(0, 3, 0, 20))
+    before = bytes(sent)
+    sender.pool.zero_()
+    assert bytes(sent) == before
+
+
+@pytest.mark.parametrize("size", [0, 1, 3 * 2 * 2 * 6 * 4 * 20 - 4, 3 * 2 * 2 * 6 * 4 * 20 + 4])
+def test_a_segment_of_another_size_is_refused(size: int) -> None:
+    receiver = cache()
+    with pytest.raises(ValueError, match="bytes"):
+        receiver.unpack([0, 1], Rectangle(0, 3, 0, 20), b"\1" * size)
+    assert not receiver.pool.any()
+
+
+def test_a_rectangle_beyond_the_table_is_refused() -> None:
+    receiver = cache()
+    segment = b"\0" * (receiver.layout.token_bytes * 17)
+    with pytest.raises(kernels.ShapeError, match="beyond"):
+        receiver.unpack([0], Rectangle(0, 3, 0, 17), segment)
+    with pytest.raises(kernels.ShapeError, match="layers"):
+        receiver.pack([0], Rectangle(2, 2, 0, 1))

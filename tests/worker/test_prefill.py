@@ -1,0 +1,108 @@
+"""The prefill role on real sockets: first tokens, refusals, and blocks that come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker.scripted import pair, running, scripted_router
+from wire.errors import ErrorCode
+from wire.frames import Cancel, Error, PrefillDone, PrefillRequest, Role, Tag
+from wire.options import Options
+from wire.payloads import ErrorDetail, decode_map, decode_prefill_result, encode_prompt
+from worker.executor.hash import oracle
+
+PROMPT = [(7 * i) % 1000 for i in range(300)]
+OPTIONS = Options(max_tokens=20, ignore_eos=True)
+TOKEN_BYTES = 64
+
+
+def prompt_that_ends_at_once() -> list[int]:
+    """A prompt whose first token is an EOS token."""
+    for start in range(3, 2000):
+        if not oracle([start, 5], 1, Options()):
+            return [start, 5]
+    raise AssertionError("none found")
+
+
+async def test_the_first_token_comes_with_the_bytes_handed_over() -> None:
+    async with pair() as router:
+        router.prefill(1, PROMPT, OPTIONS)
+        message = await router.receive(Tag.PREFILL_DONE)
+        assert message.frame == PrefillDone(1, len(PROMPT) * TOKEN_BYTES)
+        result = decode_prefill_result(message.body())
+        assert [result.token_id] == oracle(PROMPT, 1, OPTIONS)
+        assert result.finish_reason is None
+        await router.until_free(Role.PREFILL)
+
+
+async def test_a_request_for_one_token_hands_nothing_over() -> None:
+    async with scripted_router() as router, running(router, "prefill"):
+        options = Options(max_tokens=1, ignore_eos=True)
+        router.prefill(1, PROMPT, options)
+        message = await router.receive(Tag.PREFILL_DONE)
+        assert message.frame == PrefillDone(1, 0)
+        assert decode_prefill_result(message.body()).finish_reason == "length"
+        await router.until_free(Role.PREFILL)
+
+
+async def test_an_eos_token_first_takes_the_offer_back() -> None:
+    async with pair() as router:
+        router.prefill(1, prompt_that_ends_at_once(), Options(max_tokens=20))
+        message = await router.receive(Tag.PREFILL_DONE)
+        assert message.frame == PrefillDone(1, 0)
+        assert decode_prefill_result(message.body()).finish_reason == "stop"
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_the_second_prompt_of_a_prefix_is_read_from_the_cache() -> None:
+    async with scripted_router() as router, running(router, "prefill"):
+        for request_id, cached_tokens in ((1, 0), (2, 288)):
+            router.prefill(request_id, PROMPT, Options(max_tokens=1))
+            message = await router.receive(Tag.PREFILL_DONE)
+            assert decode_prefill_result(message.body()).cached_tokens == cached_tokens
+
+
+async def test_without_a_decode_worker_the_request_is_refused() -> None:
+    async with scripted_router() as router, running(router, "prefill"):
+        router.prefill(1, PROMPT, OPTIONS)
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.NO_WORKER)
+        assert decode_map(ErrorDetail, message.body()).worker == "prefill-0"
+
+
+@pytest.mark.parametrize(
+    ("payload", "code"),
+    [
+        (b"\x01\x00\x00\x00", ErrorCode.PROTOCOL),  # fewer ids than seq_len
+        (encode_prompt([1, 2, 3], Options()) + b"\x81\xa1x\x01", ErrorCode.INVALID_REQUEST),
+        (encode_prompt([1, 2, 40_000], Options()), ErrorCode.INVALID_REQUEST),
+    ],
+)
+async def test_a_bad_request_ends_with_an_error_and_alone(payload: bytes, code: ErrorCode) -> None:
+    async with pair() as router:
+        router.send(Role.PREFILL, PrefillRequest(1, 3, 0), payload)
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, code)
+        router.prefill(2, PROMPT, OPTIONS)
+        assert (await router.receive(Tag.PREFILL_DONE)).frame.request_id == 2  # type: ignore[attr-defined]
+
+
+async def test_kv_over_the_limit_is_refused_before_anything_is_computed() -> None:
+    limit = 100 * TOKEN_BYTES
+    async with pair(prefill={"max_kv_transfer_bytes": limit}) as router:
+        router.prefill(1, PROMPT, OPTIONS)
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.KV_TRANSFER_TOO_LARGE)
+        assert str(limit) in decode_map(ErrorDetail, message.body()).message
+        assert router.loads_by_role[Role.PREFILL].used == 0
+
+
+async def test_a_cancelled_prompt_is_not_read_to_its_end() -> None:
+    slow = {"step_delay_s": 0.01, "max_ubatch_tokens": 16, "num_blocks": 2000}
+    async with pair(prefill=slow, decode={"num_blocks": 2000}) as router:
+        router.prefill(1, PROMPT * 50, OPTIONS)  # ten seconds, were it read
+        router.prefill(2, [5] * 17, OPTIONS)
+        router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
+        message = await router.receive(Tag.PREFILL_DONE)
+        assert message.frame == PrefillDone(2, 17 * TOKEN_BYTES)
+        await router.until_free(Role.PREFILL)

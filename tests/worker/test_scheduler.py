@@ -1,0 +1,311 @@
+"""The policy, without any engine: plans are objects one can read."""
+
+import pytest
+
+from wire.options import Options
+from worker.batch import BatchConfig, BatchType
+from worker.blocks import BlockPool
+from worker.scheduler import Plan, Scheduler
+from worker.sequence import Sequence, Status
+
+
+class Queue:
+    """A scheduler, and just enough of an engine to carry its plans out."""
+
+    def __init__(self, num_blocks: int = 64, block_size: int = 4, **config: int | bool) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.scheduler = Scheduler(self.pool, BatchConfig(**config))  # type: ignore[arg-type]
+        self.sequences: dict[int, Sequence] = {}
+
+    def add(
+        self, request_id: int, num_tokens: int, priority: int = 0, *, hand_over: bool = False
+    ) -> Sequence:
+        return self._enqueue(
+            Sequence(
+                request_id,
+                self._prompt(request_id, num_tokens),
+                Options(priority=priority),
+                hand_over=hand_over,
+            )
+        )
+
+    def reserve(self, request_id: int, num_tokens: int) -> Sequence:
+        prompt = self._prompt(request_id, num_tokens)
+        return self._enqueue(Sequence(request_id, prompt, status=Status.RESERVING))
+
+    def _prompt(self, request_id: int, num_tokens: int) -> list[int]:
+        return [1000 * request_id + index for index in range(num_tokens)]
+
+    def _enqueue(self, sequence: Sequence) -> Sequence:
+        sequence.arrival = len(self.sequences)
+        self.sequences[sequence.request_id] = sequence
+        self.scheduler.enqueue(sequence)
+        return sequence
+
+    def begin(self, sequence: Sequence) -> None:
+        sequence.resume([*sequence.token_ids, 7], Options(), None)
+        self.scheduler.run(sequence)
+
+    def step(self) -> Plan:
+        plan = self.scheduler.schedule()
+        for sequence, num_tokens in plan.chunks:
+            sequence.num_computed_tokens += num_tokens
+            self.scheduler.register(sequence)
+            if sequence.num_uncomputed_tokens == 0:
+                sequence.token_ids.append(7)
+        self.pool.check([s.block_table.snapshot() for s in self.sequences.values()])
+        self.pool.audit()
+        return plan
+
+
+def sizes(plan: Plan) -> tuple[list[int], list[tuple[int, int]]]:
+    return (
+        [chunk.sequence.request_id for chunk in plan.decode],
+        [(chunk.sequence.request_id, chunk.num_tokens) for chunk in plan.prefill],
+    )
+
+
+def test_a_prompt_is_read_in_chunks_then_generates() -> None:
+    queue = Queue(max_ubatch_tokens=5)
+    queue.add(1, 12)
+    plans = [queue.step() for _ in range(4)]
+    assert [sizes(plan) for plan in plans] == [
+        ([], [(1, 5)]),
+        ([], [(1, 5)]),
+        ([], [(1, 2)]),
+        ([1], []),
+    ]
+    assert [plan.kind for plan in plans] == [BatchType.PREFILL] * 3 + [BatchType.DECODE]
+    assert [plan.num_tokens for plan in plans] == [5, 5, 2, 1]
+    assert [len(plan.started) for plan in plans] == [1, 0, 0, 0]
+
+
+def test_generation_goes_first_and_prompts_fill_the_budget() -> None:
+    queue = Queue(max_ubatch_tokens=6)
+    queue.add(1, 3)
+    queue.step()
+    queue.add(2, 4)
+    queue.add(3, 9)
+    plan = queue.step()
+    assert sizes(plan) == ([1], [(2, 4), (3, 1)]) and plan.kind is BatchType.MIXED
+    assert sizes(queue.step()) == ([1, 2], [(3, 4)])
+
+
+def test_blocks_for_the_whole_prompt_come_with_the_first_chunk() -> None:
+    queue = Queue(max_ubatch_tokens=4)
+    sequence = queue.add(1, 14)
+    queue.step()
+    assert sequence.block_table.num_blocks == 4
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    queue = Queue(max_sbatch_sequences=2)
+    for request_id in range(4):
+        queue.add(request_id, 2)
+    assert sizes(queue.step())[1] == [(0, 2), (1, 2)]
+    queue.scheduler.finish(queue.sequences[0])
+    assert sizes(queue.step()) == ([1], [(2, 2)])
+
+
+def test_generation_never_fills_the_budget_so_that_a_prompt_starves() -> None:
+    queue = Queue(max_ubatch_tokens=2, max_sbatch_sequences=8)
+    for request_id in range(3):
+        queue.add(request_id, 4)
+    for _ in range(6):
+        queue.step()
+    assert [s.request_id for s in queue.scheduler.running] == [0, 1]
+    assert all(s.is_decoding for s in queue.scheduler.running)
+
+
+def test_higher_priority_first_then_first_come() -> None:
+    queue = Queue(max_sbatch_sequences=1)
+    for request_id, priority in ((1, 0), (2, 5), (3, 5), (4, -5)):
+        queue.add(request_id, 2, priority)
+    started = []
+    for _ in range(4):
+        (sequence,) = queue.step().started
+        started.append(sequence.request_id)
+        queue.scheduler.finish(sequence)
+    assert started == [2, 3, 1, 4]
+
+
+def test_whoever_is_first_is_not_overtaken_by_someone_smaller() -> None:
+    queue = Queue(num_blocks=4)
+    queue.add(1, 12)
+    queue.step()
+    queue.add(2, 8)
+    queue.add(3, 4)
+    assert sizes(queue.step()) == ([1], [])
+    assert [s.request_id for s in queue.scheduler.waiting] == [2, 3]
+
+
+def test_a_cached_prefix_is_not_computed_again_but_the_last_token_is() -> None:
+    queue = Queue()
+    first = queue.add(1, 8)
+    queue.step()
+    queue.scheduler.finish(first)
+    again = Sequence(2, first.token_ids[:8])
+    queue._enqueue(again)
+    assert sizes(queue.step()) == ([], [(2, 4)])
+    assert again.num_cached_tokens == 4
+
+
+def test_the_last_in_order_is_preempted_and_comes_back_first() -> None:
+    queue = Queue(num_blocks=4)
+    queue.add(1, 8)
+    queue.add(2, 8)
+    queue.step()
+    queue.add(3, 1)
+    plan = queue.step()  # both need a third block, there are none
+    assert [s.request_id for s in plan.preempted] == [2]
+    assert sizes(plan) == ([1], []) and not plan.started
+    assert [s.request_id for s in queue.scheduler.waiting] == [2, 3]
+    queue.scheduler.finish(queue.sequences[1])
+    plan = queue.step()
+    assert sizes(plan)[1][0] == (2, 5), "its first block is still in the prefix cache"
+    assert [s.request_id for s in plan.started] == [3]
+
+
+def test_low_priority_is_preempted_before_the_young() -> None:
+    queue = Queue(num_blocks=4)
+    queue.add(1, 8, priority=-1)
+    queue.add(2, 8)
+    queue.step()
+    assert [s.request_id for s in queue.step().preempted] == [1]
+
+
+def test_what_is_handed_over_is_never_preempted() -> None:
+    queue = Queue(num_blocks=4, max_ubatch_tokens=8)
+    queue.add(1, 8)
+    queue.step()
+    queue.add(2, 8, hand_over=True)
+    plan = queue.step()
+    assert [s.request_id for s in plan.preempted] == [] and sizes(plan)[0] == [1]
+    assert not plan.started  # 1 took the third block
+    queue.scheduler.finish(queue.sequences[1])
+    queue.step()
+    assert queue.sequences[2].status is Status.RUNNING
+    queue.add(3, 8)
+    for _ in range(3):
+        queue.step()
+    assert queue.sequences[2].status is Status.RUNNING
+    assert queue.sequences[2].num_preemptions == 0
+
+
+def test_a_sequence_that_outgrows_the_empty_pool_is_failed() -> None:
+    queue = Queue(num_blocks=2)
+    sequence = queue.add(1, 8)
+    queue.step()
+    plan = queue.step()
+    assert plan.failed == [sequence] and sequence.status is Status.FINISHED
+    assert queue.pool.num_used == 0
+
+
+def test_a_reservation_goes_ahead_of_new_work_whatever_its_priority() -> None:
+    queue = Queue(num_blocks=4)
+    holder = queue.add(1, 12)
+    queue.step()
+    queue.add(2, 4, priority=9)
+    reservation = queue.reserve(3, 8)
+    assert queue.step().reserved == []
+    queue.scheduler.finish(holder)
+    plan = queue.step()
+    assert plan.reserved == [reservation]
+    assert reservation.block_table.num_blocks == 3, "8 tokens and room for one more"
+    assert [s.request_id for s in plan.started] == [2]
+
+
+def test_a_reservation_waits_behind_older_work_that_was_preempted() -> None:
+    queue = Queue(num_blocks=4)
+    queue.add(1, 8)
+    queue.add(2, 8)
+    queue.step()
+    reservation = queue.reserve(3, 1)
+    assert [s.request_id for s in queue.step().preempted] == [2]
+    assert queue.step().reserved == [] and reservation.status is Status.RESERVING
+    queue.scheduler.finish(queue.sequences[1])
+    plan = queue.step()
+    assert sizes(plan)[1] == [(2, 5)] and plan.reserved == [reservation]
+
+
+def test_reserved_blocks_are_never_taken_and_nothing_deadlocks() -> None:
+    """Two reservations fill the pool; the first to run out waits for the other, then both end."""
+    queue = Queue(num_blocks=6)
+    first, second = queue.reserve(1, 11), queue.reserve(2, 11)
+    assert len(queue.step().reserved) == 2
+    queue.begin(first)
+    plans = [queue.step() for _ in range(2)]
+    assert sizes(plans[0]) == ([1], []) and plans[1].preempted == [first]
+    assert not queue.step().is_progress
+    queue.begin(second)
+    for _ in range(8):
+        queue.step()
+    assert second.num_tokens >= 18 and first.status is Status.WAITING
+    queue.scheduler.finish(second)
+    assert sizes(queue.step())[1][0][0] == 1
+    assert sizes(queue.step()) == ([1], [])
+
+
+def test_a_reservation_that_continues_far_gets_blocks_for_it() -> None:
+    queue = Queue(num_blocks=8, max_ubatch_tokens=4)
+    sequence = queue.reserve(1, 4)
+    queue.step()
+    sequence.resume([*sequence.token_ids, *range(11)], Options(), None)
+    queue.scheduler.run(sequence)
+    plan = queue.step()
+    assert sizes(plan) == ([], [(1, 4)]) and sequence.block_table.num_blocks == 4
+
+
+def test_more_reservations_may_run_than_fit_a_step_and_all_advance_in_order() -> None:
+    queue = Queue(max_sbatch_sequences=2)
+    sequences = [queue.reserve(request_id, 4) for request_id in range(3)]
+    queue.step()
+    for sequence in sequences:
+        queue.begin(sequence)
+    assert sizes(queue.step()) == ([0, 1], [])
+    queue.scheduler.finish(sequences[0])
+    assert sizes(queue.step()) == ([1, 2], [])
+
+
+def test_pure_batches_alternate_while_there_are_prompts() -> None:
+    queue = Queue(max_ubatch_tokens=4, prefer_pure_decode=True)
+    queue.add(1, 3)
+    queue.step()
+    queue.add(2, 8)
+    kinds = [queue.step().kind for _ in range(5)]
+    assert kinds == [
+        BatchType.DECODE,
+        BatchType.PREFILL,
+        BatchType.DECODE,
+        BatchType.PREFILL,
+        BatchType.DECODE,
+    ]
+    assert sizes(queue.step()) == ([1, 2], [])
+
+
+def test_a_prompt_that_cannot_start_does_not_cost_generation_its_turn() -> None:
+    queue = Queue(num_blocks=3, prefer_pure_decode=True)
+    queue.add(1, 8)
+    queue.step()
+    queue.add(2, 8)
+    assert [sizes(queue.step()) for _ in range(3)] == [([1], [])] * 3
+
+
+def test_static_batches_start_when_the_last_has_ended() -> None:
+    queue = Queue(dynamic_batching=False)
+    queue.add(1, 2)
+    queue.add(2, 2)
+    assert len(queue.step().started) == 2
+    queue.add(3, 2)
+    queue.scheduler.finish(queue.sequences[1])
+    assert not queue.step().started
+    queue.scheduler.finish(queue.sequences[2])
+    assert len(queue.step().started) == 1
+
+
+@pytest.mark.parametrize("status", [Status.WAITING, Status.RESERVING])
+def test_a_queued_sequence_can_be_ended(status: Status) -> None:
+    queue = Queue()
+    sequence = queue.add(1, 2) if status is Status.WAITING else queue.reserve(1, 2)
+    queue.scheduler.finish(sequence)
+    assert not queue.step().is_progress

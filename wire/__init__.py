@@ -1,0 +1,1 @@
+"""The Baton protocol: usable alone, no sockets outside `wire.aio`."""

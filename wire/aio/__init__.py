@@ -1,0 +1,1 @@
+"""Sockets, processes and clocks around the sans-IO protocol of `wire`."""

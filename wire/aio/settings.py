@@ -1,0 +1,247 @@
+"""Settings of a role: one frozen declaration is its flags, environment, validation and help.
+
+    class Config(Settings):
+        max_kv_transfer_bytes: int = Field(default=1 << 30, ge=1, description="Refuse more KV.")
+
+    config = parse(Config, sys.argv[1:])   # --max-kv-transfer-bytes, BATON_MAX_KV_TRANSFER_BYTES
+
+A flag beats the environment, the environment beats a systemd credential, that beats the default.
+A bad value ends the process with one line and status 78 (EX_CONFIG), which systemd does not
+restart.  Secrets (SecretStr) have no flag: others on the machine can read a command line.
+
+pydantic-settings reads the environment and pydantic validates; the flags are argparse's, because
+the library's own command line names neither flag nor range in its errors and exits with 2 or 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final, Literal, NoReturn, TypeVar, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import SecretBytes, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+# sysexits.h; the units say RestartPreventExitStatus=78.
+EX_CONFIG: Final = 78
+
+_S = TypeVar("_S", bound=BaseSettings)
+
+
+class ConfigError(Exception):
+    """The configuration cannot work; the message says which setting to change, and how."""
+
+
+class Settings(BaseSettings):
+    """A frozen declaration; sequences are written with commas (``--local 2,2``)."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, env_ignore_empty=True, enable_decoding=False, validate_default=True
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _split(cls, value: object, info: ValidationInfo) -> object:
+        field = cls.model_fields[info.field_name or ""]
+        is_sequence = bool({tuple, list, frozenset} & _types(field))
+        if not (is_sequence and isinstance(value, str)):
+            return value
+        return [item.strip() for item in value.split(",") if item.strip()]
+
+
+def parse(
+    kind: type[_S],
+    argv: Sequence[str],
+    prefix: str = "BATON_",
+    *,
+    also_known: Collection[str] = (),
+    environ: Mapping[str, str] = os.environ,
+) -> _S:
+    """Read a role's settings, or end the process.
+
+    Args:
+        kind: The declaration; its docstring is the first line of --help.
+        argv: The command line without the program.
+        also_known: Settings of other roles (field names), whose variables may be set here too.
+        environ: Only searched for misspelt variables; values are always read from os.environ.
+
+    Raises:
+        SystemExit: 78 after one line on stderr for a bad setting, 0 after --help.
+    """
+    parser = _Parser(kind, prefix)
+    try:
+        flags = parser.read(argv)
+        config = _validate(kind, flags, prefix)
+    except ConfigError as error:
+        sys.stderr.write(f"{parser.prog}: {error}\n")
+        raise SystemExit(EX_CONFIG) from None
+    known = {_variable(name, prefix) for name in [*kind.model_fields, *also_known]}
+    for variable in sorted(environ):
+        if variable.startswith(prefix) and variable.upper() not in known:
+            hint = _suggest(variable, known)
+            sys.stderr.write(f"{parser.prog}: warning: {variable} is not a setting{hint}\n")
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, kind: type[BaseSettings], prefix: str) -> None:
+        super().__init__(
+            prog=f"python -m {kind.__module__.partition('.')[0]}",
+            description=kind.__doc__,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self._flags: dict[str, str] = {}
+        for name, field in kind.model_fields.items():
+            variable = _variable(name, prefix)
+            if {SecretStr, SecretBytes} & _types(field):
+                self.epilog = f"{self.epilog or 'Only from the environment:'}\n  {variable}  " + (
+                    field.description or ""
+                )
+                self._flags[_flag(name)] = f"is a secret: set {variable} instead"
+            else:
+                self._add(name, field, variable)
+
+    def _add(self, name: str, field: FieldInfo, variable: str) -> None:
+        default = "required" if field.is_required() else f"default {_text(field.default)}"
+        text = f"{field.description or ''} [{default}; {variable}]".strip().replace("%", "%%")
+        flag, missing = _flag(name), argparse.SUPPRESS
+        if bool in _types(field):
+            self.add_argument(
+                flag, nargs="?", const="true", default=missing, metavar="BOOL", help=text
+            )
+            off = "--no-" + flag[2:]
+            self.add_argument(off, dest=name, action="store_const", const="false", default=missing)
+        else:
+            self.add_argument(flag, default=missing, metavar=_metavar(field), help=text)
+
+    def read(self, argv: Sequence[str]) -> dict[str, str]:
+        """Return the given flags as strings by field.  Raises ConfigError on an unknown one."""
+        known, rest = self.parse_known_args(argv)
+        if rest:
+            flag = rest[0].partition("=")[0]
+            reason = self._flags.get(flag)
+            if reason is None:
+                reason = f"is not a flag{_suggest(flag, self._option_string_actions)}"
+            raise ConfigError(f"{flag} {reason}")
+        return vars(known)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def _validate(kind: type[_S], flags: dict[str, str], prefix: str) -> _S:
+    credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
+    values: dict[str, Any] = {"_env_prefix": prefix, **flags}
+    if credentials and Path(credentials).is_dir():
+        values["_secrets_dir"] = credentials
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        lines = [_explain(kind, dict(item), flags, prefix) for item in error.errors()]
+        raise ConfigError(lines[0]) from None
+
+
+def _explain(
+    kind: type[BaseSettings], error: dict[str, Any], flags: dict[str, str], prefix: str
+) -> str:
+    reason = str(error["msg"]).removeprefix("Value error, ")
+    field = kind.model_fields.get(str(error["loc"][0])) if error["loc"] else None
+    if field is None:  # a validator of the whole declaration; it names the settings itself
+        return reason
+    name = str(error["loc"][0])
+    variable = _variable(name, prefix)
+    is_secret = bool({SecretStr, SecretBytes} & _types(field))
+    setting = variable if is_secret else f"{_flag(name)} ({variable})"
+    allowed = _allowed(field)
+    if error["type"] == "missing" and len(error["loc"]) == 1:
+        return f"{setting} is required" + (f": {allowed}" if allowed else "")
+    given = flags.get(name, os.environ.get(variable, error["input"]))
+    value = "(hidden)" if is_secret else repr(given)
+    if error["type"] == "value_error" or not allowed:
+        return f"{setting} = {value}: {reason}"
+    return f"{setting} = {value}: must be {allowed}"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _variable(name: str, prefix: str) -> str:
+    return prefix + name.upper()
+
+
+def _suggest(name: str, known: Collection[str]) -> str:
+    close = get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return ",".join(map(_text, value)) or "none"
+    if isinstance(value, Enum):
+        return str(value.value)
+    return "none" if value in (None, "") else str(value)
+
+
+def _walk(annotation: Any) -> list[Any]:
+    """Return a type with what it is made of: members of unions, Annotated and generics."""
+    return [annotation, *(found for item in get_args(annotation) for found in _walk(item))]
+
+
+def _types(field: FieldInfo) -> set[Any]:
+    found = _walk(field.annotation)
+    return {
+        get_origin(item) or item for item in found if isinstance(item, type) or get_origin(item)
+    }
+
+
+def _choices(field: FieldInfo) -> list[str]:
+    for item in _walk(field.annotation):
+        if get_origin(item) is Literal:
+            return [_text(choice) for choice in get_args(item)]
+        if isinstance(item, type) and issubclass(item, Enum):
+            return [_text(member) for member in item]
+    return []
+
+
+def _metavar(field: FieldInfo) -> str:
+    choices = _choices(field)
+    if choices:
+        return "{" + ",".join(choices) + "}"
+    kinds = _types(field)
+    return "N" if int in kinds else "X" if float in kinds else "TEXT"
+
+
+def _allowed(field: FieldInfo) -> str:
+    """Say what a setting may be, "" if only its validator knows."""
+    choices = _choices(field)
+    if choices:
+        return "one of " + ", ".join(choices)
+    kinds = _types(field)
+    if bool in kinds:
+        return "true or false"
+    noun = "an integer" if int in kinds else "a number" if float in kinds else ""
+    if not noun or kinds & {tuple, list, frozenset}:
+        return ""
+    nested = [item for item in _walk(field.annotation) if not isinstance(item, type)]
+    bounds = [*field.metadata, *(part for item in nested for part in getattr(item, "metadata", ()))]
+    least = greatest = ""
+    for bound in bounds:
+        match bound:
+            case Ge(ge=limit):
+                least = f"from {limit}"
+            case Gt(gt=limit):
+                least = f"above {limit}"
+            case Le(le=limit):
+                greatest = f"up to {limit}"
+            case Lt(lt=limit):
+                greatest = f"below {limit}"
+    return " ".join(filter(None, [noun, least, greatest]))

@@ -1,0 +1,294 @@
+"""Raw TCP: a server of `Connection`s and a small client, both speaking `wire.stream`.  SPEC 2.2.
+
+A client can cost no more than the limits: connections are counted, a message must arrive at a
+minimum rate, what it does not read is bounded in bytes and in time.  Whoever breaks the protocol
+is told so by ERROR(0, PROTOCOL) and closed.  A client that ends its side has gone: there is no
+half-open conversation.  What messages mean is the handler's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Final, Protocol, Self, cast
+
+import structlog
+
+from wire.errors import ErrorCode, RemoteProtocolError, WireError
+from wire.frames import Error, Frame
+from wire.parts import Buffer, Message
+from wire.payloads import ErrorDetail, encode_map
+from wire.stream import DEFAULT_MAX_FRAME_BYTES, StreamDecoder, encode
+
+_LOG = structlog.get_logger(__name__)
+# How long a client may take to hang up after our last byte, before we do.
+_HANG_UP_S: Final = 1.0
+_CHUNK_BYTES: Final = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client may cost.
+
+    `max_write_bytes` is the most that waits for a client; `high_water_bytes` of it may wait for no
+    longer than `stall_s`.  A message must be complete `message_s` after its first byte, plus its
+    size at `min_bytes_per_s`; the first one must begin within `message_s` of the connection.
+    """
+
+    max_connections: int = 1024
+    max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
+    max_write_bytes: int = 8 << 20
+    high_water_bytes: int = 256 << 10
+    stall_s: float = 10.0
+    message_s: float = 5.0
+    min_bytes_per_s: float = 64 << 10
+
+
+class Handler(Protocol):
+    """One client's messages.  `on_closed` comes once and last; its error is None at a plain end."""
+
+    def on_message(self, message: Message) -> None:
+        """Take one message.  Raises WireError to refuse it and end the connection."""
+
+    def on_closed(self, error: Exception | None) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """The server's side of one client's connection."""
+
+    def __init__(
+        self,
+        make_handler: Callable[[Connection], Handler],
+        limits: Limits,
+        connections: set[Connection],
+    ) -> None:
+        self.peer_name = ""
+        self.is_closing = False
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._make_handler = make_handler
+        self._handler: Handler | None = None
+        self._limits = limits
+        self._connections = connections
+        self._decoder = StreamDecoder(max_frame_bytes=limits.max_frame_bytes)
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._message_began_at: float | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes sent that the client has not taken yet."""
+        return self._transport.get_write_buffer_size()
+
+    def send(self, frame: Frame, *payload: Buffer) -> None:
+        """Send one message; the buffers may be reused at once.  Nothing happens after the end."""
+        if self.is_closing:
+            return
+        self._transport.write(b"".join(encode(frame, *payload)))
+        if self.buffered_bytes > self._limits.max_write_bytes:
+            self.abort(WireError(ErrorCode.OVERLOADED, f"{self.peer_name} does not read"))
+
+    def refuse(self, error: WireError) -> None:
+        """Send ERROR for the whole connection, then close it."""
+        self.send(Error(0, error.code), encode_map(ErrorDetail(message=error.message[:4096])))
+        self.close(error)
+
+    def close(self, error: Exception | None = None) -> None:
+        """Send what waits, then hang up; the handler hears `on_closed` now."""
+        if self.is_closing:
+            return
+        self._end(error)
+        allowed_s = max(_HANG_UP_S, self._limits.stall_s if self.buffered_bytes else 0.0)
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        self._write_timer = self._loop.call_later(allowed_s, self._transport.abort)
+        try:
+            # Closing with bytes unread would reset the connection and take our last message along.
+            self._transport.write_eof()
+        except (OSError, RuntimeError):  # it is gone already
+            self._transport.abort()
+
+    def abort(self, error: Exception | None = None) -> None:
+        """Cut the connection; what waits is lost."""
+        self._end(error)
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        address = transport.get_extra_info("peername") or ("unknown", 0)
+        self.peer_name = f"{address[0]}:{address[1]}"
+        self._transport.set_write_buffer_limits(high=self._limits.high_water_bytes)
+        self._connections.add(self)
+        if len(self._connections) > self._limits.max_connections:
+            self.refuse(WireError(ErrorCode.OVERLOADED, "too many connections"))
+            return
+        self._handler = self._make_handler(self)
+        self._read_timer = self._loop.call_later(self._limits.message_s, self._on_slow)
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_closing:
+            return
+        self._decoder.receive(data)
+        try:
+            while not self.is_closing and (message := self._decoder.next_message()) is not None:
+                self._message_began_at = None
+                if self._handler is not None:
+                    self._handler.on_message(message)
+        except WireError as error:
+            self.refuse(error)
+        except Exception:
+            _LOG.exception("handler failed", peer=self.peer_name)
+            self.refuse(WireError(ErrorCode.INTERNAL, "internal error"))
+        self._watch_rate()
+
+    def eof_received(self) -> bool:
+        self._end(None)
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(exc)
+        self._connections.discard(self)
+        self.closed.set_result(None)
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+
+    def pause_writing(self) -> None:
+        if self._write_timer is None:
+            self._write_timer = self._loop.call_later(self._limits.stall_s, self._on_stall)
+
+    def resume_writing(self) -> None:
+        if self._write_timer is not None and not self.is_closing:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _watch_rate(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+        pending_bytes = self._decoder.buffered_bytes
+        if self.is_closing or not pending_bytes:
+            return
+        if self._message_began_at is None:
+            self._message_began_at = self._loop.time()
+        allowed_s = self._limits.message_s + pending_bytes / self._limits.min_bytes_per_s
+        self._read_timer = self._loop.call_at(self._message_began_at + allowed_s, self._on_slow)
+
+    def _on_slow(self) -> None:
+        self.refuse(RemoteProtocolError("the message did not arrive in time"))
+
+    def _on_stall(self) -> None:
+        self.abort(WireError(ErrorCode.DEADLINE_EXCEEDED, f"{self.peer_name} does not read"))
+
+    def _end(self, error: Exception | None) -> None:
+        if self.is_closing:
+            return
+        self.is_closing = True
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+        if self._handler is not None:
+            try:
+                self._handler.on_closed(error)
+            except Exception:
+                _LOG.exception("handler failed", peer=self.peer_name)
+
+
+class Server:
+    """A listening server; `port` is the actual one."""
+
+    def __init__(self, server: asyncio.Server, connections: set[Connection]) -> None:
+        self._server = server
+        self._connections = connections
+        self.host, self.port = server.sockets[0].getsockname()[:2]
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    def stop_accepting(self) -> None:
+        """Refuse new connections; those there are go on."""
+        self._server.close()
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Stop accepting, close every connection, and cut those that linger after `grace_s`."""
+        self._server.close()
+        for connection in list(self._connections):
+            connection.close()
+        closing = [connection.closed for connection in self._connections]
+        if closing and grace_s:
+            await asyncio.wait(closing, timeout=grace_s)
+        for connection in list(self._connections):
+            connection.abort()
+        await asyncio.gather(*closing)
+        await self._server.wait_closed()
+
+
+async def serve(
+    host: str,
+    port: int,
+    make_handler: Callable[[Connection], Handler],
+    limits: Limits | None = None,
+) -> Server:
+    """Listen on `host`:`port` (0: any) and give each client a handler.  Raises OSError."""
+    connections: set[Connection] = set()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(
+        lambda: Connection(make_handler, limits or Limits(), connections), host, port, backlog=1024
+    )
+    return Server(server, connections)
+
+
+class Client:
+    """A client for tests, scripts and benchmarks: ``async for message in client``."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder = StreamDecoder()
+
+    def send(self, frame: Frame, *payload: Buffer) -> None:
+        """Send one message; `drain` bounds what waits."""
+        self._writer.write(b"".join(encode(frame, *payload)))
+
+    async def drain(self) -> None:
+        """Wait until the server takes more.  Raises ConnectionError."""
+        await self._writer.drain()
+
+    async def next_message(self) -> Message | None:
+        """Return the next message, None at the end.
+
+        Raises:
+            ConnectionError: The connection broke.
+            RemoteProtocolError: The server broke SPEC, or stopped inside a message.
+        """
+        while (message := self._decoder.next_message()) is None:
+            chunk = await self._reader.read(_CHUNK_BYTES)
+            if not chunk:
+                self._decoder.receive_eof()
+                return None
+            self._decoder.receive(chunk)
+        return message
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        while (message := await self.next_message()) is not None:
+            yield message
+
+    async def close(self) -> None:
+        """Hang up."""
+        self._writer.close()
+        try:
+            await self._writer.wait_closed()
+        except ConnectionError:
+            pass  # The server was faster.
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+
+async def connect(host: str, port: int) -> Client:
+    """Connect to a raw TCP server.  Raises OSError."""
+    return Client(*await asyncio.open_connection(host, port))

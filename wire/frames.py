@@ -1,0 +1,298 @@
+"""The frames of the protocol: a frozen dataclass per tag, a fixed 16-byte header each.  SPEC 3-5.
+
+A frame here is a header.  Payloads are in `wire.payloads` and `wire.options`; how both are laid
+out on ZeroMQ is `wire.parts`, on raw TCP `wire.stream`.  The headers of tags 30, 31, 34, 35 and 36
+are byte for byte those of seed 000 (boostr, wire protocol for disaggregated inference).
+
+Nothing here reads a clock or a socket.  Decoders raise `RemoteProtocolError` and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from struct import Struct
+from typing import ClassVar, Final, Self
+
+from wire.errors import LocalProtocolError, RemoteProtocolError
+
+HEADER_BYTES: Final = 16
+VERSION: Final = 1
+
+# PREFILL_REQUEST.decode_rank: any decode worker will do (a client leaves the choice to the router).
+ANY_RANK: Final = 0xFFFFFFFF
+# PREFILL_REQUEST.decode_rank: no decode worker; the first token is also the last.
+NO_RANK: Final = 0xFFFFFFFE
+# DECODE_DONE.token_id, reserved by seed 000 as the end-of-generation marker.
+END_OF_GENERATION: Final = -1
+
+
+class Tag(IntEnum):
+    """What a frame means.  30-36 are the seeds' data plane, 40-46 our control plane."""
+
+    PREFILL_REQUEST = 30
+    PREFILL_DONE = 31
+    KV_CACHE = 32
+    KV_CACHE_ACK = 33
+    DECODE_REQUEST = 34
+    DECODE_TOKEN = 35
+    DECODE_DONE = 36
+    HELLO = 40
+    WELCOME = 41
+    HEARTBEAT = 42
+    PEERS = 43
+    CANCEL = 44
+    ERROR = 45
+    DRAIN = 46
+
+
+class Role(IntEnum):
+    """Who a peer is (seed 000: DisaggRole, and the raw TCP client)."""
+
+    PREFILL = 0
+    DECODE = 1
+    ROUTER = 2
+    CLIENT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A 16-byte header; `layout` packs the fields in their order."""
+
+    tag: ClassVar[Tag]
+    layout: ClassVar[Struct]
+
+    def header(self) -> bytes:
+        """Return the 16 bytes of this header.
+
+        Raises:
+            LocalProtocolError: A field does not fit its width.
+        """
+        names: Iterable[str] = self.__slots__
+        try:
+            return self.layout.pack(*[getattr(self, name) for name in names])
+        except Exception as error:  # struct.error, or TypeError on a field that is no number
+            raise LocalProtocolError(f"{self!r} does not fit its header: {error}") from error
+
+    @classmethod
+    def from_header(cls, header: bytes | memoryview) -> Self:
+        """Read a header of exactly 16 bytes.
+
+        Raises:
+            RemoteProtocolError: Wrong size, a reserved field is not zero, or a field out of range.
+        """
+        if len(header) != HEADER_BYTES:
+            raise RemoteProtocolError(f"{cls.tag.name} header has {len(header)} bytes, not 16")
+        frame = cls(*cls.layout.unpack(header))
+        frame.check()
+        return frame
+
+    def check(self) -> None:
+        """Refuse reserved fields that are not zero; frames with more to refuse override this.
+
+        Raises:
+            RemoteProtocolError: As above.
+        """
+        reserved = getattr(self, "zero", 0)
+        if reserved:
+            raise RemoteProtocolError(f"{self.tag.name}: the reserved field is {reserved}, not 0")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRequest(Frame):
+    """Router to prefill worker: read this prompt, hand its KV to `decode_rank`.  SPEC 4.1."""
+
+    tag = Tag.PREFILL_REQUEST
+    layout = Struct("<QII")
+
+    request_id: int
+    seq_len: int
+    decode_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone(Frame):
+    """Prefill worker to router: the prompt is read, here is the first token.  SPEC 4.2."""
+
+    tag = Tag.PREFILL_DONE
+    layout = Struct("<QQ")
+
+    request_id: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache(Frame):
+    """Prefill worker to decode worker: the offer (segment 0) or one KV segment.  SPEC 4.3, 6."""
+
+    tag = Tag.KV_CACHE
+    layout = Struct("<QII")
+
+    request_id: int
+    segment: int
+    num_segments: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheAck(Frame):
+    """Decode worker to prefill worker: `kv_bytes` received so far; carries credit.  SPEC 4.4, 6."""
+
+    tag = Tag.KV_CACHE_ACK
+    layout = Struct("<QQ")
+
+    request_id: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRequest(Frame):
+    """Router to decode worker: generate up to `max_new_tokens` more tokens.  SPEC 4.5."""
+
+    tag = Tag.DECODE_REQUEST
+    layout = Struct("<QII")
+
+    request_id: int
+    max_new_tokens: int
+    zero: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeToken(Frame):
+    """Decode worker to router: one generated token.  SPEC 4.6."""
+
+    tag = Tag.DECODE_TOKEN
+    layout = Struct("<Qq")
+
+    request_id: int
+    token_id: int
+
+    def check(self) -> None:
+        if self.token_id < 0:
+            raise RemoteProtocolError(f"DECODE_TOKEN: token_id {self.token_id} is negative")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeDone(Frame):
+    """Decode worker to router: generation is finished, nothing follows.  SPEC 4.7."""
+
+    tag = Tag.DECODE_DONE
+    layout = Struct("<Qq")
+
+    request_id: int
+    token_id: int = END_OF_GENERATION
+
+    def check(self) -> None:
+        if self.token_id != END_OF_GENERATION:
+            raise RemoteProtocolError(f"DECODE_DONE: token_id is {self.token_id}, not -1")
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Frame):
+    """A peer introduces itself; the newest `epoch` of a (role, rank) wins.  SPEC 5.1."""
+
+    tag = Tag.HELLO
+    layout = Struct("<QIBBH")
+
+    epoch: int
+    rank: int
+    role: int
+    version: int = VERSION
+    zero: int = 0
+
+    def check(self) -> None:
+        Frame.check(self)
+        if self.role > max(Role):
+            raise RemoteProtocolError(f"HELLO: role {self.role} is not one of 0 to 3")
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Frame):
+    """Router to worker: you are registered; beat every `heartbeat_ms`.  SPEC 5.2."""
+
+    tag = Tag.WELCOME
+    layout = Struct("<QII")
+
+    epoch: int
+    heartbeat_ms: int
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat(Frame):
+    """Either way: alive and progressing; `step` counts engine steps.  SPEC 5.3."""
+
+    tag = Tag.HEARTBEAT
+    layout = Struct("<QII")
+
+    step: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peers(Frame):
+    """Router to worker: the decode workers one may hand KV to.  SPEC 5.4."""
+
+    tag = Tag.PEERS
+    layout = Struct("<QII")
+
+    epoch: int
+    num_peers: int
+    zero: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Frame):
+    """Any peer: drop this request, free what it holds, answer nothing more.  SPEC 5.5."""
+
+    tag = Tag.CANCEL
+    layout = Struct("<QII")
+
+    request_id: int
+    code: int
+    zero: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Error(Frame):
+    """Any peer: this request (or, with request_id 0, this connection) failed.  SPEC 5.6."""
+
+    tag = Tag.ERROR
+    layout = Struct("<QII")
+
+    request_id: int
+    code: int
+    zero: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(Frame):
+    """Worker: place nothing more on me.  Router: nothing of mine is left with you.  SPEC 5.7."""
+
+    tag = Tag.DRAIN
+    layout = Struct("<QII")
+
+    epoch: int
+    deadline_ms: int
+    zero: int = 0
+
+
+_PREFILL: Final = (PrefillRequest, PrefillDone, KvCache, KvCacheAck)
+_DECODE: Final = (DecodeRequest, DecodeToken, DecodeDone)
+_CONTROL: Final = (Hello, Welcome, Heartbeat, Peers, Cancel, Error, Drain)
+FRAMES: Final[dict[int, type[Frame]]] = {
+    frame.tag: frame for frame in (*_PREFILL, *_DECODE, *_CONTROL)
+}
+
+
+def frame_of(tag: int, header: bytes | memoryview) -> Frame:
+    """Read the 16-byte header of a frame with this tag.
+
+    Raises:
+        RemoteProtocolError: Unknown tag, or see `Frame.from_header`.
+    """
+    kind = FRAMES.get(tag)
+    if kind is None:
+        raise RemoteProtocolError(f"unknown tag {tag}")
+    return kind.from_header(header)

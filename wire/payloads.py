@@ -1,0 +1,300 @@
+"""The payloads that follow the headers, besides options and KV bytes.  SPEC 4, 5.
+
+Token ids and KV descriptors are fixed little-endian layouts, so that a client in C needs no
+library; everything else is one msgpack map, typed, bounded, with unknown keys refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import Struct, error, unpack_from
+from typing import Annotated, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.options import Options, decode_options, encode_options
+from wire.parts import Buffer
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Hash = Annotated[int, msgspec.Meta(ge=0)]  # msgpack ends at u64
+
+# PREFILL_DONE: the request ended on a stop token before any text.
+NO_TOKEN: Final = -1
+# The finish_reason of a request that ended on an EOS or stop token.
+STOP: Final = "stop"
+
+_COUNT: Final = Struct("<I")
+_TOKEN: Final = Struct("<q")
+
+
+class _Map(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    pass
+
+
+class KVLayout(_Map, frozen=True, kw_only=True):
+    """The shape of one token's KV: ``[layer][k|v][kv_head][head_dim]`` of `dtype`.  SPEC 6.1.
+
+    `dtype` is one of float32, bfloat16, float16, uint8.
+    """
+
+    num_layers: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    num_kv_heads: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    head_dim: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    dtype: Annotated[str, msgspec.Meta(pattern="^(float32|bfloat16|float16|uint8)$")]
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token over all layers."""
+        size = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}[self.dtype]
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * size
+
+
+class HelloDetail(_Map, frozen=True, kw_only=True):
+    """HELLO of a worker: what the router checks and places by.  SPEC 5.1."""
+
+    model: Name
+    fingerprint: Name
+    layout: KVLayout
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    num_blocks: Count
+    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    max_kv_transfer_bytes: Count
+    kv_endpoint: Name = ""
+
+
+class WelcomeDetail(_Map, frozen=True, kw_only=True):
+    """WELCOME: the router's own settings that bind a worker.  SPEC 5.2."""
+
+    max_kv_transfer_bytes: Count
+
+
+class Load(_Map, frozen=True, kw_only=True):
+    """HEARTBEAT of a worker: its blocks and transfers, and what its prefix cache gained and lost.
+
+    `stored` and `evicted` are prefix hashes (`wire.prefix`, u64) since the last beat.  SPEC 5.3.
+    """
+
+    total: Count
+    used: Count
+    cached: Count
+    free: Count
+    kv_inflight_bytes: Count = 0
+    preemptions: Count = 0
+    stored: tuple[Hash, ...] = ()
+    evicted: tuple[Hash, ...] = ()
+
+
+class PeerDetail(_Map, frozen=True, kw_only=True):
+    """One decode worker in PEERS.  SPEC 5.4."""
+
+    rank: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+    epoch: Count
+    kv_endpoint: Name
+    block_size: Count = 0
+
+
+class Logprobs(_Map, frozen=True, kw_only=True):
+    """Log-probability of one token and of the likeliest ones at its position (id, logprob)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class PrefillRest(_Map, frozen=True, kw_only=True):
+    """What follows the first token in PREFILL_DONE.  SPEC 4.2."""
+
+    cached_tokens: Count = 0
+    finish_reason: Name | None = None
+    logprobs: Logprobs | None = None
+
+
+class PrefillResult(PrefillRest, frozen=True, kw_only=True):
+    """PREFILL_DONE: the first token.  `finish_reason` is set when it is also the last.  SPEC 4.2.
+
+    Not a map on the wire: `encode_prefill_result` puts `token_id` first, as an i64, so that a
+    client in C can read it.  It is `NO_TOKEN` when the request ended on a stop token.
+    """
+
+    token_id: int
+
+
+class Usage(_Map, frozen=True, kw_only=True):
+    """DECODE_DONE: why it ended and what it cost.  SPEC 4.7.
+
+    `kv_bytes` crossed the network, `kv_skipped_tokens` were held by the decode worker already;
+    `kv_seconds` is from the offer's acceptance to the last byte, `kv_transfer_seconds` the part of
+    it in which bytes were under way.
+    """
+
+    finish_reason: Name
+    completion_tokens: Count = 0
+    kv_bytes: Count = 0
+    kv_skipped_tokens: Count = 0
+    kv_seconds: float = 0.0
+    kv_transfer_seconds: float = 0.0
+
+
+class ErrorDetail(_Map, frozen=True, kw_only=True):
+    """ERROR: a sentence for people, and where it happened.  SPEC 5.6."""
+
+    message: Text
+    param: Name | None = None
+    stage: Name | None = None
+    worker: Name | None = None
+    retry_after_s: float | None = None
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_M = TypeVar("_M")
+_DECODERS: dict[type, msgspec.msgpack.Decoder] = {}  # type: ignore[type-arg]
+
+
+def encode_map(payload: msgspec.Struct | Sequence[msgspec.Struct | None]) -> bytes:
+    """Return the msgpack form of one payload map, or of a list of them."""
+    return _ENCODER.encode(payload)
+
+
+def decode_map(kind: type[_M], buffer: Buffer) -> _M:
+    """Read one payload map (or `list[Kind]`).
+
+    Raises:
+        RemoteProtocolError: It is not one; the message names the field, never the content.
+    """
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        return decoder.decode(buffer)  # type: ignore[no-any-return]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
+        # An unknown key is quoted in the message: cut it, the peer chose its length.
+        name = getattr(kind, "__name__", kind)
+        raise RemoteProtocolError(f"{name}: {problem}"[:300]) from problem
+
+
+def encode_prefill_result(result: PrefillResult) -> bytes:
+    """PREFILL_DONE payload: ``i64 token_id`` then the rest as a map, if there is any.  SPEC 4.2.
+
+    Raises:
+        LocalProtocolError: `token_id` is no i64, or negative though the request goes on.
+    """
+    token_id = NO_TOKEN if result.finish_reason == STOP else result.token_id
+    if not 0 <= token_id < 2**63 and result.finish_reason != STOP:
+        raise LocalProtocolError(f"PREFILL_DONE: {token_id} is no token id")
+    fields = {name: getattr(result, name) for name in PrefillRest.__struct_fields__}
+    rest = _ENCODER.encode(PrefillRest(**fields))
+    return _TOKEN.pack(token_id) + (b"" if rest == b"\x80" else rest)
+
+
+def decode_prefill_result(buffer: Buffer) -> PrefillResult:
+    """Read a PREFILL_DONE payload.
+
+    Raises:
+        RemoteProtocolError: Under 8 bytes, a bad map, or no token without a stop (or both).
+    """
+    if len(buffer) < _TOKEN.size:
+        raise RemoteProtocolError(f"PREFILL_DONE payload has {len(buffer)} bytes, not >= 8")
+    (token_id,) = _TOKEN.unpack_from(buffer)
+    rest = decode_map(PrefillRest, memoryview(buffer)[_TOKEN.size :] or b"\x80")
+    if token_id < NO_TOKEN or (token_id == NO_TOKEN) != (rest.finish_reason == STOP):
+        raise RemoteProtocolError(
+            f"PREFILL_DONE: token_id {token_id} with finish_reason {rest.finish_reason}"
+        )
+    return PrefillResult(token_id=token_id, **msgspec.structs.asdict(rest))
+
+
+def decode_error(buffer: Buffer) -> ErrorDetail:
+    """Read an ERROR payload; a peer may send none.  Raises RemoteProtocolError."""
+    return decode_map(ErrorDetail, buffer) if len(buffer) else ErrorDetail(message="")
+
+
+def encode_prompt(token_ids: Sequence[int], options: Options) -> bytes:
+    """PREFILL_REQUEST payload: ``u32 x seq_len`` then options.  SPEC 4.1."""
+    return Struct(f"<{len(token_ids)}I").pack(*token_ids) + encode_options(options)
+
+
+def decode_prompt(buffer: Buffer, seq_len: int) -> tuple[tuple[int, ...], Options]:
+    """Read a PREFILL_REQUEST payload whose header says `seq_len`.
+
+    Raises:
+        RemoteProtocolError: Fewer bytes than the prompt needs, or bad options.
+    """
+    return _token_ids(buffer, 0, seq_len), decode_options(memoryview(buffer)[4 * seq_len :])
+
+
+def encode_continuation(token_ids: Sequence[int], options: Options) -> bytes:
+    """DECODE_REQUEST payload: ``u32 count, u32 x count`` then options.  SPEC 4.5."""
+    return _COUNT.pack(len(token_ids)) + encode_prompt(token_ids, options)
+
+
+def decode_continuation(buffer: Buffer) -> tuple[tuple[int, ...], Options]:
+    """Read a DECODE_REQUEST payload; an empty one means no ids and default options.
+
+    Raises:
+        RemoteProtocolError: Fewer bytes than the count says, or bad options.
+    """
+    if len(buffer) == 0:
+        return (), Options()
+    if len(buffer) < _COUNT.size:
+        raise RemoteProtocolError(f"DECODE_REQUEST payload has {len(buffer)} bytes, not 0 or >= 4")
+    (count,) = _COUNT.unpack_from(buffer)
+    token_ids = _token_ids(buffer, _COUNT.size, count)
+    return token_ids, decode_options(memoryview(buffer)[_COUNT.size + 4 * count :])
+
+
+def _token_ids(buffer: Buffer, offset: int, count: int) -> tuple[int, ...]:
+    if len(buffer) - offset < 4 * count:
+        raise RemoteProtocolError(
+            f"the payload has {len(buffer) - offset} bytes, too few for {count} token ids"
+        )
+    try:
+        return unpack_from(f"<{count}I", buffer, offset)
+    except error as problem:
+        raise RemoteProtocolError("token ids are not u32 little-endian") from problem
+
+
+class Offer(_Map, frozen=True, kw_only=True):
+    """Segment 0: what is to be transferred; the receiver reserves blocks first.  SPEC 6.2."""
+
+    layout: KVLayout
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    total_bytes: Count
+    token_ids: bytes
+    digest: Annotated[str, msgspec.Meta(pattern="^xxh3_64$")] = "xxh3_64"
+
+
+class Credit(NamedTuple):
+    """KV_CACHE_ACK payload: up to `credit` bytes in all may be sent; what is held; where we are.
+
+    `cached_tokens` leading tokens are held already and are not to be sent; the number never
+    changes.  `ready` is 1 in the final ACK: every byte is in its blocks.  `credit` 0 and `ready` 0
+    say that the offer still waits for blocks.  SPEC 4.4.
+    """
+
+    credit: int
+    cached_tokens: int
+    ready: int
+
+    def pack(self) -> bytes:
+        return CREDIT.pack(*self)
+
+    @classmethod
+    def unpack(cls, buffer: Buffer) -> Credit:
+        """Read a credit.
+
+        Raises:
+            RemoteProtocolError: Not exactly `CREDIT.size` bytes, or `ready` is neither 0 nor 1.
+        """
+        if len(buffer) != CREDIT.size:
+            raise RemoteProtocolError(f"the credit has {len(buffer)} bytes, not {CREDIT.size}")
+        credit = cls(*CREDIT.unpack(buffer))
+        if credit.ready not in (0, 1):
+            raise RemoteProtocolError(f"KV_CACHE_ACK: ready is {credit.ready}, not 0 or 1")
+        return credit
+
+
+CREDIT: Final = Struct("<QII")

@@ -1,0 +1,265 @@
+"""The decode worker's end of a KV transfer.  SPEC 6.
+
+Blocks are reserved before a byte is let in, and the credit says how many bytes may come: a window
+beyond what is stored.  Each segment is checked against the offer, the credit and everything
+admitted before, then handed out once to be verified and unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import unpack
+from typing import NamedTuple
+
+from wire.errors import (
+    ErrorCode,
+    LocalProtocolError,
+    RemoteProtocolError,
+    TransferFailed,
+    TransferTooLarge,
+    WireError,
+)
+from wire.frames import KvCache, KvCacheAck
+from wire.lease import Transfer, TransferState
+from wire.parts import Buffer
+from wire.payloads import Credit, KVLayout, Offer
+from wire.segment import (
+    MAX_SEGMENT_BYTES,
+    MAX_SEGMENTS,
+    Coverage,
+    Rectangle,
+    SegmentDescriptor,
+    segment_digest,
+    split_segment,
+)
+
+Ack = tuple[KvCacheAck, Credit]
+
+
+class Segment(NamedTuple):
+    """An admitted segment: verify it, unpack it, then tell the receiver `stored` or `broken`."""
+
+    number: int
+    descriptor: SegmentDescriptor
+    kv: Buffer
+
+    @property
+    def rectangle(self) -> Rectangle:
+        return self.descriptor.rectangle
+
+
+class KVReceiver(Transfer):
+    """The decode worker's end.
+
+    Reserve blocks for `token_ids`, then `accept`.  Give every KV_CACHE to `on_segment` (with a
+    payload) or `on_keepalive` (without), and send every ACK that comes back.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        offer: Offer,
+        *,
+        layout: KVLayout,
+        max_bytes: int,
+        credit_bytes: int,
+        lease_s: float,
+        now: float,
+        peer: str = "the prefill worker",
+    ) -> None:
+        """Check the offer against our own `layout` and limits.
+
+        Raises:
+            TransferTooLarge: Over `max_bytes`; nothing was reserved.
+            RemoteProtocolError: The offer contradicts itself, or its layout is not ours (MISMATCH).
+        """
+        super().__init__(request_id, lease_s=lease_s, peer=peer, now=now)
+        if offer.layout != layout:
+            raise RemoteProtocolError(
+                f"KV_CACHE: the layout offered is {offer.layout}, ours is {layout}; "
+                "both workers must serve the same model with the same KV dtype",
+                ErrorCode.MISMATCH,
+            )
+        if offer.total_bytes != offer.num_tokens * layout.token_bytes:
+            raise RemoteProtocolError(f"KV_CACHE: total_bytes {offer.total_bytes} is not the sum")
+        if len(offer.token_ids) != 4 * offer.num_tokens:
+            raise RemoteProtocolError(f"KV_CACHE: token_ids are not {offer.num_tokens} u32")
+        if offer.total_bytes > max_bytes:
+            raise TransferTooLarge(offer.total_bytes, max_bytes)
+        if credit_bytes < layout.token_bytes // layout.num_layers:
+            raise LocalProtocolError(f"credit_bytes {credit_bytes} lets no segment in")
+        self.layout = layout
+        self.num_tokens = offer.num_tokens
+        self.token_ids: tuple[int, ...] = unpack(f"<{offer.num_tokens}I", offer.token_ids)
+        self.cached_tokens = 0
+        self.kv_bytes = 0  # stored
+        self.transfer_s = 0.0
+        self._credit_bytes = credit_bytes
+        self._expected_bytes = 0
+        self._admitted_bytes = 0
+        self._num_segments = 0
+        self._segments: dict[int, SegmentDescriptor] = {}
+        self._unpacking: set[int] = set()
+        self._coverage = Coverage(layout, 0, 0)
+        self._heard_at = now
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every byte is in its blocks."""
+        return self.state is TransferState.DONE
+
+    @property
+    def num_unpacking(self) -> int:
+        """Segments handed out and not yet back: while there are any, the blocks are not free."""
+        return len(self._unpacking)
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Bytes that may arrive or are being unpacked."""
+        return 0 if self.is_over else self._granted_bytes - self.kv_bytes
+
+    @property
+    def kv_seconds(self) -> float:
+        """From the acceptance to the last byte stored; `transfer_s` of it bytes were under way."""
+        if self.accepted_at is None or self.finished_at is None:
+            return 0.0
+        return self.finished_at - self.accepted_at
+
+    @property
+    def _granted_bytes(self) -> int:
+        return min(self.kv_bytes + self._credit_bytes, self._expected_bytes)
+
+    def accept(self, cached_tokens: int, now: float) -> Ack | None:
+        """Grant the first credit: blocks are reserved, `cached_tokens` leading tokens are held.
+
+        Returns:
+            The ACK to send; None when the transfer ended meanwhile (free the blocks).
+        """
+        if self.is_over:
+            return None
+        if self.state is not TransferState.OFFERED or not 0 <= cached_tokens <= self.num_tokens:
+            raise LocalProtocolError(f"accept({cached_tokens}) in {self.state}")
+        self.cached_tokens = cached_tokens
+        self._expected_bytes = (self.num_tokens - cached_tokens) * self.layout.token_bytes
+        self._coverage = Coverage(self.layout, cached_tokens, self.num_tokens)
+        self.accepted_at = self._heard_at = now
+        self._deadline = now + self._lease_s
+        self._move(TransferState.RECEIVING)
+        self._finish_if_complete(now)
+        return self._ack()
+
+    def on_keepalive(self, now: float) -> Ack | None:
+        """Take a KV_CACHE without payload, or the offer again: answer with where we are."""
+        if self.is_over:
+            return None
+        self._deadline = now + self._lease_s
+        return self._ack()
+
+    def on_segment(self, frame: KvCache, payload: Sequence[Buffer], now: float) -> Segment | None:
+        """Admit one segment.
+
+        Returns:
+            What to verify and unpack; None for a duplicate, or after the end.
+
+        Raises:
+            RemoteProtocolError: It breaks the offer, the credit or an earlier segment.
+        """
+        self._check_id(frame.request_id)
+        if self.is_over:
+            return None
+        try:
+            segment = self._read(frame, payload)
+            if segment is not None:
+                self._admit(segment, frame.num_segments)
+        except RemoteProtocolError as error:
+            self.fail(error)
+            raise
+        self._deadline = now + self._lease_s
+        if segment is not None:
+            self._count_time(now, segment.descriptor.idle_us)
+        return segment
+
+    def verify(self, segment: Segment) -> None:
+        """Compare the digest; may run on any thread.
+
+        Raises:
+            TransferFailed: The bytes are not the ones that were sent.
+        """
+        if segment_digest(self.request_id, segment.kv) != segment.descriptor.digest:
+            raise TransferFailed(self.peer, f"segment {segment.number} has a wrong digest")
+
+    def stored(self, segment: Segment, now: float) -> Ack | None:
+        """Note that a segment is verified and in its blocks.
+
+        Returns:
+            The ACK to send; None when the transfer ended meanwhile.
+        """
+        self._back(segment)
+        if self.is_over:
+            return None
+        self.kv_bytes += segment.descriptor.num_bytes
+        self._finish_if_complete(now)
+        return self._ack()
+
+    def broken(self, segment: Segment, error: WireError) -> None:
+        """Note that a segment could not be verified or unpacked; the transfer fails."""
+        self._back(segment)
+        self.fail(error)
+
+    def _read(self, frame: KvCache, payload: Sequence[Buffer]) -> Segment | None:
+        if self.state is not TransferState.RECEIVING:
+            raise RemoteProtocolError("KV_CACHE: a segment before the first credit")
+        if not 1 <= frame.segment <= frame.num_segments <= MAX_SEGMENTS:
+            raise RemoteProtocolError(f"KV_CACHE: segment {frame.segment} of {frame.num_segments}")
+        if self._num_segments not in (0, frame.num_segments):
+            raise RemoteProtocolError("KV_CACHE: num_segments changed")
+        if len(payload) == 2:
+            descriptor, kv = SegmentDescriptor.unpack(payload[0]), payload[1]
+        elif len(payload) == 1:
+            descriptor, kv = split_segment(payload[0])
+        else:
+            raise RemoteProtocolError(f"KV_CACHE: {len(payload)} payload parts, not 2")
+        known = self._segments.get(frame.segment)
+        if known is None:
+            return Segment(frame.segment, descriptor, kv)
+        if known != descriptor:
+            raise RemoteProtocolError(f"KV_CACHE: segment {frame.segment} came twice and differs")
+        return None
+
+    def _admit(self, segment: Segment, num_segments: int) -> None:
+        num_bytes = memoryview(segment.kv).nbytes
+        wanted = segment.rectangle.num_bytes(self.layout)
+        if not num_bytes == segment.descriptor.num_bytes == wanted <= MAX_SEGMENT_BYTES:
+            raise RemoteProtocolError(f"KV_CACHE: {num_bytes} bytes for {segment.rectangle}")
+        if self._admitted_bytes + num_bytes > self._granted_bytes:
+            raise RemoteProtocolError(f"KV_CACHE: segment {segment.number} is over the credit")
+        self._coverage.admit(segment.rectangle)
+        self._admitted_bytes += num_bytes
+        self._num_segments = num_segments
+        self._segments[segment.number] = segment.descriptor
+        self._unpacking.add(segment.number)
+        if (len(self._segments) == num_segments) != (self._admitted_bytes == self._expected_bytes):
+            raise RemoteProtocolError(
+                f"KV_CACHE: {len(self._segments)} of {num_segments} segments came, but "
+                f"{self._admitted_bytes} of {self._expected_bytes} bytes"
+            )
+
+    def _back(self, segment: Segment) -> None:
+        if segment.number not in self._unpacking:
+            raise LocalProtocolError(f"segment {segment.number} is not being unpacked")
+        self._unpacking.remove(segment.number)
+
+    def _count_time(self, now: float, idle_us: int) -> None:
+        self.transfer_s += max(0.0, now - self._heard_at - idle_us / 1e6)
+        self._heard_at = now
+
+    def _finish_if_complete(self, now: float) -> None:
+        if self.kv_bytes == self._expected_bytes:
+            self._move(TransferState.DONE)
+            self.finished_at = now
+            self._deadline = now + self._lease_s
+            self._count_time(now, 0)
+
+    def _ack(self) -> Ack:
+        granted = Credit(self._granted_bytes, self.cached_tokens, int(self.is_complete))
+        return KvCacheAck(self.request_id, self.kv_bytes), granted

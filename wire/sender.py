@@ -1,0 +1,209 @@
+"""The prefill worker's end of a KV transfer.  SPEC 6.
+
+The offer goes out first.  The first ACK fixes the plan: which tokens the receiver holds already,
+and how large a segment its credit allows.  A segment leaves when its tokens are computed and its
+bytes are within the credit, so the KV travels while the rest of the prompt is still being read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from struct import Struct
+
+from wire.errors import LocalProtocolError, TransferTooLarge
+from wire.frames import KvCache, KvCacheAck
+from wire.lease import Transfer, TransferState
+from wire.parts import Buffer
+from wire.payloads import Credit, KVLayout, Offer, encode_map
+from wire.segment import (
+    DEFAULT_SEGMENT_BYTES,
+    MAX_SEGMENT_BYTES,
+    Rectangle,
+    SegmentDescriptor,
+    plan,
+    segment_digest,
+)
+
+
+class KVSender(Transfer):
+    """The prefill worker's end.
+
+    Send `offer`.  Whenever an ACK or `advance` may have made a segment sendable, take rectangles
+    from `next_segment` until it gives None, pack each, and send what `segment` returns.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        layout: KVLayout,
+        token_ids: Sequence[int],
+        *,
+        max_bytes: int,
+        lease_s: float,
+        now: float,
+        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        peer: str = "the decode worker",
+    ) -> None:
+        super().__init__(request_id, lease_s=lease_s, peer=peer, now=now)
+        if not 0 < segment_bytes <= MAX_SEGMENT_BYTES:
+            raise LocalProtocolError(f"segment_bytes is {segment_bytes}, not 1 to 4 MiB")
+        self.layout = layout
+        self.num_tokens = len(token_ids)
+        self.total_bytes = self.num_tokens * layout.token_bytes
+        self.kv_bytes = 0  # sent
+        self.acked_bytes = 0
+        self.skipped_tokens = 0
+        self._token_ids = token_ids
+        self._max_bytes = max_bytes
+        self._segment_bytes = segment_bytes
+        self._credit = 0
+        self._claimed_bytes = 0
+        self._plan: list[Rectangle] = []
+        self._num_claimed = 0
+        self._claimed: dict[Rectangle, int] = {}
+        # When how many tokens were computed, ascending in both.
+        self._computed_tokens: list[int] = []
+        self._computed_at: list[float] = []
+        self._free_at = now
+        self._keepalive_at = now + lease_s / 3
+
+    def offer(self) -> tuple[KvCache, bytes]:
+        """Return segment 0.
+
+        Raises:
+            TransferTooLarge: Over `max_bytes`; nothing was sent.
+        """
+        if self.total_bytes > self._max_bytes:
+            error = TransferTooLarge(self.total_bytes, self._max_bytes)
+            self.fail(error)
+            raise error
+        offer = Offer(
+            layout=self.layout,
+            num_tokens=self.num_tokens,
+            total_bytes=self.total_bytes,
+            token_ids=Struct(f"<{self.num_tokens}I").pack(*self._token_ids),
+        )
+        return KvCache(self.request_id, 0, 0), encode_map(offer)
+
+    def on_ack(self, ack: KvCacheAck, credit: Credit, now: float) -> None:
+        """Take an ACK; duplicates and stale ones are harmless.
+
+        Raises:
+            RemoteProtocolError: It acknowledges what was not sent, or contradicts an earlier one.
+        """
+        self._check_id(ack.request_id)
+        if self.is_over:
+            return
+        self._check_ack(ack, credit)
+        self._deadline = now + self._lease_s
+        if credit.credit == 0 and not credit.ready:
+            return  # the offer waits for blocks
+        if self.accepted_at is None:
+            self._accepted(credit, now)
+        self._credit = max(self._credit, credit.credit)
+        self.acked_bytes = max(self.acked_bytes, ack.kv_bytes)
+        if credit.ready and self._move(TransferState.DONE):
+            self.finished_at = now
+
+    def advance(self, num_tokens: int, now: float) -> None:
+        """Note that the KV of the first `num_tokens` tokens exists."""
+        if num_tokens > self.num_tokens:
+            raise LocalProtocolError(f"{num_tokens} tokens computed of {self.num_tokens}")
+        if not self._computed_tokens or num_tokens > self._computed_tokens[-1]:
+            self._computed_tokens.append(num_tokens)
+            self._computed_at.append(now)
+
+    def next_segment(self) -> Rectangle | None:
+        """Claim the next rectangle that is computed and within the credit, if there is one."""
+        if self.state is not TransferState.SENDING or self._num_claimed == len(self._plan):
+            return None
+        rectangle = self._plan[self._num_claimed]
+        num_bytes = rectangle.num_bytes(self.layout)
+        if not self._computed_tokens or self._computed_tokens[-1] < rectangle.token_end:
+            return None
+        if self._claimed_bytes + num_bytes > self._credit:
+            return None
+        self._num_claimed += 1
+        self._claimed_bytes += num_bytes
+        self._claimed[rectangle] = self._num_claimed
+        return rectangle
+
+    def segment(
+        self, rectangle: Rectangle, kv: Buffer, now: float, *, digest: int | None = None
+    ) -> tuple[KvCache, bytes, Buffer] | None:
+        """Return the frame and payload parts of a claimed rectangle; None if the transfer is over.
+
+        Args:
+            digest: `segment_digest` of `kv`, when it was computed on another thread.
+        """
+        if self.is_over:
+            return None
+        number = self._claimed.pop(rectangle, None)
+        num_bytes = memoryview(kv).nbytes
+        if number is None or num_bytes != rectangle.num_bytes(self.layout):
+            raise LocalProtocolError(f"{num_bytes} bytes for {rectangle}, which wants others")
+        descriptor = SegmentDescriptor(
+            *rectangle,
+            num_bytes,
+            segment_digest(self.request_id, kv) if digest is None else digest,
+            self._idle_us(rectangle),
+        )
+        self.kv_bytes += num_bytes
+        self._free_at = now
+        self._keepalive_at = now + self._lease_s / 3
+        if self.kv_bytes == self.total_bytes - self.skipped_tokens * self.layout.token_bytes:
+            self._move(TransferState.SENT)
+        return KvCache(self.request_id, number, len(self._plan)), descriptor.pack(), kv
+
+    def keepalive(self, now: float) -> KvCache | None:
+        """Return a frame to send, without payload, when nothing was sent for a third of a lease.
+
+        The receiver answers with an ACK, so both leases are renewed while a prompt is computed or
+        an offer waits for blocks.
+        """
+        if self.is_over or now < self._keepalive_at:
+            return None
+        self._keepalive_at = now + self._lease_s / 3
+        return KvCache(self.request_id, 0, 0)
+
+    def _check_ack(self, ack: KvCacheAck, credit: Credit) -> None:
+        if ack.kv_bytes > self.kv_bytes:
+            raise self._violated(
+                f"KV_CACHE_ACK: {ack.kv_bytes} bytes, but {self.kv_bytes} were sent"
+            )
+        if credit.credit == 0 and not credit.ready:
+            if ack.kv_bytes:
+                raise self._violated(
+                    "KV_CACHE_ACK: bytes acknowledged of an offer that still waits"
+                )
+            return
+        if credit.cached_tokens > self.num_tokens:
+            raise self._violated(
+                f"KV_CACHE_ACK: cached_tokens is {credit.cached_tokens} of {self.num_tokens}"
+            )
+        if self.accepted_at is not None and credit.cached_tokens != self.skipped_tokens:
+            raise self._violated("KV_CACHE_ACK: cached_tokens changed")
+        to_send = (self.num_tokens - credit.cached_tokens) * self.layout.token_bytes
+        if bool(credit.ready) != (ack.kv_bytes == to_send):
+            raise self._violated(
+                f"KV_CACHE_ACK: ready is {credit.ready} at {ack.kv_bytes} of {to_send} bytes"
+            )
+
+    def _accepted(self, credit: Credit, now: float) -> None:
+        self.accepted_at = self._free_at = now
+        self.skipped_tokens = credit.cached_tokens
+        if credit.ready:
+            return
+        layer_bytes = self.layout.token_bytes // self.layout.num_layers
+        segment_bytes = min(max(self._segment_bytes, layer_bytes), credit.credit)
+        try:
+            self._plan = plan(self.layout, self.skipped_tokens, self.num_tokens, segment_bytes)
+        except LocalProtocolError as error:
+            sentence = f"KV_CACHE_ACK: credit {credit.credit} is too small: {error.message}"
+            raise self._violated(sentence) from error
+        self._move(TransferState.SENDING)
+
+    def _idle_us(self, rectangle: Rectangle) -> int:
+        computed = self._computed_at[bisect_left(self._computed_tokens, rectangle.token_end)]
+        return max(0, round((computed - self._free_at) * 1e6))

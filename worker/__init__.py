@@ -1,0 +1,1 @@
+"""Compute: the engine, its executors, and the prefill and decode roles."""

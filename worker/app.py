@@ -1,0 +1,203 @@
+"""One worker process: an engine on its thread, a role, and a connection to each router.
+
+`serve` is the life of the process: start, register, beat until told to stop, drain, close.  The
+event loop only moves bytes; the engine thread only computes (`worker.thread`), and the transfer
+thread only copies (`worker.copies`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Final
+
+import msgspec
+import structlog
+
+from wire.aio.process import Stop, notify
+from wire.frames import Heartbeat, Role
+from wire.payloads import HelloDetail, encode_map
+from worker.config import Config
+from worker.copies import Copies
+from worker.decode import DecodeRole
+from worker.engine import Engine
+from worker.executor.contract import Executor
+from worker.link import Identity, LinkState, RouterLink
+from worker.prefill import PrefillRole
+from worker.sequence import Output
+from worker.thread import EngineThread
+
+log = structlog.get_logger("worker")
+
+# How often leases are looked at; far below any sensible lease, cheap beside a heartbeat.
+TICK_S: Final = 0.1
+EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts it
+EXIT_CONFIG: Final = 78  # EX_CONFIG: a restart would not help
+
+
+def num_blocks(config: Config, token_bytes: int) -> int:
+    """How many KV blocks the configuration asks for or pays for, at least one."""
+    return config.num_blocks or max(1, config.kv_cache_bytes // (config.block_size * token_bytes))
+
+
+class Worker:
+    """The parts of one worker and what they tell each other."""
+
+    def __init__(self, config: Config, executor: Executor) -> None:
+        info = executor.info
+        blocks = num_blocks(config, info.layout.token_bytes)
+        self._config = config
+        self._executor = executor
+        self._engine = Engine(
+            executor,
+            num_blocks=blocks,
+            block_size=config.block_size,
+            max_ubatch_tokens=config.max_ubatch_tokens,
+            max_sbatch_sequences=config.max_sbatch_sequences,
+            enable_prefix_cache=config.prefix_cache,
+        )
+        self._loop = asyncio.get_running_loop()
+        self._thread = EngineThread(self._engine, self._deliver, self._crash)
+        self._copies = Copies()
+        role = Role[config.role.upper()]
+        identity = Identity(role, config.rank, time.time_ns())
+        make_role = PrefillRole if role is Role.PREFILL else DecodeRole
+        self._role: PrefillRole | DecodeRole = make_role(
+            config, info, self._engine.cache, self._thread, self._copies, identity.name
+        )
+        detail = HelloDetail(
+            model=info.name,
+            fingerprint=info.fingerprint,
+            layout=info.layout,
+            block_size=config.block_size,
+            num_blocks=blocks,
+            max_model_len=info.max_model_len,
+            max_kv_transfer_bytes=config.max_kv_transfer_bytes,
+            kv_endpoint=self._role.kv_endpoint,
+        )
+        self._routers = [
+            RouterLink(endpoint, identity, detail, self._role, self._on_link)
+            for endpoint in config.router
+        ]
+        # What wakes `run` and the heartbeat.
+        self._crashed: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._is_beat_due = asyncio.Event()
+        self._was_busy = False
+
+    async def run(self, stop: Stop) -> int:
+        """Serve until told to stop, refused by every router, or broken; return the exit status."""
+        self._thread.start()
+        for router in self._routers:
+            router.open()
+        chores = [asyncio.create_task(chore()) for chore in (self._beat, self._tick)]
+        try:
+            return await self._serve(stop)
+        finally:
+            for chore in chores:
+                chore.cancel()
+            await asyncio.gather(*chores, return_exceptions=True)
+            await self._close()
+
+    async def _serve(self, stop: Stop) -> int:
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            while not stopping.done():
+                if self._crashed is not None:
+                    return EXIT_CRASHED
+                if all(router.state is LinkState.REFUSED for router in self._routers):
+                    return EXIT_CONFIG
+                await self._wait_for_change(stopping)
+            return await self._drain()
+        finally:
+            stopping.cancel()
+
+    async def _drain(self) -> int:
+        """Take no new work, finish what is here, and leave when no router refers to us."""
+        notify("STOPPING=1")
+        log.info("draining", unfinished=self._role.num_unfinished, drain_s=self._config.drain_s)
+        for router in self._routers:
+            router.drain(self._config.drain_s)
+        try:
+            async with asyncio.timeout(self._config.drain_s):
+                while self._role.num_unfinished or not all(r.is_drained for r in self._routers):
+                    if self._crashed is not None:
+                        return EXIT_CRASHED
+                    await self._wait_for_change()
+        except TimeoutError:
+            log.warning("not drained in time", unfinished=self._role.num_unfinished)
+        return 0
+
+    async def _wait_for_change(self, *others: asyncio.Task[None]) -> None:
+        self._changed.clear()
+        changed = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait({changed, *others}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changed.cancel()
+
+    async def _close(self) -> None:
+        await self._role.close()
+        for router in self._routers:
+            await router.close(1.0)
+        self._thread.stop()
+        self._copies.close()
+        self._executor.shutdown()
+        log.info("worker stopped")
+
+    # The engine's thread calls these two.
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        self._loop.call_soon_threadsafe(self._on_outputs, outputs)
+
+    def _crash(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._on_crash, error)
+
+    # The loop.
+
+    def _on_outputs(self, outputs: list[Output]) -> None:
+        self._role.on_outputs(outputs)
+
+    def _on_crash(self, error: BaseException) -> None:
+        log.error("the engine broke; this worker ends", exc_info=error)
+        self._crashed = error
+        self._changed.set()
+
+    def _on_link(self, router: RouterLink) -> None:
+        if router.state is LinkState.REFUSED:
+            log.error("refused by the router", router=router.endpoint, reason=router.refusal)
+        elif router.state is LinkState.READY:
+            self._thread.post(lambda engine: engine.pool.republish())
+            self._is_beat_due.set()
+            notify("READY=1")
+        self._changed.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._role.tick(time.monotonic())
+            is_busy = self._is_busy
+            if self._was_busy and not is_busy:
+                self._is_beat_due.set()  # let the router see at once that everything is free
+            self._was_busy = is_busy
+            self._changed.set()  # a drain looks again at what is unfinished
+
+    @property
+    def _is_busy(self) -> bool:
+        return not self._role.is_idle or self._thread.is_busy
+
+    async def _beat(self) -> None:
+        """Tell every router how we are: at its pace, and at once when we became idle."""
+        while True:
+            load = self._engine.load()
+            load = msgspec.structs.replace(load, kv_inflight_bytes=self._role.kv_inflight_bytes)
+            running, waiting = self._engine.num_running, self._engine.num_waiting
+            heartbeat, payload = Heartbeat(self._engine.steps, running, waiting), encode_map(load)
+            for router in self._routers:
+                if router.state is LinkState.READY:
+                    router.send(heartbeat, payload)
+            self._is_beat_due.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(router.heartbeat_s for router in self._routers)):
+                    await self._is_beat_due.wait()

@@ -1,0 +1,156 @@
+"""What one engine step computes: the tokens of several sequences side by side, as flat arrays.
+
+Seed 002's micro-batch: tokens of one forward pass, of one or many sequences, prompt or generated.
+NumPy only; an executor turns the arrays into what its device wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wire.options import Options
+from worker.sequence import Sequence
+
+Int32 = npt.NDArray[np.int32]
+
+
+class BatchType(StrEnum):
+    """Whether a step reads prompts, generates, or both (seed 002)."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """How large a step may be and what may share it (seed 002).
+
+    Attributes:
+        max_ubatch_tokens: Tokens of one step; a longer prompt is read in chunks.
+        max_sbatch_sequences: Sequences that run side by side.
+        prefer_pure_decode: Never mix: while something generates, every other step reads prompts.
+        dynamic_batching: New sequences join running ones; else they wait until all have ended.
+    """
+
+    max_ubatch_tokens: int = 512
+    max_sbatch_sequences: int = 256
+    prefer_pure_decode: bool = False
+    dynamic_batching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_ubatch_tokens", "max_sbatch_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, not at least 1")
+
+
+class Chunk(NamedTuple):
+    """The next `num_tokens` tokens of a sequence, to be computed in one step."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether every token has KV after it, so that the next one can be sampled."""
+        return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+
+class Sampling(NamedTuple):
+    """How to draw the next token of one sequence: `position` is the index that token will have.
+
+    `token_ids` are the sequence's tokens so far (prompt and output), `prompt_len` of them prompt.
+    """
+
+    request_id: int
+    options: Options
+    position: int
+    prompt_len: int
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens of S sequences, of which R need a next token.
+
+    Attributes:
+        token_ids: [T] input token ids, sequence after sequence.
+        positions: [T] index of each token in its sequence.
+        slots: [T] where its KV goes: block * block_size + offset.
+        query_starts: [S + 1] token range of sequence s is [query_starts[s], query_starts[s + 1]).
+        context_lens: [S] tokens each sequence attends to, this step's included.
+        block_tables: [S, max blocks] physical block of each logical block, padded with 0.
+        sample_rows: [R] rows of T whose logits are wanted, ascending.
+        samplings: R entries, one for each sampled row.
+    """
+
+    kind: BatchType
+    token_ids: Int32
+    positions: Int32
+    slots: Int32
+    query_starts: Int32
+    context_lens: Int32
+    block_tables: Int32
+    sample_rows: Int32
+    samplings: tuple[Sampling, ...]
+
+
+def build(kind: BatchType, chunks: Many[Chunk], block_size: int) -> Batch:
+    """Lay the chunks of one step side by side; those that end their sequence are sampled."""
+    counts = np.array([chunk.num_tokens for chunk in chunks], np.int32)
+    starts = np.array([chunk.sequence.num_computed_tokens for chunk in chunks], np.int32)
+    query_starts = np.zeros(len(chunks) + 1, np.int32)
+    np.cumsum(counts, out=query_starts[1:])
+    block_tables = _block_tables(chunks)
+    rows = np.repeat(np.arange(len(chunks), dtype=np.int32), counts)
+    positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[rows]
+    slots = block_tables[rows, positions // block_size] * block_size + positions % block_size
+    sampled = [index for index, chunk in enumerate(chunks) if chunk.is_last]
+    return Batch(
+        kind=kind,
+        token_ids=_token_ids(chunks),
+        positions=positions,
+        slots=slots,
+        query_starts=query_starts,
+        context_lens=starts + counts,
+        block_tables=block_tables,
+        sample_rows=query_starts[1:][sampled] - np.int32(1),
+        samplings=tuple([_sampling(chunks[index]) for index in sampled]),
+    )
+
+
+def _block_tables(chunks: Many[Chunk]) -> Int32:
+    tables = [chunk.sequence.block_table.blocks for chunk in chunks]
+    sizes = np.array([len(table) for table in tables])
+    width = int(sizes.max())
+    padded = np.zeros((len(tables), width), np.int32)
+    padded[np.arange(width) < sizes[:, None]] = np.concatenate(tables)
+    return padded
+
+
+def _token_ids(chunks: Many[Chunk]) -> Int32:
+    token_ids: list[int] = []
+    for sequence, num_tokens in chunks:
+        start = sequence.num_computed_tokens
+        if num_tokens == 1:
+            token_ids.append(sequence.token_ids[start])
+        else:
+            token_ids += sequence.token_ids[start : start + num_tokens]
+    return np.array(token_ids, np.int32)
+
+
+def _sampling(chunk: Chunk) -> Sampling:
+    sequence = chunk.sequence
+    return Sampling(
+        request_id=sequence.request_id,
+        options=sequence.options,
+        position=len(sequence.token_ids),
+        prompt_len=sequence.prompt_len,
+        token_ids=sequence.token_ids,
+    )

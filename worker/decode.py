@@ -1,0 +1,224 @@
+"""The decode role: take a prompt's KV in, generate from it, send the tokens to the router.
+
+A request is two things that come on two sockets in any order: the KV (`worker.reception`) and the
+DECODE_REQUEST.  Generation begins when both are there.  The tokens of one engine step leave in one
+message per router.  SPEC 4.5, 4.6, 4.7.
+"""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
+from wire.frames import DecodeDone, DecodeRequest, DecodeToken, Frame
+from wire.options import Options
+from wire.parts import Message
+from wire.payloads import Logprobs, PeerDetail, Usage, decode_continuation, encode_map
+from wire.transfer import KVReceiver
+from worker.config import Config
+from worker.copies import Copies
+from worker.engine import Engine
+from worker.executor.contract import KVCache, ModelInfo
+from worker.link import RouterLink
+from worker.reception import Receptions
+from worker.sequence import Failed, Output, Reserved, Token
+from worker.thread import EngineThread
+
+log = structlog.get_logger("worker")
+
+
+class Generation:
+    """One DECODE_REQUEST, from its arrival to its end."""
+
+    __slots__ = (
+        "deadline",
+        "max_new_tokens",
+        "num_tokens",
+        "options",
+        "receiver",
+        "request_id",
+        "router",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        router: RouterLink,
+        frame: DecodeRequest,
+        token_ids: tuple[int, ...],
+        options: Options,
+        deadline: float,
+    ) -> None:
+        self.router = router
+        self.request_id = frame.request_id
+        self.max_new_tokens = frame.max_new_tokens
+        self.token_ids = token_ids
+        self.options = options
+        self.deadline = deadline  # of the KV
+        self.receiver: KVReceiver | None = None  # once the KV is there
+        self.num_tokens = 0
+
+    def begin(self, engine: Engine) -> None:
+        engine.begin_decode(self.request_id, self.token_ids, self.options, self.max_new_tokens)
+
+    def usage(self, finish_reason: str) -> Usage:
+        receiver = self.receiver
+        assert receiver is not None
+        return Usage(
+            finish_reason=finish_reason,
+            completion_tokens=self.num_tokens,
+            kv_bytes=receiver.kv_bytes,
+            kv_skipped_tokens=receiver.cached_tokens,
+            kv_seconds=receiver.kv_seconds,
+            kv_transfer_seconds=receiver.transfer_s,
+        )
+
+
+class DecodeRole:
+    """Everything a decode worker has in hand.  Lives on the event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        info: ModelInfo,
+        cache: KVCache,
+        engine: EngineThread,
+        copies: Copies,
+        identity: bytes,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._generations: dict[int, Generation] = {}
+        self._receptions = Receptions(
+            config, info, cache, engine, copies, self._begin_if_ready, self._on_transfer_failed
+        )
+        self.kv_endpoint = self._receptions.endpoint
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests a drain waits for; KV that no router has asked about is not waited for."""
+        return len(self._generations)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._generations and not self._receptions.num_transfers
+
+    @property
+    def kv_inflight_bytes(self) -> int:
+        """Bytes that may arrive, or that are being unpacked."""
+        return self._receptions.inflight_bytes
+
+    # Frames of a router.
+
+    def on_request(self, router: RouterLink, message: Message) -> None:
+        frame = message.frame
+        if not isinstance(frame, DecodeRequest):
+            raise RemoteProtocolError("a decode worker takes DECODE_REQUEST only")
+        if frame.request_id in self._generations:
+            log.warning("request id used twice, frame dropped", request=frame.request_id)
+            return
+        token_ids, options = decode_continuation(message.body())
+        deadline = time.monotonic() + self._config.lease_s
+        self._generations[frame.request_id] = Generation(
+            router, frame, token_ids, options, deadline
+        )
+        self._begin_if_ready(frame.request_id)
+
+    def on_cancel(self, request_id: int) -> None:
+        self._receptions.cancel(request_id)
+        generation = self._generations.pop(request_id, None)
+        if generation is not None and generation.receiver is not None:
+            self._engine.post(lambda engine: engine.cancel(request_id))
+
+    def on_peers(self, router: RouterLink, peers: list[PeerDetail]) -> None:
+        """Decode workers do not talk to each other."""
+
+    def on_router_changed(self, router: RouterLink) -> None:
+        for request_id, generation in list(self._generations.items()):
+            if generation.router is router:
+                self.on_cancel(request_id)
+
+    # Outputs of the engine.
+
+    def on_outputs(self, outputs: list[Output]) -> None:
+        steps: dict[RouterLink, Step] = {}
+        for output in outputs:
+            match output:
+                case Token():
+                    generation = self._generations.get(output.request_id)
+                    if generation is not None:  # else cancelled while the step was under way
+                        step = steps.setdefault(generation.router, Step())
+                        self._on_token(generation, output, step)
+                case Reserved():
+                    self._receptions.on_reserved(output)
+                case Failed():
+                    self._on_failed(output.request_id, WireError(output.code, output.message))
+        for router, step in steps.items():
+            step.send(router)
+
+    def tick(self, now: float) -> None:
+        """End what has waited a lease for its other half."""
+        self._receptions.tick(now)
+        for generation in list(self._generations.values()):
+            is_alone = generation.receiver is None and generation.request_id not in self._receptions
+            if is_alone and now >= generation.deadline:
+                error = TransferFailed("the prefill worker", "its KV never came")
+                self._on_transfer_failed(generation.request_id, error)
+
+    async def close(self) -> None:
+        for request_id in list(self._generations):
+            self.on_cancel(request_id)
+        await self._receptions.close()
+
+    def _begin_if_ready(self, request_id: int) -> None:
+        generation = self._generations.get(request_id)
+        if generation is not None and self._receptions.is_complete(request_id):
+            generation.receiver = self._receptions.claim(request_id)
+            self._engine.post(generation.begin)
+
+    def _on_token(self, generation: Generation, token: Token, step: Step) -> None:
+        if token.finish_reason != "stop":  # a stop token is no part of the text
+            generation.num_tokens += 1
+            step.tokens.append(DecodeToken(generation.request_id, token.token_id))
+            step.logprobs.append(token.logprobs)
+        if token.finish_reason is not None:
+            del self._generations[generation.request_id]
+            step.ends.append((generation.request_id, generation.usage(token.finish_reason)))
+
+    def _on_failed(self, request_id: int, error: WireError) -> None:
+        if request_id in self._receptions:
+            self._receptions.fail(request_id, error)
+        else:
+            self._refuse(request_id, error, "decode")
+
+    def _on_transfer_failed(self, request_id: int, error: WireError) -> None:
+        self._refuse(request_id, error, "transfer")
+
+    def _refuse(self, request_id: int, error: WireError, stage: str) -> None:
+        generation = self._generations.pop(request_id, None)
+        if generation is not None:
+            code = ErrorCode(error.code)
+            log.warning("request failed", request=request_id, stage=stage, code=code.label)
+            generation.router.refuse(request_id, error, stage)
+
+
+class Step:
+    """What one engine step has for one router."""
+
+    __slots__ = ("ends", "logprobs", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[Frame] = []
+        self.logprobs: list[Logprobs | None] = []
+        self.ends: list[tuple[int, Usage]] = []
+
+    def send(self, router: RouterLink) -> None:
+        """The tokens in one message, then the ends: nothing follows an end."""
+        if self.tokens:
+            wanted = any(entry is not None for entry in self.logprobs)
+            payload = (encode_map(self.logprobs),) if wanted else ()
+            router.send(self.tokens, *payload)
+        for request_id, usage in self.ends:
+            router.send(DecodeDone(request_id), encode_map(usage))

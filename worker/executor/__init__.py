@@ -1,0 +1,1 @@
+"""Executors: what the engine steps, by name."""

@@ -1,0 +1,280 @@
+"""The executor without a model: the next token is a hash of every KV byte read back.  NumPy only.
+
+The KV of a token is a function of its id, its position, the layer, k or v, and the head.  The next
+token is a function of all KV bytes of the sequence in the wire's order, so a byte that is lost,
+stale, mixed up or another request's changes the text, and `oracle` says what the text must be.
+
+How a hash becomes a token: one in `EOS_PERIOD` is an EOS token, unless the request ignores EOS or
+is under its min_tokens; all others are uniform over the rest of the vocabulary.  With a temperature
+above 0 (seed, choice, position) go into the hash too.  top_k, top_p and min_p change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from wire.options import Options
+from wire.parts import Buffer
+from wire.payloads import KVLayout, Logprobs
+from wire.segment import Rectangle
+from worker.batch import Batch, Sampling
+from worker.executor.contract import ModelInfo, SampledToken
+
+VOCAB_SIZE: Final = 32_000
+MAX_MODEL_LEN: Final = 32_768
+EOS_TOKEN_IDS: Final = frozenset({2})
+# Often enough that tests meet it, seldom enough that most answers are long.
+EOS_PERIOD: Final = 64
+# 8 bytes of head_dim are one u64, in which all arithmetic is done; 64 bytes a token.
+LAYOUT: Final = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="uint8")
+
+_U64 = npt.NDArray[np.uint64]
+# One odd word for each (layer, k|v, head), so that no two places hold the same bytes.
+_PLACES: Final[_U64] = (
+    np.arange(1, 2 * LAYOUT.num_layers * LAYOUT.num_kv_heads + 1, dtype=np.uint64)
+    * np.uint64(0x9E3779B97F4A7C15)
+).reshape(LAYOUT.num_layers, 2, LAYOUT.num_kv_heads)
+
+
+def create(
+    *,
+    model_path: str | Path | None = None,
+    model_name: str = "hash",
+    fingerprint: str = "hash",
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    step_delay_s: float = 0.0,
+) -> HashExecutor:
+    """Make a hash executor with the vocabulary and EOS of a model directory, if there is one.
+
+    `dtype` and `device` have no meaning here.  `max_model_len` wins over `MAX_MODEL_LEN`: nothing
+    is trained, so the directory's own does not bind.
+
+    Raises:
+        ValueError: A file of the model directory is not what it should be.
+    """
+    vocab_size, eos_token_ids = VOCAB_SIZE, EOS_TOKEN_IDS
+    if model_path is not None:
+        vocab_size, eos_token_ids = _read_vocabulary(Path(model_path))
+    info = ModelInfo(
+        name=model_name,
+        fingerprint=fingerprint,
+        vocab_size=vocab_size,
+        max_model_len=MAX_MODEL_LEN if max_model_len is None else max_model_len,
+        eos_token_ids=eos_token_ids,
+        layout=LAYOUT,
+    )
+    return HashExecutor(info, step_delay_s=step_delay_s)
+
+
+def _read_vocabulary(path: Path) -> tuple[int, frozenset[int]]:
+    config = _read_json(path / "config.json")
+    eos = _read_json(path / "generation_config.json").get("eos_token_id")
+    if eos is None:
+        eos = config.get("eos_token_id")
+    vocab_size = config.get("vocab_size", VOCAB_SIZE)
+    eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(number, int) for number in (vocab_size, *eos_token_ids)):
+        raise ValueError(f"{path}: vocab_size and eos_token_id must be whole numbers")
+    return vocab_size, frozenset(eos_token_ids)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
+
+
+class HashKVCache:
+    """Paged KV as bytes; implements `worker.executor.contract.KVCache`.
+
+    Attributes:
+        kv: uint8 [num_blocks, num_layers, k|v, kv_heads, block_size, head_dim].
+    """
+
+    layout = LAYOUT
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (num_blocks, LAYOUT.num_layers, 2, LAYOUT.num_kv_heads, block_size, LAYOUT.head_dim)
+        self.kv: npt.NDArray[np.uint8] = np.zeros(shape, np.uint8)
+        self._words: _U64 = self.kv.view("<u8")[..., 0]
+
+    def write(self, token_ids: npt.NDArray[np.int32], batch: Batch) -> None:
+        """Compute and store the KV of a batch's tokens, [T] `token_ids`."""
+        blocks, offsets = np.divmod(batch.slots, self.block_size)
+        self._words[blocks, :, :, :, offsets] = _kv_words(token_ids, batch.positions)
+
+    def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
+        layer_start, num_layers, token_start, num_tokens = rectangle
+        self._check(block_table, rectangle)
+        first, end = token_start // self.block_size, _blocks_for(rectangle, self.block_size)
+        blocks = np.array(block_table[first:end], np.intp)
+        words = self._words[blocks, layer_start : layer_start + num_layers]
+        # [block, layer, k|v, head, offset] to [layer, k|v, head, token]
+        words = words.transpose(1, 2, 3, 0, 4).reshape(num_layers, 2, LAYOUT.num_kv_heads, -1)
+        skipped = token_start - first * self.block_size
+        rows = np.ascontiguousarray(words[..., skipped : skipped + num_tokens])
+        return memoryview(rows.data).cast("B")
+
+    def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
+        layer_start, num_layers, token_start, num_tokens = rectangle
+        self._check(block_table, rectangle)
+        words = np.frombuffer(segment, "<u8") if len(segment) % 8 == 0 else np.empty(0, "<u8")
+        if len(words) != num_layers * 2 * LAYOUT.num_kv_heads * num_tokens:
+            raise ValueError(f"{len(segment)} bytes of KV do not fill {rectangle}")
+        first, end = token_start // self.block_size, _blocks_for(rectangle, self.block_size)
+        logical, offsets = np.divmod(
+            np.arange(token_start, token_start + num_tokens), self.block_size
+        )
+        blocks = np.array(block_table[first:end], np.intp)[logical - first]
+        rows = words.reshape(num_layers, 2, LAYOUT.num_kv_heads, num_tokens)
+        self._words[blocks, layer_start : layer_start + num_layers, :, :, offsets] = rows.transpose(
+            3, 0, 1, 2
+        )
+
+    def _check(self, block_table: Sequence[int], rectangle: Rectangle) -> None:
+        if (
+            min(rectangle) < 0
+            or min(rectangle.num_layers, rectangle.num_tokens) < 1
+            or rectangle.layer_start + rectangle.num_layers > LAYOUT.num_layers
+            or _blocks_for(rectangle, self.block_size) > len(block_table)
+        ):
+            raise ValueError(f"{rectangle} is not within {len(block_table)} blocks")
+
+
+def _blocks_for(rectangle: Rectangle, block_size: int) -> int:
+    return -(-(rectangle.token_start + rectangle.num_tokens) // block_size)
+
+
+class HashExecutor:
+    """Computes in microseconds; implements `worker.executor.contract.Executor`.
+
+    `step_delay_s` makes every step last at least so long, for tests that must meet a step.
+    """
+
+    def __init__(self, info: ModelInfo, *, step_delay_s: float = 0.0) -> None:
+        self.info = info
+        self._step_delay_s = step_delay_s
+        self._cache: HashKVCache | None = None
+
+    def allocate(self, num_blocks: int, block_size: int) -> HashKVCache:
+        self._cache = HashKVCache(num_blocks, block_size)
+        return self._cache
+
+    def forward(self, batch: Batch) -> list[int]:
+        """Write the batch's KV; return one digest of the whole context per sampled row."""
+        assert self._cache is not None, "allocate comes first"
+        if self._step_delay_s:
+            time.sleep(self._step_delay_s)
+        self._cache.write(batch.token_ids, batch)
+        sequences = np.searchsorted(batch.query_starts, batch.sample_rows, side="right") - 1
+        return [
+            xxh3_64_intdigest(
+                self._cache.pack(
+                    batch.block_tables[index],
+                    Rectangle(0, LAYOUT.num_layers, 0, int(batch.context_lens[index])),
+                )
+            )
+            for index in sequences
+        ]
+
+    def sample(self, logits: list[int], batch: Batch) -> list[SampledToken]:
+        vocabulary = _Vocabulary(self.info.vocab_size, self.info.eos_token_ids)
+        return [
+            vocabulary.draw(digest, sampling)
+            for digest, sampling in zip(logits, batch.samplings, strict=True)
+        ]
+
+    def shutdown(self) -> None:
+        self._cache = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    size: int
+    eos_token_ids: frozenset[int]
+
+    def draw(self, digest: int, sampling: Sampling) -> SampledToken:
+        """Map a digest of the context to a token, as the module's docstring says."""
+        options = sampling.options
+        if options.temperature > 0.0:
+            key = np.array([options.seed, options.choice, sampling.position], "<u8").tobytes()
+            digest = xxh3_64_intdigest(key, seed=digest)
+        may_stop = sampling.position - sampling.prompt_len >= options.min_tokens
+        may_end = may_stop and not options.ignore_eos and bool(self.eos_token_ids)
+        choice, rest = digest % EOS_PERIOD, digest // EOS_PERIOD
+        if may_end and choice == 0:
+            eos = sorted(self.eos_token_ids)
+            return self._report(eos[rest % len(eos)], 1 / EOS_PERIOD, options)
+        banned = self.eos_token_ids
+        if not may_stop:
+            banned = banned.union(options.stop_token_ids)
+        token_id = rest % self.size
+        for _ in range(len(banned)):  # to the next that is allowed; there is one, or any will do
+            if token_id not in banned:
+                break
+            token_id = (token_id + 1) % self.size
+        return self._report(token_id, (1 - may_end / EOS_PERIOD) / self.size, options)
+
+    def _report(self, token_id: int, probability: float, options: Options) -> SampledToken:
+        if options.logprobs is None:
+            return SampledToken(token_id)
+        logprob = math.log(probability)
+        top = [((token_id + step) % self.size, logprob) for step in range(options.logprobs)]
+        return SampledToken(token_id, Logprobs(logprob=logprob, top=tuple(top)))
+
+
+def _kv_words(
+    token_ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+) -> npt.NDArray[np.uint64]:
+    """Return u64 [T, num_layers, k|v, kv_heads]: the KV of each token (the splitmix64 mixer)."""
+    names = (positions.astype(np.uint64) << np.uint64(32)) | token_ids.astype(np.uint64)
+    words = names[:, None, None, None] + _PLACES
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(words ^ (words >> np.uint64(31)), dtype="<u8")
+
+
+def oracle(
+    prompt: Sequence[int],
+    num_tokens: int,
+    options: Options | None = None,
+    vocab_size: int = VOCAB_SIZE,
+    *,
+    eos_token_ids: frozenset[int] = EOS_TOKEN_IDS,
+    max_model_len: int = MAX_MODEL_LEN,
+) -> list[int]:
+    """Return the text of a fault-free run: at most `num_tokens`, without the token that ends it.
+
+    Shorter than `num_tokens` exactly when the reason is "stop" or the context is full.
+    """
+    options = options or Options()
+    vocabulary = _Vocabulary(vocab_size, eos_token_ids)
+    stop_ids = set(options.stop_token_ids) | (set() if options.ignore_eos else eos_token_ids)
+    token_ids, prompt_len = list(prompt), len(prompt)
+    while len(token_ids) < min(prompt_len + num_tokens, max_model_len):
+        position = len(token_ids)
+        words = _kv_words(np.array(token_ids, np.int32), np.arange(position, dtype=np.int32))
+        digest = xxh3_64_intdigest(words.transpose(1, 2, 3, 0).tobytes())
+        sampling = Sampling(0, options, position, prompt_len, token_ids)
+        token_id = vocabulary.draw(digest, sampling).token_id
+        if token_id in stop_ids and position - prompt_len >= options.min_tokens:
+            break
+        token_ids.append(token_id)
+    return token_ids[prompt_len:]

@@ -1,0 +1,49 @@
+"""Executors by name: what ``--executor`` accepts.  Each is imported only when it is asked for.
+
+A plug-in is ``module:factory``; the factory is called with the keywords that ours are called with.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Final
+
+from worker.executor.contract import Executor
+
+# torch: real models.  hash: model-free, deterministic, for tests of everything but the model.
+FACTORIES: Final = {
+    "torch": "worker.executor.torch:create",
+    "hash": "worker.executor.hash:create",
+}
+
+
+def create(name: str, **kwargs: Any) -> Executor:
+    """Make the executor called `name`.
+
+    Args:
+        kwargs: model_path, model_name, fingerprint, dtype, device, max_model_len, and what else
+            the factory takes.
+
+    Raises:
+        ValueError: There is no such executor; the message lists what there is.
+    """
+    module_name, colon, factory_name = FACTORIES.get(name, name).partition(":")
+    if not colon or not module_name or not factory_name:
+        raise ValueError(f"there is no executor {name!r}; there are {_names()}")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the plug-in is there, something that it needs is not
+        raise ValueError(
+            f"executor {name!r}: there is no module {error.name!r}; there are {_names()}"
+        ) from error
+    factory = getattr(module, factory_name, None)
+    if not callable(factory):
+        raise ValueError(f"executor {name!r}: {module_name} has no factory {factory_name!r}")
+    executor: Executor = factory(**kwargs)
+    return executor
+
+
+def _names() -> str:
+    return ", ".join([*FACTORIES, "module:factory"])

@@ -1,0 +1,158 @@
+"""The executor of real models: a Hugging Face directory on one torch device.
+
+Turns the engine's NumPy batch into tensors, runs the transformer, samples.  The work is in
+`worker.model`, `kernels` and `worker.sampler`; this module holds the pieces together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from kernels import PagedBatch
+from wire.payloads import KVLayout
+from worker import sampler
+from worker.batch import Batch
+from worker.executor.contract import ModelInfo, SampledToken
+from worker.kvcache import TorchKVCache
+from worker.model.config import DTYPES, ModelError
+from worker.model.loader import load_model
+from worker.model.transformer import Transformer
+
+
+def create(
+    *,
+    model_path: str | Path,
+    model_name: str,
+    fingerprint: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+) -> TorchExecutor:
+    """Load a model directory; see `TorchExecutor.load`."""
+    return TorchExecutor.load(
+        Path(model_path),
+        name=model_name,
+        fingerprint=fingerprint,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+    )
+
+
+class TorchExecutor:
+    """A transformer that can be stepped; implements `worker.executor.contract.Executor`."""
+
+    def __init__(self, model: Transformer, info: ModelInfo) -> None:
+        self.info = info
+        self._model: Transformer | None = model
+        self._cache: TorchKVCache | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        name: str,
+        fingerprint: str = "",
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+    ) -> TorchExecutor:
+        """Load a Hugging Face directory.
+
+        Args:
+            dtype: "auto" or one of float32, bfloat16, float16.  "auto" is the checkpoint's on CUDA
+                and float32 on the CPU, many of which only emulate 16-bit arithmetic.
+            device: "auto" (CUDA where there is a device), "cpu", "cuda" or "cuda:N".
+            max_model_len: Longest sequence in tokens; None for the model's own limit.
+
+        Raises:
+            ModelError: The directory, the dtype, the device or the length cannot be served.
+        """
+        place = _device(device)
+        model = load_model(path, _dtype(dtype, place), place)
+        config = model.config
+        limit = config.max_positions
+        if max_model_len is not None and not 0 < max_model_len <= limit:
+            raise ModelError(
+                f"max_model_len is {max_model_len}, the model allows 1 to {limit} "
+                "(max_position_embeddings)"
+            )
+        layout = KVLayout(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=str(model.dtype).removeprefix("torch."),
+        )
+        info = ModelInfo(
+            name=name,
+            fingerprint=fingerprint,
+            vocab_size=config.vocab_size,
+            max_model_len=max_model_len or limit,
+            eos_token_ids=config.eos_token_ids,
+            layout=layout,
+        )
+        return cls(model, info)
+
+    def allocate(self, num_blocks: int, block_size: int) -> TorchKVCache:
+        """Make the paged KV cache that later batches address."""
+        assert self._model is not None, "allocate after shutdown"
+        self._cache = TorchKVCache(self.info.layout, num_blocks, block_size, self._model.device)
+        return self._cache
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Run the batch and write its KV.
+
+        Returns:
+            [R, vocab] float32 logits of `sample_rows`, on the device.
+        """
+        assert self._model is not None and self._cache is not None, "forward before allocate"
+        device = self._model.device
+        paged = PagedBatch(
+            slots=torch.from_numpy(batch.slots),
+            query_starts=torch.from_numpy(batch.query_starts),
+            context_lens=torch.from_numpy(batch.context_lens),
+            block_tables=torch.from_numpy(batch.block_tables),
+        )
+        return self._model.forward(
+            torch.from_numpy(batch.token_ids).to(device),
+            torch.from_numpy(batch.positions).to(device),
+            self._cache.pool,
+            paged,
+            torch.from_numpy(batch.sample_rows).to(device),
+        )
+
+    def sample(self, logits: torch.Tensor, batch: Batch) -> list[SampledToken]:
+        """Draw one token per sampled row; see `worker.sampler`."""
+        return sampler.sample(logits, batch.samplings, self.info.eos_token_ids)
+
+    def shutdown(self) -> None:
+        """Drop the weights and the cache."""
+        self._model = None
+        self._cache = None
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | None:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    if name not in DTYPES:
+        raise ModelError(f"dtype is {name!r}, not auto or one of {', '.join(DTYPES)}")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"device is {name!r}, not auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"device is {name!r}, not auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} of them")
+    return device

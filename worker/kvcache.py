@@ -1,0 +1,97 @@
+"""The paged KV of a torch model: one pool tensor, and its bytes in and out for the wire.
+
+Packing makes one copy (through the kernels, in the wire's order) and hands out its memory;
+unpacking reads the received buffer in place.  Nothing here knows which sequence owns which block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+import kernels
+from wire.parts import Buffer
+from wire.payloads import KVLayout
+from wire.segment import Rectangle
+
+
+class TorchKVCache:
+    """Blocks of KV on one device: `pool` is [num_blocks, L, 2, Hkv, block_size, D]."""
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.pool = torch.zeros(
+            (num_blocks, layout.num_layers, 2, layout.num_kv_heads, block_size, layout.head_dim),
+            dtype=getattr(torch, layout.dtype),
+            device=device,
+        )
+
+    def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
+        """Copy a rectangle of a sequence's KV out.
+
+        Returns:
+            Contiguous bytes in the wire's order [layer][k|v][kv_head][token][head_dim]; the view
+            keeps its memory alive and nobody writes to it again.
+
+        Raises:
+            ShapeError: The rectangle lies outside the layers or the block table.
+        """
+        layers, tokens = _ranges(rectangle)
+        segment = kernels.pack_kv(self.pool, block_table, layers, tokens).cpu()
+        # NumPy has no bfloat16, so the bytes leave as bytes.
+        return segment.view(-1).view(torch.uint8).numpy().data
+
+    def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
+        """Copy a segment in the wire's order into a sequence's blocks.
+
+        Raises:
+            ValueError: The segment's size does not fit the rectangle, or the rectangle the table.
+        """
+        layers, tokens = _ranges(rectangle)
+        layout = self.layout
+        shape = (len(layers), 2, layout.num_kv_heads, len(tokens), layout.head_dim)
+        received = _tensor_over(segment)
+        size = torch.Size(shape).numel() * self.pool.itemsize
+        if received.numel() != size:
+            raise ValueError(f"the segment has {received.numel()} bytes, its rectangle {size}")
+        values = received.view(self.pool.dtype).view(shape)
+        kernels.unpack_kv(self.pool, block_table, layers, tokens, values)
+
+
+class _Memory:
+    """A buffer described to torch as writable bytes.
+
+    Torch warns about, or copies, what is read-only, as received bytes are; the tensor made of this
+    is only ever read.
+    """
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = np.frombuffer(buffer, np.uint8)
+        address, _ = self.buffer.__array_interface__["data"]
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": self.buffer.shape,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _tensor_over(buffer: Buffer) -> torch.Tensor:
+    """Return the buffer's bytes as a uint8 tensor without copying them; do not write to it."""
+    if len(buffer) == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(np.asarray(_Memory(buffer)))
+
+
+def _ranges(rectangle: Rectangle) -> tuple[range, range]:
+    layer_start, num_layers, token_start, num_tokens = rectangle
+    return (
+        range(layer_start, layer_start + num_layers),
+        range(token_start, token_start + num_tokens),
+    )

@@ -1,0 +1,1 @@
+"""Transformers of the Llama family, read from Hugging Face directories."""

@@ -1,0 +1,97 @@
+"""Checkpoints in safetensors files, whole or sharded, into a transformer's memory.
+
+Each tensor is read straight into the rows it belongs in, converting its dtype, so a model is never
+held twice.  A checkpoint has to fill every tensor and hold no other: a silent mismatch would serve
+noise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from worker.model.config import ModelError, read_config
+from worker.model.transformer import Tensors, Transformer
+
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+
+
+def load_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> Transformer:
+    """Load a model directory; `dtype` None keeps the checkpoint's.
+
+    Raises:
+        ModelError: The directory cannot be served; names the file and the key or tensor.
+    """
+    config = read_config(path)
+    model = Transformer(config, dtype or getattr(torch, config.dtype), device)
+    missing = model.named_tensors()
+    ignored = _ignored(model)
+    for file in checkpoint_files(path):
+        _load_file(file, missing, ignored)
+    if missing:
+        raise ModelError(f"{path}: the checkpoint lacks {_some(missing)}")
+    model.finish_loading()
+    return model
+
+
+def checkpoint_files(path: Path) -> Sequence[Path]:
+    """Return the safetensors files of a model directory.
+
+    Raises:
+        ModelError: There are none, or the index names files that are not there.
+    """
+    index = path / INDEX
+    if not index.is_file():
+        if not (path / SINGLE).is_file():
+            raise ModelError(f"{path} has neither {SINGLE} nor {INDEX}")
+        return [path / SINGLE]
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index}: no weight_map from tensors to files") from error
+    files = [path / str(name) for name in sorted(names, key=str)]
+    absent = [file.name for file in files if file.parent != path or not file.is_file()]
+    if absent or not files:
+        raise ModelError(f"{index} names files that are not beside it: {_some(absent)}")
+    return files
+
+
+def _load_file(file: Path, missing: Tensors, ignored: frozenset[str]) -> None:
+    """Fill what one file holds and strike it from `missing`."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            names = set(tensors.keys()) - ignored
+            extra = {name for name in names - missing.keys() if not name.endswith(".inv_freq")}
+            if extra:
+                raise ModelError(f"{file}: unknown (or repeated) tensors {_some(extra)}")
+            for name in names & missing.keys():
+                _fill(missing.pop(name), tensors.get_tensor(name), file, name)
+    except SafetensorError as error:
+        raise ModelError(f"{file}: {error}") from error
+
+
+def _fill(target: torch.Tensor, source: torch.Tensor, file: Path, name: str) -> None:
+    if source.shape != target.shape:
+        raise ModelError(
+            f"{file}: {name} is {tuple(source.shape)}, config.json asks for {tuple(target.shape)}"
+        )
+    if not source.is_floating_point() or source.itemsize == 1:
+        raise ModelError(f"{file}: {name} is {source.dtype}; quantized tensors are not supported")
+    target.copy_(source)
+
+
+def _ignored(model: Transformer) -> frozenset[str]:
+    # Some checkpoints with tied embeddings store the output matrix as well.
+    return frozenset({"lm_head.weight"} if model.config.tied_embeddings else ())
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:5])
+    return f"{shown} and {len(ordered) - 5} more" if len(ordered) > 5 else shown

@@ -1,0 +1,190 @@
+"""The forward pass of a Llama-family transformer over paged KV.
+
+One step computes T tokens of any number of sequences side by side; only attention, a kernel, knows
+which token belongs to whom.  Projections that read the same input are stored as one matrix (query,
+key and value; gate and up).  No autograd, no modules: tensors and functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+import kernels
+from kernels import PagedBatch
+from worker.model.config import ModelConfig
+from worker.model.rope import Rotation, inverse_frequencies
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Linear:
+    """y = x W^T + b, whose rows may be several projections of the checkpoint, one after another."""
+
+    __slots__ = ("bias", "parts", "weight")
+
+    def __init__(
+        self,
+        parts: dict[str, int],
+        in_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        rows = sum(parts.values())
+        self.parts = parts
+        self.weight = torch.empty(rows, in_features, dtype=dtype, device=device)
+        self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def named(self, prefix: str) -> Tensors:
+        """Return the checkpoint's names and the rows each fills."""
+        tensors: Tensors = {}
+        start = 0
+        for part, rows in self.parts.items():
+            tensors[f"{prefix}{part}.weight"] = self.weight[start : start + rows]
+            if self.bias is not None:
+                tensors[f"{prefix}{part}.bias"] = self.bias[start : start + rows]
+            start += rows
+        return tensors
+
+
+@dataclass(slots=True)
+class Layer:
+    """The tensors of one decoder layer; `qk_norm` is [Hq + Hkv, D], a row for each head."""
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    qk_norm: torch.Tensor | None
+    o: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Transformer:
+    """A decoder-only transformer; `named_tensors` says what a checkpoint has to fill."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.embed = self._empty(config.vocab_size, config.hidden_size)
+        self.layers = [self._layer() for _ in range(config.num_layers)]
+        self.norm = self._empty(config.hidden_size)
+        self.head = self.embed if config.tied_embeddings else torch.empty_like(self.embed)
+        self._frequencies = inverse_frequencies(config.rope, device)
+        self._scale = config.head_dim**-0.5
+
+    def named_tensors(self) -> Tensors:
+        """Return each tensor's name in a Hugging Face checkpoint and the memory it belongs in."""
+        tensors = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
+        if not self.config.tied_embeddings:
+            tensors["lm_head.weight"] = self.head
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}."
+            tensors[prefix + "input_layernorm.weight"] = layer.attention_norm
+            tensors[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
+            tensors |= layer.qkv.named(prefix + "self_attn.") | layer.o.named(prefix + "self_attn.")
+            tensors |= layer.gate_up.named(prefix + "mlp.") | layer.down.named(prefix + "mlp.")
+            if layer.qk_norm is not None:
+                # Heads share one norm; the loader fills the first row, `finish_loading` the others.
+                tensors[prefix + "self_attn.q_norm.weight"] = layer.qk_norm[0]
+                tensors[prefix + "self_attn.k_norm.weight"] = layer.qk_norm[self.config.num_heads]
+        return tensors
+
+    def finish_loading(self) -> None:
+        """Complete what checkpoints hold once and the forward pass wants repeated."""
+        for layer in self.layers:
+            if layer.qk_norm is not None:
+                num_heads = self.config.num_heads
+                layer.qk_norm[:num_heads] = layer.qk_norm[0].clone()
+                layer.qk_norm[num_heads:] = layer.qk_norm[num_heads].clone()
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: torch.Tensor,
+        batch: PagedBatch,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute one step and write its KV into the pool.
+
+        Args:
+            token_ids: [T] on the device; `positions` likewise.
+            pool: [N, L, 2, Hkv, B, D].
+            rows: [R] tokens whose logits are wanted.
+
+        Returns:
+            [R, vocab] float32 logits.
+        """
+        hidden = embedding(token_ids, self.embed)
+        rotation = Rotation.of(positions, self._frequencies, self.dtype)
+        for index, layer in enumerate(self.layers):
+            normed = self._norm(hidden, layer.attention_norm)
+            hidden = hidden + self._attention(index, layer, normed, rotation, pool, batch)
+            hidden = hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm))
+        wanted = self._norm(hidden[rows], self.norm)
+        return linear(wanted, self.head).float()
+
+    def _attention(
+        self,
+        index: int,
+        layer: Layer,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        pool: torch.Tensor,
+        batch: PagedBatch,
+    ) -> torch.Tensor:
+        config = self.config
+        num_rotated = config.num_heads + config.num_kv_heads
+        heads = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)
+        query_key = heads[:, :num_rotated]
+        if layer.qk_norm is not None:
+            query_key.copy_(self._norm(query_key, None) * layer.qk_norm)
+        rotation.apply_(query_key)
+        query, key_value = heads[:, : config.num_heads], heads[:, config.num_heads :]
+        # Keys lie before values in a row of the projection, as the pool has them.
+        key_value = key_value.view(len(heads), 2, config.num_kv_heads, config.head_dim)
+        kernels.append_kv(pool, index, key_value, batch)
+        attended = kernels.paged_attention(
+            query, pool, index, batch, scale=self._scale, window=config.windows[index]
+        )
+        return layer.o(attended.reshape(hidden.shape[0], -1))
+
+    def _mlp(self, layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = layer.gate_up(hidden).chunk(2, dim=-1)
+        return layer.down(silu(gate) * up)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
+
+    def _layer(self) -> Layer:
+        config = self.config
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        inner, hidden = config.intermediate_size, config.hidden_size
+        num_rotated = config.num_heads + config.num_kv_heads
+        return Layer(
+            attention_norm=self._empty(hidden),
+            qkv=self._linear(
+                {"q_proj": query, "k_proj": kv, "v_proj": kv}, hidden, config.qkv_bias
+            ),
+            qk_norm=self._empty(num_rotated, config.head_dim) if config.qk_norm else None,
+            o=self._linear({"o_proj": hidden}, query, config.o_bias),
+            mlp_norm=self._empty(hidden),
+            gate_up=self._linear({"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias),
+            down=self._linear({"down_proj": hidden}, inner, config.mlp_bias),
+        )
+
+    def _linear(self, parts: dict[str, int], in_features: int, bias: bool) -> Linear:
+        return Linear(parts, in_features, bias=bias, dtype=self.dtype, device=self.device)
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=self.dtype, device=self.device)

@@ -1,0 +1,221 @@
+"""The prefill role: read a prompt, hand its KV to a decode worker, answer with the first token.
+
+PREFILL_REQUEST puts a sequence into the engine.  When the engine has blocks for it, the KV is
+offered to the decode worker; while chunks are computed, segments leave within the credit
+(`worker.handover`); the first token goes to the router as soon as it is drawn, whether or not the
+last segment has left.  The blocks are held until the hand-over has ended, however it ends.
+SPEC 4.1, 4.2.
+"""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from wire.errors import ErrorCode, RemoteProtocolError, WireError
+from wire.frames import ANY_RANK, NO_RANK, PrefillDone, PrefillRequest
+from wire.parts import Message
+from wire.payloads import PeerDetail, PrefillResult, decode_prompt, encode_prefill_result
+from wire.transfer import KVSender
+from worker.config import Config
+from worker.copies import Copies
+from worker.executor.contract import KVCache, ModelInfo
+from worker.handover import HandOver
+from worker.link import RouterLink
+from worker.peers import DecodePeers
+from worker.sequence import Computed, Failed, Output, Sequence, Started, Token
+from worker.thread import EngineThread
+
+log = structlog.get_logger("worker")
+
+
+class Prefill:
+    """One PREFILL_REQUEST, until its blocks are given back."""
+
+    __slots__ = (
+        "cached_tokens",
+        "hand_over",
+        "is_answered",
+        "is_handed_over",
+        "request_id",
+        "router",
+    )
+
+    def __init__(self, router: RouterLink, request_id: int, hand_over: HandOver | None) -> None:
+        self.router = router
+        self.request_id = request_id
+        self.hand_over = hand_over
+        self.cached_tokens = 0
+        # It is over when both are true, in either order: a decode worker that holds the whole
+        # prompt already is ready before the first token is drawn.
+        self.is_answered = False
+        self.is_handed_over = False
+
+
+class PrefillRole:
+    """Everything a prefill worker has in hand.  Lives on the event loop."""
+
+    kv_endpoint = ""
+
+    def __init__(
+        self,
+        config: Config,
+        info: ModelInfo,
+        cache: KVCache,
+        engine: EngineThread,
+        copies: Copies,
+        identity: bytes,
+    ) -> None:
+        self._config = config
+        self._layout = info.layout
+        self._cache = cache
+        self._engine = engine
+        self._copies = copies
+        self._peers = DecodePeers(identity)
+        self._prefills: dict[int, Prefill] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests a drain waits for: also those whose KV is still being handed over."""
+        return len(self._prefills)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._prefills
+
+    @property
+    def kv_inflight_bytes(self) -> int:
+        """Bytes sent and not yet acknowledged."""
+        hand_overs = (prefill.hand_over for prefill in self._prefills.values())
+        return sum(hand_over.inflight_bytes for hand_over in hand_overs if hand_over is not None)
+
+    # Frames of a router.
+
+    def on_request(self, router: RouterLink, message: Message) -> None:
+        frame = message.frame
+        if not isinstance(frame, PrefillRequest):
+            raise RemoteProtocolError("a prefill worker takes PREFILL_REQUEST only")
+        if frame.request_id in self._prefills:
+            log.warning("request id used twice, frame dropped", request=frame.request_id)
+            return
+        token_ids, options = decode_prompt(message.body(), frame.seq_len)
+        hand_over = None
+        if frame.decode_rank != NO_RANK:
+            hand_over = self._offer_to(router, frame, token_ids)
+        self._prefills[frame.request_id] = Prefill(router, frame.request_id, hand_over)
+        # With a hand-over the engine is told the whole limit and stops after the first token.
+        limit = 1 if hand_over is None else options.max_tokens
+        sequence = Sequence(
+            frame.request_id, token_ids, options, limit, hand_over=hand_over is not None
+        )
+        self._engine.post(lambda engine: engine.add(sequence))
+
+    def on_cancel(self, request_id: int) -> None:
+        prefill = self._prefills.get(request_id)
+        if prefill is not None:
+            self._end(prefill)
+
+    def on_peers(self, router: RouterLink, peers: list[PeerDetail]) -> None:
+        self._peers.update(router.endpoint, peers)
+
+    def on_router_changed(self, router: RouterLink) -> None:
+        for prefill in list(self._prefills.values()):
+            if prefill.router is router:
+                self._end(prefill)
+
+    # Outputs of the engine.
+
+    def on_outputs(self, outputs: list[Output]) -> None:
+        now = time.monotonic()
+        for output in outputs:
+            prefill = self._prefills.get(output.request_id)
+            if prefill is None:
+                continue  # cancelled while the step was under way
+            match output:
+                case Started():
+                    prefill.cached_tokens = output.cached_tokens
+                    if prefill.hand_over is not None:
+                        prefill.hand_over.start(output.block_table, output.cached_tokens, now)
+                case Computed():
+                    assert prefill.hand_over is not None
+                    prefill.hand_over.advance(output.num_tokens, now)
+                case Token():
+                    self._on_first_token(prefill, output)
+                case Failed():
+                    self._fail(prefill, WireError(output.code, output.message))
+
+    def _on_first_token(self, prefill: Prefill, token: Token) -> None:
+        hand_over, reason = prefill.hand_over, token.finish_reason
+        kv_bytes = hand_over.sender.total_bytes if hand_over is not None and not reason else 0
+        result = PrefillResult(
+            token_id=token.token_id,
+            cached_tokens=prefill.cached_tokens,
+            finish_reason=reason,
+            logprobs=token.logprobs,
+        )
+        prefill.router.send(
+            PrefillDone(prefill.request_id, kv_bytes), encode_prefill_result(result)
+        )
+        prefill.is_answered = True
+        if not kv_bytes:
+            self._end(prefill)
+        elif prefill.is_handed_over:
+            del self._prefills[prefill.request_id]
+
+    # Hand-overs.
+
+    def tick(self, now: float) -> None:
+        """Keep leases alive and end what has run out of one."""
+        for prefill in list(self._prefills.values()):
+            if prefill.hand_over is not None:
+                prefill.hand_over.tick(now)
+
+    async def close(self) -> None:
+        for prefill in list(self._prefills.values()):
+            self._end(prefill)
+        await self._peers.close()
+
+    def _offer_to(
+        self, router: RouterLink, frame: PrefillRequest, token_ids: tuple[int, ...]
+    ) -> HandOver:
+        peer = self._peers.find(router.endpoint, frame.decode_rank)
+        if peer is None:
+            rank = "any" if frame.decode_rank == ANY_RANK else frame.decode_rank
+            raise WireError(ErrorCode.NO_WORKER, f"no decode worker of rank {rank} is known here")
+        sender = KVSender(
+            frame.request_id,
+            self._layout,
+            token_ids,
+            max_bytes=self._config.max_kv_transfer_bytes,
+            lease_s=self._config.lease_s,
+            now=time.monotonic(),
+            segment_bytes=self._config.segment_bytes,
+            peer=peer.name,
+        )
+        offer = sender.offer()  # refused here, before anything is computed, if it is too large
+        return HandOver(sender, offer, peer, self._cache, self._copies, self._on_hand_over_end)
+
+    def _on_hand_over_end(self, hand_over: HandOver) -> None:
+        """The KV is there, or will never be; no buffer of ours is in use any more."""
+        prefill = self._prefills.get(hand_over.request_id)
+        if prefill is None or prefill.hand_over is not hand_over:
+            return
+        if hand_over.sender.error is not None:
+            self._fail(prefill, hand_over.sender.error)
+            return
+        prefill.is_handed_over = True
+        self._engine.post(lambda engine: engine.release(prefill.request_id))
+        if prefill.is_answered:
+            del self._prefills[prefill.request_id]
+
+    def _fail(self, prefill: Prefill, error: WireError) -> None:
+        prefill.router.refuse(prefill.request_id, error, "prefill")
+        self._end(prefill)
+
+    def _end(self, prefill: Prefill) -> None:
+        """Forget a request and free what it holds, here and at the decode worker."""
+        del self._prefills[prefill.request_id]
+        if prefill.hand_over is not None:
+            prefill.hand_over.cancel()
+        self._engine.post(lambda engine: engine.cancel(prefill.request_id))

@@ -1,0 +1,293 @@
+"""The receiving side of KV hand-overs: `wire.receiver` with socket, engine and cache.  SPEC 6.
+
+An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine; only then
+is a byte let in.  Segments are verified and unpacked on the transfer thread.  Blocks of a transfer
+that ended early are given back when no copy writes to them any more.  A transfer that is complete
+waits, for a lease at most, until the decode role claims it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import structlog
+
+from wire.aio.zmq import Hub
+from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, TransferFailed, WireError
+from wire.frames import Cancel, Error, Frame, KvCache
+from wire.parts import Buffer, decode, encode
+from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
+from wire.transfer import Ack, KVReceiver, Segment
+from worker.config import Config
+from worker.copies import Copies
+from worker.engine import Engine
+from worker.executor.contract import KVCache, ModelInfo
+from worker.sequence import Reserved
+from worker.thread import EngineThread
+
+log = structlog.get_logger("worker")
+
+# More than can be cancelled while an offer is under way; 16 bytes each.
+MAX_CANCELLED: Final = 4096
+
+
+class Reception:
+    """One KV cache that arrives from `peer`, until it is claimed or has failed."""
+
+    __slots__ = ("block_table", "is_dropped", "peer", "receiver", "share_bytes")
+
+    def __init__(self, peer: bytes, receiver: KVReceiver) -> None:
+        self.peer = peer
+        self.receiver = receiver
+        self.share_bytes = 0  # of the bytes in flight, from its turn until its last byte
+        self.is_dropped = False
+        self.block_table: tuple[int, ...] = ()
+
+
+class Receptions:
+    """Every KV cache that is arriving here, and the socket they arrive on."""
+
+    def __init__(
+        self,
+        config: Config,
+        info: ModelInfo,
+        cache: KVCache,
+        engine: EngineThread,
+        copies: Copies,
+        on_complete: Callable[[int], None],
+        on_failed: Callable[[int, WireError], None],
+    ) -> None:
+        self._config = config
+        self._info = info
+        self._cache = cache
+        self._engine = engine
+        self._copies = copies
+        self._on_complete = on_complete
+        self._on_failed = on_failed
+        self._receptions: dict[int, Reception] = {}
+        self._waiting: deque[Reception] = deque()
+        self._budget_bytes = config.max_kv_inflight_bytes
+        self._stores: set[asyncio.Task[None]] = set()
+        # A router's CANCEL may overtake the offer it is about: the sockets are not the same.
+        self._cancelled: dict[int, None] = {}
+        self._hub = Hub(self._on_message, on_lost=self._on_lost, zero_copy=True)
+        bound = self._hub.bind(config.kv_bind)
+        self.endpoint = config.kv_advertise or bound
+
+    @property
+    def inflight_bytes(self) -> int:
+        return sum(reception.receiver.inflight_bytes for reception in self._receptions.values())
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._receptions)
+
+    def is_complete(self, request_id: int) -> bool:
+        reception = self._receptions.get(request_id)
+        return reception is not None and reception.receiver.is_complete
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._receptions
+
+    def claim(self, request_id: int) -> KVReceiver:
+        """Take a complete transfer over; its blocks are the engine's sequence from now on."""
+        return self._receptions.pop(request_id).receiver
+
+    def on_reserved(self, reserved: Reserved) -> None:
+        """The engine has blocks: let the KV come."""
+        reception = self._receptions.get(reserved.request_id)
+        if reception is None:
+            return  # ended meanwhile, and the engine has been told
+        reception.block_table = reserved.block_table
+        self._answer(reception, reception.receiver.accept(reserved.cached_tokens, time.monotonic()))
+
+    def fail(self, request_id: int, error: WireError) -> None:
+        """End a transfer because of `error` and tell both sides."""
+        reception = self._receptions.get(request_id)
+        if reception is not None:
+            reception.receiver.fail(error)
+            self._refuse(reception.peer, request_id, error)
+            self._drop(reception)
+            self._on_failed(request_id, error)
+
+    def cancel(self, request_id: int) -> None:
+        """End a transfer because nobody wants it, also one that has not been offered yet."""
+        self._cancelled[request_id] = None
+        if len(self._cancelled) > MAX_CANCELLED:
+            del self._cancelled[next(iter(self._cancelled))]
+        reception = self._receptions.get(request_id)
+        if reception is not None:
+            reception.receiver.cancel()
+            self._refuse(reception.peer, request_id, _cancelled())
+            self._drop(reception)
+
+    def tick(self, now: float) -> None:
+        for request_id, reception in list(self._receptions.items()):
+            if reception.receiver.expired(now):
+                silent = "nobody claimed it" if reception.receiver.is_complete else "silence"
+                self.fail(
+                    request_id, TransferFailed(reception.receiver.peer, f"{silent} for a lease")
+                )
+
+    async def close(self) -> None:
+        for request_id in list(self._receptions):
+            self.cancel(request_id)
+        await asyncio.gather(*self._stores)
+        await self._hub.close(0.5)
+
+    # Frames of prefill workers.
+
+    def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
+        try:
+            message = decode(parts)
+        except RemoteProtocolError as error:
+            log.warning("bad frame from prefill worker", reason=error.message)
+            return
+        frame = message.frame
+        try:
+            match frame:
+                case KvCache():
+                    self._on_kv_cache(peer, frame, message.payload)
+                case Cancel():
+                    self._on_cancel(peer, frame.request_id)
+                case _:
+                    log.warning("not a frame of the KV plane", tag=frame.tag.name)
+        except WireError as error:
+            assert isinstance(frame, KvCache)
+            if frame.request_id in self._receptions:
+                self.fail(frame.request_id, error)
+            else:
+                self._refuse(peer, frame.request_id, error)
+
+    def _on_kv_cache(self, peer: bytes, frame: KvCache, payload: tuple[Buffer, ...]) -> None:
+        reception = self._receptions.get(frame.request_id)
+        now = time.monotonic()
+        if reception is None:
+            if frame.request_id in self._cancelled:
+                raise _cancelled()
+            if frame.segment != 0 or not payload:
+                raise WireError(ErrorCode.UNKNOWN_REQUEST, "there is no such transfer here")
+            self._on_offer(peer, frame.request_id, decode_map(Offer, payload[0]), now)
+        elif reception.peer != peer:
+            log.warning("frame of another worker's transfer dropped", request=frame.request_id)
+        elif frame.segment == 0:
+            self._answer(reception, reception.receiver.on_keepalive(now))
+        elif (segment := reception.receiver.on_segment(frame, payload, now)) is not None:
+            task = asyncio.create_task(self._store(reception, segment))
+            self._stores.add(task)
+            task.add_done_callback(self._stores.discard)
+
+    def _on_offer(self, peer: bytes, request_id: int, offer: Offer, now: float) -> None:
+        receiver = KVReceiver(
+            request_id,
+            offer,
+            layout=self._info.layout,
+            max_bytes=self._config.max_kv_transfer_bytes,
+            credit_bytes=self._config.credit_bytes,
+            lease_s=self._config.lease_s,
+            now=now,
+            peer=peer.decode(errors="replace").rpartition("-")[0],
+        )
+        reception = self._receptions[request_id] = Reception(peer, receiver)
+        self._waiting.append(reception)
+        self._reserve_next()
+
+    def _on_cancel(self, peer: bytes, request_id: int) -> None:
+        reception = self._receptions.get(request_id)
+        if reception is not None and reception.peer == peer:
+            error = TransferFailed(reception.receiver.peer, "the prefill worker gave it up")
+            reception.receiver.fail(error)
+            self._drop(reception)
+            self._on_failed(request_id, error)
+
+    def _on_lost(self, peer: bytes) -> None:
+        for request_id, reception in list(self._receptions.items()):
+            if reception.peer == peer and not reception.receiver.is_complete:
+                self.fail(request_id, PeerLost(reception.receiver.peer))
+
+    # From an offer to its last byte.
+
+    def _reserve_next(self) -> None:
+        """Start the offers, oldest first, whose share of the bytes in flight is to be had."""
+        while self._waiting:
+            receiver = self._waiting[0].receiver
+            total_bytes = receiver.num_tokens * receiver.layout.token_bytes
+            share_bytes = min(self._config.credit_bytes, total_bytes)
+            if share_bytes > self._budget_bytes:
+                return
+            self._budget_bytes -= share_bytes
+            self._waiting.popleft().share_bytes = share_bytes
+            self._engine.post(partial(_reserve, receiver))
+
+    async def _store(self, reception: Reception, segment: Segment) -> None:
+        receiver = reception.receiver
+        try:
+            await self._copies.run(self._unpack, reception, segment)
+        except (WireError, ValueError) as problem:
+            error = problem if isinstance(problem, WireError) else _internal(problem)
+            receiver.broken(segment, error)
+            self.fail(receiver.request_id, error)
+        else:
+            self._answer(reception, receiver.stored(segment, time.monotonic()))
+        self._give_back(reception)
+
+    def _unpack(self, reception: Reception, segment: Segment) -> None:
+        if not reception.receiver.is_over:
+            reception.receiver.verify(segment)
+            self._cache.unpack(reception.block_table, segment.rectangle, segment.kv)
+
+    def _answer(self, reception: Reception, ack: Ack | None) -> None:
+        if ack is None:
+            return
+        frame, credit = ack
+        self._send(reception.peer, frame, credit.pack())
+        if credit.ready and reception.share_bytes:
+            self._return_share(reception)
+            self._on_complete(frame.request_id)
+
+    def _drop(self, reception: Reception) -> None:
+        """Forget a transfer that is over; its blocks follow when no copy writes to them."""
+        del self._receptions[reception.receiver.request_id]
+        reception.is_dropped = True
+        if reception in self._waiting:
+            self._waiting.remove(reception)
+        self._return_share(reception)
+        self._give_back(reception)
+
+    def _give_back(self, reception: Reception) -> None:
+        receiver = reception.receiver
+        if reception.is_dropped and receiver.num_unpacking == 0:
+            self._engine.post(lambda engine: engine.cancel(receiver.request_id))
+
+    def _return_share(self, reception: Reception) -> None:
+        self._budget_bytes += reception.share_bytes
+        reception.share_bytes = 0
+        self._reserve_next()
+
+    def _refuse(self, peer: bytes, request_id: int, error: WireError) -> None:
+        detail = ErrorDetail(message=error.message, stage="transfer")
+        self._send(peer, Error(request_id, error.code), encode_map(detail))
+
+    def _send(self, peer: bytes, frame: Frame, payload: bytes) -> None:
+        try:
+            self._hub.send(peer, encode(frame, payload))
+        except WireError as error:
+            log.debug("frame dropped", tag=frame.tag.name, reason=error.message)
+
+
+def _reserve(receiver: KVReceiver, engine: Engine) -> None:
+    engine.reserve(receiver.request_id, receiver.token_ids)
+
+
+def _cancelled() -> WireError:
+    return WireError(ErrorCode.CANCELLED, "the request was cancelled")
+
+
+def _internal(problem: Exception) -> WireError:
+    log.error("a segment could not be unpacked", problem=str(problem))
+    return WireError(ErrorCode.INTERNAL, "the KV could not be unpacked")

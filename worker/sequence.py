@@ -1,0 +1,264 @@
+"""A sequence is one request's shadow on a worker; an output is what the engine says about it.
+
+The states and the allowed moves between them are a table.  A sequence knows its tokens, how many of
+them have KV, and which blocks hold it; it decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from struct import Struct
+from typing import Final, Literal
+
+from wire.errors import ErrorCode, LocalProtocolError
+from wire.options import Options
+from wire.payloads import Logprobs
+from worker.blocks import ROOT, BlockTable, Prefix
+
+FinishReason = Literal["stop", "length"]
+
+# Without a limit of its own a sequence ends at the model's context length.
+UNLIMITED: Final = 2**31 - 1
+
+
+class Status(StrEnum):
+    """Where a sequence is on this worker."""
+
+    WAITING = "waiting"  # holds no blocks; new, or preempted
+    RUNNING = "running"  # holds blocks; its prompt is read or its tokens are generated
+    HANDING_OVER = "handing_over"  # prefill role: all computed, blocks held until the release
+    RESERVING = "reserving"  # decode role: waits for blocks
+    RESERVED = "reserved"  # decode role: holds blocks into which KV arrives
+    FINISHED = "finished"  # holds nothing, will never be heard of again
+
+
+TRANSITIONS: Final[dict[Status, frozenset[Status]]] = {
+    Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.WAITING, Status.HANDING_OVER, Status.FINISHED}),
+    Status.HANDING_OVER: frozenset({Status.FINISHED}),
+    Status.RESERVING: frozenset({Status.RESERVED, Status.FINISHED}),
+    Status.RESERVED: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.FINISHED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first blocks are allocated; the KV of `cached_tokens` leading tokens is there already."""
+
+    request_id: int
+    block_table: tuple[int, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """KV of the first `num_tokens` tokens exists, those found in the prefix cache included."""
+
+    request_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A sampled token; `index` counts from 0 the tokens sampled on this worker.
+
+    With `finish_reason` "stop" the token is an EOS or stop token: it ends the sequence and is no
+    part of the text.  With "length" it is the last token of the text.
+    """
+
+    request_id: int
+    token_id: int
+    index: int
+    logprobs: Logprobs | None
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Blocks are there for all tokens; `cached_tokens` leading ones have their KV already."""
+
+    request_id: int
+    block_table: tuple[int, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The sequence ended without success and holds nothing any more."""
+
+    request_id: int
+    code: ErrorCode
+    message: str
+
+
+Output = Started | Computed | Token | Reserved | Failed
+
+
+class Sequence:
+    """The tokens of one request, and how far this worker is with them.
+
+    `max_new_tokens` counts what this worker is to generate in all.  A `hand_over` sequence is told
+    the request's whole limit, generates one token here and then holds its blocks.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_keys",
+        "block_table",
+        "hand_over",
+        "is_released",
+        "max_new_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_given_tokens",
+        "num_preemptions",
+        "num_registered_blocks",
+        "options",
+        "prefix",
+        "prompt_len",
+        "request_id",
+        "started_s",
+        "status",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        token_ids: Iterable[int],
+        options: Options | None = None,
+        max_new_tokens: int | None = None,
+        *,
+        hand_over: bool = False,
+        status: Status = Status.WAITING,
+    ) -> None:
+        # What is asked.
+        self.request_id = request_id
+        self.token_ids = list(token_ids)
+        self.prompt_len = len(self.token_ids)
+        self.num_given_tokens = len(self.token_ids)
+        self.hand_over = hand_over
+        self.stop_ids: frozenset[int] = frozenset()
+        self.ask(options or Options(), max_new_tokens)
+        # Where it stands: for its whole life.
+        self.status = status
+        self.arrival = 0
+        self.started_s: float | None = None
+        self.is_released = False
+        self.num_preemptions = 0
+        self.block_keys: list[bytes] = []
+        # What it holds: from one admission to the next preemption.
+        self.block_table = BlockTable()
+        self.num_cached_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_registered_blocks = 0
+        self.prefix: Prefix = ROOT
+
+    def ask(self, options: Options, max_new_tokens: int | None) -> None:
+        """Set what is to be generated, by default what is left of the option's limit."""
+        self.options = options
+        if max_new_tokens is None and options.max_tokens is not None:
+            max_new_tokens = options.max_tokens - self.num_output_tokens
+        self.max_new_tokens = UNLIMITED if max_new_tokens is None else max_new_tokens
+
+    def resume(self, token_ids: list[int], options: Options, max_new_tokens: int | None) -> None:
+        """Go on from the KV of all reserved tokens; `token_ids` are those and the ones after.
+
+        Raises:
+            ValueError: They are not.
+        """
+        reserved = self.num_tokens
+        if len(token_ids) <= reserved or token_ids[:reserved] != self.token_ids:
+            raise ValueError("the tokens to continue are not those reserved and at least one more")
+        self.token_ids = token_ids
+        self.num_given_tokens = len(token_ids)
+        self.num_computed_tokens = reserved
+        self.ask(options, max_new_tokens)
+
+    def move_to(self, status: Status) -> None:
+        """Change the status along `TRANSITIONS`.
+
+        Raises:
+            LocalProtocolError: There is no such arrow.
+        """
+        if status not in TRANSITIONS[self.status]:
+            raise LocalProtocolError(
+                f"request {self.request_id}: no way from {self.status} to {status}"
+            )
+        self.status = status
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: higher priority, then earlier arrival.  The last is preempted first."""
+        return (-self.options.priority, self.arrival)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens without KV: the rest of the prompt, or the one that was sampled last."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens of the request, those of another worker included."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Generated tokens of this worker."""
+        return len(self.token_ids) - self.num_given_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether just the token sampled last lacks its KV."""
+        computed = self.num_computed_tokens
+        return computed >= self.prompt_len and computed + 1 == len(self.token_ids)
+
+    def keys(self, num_blocks: int, block_size: int) -> list[bytes]:
+        """Return the tokens of the first `num_blocks` full blocks, u32 little-endian each."""
+        known = len(self.block_keys)
+        if known < num_blocks:
+            pack = Struct(f"<{block_size}I").pack
+            self.block_keys += [
+                pack(*self.token_ids[start : start + block_size])
+                for start in range(known * block_size, num_blocks * block_size, block_size)
+            ]
+        return self.block_keys[:num_blocks]
+
+    def problem(self, vocab_size: int, max_model_len: int) -> tuple[ErrorCode, str] | None:
+        """Say what makes it impossible for this model, if anything."""
+        if not self.token_ids:
+            return ErrorCode.INVALID_REQUEST, "the prompt is empty"
+        if min(self.token_ids) < 0 or max(self.token_ids) >= vocab_size:
+            message = f"a token id is not in the model's vocabulary, 0 to {vocab_size - 1}"
+            return ErrorCode.INVALID_REQUEST, message
+        if self.max_new_tokens < 1:
+            message = f"max_new_tokens is {self.max_new_tokens}, not at least 1"
+            return ErrorCode.INVALID_REQUEST, message
+        if self.num_tokens >= max_model_len:
+            message = f"{self.num_tokens} tokens fill the model's context of {max_model_len}"
+            return ErrorCode.CONTEXT_LENGTH_EXCEEDED, message
+        return None
+
+    def finish_reason(self, max_model_len: int) -> FinishReason | None:
+        """Say why the token at the end is the last, if it is."""
+        is_stop = self.token_ids[-1] in self.stop_ids
+        if is_stop and self.num_output_tokens > self.options.min_tokens:
+            return "stop"
+        num_tokens = len(self.token_ids)
+        if num_tokens - self.num_given_tokens >= self.max_new_tokens or num_tokens >= max_model_len:
+            return "length"
+        return None
+
+    def tokens_per_second(self, now: float) -> float:
+        """Return the rate since the sequence started, 0 before (seed 002)."""
+        if self.started_s is None or now <= self.started_s:
+            return 0.0
+        return self.num_new_tokens / (now - self.started_s)
