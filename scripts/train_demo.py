@@ -76,7 +76,7 @@ GLUE_WEIGHT = 0.0
 POOL_DOCUMENTS = 256
 BATCH_TOKENS = 2048
 # The part of the run in which bare lists of facts give way to stories.
-NOTES_UNTIL = 0.2
+NOTES_UNTIL = 0.35
 
 # Adam takes the embedding and the norms, Muon every other matrix; both follow one schedule.
 ADAM_RATE = 3e-3

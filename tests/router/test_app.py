@@ -175,6 +175,14 @@ async def test_serve_runs_until_it_is_told_to_stop(tmp_path: Path) -> None:
     assert await serving == 0
 
 
+async def test_a_part_that_breaks_ends_the_router(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as cluster:
+        monkeypatch.setattr(cluster.router.bus, "tick", lambda: 1 / 0)
+        assert not await cluster.router.until_stopped(Stop())
+
+
 def test_the_process_serves_and_drains_on_sigterm(tmp_path: Path) -> None:
     model, ready = write_model(tmp_path), tmp_path / "ready"
     command = [sys.executable, "-m", "router", "--model", str(model), "--ready-file", str(ready)]

@@ -105,3 +105,14 @@ def test_what_can_never_be_served_is_refused() -> None:
     _, placement = cluster(Role.DECODE)
     with pytest.raises(WireError, match="no prefill worker"):
         placement.check(flight())
+
+
+def test_a_promise_ends_with_the_heartbeat_after_the_first_token() -> None:
+    table, placement = cluster(Role.PREFILL, Role.DECODE)
+    attempt = placed(placement)
+    [decode] = table.ready(Role.DECODE)
+    decode.on_load(load(64))
+    assert decode.available_blocks == 61
+    placement.finish_reading(attempt)
+    decode.on_load(load(64, used=3))
+    assert decode.available_blocks == 61 and not decode.promised

@@ -9,7 +9,7 @@ from scripts import stories
 from scripts.stories import Split, Story
 
 SPLITS: tuple[Split, ...] = ("train", "held_out")
-NUM_STORIES = 200
+NUM_STORIES = 100
 
 
 def tell(seed: int, split: Split = "train") -> list[Story]:

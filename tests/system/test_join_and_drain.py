@@ -11,16 +11,18 @@ import httpx
 from tests.cluster import Cluster, hash_oracle, until
 from wire.options import Options
 
+NUM_TOKENS = 200  # a second at 5 ms a step: long enough to be stopped in the middle
+
 
 async def complete(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
-    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     response = await client.post("/v1/completions", json=body | {"return_token_ids": True})
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["token_ids"]  # type: ignore[no-any-return]
 
 
 async def test_a_worker_joins_gets_work_and_drains_on_sigterm(tmp_path: Path) -> None:
-    args = ("--worker-args", "--hash-step-ms 5")
+    args = ("--worker-args", "--hash-step-ms 5", "--heartbeat-ms", "50")
     with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
         joined = cluster.worker("decode", 3, "--hash-step-ms", "5")
         prompts = [[prompt, 7, 9] * 20 for prompt in range(40)]
@@ -36,7 +38,7 @@ async def test_a_worker_joins_gets_work_and_drains_on_sigterm(tmp_path: Path) ->
             await asyncio.to_thread(until, has_work, "decode-3 has work")
             joined.send_signal(signal.SIGTERM)
             results = await asyncio.gather(*streams)
-        expected = [hash_oracle(prompt, 40, Options(ignore_eos=True)) for prompt in prompts]
+        expected = [hash_oracle(prompt, NUM_TOKENS, Options(ignore_eos=True)) for prompt in prompts]
         assert results == expected
         assert await asyncio.to_thread(joined.wait, 30) == 0
         until(lambda: cluster.find("decode", 3) is None, "decode-3 gone")
