@@ -19,12 +19,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 from urllib.request import Request, urlopen
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from scripts.stories import make_story, pick_questions  # noqa: E402
 from wire.errors import ErrorCode  # noqa: E402
 from wire.frames import ANY_RANK, DecodeRequest, PrefillRequest, Tag  # noqa: E402
 from wire.options import Options  # noqa: E402
@@ -68,10 +70,9 @@ HEADINGS = (
 
 @contextmanager
 def cluster() -> Iterator[dict[str, str]]:
-    """Start the router and its workers; yield the endpoints; stop them and wait for the end."""
+    """Start the router and its workers; yield the endpoints; stop them and see that they ended."""
     with tempfile.TemporaryDirectory() as directory:
-        ready = Path(directory) / "ready.json"
-        log = Path(directory) / "log"
+        ready, log = Path(directory, "ready.json"), Path(directory, "log")
         command = [sys.executable, "-m", "router", "--model", "demo", "--local", "2,2"]
         command += ["--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0"]
         with log.open("wb") as output:
@@ -81,11 +82,24 @@ def cluster() -> Iterator[dict[str, str]]:
         try:
             yield wait_until_ready(router, ready)
         except BaseException:
-            sys.stderr.write(log.read_text()[-2000:])
+            sys.stderr.write(log.read_text()[-4000:])
             raise
         finally:
+            workers = children(router.pid)
             router.send_signal(signal.SIGTERM)
-            router.wait(60)
+            status = router.wait(60)
+            left = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+            print(f"\nStopped: router exit status {status}, {len(left)} processes left.")
+
+
+def children(pid: int) -> list[int]:
+    """The process ids of this process's children; none where there is no /proc."""
+    try:
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+    except OSError:
+        return []
 
 
 def wait_until_ready(router: subprocess.Popen[bytes], ready: Path) -> dict[str, str]:
@@ -112,7 +126,7 @@ def call(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
         return json.load(response)
 
 
-def story_over_http(url: str, user: str) -> tuple[str, Row]:
+def story_over_http(url: str, user: str) -> Row:
     """Stream a chat completion and print it as it comes."""
     body = {
         "model": "demo",
@@ -129,7 +143,6 @@ def story_over_http(url: str, user: str) -> tuple[str, Row]:
     headers = {"content-type": "application/json"}
     connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
     times: list[float] = []
-    text = ""
     usage: dict[str, Any] = {}
     for line in connection.getresponse():
         if not line.startswith(b"data: {"):
@@ -138,27 +151,25 @@ def story_over_http(url: str, user: str) -> tuple[str, Row]:
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
             times.append(time.perf_counter())
-            piece = choice["delta"].get("content") or ""
-            text += piece
-            print(piece, end="", flush=True)
+            print(choice["delta"].get("content") or "", end="", flush=True)
     print()
     connection.close()
-    row = Row(
-        "story (HTTP, chat)",
+    return Row(
+        "story (HTTP)",
         usage["prompt_tokens"],
         usage["prompt_tokens_details"]["cached_tokens"],
         usage["kv_transfer"]["bytes"],
-        usage["kv_transfer"]["seconds"],
+        usage["kv_transfer"]["transfer_seconds"],
         times[0] - start,
         rate(usage["completion_tokens"], times),
     )
-    return text, row
 
 
-def question_over_tcp(endpoints: dict[str, str], prompt: str, name: str) -> tuple[str, Row]:
+def question_over_tcp(endpoints: dict[str, str], user: str, name: str) -> tuple[str, Row]:
     """Ask over raw TCP: the frames of SPEC 4 on a plain socket; ids in, ids out."""
     url = endpoints["http"]
-    ids = call(url, "/tokenize", {"prompt": prompt})["tokens"]
+    message = {"role": "user", "content": user}
+    ids = call(url, "/tokenize", {"messages": [message]})["tokens"]
     host, _, port = endpoints["tcp"].removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         start = time.perf_counter()
@@ -214,14 +225,22 @@ def rate(num_tokens: int, times: list[float]) -> float:
 
 def main() -> int:
     print("Starting 1 router, 2 prefill and 2 decode workers ...", flush=True)
+    random = Random(1)
+    told = make_story(random, "held_out")  # nothing like it was in the training data
+    questions = pick_questions(random, [told], 2)
     with cluster() as endpoints:
-        pids = [row["pid"] for row in call(endpoints["http"], "/v1/cluster")["workers"]]
-        print("\n> Tell me a story about Mia and a lantern.    (HTTP, streaming)\n")
-        story, row = story_over_http(endpoints["http"], "Tell me a story about Mia and a lantern.")
-        rows = [row]
-    print("\n" + HEADINGS)
-    for row in rows:
-        print(row)
+        wish = "Tell me a story about Mia and a lantern."
+        print(f"\n[HTTP, streaming] {wish}\n")
+        rows = [story_over_http(endpoints["http"], wish)]
+        print(f"\n[raw TCP] {told.text}")
+        for number, question in enumerate(questions, 1):
+            user = f"{told.text}\n{question.text}"
+            answer, row = question_over_tcp(endpoints, user, f"question {number} (raw TCP)")
+            rows.append(row)
+            print(f"\n    {question.text}\n    {answer}   (right: {question.word})")
+        print("\n" + HEADINGS)
+        for row in rows:
+            print(row)
     return 0
 
 

@@ -201,9 +201,7 @@ def answer_pieces(answer: str, recalled: str) -> list[Piece]:
     return [Piece(before, TEXT_WEIGHT), Piece(recalled, RECALL_WEIGHT), Piece(after, TEXT_WEIGHT)]
 
 
-def draw_batches(
-    rng: Random, tokenizer: PreTrainedTokenizerFast, progress: float
-) -> list[Batch]:
+def draw_batches(rng: Random, tokenizer: PreTrainedTokenizerFast, progress: float) -> list[Batch]:
     """Draw a pool of documents and pack those of similar length together."""
     pool = [draw_document(rng, progress) for _ in range(POOL_DOCUMENTS)]
     encodings = tokenizer.backend_tokenizer.encode_batch(

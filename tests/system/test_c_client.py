@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import Cluster, hash_oracle
 from wire.errors import ErrorCode, RemoteProtocolError
 from wire.frames import (
     ANY_RANK,
@@ -25,6 +26,7 @@ from wire.frames import (
     PrefillDone,
     PrefillRequest,
 )
+from wire.options import Options
 from wire.parts import Message
 from wire.payloads import (
     NO_TOKEN,
@@ -163,3 +165,14 @@ def test_the_script_of_these_tests_is_itself_checked() -> None:
         theirs.sendall(bytes(8))
         with pytest.raises(RemoteProtocolError):
             receive(ours, 1)
+
+
+def test_a_completion_of_a_real_cluster(client: Path, hash_cluster: Cluster) -> None:
+    """What C prints is what the executor must say, from HTTP's point of view and the oracle's."""
+    host, port = hash_cluster.tcp
+    prompt = [11, 22, 33, 44]
+    command = [str(client), host, str(port), "12", *map(str, prompt)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 0, result.stderr
+    printed = [int(line) for line in result.stdout.split()]
+    assert printed == hash_oracle(prompt, 12, Options())
