@@ -61,11 +61,10 @@ TOKENIZER_CONFIG = {
 # An upper bound: the training text runs out of pairs to merge before.
 MAX_VOCABULARY = 1536
 
-# What a token weighs in the loss. A prompt is worth little, and an answer that has to be looked up
-# in it is worth a lot: with equal weights recall stays at chance for as long as we train.
-PROMPT_WEIGHT = 0.3
+# What a token weighs in the loss: an answer that has to be looked up more than the rest.
+PROMPT_WEIGHT = 1.0
 TEXT_WEIGHT = 1.0
-ANSWER_WEIGHT = 10.0
+ANSWER_WEIGHT = 3.0
 # What follows is decided by the person who asks, so the model must not learn to expect it.
 GLUE_WEIGHT = 0.0
 
@@ -73,7 +72,7 @@ GLUE_WEIGHT = 0.0
 POOL_DOCUMENTS = 256
 BATCH_TOKENS = 2048
 # The part of the run in which bare lists of facts give way to stories.
-NOTES_UNTIL = 0.35
+NOTES_UNTIL = 0.1
 
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
