@@ -166,6 +166,7 @@ class PrefillRole:
             cached_tokens=prefill.cached_tokens,
             finish_reason=reason,
             logprobs=token.logprobs,
+            prompt_logprobs=token.prompt_logprobs,
         )
         prefill.router.send(
             PrefillDone(prefill.request_id, kv_bytes), encode_prefill_result(result)
