@@ -53,3 +53,10 @@ def test_the_engine_in_a_program_works(tmp_path: Path) -> None:
 def test_every_path_it_names_is_there() -> None:
     for path in re.findall(r"`((?:wire|router|worker|kernels|tests|scripts)/[\w./]*)`", README):
         assert (ROOT / path).exists(), path
+
+
+def test_every_test_it_names_is_there() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", README)
+    assert len(named) > 30
+    for path, name in named:
+        assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.M), (path, name)

@@ -16,7 +16,7 @@ from wire.parts import Buffer
 from wire.payloads import KVLayout
 from wire.segment import Rectangle
 
-Items = npt.NDArray[np.void]
+Items = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -33,7 +33,10 @@ class HostKVCache:
         self.block_size = block_size
         self._row = (layout.num_layers, 2, layout.num_kv_heads)
         item_bytes = layout.token_bytes // (2 * layout.num_layers * layout.num_kv_heads)
-        self.items: Items = np.zeros((num_blocks, *self._row, block_size), f"V{item_bytes}")
+        # NumPy moves numbers two to three times faster than raw bytes of the same size.
+        kind = "u" if item_bytes in (1, 2, 4, 8) else "V"
+        shape = (num_blocks, *self._row, block_size)
+        self.items: Items = np.zeros(shape, f"{kind}{item_bytes}")
 
     def rows(self, block_table: Sequence[int] | npt.NDArray[Any], num_tokens: int) -> Bytes:
         """Copy the KV of a sequence's first tokens out, a row for each token.

@@ -1,11 +1,16 @@
 """Two functions of bytes are served; what they may not do is named."""
 
+import asyncio
 import struct
+from typing import Any
 
 import pytest
 
 from tests import example_model
+from wire.aio.process import Stop
 from wire.payloads import KVLayout
+from worker.app import EXIT_CRASHED, Worker
+from worker.config import Config
 from worker.executor.direct import Direct
 from worker.executor.functions import DecodeStepFn, PrefillFn, serve_functions
 from worker.executor.stepwise import StepwiseExecutor
@@ -82,3 +87,11 @@ def test_the_example_goes_on_as_the_text_did() -> None:
     executor = example_model.create()
     assert isinstance(executor, StepwiseExecutor)
     assert first_tokens(executor, prompt) == [9, 10]
+
+
+async def test_a_worker_finds_out_in_its_warmup() -> None:
+    broken = executor_of(prefill=lambda token_ids, seq_len: (b"", b"too much" * seq_len))
+    settings: dict[str, Any] = {"router": ("tcp://127.0.0.1:9",), "num_blocks": 8}
+    worker = Worker(Config(role="prefill", **settings), broken)
+    async with asyncio.timeout(20):
+        assert await worker.run(Stop()) == EXIT_CRASHED
