@@ -153,10 +153,10 @@ class ServingEngine:
         Raises:
             WireError: The engine is closed, or broke.
         """
-        request_id = self._ledger.open(len(token_ids), callback)
-        sequence = EngineSequence(request_id, token_ids, options)
+        sequence = EngineSequence(0, token_ids, options)  # first: what raises here was never open
+        sequence.request_id = self._ledger.open(sequence.prompt_len, callback)
         self._post(lambda engine: engine.add(sequence))
-        return request_id
+        return sequence.request_id
 
     def cancel(self, request_id: int) -> None:
         """End a request, wherever it is; one that has ended is left alone."""
@@ -179,9 +179,10 @@ class ServingEngine:
             WireError: The request failed, or somebody else cancelled it.
         """
         outputs = [output async for output in self.stream(token_ids, options)]
-        result = self.get_result(outputs[-1].request_id)
-        assert result is not None
-        return result
+        last = outputs[-1]
+        assert last.finish_reason is not None
+        generated = tuple(out.token_id for out in outputs if out.token_id is not None)
+        return Result(last.request_id, len(token_ids), generated, last.finish_reason)
 
     async def stream(
         self, token_ids: Sequence[int], options: Options | None = None

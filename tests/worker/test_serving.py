@@ -127,6 +127,13 @@ def test_what_cannot_be_served_ends_with_an_error() -> None:
     assert serving.metrics().failed == 3
 
 
+def test_what_is_no_prompt_is_never_submitted() -> None:
+    serving = stepped()
+    with pytest.raises(TypeError):
+        serving.submit(5)  # type: ignore[arg-type]
+    assert serving.metrics().submitted == 0
+
+
 def test_cancelled_between_two_iterations() -> None:
     serving = stepped()
     heard: list[TokenOutput] = []
@@ -181,6 +188,7 @@ async def test_await_the_result(serving: ServingEngine) -> None:
     results = await asyncio.gather(*(serving.submit_async([seed] * 5, GREEDY) for seed in range(4)))
     for seed, result in enumerate(results):
         assert list(result.token_ids) == oracle([seed] * 5, 9, GREEDY)
+        assert result == serving.get_result(result.request_id)
 
 
 async def test_stream_the_tokens(serving: ServingEngine) -> None:

@@ -30,7 +30,7 @@ def texts(executor: StepwiseExecutor, prompts: list[list[int]], **settings: int)
                 generated[output.request_id].append(output.token_id)
         engine.check()
     if "num_blocks" in settings:
-        assert engine.num_preemptions
+        assert engine.load().preemptions
     return generated
 
 
