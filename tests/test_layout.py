@@ -47,6 +47,7 @@ ASYNC = {
     "worker/prefill.py",
     "worker/reception.py",
     "worker/decode.py",
+    "worker/serving.py",
 }
 UNPICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 # Types only: there is nothing to run.

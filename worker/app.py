@@ -24,6 +24,7 @@ from worker.copies import Copies
 from worker.decode import DecodeRole
 from worker.engine import Engine
 from worker.executor.contract import Executor
+from worker.executor.measured import measured
 from worker.link import Identity, LinkState, RouterLink
 from worker.plane import KVPlane
 from worker.prefill import PrefillRole
@@ -50,9 +51,9 @@ class Worker:
         info = executor.info
         blocks = num_blocks(config, info.layout.token_bytes)
         self._config = config
-        self._executor = executor
+        self._executor = measured(executor)
         self._engine = Engine(
-            executor,
+            self._executor,
             num_blocks=blocks,
             block_size=config.block_size,
             max_ubatch_tokens=config.max_ubatch_tokens,
@@ -61,6 +62,7 @@ class Worker:
         )
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(self._engine, self._deliver, self._crash)
+        self._thread.post(lambda _: self._executor.warmup())  # first of all: no block is used yet
         self._copies = Copies()
         self._plane = KVPlane(info.max_model_len)
         role = Role[config.role.upper()]
@@ -159,7 +161,14 @@ class Worker:
         self._thread.stop()
         self._copies.close()
         self._executor.shutdown()
-        log.info("worker stopped")
+        metrics = self._executor.metrics()
+        log.info(
+            "worker stopped",
+            steps=metrics.num_steps,
+            prefill_p95_s=round(metrics.prefill.p95_s, 6),
+            decode_p95_s=round(metrics.decode.p95_s, 6),
+            tokens_per_second=round(metrics.tokens_per_second, 1),
+        )
 
     # The engine's thread calls these two.
 

@@ -56,6 +56,9 @@ class Engine:
         enable_prefix_cache: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        limits = executor.capabilities
+        max_sbatch_sequences = limits.at_most(max_sbatch_sequences)
+        dynamic_batching = dynamic_batching and limits.continuous_batching
         self.info = executor.info
         self.cache = executor.allocate(num_blocks, block_size)
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=enable_prefix_cache)

@@ -1,7 +1,7 @@
 """The engine on the hash executor: its text equals the oracle's, its blocks are conserved."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -632,3 +632,20 @@ EngineMachine.TestCase.settings = settings(
     max_examples=25, stateful_step_count=40, deadline=None, database=None
 )
 TestEverythingAtOnce = EngineMachine.TestCase
+
+
+def test_what_the_executor_can_do_limits_the_engine() -> None:
+    executor = RecordingExecutor()
+    executor.capabilities = replace(
+        executor.capabilities, max_batch_sequences=2, continuous_batching=False
+    )
+    engine = Engine(executor, num_blocks=64, block_size=4)
+    assert engine.config.max_sbatch_sequences == 2 and not engine.config.dynamic_batching
+    for request_id in range(5):
+        engine.add(Sequence(request_id, [5, 6], GREEDY, 4))
+    run(engine)
+    sizes = [len(batch.context_lens) for batch in executor.batches]
+    assert sizes == [2] * 8 + [1] * 4
+    assert [batch.kind for batch in executor.batches] == (
+        [BatchType.PREFILL] + [BatchType.DECODE] * 3
+    ) * 3

@@ -1,7 +1,9 @@
 """What the engine asks of an executor: seed 003's ModelExecutor, over paged KV.
 
 An executor computes and nothing else: no queues, no network, no threads of its own.  The engine
-calls it from one thread.  `KVCache.pack` and `unpack` alone are called from the transfer thread,
+calls it from one thread.  What the seed wants besides (status, metrics, warmup, prefill and decode
+by hand) is the same for every executor and is put around it: `worker.executor.measured` and
+`worker.executor.direct`.  `KVCache.pack` and `unpack` alone are called from the transfer thread,
 and only on blocks that no step writes at that moment.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from wire.parts import Buffer
@@ -27,6 +30,75 @@ class ModelInfo:
     max_model_len: int
     eos_token_ids: frozenset[int]
     layout: KVLayout
+
+
+class Attention(StrEnum):
+    """How queries share keys, what they see, and how KV is stored."""
+
+    MULTI_HEAD = "multi_head"
+    GROUPED_QUERY = "grouped_query"
+    MULTI_QUERY = "multi_query"
+    SLIDING_WINDOW = "sliding_window"
+    PAGED = "paged"
+
+    @classmethod
+    def of(cls, num_heads: int, num_kv_heads: int) -> Attention:
+        """Return how so many query heads share so many key heads."""
+        if num_heads == num_kv_heads:
+            return cls.MULTI_HEAD
+        return cls.MULTI_QUERY if num_kv_heads == 1 else cls.GROUPED_QUERY
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRequirements:
+    """What serving takes, in bytes.  `activation` is for each token of the largest step."""
+
+    parameter_bytes: int
+    activation_bytes_per_token: int
+    kv_bytes_per_token: int
+
+    def total(self, max_ubatch_tokens: int, num_kv_tokens: int) -> int:
+        """Return the bytes for steps of so many tokens and a cache of so many."""
+        activations = self.activation_bytes_per_token * max_ubatch_tokens
+        return self.parameter_bytes + activations + self.kv_bytes_per_token * num_kv_tokens
+
+    def num_blocks(self, memory_bytes: int, max_ubatch_tokens: int, block_size: int) -> int:
+        """Return how many KV blocks `memory_bytes` pay for, after everything else.
+
+        Raises:
+            ValueError: Not even one; the message says how many bytes that takes.
+        """
+        least = self.total(max_ubatch_tokens, block_size)
+        if memory_bytes < least:
+            raise ValueError(f"{memory_bytes} bytes are too few for this model, it takes {least}")
+        rest = memory_bytes - self.total(max_ubatch_tokens, 0)
+        return rest // (self.kv_bytes_per_token * block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an executor can do; the longest sequence is `ModelInfo.max_model_len`.
+
+    Attributes:
+        attention: Every kind it computes; empty for a model without attention.
+        max_batch_sequences: Most sequences in one step; None for any number.
+        continuous_batching: Sequences may join while others generate.
+        speculative: More than the last row of a sequence may be sampled in one step.
+        dtypes: Those that `dtype` may name; empty when the setting has no meaning.
+        devices: Those that `device` may name; empty when the setting has no meaning.
+    """
+
+    memory: MemoryRequirements
+    attention: frozenset[Attention] = frozenset()
+    max_batch_sequences: int | None = None
+    continuous_batching: bool = True
+    speculative: bool = False
+    dtypes: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+
+    def at_most(self, num_sequences: int) -> int:
+        """Return how many of so many sequences may share a step."""
+        return min(num_sequences, self.max_batch_sequences or num_sequences)
 
 
 class SampledToken(NamedTuple):
@@ -63,6 +135,7 @@ class Executor(Protocol):
     """A model that can be stepped.  `allocate` comes first, once."""
 
     info: ModelInfo
+    capabilities: Capabilities
 
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
         """Make the paged KV cache that later batches address."""

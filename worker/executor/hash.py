@@ -26,11 +26,11 @@ from xxhash import xxh3_64_intdigest
 
 from wire.logprobs import pack_logprobs
 from wire.options import Options
-from wire.parts import Buffer
 from wire.payloads import KVLayout, Logprobs
 from wire.segment import Rectangle
 from worker.batch import Batch, Sampling, Scoring
-from worker.executor.contract import ModelInfo, SampledToken
+from worker.executor.contract import Capabilities, MemoryRequirements, ModelInfo, SampledToken
+from worker.executor.hostcache import HostKVCache
 
 VOCAB_SIZE: Final = 32_000
 MAX_MODEL_LEN: Final = 32_768
@@ -101,67 +101,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-class HashKVCache:
+class HashKVCache(HostKVCache):
     """Paged KV as bytes; implements `worker.executor.contract.KVCache`.
 
     Attributes:
         kv: uint8 [num_blocks, num_layers, k|v, kv_heads, block_size, head_dim].
     """
 
-    layout = LAYOUT
-
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        shape = (num_blocks, LAYOUT.num_layers, 2, LAYOUT.num_kv_heads, block_size, LAYOUT.head_dim)
-        self.kv: npt.NDArray[np.uint8] = np.zeros(shape, np.uint8)
-        self._words: _U64 = self.kv.view("<u8")[..., 0]
+        super().__init__(LAYOUT, num_blocks, block_size)
+        self._words: _U64 = self.items.view("<u8")
+        self.kv: npt.NDArray[np.uint8] = self._words[..., None].view(np.uint8)
 
-    def write(self, token_ids: npt.NDArray[np.int32], batch: Batch) -> None:
+    def compute(self, token_ids: npt.NDArray[np.int32], batch: Batch) -> None:
         """Compute and store the KV of a batch's tokens, [T] `token_ids`."""
         blocks, offsets = np.divmod(batch.slots, self.block_size)
         self._words[blocks, :, :, :, offsets] = _kv_words(token_ids, batch.positions)
-
-    def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
-        layer_start, num_layers, token_start, num_tokens = rectangle
-        self._check(block_table, rectangle)
-        first, end = token_start // self.block_size, _blocks_for(rectangle, self.block_size)
-        blocks = np.array(block_table[first:end], np.intp)
-        words = self._words[blocks, layer_start : layer_start + num_layers]
-        # [block, layer, k|v, head, offset] to [layer, k|v, head, token]
-        words = words.transpose(1, 2, 3, 0, 4).reshape(num_layers, 2, LAYOUT.num_kv_heads, -1)
-        skipped = token_start - first * self.block_size
-        rows = np.ascontiguousarray(words[..., skipped : skipped + num_tokens])
-        return memoryview(rows.data).cast("B")
-
-    def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
-        layer_start, num_layers, token_start, num_tokens = rectangle
-        self._check(block_table, rectangle)
-        words = np.frombuffer(segment, "<u8") if len(segment) % 8 == 0 else np.empty(0, "<u8")
-        if len(words) != num_layers * 2 * LAYOUT.num_kv_heads * num_tokens:
-            raise ValueError(f"{len(segment)} bytes of KV do not fill {rectangle}")
-        first, end = token_start // self.block_size, _blocks_for(rectangle, self.block_size)
-        logical, offsets = np.divmod(
-            np.arange(token_start, token_start + num_tokens), self.block_size
-        )
-        blocks = np.array(block_table[first:end], np.intp)[logical - first]
-        rows = words.reshape(num_layers, 2, LAYOUT.num_kv_heads, num_tokens)
-        self._words[blocks, layer_start : layer_start + num_layers, :, :, offsets] = rows.transpose(
-            3, 0, 1, 2
-        )
-
-    def _check(self, block_table: Sequence[int], rectangle: Rectangle) -> None:
-        if (
-            min(rectangle) < 0
-            or min(rectangle.num_layers, rectangle.num_tokens) < 1
-            or rectangle.layer_start + rectangle.num_layers > LAYOUT.num_layers
-            or _blocks_for(rectangle, self.block_size) > len(block_table)
-        ):
-            raise ValueError(f"{rectangle} is not within {len(block_table)} blocks")
-
-
-def _blocks_for(rectangle: Rectangle, block_size: int) -> int:
-    return -(-(rectangle.token_start + rectangle.num_tokens) // block_size)
 
 
 class HashExecutor:
@@ -172,6 +127,7 @@ class HashExecutor:
 
     def __init__(self, info: ModelInfo, *, step_delay_s: float = 0.0) -> None:
         self.info = info
+        self.capabilities = Capabilities(memory=MemoryRequirements(0, 0, LAYOUT.token_bytes))
         self._step_delay_s = step_delay_s
         self._cache: HashKVCache | None = None
 
@@ -184,7 +140,7 @@ class HashExecutor:
         assert self._cache is not None, "allocate comes first"
         if self._step_delay_s:
             time.sleep(self._step_delay_s)
-        self._cache.write(batch.token_ids, batch)
+        self._cache.compute(batch.token_ids, batch)
         sequences = np.searchsorted(batch.query_starts, batch.sample_rows, side="right") - 1
         return [
             xxh3_64_intdigest(

@@ -25,7 +25,8 @@ def create(name: str, **kwargs: Any) -> Executor:
             the factory takes.
 
     Raises:
-        ValueError: There is no such executor; the message lists what there is.
+        ValueError: There is no such executor, the message lists what there is; or it has no such
+            dtype or device.
     """
     module_name, colon, factory_name = FACTORIES.get(name, name).partition(":")
     if not colon or not module_name or not factory_name:
@@ -42,7 +43,18 @@ def create(name: str, **kwargs: Any) -> Executor:
     if not callable(factory):
         raise ValueError(f"executor {name!r}: {module_name} has no factory {factory_name!r}")
     executor: Executor = factory(**kwargs)
+    _check(name, "dtype", kwargs.get("dtype", "auto"), executor.capabilities.dtypes)
+    device = str(kwargs.get("device", "auto")).partition(":")[0]
+    _check(name, "device", device, executor.capabilities.devices)
     return executor
+
+
+def _check(executor: str, setting: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse what a plug-in would otherwise ignore."""
+    if choices and value not in ("auto", *choices):
+        raise ValueError(
+            f"executor {executor!r}: {setting} is {value!r}, not auto, {', '.join(choices)}"
+        )
 
 
 def _names() -> str:

@@ -15,7 +15,13 @@ from kernels import PagedBatch
 from wire.payloads import KVLayout
 from worker import sampler
 from worker.batch import Batch
-from worker.executor.contract import ModelInfo, SampledToken
+from worker.executor.contract import (
+    Attention,
+    Capabilities,
+    MemoryRequirements,
+    ModelInfo,
+    SampledToken,
+)
 from worker.kvcache import TorchKVCache
 from worker.model.config import DTYPES, ModelError
 from worker.model.loader import load_model
@@ -47,6 +53,7 @@ class TorchExecutor:
 
     def __init__(self, model: Transformer, info: ModelInfo) -> None:
         self.info = info
+        self.capabilities = _capabilities(model, info.layout)
         self._model: Transformer | None = model
         self._cache: TorchKVCache | None = None
 
@@ -141,6 +148,26 @@ class TorchExecutor:
         """Drop the weights and the cache."""
         self._model = None
         self._cache = None
+
+
+def _capabilities(model: Transformer, layout: KVLayout) -> Capabilities:
+    config = model.config
+    kinds = {Attention.PAGED, Attention.of(config.num_heads, config.num_kv_heads)}
+    if any(config.windows):
+        kinds.add(Attention.SLIDING_WINDOW)
+    # The widest point of a layer: the residual, its norm, and gate, up and their product.
+    width = 2 * config.hidden_size + 3 * config.intermediate_size
+    return Capabilities(
+        memory=MemoryRequirements(
+            parameter_bytes=sum(tensor.nbytes for tensor in model.named_tensors().values()),
+            activation_bytes_per_token=width * model.dtype.itemsize,
+            kv_bytes_per_token=layout.token_bytes,
+        ),
+        attention=frozenset(kinds),
+        speculative=True,
+        dtypes=tuple(DTYPES),
+        devices=("cpu", "cuda"),
+    )
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype | None:

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 
 from wire.segment import Rectangle
-from worker.executor.contract import Executor, KVCache
+from worker.executor.contract import (
+    Attention,
+    Capabilities,
+    Executor,
+    KVCache,
+    MemoryRequirements,
+)
 from worker.executor.registry import create
 
 
@@ -114,3 +120,39 @@ def test_shutdown_can_be_called_at_any_time() -> None:
     executor.allocate(2, 4)
     executor.shutdown()
     executor.shutdown()
+
+
+def test_heads_say_which_attention_it_is() -> None:
+    assert Attention.of(8, 8) is Attention.MULTI_HEAD
+    assert Attention.of(8, 2) is Attention.GROUPED_QUERY
+    assert Attention.of(8, 1) is Attention.MULTI_QUERY
+    assert Attention.of(1, 1) is Attention.MULTI_HEAD
+
+
+def test_memory_for_a_configuration() -> None:
+    memory = MemoryRequirements(
+        parameter_bytes=1000, activation_bytes_per_token=10, kv_bytes_per_token=3
+    )
+    assert memory.total(max_ubatch_tokens=20, num_kv_tokens=40) == 1000 + 200 + 120
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**4), st.integers(1, 10**6), st.integers(1, 64))
+def test_the_blocks_that_memory_pays_for_fit_and_one_more_does_not(
+    parameters: int, activation: int, kv: int, block_size: int
+) -> None:
+    memory = MemoryRequirements(parameters, activation, kv)
+    least = memory.total(512, block_size)
+    for memory_bytes in (least, least + kv * block_size - 1, 3 * least):
+        num_blocks = memory.num_blocks(memory_bytes, 512, block_size)
+        assert num_blocks >= 1
+        assert memory.total(512, num_blocks * block_size) <= memory_bytes
+        assert memory.total(512, (num_blocks + 1) * block_size) > memory_bytes
+    with pytest.raises(ValueError, match=f"it takes {least}"):
+        memory.num_blocks(least - 1, 512, block_size)
+
+
+def test_an_executor_may_limit_the_sequences_of_a_step() -> None:
+    memory = MemoryRequirements(0, 0, 1)
+    assert Capabilities(memory).at_most(256) == 256
+    assert Capabilities(memory, max_batch_sequences=8).at_most(256) == 8
+    assert Capabilities(memory, max_batch_sequences=8).at_most(4) == 4

@@ -1,5 +1,6 @@
 """Executors by name, plug-ins included; a wrong name says what there is."""
 
+import dataclasses
 import subprocess
 import sys
 from types import ModuleType
@@ -8,6 +9,7 @@ import pytest
 
 from worker.executor import registry
 from worker.executor.hash import HashExecutor
+from worker.executor.hash import create as hash_executor
 
 
 def test_hash_by_name() -> None:
@@ -24,13 +26,35 @@ def test_the_hash_executor_never_loads_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def test_a_plug_in_is_called_with_the_same_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
+def plug_in(monkeypatch: pytest.MonkeyPatch, **capabilities: tuple[str, ...]) -> dict[str, object]:
+    """Make `plug_in:make` importable; return what it is called with."""
     seen: dict[str, object] = {}
+
+    def make(**kwargs: object) -> HashExecutor:
+        seen.update(kwargs)
+        executor = hash_executor()
+        executor.capabilities = dataclasses.replace(executor.capabilities, **capabilities)  # type: ignore[arg-type]
+        return executor
+
     module = ModuleType("plug_in")
-    module.make = lambda **kwargs: seen.update(kwargs) or "executor"  # type: ignore[attr-defined]
+    module.make = make  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "plug_in", module)
-    assert registry.create("plug_in:make", model_name="m", dtype="auto") == "executor"  # type: ignore[comparison-overlap]
+    return seen
+
+
+def test_a_plug_in_is_called_with_the_same_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = plug_in(monkeypatch)
+    assert isinstance(registry.create("plug_in:make", model_name="m", dtype="auto"), HashExecutor)
     assert seen == {"model_name": "m", "dtype": "auto"}
+
+
+def test_a_dtype_or_device_it_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, dtypes=("float32",), devices=("cpu",))
+    registry.create("plug_in:make", dtype="float32", device="cpu:0")
+    with pytest.raises(ValueError, match="dtype is 'bfloat16', not auto, float32"):
+        registry.create("plug_in:make", dtype="bfloat16")
+    with pytest.raises(ValueError, match="device is 'cuda', not auto, cpu"):
+        registry.create("plug_in:make", device="cuda")
 
 
 @pytest.mark.parametrize("name", ["", "hsah", "json:", ":create", "no_such_module:create"])

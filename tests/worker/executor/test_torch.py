@@ -13,6 +13,7 @@ from scripts.make_model import make_model
 from tests.worker.paged import Text, advance, batch_of
 from wire.options import Options
 from wire.segment import Rectangle
+from worker.executor.contract import Attention
 from worker.executor.registry import create
 from worker.executor.torch import TorchExecutor
 from worker.kvcache import TorchKVCache
@@ -65,6 +66,20 @@ def test_info_says_what_is_served(path: Path) -> None:
     assert (info.max_model_len, info.eos_token_ids) == (1024, frozenset({5, 6}))
     assert info.layout.token_bytes == 2 * 2 * 2 * 16 * 4
     assert loaded(path, max_model_len=100).info.max_model_len == 100
+
+
+def test_capabilities_say_what_it_can_and_what_it_takes(path: Path) -> None:
+    executor = loaded(path, dtype="float32")
+    capabilities = executor.capabilities
+    assert capabilities.attention == {Attention.PAGED, Attention.GROUPED_QUERY}
+    assert capabilities.speculative and capabilities.continuous_batching
+    assert set(capabilities.devices) == {"cpu", "cuda"} and "bfloat16" in capabilities.dtypes
+    memory = capabilities.memory
+    assert memory.kv_bytes_per_token == executor.info.layout.token_bytes
+    files = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert 0.95 * files < memory.parameter_bytes < files  # the files have headers
+    half = loaded(path, dtype="bfloat16").capabilities.memory
+    assert half.parameter_bytes * 2 == memory.parameter_bytes
 
 
 def test_the_registry_makes_it(path: Path) -> None:

@@ -1,0 +1,34 @@
+"""A model of one's own: one attention layer that goes on as the text did after the same token.
+
+python -m router --model demo --executor tests.example_model:create
+"""
+
+import numpy as np
+
+from wire.payloads import KVLayout
+from worker.executor.functions import serve_functions
+
+VOCAB, DIM = 8192, 64  # more tokens than the demo model's tokenizer has
+EMBED = np.random.default_rng(0).standard_normal((VOCAB, DIM)).astype("<f4")
+EMBED /= np.linalg.norm(EMBED, axis=1, keepdims=True)
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=DIM, dtype="float32")
+
+
+def prefill(token_ids: bytes, seq_len: int) -> tuple[bytes, bytes]:
+    ids = np.frombuffer(token_ids, "<u4")
+    kv = np.stack([EMBED[np.append(0, ids[:-1])], EMBED[ids]], axis=1)  # key: the one before
+    return b"", kv.tobytes()
+
+
+def decode_step(kv: bytes, last_token_id: int, position: int) -> tuple[int, bytes]:
+    before = np.frombuffer(kv, "<f4").reshape(position, 2, DIM)
+    key = before[-1, 1] if position else EMBED[0]
+    now = np.append(before, [[key, EMBED[last_token_id]]], axis=0).astype("<f4")
+    scores = now[:, 0] @ EMBED[last_token_id] + 1e-4 * np.arange(len(now))  # the latest wins
+    return int(np.argmax(EMBED @ now[np.argmax(scores), 1])), now.tobytes()
+
+
+def create(**settings: object) -> object:
+    return serve_functions(
+        prefill, decode_step, layout=LAYOUT, vocab_size=VOCAB, max_model_len=2048, settings=settings
+    )

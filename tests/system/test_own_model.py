@@ -1,0 +1,61 @@
+"""A user's own model, two functions in thirty lines, behind HTTP and over the wire.
+
+Its next token is read from its KV alone, so the right text says that what PrefillFn computed in one
+process is what DecodeStepFn was given in another.
+"""
+
+import inspect
+import random
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests import example_model
+from tests.cluster import Cluster
+
+
+@pytest.fixture(scope="module")
+def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("own")
+    args = ("--worker-args=--block-size 8 --max-ubatch-tokens 48",)
+    with Cluster(directory, executor="tests.example_model:create", args=args) as cluster:
+        yield cluster
+
+
+def complete(cluster: Cluster, prompt: list[int] | str, num_tokens: int) -> dict[str, object]:
+    body = {"model": "demo", "prompt": prompt, "max_tokens": num_tokens, "return_token_ids": True}
+    response = httpx.post(cluster.http + "/v1/completions", json=body, trust_env=False, timeout=30)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]  # type: ignore[no-any-return]
+
+
+def continuation(prompt: list[int], num_tokens: int) -> list[int]:
+    """Go on as the text did after the latest earlier occurrence of the last token."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        latest = max(i for i in range(1, len(token_ids)) if token_ids[i - 1] == token_ids[-1])
+        token_ids.append(token_ids[latest])
+    return token_ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("num_distinct", [3, 20, 150])
+def test_the_tokens_are_the_model_s(own_cluster: Cluster, num_distinct: int) -> None:
+    distinct = random.Random(num_distinct).sample(range(1, 500), num_distinct)
+    prompt = distinct + distinct[:2]
+    for _ in range(2):  # the second time with a cached prefix on both sides
+        choice = complete(own_cluster, prompt, 40)
+        assert choice["token_ids"] == continuation(prompt, 40)
+    status = own_cluster.until_idle()
+    assert {worker["blocks"]["used"] for worker in status["workers"]} == {0}
+
+
+def test_text_comes_out(own_cluster: Cluster) -> None:
+    prompt = "Mia found a lantern. Tom lost a boat. Mia found"
+    text = complete(own_cluster, prompt, 4)["text"]
+    assert isinstance(text, str) and text and text in prompt
+
+
+def test_it_takes_about_thirty_lines() -> None:
+    lines = inspect.getsource(example_model).splitlines()
+    assert len([line for line in lines if line.strip()]) <= 32

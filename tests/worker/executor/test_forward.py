@@ -1,0 +1,115 @@
+"""A Prefiller and a ForwardModel are served, their logits sampled, their mistakes named."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from wire.options import Options
+from worker.executor.contract import Attention
+from worker.executor.direct import Direct
+from worker.executor.forward import Float32, GetKV, serve_forward
+from worker.executor.stepwise import StepwiseExecutor
+
+VOCAB, LAYERS, HEADS, DIM = 50, 2, 2, 4
+EMBED = np.random.default_rng(3).standard_normal((VOCAB, LAYERS, 2, HEADS, DIM)).astype(np.float32)
+
+
+class Prefiller:
+    num_layers = LAYERS
+
+    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[int, GetKV]:
+        kv = EMBED[token_ids] * (1 + np.arange(len(token_ids)))[:, None, None, None, None]
+        return self.num_layers, lambda layer: (kv[:, layer, 0], kv[:, layer, 1].reshape(-1))
+
+
+class ForwardModel:
+    vocab_size = VOCAB
+    num_rows = 1
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def forward(self, token_id: int, get_kv: GetKV) -> tuple[Float32, GetKV]:
+        keys = [get_kv(layer)[0] for layer in range(LAYERS)]
+        values = [get_kv(layer)[1] for layer in range(LAYERS)]
+        self.seen.append(keys[0].shape)
+        position = len(keys[0])
+        now = EMBED[token_id] * (1 + position)
+        state = sum(np.tanh(k).sum(0) - np.cos(v).sum(0) for k, v in zip(keys, values, strict=True))
+        logits = EMBED[:, 0, 0].reshape(VOCAB, -1) @ (state + now[0, 0]).reshape(-1)
+        rows = np.repeat(now[None], self.num_rows, 0)
+        return logits[: self.vocab_size], lambda layer: (rows[:, layer, 0], rows[:, layer, 1])
+
+
+def pair(prefiller: Prefiller | None = None, model: ForwardModel | None = None) -> StepwiseExecutor:
+    return serve_forward(
+        prefiller or Prefiller(),
+        model or ForwardModel(),
+        num_layers=LAYERS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        vocab_size=VOCAB,
+        settings={"model_name": "pair"},
+    )
+
+
+def test_kv_is_float32_of_its_own_shape_on_the_wire() -> None:
+    executor = pair()
+    layout = executor.info.layout
+    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (LAYERS, HEADS, DIM)
+    assert layout.dtype == "float32" and executor.info.name == "pair"
+    assert executor.capabilities.attention == {Attention.PAGED}
+    assert not executor.capabilities.speculative
+
+
+def test_the_forward_model_sees_all_earlier_tokens() -> None:
+    model = ForwardModel()
+    executor = pair(model=model)
+    sequence = (direct := Direct(executor, executor.allocate(8, 4))).prefill([1, 2, 3, 4, 5])
+    direct.decode(sequence)
+    assert model.seen == [(4, HEADS, DIM), (5, HEADS, DIM)]
+
+
+def test_its_logits_are_sampled_with_the_request_s_options() -> None:
+    def draw(**options: float) -> int:
+        executor = pair()
+        direct = Direct(executor, executor.allocate(8, 4))
+        return direct.prefill([1, 2, 3], Options(**options)).token_ids[-1]  # type: ignore[arg-type]
+
+    greedy = draw()
+    assert draw(temperature=2.0, top_k=1) == greedy
+    assert len({draw(temperature=2.0, seed=seed) for seed in range(30)}) > 1
+    assert draw(temperature=2.0, seed=4) == draw(temperature=2.0, seed=4)
+
+
+def test_logprobs_come_when_asked_for() -> None:
+    executor = pair()
+    direct = Direct(executor, executor.allocate(8, 4))
+    sequence = direct.prefill([1, 2, 3], Options(logprobs=3))
+    logprobs = direct.decode(sequence).logprobs
+    assert logprobs is not None and len(logprobs.top) == 3
+
+
+def test_the_wrong_number_of_layers_is_named() -> None:
+    prefiller = Prefiller()
+    prefiller.num_layers = 3
+    executor = pair(prefiller)
+    with pytest.raises(ValueError, match="the prefiller has 3 layers, the layout 2"):
+        Direct(executor, executor.allocate(8, 4)).prefill([1, 2])
+
+
+def test_the_wrong_number_of_logits_is_named() -> None:
+    model = ForwardModel()
+    model.vocab_size = 49
+    executor = pair(model=model)
+    with pytest.raises(ValueError, match=r"logits are \(49,\), not \(50,\)"):
+        Direct(executor, executor.allocate(8, 4)).prefill([1, 2])
+
+
+def test_the_wrong_number_of_values_is_named() -> None:
+    model = ForwardModel()
+    model.num_rows = 2
+    executor = pair(model=model)
+    expected = "the forward model gave 16 values for k of layer 0, not 1 tokens x 2 x 4"
+    with pytest.raises(ValueError, match=expected):
+        Direct(executor, executor.allocate(8, 4)).prefill([1, 2])

@@ -1,0 +1,97 @@
+"""Two functions of bytes are served; what they may not do is named."""
+
+import asyncio
+import struct
+from typing import Any
+
+import pytest
+
+from tests import example_model
+from wire.aio.process import Stop
+from wire.payloads import KVLayout
+from worker.app import EXIT_CRASHED, Worker
+from worker.config import Config
+from worker.executor.direct import Direct
+from worker.executor.functions import DecodeStepFn, PrefillFn, serve_functions
+from worker.executor.stepwise import StepwiseExecutor
+
+# 4 bytes a token: its id.
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="uint8")
+
+
+def prefill(token_ids: bytes, seq_len: int) -> tuple[bytes, bytes]:
+    return struct.pack("<I", seq_len), token_ids
+
+
+def decode_step(kv: bytes, last_token_id: int, position: int) -> tuple[int, bytes]:
+    assert len(kv) == 4 * position
+    updated = kv + struct.pack("<I", last_token_id)
+    return sum(updated) % 100, updated
+
+
+def executor_of(
+    prefill: PrefillFn = prefill, decode_step: DecodeStepFn = decode_step, **extra: object
+) -> StepwiseExecutor:
+    return serve_functions(prefill, decode_step, layout=LAYOUT, vocab_size=100, **extra)  # type: ignore[arg-type]
+
+
+def first_tokens(executor: StepwiseExecutor, prompt: list[int]) -> list[int]:
+    direct = Direct(executor, executor.allocate(8, 4))
+    sequence = direct.prefill(prompt)
+    direct.decode(sequence)
+    return sequence.token_ids[len(prompt) :]
+
+
+def test_the_first_token_is_what_decode_step_says_of_the_last_prompt_token() -> None:
+    assert first_tokens(executor_of(), [1, 2, 3]) == [6, 12]
+
+
+def test_or_what_first_token_makes_of_the_activation() -> None:
+    executor = executor_of(first_token=lambda activation: 40 + struct.unpack("<I", activation)[0])
+    assert first_tokens(executor, [1, 2, 3]) == [43, 49]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 11, 13, 16])
+def test_kv_of_another_size_than_the_layout_s_is_refused(num_bytes: int) -> None:
+    expected = (
+        f"PrefillFn returned {num_bytes} bytes of KV for 3 tokens, not 12: .* 4 bytes a token"
+    )
+    with pytest.raises(ValueError, match=expected):
+        first_tokens(executor_of(prefill=lambda ids, seq_len: (b"", bytes(num_bytes))), [1, 2, 3])
+
+
+def test_a_step_has_to_add_one_token() -> None:
+    with pytest.raises(
+        ValueError, match="DecodeStepFn returned 8 bytes of KV for 3 tokens, not 12"
+    ):
+        first_tokens(executor_of(decode_step=lambda kv, token, position: (1, kv)), [1, 2, 3])
+
+
+def test_a_step_may_not_change_what_other_sequences_share() -> None:
+    def changing(kv: bytes, last_token_id: int, position: int) -> tuple[int, bytes]:
+        return 1, bytes(len(kv) + 4)
+
+    with pytest.raises(ValueError, match="changed the KV of earlier tokens"):
+        first_tokens(executor_of(decode_step=changing), [1, 2, 3])
+
+
+@pytest.mark.parametrize("token_id", [-1, 100])
+def test_a_token_outside_the_vocabulary_is_refused(token_id: int) -> None:
+    executor = executor_of(first_token=lambda activation: token_id)
+    with pytest.raises(ValueError, match=f"chose token {token_id}, not one of 0 to 99"):
+        first_tokens(executor, [1])
+
+
+def test_the_example_goes_on_as_the_text_did() -> None:
+    prompt = [7, 8, 9, 10, 11, 12, 7, 8]
+    executor = example_model.create()
+    assert isinstance(executor, StepwiseExecutor)
+    assert first_tokens(executor, prompt) == [9, 10]
+
+
+async def test_a_worker_finds_out_in_its_warmup() -> None:
+    broken = executor_of(prefill=lambda token_ids, seq_len: (b"", b"too much" * seq_len))
+    settings: dict[str, Any] = {"router": ("tcp://127.0.0.1:9",), "num_blocks": 8}
+    worker = Worker(Config(role="prefill", **settings), broken)
+    async with asyncio.timeout(20):
+        assert await worker.run(Stop()) == EXIT_CRASHED

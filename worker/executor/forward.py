@@ -1,0 +1,123 @@
+"""Your own model as two objects: seed 001's Prefiller and ForwardModel, float32 arrays.
+
+The prefiller gives the KV of each layer after reading a prompt; the forward model takes one token
+and the KV before it and gives logits, so that all sampling options work.  In the cache and on the
+wire KV is float32 too: a layer group and a token range of it can travel by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from wire.payloads import KVLayout
+from worker.executor.hostcache import Bytes
+from worker.executor.stepwise import MAX_MODEL_LEN, Answer, StepwiseExecutor, describe
+
+Float32 = npt.NDArray[np.float32]
+# layer -> (k, v), float32 each: [tokens, num_kv_heads, head_dim], or that many values in any shape.
+GetKV = Callable[[int], tuple[Float32, Float32]]
+
+
+class Prefiller(Protocol):
+    """Reads prompts."""
+
+    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[int, GetKV]:
+        """Return the number of layers, and a function that gives each one's KV of the prompt."""
+
+
+class ForwardModel(Protocol):
+    """Reads one token after those whose KV it is given."""
+
+    def forward(self, token_id: int, get_kv: GetKV) -> tuple[Float32, GetKV]:
+        """Return [vocab] logits of what comes next, and the token's own KV.
+
+        `get_kv` has a row for each earlier token; the token's position is their number.
+        """
+
+
+class ForwardPair:
+    """A prefiller and a forward model; implements `worker.executor.stepwise.StepwiseModel`."""
+
+    def __init__(
+        self, prefiller: Prefiller, forward_model: ForwardModel, layout: KVLayout, vocab_size: int
+    ) -> None:
+        self._prefiller = prefiller
+        self._forward_model = forward_model
+        self._layout = layout
+        self._vocab_size = vocab_size
+
+    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Answer | None]:
+        num_layers, get_kv = self._prefiller.prefill(token_ids)
+        if num_layers != self._layout.num_layers:
+            raise ValueError(
+                f"the prefiller has {num_layers} layers, the layout {self._layout.num_layers}"
+            )
+        return self._rows("the prefiller", get_kv, len(token_ids)), None
+
+    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Answer]:
+        logits, get_kv = self._forward_model.forward(token_id, self._layers(kv))
+        if np.shape(logits) != (self._vocab_size,):
+            raise ValueError(
+                f"the forward model's logits are {np.shape(logits)}, not ({self._vocab_size},)"
+            )
+        (row,) = self._rows("the forward model", get_kv, 1)
+        return row, np.asarray(logits, np.float32)
+
+    def _rows(self, name: str, get_kv: GetKV, num_tokens: int) -> Bytes:
+        """Put the KV of all layers side by side, a row for each token."""
+        layout = self._layout
+        shape = (num_tokens, layout.num_kv_heads, layout.head_dim)
+        rows = np.empty((num_tokens, layout.num_layers, 2, *shape[1:]), np.float32)
+        for layer in range(layout.num_layers):
+            for index, values in enumerate(get_kv(layer)):
+                if np.size(values) != np.prod(shape):
+                    raise ValueError(
+                        f"{name} gave {np.size(values)} values for {'kv'[index]} of layer {layer}, "
+                        f"not {num_tokens} tokens x {layout.num_kv_heads} x {layout.head_dim}"
+                    )
+                rows[:, layer, index] = np.reshape(values, shape)
+        return rows.reshape(num_tokens, -1).view(np.uint8)
+
+    def _layers(self, kv: Bytes) -> GetKV:
+        layout = self._layout
+        shape = (len(kv), layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
+        rows = np.ascontiguousarray(kv).view(np.float32).reshape(shape)
+        return lambda layer: (rows[:, layer, 0], rows[:, layer, 1])
+
+
+def serve_forward(
+    prefiller: Prefiller,
+    forward_model: ForwardModel,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    vocab_size: int,
+    eos_token_ids: Iterable[int] = (),
+    max_model_len: int = MAX_MODEL_LEN,
+    settings: Mapping[str, Any] | None = None,
+) -> StepwiseExecutor:
+    """Make an executor of a prefiller and a forward model.
+
+    Args:
+        max_model_len: The longest sequence they can take.
+        settings: The keywords that the worker calls a factory with.
+
+    Raises:
+        ValueError: The settings ask for longer sequences than the model has.
+    """
+    layout = KVLayout(
+        num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype="float32"
+    )
+    info = describe(
+        settings or {},
+        layout=layout,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+        max_model_len=max_model_len,
+    )
+    return StepwiseExecutor(ForwardPair(prefiller, forward_model, layout, vocab_size), info)

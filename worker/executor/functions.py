@@ -1,0 +1,102 @@
+"""Your own model as two functions of bytes: seed 000's PrefillFn and DecodeStepFn.
+
+    prefill(token_ids, seq_len) -> (activation, kv)
+    decode_step(kv, last_token_id, position) -> (next_token_id, updated_kv)
+
+`token_ids` are u32 little-endian, as on the wire.  `kv` holds the tokens so far one after another,
+`layout.token_bytes` each; what the bytes of a token mean is the functions' business, as long as
+they depend on nothing but that token and those before it, and never change: blocks are shared by
+sequences that begin alike.  `updated_kv` is `kv` and the bytes of the token at `position`.  Sizes
+are checked at every call, the warmup's first.
+
+The first token is `first_token(activation)`, or what `decode_step` says of the last prompt token.
+The functions choose tokens themselves: of a request's options only limits and stops have an effect.
+A prompt longer than one step (`--max-ubatch-tokens`), or with a cached prefix, is read on token by
+token with `decode_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wire.payloads import KVLayout
+from worker.executor.hostcache import Bytes
+from worker.executor.stepwise import MAX_MODEL_LEN, Answer, StepwiseExecutor, describe
+
+PrefillFn = Callable[[bytes, int], tuple[bytes, bytes]]
+DecodeStepFn = Callable[[bytes, int, int], tuple[int, bytes]]
+
+
+class FunctionModel:
+    """Two functions of bytes; implements `worker.executor.stepwise.StepwiseModel`."""
+
+    def __init__(
+        self,
+        prefill: PrefillFn,
+        decode_step: DecodeStepFn,
+        token_bytes: int,
+        first_token: Callable[[bytes], int] | None = None,
+    ) -> None:
+        self._prefill = prefill
+        self._decode_step = decode_step
+        self._token_bytes = token_bytes
+        self._first_token = first_token
+
+    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Answer | None]:
+        activation, kv = self._prefill(token_ids.astype("<u4").tobytes(), len(token_ids))
+        rows = self._rows("PrefillFn", kv, len(token_ids))
+        return rows, self._first_token(activation) if self._first_token else None
+
+    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Answer]:
+        answer, updated = self._decode_step(kv.tobytes(), token_id, position)
+        rows = self._rows("DecodeStepFn", updated, position + 1)
+        if not np.array_equal(rows[:position], kv):
+            raise ValueError("DecodeStepFn changed the KV of earlier tokens; it may only add to it")
+        return rows[position], answer
+
+    def _rows(self, name: str, kv: bytes, num_tokens: int) -> Bytes:
+        expected = num_tokens * self._token_bytes
+        if len(kv) != expected:
+            raise ValueError(
+                f"{name} returned {len(kv)} bytes of KV for {num_tokens} tokens, not {expected}: "
+                f"the layout has {self._token_bytes} bytes a token"
+            )
+        return np.frombuffer(kv, np.uint8).reshape(num_tokens, self._token_bytes)
+
+
+def serve_functions(
+    prefill: PrefillFn,
+    decode_step: DecodeStepFn,
+    *,
+    layout: KVLayout,
+    vocab_size: int,
+    eos_token_ids: Iterable[int] = (),
+    max_model_len: int = MAX_MODEL_LEN,
+    first_token: Callable[[bytes], int] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> StepwiseExecutor:
+    """Make an executor of two functions.
+
+    Args:
+        layout: Says how many bytes the KV of one token has, and what routers and other workers are
+            told it is; ``KVLayout(num_layers=1, num_kv_heads=1, head_dim=n, dtype="uint8")`` for
+            2 n bytes of anything.
+        max_model_len: The longest sequence the functions can take.
+        settings: The keywords that the worker calls a factory with.
+
+    Raises:
+        ValueError: The settings ask for longer sequences than the model has.
+    """
+    info = describe(
+        settings or {},
+        layout=layout,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+        max_model_len=max_model_len,
+    )
+    model = FunctionModel(prefill, decode_step, layout.token_bytes, first_token)
+    return StepwiseExecutor(model, info)

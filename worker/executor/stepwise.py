@@ -1,0 +1,148 @@
+"""The executor around models that know one sequence at a time: `functions` and `forward`.
+
+Such a model reads a whole prompt, or takes all KV so far and one token more.  KV lives in the paged
+cache and nowhere else: each call reads it from the blocks, so what another worker computed and sent
+is what the model sees.  A model keeps nothing of a sequence between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from wire.payloads import KVLayout
+from worker.batch import Batch
+from worker.executor.contract import (
+    Attention,
+    Capabilities,
+    MemoryRequirements,
+    ModelInfo,
+    SampledToken,
+)
+from worker.executor.hostcache import Bytes, HostKVCache
+
+MAX_MODEL_LEN: Final = 32_768
+
+# The next token: its id, or [vocab] logits to draw it from.
+Answer = int | npt.NDArray[np.float32]
+
+
+class StepwiseModel(Protocol):
+    """KV is uint8 [tokens, token_bytes]; a row is in the layout's order."""
+
+    def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Answer | None]:
+        """Read a prompt; return the KV of each token and, if it is known now, what comes next."""
+
+    def step(self, kv: Bytes, token_id: int, position: int) -> tuple[Bytes, Answer]:
+        """Read one token more after `position` others; return its KV row and what comes next."""
+
+
+class StepwiseExecutor:
+    """Steps a model one sequence after another; implements `worker.executor.contract.Executor`."""
+
+    def __init__(self, model: StepwiseModel, info: ModelInfo) -> None:
+        self.info = info
+        self.capabilities = Capabilities(
+            memory=MemoryRequirements(0, 0, info.layout.token_bytes),
+            attention=frozenset({Attention.PAGED}),
+            dtypes=(info.layout.dtype,),
+            devices=("cpu",),
+        )
+        self._model = model
+        self._cache: HostKVCache | None = None
+
+    def allocate(self, num_blocks: int, block_size: int) -> HostKVCache:
+        self._cache = HostKVCache(self.info.layout, num_blocks, block_size)
+        return self._cache
+
+    def forward(self, batch: Batch) -> list[Answer]:
+        """Write the batch's KV; return the answers of the sampled rows."""
+        assert self._cache is not None, "allocate comes first"
+        answers: list[Answer] = []
+        ends = batch.query_starts[1:].tolist()
+        wanted = set(batch.sample_rows.tolist())
+        for index, (start, end) in enumerate(zip(batch.query_starts.tolist(), ends, strict=False)):
+            token_ids = batch.token_ids[start:end]
+            is_sampled = end - 1 in wanted
+            rows, answer = self._read(
+                batch.block_tables[index], token_ids, int(batch.positions[start]), is_sampled
+            )
+            self._cache.write(batch.slots[start:end], rows)
+            if is_sampled:
+                assert answer is not None
+                answers.append(answer)
+        return answers
+
+    def sample(self, logits: list[Answer], batch: Batch) -> list[SampledToken]:
+        """Take the ids that the model chose; draw from the logits of one that leaves it to us."""
+        if not any(isinstance(answer, np.ndarray) for answer in logits):
+            return [SampledToken(self._checked(answer)) for answer in logits]
+        # Imported here: a model that chooses by itself needs no torch.
+        import torch
+
+        from worker import sampler
+
+        rows = torch.from_numpy(np.stack([np.asarray(answer) for answer in logits]))
+        return sampler.sample(rows, batch.samplings, self.info.eos_token_ids)
+
+    def shutdown(self) -> None:
+        self._cache = None
+
+    def _read(
+        self, table: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32], first: int, ask: bool
+    ) -> tuple[Bytes, Answer | None]:
+        """Compute the KV of tokens from position `first` on, and what comes after them."""
+        answer: Answer | None
+        if first == 0:
+            rows, answer = self._model.prefill(token_ids)
+            if answer is None and ask:
+                _, answer = self._model.step(rows[:-1], int(token_ids[-1]), len(rows) - 1)
+            return rows, answer
+        # A cached prefix, a later chunk or a generated token: the model knows only steps here.
+        assert self._cache is not None
+        kv = np.empty((first + len(token_ids), self.info.layout.token_bytes), np.uint8)
+        kv[:first] = self._cache.rows(table, first)
+        for position, token_id in enumerate(token_ids.tolist(), first):
+            kv[position], answer = self._model.step(kv[:position], token_id, position)
+        return kv[first:], answer
+
+    def _checked(self, answer: Answer) -> int:
+        if not 0 <= answer < self.info.vocab_size:
+            raise ValueError(
+                f"the model chose token {answer}, not one of 0 to {self.info.vocab_size - 1}"
+            )
+        return int(answer)
+
+
+def describe(
+    settings: Mapping[str, Any],
+    *,
+    layout: KVLayout,
+    vocab_size: int,
+    eos_token_ids: Iterable[int],
+    max_model_len: int,
+) -> ModelInfo:
+    """Return what is served; `settings` are the keywords that a factory is called with.
+
+    Raises:
+        ValueError: They ask for longer sequences than the model has, or the layout is not one.
+    """
+    try:
+        msgspec.convert(msgspec.to_builtins(layout), KVLayout)  # as peers will read it
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{layout}: {error}") from error
+    asked = settings.get("max_model_len")
+    if asked is not None and not 0 < asked <= max_model_len:
+        raise ValueError(f"max_model_len is {asked}, the model allows 1 to {max_model_len}")
+    return ModelInfo(
+        name=settings.get("model_name", "model"),
+        fingerprint=settings.get("fingerprint", ""),
+        vocab_size=vocab_size,
+        max_model_len=asked or max_model_len,
+        eos_token_ids=frozenset(eos_token_ids),
+        layout=layout,
+    )
