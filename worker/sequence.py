@@ -106,8 +106,11 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "arrival_s",
         "block_keys",
         "block_table",
+        "deadline_s",
+        "drafts",
         "hand_over",
         "is_released",
         "max_new_tokens",
@@ -120,6 +123,7 @@ class Sequence:
         "prefix",
         "prompt_len",
         "request_id",
+        "slot",
         "started_s",
         "status",
         "stop_ids",
@@ -147,16 +151,30 @@ class Sequence:
         # Where it stands: for its whole life.
         self.status = status
         self.arrival = 0
+        self.arrival_s = 0.0
+        self.deadline_s: float | None = None
         self.started_s: float | None = None
         self.is_released = False
         self.num_preemptions = 0
         self.block_keys: list[bytes] = []
+        self.drafts: list[int] = []  # guesses of what follows `token_ids`, until one is appended
         # What it holds: from one admission to the next preemption.
         self.block_table = BlockTable()
+        self.slot: int | None = None
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.num_registered_blocks = 0
         self.prefix: Prefix = ROOT
+
+    def arrive(self, arrival: int, now: float) -> None:
+        """Take a place in the line; the deadline counts from here."""
+        self.arrival, self.arrival_s = arrival, now
+        self.set_deadline(now)
+
+    def set_deadline(self, now: float) -> None:
+        """Count the options' deadline from `now`, when there is one."""
+        if self.options.deadline_ms is not None:
+            self.deadline_s = now + self.options.deadline_ms / 1000
 
     def ask(self, options: Options, max_new_tokens: int | None) -> None:
         """Set what is to be generated, by default what is left of the option's limit."""
@@ -192,11 +210,6 @@ class Sequence:
         self.status = status
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Who goes first: higher priority, then earlier arrival.  The last is preempted first."""
-        return (-self.options.priority, self.arrival)
-
-    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
@@ -214,6 +227,12 @@ class Sequence:
     def num_new_tokens(self) -> int:
         """Generated tokens of this worker."""
         return len(self.token_ids) - self.num_given_tokens
+
+    def max_drafts(self, max_model_len: int) -> int:
+        """How many guessed tokens could be of use: the one after the last guess is drawn too."""
+        num_tokens = len(self.token_ids)
+        limit = min(self.max_new_tokens + self.num_given_tokens, max_model_len)
+        return max(0, limit - num_tokens - 1)
 
     @property
     def is_decoding(self) -> bool:
