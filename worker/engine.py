@@ -1,4 +1,4 @@
-"""The engine of one worker: schedule, batch, forward, sample, commit.
+"""The engine of one worker: (draft,) schedule, batch, forward, sample, commit.
 
 Synchronous and single-threaded: whoever calls `step` owns it (`worker.thread`).  The same engine
 serves both roles; which one is a matter of what it is asked: `add` reads prompts, `reserve` and
@@ -26,6 +26,7 @@ from worker.plan import Plan
 from worker.scheduler import Scheduler
 from worker.sequence import Computed, Failed, Output, Sequence, Status, Token
 from worker.slots import Slots
+from worker.speculate import Drafter, Speculation, accepted
 from worker.stats import Counters, Stats, load_of
 from worker.swap import SwapSpace
 
@@ -53,6 +54,7 @@ class Engine:
         enable_prefix_cache: bool = True,
         ageing_s: float = 1.0,
         swap_bytes: int = 0,
+        speculate: str | Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info = executor.info
@@ -70,6 +72,7 @@ class Engine:
         self.counters = Counters()
         self.announce: Callable[[list[Output]], None] | None = None
         self._executor = executor
+        self._speculation = Speculation(speculate, self.info)
         self._clock = clock
         self._arrivals = count()
         self._sequences: dict[int, Sequence] = {}
@@ -83,15 +86,13 @@ class Engine:
 
         An id that is known already is ignored: its first owner gets the end it is owed.
         """
-        problem = find_problem(sequence, self.info, self.pool)
         sequence.stop_ids = stop_ids(sequence.options, self.info)
-        self._accept(sequence, problem)
+        self._accept(sequence, find_problem(sequence, self.info, self.pool))
 
     def reserve(self, request_id: int, token_ids: Many[int]) -> None:
         """Queue for blocks into which the KV of these tokens will be unpacked."""
         sequence = Sequence(request_id, token_ids, status=Status.RESERVING)
-        problem = find_problem(sequence, self.info, self.pool, 1)
-        self._accept(sequence, problem)
+        self._accept(sequence, find_problem(sequence, self.info, self.pool, 1))
 
     def begin_decode(
         self,
@@ -151,7 +152,9 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one iteration over all sequences that can move."""
         start_s = self._clock()
-        plan = self.scheduler.schedule(start_s)
+        self._speculation.draft(self.scheduler.running)
+        draft_s = self._clock()
+        plan = self.scheduler.schedule(draft_s)
         self.swap.carry_out(plan.swapped_out, plan.swapped_in)
         self._tell(plan)
         chunks = plan.chunks
@@ -162,7 +165,10 @@ class Engine:
             tokens = self._executor.sample(logits, batch) if batch.samplings else []
             commit_s = self._clock()
             self._commit(chunks, tokens)
-            self._measure(plan, commit_s - forward_s, self._clock() - start_s)
+            elapsed_s = self._clock() - draft_s
+            self.counters.measure(draft_s - start_s, commit_s - forward_s, elapsed_s)
+            if plan.prefill:
+                self.swap.costs.observe_prefill(plan.num_tokens, commit_s - forward_s)
         self._is_stalled = not plan.is_progress
         return self._take_outputs()
 
@@ -185,26 +191,43 @@ class Engine:
             sequence.started_s = self._clock()
         for sequence in plan.failed + plan.overdue:
             if sequence.status is Status.FINISHED:
-                del self._sequences[sequence.request_id]
+                self._forget(sequence)
         self._outputs += tell(plan, self.pool)
         if self.announce is not None and self._outputs:
             self.announce(self._take_outputs())
 
     def _commit(self, chunks: list[Chunk], sampled: list[SampledToken]) -> None:
         drawn = iter(sampled)
-        for sequence, num_tokens, _ in chunks:
+        for sequence, num_tokens, drafts in chunks:
             sequence.num_computed_tokens += num_tokens
             is_last = sequence.num_computed_tokens == len(sequence.token_ids)
             self.scheduler.register(sequence)
             if sequence.hand_over:
                 self._outputs.append(Computed(sequence.request_id, sequence.num_computed_tokens))
-            if is_last:
+            if drafts:
+                self._verify(sequence, drafts, [next(drawn) for _ in range(len(drafts) + 1)])
+            elif is_last:
                 self._append(sequence, next(drawn))
+
+    def _verify(self, sequence: Sequence, x: Many[int], y: list[SampledToken]) -> None:
+        """Append what the target stands for; the KV of accepted drafts is that of their tokens."""
+        tokens = accepted(x, y)
+        self.counters.drafted_tokens += len(x)
+        self.counters.accepted_tokens += len(tokens) - 1
+        self._append(sequence, tokens[0])
+        for token in tokens[1:]:
+            if sequence.status is Status.FINISHED:
+                return
+            sequence.num_computed_tokens += 1
+            self.scheduler.register(sequence)
+            self._append(sequence, token)
+        self.scheduler.trim(sequence)
 
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
         index = sequence.num_new_tokens
         self.counters.decode_tokens += 1
         sequence.token_ids.append(token.token_id)
+        sequence.drafts = []
         reason = sequence.finish_reason(self.info.max_model_len)
         self._outputs.append(
             Token(sequence.request_id, token.token_id, index, token.logprobs, reason)
@@ -216,15 +239,13 @@ class Engine:
         elif sequence.hand_over or reason is not None:
             self._finish(sequence)
 
-    def _measure(self, plan: Plan, forward_s: float, step_s: float) -> None:
-        self.counters.forward_s += forward_s
-        self.counters.overhead_s += step_s - forward_s
-        if plan.prefill:
-            self.swap.costs.observe_prefill(plan.num_tokens, forward_s)
-
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
+        self._speculation.forget(sequence.request_id)
 
     def _take_outputs(self) -> list[Output]:
         outputs, self._outputs = self._outputs, []

@@ -105,6 +105,7 @@ class Scheduler:
         self._admit(plan, budget)
         if not plan.chunks:  # a turn given to prompts, and none could be admitted
             plan.decode = [Chunk(sequence, 1) for sequence in decoding]
+        self._add_drafts(plan)
         self._last_kind = plan.kind
         return plan
 
@@ -175,6 +176,33 @@ class Scheduler:
             chunks = plan.decode if sequence.is_decoding else plan.prefill
             chunks.append(Chunk(sequence, num_tokens))
         return num_tokens
+
+    def _add_drafts(self, plan: Plan) -> None:
+        """Have drafts verified as far as tokens and blocks are left: nobody waits for them."""
+        if not any(chunk.sequence.drafts for chunk in plan.decode):
+            return
+        budget = self.config.max_ubatch_tokens - plan.num_tokens
+        for index, (sequence, num_tokens, _) in enumerate(plan.decode):
+            num_drafts = min(len(sequence.drafts), budget)
+            if num_drafts > 0:
+                num_drafts = self._make_room(sequence, num_drafts)
+                drafts = tuple(sequence.drafts[:num_drafts])
+                plan.decode[index] = Chunk(sequence, num_tokens, drafts)
+                budget -= num_drafts
+
+    def _make_room(self, sequence: Sequence, num_drafts: int) -> int:
+        """Get blocks for the KV of drafts; return how many of them have room."""
+        table, pool = sequence.block_table, self.pool
+        num_blocks = pool.blocks_for(sequence.num_tokens + num_drafts) - table.num_blocks
+        if num_blocks > 0 and pool.can_allocate(num_blocks):
+            table.extend(pool.allocate(num_blocks))
+        return min(num_drafts, table.num_blocks * pool.block_size - sequence.num_tokens)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks that only rejected drafts needed."""
+        num_blocks = self.pool.blocks_for(sequence.num_tokens)
+        if sequence.block_table.num_blocks > num_blocks:
+            self.pool.free(sequence.block_table.truncate(num_blocks))
 
     def _admit(self, plan: Plan, budget: int) -> None:
         may_start = self.config.dynamic_batching or not self.running

@@ -25,7 +25,8 @@ class Counters:
         finished: All their tokens are sampled; a handed-over sequence has one.
         failed: Ended with an error, `overdue` ones included.
         drafted_tokens: Guesses that were verified; `accepted_tokens` of them were right.
-        forward_s: Time in the executor; `overhead_s` is the rest of the steps.
+        forward_s: Time in the executor, `draft_s` in the drafter; `overhead_s` is the rest of the
+            steps.
     """
 
     steps: int = 0
@@ -42,8 +43,15 @@ class Counters:
     swaps_in: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    draft_s: float = 0.0
     forward_s: float = 0.0
     overhead_s: float = 0.0
+
+    def measure(self, draft_s: float, forward_s: float, step_s: float) -> None:
+        """Add up the times of a step; `step_s` has the forward in it and not the drafts."""
+        self.draft_s += draft_s
+        self.forward_s += forward_s
+        self.overhead_s += step_s - forward_s
 
     def count(self, plan: Plan) -> None:
         """Add up what a plan says."""
