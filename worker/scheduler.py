@@ -93,8 +93,10 @@ class Scheduler:
         for sequence in self.deadlines.take_overdue(now):
             self._end_overdue(sequence, plan)
         stepped = self._secure_blocks(plan)
-        decoding = [sequence for sequence in stepped if sequence.is_decoding]
-        reading = [sequence for sequence in stepped if not sequence.is_decoding]
+        decoding: list[Sequence] = []
+        reading: list[Sequence] = []
+        for sequence in stepped:
+            (decoding if sequence.is_decoding else reading).append(sequence)
         if self._is_turn_of_decode(reading):
             plan.decode = [Chunk(sequence, 1) for sequence in decoding]
         budget = self.config.max_ubatch_tokens - len(plan.decode)
@@ -119,10 +121,14 @@ class Scheduler:
     def _secure_blocks(self, plan: Plan) -> list[Sequence]:
         """Return, in order, the running sequences that take part; each has all blocks it needs."""
         stepped: list[Sequence] = []
+        block_size = self.pool.block_size
         for sequence in self.running.copy():
             if len(stepped) == self.max_running:
                 break
-            if sequence.status is Status.RUNNING and self._grow(sequence, plan):
+            if sequence.status is not Status.RUNNING:
+                continue  # preempted by one before it
+            room = sequence.block_table.num_blocks * block_size
+            if len(sequence.token_ids) <= room or self._grow(sequence, plan):
                 stepped.append(sequence)
         return stepped
 
@@ -132,10 +138,8 @@ class Scheduler:
         return not (reading or self.waiting)
 
     def _grow(self, sequence: Sequence, plan: Plan) -> bool:
-        """Get the block that the next token needs, if any; say whether the sequence still runs."""
+        """Get the blocks that its tokens need; say whether the sequence still runs."""
         num_blocks = self.pool.blocks_for(sequence.num_tokens) - sequence.block_table.num_blocks
-        if num_blocks <= 0:
-            return True
         if not self.pool.can_ever_fit(sequence.num_tokens):
             self.finish(sequence)
             plan.failed.append(sequence)

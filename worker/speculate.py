@@ -24,8 +24,7 @@ from worker.executor.contract import ModelInfo, SampledToken
 from worker.sequence import Sequence
 
 # An n-gram of 3 is seldom there by chance; one of 2 is the last resort.
-MAX_NGRAM: Final = 3
-MIN_NGRAM: Final = 2
+_SIZES: Final = (3, 2)
 MAX_DRAFTS: Final = 64
 
 
@@ -85,7 +84,7 @@ class _NgramIndex:
     def find(self, token_ids: list[int], limit: int) -> list[int]:
         """Return what follows the latest earlier occurrence of the longest known ending."""
         self._extend(token_ids)
-        for size in range(MAX_NGRAM, MIN_NGRAM - 1, -1):
+        for size in _SIZES:
             start = self._after.get(tuple(token_ids[-size:]))
             if start is not None and len(token_ids) > size:
                 return token_ids[start : start + limit]
@@ -93,9 +92,11 @@ class _NgramIndex:
 
     def _extend(self, token_ids: list[int]) -> None:
         """Index the n-grams that something follows: those that end before the last token."""
-        for end in range(max(1, self._num_indexed), len(token_ids)):
-            for size in range(MIN_NGRAM, min(MAX_NGRAM, end) + 1):
-                self._after[tuple(token_ids[end - size : end])] = end
+        after = self._after
+        for end in range(self._num_indexed, len(token_ids)):
+            for size in _SIZES:
+                if size <= end:
+                    after[tuple(token_ids[end - size : end])] = end
         self._num_indexed = len(token_ids)
 
 
