@@ -72,7 +72,7 @@ class Cluster:
             self._start()
         except BaseException:
             self.__exit__()
-            print(self.log_path.read_text()[-4000:])
+            sys.stderr.write(self.log_path.read_text()[-4000:])
             raise
         return self
 

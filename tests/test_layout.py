@@ -51,7 +51,7 @@ ASYNC = {
 }
 UNPICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 # Types only: there is nothing to run.
-DECLARATIONS = {"router/request.py"}
+DECLARATIONS = {"router/request.py", "worker/outputs.py"}
 MAX_LINES = 300
 MAX_FUNCTION_LINES = 60
 

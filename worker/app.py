@@ -26,9 +26,9 @@ from worker.engine import Engine
 from worker.executor.contract import Executor
 from worker.executor.measured import measured
 from worker.link import Identity, LinkState, RouterLink
+from worker.outputs import Output
 from worker.plane import KVPlane
 from worker.prefill import PrefillRole
-from worker.sequence import Output
 from worker.thread import EngineThread
 
 log = structlog.get_logger("worker")

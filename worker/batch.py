@@ -39,29 +39,44 @@ class BatchConfig:
         max_sbatch_sequences: Sequences that run side by side.
         prefer_pure_decode: Never mix: while something generates, every other step reads prompts.
         dynamic_batching: New sequences join running ones; else they wait until all have ended.
+        ageing_s: One point of priority goes ahead of so many seconds of waiting.
     """
 
     max_ubatch_tokens: int = 512
     max_sbatch_sequences: int = 256
     prefer_pure_decode: bool = False
     dynamic_batching: bool = True
+    ageing_s: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("max_ubatch_tokens", "max_sbatch_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, not at least 1")
+        if not self.ageing_s > 0:
+            raise ValueError(
+                f"ageing_s is {self.ageing_s}, not over 0: low priorities would starve"
+            )
 
 
 class Chunk(NamedTuple):
-    """The next `num_tokens` tokens of a sequence, to be computed in one step."""
+    """The next `num_tokens` tokens of a sequence, to be computed in one step.
+
+    `drafts` are guessed tokens after the sequence's last, computed and sampled with it.
+    """
 
     sequence: Sequence
     num_tokens: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def is_last(self) -> bool:
         """Whether every token has KV after it, so that the next one can be sampled."""
         return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch: drafts are computed like tokens."""
+        return self.num_tokens + len(self.drafts)
 
 
 class Sampling(NamedTuple):
@@ -126,8 +141,11 @@ class Batch:
 
 
 def build(kind: BatchType, chunks: Many[Chunk], block_size: int) -> Batch:
-    """Lay the chunks of one step side by side; those that end their sequence are sampled."""
-    counts = np.array([chunk.num_tokens for chunk in chunks], np.int32)
+    """Lay the chunks of one step side by side; those that end their sequence are sampled.
+
+    A chunk with D drafts has D + 1 sampled rows: its last token's and each draft's.
+    """
+    counts = np.array([chunk.num_rows for chunk in chunks], np.int32)
     starts = np.array([chunk.sequence.num_computed_tokens for chunk in chunks], np.int32)
     query_starts = np.zeros(len(chunks) + 1, np.int32)
     np.cumsum(counts, out=query_starts[1:])
@@ -136,7 +154,7 @@ def build(kind: BatchType, chunks: Many[Chunk], block_size: int) -> Batch:
     positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[rows]
     slots = block_tables[rows, positions // block_size] * block_size + positions % block_size
     score_rows, scorings = _scorings(chunks, query_starts)
-    sampled = [index for index, chunk in enumerate(chunks) if chunk.is_last]
+    sample_rows, samplings = _samplings(chunks, query_starts[1:].tolist())
     return Batch(
         kind=kind,
         token_ids=_token_ids(chunks),
@@ -145,8 +163,8 @@ def build(kind: BatchType, chunks: Many[Chunk], block_size: int) -> Batch:
         query_starts=query_starts,
         context_lens=starts + counts,
         block_tables=block_tables,
-        sample_rows=query_starts[1:][sampled] - np.int32(1),
-        samplings=tuple([_sampling(chunks[index]) for index in sampled]),
+        sample_rows=np.array(sample_rows, np.int32),
+        samplings=tuple(samplings),
         score_rows=score_rows,
         scorings=scorings,
     )
@@ -163,31 +181,20 @@ def _block_tables(chunks: Many[Chunk]) -> Int32:
 
 def _token_ids(chunks: Many[Chunk]) -> Int32:
     token_ids: list[int] = []
-    for sequence, num_tokens in chunks:
+    for sequence, num_tokens, drafts in chunks:
         start = sequence.num_computed_tokens
         if num_tokens == 1:
             token_ids.append(sequence.token_ids[start])
         else:
             token_ids += sequence.token_ids[start : start + num_tokens]
+        token_ids += drafts
     return np.array(token_ids, np.int32)
-
-
-def _sampling(chunk: Chunk) -> Sampling:
-    sequence = chunk.sequence
-    return Sampling(
-        request_id=sequence.request_id,
-        options=sequence.options,
-        position=len(sequence.token_ids),
-        prompt_len=sequence.prompt_len,
-        token_ids=sequence.token_ids,
-        occurrences=sequence.occurrences,
-    )
 
 
 def _scorings(chunks: Many[Chunk], query_starts: Int32) -> tuple[Int32, tuple[Scoring, ...]]:
     rows: list[int] = []
     scorings: list[Scoring] = []
-    for index, (sequence, num_tokens) in enumerate(chunks):
+    for index, (sequence, num_tokens, _) in enumerate(chunks):
         if sequence.scores is None:
             continue
         start = sequence.num_computed_tokens
@@ -199,3 +206,23 @@ def _scorings(chunks: Many[Chunk], query_starts: Int32) -> tuple[Int32, tuple[Sc
             num_top = sequence.options.prompt_logprobs or 0
             scorings.append(Scoring(sequence.scores, next_token_ids, num_top))
     return np.array(rows, np.int32), tuple(scorings)
+
+
+def _samplings(chunks: Many[Chunk], ends: list[int]) -> tuple[list[int], list[Sampling]]:
+    """Return the rows to be sampled, and how; `ends` is the row after each chunk's last."""
+    rows: list[int] = []
+    samplings: list[Sampling] = []
+    for (sequence, num_tokens, drafts), end in zip(chunks, ends, strict=True):
+        token_ids = sequence.token_ids
+        position = len(token_ids)
+        if sequence.num_computed_tokens + num_tokens < position:
+            continue
+        request_id, options, prompt_len = sequence.request_id, sequence.options, sequence.prompt_len
+        rows.append(end - len(drafts) - 1)
+        seen = sequence.occurrences
+        samplings.append(Sampling(request_id, options, position, prompt_len, token_ids, seen))
+        for index in range(1, len(drafts) + 1):
+            rows.append(end - len(drafts) + index - 1)
+            guessed = [*token_ids, *drafts[:index]]
+            samplings.append(Sampling(request_id, options, position + index, prompt_len, guessed))
+    return rows, samplings

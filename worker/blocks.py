@@ -60,6 +60,12 @@ class BlockTable:
         self._blocks[self.num_blocks : num_blocks] = blocks
         self.num_blocks = num_blocks
 
+    def truncate(self, num_blocks: int) -> list[int]:
+        """Drop the blocks from `num_blocks` on and return them."""
+        dropped: list[int] = self.blocks[num_blocks:].tolist()
+        self.num_blocks -= len(dropped)
+        return dropped
+
     def clear(self) -> None:
         self.num_blocks = 0
 
@@ -141,6 +147,10 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold so many tokens."""
         return -(-num_tokens // self.block_size)
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens fits the pool when it is alone."""
+        return self.blocks_for(num_tokens) <= self.num_blocks
 
     def match_prefix(self, keys: Sequence[bytes]) -> tuple[list[int], Prefix]:
         """Find the longest known chain of these blocks of tokens.  Nothing is taken yet.

@@ -22,9 +22,9 @@ from worker.copies import Copies
 from worker.engine import Engine
 from worker.executor.contract import KVCache, ModelInfo
 from worker.link import RouterLink
+from worker.outputs import Failed, Output, Reserved, Token
 from worker.plane import KVPlane
 from worker.reception import Receptions
-from worker.sequence import Failed, Output, Reserved, Token
 from worker.thread import EngineThread
 
 log = structlog.get_logger("worker")

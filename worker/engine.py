@@ -1,8 +1,7 @@
-"""The engine of one worker: schedule, batch, forward, sample, commit.
+"""The engine of one worker: (draft,) schedule, batch, forward, sample, commit.
 
 Synchronous and single-threaded: whoever calls `step` owns it (`worker.thread`).  It serves both
 roles: `add` reads prompts, `reserve` and `begin_decode` take over what another worker computed.
-
 An exception of the executor leaves `step`: the state of the device is unknown then, the process
 must go.  A request that cannot be served alone fails alone, with an output.
 """
@@ -17,30 +16,26 @@ from itertools import count
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
 from wire.payloads import Load
+from worker.admission import Problem, find_problem, resume, stop_ids, tell
 from worker.batch import BatchConfig, Chunk, build
 from worker.blocks import BlockPool
 from worker.executor.contract import Executor, SampledToken, Scorer
-from worker.scheduler import Plan, Scheduler
-from worker.sequence import (
-    Computed,
-    Failed,
-    Output,
-    Reserved,
-    Sequence,
-    Started,
-    Status,
-    Token,
-)
+from worker.outputs import Computed, Failed, Output, Token
+from worker.plan import Plan
+from worker.scheduler import Scheduler
+from worker.sequence import Sequence, Status
+from worker.slots import Slots
+from worker.speculate import Drafter, Speculation, accepted
+from worker.stats import Counters, Stats, load_of
+from worker.swap import SwapSpace
 
 
 class Engine:
     """Sequences in, outputs out; owns the block pool and drives the executor.
 
-    Attributes:
-        cache: The executor's, for packing and unpacking the blocks named in outputs.
-        steps: Batches computed so far; moves as long as there is progress.
-        announce: When set, called in `step` with `Started`, `Reserved` and `Failed` before the
-            batch is computed, so that a transfer can begin meanwhile.
+    `cache` is the executor's, for packing and unpacking the blocks named in outputs.  `announce`,
+    when set, is called in `step` with `Started`, `Reserved` and `Failed` before the batch is
+    computed, so that a transfer can begin meanwhile.
     """
 
     def __init__(
@@ -54,6 +49,9 @@ class Engine:
         prefer_pure_decode: bool = False,
         dynamic_batching: bool = True,
         enable_prefix_cache: bool = True,
+        ageing_s: float = 1.0,
+        swap_bytes: int = 0,
+        speculate: str | Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limits = executor.capabilities
@@ -67,13 +65,15 @@ class Engine:
             max_sbatch_sequences=max_sbatch_sequences,
             prefer_pure_decode=prefer_pure_decode,
             dynamic_batching=dynamic_batching,
+            ageing_s=ageing_s,
         )
-        self.scheduler = Scheduler(self.pool, self.config)
+        self.swap = SwapSpace(self.cache, swap_bytes, clock)
+        self.scheduler = Scheduler(self.pool, self.config, self.swap)
+        self.counters = Counters()
         self.announce: Callable[[list[Output]], None] | None = None
-        self.steps = 0
-        self.num_preemptions = 0
         self._executor = executor
         self._scorer = executor if isinstance(executor, Scorer) else None
+        self._speculation = Speculation(speculate, self.info)
         self._clock = clock
         self._arrivals = count()
         self._sequences: dict[int, Sequence] = {}
@@ -83,19 +83,14 @@ class Engine:
     # What the worker's role asks for.  Outputs come from `step`, failures too.
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a prompt: it is read, then continued here or, with `hand_over`, held.
-
-        An id that is known already is ignored: its first owner gets the end it is owed.
-        """
-        problem = self._problem(sequence)
-        if self._accept(sequence, problem):
-            self._set_stop_ids(sequence)
+        """Queue a prompt, to be continued here or, with `hand_over`, held; ignore a known id."""
+        sequence.stop_ids = stop_ids(sequence.options, self.info)
+        self._accept(sequence, find_problem(sequence, self.info, self.pool))
 
     def reserve(self, request_id: int, token_ids: Many[int]) -> None:
         """Queue for blocks into which the KV of these tokens will be unpacked."""
         sequence = Sequence(request_id, token_ids, status=Status.RESERVING)
-        problem = self._problem(sequence, 1)
-        self._accept(sequence, problem)
+        self._accept(sequence, find_problem(sequence, self.info, self.pool, 1))
 
     def begin_decode(
         self,
@@ -120,18 +115,14 @@ class Engine:
             raise LocalProtocolError(
                 f"request {request_id} cannot begin to decode while {sequence.status}"
             )
-        try:
-            sequence.resume(list(token_ids), options, max_new_tokens)
-        except ValueError as error:
-            problem: tuple[ErrorCode, str] | None = (ErrorCode.INVALID_REQUEST, str(error))
-        else:
-            problem = self._problem(sequence)
-        if problem is not None:
+        problem = resume(sequence, list(token_ids), options, max_new_tokens)
+        if problem := problem or find_problem(sequence, self.info, self.pool):
             self._finish(sequence)
             self._fail(request_id, *problem)
             return
         sequence.started_s = self._clock()
-        self._set_stop_ids(sequence)
+        sequence.set_deadline(sequence.started_s)
+        sequence.stop_ids = stop_ids(options, self.info)
         self.scheduler.register(sequence)
         self.scheduler.run(sequence)
 
@@ -150,23 +141,32 @@ class Engine:
         self._is_stalled = False
         sequence = self._sequences.get(request_id)
         if sequence is not None:
+            self.counters.cancelled += 1
             self._finish(sequence)
 
     # The step.
 
     def step(self) -> list[Output]:
         """Run one iteration over all sequences that can move."""
-        plan = self.scheduler.schedule()
+        start_s = self._clock()
+        self._speculation.draft(self.scheduler.running)
+        draft_s = self._clock()
+        plan = self.scheduler.schedule(draft_s)
+        self.swap.carry_out(plan.swapped_out, plan.swapped_in)
         self._tell(plan)
         chunks = plan.chunks
         if chunks:
             batch = build(plan.kind, chunks, self.pool.block_size)
+            forward_s = self._clock()
             logits = self._executor.forward(batch)
             tokens = self._executor.sample(logits, batch) if batch.samplings else []
             if batch.scorings and self._scorer is not None:
                 batch.keep_scores(self._scorer.score(logits, batch))
+            commit_s = self._clock()
             self._commit(chunks, tokens)
-            self.steps += 1
+            self.counters.measure(draft_s - start_s, commit_s - forward_s, self._clock() - draft_s)
+            if plan.prefill:
+                self.swap.costs.observe_prefill(plan.num_tokens, commit_s - forward_s)
         self._is_stalled = not plan.is_progress
         return self._take_outputs()
 
@@ -174,41 +174,65 @@ class Engine:
         """Whether `step` could do anything before the engine is asked for something new."""
         if self._outputs or self.scheduler.running:
             return True
-        return not self._is_stalled and bool(self.scheduler.waiting or self.scheduler.reserving)
+        if not self._is_stalled and (self.scheduler.waiting or self.scheduler.reserving):
+            return True
+        return self.idle_s() == 0.0
+
+    def idle_s(self) -> float | None:
+        """Seconds until there is work even if nobody asks for any: a deadline; None for never."""
+        next_s = self.scheduler.deadlines.next_s
+        return None if next_s is None else max(0.0, next_s - self._clock())
 
     def _tell(self, plan: Plan) -> None:
-        now = self._clock()
-        self.num_preemptions += len(plan.preempted)
+        self.counters.count(plan)
         for sequence in plan.started:
-            sequence.started_s = now
-            self._outputs.append(Started(*_allocation(sequence)))
-        for sequence in plan.reserved:
-            self._outputs.append(Reserved(*_allocation(sequence)))
-        for sequence in plan.failed:
-            self._sequences.pop(sequence.request_id)
-            self._fail(sequence.request_id, *_out_of_blocks(sequence.num_tokens, self.pool))
+            sequence.started_s = self._clock()
+        for sequence in plan.failed + plan.overdue:
+            if sequence.status is Status.FINISHED:
+                self._forget(sequence)
+        self._outputs += tell(plan, self.pool)
         if self.announce is not None and self._outputs:
             self.announce(self._take_outputs())
 
     def _commit(self, chunks: list[Chunk], sampled: list[SampledToken]) -> None:
         drawn = iter(sampled)
-        for sequence, num_tokens in chunks:
+        for sequence, num_tokens, drafts in chunks:
             sequence.num_computed_tokens += num_tokens
             is_last = sequence.num_computed_tokens == len(sequence.token_ids)
             self.scheduler.register(sequence)
             if sequence.hand_over:
                 self._outputs.append(Computed(sequence.request_id, sequence.num_computed_tokens))
-            if is_last:
+            if drafts:
+                self._verify(sequence, drafts, [next(drawn) for _ in range(len(drafts) + 1)])
+            elif is_last:
                 self._append(sequence, next(drawn))
+
+    def _verify(self, sequence: Sequence, x: Many[int], y: list[SampledToken]) -> None:
+        """Append what the target stands for; the KV of accepted drafts is that of their tokens."""
+        tokens = accepted(x, y)
+        self.counters.drafted_tokens += len(x)
+        self.counters.accepted_tokens += len(tokens) - 1
+        self._append(sequence, tokens[0])
+        for token in tokens[1:]:
+            if sequence.status is Status.FINISHED:
+                return
+            sequence.num_computed_tokens += 1
+            self.scheduler.register(sequence)
+            self._append(sequence, token)
+        self.scheduler.trim(sequence)
 
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
         index = sequence.num_new_tokens
+        self.counters.decode_tokens += 1
         sequence.token_ids.append(token.token_id)
+        sequence.drafts = []
         reason = sequence.finish_reason(self.info.max_model_len)
         scores = sequence.take_prompt_logprobs()
         self._outputs.append(
             Token(sequence.request_id, token.token_id, index, token.logprobs, reason, scores)
         )
+        if sequence.hand_over or reason is not None:
+            self.counters.finished += 1
         if sequence.hand_over and not sequence.is_released:
             self.scheduler.hold(sequence)
         elif sequence.hand_over or reason is not None:
@@ -216,41 +240,31 @@ class Engine:
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
+        self._speculation.forget(sequence.request_id)
 
     def _take_outputs(self) -> list[Output]:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    # Admission.
-
-    def _accept(self, sequence: Sequence, problem: tuple[ErrorCode, str] | None) -> bool:
+    def _accept(self, sequence: Sequence, problem: Problem | None) -> None:
         self._is_stalled = False
         if sequence.request_id in self._sequences:
-            return False
+            return
+        if sequence.scores and self._scorer is None:
+            problem = ErrorCode.INVALID_REQUEST, "this model gives no prompt_logprobs"
         if problem is not None:
             self._fail(sequence.request_id, *problem)
-            return False
-        sequence.arrival = next(self._arrivals)
+            return
+        sequence.arrive(next(self._arrivals), self._clock())
         self._sequences[sequence.request_id] = sequence
         self.scheduler.enqueue(sequence)
-        return True
-
-    def _problem(self, sequence: Sequence, extra_tokens: int = 0) -> tuple[ErrorCode, str] | None:
-        """Say what makes a sequence impossible for this model or this pool, if anything."""
-        problem = sequence.problem(self.info.vocab_size, self.info.max_model_len)
-        if problem is None and sequence.scores and self._scorer is None:
-            problem = ErrorCode.INVALID_REQUEST, "this model gives no prompt_logprobs"
-        if problem is None and not self.scheduler.can_ever_fit(sequence.num_tokens + extra_tokens):
-            problem = _out_of_blocks(sequence.num_tokens, self.pool)
-        return problem
-
-    def _set_stop_ids(self, sequence: Sequence) -> None:
-        options = sequence.options
-        eos = frozenset[int]() if options.ignore_eos else self.info.eos_token_ids
-        sequence.stop_ids = eos.union(options.stop_token_ids)
 
     def _fail(self, request_id: int, code: ErrorCode, message: str) -> None:
+        self.counters.failed += 1
         self._outputs.append(Failed(request_id, code, message))
 
     # What others want to know.
@@ -265,39 +279,23 @@ class Engine:
         return len(self.scheduler.waiting) + len(self.scheduler.reserving)
 
     @property
-    def utilization(self) -> float:
-        """Running sequences as a share of those that may run, 0 to 1 (seed 002)."""
-        return min(1.0, len(self.scheduler.running) / self.scheduler.max_running)
+    def steps(self) -> int:
+        """Batches computed so far; moves as long as there is progress."""
+        return self.counters.steps
 
-    @property
-    def tokens_per_second(self) -> float:
-        """The sum of the rates of all running sequences (seed 002)."""
-        now = self._clock()
-        return sum(sequence.tokens_per_second(now) for sequence in self.scheduler.running)
+    def slots(self) -> Slots:
+        """Return which sequence runs where (seed 002)."""
+        return Slots.of(self.scheduler.running, self.scheduler.max_running, self._clock())
+
+    def stats(self) -> Stats:
+        """Return all totals and gauges (seed 004)."""
+        return Stats.of(self.scheduler, self.counters)
 
     def load(self) -> Load:
         """Return a heartbeat's figures; prefix hashes since the last call.  From any thread."""
-        stored, evicted = self.pool.journal.read()
-        free, cached = self.pool.num_free, self.pool.num_cached
-        return Load(
-            total=self.pool.num_blocks,
-            used=max(0, self.pool.num_blocks - free - cached),
-            cached=cached,
-            free=free,
-            preemptions=self.num_preemptions,
-            stored=stored,
-            evicted=evicted,
-        )
+        return load_of(self.pool, self.counters)
 
     def check(self) -> None:
         """Assert that every block is accounted for; call it when idle, or after any step."""
         self.pool.check(sequence.block_table.snapshot() for sequence in self._sequences.values())
-
-
-def _allocation(sequence: Sequence) -> tuple[int, tuple[int, ...], int]:
-    return sequence.request_id, sequence.block_table.snapshot(), sequence.num_cached_tokens
-
-
-def _out_of_blocks(num_tokens: int, pool: BlockPool) -> tuple[ErrorCode, str]:
-    room = f"{pool.num_blocks} blocks of {pool.block_size} tokens"
-    return ErrorCode.OUT_OF_BLOCKS, f"{num_tokens} tokens do not fit this worker's {room}"
+        self.swap.check(sequence.request_id for sequence in self.scheduler.waiting)

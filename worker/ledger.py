@@ -16,7 +16,7 @@ import structlog
 
 from wire.errors import WireError
 from wire.payloads import Logprobs
-from worker.sequence import Token
+from worker.outputs import Token
 
 log = structlog.get_logger("worker")
 

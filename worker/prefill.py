@@ -24,9 +24,10 @@ from worker.copies import Copies
 from worker.executor.contract import KVCache, ModelInfo
 from worker.handover import HandOver
 from worker.link import RouterLink
+from worker.outputs import Computed, Failed, Output, Started, Token
 from worker.peers import DecodePeers
 from worker.plane import KVPlane
-from worker.sequence import Computed, Failed, Output, Sequence, Started, Token
+from worker.sequence import Sequence
 from worker.thread import EngineThread
 
 log = structlog.get_logger("worker")

@@ -26,8 +26,8 @@ from worker.config import Config
 from worker.copies import Copies
 from worker.engine import Engine
 from worker.executor.contract import KVCache, ModelInfo
+from worker.outputs import Reserved
 from worker.plane import KVPlane
-from worker.sequence import Reserved
 from worker.thread import EngineThread
 
 log = structlog.get_logger("worker")

@@ -1,11 +1,17 @@
 """What the next step computes: a pure policy over sequences and blocks, its decision an object.
 
 Generation first, one token for each running sequence; then prompt chunks in what is left of the
-token budget; then admissions.  Reservations of the decode role go ahead of new work, and behind
-work that was preempted before they came.  When generation needs a block and there is none, the
-sequence that is last in order gives up its blocks and is recomputed later.  Only running sequences
-that can be recomputed here are preempted: never a reservation into which KV arrives, never a
-sequence whose KV is being handed over.
+token budget; then admissions; drafts take what nobody else wanted.  When generation needs a block
+and there is none, the sequence that is last in order gives up its blocks: its KV is swapped out
+(`worker.swap` says when) or computed again later.  Only running sequences that can be recomputed
+here are preempted: never a reservation into which KV arrives, never a sequence whose KV is being
+handed over.
+
+The order is that of virtual arrivals: a sequence of priority p stands where it would if it had come
+p * ageing_s seconds earlier.  So priorities age without anyone counting, the order of two sequences
+never changes, and nobody starves: who waits is passed only by what comes within the difference of
+the priorities.  Reservations go ahead of new work by the same rule, as if of a priority above all,
+and behind work that was preempted before they came.
 
 It cannot deadlock.  The first running sequence in order can take the blocks of all that may be
 preempted; what may not ends by itself or by its peer's lease; and a sequence that does not fit the
@@ -16,88 +22,57 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
+from typing import Final
 
 from worker.batch import BatchConfig, BatchType, Chunk
 from worker.blocks import BlockPool
+from worker.deadlines import Deadlines
+from worker.plan import Plan
 from worker.sequence import Sequence, Status
+from worker.slots import SlotNumbers
+from worker.swap import Swap, SwapSpace
 
-
-@dataclass(slots=True)
-class Plan:
-    """One step: what is computed, and what the making of the plan did to whom.
-
-    Attributes:
-        decode: One token of each, the one sampled last.
-        prefill: Pieces of prompts, or of what a preemption made to be computed again.
-        preempted: They lost their blocks and wait.
-        started: They got their first blocks now and were never running before.
-        reserved: Reservations that got their blocks now.
-        failed: They can never fit and hold nothing any more.
-    """
-
-    decode: list[Chunk] = field(default_factory=list)
-    prefill: list[Chunk] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    started: list[Sequence] = field(default_factory=list)
-    reserved: list[Sequence] = field(default_factory=list)
-    failed: list[Sequence] = field(default_factory=list)
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        return self.decode + self.prefill
-
-    @property
-    def kind(self) -> BatchType:
-        if not self.prefill:
-            return BatchType.DECODE
-        return BatchType.MIXED if self.decode else BatchType.PREFILL
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decode) + sum(chunk.num_tokens for chunk in self.prefill)
-
-    @property
-    def is_progress(self) -> bool:
-        """Whether anything changed: if not, planning again is no use until someone else acts."""
-        return any(
-            (self.decode, self.prefill, self.preempted, self.started, self.reserved, self.failed)
-        )
+# Over the largest of `wire.options.Options.priority`, which is 100.
+RESERVATION_PRIORITY: Final = 101
 
 
 class Scheduler:
     """The queues of one worker and the policy over them."""
 
-    def __init__(self, pool: BlockPool, config: BatchConfig) -> None:
+    def __init__(self, pool: BlockPool, config: BatchConfig, swap: SwapSpace) -> None:
         self.pool = pool
         self.config = config
+        self.swap = swap
+        self.deadlines = Deadlines()
         # Generation alone must never fill the budget, or prompts under way would starve.
         self.max_running = min(config.max_sbatch_sequences, config.max_ubatch_tokens)
         self.waiting: list[Sequence] = []  # in order
         self.reserving: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order
+        self._slots = SlotNumbers()
         self._last_kind = BatchType.PREFILL
-
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens fits the pool when it is alone."""
-        return self.pool.blocks_for(num_tokens) <= self.pool.num_blocks
 
     def enqueue(self, sequence: Sequence) -> None:
         """Take a new sequence, or a reservation; both must be able to fit."""
         if sequence.status is Status.RESERVING:
             self.reserving.append(sequence)
         else:
-            insort(self.waiting, sequence, key=_order)
+            insort(self.waiting, sequence, key=self._order)
+        self.deadlines.add(sequence)
 
     def run(self, sequence: Sequence) -> None:
-        """Let a reserved sequence generate: its KV is there."""
+        """Let a sequence that has its blocks take part in steps."""
+        if sequence.status is Status.RESERVED:
+            self.deadlines.add(sequence)
         sequence.move_to(Status.RUNNING)
-        insort(self.running, sequence, key=_order)
+        sequence.slot = self._slots.take()
+        insort(self.running, sequence, key=self._order)
 
     def hold(self, sequence: Sequence) -> None:
         """Keep the blocks of a sequence that is computed, until `finish`."""
-        self.running.remove(sequence)
+        self._stop(sequence)
         sequence.move_to(Status.HANDING_OVER)
+        self.deadlines.remove(sequence)  # from here on the lease of the transfer counts
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence in whatever state it is and give back its blocks."""
@@ -106,16 +81,22 @@ class Scheduler:
         elif sequence.status is Status.RESERVING:
             self.reserving.remove(sequence)
         elif sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
+            self._stop(sequence)
         sequence.move_to(Status.FINISHED)
+        self.deadlines.remove(sequence)
+        self.swap.drop(sequence.request_id)
         self._give_back(sequence)
 
-    def schedule(self) -> Plan:
+    def schedule(self, now: float = 0.0) -> Plan:
         """Decide the next step; blocks are allocated for everything in the plan."""
         plan = Plan()
+        for sequence in self.deadlines.take_overdue(now):
+            self._end_overdue(sequence, plan)
         stepped = self._secure_blocks(plan)
-        decoding = [sequence for sequence in stepped if sequence.is_decoding]
-        reading = [sequence for sequence in stepped if not sequence.is_decoding]
+        decoding: list[Sequence] = []
+        reading: list[Sequence] = []
+        for sequence in stepped:
+            (decoding if sequence.is_decoding else reading).append(sequence)
         if self._is_turn_of_decode(reading):
             plan.decode = [Chunk(sequence, 1) for sequence in decoding]
         budget = self.config.max_ubatch_tokens - len(plan.decode)
@@ -126,16 +107,28 @@ class Scheduler:
         self._admit(plan, budget)
         if not plan.chunks:  # a turn given to prompts, and none could be admitted
             plan.decode = [Chunk(sequence, 1) for sequence in decoding]
+        self._add_drafts(plan)
         self._last_kind = plan.kind
         return plan
+
+    def _end_overdue(self, sequence: Sequence, plan: Plan) -> None:
+        plan.overdue.append(sequence)
+        if sequence.status is Status.RUNNING and sequence.hand_over and not sequence.is_released:
+            self.hold(sequence)  # its blocks may be read this moment: `finish` says when not
+        else:
+            self.finish(sequence)
 
     def _secure_blocks(self, plan: Plan) -> list[Sequence]:
         """Return, in order, the running sequences that take part; each has all blocks it needs."""
         stepped: list[Sequence] = []
+        block_size = self.pool.block_size
         for sequence in self.running.copy():
             if len(stepped) == self.max_running:
                 break
-            if sequence.status is Status.RUNNING and self._grow(sequence, plan):
+            if sequence.status is not Status.RUNNING:
+                continue  # preempted by one before it
+            room = sequence.block_table.num_blocks * block_size
+            if len(sequence.token_ids) <= room or self._grow(sequence, plan):
                 stepped.append(sequence)
         return stepped
 
@@ -145,11 +138,9 @@ class Scheduler:
         return not (reading or self.waiting)
 
     def _grow(self, sequence: Sequence, plan: Plan) -> bool:
-        """Get the block that the next token needs, if any; say whether the sequence still runs."""
+        """Get the blocks that its tokens need; say whether the sequence still runs."""
         num_blocks = self.pool.blocks_for(sequence.num_tokens) - sequence.block_table.num_blocks
-        if num_blocks <= 0:
-            return True
-        if not self.can_ever_fit(sequence.num_tokens):
+        if not self.pool.can_ever_fit(sequence.num_tokens):
             self.finish(sequence)
             plan.failed.append(sequence)
             return False
@@ -162,19 +153,60 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
-        self.running.remove(sequence)
+        self._stop(sequence)
         sequence.move_to(Status.WAITING)
         sequence.num_preemptions += 1
+        num_tokens = sequence.num_computed_tokens
+        if self.swap.accepts(num_tokens):
+            self.swap.hold(sequence.request_id, num_tokens)
+            blocks = sequence.block_table.snapshot()
+            plan.swapped_out.append(Swap(sequence, blocks, 0, num_tokens))
         self._give_back(sequence)
-        insort(self.waiting, sequence, key=_order)
+        insort(self.waiting, sequence, key=self._order)
         plan.preempted.append(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        assert sequence.slot is not None
+        self._slots.give_back(sequence.slot)
+        sequence.slot = None
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan) -> int:
         """Plan as much of the sequence as the budget has; return how many tokens that is."""
         num_tokens = min(sequence.num_uncomputed_tokens, budget)
         if num_tokens:
-            plan.prefill.append(Chunk(sequence, num_tokens))
+            if sequence.is_decoding and self.config.prefer_pure_decode:
+                return 0  # its turn comes
+            chunks = plan.decode if sequence.is_decoding else plan.prefill
+            chunks.append(Chunk(sequence, num_tokens))
         return num_tokens
+
+    def _add_drafts(self, plan: Plan) -> None:
+        """Have drafts verified as far as tokens and blocks are left: nobody waits for them."""
+        if not any(chunk.sequence.drafts for chunk in plan.decode):
+            return
+        budget = self.config.max_ubatch_tokens - plan.num_tokens
+        for index, (sequence, num_tokens, _) in enumerate(plan.decode):
+            num_drafts = min(len(sequence.drafts), budget)
+            if num_drafts > 0:
+                num_drafts = self._make_room(sequence, num_drafts)
+                drafts = tuple(sequence.drafts[:num_drafts])
+                plan.decode[index] = Chunk(sequence, num_tokens, drafts)
+                budget -= num_drafts
+
+    def _make_room(self, sequence: Sequence, num_drafts: int) -> int:
+        """Get blocks for the KV of drafts; return how many of them have room."""
+        table, pool = sequence.block_table, self.pool
+        num_blocks = pool.blocks_for(sequence.num_tokens + num_drafts) - table.num_blocks
+        if num_blocks > 0 and pool.can_allocate(num_blocks):
+            table.extend(pool.allocate(num_blocks))
+        return min(num_drafts, table.num_blocks * pool.block_size - sequence.num_tokens)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks that only rejected drafts needed."""
+        num_blocks = self.pool.blocks_for(sequence.num_tokens)
+        if sequence.block_table.num_blocks > num_blocks:
+            self.pool.free(sequence.block_table.truncate(num_blocks))
 
     def _admit(self, plan: Plan, budget: int) -> None:
         may_start = self.config.dynamic_batching or not self.running
@@ -192,8 +224,8 @@ class Scheduler:
             if not self._allocate(sequence, sequence.num_tokens, sequence.max_cached_tokens):
                 return
             self.waiting.remove(sequence)
-            sequence.move_to(Status.RUNNING)
-            insort(self.running, sequence, key=_order)
+            self.run(sequence)
+            self._swap_in(sequence, plan)
             if not sequence.num_preemptions:
                 plan.started.append(sequence)
             budget -= self._plan_chunk(sequence, budget, plan)
@@ -205,7 +237,13 @@ class Scheduler:
         if reserving is None or waiting is None:
             return reserving or waiting
         was_first = waiting.num_preemptions and waiting.arrival < reserving.arrival
-        return waiting if was_first else reserving
+        ahead = reserving.arrival_s - self.config.ageing_s * RESERVATION_PRIORITY
+        return waiting if was_first or self._order(waiting) < (ahead, 0) else reserving
+
+    def _order(self, sequence: Sequence) -> tuple[float, int]:
+        """Who goes first; the last is preempted first."""
+        priority = sequence.options.priority
+        return sequence.arrival_s - self.config.ageing_s * priority, sequence.arrival
 
     def _allocate(self, sequence: Sequence, num_tokens: int, max_cached_tokens: int) -> bool:
         """Get blocks for `num_tokens`, sharing cached ones for up to `max_cached_tokens`."""
@@ -220,6 +258,16 @@ class Scheduler:
         sequence.num_registered_blocks = len(cached)
         sequence.prefix = prefix
         return True
+
+    def _swap_in(self, sequence: Sequence, plan: Plan) -> None:
+        """Plan to put back what was swapped out and is not in the prefix cache any more."""
+        start, end = sequence.num_computed_tokens, self.swap.num_tokens(sequence.request_id)
+        if end > start:
+            blocks = sequence.block_table.snapshot()
+            plan.swapped_in.append(Swap(sequence, blocks, start, end - start))
+            sequence.num_computed_tokens = end
+        else:
+            self.swap.drop(sequence.request_id)
 
     def _give_back(self, sequence: Sequence) -> None:
         self.pool.free(sequence.block_table.blocks.tolist())
@@ -236,7 +284,3 @@ class Scheduler:
         for index in range(sequence.num_registered_blocks, num_full):
             sequence.prefix = self.pool.register(sequence.prefix, keys[index], blocks[index])
         sequence.num_registered_blocks = num_full
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order

@@ -1,4 +1,4 @@
-"""A sequence is one request's shadow on a worker; an output is what the engine says about it.
+"""A sequence is one request's shadow on a worker.
 
 The states and the allowed moves between them are a table.  A sequence knows its tokens, how many of
 them have KV, and which blocks hold it; it decides nothing.
@@ -7,20 +7,17 @@ them have KV, and which blocks hold it; it decides nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from struct import Struct
-from typing import Final, Literal
+from typing import Final
 
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.logprobs import prompt_logprobs_problem
 from wire.options import Options
-from wire.payloads import Logprobs
 from worker.blocks import ROOT, BlockTable, Prefix
 from worker.occurrences import Occurrences
+from worker.outputs import FinishReason
 from worker.scores import PromptScores
-
-FinishReason = Literal["stop", "length"]
 
 # Without a limit of its own a sequence ends at the model's context length.
 UNLIMITED: Final = 2**31 - 1
@@ -47,61 +44,6 @@ TRANSITIONS: Final[dict[Status, frozenset[Status]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The first blocks are allocated; the KV of `cached_tokens` leading tokens is there already."""
-
-    request_id: int
-    block_table: tuple[int, ...]
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """KV of the first `num_tokens` tokens exists, those found in the prefix cache included."""
-
-    request_id: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A sampled token; `index` counts from 0 the tokens sampled on this worker.
-
-    With `finish_reason` "stop" the token is an EOS or stop token: it ends the sequence and is no
-    part of the text.  With "length" it is the last token of the text.  `prompt_logprobs` comes
-    with the first token, if asked for, packed as in `wire.logprobs`.
-    """
-
-    request_id: int
-    token_id: int
-    index: int
-    logprobs: Logprobs | None
-    finish_reason: FinishReason | None
-    prompt_logprobs: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Blocks are there for all tokens; `cached_tokens` leading ones have their KV already."""
-
-    request_id: int
-    block_table: tuple[int, ...]
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The sequence ended without success and holds nothing any more."""
-
-    request_id: int
-    code: ErrorCode
-    message: str
-
-
-Output = Started | Computed | Token | Reserved | Failed
-
-
 class Sequence:
     """The tokens of one request, and how far this worker is with them.
 
@@ -111,8 +53,11 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "arrival_s",
         "block_keys",
         "block_table",
+        "deadline_s",
+        "drafts",
         "hand_over",
         "is_released",
         "max_new_tokens",
@@ -127,6 +72,7 @@ class Sequence:
         "prompt_len",
         "request_id",
         "scores",
+        "slot",
         "started_s",
         "status",
         "stop_ids",
@@ -157,16 +103,30 @@ class Sequence:
         # Where it stands: for its whole life.
         self.status = status
         self.arrival = 0
+        self.arrival_s = 0.0
+        self.deadline_s: float | None = None
         self.started_s: float | None = None
         self.is_released = False
         self.num_preemptions = 0
         self.block_keys: list[bytes] = []
+        self.drafts: list[int] = []  # guesses of what follows `token_ids`, until one is appended
         # What it holds: from one admission to the next preemption.
         self.block_table = BlockTable()
+        self.slot: int | None = None
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.num_registered_blocks = 0
         self.prefix: Prefix = ROOT
+
+    def arrive(self, arrival: int, now: float) -> None:
+        """Take a place in the line; the deadline counts from here."""
+        self.arrival, self.arrival_s = arrival, now
+        self.set_deadline(now)
+
+    def set_deadline(self, now: float) -> None:
+        """Count the options' deadline from `now`, when there is one."""
+        if self.options.deadline_ms is not None:
+            self.deadline_s = now + self.options.deadline_ms / 1000
 
     def ask(self, options: Options, max_new_tokens: int | None) -> None:
         """Set what is to be generated, by default what is left of the option's limit."""
@@ -205,11 +165,6 @@ class Sequence:
         self.status = status
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Who goes first: higher priority, then earlier arrival.  The last is preempted first."""
-        return (-self.options.priority, self.arrival)
-
-    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
@@ -227,6 +182,12 @@ class Sequence:
     def num_new_tokens(self) -> int:
         """Generated tokens of this worker."""
         return len(self.token_ids) - self.num_given_tokens
+
+    def max_drafts(self, max_model_len: int) -> int:
+        """How many guessed tokens could be of use: the one after the last guess is drawn too."""
+        num_tokens = len(self.token_ids)
+        limit = min(self.max_new_tokens + self.num_given_tokens, max_model_len)
+        return max(0, limit - num_tokens - 1)
 
     @property
     def is_decoding(self) -> bool:

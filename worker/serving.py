@@ -29,7 +29,7 @@ from worker.executor.contract import Executor
 from worker.executor.measured import ExecutorStatus, measured
 from worker.executor.metrics import Metrics
 from worker.ledger import Callback, Ledger, Result, TokenOutput
-from worker.sequence import Failed, Output, Token
+from worker.outputs import Failed, Output, Token
 from worker.sequence import Sequence as EngineSequence
 from worker.thread import EngineThread
 

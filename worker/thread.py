@@ -2,7 +2,8 @@
 
 The event loop never computes and never waits for a step: it posts, and hears of outputs through
 `deliver`, which runs on the engine thread and has to hop to the loop itself.  When the engine has
-nothing to do the thread checks that every block is accounted for, then sleeps on a condition.
+nothing to do the thread checks that every block is accounted for, then sleeps on a condition, until
+a call comes or a deadline passes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from worker.engine import Engine
-from worker.sequence import Output
+from worker.outputs import Output
 
 Call = Callable[[Engine], object]
 
@@ -101,6 +102,7 @@ class EngineThread:
         if is_idle:  # not under the lock: the loop must be able to post meanwhile
             self.engine.check()
         with self._wake:
-            while not self._calls and not self._is_stopping:
+            while not self._calls and not self._is_stopping and not self.engine.has_work():
                 self._is_busy = False
-                self._wake.wait()
+                self._wake.wait(self.engine.idle_s())
+            self._is_busy = True

@@ -33,7 +33,7 @@ from wire.segment import Rectangle
 from wire.stream import StreamDecoder, encode
 from worker.engine import Engine
 from worker.executor.torch import TorchExecutor
-from worker.sequence import Computed, Reserved, Started, Token
+from worker.outputs import Computed, Reserved, Started, Token
 from worker.sequence import Sequence as Request
 
 STORY = "Once upon a time there was a little fox who lived near the river. Every day the fox"

@@ -56,6 +56,28 @@ def test_a_chunk_in_the_middle_of_a_prompt_samples_nothing() -> None:
     assert len(batch.sample_rows) == 0 and batch.samplings == ()
 
 
+def test_drafts_follow_their_sequence_and_are_sampled_with_it() -> None:
+    chunks = [Chunk(sequence(1, 6, 5, [9, 2, 6]), 1, (71, 72)), CHUNKS[1], CHUNKS[2]]
+    batch = build(BatchType.MIXED, chunks, 4)
+    assert batch.token_ids.tolist()[:3] == [105, 71, 72]
+    assert batch.positions.tolist()[:3] == [5, 6, 7] and batch.slots.tolist()[:3] == [9, 10, 11]
+    assert batch.query_starts.tolist() == [0, 3, 10, 13]
+    assert batch.context_lens.tolist() == [8, 9, 3]
+    assert batch.sample_rows.tolist() == [0, 1, 2, 12]
+    assert [sampling.position for sampling in batch.samplings] == [6, 7, 8, 3]
+    prompt = [100 + i for i in range(6)]
+    assert [sampling.token_ids for sampling in batch.samplings[:3]] == [
+        prompt,
+        [*prompt, 71],
+        [*prompt, 71, 72],
+    ]
+
+
+def test_no_ageing_is_refused() -> None:
+    with pytest.raises(ValueError, match="ageing_s is 0"):
+        BatchConfig(ageing_s=0)
+
+
 def test_every_array_is_int32() -> None:
     batch = build(BatchType.MIXED, CHUNKS, 4)
     arrays = (

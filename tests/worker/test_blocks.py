@@ -261,3 +261,10 @@ def test_the_told_hashes_are_the_cached_ones() -> None:
         assert [h in told for h in prefix_hashes(flat, 2)] == [
             index < known for index in range(len(following))
         ]
+
+
+def test_a_table_is_cut_from_its_end() -> None:
+    table = BlockTable()
+    table.extend([4, 7, 3])
+    assert table.truncate(1) == [7, 3] and table.snapshot() == (4,)
+    assert table.truncate(1) == [] and table.num_blocks == 1

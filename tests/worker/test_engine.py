@@ -18,7 +18,8 @@ from worker.batch import Batch, BatchType
 from worker.engine import Engine
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor, oracle
-from worker.sequence import Computed, Failed, Output, Reserved, Sequence, Started, Token
+from worker.outputs import Computed, Failed, Output, Reserved, Started, Token
+from worker.sequence import Sequence
 
 Kind = TypeVar("Kind")
 
@@ -174,7 +175,7 @@ def test_preemption_recomputes_and_nobody_can_tell() -> None:
     for request_id, prompt in prompts.items():
         engine.add(Sequence(request_id, prompt, GREEDY, 20))
     outputs = run(engine)
-    assert engine.num_preemptions > 0 and engine.load().preemptions == engine.num_preemptions
+    assert engine.load().preemptions == engine.stats().counters.preemptions > 0
     for request_id, prompt in prompts.items():
         assert text(outputs, request_id) == expected(prompt, 20)
     assert len(of_kind(outputs, Started)) == 3
@@ -432,13 +433,91 @@ def test_utilization_and_speed_are_those_of_what_runs() -> None:
         max_sbatch_sequences=4,
         clock=lambda: now[0],
     )
-    assert (engine.utilization, engine.tokens_per_second) == (0.0, 0.0)
+    assert (engine.slots().utilization, engine.slots().tokens_per_second) == (0.0, 0.0)
     engine.add(Sequence(1, [5] * 6, GREEDY, 30))
     engine.add(Sequence(2, [6] * 6, GREEDY, 30))
     for _ in range(10):
         engine.step()
     now[0] = 2.0
-    assert (engine.utilization, engine.tokens_per_second) == (0.5, 10.0)
+    assert (engine.slots().utilization, engine.slots().tokens_per_second) == (0.5, 10.0)
+
+
+def timed(num_blocks: int = 64, **settings: int) -> tuple[Engine, list[float]]:
+    now = [0.0]
+    executor = RecordingExecutor()
+    return Engine(
+        executor,
+        num_blocks=num_blocks,
+        block_size=4,
+        clock=lambda: now[0],
+        **settings,  # type: ignore[arg-type]
+    ), now
+
+
+def test_an_overdue_sequence_fails_and_frees_everything() -> None:
+    engine, now = timed(num_blocks=5)
+    urgent = Options(ignore_eos=True, deadline_ms=100)
+    engine.add(Sequence(1, [5] * 9, urgent, 40))
+    engine.add(Sequence(2, [6] * 12, urgent, 40))
+    engine.step()
+    now[0] = 0.2
+    outputs = run(engine)
+    assert [(o.request_id, o.code) for o in of_kind(outputs, Failed)] == [
+        (1, ErrorCode.DEADLINE_EXCEEDED),
+        (2, ErrorCode.DEADLINE_EXCEEDED),
+    ]
+    assert engine.load().used == engine.num_running == engine.num_waiting == 0
+    assert engine.stats().counters.overdue == engine.stats().counters.failed == 2
+
+
+def test_a_deadline_is_work_for_a_stalled_engine() -> None:
+    engine, now = timed(num_blocks=4)
+    engine.reserve(1, range(12))
+    engine.add(Sequence(2, [5] * 9, Options(deadline_ms=100), 4))
+    run(engine)
+    assert not engine.has_work() and engine.idle_s() == pytest.approx(0.1)
+    now[0] = 0.1
+    assert engine.has_work() and engine.idle_s() == 0.0
+    assert of_kind(run(engine), Failed)[0].request_id == 2
+    assert engine.idle_s() is None
+
+
+def test_a_continuation_s_deadline_counts_from_its_beginning() -> None:
+    engine, now = timed()
+    engine.reserve(1, range(9))
+    run(engine)
+    now[0] = 5.0
+    engine.begin_decode(1, range(10), Options(ignore_eos=True, deadline_ms=100), 40)
+    assert of_kind(engine.step(), Token)
+    now[0] = 5.2
+    assert [failed.code for failed in of_kind(run(engine), Failed)] == [ErrorCode.DEADLINE_EXCEEDED]
+    assert engine.load().used == 0
+
+
+def test_an_overdue_hand_over_keeps_its_blocks_until_the_role_says_so() -> None:
+    engine, now = timed(max_ubatch_tokens=5)
+    engine.add(Sequence(1, [5] * 9, Options(deadline_ms=100), 40, hand_over=True))
+    engine.step()
+    now[0] = 0.2
+    assert [failed.code for failed in of_kind(run(engine), Failed)] == [ErrorCode.DEADLINE_EXCEEDED]
+    assert engine.load().used == 3
+    engine.cancel(1)
+    assert engine.load().used == 0 and not engine.has_work()
+
+
+def test_swapping_changes_no_token_and_computes_nothing_again() -> None:
+    engine = engine_of(num_blocks=9, swap_bytes=1 << 20, enable_prefix_cache=False)
+    engine.swap.costs.copy_bytes_per_s = 1e12
+    prompts = {request_id: [request_id] * 9 for request_id in range(3)}
+    for request_id, prompt in prompts.items():
+        engine.add(Sequence(request_id, prompt, GREEDY, 20))
+    outputs = run(engine)
+    for request_id, prompt in prompts.items():
+        assert text(outputs, request_id) == expected(prompt, 20)
+    counters = engine.stats().counters
+    assert counters.preemptions == counters.swaps_out == counters.swaps_in > 0
+    assert counters.prefill_tokens == 27
+    assert engine.stats().swap_bytes == engine.stats().num_swapped == 0
 
 
 # Everything at once: two engines with different blocks, a router's part played by the test.

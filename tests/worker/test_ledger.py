@@ -7,7 +7,7 @@ import pytest
 from wire.errors import ErrorCode, WireError
 from worker import ledger
 from worker.ledger import Ledger, TokenOutput
-from worker.sequence import FinishReason, Token
+from worker.outputs import FinishReason, Token
 
 CANCELLED = WireError(ErrorCode.CANCELLED, "cancelled")
 

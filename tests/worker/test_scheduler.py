@@ -5,26 +5,40 @@ import pytest
 from wire.options import Options
 from worker.batch import BatchConfig, BatchType
 from worker.blocks import BlockPool
-from worker.scheduler import Plan, Scheduler
+from worker.executor.hash import HashKVCache
+from worker.plan import Plan
+from worker.scheduler import Scheduler
 from worker.sequence import Sequence, Status
+from worker.swap import SwapSpace
 
 
 class Queue:
     """A scheduler, and just enough of an engine to carry its plans out."""
 
-    def __init__(self, num_blocks: int = 64, block_size: int = 4, **config: int | bool) -> None:
+    def __init__(
+        self, num_blocks: int = 64, block_size: int = 4, swap_bytes: int = 0, **config: int | bool
+    ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
-        self.scheduler = Scheduler(self.pool, BatchConfig(**config))  # type: ignore[arg-type]
+        cache = HashKVCache(num_blocks, block_size)
+        self.swap = SwapSpace(cache, swap_bytes)
+        self.scheduler = Scheduler(self.pool, BatchConfig(**config), self.swap)  # type: ignore[arg-type]
+        self.now = 0.0
         self.sequences: dict[int, Sequence] = {}
 
     def add(
-        self, request_id: int, num_tokens: int, priority: int = 0, *, hand_over: bool = False
+        self,
+        request_id: int,
+        num_tokens: int,
+        priority: int = 0,
+        *,
+        hand_over: bool = False,
+        deadline_ms: int | None = None,
     ) -> Sequence:
         return self._enqueue(
             Sequence(
                 request_id,
                 self._prompt(request_id, num_tokens),
-                Options(priority=priority),
+                Options(priority=priority, deadline_ms=deadline_ms),
                 hand_over=hand_over,
             )
         )
@@ -37,7 +51,7 @@ class Queue:
         return [1000 * request_id + index for index in range(num_tokens)]
 
     def _enqueue(self, sequence: Sequence) -> Sequence:
-        sequence.arrival = len(self.sequences)
+        sequence.arrive(len(self.sequences), self.now)
         self.sequences[sequence.request_id] = sequence
         self.scheduler.enqueue(sequence)
         return sequence
@@ -47,8 +61,9 @@ class Queue:
         self.scheduler.run(sequence)
 
     def step(self) -> Plan:
-        plan = self.scheduler.schedule()
-        for sequence, num_tokens in plan.chunks:
+        plan = self.scheduler.schedule(self.now)
+        self.swap.carry_out(plan.swapped_out, plan.swapped_in)
+        for sequence, num_tokens, _ in plan.chunks:
             sequence.num_computed_tokens += num_tokens
             self.scheduler.register(sequence)
             if sequence.num_uncomputed_tokens == 0:
@@ -309,3 +324,161 @@ def test_a_queued_sequence_can_be_ended(status: Status) -> None:
     sequence = queue.add(1, 2) if status is Status.WAITING else queue.reserve(1, 2)
     queue.scheduler.finish(sequence)
     assert not queue.step().is_progress
+
+
+# Ageing.
+
+
+def test_who_has_waited_long_enough_goes_before_a_higher_priority() -> None:
+    queue = Queue(max_sbatch_sequences=1, ageing_s=2)
+    queue.add(1, 2)
+    queue.step()
+    queue.add(2, 2, priority=0)
+    queue.now = 9.0
+    queue.add(3, 2, priority=5)  # stands as if it had come 10 s earlier
+    queue.now = 11.0
+    queue.add(4, 2, priority=5)
+    order = []
+    for request_id in (1, 3, 2):
+        queue.scheduler.finish(queue.sequences[request_id])
+        order += [sequence.request_id for sequence in queue.step().started]
+    assert order == [3, 2, 4]
+
+
+def test_a_flood_of_high_priorities_passes_a_low_one_for_a_bounded_time() -> None:
+    queue = Queue(max_sbatch_sequences=1, ageing_s=1)
+    queue.add(1, 2, priority=-3)
+    for request_id in range(2, 60):
+        queue.now = float(request_id)
+        queue.add(request_id, 2, priority=2)
+        for sequence in queue.step().started:
+            if sequence.request_id == 1:
+                assert request_id <= 8
+                return
+            queue.scheduler.finish(sequence)
+    raise AssertionError("the low priority starved")
+
+
+def test_reservations_pass_new_work_for_a_bounded_time() -> None:
+    queue = Queue(num_blocks=4, ageing_s=1)
+    holder = queue.reserve(0, 4)
+    queue.step()
+    queue.add(1, 12)
+    for request_id in range(2, 400):
+        queue.now = float(request_id)
+        queue.reserve(request_id, 4)
+        plan = queue.step()
+        if not plan.reserved:
+            assert request_id >= 101, "the new work goes first from now on"
+            queue.scheduler.finish(holder)
+            assert [s.request_id for s in queue.step().started] == [1]
+            return
+        queue.scheduler.finish(holder)
+        (holder,) = plan.reserved
+    raise AssertionError("the new work starved")
+
+
+# Deadlines.
+
+
+def test_an_overdue_sequence_leaves_in_any_state() -> None:
+    queue = Queue(num_blocks=3)
+    running = queue.add(1, 8, deadline_ms=1000)
+    queue.step()
+    waiting = queue.add(2, 8, deadline_ms=500)
+    assert queue.step().overdue == []
+    queue.now = 0.5
+    assert queue.step().overdue == [waiting]
+    queue.now = 1.0
+    plan = queue.step()
+    assert plan.overdue == [running] and not plan.chunks
+    assert running.status is waiting.status is Status.FINISHED
+    assert queue.pool.num_used == 0 and queue.scheduler.deadlines.next_s is None
+
+
+def test_kv_that_may_be_under_way_is_kept_when_overdue() -> None:
+    queue = Queue(max_ubatch_tokens=4)
+    sequence = queue.add(1, 12, hand_over=True, deadline_ms=1000)
+    queue.step()
+    queue.now = 1.0
+    plan = queue.step()
+    assert plan.overdue == [sequence] and not plan.chunks
+    assert sequence.status is Status.HANDING_OVER and queue.pool.num_used == 3
+    queue.scheduler.finish(sequence)
+    assert queue.pool.num_used == 0
+
+
+def test_a_held_sequence_has_no_deadline() -> None:
+    queue = Queue()
+    sequence = queue.add(1, 8, hand_over=True, deadline_ms=1000)
+    queue.step()
+    queue.scheduler.hold(sequence)
+    queue.now = 5.0
+    assert queue.step().overdue == []
+
+
+# Swap.
+
+
+def swapping(num_blocks: int = 4, **config: int) -> Queue:
+    queue = Queue(num_blocks=num_blocks, swap_bytes=1 << 20, **config)
+    queue.swap.costs.copy_bytes_per_s = 1e12
+    return queue
+
+
+def test_a_preempted_sequence_is_swapped_and_goes_on_where_it_was() -> None:
+    queue = swapping()
+    first, second = queue.add(1, 8), queue.add(2, 8)
+    queue.step()
+    plan = queue.step()
+    assert plan.preempted == [second]
+    assert [(s.sequence, s.token_start, s.num_tokens) for s in plan.swapped_out] == [(second, 0, 8)]
+    queue.scheduler.finish(first)
+    plan = queue.step()
+    assert [(s.sequence, s.token_start, s.num_tokens) for s in plan.swapped_in] == [(second, 4, 4)]
+    assert sizes(plan) == ([2], []), "its first block was still cached, nothing is computed again"
+    assert len(queue.swap) == 0 and second.num_computed_tokens == 9
+
+
+def test_a_prompt_half_read_is_swapped_too() -> None:
+    queue = swapping(num_blocks=5, max_ubatch_tokens=2)
+    queue.pool.enable_prefix_cache = False
+    first, second = queue.add(1, 8), queue.add(2, 8)
+    while not second.num_preemptions:
+        queue.step()
+    assert 0 < queue.swap.num_tokens(2) < 8
+    queue.scheduler.finish(first)
+    assert queue.step().swapped_in[0].sequence is second
+
+
+def test_a_dear_copy_is_not_made() -> None:
+    queue = swapping()
+    queue.swap.costs.copy_bytes_per_s = 1.0
+    queue.add(1, 8)
+    queue.add(2, 8)
+    queue.step()
+    plan = queue.step()
+    assert len(plan.preempted) == 1 and plan.swapped_out == []
+
+
+def test_the_end_of_a_swapped_sequence_frees_its_copy() -> None:
+    queue = swapping()
+    queue.add(1, 8)
+    second = queue.add(2, 8)
+    queue.step()
+    queue.step()
+    assert len(queue.swap) == 1
+    queue.scheduler.finish(second)
+    assert (len(queue.swap), queue.swap.num_bytes) == (0, 0)
+
+
+def test_slots_stay_and_come_back() -> None:
+    queue = Queue(num_blocks=4)
+    first, second = queue.add(1, 8), queue.add(2, 8)
+    queue.step()
+    assert (first.slot, second.slot) == (0, 1)
+    queue.step()
+    assert (first.slot, second.slot) == (0, None)
+    queue.scheduler.finish(first)
+    queue.step()
+    assert second.slot == 0

@@ -120,14 +120,19 @@ def test_block_keys_are_what_prefix_hashes_hash() -> None:
     assert chain == prefix_hashes(range(12), 4)
 
 
-def test_order_is_priority_then_arrival() -> None:
-    first, second, urgent = (
-        Sequence(1, [1]),
-        Sequence(2, [1]),
-        Sequence(3, [1], Options(priority=5)),
-    )
-    first.arrival, second.arrival, urgent.arrival = 0, 1, 2
-    assert sorted([second, urgent, first], key=lambda s: s.order) == [urgent, first, second]
+def test_the_deadline_counts_from_the_arrival() -> None:
+    sequence, patient = Sequence(1, [1], Options(deadline_ms=1500)), Sequence(2, [1])
+    sequence.arrive(0, 10.0)
+    patient.arrive(1, 10.0)
+    assert (sequence.deadline_s, patient.deadline_s) == (11.5, None)
+
+
+def test_drafts_are_of_use_only_before_the_last_token() -> None:
+    sequence = Sequence(1, [1, 2, 3], max_new_tokens=5)
+    assert sequence.max_drafts(max_model_len=100) == 4
+    assert sequence.max_drafts(max_model_len=6) == 2
+    sequence.token_ids += [4, 5, 6, 7]
+    assert sequence.max_drafts(max_model_len=100) == 0
 
 
 def test_tokens_per_second_counts_this_worker_s_tokens() -> None:

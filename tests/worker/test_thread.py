@@ -10,7 +10,8 @@ from wire.options import Options
 from worker.batch import Batch
 from worker.engine import Engine
 from worker.executor.hash import HashExecutor, create, oracle
-from worker.sequence import Output, Sequence, Started, Token
+from worker.outputs import Failed, Output, Reserved, Started, Token
+from worker.sequence import Sequence
 from worker.thread import EngineThread
 
 TIMEOUT_S = 20.0
@@ -72,6 +73,15 @@ def owner() -> Iterator[Owner]:
     yield owner
     owner.thread.stop()
     assert owner.crashes.empty()
+
+
+def test_a_deadline_wakes_an_engine_that_waits_for_blocks(owner: Owner) -> None:
+    owner.thread.start()
+    owner.ask(lambda engine: engine.reserve(1, range(64 * 4 - 1)))
+    late = Sequence(2, [5] * 9, Options(deadline_ms=30))
+    owner.thread.post(lambda engine: engine.add(late))
+    outputs = [owner.outputs.get(timeout=TIMEOUT_S) for _ in range(2)]
+    assert [type(output) for output in outputs] == [Reserved, Failed]
 
 
 def test_what_is_posted_before_the_start_is_not_lost(owner: Owner) -> None:

@@ -142,14 +142,15 @@ class HashExecutor:
             time.sleep(self._step_delay_s)
         self._cache.compute(batch.token_ids, batch)
         sequences = np.searchsorted(batch.query_starts, batch.sample_rows, side="right") - 1
+        context_lens = batch.positions[batch.sample_rows] + 1
         return [
             xxh3_64_intdigest(
                 self._cache.pack(
                     batch.block_tables[index],
-                    Rectangle(0, LAYOUT.num_layers, 0, int(batch.context_lens[index])),
+                    Rectangle(0, LAYOUT.num_layers, 0, num_tokens),
                 )
             )
-            for index in sequences
+            for index, num_tokens in zip(sequences, context_lens.tolist(), strict=True)
         ]
 
     def sample(self, logits: list[int], batch: Batch) -> list[SampledToken]:

@@ -10,7 +10,8 @@ from worker.executor.direct import Direct
 from worker.executor.hash import HashExecutor, create, oracle
 from worker.executor.measured import MeasuredExecutor, State, measured
 from worker.executor.metrics import Latency
-from worker.sequence import Sequence, Token
+from worker.outputs import Token
+from worker.sequence import Sequence
 
 GREEDY = Options(ignore_eos=True)
 

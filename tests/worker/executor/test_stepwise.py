@@ -12,7 +12,8 @@ from wire.payloads import KVLayout
 from worker.engine import Engine
 from worker.executor.functions import serve_functions
 from worker.executor.stepwise import StepwiseExecutor, describe
-from worker.sequence import Sequence, Token
+from worker.outputs import Token
+from worker.sequence import Sequence
 
 
 def functions() -> StepwiseExecutor:

@@ -1,0 +1,135 @@
+"""What the engine itself costs a step: schedule, batch and commit, without any model.
+
+An executor that computes nothing takes the model's place, so all that is left is the engine.  The
+time is that of the thread, not of the clock: neighbours on the machine do not count.
+Prints milliseconds a step, median and p99, for pure decode, decode under memory pressure, and
+mixed steps; exits 1 when a median is over its limit.
+
+    python scripts/bench_overhead.py --steps 400
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from wire.options import Options
+from wire.payloads import KVLayout
+from worker.batch import Batch
+from worker.engine import Engine
+from worker.executor.contract import Capabilities, MemoryRequirements, ModelInfo, SampledToken
+from worker.executor.hash import HashKVCache
+from worker.sequence import Sequence
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="uint8")
+LIMITS_MS = {32: 0.5, 256: 3.0}
+
+
+class NullExecutor:
+    """Answers with tokens it has prepared; its time is measured and left out."""
+
+    def __init__(self) -> None:
+        self.info = ModelInfo("null", "null", 32_000, 1 << 20, frozenset({2}), LAYOUT)
+        self.capabilities = Capabilities(memory=MemoryRequirements(0, 0, LAYOUT.token_bytes))
+        self.elapsed_s = 0.0
+        drawn = np.random.default_rng(0).integers(3, 32_000, 4096).tolist()
+        self._drawn = [SampledToken(token_id) for token_id in drawn]
+
+    def allocate(self, num_blocks: int, block_size: int) -> HashKVCache:
+        return HashKVCache(num_blocks, block_size)
+
+    def forward(self, batch: Batch) -> None:
+        """Compute nothing."""
+
+    def sample(self, logits: None, batch: Batch) -> list[SampledToken]:
+        start_s = time.thread_time()
+        start = len(batch.samplings) * 7 % 1024
+        tokens = self._drawn[start : start + len(batch.samplings)]
+        self.elapsed_s += time.thread_time() - start_s
+        return tokens
+
+    def shutdown(self) -> None:
+        """Nothing to give back."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the report."""
+
+    name: str
+    num_sequences: int
+    context: int = 512
+    blocks_share: float = 4.0  # of what all sequences need at the start
+    arrivals: float = 0.0  # new prompts a step
+    speculate: str | None = None
+
+
+CASES = [
+    Case("decode", 32),
+    Case("decode", 256),
+    Case("decode, 4096 tokens of context", 256, context=4096, blocks_share=1.5),
+    Case("decode, preempting", 256, blocks_share=1.05),
+    Case("mixed, a prompt a step", 32, arrivals=1.0),
+    Case("mixed, a prompt a step", 256, arrivals=1.0),
+    Case("decode, n-gram drafts", 32, speculate="ngram:4"),
+    Case("decode, n-gram drafts", 256, speculate="ngram:4"),
+]
+
+
+def measure(case: Case, steps: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return milliseconds of each step without the executor."""
+    executor = NullExecutor()
+    blocks = int(case.num_sequences * (case.context // 16 + 1) * case.blocks_share)
+    engine = Engine(
+        executor,
+        num_blocks=blocks,
+        block_size=16,
+        max_ubatch_tokens=2048,
+        speculate=case.speculate,
+    )
+    draw = np.random.default_rng(1)
+    options = Options(ignore_eos=True)
+
+    def arrive(request_id: int, num_tokens: int, limit: int) -> None:
+        prompt = draw.integers(3, 32_000, num_tokens).tolist()
+        engine.add(Sequence(request_id, prompt, options, limit))
+
+    for request_id in range(case.num_sequences):
+        arrive(request_id, case.context, steps * 100)
+    while engine.counters.prefill_tokens < case.num_sequences * case.context:
+        engine.step()
+    elapsed_ms = []
+    due = 0.0
+    for step in range(steps):
+        due += case.arrivals
+        while due >= 1:
+            due -= 1
+            arrive(1_000_000 + step, 256, 8)
+        before_s, executor.elapsed_s = time.thread_time(), 0.0
+        engine.step()
+        elapsed_ms.append(1000 * (time.thread_time() - before_s - executor.elapsed_s))
+    engine.check()
+    return np.array(elapsed_ms)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=400, help="measured steps of each case")
+    args = parser.parse_args()
+    failed = False
+    print(f"{'case':<34} {'sequences':>9} {'median ms':>10} {'p99 ms':>8} {'limit ms':>9}")
+    for case in CASES:
+        elapsed_ms = measure(case, args.steps)
+        median, p99 = np.median(elapsed_ms), np.percentile(elapsed_ms, 99)
+        limit = LIMITS_MS[case.num_sequences]
+        failed |= bool(median > limit)
+        print(f"{case.name:<34} {case.num_sequences:>9} {median:>10.3f} {p99:>8.3f} {limit:>9.1f}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

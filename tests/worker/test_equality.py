@@ -1,0 +1,102 @@
+"""Acceptance 2 on real models: no way of computing a text changes it, fp32, on every family."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.make_model import make_model
+from tests.worker.test_engine import run, text
+from wire.options import Options
+from worker.draft_model import ModelDrafter
+from worker.engine import Engine
+from worker.executor.torch import TorchExecutor
+from worker.sequence import Sequence
+from worker.speculate import Drafter
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+GREEDY = Options(ignore_eos=True)
+SAMPLED = Options(ignore_eos=True, temperature=0.7, top_p=0.95, seed=5)
+NUM_TOKENS = 20
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp(request.param), family=request.param)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def executor(path: Path) -> TorchExecutor:
+    return TorchExecutor.load(path, name="tiny", device="cpu", dtype="float32")
+
+
+def prompts() -> dict[int, tuple[list[int], Options]]:
+    draw = random.Random(3)
+    words = [draw.choices(range(3, 256), k=4) for _ in range(3)]
+    chosen = {}
+    for request_id in range(4):
+        prompt = [token for word in draw.choices(words, k=4) for token in word]
+        chosen[request_id] = prompt, SAMPLED if request_id % 2 else GREEDY
+    return chosen
+
+
+def texts(path: Path, **settings: object) -> tuple[dict[int, list[int]], Engine]:
+    settings = {"num_blocks": 128, "block_size": 4} | settings
+    swap_always = bool(settings.get("swap_bytes"))
+    engine = Engine(executor(path), **settings)  # type: ignore[arg-type]
+    if swap_always:
+        engine.swap.costs.copy_bytes_per_s = 1e15
+    for request_id, (prompt, options) in prompts().items():
+        engine.add(Sequence(request_id, prompt, options, NUM_TOKENS))
+    outputs = run(engine)
+    return {request_id: text(outputs, request_id) for request_id in prompts()}, engine
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> dict[int, list[int]]:
+    return texts(path)[0]
+
+
+@pytest.mark.parametrize("max_ubatch_tokens", [4, 7])
+def test_chunks(path: Path, plain: dict[int, list[int]], max_ubatch_tokens: int) -> None:
+    assert texts(path, max_ubatch_tokens=max_ubatch_tokens)[0] == plain
+
+
+def test_prefix_hits(path: Path, plain: dict[int, list[int]]) -> None:
+    found, engine = texts(path)
+    for request_id, (prompt, options) in prompts().items():
+        engine.add(Sequence(request_id, prompt, options, NUM_TOKENS))
+    outputs = run(engine)
+    assert {request_id: text(outputs, request_id) for request_id in plain} == found == plain
+    assert engine.stats().counters.cached_tokens > 0
+
+
+@pytest.mark.parametrize("swap_bytes", [0, 1 << 20])
+def test_preemption(path: Path, plain: dict[int, list[int]], swap_bytes: int) -> None:
+    found, engine = texts(path, num_blocks=22, swap_bytes=swap_bytes)
+    counters = engine.stats().counters
+    assert found == plain and counters.preemptions > 0
+    assert bool(counters.swaps_in) == bool(swap_bytes)
+
+
+def test_ngram_drafts(path: Path, plain: dict[int, list[int]]) -> None:
+    found, engine = texts(path, speculate="ngram:4")
+    assert found == plain and engine.stats().counters.drafted_tokens > 0
+
+
+def test_a_draft_model(path: Path, plain: dict[int, list[int]]) -> None:
+    drafter: Drafter = ModelDrafter(executor(path), 3, num_blocks=128, block_size=8)
+    found, engine = texts(path, speculate=drafter)
+    assert found == plain and engine.stats().acceptance_rate > 0.9
+
+
+def test_everything_at_once(path: Path, plain: dict[int, list[int]]) -> None:
+    found, engine = texts(
+        path, num_blocks=22, swap_bytes=1 << 14, speculate="ngram:3", max_ubatch_tokens=9
+    )
+    assert found == plain and engine.stats().counters.preemptions > 0

@@ -1,0 +1,39 @@
+"""A plan adds up what its step computes and says whether it does anything."""
+
+import pytest
+
+from worker.batch import BatchType, Chunk
+from worker.plan import Plan
+from worker.sequence import Sequence
+from worker.swap import Swap
+
+SEQUENCE = Sequence(1, range(9))
+
+
+def test_drafts_count_as_tokens() -> None:
+    plan = Plan(decode=[Chunk(SEQUENCE, 1, (5, 6))], prefill=[Chunk(SEQUENCE, 4)])
+    assert plan.num_tokens == 7 and plan.chunks == plan.decode + plan.prefill
+
+
+def test_its_kind_is_what_it_holds() -> None:
+    decode, prefill = [Chunk(SEQUENCE, 1)], [Chunk(SEQUENCE, 4)]
+    assert Plan(decode=decode).kind is BatchType.DECODE
+    assert Plan(prefill=prefill).kind is BatchType.PREFILL
+    assert Plan(decode=decode, prefill=prefill).kind is BatchType.MIXED
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(decode=[Chunk(SEQUENCE, 1)]),
+        Plan(prefill=[Chunk(SEQUENCE, 1)]),
+        Plan(preempted=[SEQUENCE]),
+        Plan(swapped_in=[Swap(SEQUENCE, (), 0, 4)]),
+        Plan(started=[SEQUENCE]),
+        Plan(reserved=[SEQUENCE]),
+        Plan(failed=[SEQUENCE]),
+        Plan(overdue=[SEQUENCE]),
+    ],
+)
+def test_anything_is_progress(plan: Plan) -> None:
+    assert plan.is_progress and not Plan().is_progress

@@ -1,0 +1,67 @@
+"""Who may come in, who is turned away, and what is said of it: a step's first outputs.
+
+The messages of refusals are read by clients.
+"""
+
+from __future__ import annotations
+
+from wire.errors import ErrorCode
+from wire.options import Options
+from worker.blocks import BlockPool
+from worker.executor.contract import ModelInfo
+from worker.outputs import Failed, Output, Reserved, Started
+from worker.plan import Plan
+from worker.sequence import Sequence
+
+Problem = tuple[ErrorCode, str]
+
+
+def find_problem(
+    sequence: Sequence, info: ModelInfo, pool: BlockPool, extra_tokens: int = 0
+) -> Problem | None:
+    """Say why neither the model nor, with so many tokens more, the empty pool can serve it."""
+    problem = sequence.problem(info.vocab_size, info.max_model_len)
+    if problem is None and not pool.can_ever_fit(sequence.num_tokens + extra_tokens):
+        problem = _out_of_blocks(sequence, pool)
+    return problem
+
+
+def stop_ids(options: Options, info: ModelInfo) -> frozenset[int]:
+    """Return the tokens that end a sequence."""
+    eos = frozenset[int]() if options.ignore_eos else info.eos_token_ids
+    return eos.union(options.stop_token_ids)
+
+
+def resume(
+    sequence: Sequence, token_ids: list[int], options: Options, max_new_tokens: int | None
+) -> Problem | None:
+    """Continue a reservation with these tokens, or say why they are not its continuation."""
+    try:
+        sequence.resume(token_ids, options, max_new_tokens)
+    except ValueError as error:
+        return ErrorCode.INVALID_REQUEST, str(error)
+    return None
+
+
+def tell(plan: Plan, pool: BlockPool) -> list[Output]:
+    """Say who got blocks and who failed while the plan was made."""
+    outputs: list[Output] = [Started(*_allocation(sequence)) for sequence in plan.started]
+    outputs += [Reserved(*_allocation(sequence)) for sequence in plan.reserved]
+    outputs += [Failed(s.request_id, *_out_of_blocks(s, pool)) for s in plan.failed]
+    outputs += [Failed(s.request_id, *_overdue(s)) for s in plan.overdue]
+    return outputs
+
+
+def _allocation(sequence: Sequence) -> tuple[int, tuple[int, ...], int]:
+    return sequence.request_id, sequence.block_table.snapshot(), sequence.num_cached_tokens
+
+
+def _out_of_blocks(sequence: Sequence, pool: BlockPool) -> Problem:
+    room = f"{pool.num_blocks} blocks of {pool.block_size} tokens"
+    message = f"{sequence.num_tokens} tokens do not fit this worker's {room}"
+    return ErrorCode.OUT_OF_BLOCKS, message
+
+
+def _overdue(sequence: Sequence) -> Problem:
+    message = f"not finished within the {sequence.options.deadline_ms} ms that were asked for"
+    return ErrorCode.DEADLINE_EXCEEDED, message

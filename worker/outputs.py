@@ -1,0 +1,66 @@
+"""What the engine says about sequences: the outputs of a step.  Plain data, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from wire.errors import ErrorCode
+from wire.payloads import Logprobs
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first blocks are allocated; the KV of `cached_tokens` leading tokens is there already."""
+
+    request_id: int
+    block_table: tuple[int, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """KV of the first `num_tokens` tokens exists, those found in the prefix cache included."""
+
+    request_id: int
+    num_tokens: int
+
+
+@dataclass(slots=True)  # not frozen: that doubles the time to make one, and a step makes hundreds
+class Token:
+    """A sampled token; `index` counts from 0 the tokens sampled on this worker.
+
+    With `finish_reason` "stop" the token is an EOS or stop token: it ends the sequence and is no
+    part of the text.  With "length" it is the last token of the text.  `prompt_logprobs` comes
+    with the first token, if asked for, packed as in `wire.logprobs`.
+    """
+
+    request_id: int
+    token_id: int
+    index: int
+    logprobs: Logprobs | None
+    finish_reason: FinishReason | None
+    prompt_logprobs: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Blocks are there for all tokens; `cached_tokens` leading ones have their KV already."""
+
+    request_id: int
+    block_table: tuple[int, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The sequence ended without success and holds nothing any more."""
+
+    request_id: int
+    code: ErrorCode
+    message: str
+
+
+Output = Started | Computed | Token | Reserved | Failed

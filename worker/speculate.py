@@ -1,0 +1,165 @@
+"""Speculative decoding: guess the next tokens cheaply, verify all guesses in one forward.
+
+In the letters of the paper (Leviathan et al. 2023): x_1 ... x_K are drafts, drawn from p; q_i is
+the target's distribution after x_1 ... x_i; y_i, for i from 0 to K, is drawn from q_i.  The rule is
+
+    accept x_i with probability min(1, q(x_i) / p(x_i)), else draw from norm(max(0, q - p))
+
+and here p is a point at x_i, whoever guessed it.  Then the first is q(x_i), the second is q without
+x_i, and drawing y ~ q and comparing does both at once: y = x_i has probability q(x_i), and a y that
+differs is distributed as q without x_i.  So the sampler's own draw is the verification, and as its
+generator is keyed by (seed, choice, position), what comes out is not just distributed like the
+plain text: it is the plain text, greedy or not, here or on another worker.
+
+The KV of a rejected draft lies behind the sequence's computed tokens: the next step overwrites it,
+nothing reads it, no block with it is registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import Final, Protocol
+
+from worker.executor.contract import ModelInfo, SampledToken
+from worker.sequence import Sequence
+
+# An n-gram of 3 is seldom there by chance; one of 2 is the last resort.
+_SIZES: Final = (3, 2)
+MAX_DRAFTS: Final = 64
+
+
+class Drafter(Protocol):
+    """Guesses how sequences go on.  Wrong guesses cost time, never correctness.
+
+    `vocab_size` is that of the tokens it may come up with; None if it only repeats what it saw.
+    """
+
+    vocab_size: int | None
+
+    def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
+        """Return at most `limits[i]` likely next tokens of each sequence, none if in doubt."""
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is kept for a sequence; it has ended, or never was known."""
+
+
+class NgramDrafter:
+    """Prompt lookup: what followed the last time the text's last tokens occurred.
+
+    Each sequence has an index from n-grams to the position after their latest occurrence, which
+    grows with it: a draft costs what is new, not what is long.
+    """
+
+    vocab_size: int | None = None
+
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = _checked(num_drafts)
+        self._indexes: dict[int, _NgramIndex] = {}
+
+    def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
+        """See `Drafter`."""
+        return [
+            self._index(sequence).find(sequence.token_ids, min(limit, self.num_drafts))
+            for sequence, limit in zip(sequences, limits, strict=True)
+        ]
+
+    def forget(self, request_id: int) -> None:
+        """See `Drafter`."""
+        self._indexes.pop(request_id, None)
+
+    def _index(self, sequence: Sequence) -> _NgramIndex:
+        index = self._indexes.get(sequence.request_id)
+        if index is None:
+            index = self._indexes[sequence.request_id] = _NgramIndex()
+        return index
+
+
+class _NgramIndex:
+    __slots__ = ("_after", "_num_indexed")
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int, ...], int] = {}
+        self._num_indexed = 0
+
+    def find(self, token_ids: list[int], limit: int) -> list[int]:
+        """Return what follows the latest earlier occurrence of the longest known ending."""
+        self._extend(token_ids)
+        for size in _SIZES:
+            start = self._after.get(tuple(token_ids[-size:]))
+            if start is not None and len(token_ids) > size:
+                return token_ids[start : start + limit]
+        return []
+
+    def _extend(self, token_ids: list[int]) -> None:
+        """Index the n-grams that something follows: those that end before the last token."""
+        after = self._after
+        for end in range(self._num_indexed, len(token_ids)):
+            for size in _SIZES:
+                if size <= end:
+                    after[tuple(token_ids[end - size : end])] = end
+        self._num_indexed = len(token_ids)
+
+
+def accepted(x: Many[int], y: list[SampledToken]) -> list[SampledToken]:
+    """Return the tokens that the target stands for: each y up to the first that is not its x.
+
+    Args:
+        x: K drafts.
+        y: K + 1 tokens of the target; y[i] follows the drafts before x[i].
+    """
+    num_accepted = 0
+    while num_accepted < len(x) and y[num_accepted].token_id == x[num_accepted]:
+        num_accepted += 1
+    return y[: num_accepted + 1]
+
+
+class Speculation:
+    """The engine's side: asks the drafter for guesses, if there is a drafter."""
+
+    def __init__(self, setting: str | Drafter | None, info: ModelInfo) -> None:
+        self._drafter = create(setting)
+        self._max_model_len = info.max_model_len
+        if self._drafter is not None and self._drafter.vocab_size not in (None, info.vocab_size):
+            raise ValueError(
+                f"the drafter's vocabulary has {self._drafter.vocab_size} tokens, "
+                f"the model's {info.vocab_size}"
+            )
+
+    def draft(self, running: Many[Sequence]) -> None:
+        """Have the next tokens guessed of everything that generates."""
+        if self._drafter is None:
+            return
+        decoding = [s for s in running if s.is_decoding and not s.drafts]
+        limits = [sequence.max_drafts(self._max_model_len) for sequence in decoding]
+        if not any(limits):
+            return
+        drafts = self._drafter.draft(decoding, limits)
+        for sequence, guesses, limit in zip(decoding, drafts, limits, strict=True):
+            sequence.drafts = guesses[:limit]
+
+    def forget(self, request_id: int) -> None:
+        """A sequence has ended."""
+        if self._drafter is not None:
+            self._drafter.forget(request_id)
+
+
+def create(setting: str | Drafter | None) -> Drafter | None:
+    """Make the drafter a setting names: "" or None for none, "ngram:K" for K guessed tokens.
+
+    Raises:
+        ValueError: It names nothing.
+    """
+    if setting is None or setting == "":
+        return None
+    if not isinstance(setting, str):
+        return setting
+    kind, _, number = setting.partition(":")
+    if kind != "ngram" or not number.isdecimal():
+        raise ValueError(f"speculate is {setting!r}, not 'ngram:K'")
+    return NgramDrafter(int(number))
+
+
+def _checked(num_drafts: int) -> int:
+    if not 1 <= num_drafts <= MAX_DRAFTS:
+        raise ValueError(f"{num_drafts} drafts are not between 1 and {MAX_DRAFTS}")
+    return num_drafts
