@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from msgspec import Struct
@@ -78,16 +79,21 @@ def completion_logprobs(tokenizer: Tokenizer, scores: Iterable[ScoredToken]) -> 
         "text_offset": [],
     }
     for score in scores:
-        text, logprob = tokenizer.token_text(score.token_id), _logprob(score)
+        text = _text(tokenizer, score.token_id)
         body["tokens"].append(text)
-        body["token_logprobs"].append(logprob)
-        top: dict[str, float] = {}
-        for token_id, value in score.logprobs.top if score.logprobs else ():
-            # The likelier of two tokens that read the same, such as halves of characters.
-            top.setdefault(tokenizer.token_text(token_id), max(value, LEAST_LOGPROB))
-        top.setdefault(text, logprob)
-        body["top_logprobs"].append(top)
         body["text_offset"].append(score.text_offset)
+        if score.logprobs is None:
+            body["token_logprobs"].append(None)
+            body["top_logprobs"].append(None)
+            continue
+        logprob = _logprob(score)
+        top: dict[str, float] = {}
+        for token_id, value in score.logprobs.top:
+            # The likelier of two tokens that read the same, such as halves of characters.
+            top.setdefault(_text(tokenizer, token_id), max(value, LEAST_LOGPROB))
+        top.setdefault(text, logprob)
+        body["token_logprobs"].append(logprob)
+        body["top_logprobs"].append(top)
     return body
 
 
@@ -108,6 +114,12 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str
         "logprob": max(logprob, LEAST_LOGPROB),
         "bytes": list(tokenizer.token_bytes(token_id)),
     }
+
+
+@lru_cache(maxsize=1 << 16)
+def _text(tokenizer: Tokenizer, token_id: int) -> str:
+    # A long prompt's tokens and their alternatives are many, and mostly the same ones.
+    return tokenizer.token_text(token_id)
 
 
 def _logprob(score: ScoredToken) -> float:

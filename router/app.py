@@ -71,7 +71,6 @@ class Router:
             model_path=model_path,
             inflight=self.inflight,
             fleet=self.fleet,
-            config=config,
         )
         self._idle = Idle(self.inflight)
         self._tcp: Server | None = None

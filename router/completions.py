@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 from router.stops import StopAutomaton, StopMatcher
 from router.tokens import Tokenizer
 from wire.errors import WireError
+from wire.logprobs import unpack_prompt_logprobs
 from wire.payloads import Logprobs, PrefillResult, Usage
 
 # Tokens a client may lag behind before it is cut off: some 100 KB of events, beyond the 64 KiB and
@@ -26,7 +27,10 @@ MAX_PENDING_TOKENS: Final = 4096
 
 
 class ScoredToken(NamedTuple):
-    """A token with its log-probabilities and where its text starts in the choice's text."""
+    """A token with its log-probabilities and where its text starts in the choice's text.
+
+    A prompt's first token has none: nothing precedes it.
+    """
 
     token_id: int
     logprobs: Logprobs | None
@@ -50,6 +54,8 @@ class Terms:
     stops: StopAutomaton | None = None
     min_tokens: int = 0
     has_logprobs: bool = False
+    # Whether only the prompt is wanted, and not the token that is drawn after it.
+    is_echo_only: bool = False
     # Whether pieces name their tokens.
     has_ids: bool = False
     # False: nobody looks before the end, so nobody is woken before it.
@@ -73,9 +79,12 @@ class Choice:
     finish_reason: str | None = None
     error: WireError | None = None
     usage: Usage | None = None
+    # The first token ended it: whoever is woken can spare the decode worker the request.
+    is_stopped_at_once: bool = False
 
     _pending: list[int] = field(default_factory=list)
     _logprobs: list[Logprobs | None] = field(default_factory=list)
+    _prompt_logprobs: bytes | None = None
     _held: list[int] = field(default_factory=list)
     _scores: list[ScoredToken] = field(default_factory=list)
     _length: int = 0
@@ -105,7 +114,11 @@ class Choice:
 
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
         self.cached_tokens = result.cached_tokens
+        self._prompt_logprobs = result.prompt_logprobs
+        if self.terms.is_echo_only:
+            return
         if result.finish_reason != "stop":  # Then the token is the end sign, not text.
+            self.is_stopped_at_once = self._stops_at(result.token_id)
             self.on_token(result.token_id, result.logprobs)
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
@@ -134,6 +147,9 @@ class Choice:
             self._pending.clear()
             return []
         token_ids, self._pending = self._pending, []
+        if self._prompt_logprobs is not None:
+            self._scores = self._take_prompt_scores(self._prompt_logprobs)
+            self._prompt_logprobs = None
         if self._is_plain:
             pieces = self._take_plain(token_ids)
         else:
@@ -141,7 +157,8 @@ class Choice:
         if self.usage is not None and self.finish_reason is None:
             rest = self._rest()
             is_stopped = self._stops is not None and self._stops.is_stopped
-            self._finish(pieces, rest, "stop" if is_stopped else self.usage.finish_reason)
+            reason = "length" if self.terms.is_echo_only else self.usage.finish_reason
+            self._finish(pieces, rest, "stop" if is_stopped else reason)
         return pieces
 
     def _take_plain(self, token_ids: list[int]) -> list[Piece]:
@@ -166,6 +183,23 @@ class Choice:
                 self._finish(pieces, "", "stop")
                 break
         return pieces
+
+    def _take_prompt_scores(self, packed: bytes) -> list[ScoredToken]:
+        rows = [None, *unpack_prompt_logprobs(packed)]
+        feed = self.terms.tokenizer.detokenizer().feed
+        scores, offset = list[ScoredToken](), 0
+        for token_id, logprobs in zip(self.prompt, rows, strict=False):
+            scores.append(ScoredToken(token_id, logprobs, min(offset, len(self.prefix))))
+            offset += len(feed(token_id))
+        return scores
+
+    def _stops_at(self, token_id: int) -> bool:
+        """Whether the first token alone contains a stop string."""
+        if self.terms.stops is None or self.terms.min_tokens:
+            return False
+        matcher = StopMatcher(self.terms.stops)
+        matcher.feed(self.terms.tokenizer.detokenizer(self.prompt).feed(token_id))
+        return matcher.is_stopped
 
     def _text_of(self, token_id: int) -> str:
         self.num_tokens += 1

@@ -105,6 +105,8 @@ class Exchange:
         choice.handle = None
 
     def _on_wake(self, choice: Choice) -> None:
+        if choice.is_stopped_at_once:
+            self._cancel(choice)
         if choice in self._dirty:
             if choice.lag > MAX_PENDING_TOKENS:
                 self._writer.overrun()

@@ -20,7 +20,6 @@ import structlog
 
 from router import http, metrics
 from router.call import Call, Handler
-from router.config import Config
 from router.delivery import Delivery, Disconnected, wait_for_disconnect, whole_body
 from router.exchange import Exchange
 from router.fleet import Fleet
@@ -49,12 +48,11 @@ T = TypeVar("T")
 class Gateway:
     """The application; `await gateway(scope, receive, send)`.
 
-    `draining` makes it unready and refuse new completions; those under way go on.  No setting of
-    `config` concerns this face yet: limits of requests are the core's.
+    `draining` makes it unready and refuse new completions; those under way go on.
     """
 
     def __init__(
-        self, *, model_name: str, model_path: Path, inflight: InFlight, fleet: Fleet, config: Config
+        self, *, model_name: str, model_path: Path, inflight: InFlight, fleet: Fleet
     ) -> None:
         self.draining = False
         self.metrics = metrics.Metrics(fleet, inflight)

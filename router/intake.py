@@ -15,19 +15,18 @@ import msgspec
 from router.chat import ChatTemplate
 from router.completions import Terms
 from router.http import HttpError
+from router.messages import flat_messages, invalid
 from router.openai import (
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
     Prompt,
     Sampled,
-    TokenizeBody,
-    invalid,
     parse,
 )
 from router.request import Request
 from router.stops import StopAutomaton
 from router.tokens import Tokenizer
+from wire.options import TokenId
 
 # Variables of a chat template that are the server's to set.
 _RESERVED: Final = frozenset({"messages", "add_generation_prompt"})
@@ -35,6 +34,33 @@ _RESERVED: Final = frozenset({"messages", "add_generation_prompt"})
 
 class _Model(msgspec.Struct):
     vocab_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid("prompt", "or messages must be given, and not both")
+        if self.messages is not None:
+            self.messages = flat_messages(self.messages)
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+    def check(self) -> None:
+        """Nothing beyond the types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +166,12 @@ class Intake:
     ) -> Order:
         if body.stops and not self._tokenizer.has_text:
             raise invalid("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
+        self._check_biases(body)
         requests = []
         for token_ids, echo in prompts:
-            max_tokens = body.token_limit or max(asker.max_model_len - len(token_ids), 1)
+            # Where none is wanted, one is drawn all the same, and not shown.
+            limit = asker.max_model_len - len(token_ids)
+            max_tokens = max(limit if body.token_limit is None else body.token_limit, 1)
             for choice in range(body.num_choices):
                 options = body.options(choice=choice, seed=asker.seed, max_tokens=max_tokens)
                 request = Request(tuple(token_ids), options, max_tokens - 1, asker.client)
@@ -152,6 +181,7 @@ class Intake:
             stops=StopAutomaton(body.stops) if body.stops else None,
             min_tokens=body.min_tokens or 0,
             has_logprobs=body.num_logprobs is not None,
+            is_echo_only=body.token_limit == 0,
             has_ids=bool(body.return_token_ids),
             is_eager=bool(body.stream or body.stops),
         )
@@ -163,6 +193,11 @@ class Intake:
         if self._vocab_size is not None and max(prompt) >= self._vocab_size:
             raise invalid("prompt", f"token ids must be below {self._vocab_size}")
         return prompt
+
+    def _check_biases(self, body: Sampled) -> None:
+        largest = max([token_id for token_id, _ in body.biases], default=0)
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            raise invalid("logit_bias", f"token ids must be below {self._vocab_size}")
 
     def _echo(self, body: CompletionBody, prompt: Prompt) -> str:
         if not body.echo:

@@ -8,13 +8,23 @@ none.  `null` always means the default.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from router.http import HttpError
-from wire.options import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, Options, TokenId
+from router.messages import flat_messages, invalid
+from wire.options import (
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    Bias,
+    NumTop,
+    Options,
+    Penalty,
+    RepetitionPenalty,
+    TokenId,
+)
 
 MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 16
@@ -49,15 +59,16 @@ class Sampled(Struct, kw_only=True):
     max_tokens: Positive | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_LOGIT_BIASES)] | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
 
     # Known, and refused unless neutral.
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def num_choices(self) -> int:
@@ -85,6 +96,25 @@ class Sampled(Struct, kw_only=True):
         """How many alternatives to report beside each token; None means no logprobs at all."""
         return None
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return None
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as (token id, bias).
+
+        Raises:
+            HttpError: 400; a key is no token id.
+        """
+        pairs = []
+        for key, bias in (self.logit_bias or {}).items():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise invalid("logit_bias", f"{key[:40]!r} is not a token id")
+            pairs.append((int(key), bias))
+        return tuple(pairs)
+
     def options(self, *, choice: int, seed: int, max_tokens: int) -> Options:
         """Return what the workers are told; `seed` is used when the client gave none."""
         return Options(
@@ -92,6 +122,10 @@ class Sampled(Struct, kw_only=True):
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self.biases,
             seed=(seed if self.seed is None else self.seed) & (2**63 - 1),
             choice=choice,
             max_tokens=max_tokens,
@@ -99,6 +133,7 @@ class Sampled(Struct, kw_only=True):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             priority=self.priority or 0,
         )
 
@@ -116,24 +151,39 @@ class Sampled(Struct, kw_only=True):
             value = getattr(self, name, None)
             if value and value != neutral:
                 raise invalid(name, "is not supported by this server; leave it out")
+        if self.prompt_logprobs is not None:
+            raise invalid("prompt_logprobs", "ask for echo and logprobs at /v1/completions instead")
 
 
 class CompletionBody(Sampled, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: NumTop | None = None
     best_of: int | None = None
     suffix: str | None = None
 
     @property
     def token_limit(self) -> int | None:
-        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
+
+    def options(self, *, choice: int, seed: int, max_tokens: int) -> Options:
+        options = super().options(choice=choice, seed=seed, max_tokens=max_tokens)
+        if max_tokens == 1 and options.prompt_logprobs is not None:
+            # Evaluators count on an entry for the one token that is generated, even if it is EOS,
+            # and workers do not say which token ended a request.  It is the last one anyway.
+            return structs.replace(options, ignore_eos=True, stop_token_ids=())
+        return options
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -163,8 +213,8 @@ class CompletionBody(Sampled, kw_only=True):
             raise invalid("suffix", "is not supported by this server; leave it out")
         if self.best_of is not None and self.best_of != self.num_choices:
             raise invalid("best_of", f"must equal n, which is {self.num_choices}")
-        if self.echo and self.logprobs is not None:
-            raise invalid("echo", "together with logprobs is not supported: no prompt logprobs")
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid("max_tokens", "must be at least 1 without echo")
         if len(self.prompts) * self.num_choices > MAX_CHOICES:
             raise invalid("prompt", f"times n is over {MAX_CHOICES} choices")
 
@@ -175,7 +225,7 @@ class ChatBody(Sampled, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: NumTop | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -201,38 +251,7 @@ class ChatBody(Sampled, kw_only=True):
         self.messages = flat_messages(self.messages)
 
 
-class TokenizeBody(Struct, kw_only=True):
-    """POST /tokenize: a prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def check(self) -> None:
-        if (self.prompt is None) == (self.messages is None):
-            raise invalid("prompt", "or messages must be given, and not both")
-        if self.messages is not None:
-            self.messages = flat_messages(self.messages)
-
-
-class DetokenizeBody(Struct, kw_only=True):
-    """POST /detokenize."""
-
-    tokens: list[TokenId]
-    model: str | None = None
-
-    def check(self) -> None:
-        """Nothing beyond the types."""
-
-
 _NEUTRAL: Final[dict[str, object]] = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": {},
     "tools": [],
     "functions": [],
     "response_format": {"type": "text"},
@@ -240,7 +259,15 @@ _NEUTRAL: Final[dict[str, object]] = {
     "audio": {},
 }
 
-_Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+
+class Body(Protocol):
+    """What `parse` reads."""
+
+    def check(self) -> None:
+        """Refuse, with an HttpError, what no single field's range can say."""
+
+
+_Body = TypeVar("_Body", bound=Body)
 _WHERE: Final = re.compile(r"^(.*?)(?: - at `\$\.?(.*?)`)?$", re.DOTALL)
 
 
@@ -263,34 +290,3 @@ def parse(kind: type[_Body], raw: bytes) -> _Body:
         raise HttpError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     body.check()
     return body
-
-
-def invalid(param: str | None, problem: str) -> HttpError:
-    """Return the 400 that names a field and what is wrong with it."""
-    message = f"{param}: {problem}" if param else problem
-    return HttpError(400, message, code="invalid_value", param=param)
-
-
-def flat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose contents are strings: text parts joined, other parts refused.
-
-    Raises:
-        HttpError: 400; names the message.
-    """
-    return [_flat_message(f"messages[{index}]", each) for index, each in enumerate(messages)]
-
-
-def _flat_message(where: str, message: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise invalid(f"{where}.role", "expected a role, such as user, system or assistant")
-    content = message.get("content")
-    if isinstance(content, str) or (content is None and message["role"] == "assistant"):
-        return message
-    if not isinstance(content, list):
-        raise invalid(f"{where}.content", "expected a string or a list of text parts")
-    texts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise invalid(f"{where}.content[{index}]", "expected a part of type text")
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}

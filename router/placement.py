@@ -14,6 +14,7 @@ from router.index import PrefixIndex
 from router.policy import can_ever_fit, pick_decode, pick_prefill
 from wire.errors import ErrorCode, TransferTooLarge, WireError
 from wire.frames import Role
+from wire.logprobs import prompt_logprobs_problem
 
 
 class Placement:
@@ -37,6 +38,9 @@ class Placement:
         seq_len = len(flight.request.token_ids)
         if seq_len == 0:
             raise WireError(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
+        problem = prompt_logprobs_problem(seq_len, flight.request.options.prompt_logprobs)
+        if problem is not None:
+            raise WireError(ErrorCode.INVALID_REQUEST, problem)
         self.check_length(flight)
         is_handed_over = flight.new_tokens != 0
         layout = self._fleet.layout

@@ -8,9 +8,10 @@ prompt can answer (`scripts.stories`), so a lost or mixed-up KV block shows as a
 
 How it learns to look things up within half an hour on two cores:
 
+- it begins with the circuit that looks things up (`scripts.induction`): learning to find it from
+  nothing took longer than all the rest;
 - every name, thing and place is one token, so a lookup is one attention;
-- the looked-up words weigh far more in the loss than the rest of the text;
-- training begins with bare lists of facts, and every text is asked about several times;
+- answers weigh more in the loss than the rest, and every text is asked about several times;
 - the bindings are random, and far too many to be memorised.
 
 The directory written is a Hugging Face checkpoint (`LlamaForCausalLM`, bfloat16); the script ends
@@ -23,7 +24,6 @@ import argparse
 import json
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,20 +33,17 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from scripts import stories
+from scripts.induction import begin_with_induction
 from scripts.stories import RecallCase, Story, Turn
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", END_OF_TURN)
+# A trainer numbers the special tokens first, in this order.
+END_TOKENS = [SPECIAL_TOKENS.index(END_OF_TEXT), SPECIAL_TOKENS.index(END_OF_TURN)]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
@@ -64,11 +61,10 @@ TOKENIZER_CONFIG = {
 # An upper bound: the training text runs out of pairs to merge before.
 MAX_VOCABULARY = 1536
 
-# What a token weighs in the loss. A prompt is worth little, and what has to be looked up in it is
-# worth a lot: with equal weights recall stays at chance for as long as we train.
-PROMPT_WEIGHT = 0.3
+# What a token weighs in the loss: an answer that has to be looked up more than the rest.
+PROMPT_WEIGHT = 1.0
 TEXT_WEIGHT = 1.0
-RECALL_WEIGHT = 20.0
+ANSWER_WEIGHT = 3.0
 # What follows is decided by the person who asks, so the model must not learn to expect it.
 GLUE_WEIGHT = 0.0
 
@@ -76,19 +72,17 @@ GLUE_WEIGHT = 0.0
 POOL_DOCUMENTS = 256
 BATCH_TOKENS = 2048
 # The part of the run in which bare lists of facts give way to stories.
-NOTES_UNTIL = 0.35
+NOTES_UNTIL = 0.1
 
-# Adam takes the embedding and the norms, Muon every other matrix; both follow one schedule.
-ADAM_RATE = 3e-3
-MUON_RATE = 8e-3
-WEIGHT_DECAY = 0.1
+LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
 FINAL_RATE = 0.02
 
 # Steps between two looks at the recall, each of which also saves the model.
-REPORT_STEPS = 500
+REPORT_STEPS = 250
 # The longest right answer is a dozen tokens.
-MAX_ANSWER_TOKENS = 16
+MAX_ANSWER_TOKENS = 20
+PROMPTS_AT_ONCE = 50
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ class Batch:
     weights: Tensor  # [documents, length] float32
 
 
-def train_tokenizer(rng: Random, num_stories: int = 6000) -> PreTrainedTokenizerFast:
+def train_tokenizer(rng: Random, num_stories: int = 6000) -> Tokenizer:
     """Learn a byte-level BPE in which every word of the stories is one token."""
 
     def texts() -> Iterator[str]:
@@ -129,12 +123,12 @@ def train_tokenizer(rng: Random, num_stories: int = 6000) -> PreTrainedTokenizer
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts(), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **TOKENIZER_CONFIG)
+    return tokenizer
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def make_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=tokenizer.get_vocab_size(),
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=4,
@@ -142,13 +136,18 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=2048,
-        initializer_range=0.06,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        initializer_range=0.03,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
-        pad_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+        eos_token_id=END_TOKENS[0],
+        pad_token_id=END_TOKENS[0],
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    begin_with_induction(model)
+    # The config can name one; generation_config.json, which is written from this, names both.
+    model.generation_config.eos_token_id = END_TOKENS
+    return model
 
 
 def draw_document(rng: Random, progress: float) -> list[Piece]:
@@ -177,8 +176,8 @@ def chat_pieces(turns: Sequence[Turn]) -> list[Piece]:
     for turn in turns:
         pieces.append(Piece(f"<|{turn.role}|>", GLUE_WEIGHT))
         if turn.role == "assistant":
-            pieces += answer_pieces(turn.content, turn.recalled)
-            pieces.append(Piece(END_OF_TURN, TEXT_WEIGHT))
+            weight = ANSWER_WEIGHT if turn.is_answer else TEXT_WEIGHT
+            pieces.append(Piece(turn.content + END_OF_TURN, weight))
         else:
             pieces.append(Piece(turn.content, PROMPT_WEIGHT))
             pieces.append(Piece(END_OF_TURN, GLUE_WEIGHT))
@@ -192,21 +191,14 @@ def completion_recall_pieces(rng: Random, told: Sequence[Story]) -> list[Piece]:
     pieces.pop()
     for question in stories.pick_questions(rng, told, rng.randint(6, 10)):
         pieces.append(Piece(stories.completion_question(question), GLUE_WEIGHT))
-        pieces += answer_pieces(" " + question.answer, question.recalled)
+        pieces.append(Piece(" " + question.answer, ANSWER_WEIGHT))
     return [*pieces, Piece(END_OF_TEXT, TEXT_WEIGHT)]
 
 
-def answer_pieces(answer: str, recalled: str) -> list[Piece]:
-    before, recalled, after = answer.partition(recalled) if recalled else (answer, "", "")
-    return [Piece(before, TEXT_WEIGHT), Piece(recalled, RECALL_WEIGHT), Piece(after, TEXT_WEIGHT)]
-
-
-def draw_batches(rng: Random, tokenizer: PreTrainedTokenizerFast, progress: float) -> list[Batch]:
+def draw_batches(rng: Random, tokenizer: Tokenizer, progress: float) -> list[Batch]:
     """Draw a pool of documents and pack those of similar length together."""
     pool = [draw_document(rng, progress) for _ in range(POOL_DOCUMENTS)]
-    encodings = tokenizer.backend_tokenizer.encode_batch(
-        ["".join(piece.text for piece in pieces) for pieces in pool]
-    )
+    encodings = tokenizer.encode_batch(["".join(piece.text for piece in pieces) for pieces in pool])
     documents: list[tuple[list[int], list[float]]] = []
     for pieces, encoding in zip(pool, encodings, strict=True):
         by_character = [piece.weight for piece in pieces for _ in piece.text]
@@ -247,46 +239,6 @@ def weighted_loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
     return (losses * weights[counted]).sum() / weights.sum()
 
 
-class Muon:
-    """Momentum whose update is made orthogonal: lookups appear several times sooner than with Adam.
-
-    `torch.optim.Muon` orthogonalises in bfloat16, which a CPU without such units does fifty times
-    slower than float32. This one also treats all matrices of one shape together.
-    """
-
-    def __init__(self, matrices: Sequence[Tensor], momentum: float = 0.95) -> None:
-        by_shape: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
-        for matrix in matrices:
-            by_shape[matrix.shape].append(matrix)
-        self._groups = [
-            (group, torch.zeros(len(group), *shape)) for shape, group in by_shape.items()
-        ]
-        self._momentum = momentum
-
-    @torch.no_grad()
-    def step(self, rate: float) -> None:
-        for matrices, average in self._groups:
-            gradients = torch.stack([_gradient(matrix) for matrix in matrices])
-            average.lerp_(gradients, 1 - self._momentum)
-            updates = orthogonalise(gradients.lerp_(average, self._momentum))
-            # 0.2 √n gives an entry the size it would have in an update of Adam's.
-            scale = rate * 0.2 * math.sqrt(max(updates.shape[1:]))
-            for matrix, update in zip(matrices, updates, strict=True):
-                matrix.mul_(1 - rate * WEIGHT_DECAY).sub_(update, alpha=scale)
-                matrix.grad = None
-
-
-def orthogonalise(matrices: Tensor) -> Tensor:
-    """Bring all singular values near one, by five steps of a quintic Newton-Schulz iteration."""
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if is_tall else matrices
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.mT if is_tall else x
-
-
 def train(out: Path, seed: int, steps: int, minutes: float) -> None:
     """Train for `steps`, or fewer if they would not fit into `minutes`, and write the model."""
     started = time.monotonic()
@@ -294,27 +246,22 @@ def train(out: Path, seed: int, steps: int, minutes: float) -> None:
     torch.manual_seed(seed)
     tokenizer = train_tokenizer(rng)
     model = make_model(tokenizer)
-    adam = torch.optim.AdamW(
-        [p for name, p in model.named_parameters() if p.ndim < 2 or "embed" in name],
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
     )
-    muon = Muon([p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name])
-    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
+    print(f"{model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
 
     step, progress, mean_loss = 0, 0.0, 0.0
     batches: list[Batch] = []
     while progress < 1:
         batches = batches or draw_batches(rng, tokenizer, progress)
         loss = weighted_loss(model, batches.pop())
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        rate = rate_at(step, progress)
-        for group in adam.param_groups:
-            group["lr"] = rate * ADAM_RATE
-        adam.step()
-        adam.zero_grad()
-        muon.step(rate * MUON_RATE)
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step, progress) * LEARNING_RATE
+        optimizer.step()
+        optimizer.zero_grad()
 
         step += 1
         elapsed = (time.monotonic() - started) / 60
@@ -327,7 +274,7 @@ def train(out: Path, seed: int, steps: int, minutes: float) -> None:
 
     save(model, tokenizer, out)
     saved = load(out)
-    check_logits(model, saved, tokenizer)
+    check_saved(model, saved, out)
     summary = {
         "seed": seed,
         "steps": step,
@@ -345,44 +292,46 @@ def rate_at(step: int, progress: float) -> float:
     return warmth * (FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     """Write the checkpoint in bfloat16, leaving `model` as it is."""
     rounded = make_model(tokenizer)
     rounded.load_state_dict(model.state_dict())
-    rounded = rounded.to(torch.bfloat16)
-    end_tokens = tokenizer.convert_tokens_to_ids([END_OF_TEXT, END_OF_TURN])
-    rounded.generation_config = GenerationConfig(
-        eos_token_id=end_tokens, pad_token_id=end_tokens[0]
-    )
+    rounded = rounded.bfloat16()
     rounded.save_pretrained(out)
-    tokenizer.backend_tokenizer.save(str(out / "tokenizer.json"))
+    tokenizer.save(str(out / "tokenizer.json"))
     (out / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")
 
 
 def load(out: Path) -> LlamaForCausalLM:
-    """Load the rounded weights, to compute with in float32."""
-    return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    """Load the rounded weights as anyone would, to compute with in float32."""
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert isinstance(model, LlamaForCausalLM)
+    return model
 
 
 @torch.inference_mode()
-def check_logits(
-    trained: LlamaForCausalLM, saved: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Fail unless what was saved is what was trained, up to rounding."""
-    rounded = make_model(tokenizer)
-    rounded.load_state_dict({k: v.bfloat16().float() for k, v in trained.state_dict().items()})
-    tokens = tokenizer(stories.make_story(Random(0)).text, return_tensors="pt").input_ids
-    torch.testing.assert_close(saved(tokens).logits, rounded(tokens).logits)
+def check_saved(trained: LlamaForCausalLM, saved: LlamaForCausalLM, out: Path) -> None:
+    """Fail unless transformers reads from `out` what was trained."""
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    (case,) = stories.recall_cases(1, seed=0)
+    messages = [{"role": turn.role, "content": turn.content} for turn in case.messages]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt == chat_prompt(case)
+
+    tokens = tokenizer(prompt, return_tensors="pt").input_ids
+    for weight in trained.parameters():
+        weight.copy_(weight.bfloat16())
+    torch.testing.assert_close(saved(tokens).logits, trained(tokens).logits)
 
 
 def recall_accuracy(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, num_cases: int
+    model: LlamaForCausalLM, tokenizer: Tokenizer, num_cases: int
 ) -> dict[str, float]:
     """The share of held-out questions answered right, by form and number of stories."""
     accuracy: dict[str, float] = {}
     for num_stories in (1, 2):
         cases = list(stories.recall_cases(num_cases, seed=1, num_stories=num_stories))
-        chats = [chat_prompt(tokenizer, case) for case in cases]
+        chats = [chat_prompt(case) for case in cases]
         for form, prompts in (("chat", chats), ("completion", [case.prompt for case in cases])):
             outputs = generate(model, tokenizer, prompts)
             right = sum(map(RecallCase.is_answered_by, cases, outputs))
@@ -390,48 +339,33 @@ def recall_accuracy(
     return accuracy
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerFast, case: RecallCase) -> str:
-    messages = [{"role": turn.role, "content": turn.content} for turn in case.messages]
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return str(prompt)
+def chat_prompt(case: RecallCase) -> str:
+    return "".join(piece.text for piece in chat_pieces(case.messages)) + "<|assistant|>"
 
 
 @torch.inference_mode()
-def generate(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]
-) -> list[str]:
+def generate(model: LlamaForCausalLM, tokenizer: Tokenizer, prompts: Sequence[str]) -> list[str]:
     """Continue every prompt greedily to an end token."""
+    tokenizer.enable_padding(direction="left", pad_id=END_TOKENS[0], pad_token=END_OF_TEXT)
     outputs: list[str] = []
-    for start in range(0, len(prompts), 100):
-        inputs = tokenizer(
-            list(prompts[start : start + 100]),
-            padding=True,
-            padding_side="left",
-            return_tensors="pt",
-            return_token_type_ids=False,
-        )
+    for start in range(0, len(prompts), PROMPTS_AT_ONCE):
+        encodings = tokenizer.encode_batch(list(prompts[start : start + PROMPTS_AT_ONCE]))
         tokens = model.generate(
-            **inputs,
+            torch.tensor([encoding.ids for encoding in encodings]),
+            attention_mask=torch.tensor([encoding.attention_mask for encoding in encodings]),
             max_new_tokens=MAX_ANSWER_TOKENS,
             do_sample=False,
-            eos_token_id=tokenizer.convert_tokens_to_ids([END_OF_TEXT, END_OF_TURN]),
-            pad_token_id=tokenizer.pad_token_id,
         )
-        answers = tokens[:, inputs["input_ids"].shape[1] :]
-        outputs += tokenizer.batch_decode(answers, skip_special_tokens=True)
+        outputs += tokenizer.decode_batch(tokens[:, len(encodings[0]) :].tolist())
+    tokenizer.no_padding()
     return outputs
-
-
-def _gradient(matrix: Tensor) -> Tensor:
-    assert matrix.grad is not None
-    return matrix.grad
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("wire/demo"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--minutes", type=float, default=25.0, help="end within this time")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()

@@ -41,6 +41,7 @@ from wire.frames import (
     Role,
     Welcome,
 )
+from wire.logprobs import join_prompt_logprobs, pack_logprobs, unpack_prompt_logprobs
 from wire.options import Options
 from wire.payloads import (
     Credit,
@@ -129,8 +130,17 @@ def prefill_done(name: str, kv_bytes: int, result: PrefillResult) -> dict[str, A
         PrefillDone(REQUEST, kv_bytes),
         [encode_prefill_result(result)],
         kind="PrefillResult",
-        content=msgspec.to_builtins(result),
+        content=told(result),
     )
+
+
+def told(result: PrefillResult) -> dict[str, Any]:
+    """A first token as JSON, the rows of the prompt as maps."""
+    content: dict[str, Any] = msgspec.to_builtins(result)
+    if result.prompt_logprobs is not None:
+        rows = unpack_prompt_logprobs(result.prompt_logprobs)
+        content["prompt_logprobs"] = msgspec.to_builtins(rows)
+    return content
 
 
 def data_plane() -> list[dict[str, Any]]:
@@ -139,6 +149,10 @@ def data_plane() -> list[dict[str, Any]]:
         top_p=0.9,
         top_k=40,
         min_p=0.05,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias=((5, -100.0), (6, 2.5)),
         seed=7,
         choice=1,
         max_tokens=64,
@@ -146,10 +160,12 @@ def data_plane() -> list[dict[str, Any]]:
         stop_token_ids=(2, 3),
         ignore_eos=True,
         logprobs=2,
+        prompt_logprobs=0,
         priority=-1,
         deadline_ms=30_000,
     )
     likeliest = Logprobs(logprob=-0.5, top=((17, -0.5), (4, -1.25)))
+    rows = [likeliest, Logprobs(logprob=-2.0, top=((9, -0.25), (3, -2.0)))]
     offer = Offer(
         layout=LAYOUT,
         num_tokens=3,
@@ -169,6 +185,13 @@ def data_plane() -> list[dict[str, Any]]:
             "prefill_done_more",
             48,
             PrefillResult(token_id=17, cached_tokens=2, logprobs=likeliest),
+        ),
+        prefill_done(
+            "prefill_done_prompt_logprobs",
+            48,
+            PrefillResult(
+                token_id=17, prompt_logprobs=join_prompt_logprobs(2, map(pack_logprobs, rows))
+            ),
         ),
         prefill_done("prefill_done_stop", 0, PrefillResult(token_id=-1, finish_reason="stop")),
         prefill_done("prefill_done_last", 0, PrefillResult(token_id=17, finish_reason="length")),
@@ -318,12 +341,27 @@ def malformed() -> list[dict[str, Any]]:
         payload("prompt:1", u32(11) + b"\x90", "options are no map"),
         payload("prompt:1", u32(11) + b"\x81\xa4temp\x00", "unknown option"),
         payload("prompt:1", u32(11) + b"\x81\xa5top_k\xff", "option out of range"),
+        payload(
+            "prompt:1",
+            u32(11) + b"\x81\xaalogit_bias\x91\x92\x05\x65",
+            "a bias over 100",
+        ),
         payload("prompt:1", u32(11) + b"\x80\x00", "bytes after the options"),
         payload("continuation", b"\x00", "payload below 4 bytes"),
         payload("continuation", u32(2) + u32(11), "fewer token ids than the count"),
         payload("PrefillResult", bytes(7), "no i64"),
         payload("PrefillResult", struct.pack("<q", -1), "no token, and no reason to stop"),
         payload("PrefillResult", struct.pack("<q", -2), "token id below -1"),
+        payload(
+            "PrefillResult",
+            struct.pack("<q", 5) + b"\x81\xafprompt_logprobs\xc4\x03\x00\x00\x00",
+            "prompt_logprobs without its number of tops",
+        ),
+        payload(
+            "PrefillResult",
+            struct.pack("<q", 5) + b"\x81\xafprompt_logprobs\xc4\x0c" + u32(1) + bytes(8),
+            "prompt_logprobs ends within a row",
+        ),
         payload(
             "PrefillResult",
             struct.pack("<q", 5) + b"\x81\xadfinish_reason\xa4stop",

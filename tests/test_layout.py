@@ -50,6 +50,8 @@ ASYNC = {
     "worker/serving.py",
 }
 UNPICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
+# Types only: there is nothing to run.
+DECLARATIONS = {"router/request.py"}
 MAX_LINES = 300
 MAX_FUNCTION_LINES = 60
 
@@ -125,11 +127,15 @@ def test_nothing_else_stands_at_the_top() -> None:
     }
 
 
-def test_every_module_has_its_test_and_every_test_its_module() -> None:
+def test_every_module_has_its_test() -> None:
     def test_of(path: Path) -> Path:
         return Path("tests") / path.parent / f"test_{path.name}"
 
-    plain = [path for path in modules() if path.name not in ("__init__.py", "__main__.py")]
+    plain = [
+        path
+        for path in modules()
+        if path.name not in ("__init__.py", "__main__.py") and str(path) not in DECLARATIONS
+    ]
     missing = [str(path) for path in plain if not (ROOT / test_of(path)).exists()]
     assert missing == []
 

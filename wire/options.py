@@ -16,8 +16,15 @@ from wire.parts import Buffer
 MAX_OPTIONS_BYTES: Final = 64 * 1024
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_TOP_LOGPROBS: Final = 20
+MAX_LOGIT_BIASES: Final = 1024
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+NumTop = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
+# Its inverse is allowed too; much smaller, and logits would leave float32.
+RepetitionPenalty = Annotated[float, msgspec.Meta(ge=0.01, le=100.0)]
+Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+LogitBias = Annotated[tuple[tuple[TokenId, Bias], ...], msgspec.Meta(max_length=MAX_LOGIT_BIASES)]
 
 
 class Options(
@@ -25,27 +32,46 @@ class Options(
 ):
     """Sampling and limits of one request.
 
-    `temperature` 0 is greedy.  `top_k` 0 and `top_p` 1 switch their filter off.  `seed` and
-    `choice` key the counter-based generator: the same seed, choice and position draw the same
-    number on every worker.  `max_tokens` counts every generated token, prefill's first included.
-    `deadline_ms` counts from the moment the frame is read.
+    `temperature` 0 is greedy.  `top_k` 0 and `top_p` 1 switch their filter off.  The repetition
+    penalty is on every token of prompt and answer, the other two on the answer's only; `logit_bias`
+    is (token id, what is added).  `seed` and `choice` key the counter-based generator: the same
+    seed, choice and position draw the same number on every worker.  `max_tokens` counts every
+    generated token, prefill's first included.  `logprobs` and `prompt_logprobs` say how many of the
+    likeliest tokens go along.  `deadline_ms` counts from the moment the frame is read.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 0.0
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = ()
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     choice: Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)] = 0
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     ignore_eos: bool = False
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: NumTop | None = None
+    prompt_logprobs: NumTop | None = None
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether it matters which tokens the sequence has already."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
+
+# First bytes of a msgpack map: with a count of 16 bits behind it, and with one of 4 bits in it.
+_MAP_16: Final = 0xDE
+_FIXED_MAP: Final = 0x80
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Options)
 
@@ -53,7 +79,10 @@ _DECODER = msgspec.msgpack.Decoder(Options)
 def encode_options(options: Options) -> bytes:
     """Return the msgpack map; empty bytes when every field has its default."""
     encoded = _ENCODER.encode(options)
-    return b"" if encoded == b"\x80" else encoded
+    if encoded[0] == _MAP_16 and encoded[1] == 0 and encoded[2] < 16:
+        # The encoder sizes the head of a map by all fields there are; few are ever set.
+        encoded = bytes((_FIXED_MAP | encoded[2],)) + encoded[3:]
+    return b"" if encoded[0] == _FIXED_MAP else encoded
 
 
 def decode_options(buffer: Buffer) -> Options:

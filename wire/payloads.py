@@ -13,6 +13,8 @@ from typing import Annotated, Final, NamedTuple, TypeVar
 import msgspec
 
 from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.logprobs import Logprobs as Logprobs
+from wire.logprobs import check_prompt_logprobs
 from wire.options import Options, decode_options, encode_options
 from wire.parts import Buffer
 
@@ -98,19 +100,13 @@ class PeerDetail(_Map, frozen=True, kw_only=True):
     block_size: Count = 0
 
 
-class Logprobs(_Map, frozen=True, kw_only=True):
-    """Log-probability of one token and of the likeliest ones at its position (id, logprob)."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
 class PrefillRest(_Map, frozen=True, kw_only=True):
-    """What follows the first token in PREFILL_DONE.  SPEC 4.2."""
+    """What follows the first token in PREFILL_DONE; `wire.logprobs` reads the last.  SPEC 4.2."""
 
     cached_tokens: Count = 0
     finish_reason: Name | None = None
     logprobs: Logprobs | None = None
+    prompt_logprobs: bytes | None = None
 
 
 class PrefillResult(PrefillRest, frozen=True, kw_only=True):
@@ -194,7 +190,8 @@ def decode_prefill_result(buffer: Buffer) -> PrefillResult:
     """Read a PREFILL_DONE payload.
 
     Raises:
-        RemoteProtocolError: Under 8 bytes, a bad map, or no token without a stop (or both).
+        RemoteProtocolError: Under 8 bytes, a bad map or prompt_logprobs, or no token without a
+            stop (or both).
     """
     if len(buffer) < _TOKEN.size:
         raise RemoteProtocolError(f"PREFILL_DONE payload has {len(buffer)} bytes, not >= 8")
@@ -204,6 +201,8 @@ def decode_prefill_result(buffer: Buffer) -> PrefillResult:
         raise RemoteProtocolError(
             f"PREFILL_DONE: token_id {token_id} with finish_reason {rest.finish_reason}"
         )
+    if rest.prompt_logprobs is not None:
+        check_prompt_logprobs(rest.prompt_logprobs)
     return PrefillResult(token_id=token_id, **msgspec.structs.asdict(rest))
 
 

@@ -13,7 +13,7 @@ from wire.aio.settings import parse
 from wire.errors import WireError
 from wire.model import fingerprint, locate
 from worker.app import EXIT_CONFIG, Worker
-from worker.config import Config
+from worker.config import ROUTER_SETTINGS, Config
 from worker.executor.contract import Executor
 from worker.executor.registry import create
 
@@ -44,17 +44,25 @@ def load(config: Config) -> Executor:
 
 
 async def serve(config: Config, executor: Executor, stop: Stop) -> int:
-    return await Worker(config, executor).run(stop)
+    try:
+        return await Worker(config, executor).run(stop)
+    except OSError as error:  # the address may be free when the worker is started again
+        log.error("cannot bind or connect", reason=str(error))
+        return 1
 
 
 def main() -> int:
-    config = parse(Config, sys.argv[1:])
+    config = parse(Config, sys.argv[1:], also_known=ROUTER_SETTINGS)
     configure(config.log_level)
     log.info("loading", model=config.model, executor=config.executor)
     try:
         executor = load(config)
     except (WireError, ValueError) as error:
         log.error("cannot serve this model", reason=str(error))
+        return EXIT_CONFIG
+    except Exception as error:  # a plug-in's own, or a file that is not what it should be
+        reason = f"{type(error).__name__}: {error}"
+        log.exception("the executor failed to load", executor=config.executor, reason=reason)
         return EXIT_CONFIG
     return run(lambda stop: serve(config, executor, stop))
 

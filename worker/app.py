@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Coroutine
 from typing import Final
 
 import msgspec
 import structlog
 
-from wire.aio.process import Stop, notify
+from wire.aio.process import Stop, keep_watchdog, notify
 from wire.frames import Heartbeat, Role
 from wire.payloads import HelloDetail, encode_map
 from worker.config import Config
@@ -25,6 +26,7 @@ from worker.engine import Engine
 from worker.executor.contract import Executor
 from worker.executor.measured import measured
 from worker.link import Identity, LinkState, RouterLink
+from worker.plane import KVPlane
 from worker.prefill import PrefillRole
 from worker.sequence import Output
 from worker.thread import EngineThread
@@ -62,11 +64,18 @@ class Worker:
         self._thread = EngineThread(self._engine, self._deliver, self._crash)
         self._thread.post(lambda _: self._executor.warmup())  # first of all: no block is used yet
         self._copies = Copies()
+        self._plane = KVPlane(info.max_model_len)
         role = Role[config.role.upper()]
         identity = Identity(role, config.rank, time.time_ns())
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
         self._role: PrefillRole | DecodeRole = make_role(
-            config, info, self._engine.cache, self._thread, self._copies, identity.name
+            config,
+            info,
+            self._engine.cache,
+            self._thread,
+            self._copies,
+            self._plane,
+            identity.name,
         )
         detail = HelloDetail(
             model=info.name,
@@ -87,13 +96,16 @@ class Worker:
         self._changed = asyncio.Event()
         self._is_beat_due = asyncio.Event()
         self._was_busy = False
+        self._is_announced = False
+        self._steps_seen = 0  # by the watchdog
 
     async def run(self, stop: Stop) -> int:
         """Serve until told to stop, refused by every router, or broken; return the exit status."""
         self._thread.start()
-        for router in self._routers:
-            router.open()
-        chores = [asyncio.create_task(chore()) for chore in (self._beat, self._tick)]
+        chores = [
+            asyncio.create_task(self._watched(chore))
+            for chore in (self._beat(), self._tick(), keep_watchdog(self._is_alive))
+        ]
         try:
             return await self._serve(stop)
         finally:
@@ -103,6 +115,8 @@ class Worker:
             await self._close()
 
     async def _serve(self, stop: Stop) -> int:
+        for router in self._routers:
+            router.open()
         stopping = asyncio.create_task(stop.wait())
         try:
             while not stopping.done():
@@ -141,6 +155,7 @@ class Worker:
 
     async def _close(self) -> None:
         await self._role.close()
+        await self._plane.close()
         for router in self._routers:
             await router.close(1.0)
         self._thread.stop()
@@ -166,12 +181,21 @@ class Worker:
     # The loop.
 
     def _on_outputs(self, outputs: list[Output]) -> None:
-        self._role.on_outputs(outputs)
+        try:
+            self._role.on_outputs(outputs)
+        except Exception as error:  # what else was in `outputs` is lost, requests would hang
+            self._on_crash(error)
 
     def _on_crash(self, error: BaseException) -> None:
-        log.error("the engine broke; this worker ends", exc_info=error)
+        log.error("this worker is broken and ends", exc_info=error)
         self._crashed = error
         self._changed.set()
+
+    async def _watched(self, chore: Coroutine[None, None, None]) -> None:
+        try:
+            await chore
+        except Exception as error:
+            self._on_crash(error)
 
     def _on_link(self, router: RouterLink) -> None:
         if router.state is LinkState.REFUSED:
@@ -179,13 +203,17 @@ class Worker:
         elif router.state is LinkState.READY:
             self._thread.post(lambda engine: engine.pool.republish())
             self._is_beat_due.set()
-            notify("READY=1")
+            if not self._is_announced:
+                self._is_announced = True
+                notify("READY=1")
         self._changed.set()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._role.tick(time.monotonic())
+            for router in self._routers:
+                await router.tick(TICK_S)
             is_busy = self._is_busy
             if self._was_busy and not is_busy:
                 self._is_beat_due.set()  # let the router see at once that everything is free
@@ -195,6 +223,11 @@ class Worker:
     @property
     def _is_busy(self) -> bool:
         return not self._role.is_idle or self._thread.is_busy
+
+    def _is_alive(self) -> bool:
+        """Whether the engine is idle, or has stepped since this was asked last."""
+        seen, self._steps_seen = self._steps_seen, self._engine.steps
+        return not self._thread.is_busy or self._engine.steps != seen
 
     async def _beat(self) -> None:
         """Tell every router how we are: at its pace, and at once when we became idle."""
@@ -206,6 +239,7 @@ class Worker:
             for router in self._routers:
                 if router.state is LinkState.READY:
                     router.send(heartbeat, payload)
+            notify(f"STATUS={running} running, {waiting} waiting, {load.used} blocks used")
             self._is_beat_due.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(router.heartbeat_s for router in self._routers)):

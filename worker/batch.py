@@ -7,7 +7,7 @@ NumPy only; an executor turns the arrays into what its device wants.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from wire.options import Options
+from worker.occurrences import Occurrences
+from worker.scores import PromptScores
 from worker.sequence import Sequence
 
 Int32 = npt.NDArray[np.int32]
@@ -66,6 +68,7 @@ class Sampling(NamedTuple):
     """How to draw the next token of one sequence: `position` is the index that token will have.
 
     `token_ids` are the sequence's tokens so far (prompt and output), `prompt_len` of them prompt.
+    `occurrences` may keep their numbers from step to step, for whoever has penalties.
     """
 
     request_id: int
@@ -73,6 +76,18 @@ class Sampling(NamedTuple):
     position: int
     prompt_len: int
     token_ids: list[int]
+    occurrences: Occurrences | None = None
+
+
+class Scoring(NamedTuple):
+    """Positions of one prompt whose next token is known and whose logprob is wanted.
+
+    `next_token_ids` has one entry for each scored row; `num_top` of the likeliest go along.
+    """
+
+    scores: PromptScores
+    next_token_ids: list[int]
+    num_top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +103,8 @@ class Batch:
         block_tables: [S, max blocks] physical block of each logical block, padded with 0.
         sample_rows: [R] rows of T whose logits are wanted, ascending.
         samplings: R entries, one for each sampled row.
+        score_rows: [Q] rows of T whose logits are wanted to score prompts; nearly always none.
+        scorings: Together they have Q next tokens, in the order of the rows.
     """
 
     kind: BatchType
@@ -99,6 +116,13 @@ class Batch:
     block_tables: Int32
     sample_rows: Int32
     samplings: tuple[Sampling, ...]
+    score_rows: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    scorings: tuple[Scoring, ...] = ()
+
+    def keep_scores(self, scored: list[bytes]) -> None:
+        """Give each sequence the packed rows of its scoring."""
+        for scoring, rows in zip(self.scorings, scored, strict=True):
+            scoring.scores.add(len(scoring.next_token_ids), rows)
 
 
 def build(kind: BatchType, chunks: Many[Chunk], block_size: int) -> Batch:
@@ -111,6 +135,7 @@ def build(kind: BatchType, chunks: Many[Chunk], block_size: int) -> Batch:
     rows = np.repeat(np.arange(len(chunks), dtype=np.int32), counts)
     positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[rows]
     slots = block_tables[rows, positions // block_size] * block_size + positions % block_size
+    score_rows, scorings = _scorings(chunks, query_starts)
     sampled = [index for index, chunk in enumerate(chunks) if chunk.is_last]
     return Batch(
         kind=kind,
@@ -122,6 +147,8 @@ def build(kind: BatchType, chunks: Many[Chunk], block_size: int) -> Batch:
         block_tables=block_tables,
         sample_rows=query_starts[1:][sampled] - np.int32(1),
         samplings=tuple([_sampling(chunks[index]) for index in sampled]),
+        score_rows=score_rows,
+        scorings=scorings,
     )
 
 
@@ -153,4 +180,22 @@ def _sampling(chunk: Chunk) -> Sampling:
         position=len(sequence.token_ids),
         prompt_len=sequence.prompt_len,
         token_ids=sequence.token_ids,
+        occurrences=sequence.occurrences,
     )
+
+
+def _scorings(chunks: Many[Chunk], query_starts: Int32) -> tuple[Int32, tuple[Scoring, ...]]:
+    rows: list[int] = []
+    scorings: list[Scoring] = []
+    for index, (sequence, num_tokens) in enumerate(chunks):
+        if sequence.scores is None:
+            continue
+        start = sequence.num_computed_tokens
+        wanted = sequence.scores.wanted(start, num_tokens)
+        if wanted:
+            first_row = int(query_starts[index]) - start
+            rows += [first_row + position for position in wanted]
+            next_token_ids = sequence.token_ids[wanted.start + 1 : wanted.stop + 1]
+            num_top = sequence.options.prompt_logprobs or 0
+            scorings.append(Scoring(sequence.scores, next_token_ids, num_top))
+    return np.array(rows, np.int32), tuple(scorings)

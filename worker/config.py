@@ -3,73 +3,130 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from wire.aio.settings import Settings
 
-MIB = 1 << 20
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+MIB: Final = 1 << 20
+LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
+WILDCARD_HOSTS: Final = ("*", "0.0.0.0", "[::]")
+# Settings of a router only: one file of variables may serve every process of a machine.
+ROUTER_SETTINGS: Final = (
+    "served_model_name",
+    "http",
+    "tcp",
+    "bus",
+    "ready_file",
+    "max_waiting",
+    "max_running_per_worker",
+    "max_connections",
+    "max_requests_per_connection",
+    "heartbeat_ms",
+    "lease_ms",
+    "queue_timeout_ms",
+    "deadline_ms",
+    "local",
+    "worker_args",
+)
 
 
 class Config(Settings):
     """A worker: reads prompts (prefill) or generates from them (decode), as a router asks."""
 
     role: Literal["prefill", "decode"] = Field(
-        "decode", description="what this worker is asked for"
+        default="decode", description="what this worker is asked for"
     )
-    rank: int = Field(0, ge=0, lt=0xFFFFFFFE, description="its number among workers of its role")
+    rank: int = Field(
+        default=0, ge=0, lt=0xFFFFFFFE, description="its number among workers of its role"
+    )
     router: tuple[str, ...] = Field(
-        ("tcp://127.0.0.1:5570",), min_length=1, description="bus endpoints of the routers to serve"
+        default=("tcp://127.0.0.1:5570",),
+        min_length=1,
+        description="bus endpoints of the routers to serve",
     )
-    model: str = Field("demo", description="a directory, 'demo', or a name on the Hugging Face hub")
-    executor: str = Field("torch", description="torch, hash or module:factory")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    model: str = Field(
+        default="demo", description="a directory, 'demo', or a name on the Hugging Face hub"
+    )
+    executor: str = Field(default="torch", description="torch, hash or module:factory")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="where the model runs"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="compute and KV type; auto is the checkpoint's own"
+        default="auto", description="compute and KV type; auto is the checkpoint's own"
     )
-    threads: int = Field(0, ge=0, le=1024, description="compute threads; 0 is one a core")
+    threads: int = Field(default=0, ge=0, le=1024, description="compute threads; 0 is one a core")
     max_model_len: int = Field(
-        0, ge=0, description="longest sequence in tokens; 0 is what the model was made for"
+        default=0, ge=0, description="longest sequence in tokens; 0 is what the model was made for"
     )
-    block_size: int = Field(16, ge=1, le=4096, description="tokens in a KV block")
+    block_size: int = Field(default=16, ge=1, le=4096, description="tokens in a KV block")
     num_blocks: int = Field(
-        0, ge=0, description="KV blocks; 0 is as many as --kv-cache-bytes holds"
+        default=0, ge=0, description="KV blocks; 0 is as many as --kv-cache-bytes holds"
     )
-    kv_cache_bytes: int = Field(256 * MIB, ge=1, description="memory for the KV cache")
-    max_ubatch_tokens: int = Field(512, ge=1, description="most tokens in one step")
-    max_sbatch_sequences: int = Field(256, ge=1, description="most sequences in one step")
+    kv_cache_bytes: int = Field(default=256 * MIB, ge=1, description="memory for the KV cache")
+    max_ubatch_tokens: int = Field(default=512, ge=1, description="most tokens in one step")
+    max_sbatch_sequences: int = Field(default=256, ge=1, description="most sequences in one step")
     prefix_cache: bool = Field(
-        True, description="keep the KV of ended requests for shared prefixes"
+        default=True, description="keep the KV of ended requests for shared prefixes"
     )
-    kv_bind: str = Field("tcp://127.0.0.1:0", description="where a decode worker takes KV in")
+    kv_bind: str = Field(
+        default="tcp://127.0.0.1:0", description="where a decode worker takes KV in"
+    )
     kv_advertise: str = Field(
-        "", description="the KV endpoint that others should connect to; empty is the bound one"
+        default="",
+        description="the KV endpoint that others should connect to; empty is the bound one",
     )
     max_kv_transfer_bytes: int = Field(
-        4096 * MIB, ge=1, description="largest KV cache of one request that may be transferred"
+        default=4096 * MIB,
+        ge=1,
+        description="largest KV cache of one request that may be transferred",
     )
     segment_bytes: int = Field(
-        2 * MIB, ge=1 * MIB, le=4 * MIB, description="size of a KV segment on the wire"
+        default=2 * MIB, ge=1 * MIB, le=4 * MIB, description="size of a KV segment on the wire"
     )
     credit_bytes: int = Field(
-        16 * MIB, ge=4 * MIB, description="bytes one transfer may have under way unacknowledged"
+        default=16 * MIB,
+        ge=4 * MIB,
+        description="bytes one transfer may have under way unacknowledged",
     )
     max_kv_inflight_bytes: int = Field(
-        256 * MIB,
+        default=256 * MIB,
         ge=4 * MIB,
         description="bytes all transfers to a decode worker may have under way",
     )
     lease_s: float = Field(
-        30.0, gt=0, le=3600, description="how long KV is kept for a peer that says nothing"
+        default=0.0,
+        ge=0,
+        le=3600,
+        description="how long KV is kept for a peer that says nothing; 0 is what the router says",
     )
-    drain_s: float = Field(30.0, ge=0, le=3600, description="time to finish work after SIGTERM")
-    insecure: bool = Field(False, description="allow --kv-bind on an address other than loopback")
+    drain_s: float = Field(
+        default=30.0, ge=0, le=3600, description="time to finish work after SIGTERM"
+    )
+    insecure: bool = Field(
+        default=False, description="allow --kv-bind on an address other than loopback"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least level"
+        default="info", description="least level"
     )
-    hash_step_ms: float = Field(0.0, ge=0, le=60_000, description="hash executor: time of a step")
+    hash_step_ms: float = Field(
+        default=0.0, ge=0, le=60_000, description="hash executor: time of a step"
+    )
+
+    @field_validator("router")
+    @classmethod
+    def _check_routers(cls, routers: tuple[str, ...]) -> tuple[str, ...]:
+        for endpoint in routers:
+            _check_endpoint(endpoint)
+        return routers
+
+    @field_validator("kv_bind", "kv_advertise")
+    @classmethod
+    def _check_kv_endpoint(cls, endpoint: str) -> str:
+        if endpoint:
+            _check_endpoint(endpoint)
+        return endpoint
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -78,6 +135,11 @@ class Config(Settings):
             raise ValueError(
                 f"kv_bind: {self.kv_bind} is reachable from other machines and KV sockets carry no "
                 "keys yet; bind a loopback address, or say --insecure on a network you trust"
+            )
+        if host in WILDCARD_HOSTS and not self.kv_advertise:
+            raise ValueError(
+                f"kv_advertise: others cannot connect to {self.kv_bind}; say under which address "
+                "they reach this machine, for example --kv-advertise tcp://10.0.0.5:5600"
             )
         if self.credit_bytes > self.max_kv_inflight_bytes:
             raise ValueError(
@@ -94,3 +156,10 @@ class Config(Settings):
     @property
     def num_threads(self) -> int:
         return self.threads or os.cpu_count() or 1
+
+
+def _check_endpoint(endpoint: str) -> None:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    is_tcp = endpoint.startswith("tcp://") and host and port.isdecimal() and int(port) < 1 << 16
+    if not (is_tcp or endpoint.startswith("ipc://")):
+        raise ValueError(f"{endpoint!r} is neither tcp://HOST:PORT nor ipc://PATH")

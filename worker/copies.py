@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
-P = ParamSpec("P")
+Args = TypeVarTuple("Args")
 R = TypeVar("R")
 
 
@@ -22,9 +22,8 @@ class Copies:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copy")
 
-    async def run(self, copy: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    async def run(self, copy: Callable[[*Args], R], *args: *Args) -> R:
         """Run `copy` on the transfer thread and return what it returns."""
-        assert not kwargs
         return await asyncio.get_running_loop().run_in_executor(self._thread, copy, *args)
 
     def close(self) -> None:

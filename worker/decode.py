@@ -22,6 +22,7 @@ from worker.copies import Copies
 from worker.engine import Engine
 from worker.executor.contract import KVCache, ModelInfo
 from worker.link import RouterLink
+from worker.plane import KVPlane
 from worker.reception import Receptions
 from worker.sequence import Failed, Output, Reserved, Token
 from worker.thread import EngineThread
@@ -86,13 +87,21 @@ class DecodeRole:
         cache: KVCache,
         engine: EngineThread,
         copies: Copies,
+        plane: KVPlane,
         identity: bytes,
     ) -> None:
         self._config = config
         self._engine = engine
         self._generations: dict[int, Generation] = {}
         self._receptions = Receptions(
-            config, info, cache, engine, copies, self._begin_if_ready, self._on_transfer_failed
+            config,
+            info,
+            cache,
+            engine,
+            copies,
+            plane,
+            self._begin_if_ready,
+            self._on_transfer_failed,
         )
         self.kv_endpoint = self._receptions.endpoint
 
@@ -103,7 +112,7 @@ class DecodeRole:
 
     @property
     def is_idle(self) -> bool:
-        return not self._generations and not self._receptions.num_transfers
+        return not self._generations and not len(self._receptions)
 
     @property
     def kv_inflight_bytes(self) -> int:
@@ -111,6 +120,10 @@ class DecodeRole:
         return self._receptions.inflight_bytes
 
     # Frames of a router.
+
+    def on_registered(self, router: RouterLink) -> None:
+        # An offer does not say whose request it is; routers of one cluster agree on their lease.
+        self._receptions.lease_s = self._config.lease_s or router.lease_s
 
     def on_request(self, router: RouterLink, message: Message) -> None:
         frame = message.frame
@@ -120,7 +133,7 @@ class DecodeRole:
             log.warning("request id used twice, frame dropped", request=frame.request_id)
             return
         token_ids, options = decode_continuation(message.body())
-        deadline = time.monotonic() + self._config.lease_s
+        deadline = time.monotonic() + self._receptions.lease_s
         self._generations[frame.request_id] = Generation(
             router, frame, token_ids, options, deadline
         )
@@ -135,7 +148,7 @@ class DecodeRole:
     def on_peers(self, router: RouterLink, peers: list[PeerDetail]) -> None:
         """Decode workers do not talk to each other."""
 
-    def on_router_changed(self, router: RouterLink) -> None:
+    def on_router_lost(self, router: RouterLink) -> None:
         for request_id, generation in list(self._generations.items()):
             if generation.router is router:
                 self.on_cancel(request_id)

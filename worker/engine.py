@@ -1,8 +1,7 @@
 """The engine of one worker: schedule, batch, forward, sample, commit.
 
-Synchronous and single-threaded: whoever calls `step` owns it (`worker.thread`).  The same engine
-serves both roles; which one is a matter of what it is asked: `add` reads prompts, `reserve` and
-`begin_decode` take over sequences whose KV another worker computed.
+Synchronous and single-threaded: whoever calls `step` owns it (`worker.thread`).  It serves both
+roles: `add` reads prompts, `reserve` and `begin_decode` take over what another worker computed.
 
 An exception of the executor leaves `step`: the state of the device is unknown then, the process
 must go.  A request that cannot be served alone fails alone, with an output.
@@ -20,7 +19,7 @@ from wire.options import Options
 from wire.payloads import Load
 from worker.batch import BatchConfig, Chunk, build
 from worker.blocks import BlockPool
-from worker.executor.contract import Executor, SampledToken
+from worker.executor.contract import Executor, SampledToken, Scorer
 from worker.scheduler import Plan, Scheduler
 from worker.sequence import (
     Computed,
@@ -57,23 +56,21 @@ class Engine:
         enable_prefix_cache: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        limits = executor.capabilities
-        max_sbatch_sequences = limits.at_most(max_sbatch_sequences)
-        dynamic_batching = dynamic_batching and limits.continuous_batching
         self.info = executor.info
         self.cache = executor.allocate(num_blocks, block_size)
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=enable_prefix_cache)
         self.config = BatchConfig(
             max_ubatch_tokens=max_ubatch_tokens,
-            max_sbatch_sequences=max_sbatch_sequences,
+            max_sbatch_sequences=executor.capabilities.at_most(max_sbatch_sequences),
             prefer_pure_decode=prefer_pure_decode,
-            dynamic_batching=dynamic_batching,
+            dynamic_batching=dynamic_batching and executor.capabilities.continuous_batching,
         )
         self.scheduler = Scheduler(self.pool, self.config)
         self.announce: Callable[[list[Output]], None] | None = None
         self.steps = 0
         self.num_preemptions = 0
         self._executor = executor
+        self._scorer = executor if isinstance(executor, Scorer) else None
         self._clock = clock
         self._arrivals = count()
         self._sequences: dict[int, Sequence] = {}
@@ -163,6 +160,8 @@ class Engine:
             batch = build(plan.kind, chunks, self.pool.block_size)
             logits = self._executor.forward(batch)
             tokens = self._executor.sample(logits, batch) if batch.samplings else []
+            if batch.scorings and self._scorer is not None:
+                batch.keep_scores(self._scorer.score(logits, batch))
             self._commit(chunks, tokens)
             self.steps += 1
         self._is_stalled = not plan.is_progress
@@ -203,8 +202,9 @@ class Engine:
         index = sequence.num_new_tokens
         sequence.token_ids.append(token.token_id)
         reason = sequence.finish_reason(self.info.max_model_len)
+        scores = sequence.take_prompt_logprobs()
         self._outputs.append(
-            Token(sequence.request_id, token.token_id, index, token.logprobs, reason)
+            Token(sequence.request_id, token.token_id, index, token.logprobs, reason, scores)
         )
         if sequence.hand_over and not sequence.is_released:
             self.scheduler.hold(sequence)
@@ -236,6 +236,8 @@ class Engine:
     def _problem(self, sequence: Sequence, extra_tokens: int = 0) -> tuple[ErrorCode, str] | None:
         """Say what makes a sequence impossible for this model or this pool, if anything."""
         problem = sequence.problem(self.info.vocab_size, self.info.max_model_len)
+        if problem is None and sequence.scores and self._scorer is None:
+            problem = ErrorCode.INVALID_REQUEST, "this model gives no prompt_logprobs"
         if problem is None and not self.scheduler.can_ever_fit(sequence.num_tokens + extra_tokens):
             problem = _out_of_blocks(sequence.num_tokens, self.pool)
         return problem

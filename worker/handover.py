@@ -1,8 +1,9 @@
 """One request's KV on its way to a decode worker: `wire.sender` with a cache and a socket.  SPEC 6.
 
-A pump packs the next segment on the transfer thread and sends it without another copy, as long as
-there is one that is computed and within the credit.  The hand-over has ended when the transfer is
-over and every buffer lent to the socket is back.
+`run` packs the next segment on the transfer thread and sends it without another copy, as long as
+there is one that is computed and within the credit.  Packing copies, so what libzmq still holds
+when a transfer is over are our buffers, never blocks; and what was packed of blocks that were given
+back meanwhile is not sent.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Callable
 import structlog
 
 from wire.aio.zmq import Sending
-from wire.errors import ErrorCode, TransferFailed, WireError
-from wire.frames import Cancel, KvCache, KvCacheAck
+from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
+from wire.frames import Cancel, KvCacheAck
 from wire.payloads import Credit
 from wire.transfer import KVSender, Rectangle, segment_digest
 from worker.copies import Copies
@@ -26,26 +27,30 @@ log = structlog.get_logger("worker")
 
 
 class HandOver:
-    """The sending end of one transfer; `on_end` is called once, when nothing of it is left."""
+    """The sending end of one transfer.  `on_end` is called once, when it is over: done or failed.
+
+    `make_sender(now)` makes the protocol's end of it, anew for the offer: until there are blocks
+    the request only waits, and no lease runs.
+    """
 
     def __init__(
         self,
-        sender: KVSender,
-        offer: tuple[KvCache, bytes],
+        make_sender: Callable[[float], KVSender],
         peer: DecodePeer,
         cache: KVCache,
         copies: Copies,
         on_end: Callable[[HandOver], None],
     ) -> None:
-        self.sender = sender
+        self.sender = make_sender(time.monotonic())
         self.peer = peer
-        self._offer = offer
+        self._make_sender = make_sender
         self._cache = cache
         self._copies = copies
         self._on_end = on_end
         self._block_table: tuple[int, ...] = ()
+        self._is_offered = False
+        self._num_heard = 0  # of the peer, before the offer
         self._sendings: list[Sending] = []
-        self._pump: asyncio.Task[None] | None = None  # none before the offer
         self._wake = asyncio.Event()
 
     @property
@@ -56,67 +61,87 @@ class HandOver:
     def inflight_bytes(self) -> int:
         return 0 if self.sender.is_over else self.sender.kv_bytes - self.sender.acked_bytes
 
-    def start(self, block_table: tuple[int, ...], cached_tokens: int, now: float) -> None:
-        """The engine has blocks for the prompt: offer it, and send what is cached already."""
+    def offer(self, block_table: tuple[int, ...], cached_tokens: int, now: float) -> None:
+        """Offer it: there are blocks, and `cached_tokens` have their KV.  Then call `run`."""
+        self.sender = self._make_sender(now)
         self._block_table = block_table
+        self._num_heard = self.peer.num_heard
+        self._is_offered = True
         self.peer.receivers[self.request_id] = self
-        self.peer.send(*self._offer)
+        self.peer.tell(*self.sender.offer())
         if cached_tokens:
             self.sender.advance(cached_tokens, now)
-        self._pump = asyncio.create_task(self._run(), name=f"hand-over {self.request_id}")
+
+    async def run(self) -> None:
+        """Send until it is over, then wait until the socket has let go of every buffer."""
+        try:
+            await self._send_all()
+        except WireError as error:
+            self.fail(error)
+        except Exception:
+            log.exception("hand-over broke", request=self.request_id)
+            self.fail(WireError(ErrorCode.INTERNAL, "the hand-over of the KV broke"))
+        del self.peer.receivers[self.request_id]
+        self._on_end(self)
+        for sending in self._sendings:
+            await sending.wait()
 
     def advance(self, num_tokens: int, now: float) -> None:
         self.sender.advance(num_tokens, now)
         self._wake.set()
 
+    # How it goes on, or ends.
+
     def on_ack(self, ack: KvCacheAck, credit: Credit) -> None:
-        self.sender.on_ack(ack, credit, time.monotonic())
+        try:
+            self.sender.on_ack(ack, credit, time.monotonic())
+        except RemoteProtocolError as error:  # the sender has failed by it
+            log.warning("bad ACK", request=self.request_id, reason=error.message)
+            self.peer.tell(Cancel(self.request_id, error.code))
         self._wake.set()
 
     def on_error(self, code: int, message: str) -> None:
+        """The decode worker wants no more of it, and has freed what it held."""
         self.sender.on_error(code, message)
         self._wake.set()
 
     def fail(self, error: WireError) -> None:
-        """It cannot go on: the peer is lost, or says nothing."""
-        self.sender.fail(error)
-        self._wake.set()
+        """It cannot go on: the peer is lost or silent, or we are broken."""
+        if not self.sender.is_over:
+            self.sender.fail(error)
+            self._take_back(error.code)
 
     def cancel(self) -> None:
-        """Nobody wants it any more; the decode worker frees what it reserved."""
+        """Nobody wants it any more."""
         if not self.sender.is_over:
             self.sender.cancel()
-            if self._pump is not None:
-                self.peer.send(Cancel(self.request_id, ErrorCode.CANCELLED))
-        self._wake.set()
+            self._take_back(ErrorCode.CANCELLED)
 
     def tick(self, now: float) -> None:
-        if self._pump is None or self.sender.is_over:
-            return  # still queued for blocks: the router's deadline applies, not our lease
+        if not self._is_offered or self.sender.is_over:
+            return
         if self.sender.expired(now):
-            self.peer.send(Cancel(self.request_id, ErrorCode.TRANSFER_FAILED))
+            self.peer.is_mute = self.peer.num_heard == self._num_heard
             self.fail(TransferFailed(self.peer.name, "no answer within the lease"))
-        elif (frame := self.sender.keepalive(now)) is not None:
-            self.peer.send(frame)
+        elif (keepalive := self.sender.keepalive(now)) is not None:
+            self.peer.tell(keepalive)
 
-    async def _run(self) -> None:
-        try:
-            while not self.sender.is_over:
-                rectangle = self.sender.next_segment()
-                if rectangle is None:
-                    self._wake.clear()
-                    await self._wake.wait()
-                else:
-                    await self._send_segment(rectangle)
-            for sending in self._sendings:
-                await sending.wait()
-        except Exception:
-            log.exception("hand-over broke", request=self.request_id)
-            self.peer.send(Cancel(self.request_id, ErrorCode.INTERNAL))
-            self.sender.fail(WireError(ErrorCode.INTERNAL, "the hand-over of the KV broke"))
-        finally:
-            self.peer.receivers.pop(self.request_id, None)
-            self._on_end(self)
+    def _take_back(self, code: int) -> None:
+        """Have the decode worker free what it reserved."""
+        if self._is_offered:
+            self.peer.tell(Cancel(self.request_id, code))
+        self._wake.set()
+
+    # Segments.
+
+    async def _send_all(self) -> None:
+        while not self.sender.is_over:
+            rectangle = self.sender.next_segment()
+            if rectangle is None:
+                self._wake.clear()
+                await self._wake.wait()
+            else:
+                await self._send_segment(rectangle)
 
     async def _send_segment(self, rectangle: Rectangle) -> None:
         kv, digest = await self._copies.run(self._pack, rectangle)

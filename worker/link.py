@@ -2,7 +2,8 @@
 
 The worker says HELLO whenever the connection comes up or a router that does not know it asks for
 one; WELCOME makes it ready.  A refusal (another model, an older epoch) is fatal: the router said
-what to fix, and trying again would not help.  SPEC 5.
+what to fix, and trying again would not help.  A router that is lost has ended all it asked of us,
+so we end it too.  SPEC 5.
 """
 
 from __future__ import annotations
@@ -10,13 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 import structlog
 
 from wire.aio.zmq import Link
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, WireError
-from wire.frames import Cancel, Drain, Error, Frame, Hello, Role, Tag, Welcome
+from wire.frames import (
+    Cancel,
+    DecodeRequest,
+    Drain,
+    Error,
+    Frame,
+    Heartbeat,
+    Hello,
+    Peers,
+    PrefillRequest,
+    Role,
+    Welcome,
+)
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import (
     ErrorDetail,
@@ -30,11 +43,25 @@ from wire.payloads import (
 
 log = structlog.get_logger("worker")
 
-FATAL_CODES = frozenset({ErrorCode.MISMATCH, ErrorCode.FENCED, ErrorCode.UNAUTHORIZED})
+FATAL_CODES: Final = frozenset({ErrorCode.MISMATCH, ErrorCode.FENCED, ErrorCode.UNAUTHORIZED})
+# What two workers call each other's fault is not the client's.
+BETWEEN_WORKERS: Final = frozenset(
+    {ErrorCode.PROTOCOL, ErrorCode.UNKNOWN_REQUEST, ErrorCode.UNKNOWN_PEER}
+)
+# A router that missed three beats is lost, but one that reads a huge prompt may miss quick ones.
+# A connection that closes is noticed at once, without this.
+MIN_SILENCE_S: Final = 3.0
+# A HELLO without an answer is said again, then said on another connection: a router never hears
+# the second connection of one identity, and needs 25 to 30 s to see that a vanished one is gone.
+HELLO_AGAIN_S: Final = 3.0
+REOPEN_S: Final = 10.0
 
 
 class Requests(Protocol):
     """What a role does with the frames of a router."""
+
+    def on_registered(self, router: RouterLink) -> None:
+        """WELCOME came: what it says holds from now on."""
 
     def on_request(self, router: RouterLink, message: Message) -> None:
         """PREFILL_REQUEST or DECODE_REQUEST.  Raises WireError to refuse it."""
@@ -45,8 +72,8 @@ class Requests(Protocol):
     def on_peers(self, router: RouterLink, peers: list[PeerDetail]) -> None:
         """The decode workers that this router knows."""
 
-    def on_router_changed(self, router: RouterLink) -> None:
-        """A router with another epoch took over: it will never claim what the old one asked for."""
+    def on_router_lost(self, router: RouterLink) -> None:
+        """The router, or this process of it, will never claim what it asked for."""
 
 
 class LinkState(StrEnum):
@@ -86,12 +113,16 @@ class RouterLink:
     heartbeat_s: float = 1.0
     lease_s: float = 30.0
     refusal: str = ""
-    is_draining: bool = False
     is_drained: bool = False
+    _drain_s: float | None = None  # set once we are leaving
+    _silent_s: float = 0.0
+    _hello_due_s: float = 0.0
+    _is_stuck: bool = False
     _link: Link = field(init=False)
 
     def open(self) -> None:
-        """Connect; HELLO goes out as soon as the router is there."""
+        """Connect; HELLO goes out as soon as the router is there.  Raises OSError."""
+        self._silent_s, self._is_stuck = 0.0, False
         self._link = Link(
             self.identity.name,
             self.endpoint,
@@ -101,94 +132,155 @@ class RouterLink:
         )
 
     async def close(self, linger_s: float) -> None:
-        await self._link.close(linger_s)
+        if hasattr(self, "_link"):  # it was opened
+            await self._link.close(linger_s)
+
+    async def tick(self, elapsed_s: float) -> None:
+        """Notice a router that says nothing, or does not read.  `elapsed_s` since the last call.
+
+        Counted in calls, so that a pause of this process is not taken for the router's.
+        """
+        self._silent_s += elapsed_s
+        self._hello_due_s -= elapsed_s
+        if self.state is LinkState.READY:
+            is_silent = self._silent_s > max(3 * self.heartbeat_s, MIN_SILENCE_S)
+            if is_silent or self._is_stuck:
+                self._lose("it says nothing" if is_silent else "it does not read")
+                await self._reopen()
+        elif self.state is LinkState.JOINING and self._link.is_up:
+            if self._silent_s > REOPEN_S:
+                await self._reopen()
+            elif self._hello_due_s <= 0:
+                log.warning("no WELCOME from the router yet", router=self.endpoint)
+                self._say_hello()
 
     def send(self, frames: Frame | list[Frame], *payload: Buffer) -> None:
         """Send to the router; what a dead router would have got is of no use to anyone."""
+        if self._is_stuck:
+            return  # a frame is missing already: nothing may follow it
         try:
             self._link.send(encode(frames, *payload))
         except PeerLost:
             log.debug("router is away, frame dropped", router=self.endpoint)
+        except WireError as error:
+            if error.code is not ErrorCode.OVERLOADED:
+                raise
+            self._is_stuck = True
 
     def refuse(self, request_id: int, error: WireError, stage: str) -> None:
         """End a request with ERROR; the text is for the client."""
+        is_ours = stage == "transfer" and error.code in BETWEEN_WORKERS
+        code = ErrorCode.TRANSFER_FAILED if is_ours else error.code
         detail = ErrorDetail(message=error.message, stage=stage, worker=str(self.identity))
-        self.send(Error(request_id, error.code), encode_map(detail))
+        self.send(Error(request_id, code), encode_map(detail))
 
     def drain(self, deadline_s: float) -> None:
         """Ask for no more work; `is_drained` turns true when the router has none left here."""
-        self.is_draining = True
-        if self.state is LinkState.READY:
+        self._drain_s = deadline_s
+        self.is_drained = self.state is not LinkState.READY
+        if not self.is_drained:
             self.send(Drain(self.identity.epoch, int(deadline_s * 1000)))
-        else:
-            self.is_drained = True
+
+    # The connection.
 
     def _say_hello(self) -> None:
+        if self.state is LinkState.REFUSED:
+            return
+        self._hello_due_s = HELLO_AGAIN_S
         hello = Hello(self.identity.epoch, self.identity.rank, self.identity.role)
         self.send(hello, encode_map(self.detail))
 
     def _on_down(self) -> None:
+        self._silent_s, self._is_stuck = 0.0, False
         if self.state is LinkState.READY:
-            log.warning("router lost", router=self.endpoint)
-            self.is_drained = self.is_draining
-            self._become(LinkState.JOINING)
+            self._lose("its connection closed")
+
+    def _lose(self, reason: str) -> None:
+        log.warning("router lost", router=self.endpoint, reason=reason)
+        self.is_drained = self._drain_s is not None
+        self.requests.on_router_lost(self)
+        self._become(LinkState.JOINING)
+
+    async def _reopen(self) -> None:
+        log.warning("connecting to the router anew", router=self.endpoint)
+        await self._link.close()
+        self.open()
+
+    def _become(self, state: LinkState) -> None:
+        self.state = state
+        self.on_state(self)
+
+    # Frames of the router.
 
     def _on_message(self, parts: list[Buffer]) -> None:
+        self._silent_s = 0.0
         try:
-            message = decode(parts)
-            self._dispatch(message)
+            self._dispatch(decode(parts))
         except RemoteProtocolError as error:
             log.warning("bad frame from router", router=self.endpoint, reason=error.message)
+            self.refuse(0, error, self.identity.role.name.lower())
 
     def _dispatch(self, message: Message) -> None:
         frame = message.frame
-        match frame.tag:
-            case Tag.PREFILL_REQUEST | Tag.DECODE_REQUEST:
-                self._on_request(message)
-            case Tag.CANCEL:
-                assert isinstance(frame, Cancel)
+        match frame:
+            case PrefillRequest() | DecodeRequest():
+                self._on_request(frame.request_id, message)
+            case Cancel():
                 self.requests.on_cancel(frame.request_id)
-            case Tag.HEARTBEAT:
+            case Heartbeat():
                 pass
-            case Tag.PEERS:
-                self.requests.on_peers(self, decode_map(list[PeerDetail], message.body()))
-            case Tag.WELCOME:
-                assert isinstance(frame, Welcome)
+            case Peers():
+                self._on_peers(frame, decode_map(list[PeerDetail], message.body()))
+            case Welcome():
                 self._on_welcome(frame, decode_map(WelcomeDetail, message.body()))
-            case Tag.DRAIN:
+            case Drain():
                 self.is_drained = True
                 self.on_state(self)
-            case Tag.ERROR:
-                assert isinstance(frame, Error)
+            case Error():
                 self._on_error(frame, decode_error(message.body()))
             case _:
                 raise RemoteProtocolError(f"a router does not send {frame.tag.name}")
 
-    def _on_request(self, message: Message) -> None:
-        request_id: int = message.frame.request_id  # type: ignore[attr-defined]
+    def _on_request(self, request_id: int, message: Message) -> None:
         try:
             self.requests.on_request(self, message)
         except WireError as error:
             self.refuse(request_id, error, self.identity.role.name.lower())
 
+    def _on_peers(self, frame: Peers, peers: list[PeerDetail]) -> None:
+        if frame.num_peers != len(peers):
+            raise RemoteProtocolError(f"PEERS: {len(peers)} entries, not {frame.num_peers}")
+        self.requests.on_peers(self, peers)
+
     def _on_welcome(self, frame: Welcome, detail: WelcomeDetail) -> None:
+        if self.state is LinkState.REFUSED:
+            return
         if self.epoch not in (0, frame.epoch):
-            self.requests.on_router_changed(self)
+            self.requests.on_router_lost(self)
         self.epoch = frame.epoch
         self.heartbeat_s = frame.heartbeat_ms / 1000
         self.lease_s = frame.lease_ms / 1000
         log.info("registered", router=self.endpoint, max_kv=detail.max_kv_transfer_bytes)
+        self.requests.on_registered(self)
         self._become(LinkState.READY)
+        if self._drain_s is not None:
+            self.drain(self._drain_s)
 
     def _on_error(self, frame: Error, detail: ErrorDetail) -> None:
         if frame.code == ErrorCode.UNKNOWN_PEER:
-            self._say_hello()
+            self._on_unknown()
         elif frame.code in FATAL_CODES and frame.request_id == 0:
             self.refusal = detail.message
+            self.requests.on_router_lost(self)
             self._become(LinkState.REFUSED)
         else:
             log.warning("error from router", router=self.endpoint, message=detail.message)
 
-    def _become(self, state: LinkState) -> None:
-        self.state = state
-        self.on_state(self)
+    def _on_unknown(self) -> None:
+        """The router does not know us, or not any more.
+
+        It says so once a frame, but a second HELLO would end what follows the first: one is enough.
+        """
+        if self.state is LinkState.READY:
+            self._lose("it does not know us")
+            self._say_hello()

@@ -9,11 +9,12 @@ SPEC 4.1, 4.2.
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import structlog
 
-from wire.errors import ErrorCode, RemoteProtocolError, WireError
+from wire.errors import ErrorCode, RemoteProtocolError, TransferTooLarge, WireError
 from wire.frames import ANY_RANK, NO_RANK, PrefillDone, PrefillRequest
 from wire.parts import Message
 from wire.payloads import PeerDetail, PrefillResult, decode_prompt, encode_prefill_result
@@ -24,6 +25,7 @@ from worker.executor.contract import KVCache, ModelInfo
 from worker.handover import HandOver
 from worker.link import RouterLink
 from worker.peers import DecodePeers
+from worker.plane import KVPlane
 from worker.sequence import Computed, Failed, Output, Sequence, Started, Token
 from worker.thread import EngineThread
 
@@ -65,6 +67,7 @@ class PrefillRole:
         cache: KVCache,
         engine: EngineThread,
         copies: Copies,
+        plane: KVPlane,
         identity: bytes,
     ) -> None:
         self._config = config
@@ -72,8 +75,9 @@ class PrefillRole:
         self._cache = cache
         self._engine = engine
         self._copies = copies
-        self._peers = DecodePeers(identity)
+        self._peers = DecodePeers(identity, plane)
         self._prefills: dict[int, Prefill] = {}
+        self._hand_overs: set[asyncio.Task[None]] = set()  # until their buffers are back
 
     @property
     def num_unfinished(self) -> int:
@@ -91,6 +95,9 @@ class PrefillRole:
         return sum(hand_over.inflight_bytes for hand_over in hand_overs if hand_over is not None)
 
     # Frames of a router.
+
+    def on_registered(self, router: RouterLink) -> None:
+        """What binds is read from `router` when it is needed."""
 
     def on_request(self, router: RouterLink, message: Message) -> None:
         frame = message.frame
@@ -119,7 +126,7 @@ class PrefillRole:
     def on_peers(self, router: RouterLink, peers: list[PeerDetail]) -> None:
         self._peers.update(router.endpoint, peers)
 
-    def on_router_changed(self, router: RouterLink) -> None:
+    def on_router_lost(self, router: RouterLink) -> None:
         for prefill in list(self._prefills.values()):
             if prefill.router is router:
                 self._end(prefill)
@@ -134,16 +141,22 @@ class PrefillRole:
                 continue  # cancelled while the step was under way
             match output:
                 case Started():
-                    prefill.cached_tokens = output.cached_tokens
-                    if prefill.hand_over is not None:
-                        prefill.hand_over.start(output.block_table, output.cached_tokens, now)
+                    self._on_started(prefill, output, now)
                 case Computed():
                     assert prefill.hand_over is not None
                     prefill.hand_over.advance(output.num_tokens, now)
                 case Token():
                     self._on_first_token(prefill, output)
                 case Failed():
-                    self._fail(prefill, WireError(output.code, output.message))
+                    self._fail(prefill, WireError(output.code, output.message), "prefill")
+
+    def _on_started(self, prefill: Prefill, started: Started, now: float) -> None:
+        prefill.cached_tokens = started.cached_tokens
+        if prefill.hand_over is not None:
+            prefill.hand_over.offer(started.block_table, started.cached_tokens, now)
+            task = asyncio.create_task(prefill.hand_over.run())
+            self._hand_overs.add(task)
+            task.add_done_callback(self._hand_overs.discard)
 
     def _on_first_token(self, prefill: Prefill, token: Token) -> None:
         hand_over, reason = prefill.hand_over, token.finish_reason
@@ -153,6 +166,7 @@ class PrefillRole:
             cached_tokens=prefill.cached_tokens,
             finish_reason=reason,
             logprobs=token.logprobs,
+            prompt_logprobs=token.prompt_logprobs,
         )
         prefill.router.send(
             PrefillDone(prefill.request_id, kv_bytes), encode_prefill_result(result)
@@ -170,11 +184,13 @@ class PrefillRole:
         for prefill in list(self._prefills.values()):
             if prefill.hand_over is not None:
                 prefill.hand_over.tick(now)
+        self._peers.tick(now)
 
     async def close(self) -> None:
         for prefill in list(self._prefills.values()):
             self._end(prefill)
         await self._peers.close()
+        await asyncio.gather(*self._hand_overs, return_exceptions=True)
 
     def _offer_to(
         self, router: RouterLink, frame: PrefillRequest, token_ids: tuple[int, ...]
@@ -183,34 +199,42 @@ class PrefillRole:
         if peer is None:
             rank = "any" if frame.decode_rank == ANY_RANK else frame.decode_rank
             raise WireError(ErrorCode.NO_WORKER, f"no decode worker of rank {rank} is known here")
-        sender = KVSender(
-            frame.request_id,
-            self._layout,
-            token_ids,
-            max_bytes=self._config.max_kv_transfer_bytes,
-            lease_s=self._config.lease_s,
-            now=time.monotonic(),
-            segment_bytes=self._config.segment_bytes,
-            peer=peer.name,
-        )
-        offer = sender.offer()  # refused here, before anything is computed, if it is too large
-        return HandOver(sender, offer, peer, self._cache, self._copies, self._on_hand_over_end)
+        # The offer would be refused for it, but by then the blocks are taken.
+        size, limit = len(token_ids) * self._layout.token_bytes, self._config.max_kv_transfer_bytes
+        if size > limit:
+            raise TransferTooLarge(size, limit)
+
+        def make_sender(now: float) -> KVSender:
+            return KVSender(
+                frame.request_id,
+                self._layout,
+                token_ids,
+                max_bytes=limit,
+                lease_s=self._config.lease_s or router.lease_s,
+                now=now,
+                segment_bytes=self._config.segment_bytes,
+                peer=peer.name,
+            )
+
+        return HandOver(make_sender, peer, self._cache, self._copies, self._on_hand_over_end)
 
     def _on_hand_over_end(self, hand_over: HandOver) -> None:
-        """The KV is there, or will never be; no buffer of ours is in use any more."""
+        """The KV is there, or will never be."""
         prefill = self._prefills.get(hand_over.request_id)
         if prefill is None or prefill.hand_over is not hand_over:
             return
         if hand_over.sender.error is not None:
-            self._fail(prefill, hand_over.sender.error)
+            self._fail(prefill, hand_over.sender.error, "transfer")
             return
         prefill.is_handed_over = True
         self._engine.post(lambda engine: engine.release(prefill.request_id))
         if prefill.is_answered:
             del self._prefills[prefill.request_id]
 
-    def _fail(self, prefill: Prefill, error: WireError) -> None:
-        prefill.router.refuse(prefill.request_id, error, "prefill")
+    def _fail(self, prefill: Prefill, error: WireError, stage: str) -> None:
+        code = ErrorCode(error.code)
+        log.warning("request failed", request=prefill.request_id, stage=stage, code=code.label)
+        prefill.router.refuse(prefill.request_id, error, stage)
         self._end(prefill)
 
     def _end(self, prefill: Prefill) -> None:

@@ -17,23 +17,23 @@ from typing import Final
 
 import structlog
 
-from wire.aio.zmq import Hub
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, TransferFailed, WireError
 from wire.frames import Cancel, Error, Frame, KvCache
-from wire.parts import Buffer, decode, encode
+from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
 from wire.transfer import Ack, KVReceiver, Segment
 from worker.config import Config
 from worker.copies import Copies
 from worker.engine import Engine
 from worker.executor.contract import KVCache, ModelInfo
+from worker.plane import KVPlane
 from worker.sequence import Reserved
 from worker.thread import EngineThread
 
 log = structlog.get_logger("worker")
 
-# More than can be cancelled while an offer is under way; 16 bytes each.
-MAX_CANCELLED: Final = 4096
+# More than can end while an offer is under way; 100 bytes each.
+MAX_ENDED: Final = 4096
 
 
 class Reception:
@@ -59,9 +59,11 @@ class Receptions:
         cache: KVCache,
         engine: EngineThread,
         copies: Copies,
+        plane: KVPlane,
         on_complete: Callable[[int], None],
         on_failed: Callable[[int, WireError], None],
     ) -> None:
+        self.lease_s = config.lease_s or 30.0  # until the first WELCOME, before which none offers
         self._config = config
         self._info = info
         self._cache = cache
@@ -74,8 +76,8 @@ class Receptions:
         self._budget_bytes = config.max_kv_inflight_bytes
         self._stores: set[asyncio.Task[None]] = set()
         # A router's CANCEL may overtake the offer it is about: the sockets are not the same.
-        self._cancelled: dict[int, None] = {}
-        self._hub = Hub(self._on_message, on_lost=self._on_lost, zero_copy=True)
+        self._ended: dict[int, None] = {}
+        self._hub = plane.hub(self._on_message, self._on_lost)
         bound = self._hub.bind(config.kv_bind)
         self.endpoint = config.kv_advertise or bound
 
@@ -83,8 +85,7 @@ class Receptions:
     def inflight_bytes(self) -> int:
         return sum(reception.receiver.inflight_bytes for reception in self._receptions.values())
 
-    @property
-    def num_transfers(self) -> int:
+    def __len__(self) -> int:
         return len(self._receptions)
 
     def is_complete(self, request_id: int) -> bool:
@@ -110,87 +111,90 @@ class Receptions:
         """End a transfer because of `error` and tell both sides."""
         reception = self._receptions.get(request_id)
         if reception is not None:
-            reception.receiver.fail(error)
             self._refuse(reception.peer, request_id, error)
-            self._drop(reception)
-            self._on_failed(request_id, error)
+            self._end(reception, error)
 
     def cancel(self, request_id: int) -> None:
         """End a transfer because nobody wants it, also one that has not been offered yet."""
-        self._cancelled[request_id] = None
-        if len(self._cancelled) > MAX_CANCELLED:
-            del self._cancelled[next(iter(self._cancelled))]
+        self._ended[request_id] = None
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
         reception = self._receptions.get(request_id)
         if reception is not None:
             reception.receiver.cancel()
-            self._refuse(reception.peer, request_id, _cancelled())
+            error = WireError(ErrorCode.CANCELLED, "the request was cancelled")
+            self._refuse(reception.peer, request_id, error)
             self._drop(reception)
 
     def tick(self, now: float) -> None:
         for request_id, reception in list(self._receptions.items()):
             if reception.receiver.expired(now):
                 silent = "nobody claimed it" if reception.receiver.is_complete else "silence"
-                self.fail(
-                    request_id, TransferFailed(reception.receiver.peer, f"{silent} for a lease")
-                )
+                error = TransferFailed(reception.receiver.peer, f"{silent} for a lease")
+                self.fail(request_id, error)
 
     async def close(self) -> None:
+        leaving = WireError(ErrorCode.DRAINING, "the decode worker is leaving")
         for request_id in list(self._receptions):
-            self.cancel(request_id)
-        await asyncio.gather(*self._stores)
+            self.fail(request_id, leaving)
+        await asyncio.gather(*self._stores, return_exceptions=True)
         await self._hub.close(0.5)
 
     # Frames of prefill workers.
 
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
+        request_id = 0
         try:
             message = decode(parts)
-        except RemoteProtocolError as error:
-            log.warning("bad frame from prefill worker", reason=error.message)
-            return
-        frame = message.frame
-        try:
-            match frame:
+            match frame := message.frame:
                 case KvCache():
-                    self._on_kv_cache(peer, frame, message.payload)
+                    request_id = frame.request_id
+                    self._on_kv_cache(peer, frame, message)
                 case Cancel():
                     self._on_cancel(peer, frame.request_id)
+                case Error():
+                    log.warning("error from prefill worker", request=frame.request_id)
                 case _:
-                    log.warning("not a frame of the KV plane", tag=frame.tag.name)
+                    raise RemoteProtocolError(f"{frame.tag.name} is not a frame of the KV plane")
         except WireError as error:
-            assert isinstance(frame, KvCache)
-            if frame.request_id in self._receptions:
-                self.fail(frame.request_id, error)
-            else:
-                self._refuse(peer, frame.request_id, error)
+            log.warning("frame refused", request=request_id, reason=error.message)
+            self._refuse(peer, request_id, error)
 
-    def _on_kv_cache(self, peer: bytes, frame: KvCache, payload: tuple[Buffer, ...]) -> None:
+    def _on_kv_cache(self, peer: bytes, frame: KvCache, message: Message) -> None:
         reception = self._receptions.get(frame.request_id)
-        now = time.monotonic()
-        if reception is None:
-            if frame.request_id in self._cancelled:
-                raise _cancelled()
-            if frame.segment != 0 or not payload:
-                raise WireError(ErrorCode.UNKNOWN_REQUEST, "there is no such transfer here")
-            self._on_offer(peer, frame.request_id, decode_map(Offer, payload[0]), now)
-        elif reception.peer != peer:
-            log.warning("frame of another worker's transfer dropped", request=frame.request_id)
+        if reception is None and frame.segment == 0 and message.payload:
+            self._on_offer(peer, frame.request_id, message)
+        elif reception is None or reception.peer != peer:
+            raise _unknown()
         elif frame.segment == 0:
-            self._answer(reception, reception.receiver.on_keepalive(now))
-        elif (segment := reception.receiver.on_segment(frame, payload, now)) is not None:
+            self._answer(reception, reception.receiver.on_keepalive(time.monotonic()))
+        else:
+            self._on_segment(reception, frame, message.payload)
+
+    def _on_segment(
+        self, reception: Reception, frame: KvCache, payload: tuple[Buffer, ...]
+    ) -> None:
+        try:
+            segment = reception.receiver.on_segment(frame, payload, time.monotonic())
+        except WireError as error:
+            self.fail(frame.request_id, error)
+            return
+        if segment is not None:
             task = asyncio.create_task(self._store(reception, segment))
             self._stores.add(task)
             task.add_done_callback(self._stores.discard)
 
-    def _on_offer(self, peer: bytes, request_id: int, offer: Offer, now: float) -> None:
+    def _on_offer(self, peer: bytes, request_id: int, message: Message) -> None:
+        if request_id in self._ended:
+            raise _unknown()
         receiver = KVReceiver(
             request_id,
-            offer,
+            decode_map(Offer, message.body()),
             layout=self._info.layout,
             max_bytes=self._config.max_kv_transfer_bytes,
             credit_bytes=self._config.credit_bytes,
-            lease_s=self._config.lease_s,
-            now=now,
+            lease_s=self.lease_s,
+            now=time.monotonic(),
             peer=peer.decode(errors="replace").rpartition("-")[0],
         )
         reception = self._receptions[request_id] = Reception(peer, receiver)
@@ -201,9 +205,7 @@ class Receptions:
         reception = self._receptions.get(request_id)
         if reception is not None and reception.peer == peer:
             error = TransferFailed(reception.receiver.peer, "the prefill worker gave it up")
-            reception.receiver.fail(error)
-            self._drop(reception)
-            self._on_failed(request_id, error)
+            self._end(reception, error)
 
     def _on_lost(self, peer: bytes) -> None:
         for request_id, reception in list(self._receptions.items()):
@@ -228,8 +230,11 @@ class Receptions:
         receiver = reception.receiver
         try:
             await self._copies.run(self._unpack, reception, segment)
-        except (WireError, ValueError) as problem:
-            error = problem if isinstance(problem, WireError) else _internal(problem)
+        except Exception as problem:
+            error = problem
+            if not isinstance(error, WireError):
+                log.exception("a segment could not be unpacked", request=receiver.request_id)
+                error = WireError(ErrorCode.INTERNAL, "the KV could not be unpacked")
             receiver.broken(segment, error)
             self.fail(receiver.request_id, error)
         else:
@@ -249,6 +254,11 @@ class Receptions:
         if credit.ready and reception.share_bytes:
             self._return_share(reception)
             self._on_complete(frame.request_id)
+
+    def _end(self, reception: Reception, error: WireError) -> None:
+        reception.receiver.fail(error)
+        self._drop(reception)
+        self._on_failed(reception.receiver.request_id, error)
 
     def _drop(self, reception: Reception) -> None:
         """Forget a transfer that is over; its blocks follow when no copy writes to them."""
@@ -284,10 +294,5 @@ def _reserve(receiver: KVReceiver, engine: Engine) -> None:
     engine.reserve(receiver.request_id, receiver.token_ids)
 
 
-def _cancelled() -> WireError:
-    return WireError(ErrorCode.CANCELLED, "the request was cancelled")
-
-
-def _internal(problem: Exception) -> WireError:
-    log.error("a segment could not be unpacked", problem=str(problem))
-    return WireError(ErrorCode.INTERNAL, "the KV could not be unpacked")
+def _unknown() -> WireError:
+    return WireError(ErrorCode.UNKNOWN_REQUEST, "there is no such transfer here")

@@ -18,8 +18,9 @@ of the tokens that pass the filters, in this order:
     min_p  weights not below min_p times the largest
 
 Ties at a filter's border all pass, so a filter never depends on a sorting order.  Filters only
-look at their own row.  Before any of it, until `min_tokens` are generated, EOS and the request's
-stop ids are out.  Log-probabilities are those of the raw logits: no temperature, filter or mask.
+look at their own row.  Before any of it, greedy or not, come penalties and logit_bias
+(`worker.penalties`); then, until `min_tokens` are generated, EOS and the request's stop ids are
+out.  Log-probabilities, of prompts too, are those of the raw logits: none of all this.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ import numpy.typing as npt
 import torch
 
 from wire.payloads import Logprobs
-from worker.batch import Sampling
+from worker.batch import Sampling, Scoring
 from worker.executor.contract import SampledToken
+from worker.penalties import adjust
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
@@ -41,6 +43,8 @@ _MIX_2: Final = np.uint64(0x94D049BB133111EB)
 # Sorting a large vocabulary is slow; so many of the likeliest tokens nearly always hold the top_p.
 _CANDIDATES: Final = 256
 _LARGE_VOCABULARY: Final = 8192
+# Rows of a prompt that are scored at a time: 128 of a large vocabulary are 80 MB.
+_SCORED_ROWS: Final = 128
 
 Uint64 = npt.NDArray[np.uint64]
 
@@ -58,7 +62,7 @@ def sample(
     """
     if not samplings:
         return []
-    allowed = _mask_stops(logits, samplings, eos_token_ids)
+    allowed = _mask_stops(adjust(logits, samplings), samplings, eos_token_ids)
     token_ids: list[int] = allowed.argmax(dim=-1).tolist()
     random_rows = [
         row for row, sampling in enumerate(samplings) if sampling.options.temperature > 0
@@ -76,6 +80,22 @@ def sample(
         for row, logprobs in zip(asked, _logprobs(logits[asked], kept, numbers), strict=True):
             tokens[row] = SampledToken(token_ids[row], logprobs)
     return tokens
+
+
+@torch.inference_mode()
+def score(logits: torch.Tensor, scorings: Sequence[Scoring]) -> list[bytes]:
+    """Return each scoring's packed rows (`wire.logprobs`).
+
+    Args:
+        logits: [Q, vocab] float32; not changed.
+        scorings: Together they have Q next tokens.
+    """
+    packed, start = [], 0
+    for scoring in scorings:
+        end = start + len(scoring.next_token_ids)
+        packed.append(_scored(logits[start:end], scoring))
+        start = end
+    return packed
 
 
 def uniforms(
@@ -192,3 +212,18 @@ def _logprobs(logits: torch.Tensor, token_ids: list[int], numbers: list[int]) ->
         Logprobs(logprob=logprob, top=tuple(zip(ids[:number], values[:number], strict=True)))
         for logprob, number, (ids, values) in zip(chosen, numbers, tops, strict=True)
     ]
+
+
+def _scored(logits: torch.Tensor, scoring: Scoring) -> bytes:
+    num_top = min(scoring.num_top, logits.shape[1])
+    words = np.empty((len(logits), 1 + 2 * num_top), "<u4")
+    floats = words.view("<f4")
+    for start in range(0, len(logits), _SCORED_ROWS):
+        part = slice(start, min(start + _SCORED_ROWS, len(logits)))
+        scores = logits[part].log_softmax(dim=-1)
+        token_ids = torch.tensor(scoring.next_token_ids[part], device=scores.device)
+        best = scores.topk(num_top)
+        floats[part, 0] = scores.gather(1, token_ids[:, None])[:, 0].cpu().numpy()
+        words[part, 1::2] = best.indices.cpu().numpy()
+        floats[part, 2::2] = best.values.cpu().numpy()
+    return words.tobytes()

@@ -189,8 +189,7 @@ class Scheduler:
                 continue
             if not may_start or budget == 0 or len(self.running) >= self.max_running:
                 return
-            # The last token is always computed: the one after it is drawn from its logits.
-            if not self._allocate(sequence, sequence.num_tokens, sequence.num_tokens - 1):
+            if not self._allocate(sequence, sequence.num_tokens, sequence.max_cached_tokens):
                 return
             self.waiting.remove(sequence)
             sequence.move_to(Status.RUNNING)

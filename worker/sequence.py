@@ -13,9 +13,12 @@ from struct import Struct
 from typing import Final, Literal
 
 from wire.errors import ErrorCode, LocalProtocolError
+from wire.logprobs import prompt_logprobs_problem
 from wire.options import Options
 from wire.payloads import Logprobs
 from worker.blocks import ROOT, BlockTable, Prefix
+from worker.occurrences import Occurrences
+from worker.scores import PromptScores
 
 FinishReason = Literal["stop", "length"]
 
@@ -66,7 +69,8 @@ class Token:
     """A sampled token; `index` counts from 0 the tokens sampled on this worker.
 
     With `finish_reason` "stop" the token is an EOS or stop token: it ends the sequence and is no
-    part of the text.  With "length" it is the last token of the text.
+    part of the text.  With "length" it is the last token of the text.  `prompt_logprobs` comes
+    with the first token, if asked for, packed as in `wire.logprobs`.
     """
 
     request_id: int
@@ -74,6 +78,7 @@ class Token:
     index: int
     logprobs: Logprobs | None
     finish_reason: FinishReason | None
+    prompt_logprobs: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +121,12 @@ class Sequence:
         "num_given_tokens",
         "num_preemptions",
         "num_registered_blocks",
+        "occurrences",
         "options",
         "prefix",
         "prompt_len",
         "request_id",
+        "scores",
         "started_s",
         "status",
         "stop_ids",
@@ -143,7 +150,10 @@ class Sequence:
         self.num_given_tokens = len(self.token_ids)
         self.hand_over = hand_over
         self.stop_ids: frozenset[int] = frozenset()
+        self.scores: PromptScores | None = None
         self.ask(options or Options(), max_new_tokens)
+        if self.options.prompt_logprobs is not None:
+            self.scores = PromptScores(self.prompt_len, self.options.prompt_logprobs)
         # Where it stands: for its whole life.
         self.status = status
         self.arrival = 0
@@ -161,6 +171,9 @@ class Sequence:
     def ask(self, options: Options, max_new_tokens: int | None) -> None:
         """Set what is to be generated, by default what is left of the option's limit."""
         self.options = options
+        self.occurrences: Occurrences | None = None
+        if options.has_penalties:
+            self.occurrences = Occurrences(self.token_ids, self.prompt_len)
         if max_new_tokens is None and options.max_tokens is not None:
             max_new_tokens = options.max_tokens - self.num_output_tokens
         self.max_new_tokens = UNLIMITED if max_new_tokens is None else max_new_tokens
@@ -221,6 +234,21 @@ class Sequence:
         computed = self.num_computed_tokens
         return computed >= self.prompt_len and computed + 1 == len(self.token_ids)
 
+    @property
+    def max_cached_tokens(self) -> int:
+        """How many leading tokens need not be computed when their KV is there.
+
+        The last one always is, as the token after it is drawn from its logits.
+        """
+        if self.scores is None:
+            return len(self.token_ids) - 1
+        return min(self.scores.num_scored, len(self.token_ids) - 1)
+
+    def take_prompt_logprobs(self) -> bytes | None:
+        """Return the prompt's logprobs, once, if they were asked for."""
+        scores, self.scores = self.scores, None
+        return None if scores is None else scores.packed()
+
     def keys(self, num_blocks: int, block_size: int) -> list[bytes]:
         """Return the tokens of the first `num_blocks` full blocks, u32 little-endian each."""
         known = len(self.block_keys)
@@ -242,6 +270,9 @@ class Sequence:
         if self.max_new_tokens < 1:
             message = f"max_new_tokens is {self.max_new_tokens}, not at least 1"
             return ErrorCode.INVALID_REQUEST, message
+        problem = prompt_logprobs_problem(self.prompt_len, self.options.prompt_logprobs)
+        if problem is not None:
+            return ErrorCode.INVALID_REQUEST, problem
         if self.num_tokens >= max_model_len:
             message = f"{self.num_tokens} tokens fill the model's context of {max_model_len}"
             return ErrorCode.CONTEXT_LENGTH_EXCEEDED, message

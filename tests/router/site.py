@@ -18,7 +18,6 @@ import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from router.bus import Bus
-from router.config import Config
 from router.flight import Limits
 from router.gateway import Gateway
 from tests.router.scripted import EPOCH, detail, fleet, load
@@ -135,7 +134,6 @@ class Site:
             model_path=model_path,
             inflight=self.bus.inflight,
             fleet=self.fleet,
-            config=Config.model_validate({"model": "letters"}),
         )
         if join:
             self.join(Role.PREFILL)

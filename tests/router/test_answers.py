@@ -40,6 +40,12 @@ def test_completion_logprobs() -> None:
     }
 
 
+def test_a_prompts_first_token_has_no_logprob() -> None:
+    logprobs = completion_logprobs(TOKENIZER, [ScoredToken(A, None, 0), SCORES[1]])
+    assert logprobs["token_logprobs"] == [None, LEAST_LOGPROB]
+    assert logprobs["top_logprobs"] == [None, {"b": LEAST_LOGPROB}]
+
+
 def test_the_likelier_of_two_tokens_that_read_alike() -> None:
     first, second = ids("é")
     score = ScoredToken(first, Logprobs(logprob=-1.0, top=((first, -1.0), (second, -3.0))), 0)

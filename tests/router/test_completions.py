@@ -14,6 +14,7 @@ from router.stops import StopAutomaton
 from router.tokens import Tokenizer
 from tests.router.site import LETTERS, ids
 from wire.errors import ErrorCode, WireError
+from wire.logprobs import join_prompt_logprobs, pack_logprobs
 from wire.payloads import Logprobs, PrefillResult, Usage
 
 TOKENIZER = Tokenizer(LETTERS)
@@ -193,3 +194,57 @@ def test_when_it_is_taken_never_changes_the_text(text: str, cuts: list[int]) -> 
 def test_the_model_directory_of_these_tests_is_complete(tmp_path: Path) -> None:
     LETTERS.save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer.load(tmp_path).decode(ids("é!")) == "é!"
+
+
+# What belongs to the prompt, and ends that are known at the first token.
+
+
+def scored(*logprobs: float) -> bytes:
+    rows = [Logprobs(logprob=value, top=((7, value),)) for value in logprobs]
+    return join_prompt_logprobs(1, map(pack_logprobs, rows))
+
+
+def echoing(*, is_echo_only: bool = False) -> Choice:
+    terms = Terms(tokenizer=TOKENIZER, has_logprobs=True, is_echo_only=is_echo_only)
+    return Choice(0, ids("abc"), terms, lambda choice: None, prefix="abc")
+
+
+def test_the_prompts_scores_come_with_the_first_piece() -> None:
+    subject = echoing()
+    first = PrefillResult(
+        token_id=ids("d")[0], logprobs=Logprobs(logprob=-4.0), prompt_logprobs=scored(-2, -3)
+    )
+    subject.on_prefill(first, 0)
+    [piece] = subject.take()
+    logprobs = [score.logprobs and score.logprobs.logprob for score in piece.scores]
+    assert logprobs == [None, -2, -3, -4]
+    assert [score.text_offset for score in piece.scores] == [0, 1, 2, 3]
+    assert [score.token_id for score in piece.scores] == ids("abcd")
+    say(subject, "e")
+    assert [len(piece.scores) for piece in subject.take()] == [1]
+
+
+def test_an_echo_alone_has_no_token_of_its_own() -> None:
+    subject = echoing(is_echo_only=True)
+    result = PrefillResult(
+        token_id=ids("d")[0], finish_reason="length", prompt_logprobs=scored(-2, -3)
+    )
+    subject.on_prefill(result, 0)
+    done(subject, "length")
+    [piece] = subject.take()
+    assert (piece.text, piece.finish_reason, len(piece.scores)) == ("", "length", 3)
+    assert subject.num_tokens == 0
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_the_first_token_may_be_a_stop_string(stop: bool) -> None:
+    subject = choice("d" if stop else "de")
+    subject.on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
+    assert subject.is_stopped_at_once is stop
+    assert texts(subject.take()) == ([("", "stop")] if stop else [])
+
+
+def test_unless_there_must_be_more() -> None:
+    subject = choice("d", min_tokens=1)
+    subject.on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
+    assert not subject.is_stopped_at_once

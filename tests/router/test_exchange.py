@@ -147,3 +147,14 @@ def test_usage_counts_a_prompt_once() -> None:
     assert usage.kv_transfer is not None
     assert (usage.kv_transfer.bytes, usage.kv_transfer.skipped_tokens) == (400, 4)
     assert subject.num_tokens == 4
+
+
+def test_a_stop_in_the_first_token_is_cancelled_before_anyone_writes() -> None:
+    core = Core()
+    subject, _ = started(core, 2, stop="d")
+    core.sinks[0].on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
+    assert core.cancelled == [1], "the decode worker is not even asked"
+    core.sinks[1].on_prefill(PrefillResult(token_id=ids("e")[0]), 0)
+    [(stopped, pieces), _] = subject.take()
+    assert (stopped.finish_reason, pieces[-1].text) == ("stop", "")
+    assert core.cancelled == [1]

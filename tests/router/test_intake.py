@@ -124,3 +124,19 @@ def test_a_broken_config_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": "many"}')
     with pytest.raises(ValueError, match=r"config\.json.*vocab_size"):
         Intake("m", tmp_path)
+
+
+def test_an_echo_without_answer_still_reads_the_prompt(intake: Intake) -> None:
+    order = complete(intake, prompt="ab", echo=True, max_tokens=0, logprobs=1)
+    [(request, echo)] = order.requests
+    assert (request.options.max_tokens, request.max_new_tokens, echo) == (1, 0, "ab")
+    assert request.options.prompt_logprobs == 1
+    assert order.terms.is_echo_only
+
+
+def test_a_bias_outside_the_vocabulary_is_refused(intake: Intake) -> None:
+    [(request, _)] = complete(intake, prompt="ab", logit_bias={"5": 1}).requests
+    assert request.options.logit_bias == ((5, 1.0),)
+    with pytest.raises(HttpError) as caught:
+        complete(intake, prompt="ab", logit_bias={"100000": 1})
+    assert caught.value.param == "logit_bias"

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.http import HttpError
-from router.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from router.intake import DetokenizeBody, TokenizeBody
+from router.openai import ChatBody, CompletionBody, parse
+from wire.options import Options
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -53,12 +55,19 @@ def test_everything_reaches_the_options() -> None:
         stop_token_ids=[5, 6],
         priority=-3,
         logprobs=2,
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        logit_bias={"5": -100, "77": 1.5},
     )
     options = body.options(choice=3, seed=0, max_tokens=9)
     assert (options.temperature, options.top_p, options.top_k, options.min_p) == (0.5, 0.9, 7, 0.1)
     assert (options.seed, options.choice) == (2**63 - 1, 3)
     assert (options.max_tokens, options.min_tokens, options.ignore_eos) == (9, 2, True)
     assert (options.stop_token_ids, options.priority, options.logprobs) == ((5, 6), -3, 2)
+    assert (options.repetition_penalty, options.presence_penalty) == (1.5, -1)
+    assert (options.frequency_penalty, options.logit_bias) == (0.5, ((5, -100.0), (77, 1.5)))
+    assert options.prompt_logprobs is None
 
 
 def test_null_is_the_default_everywhere() -> None:
@@ -95,9 +104,15 @@ def test_unknown_fields_are_ignored() -> None:
         ("logprobs", 21),
         ("suffix", "s"),
         ("best_of", 2),
-        ("logit_bias", {"5": 1}),
-        ("frequency_penalty", 0.5),
-        ("repetition_penalty", 1.1),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": "much"}),
+        ("logit_bias", {str(token_id): 1 for token_id in range(1025)}),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 101),
+        ("max_tokens", -1),
+        ("prompt_logprobs", 0),
         ("prompt", []),
         ("prompt", 5),
     ],
@@ -124,8 +139,15 @@ def test_chat_refuses_what_it_cannot_do(field: str, value: object) -> None:
     assert refusal(ChatBody, **{field: value}).param == field
 
 
+@pytest.mark.parametrize("key", ["-1", "x", "", "1.0", "\u0663", "1" * 10])
+def test_a_bias_is_for_a_token_id(key: str) -> None:
+    body = completion(logit_bias={key: 1})
+    with pytest.raises(HttpError) as caught:
+        body.options(choice=0, seed=0, max_tokens=1)
+    assert caught.value.param == "logit_bias"
+
+
 def test_neutral_values_of_unsupported_fields_pass() -> None:
-    completion(frequency_penalty=0, presence_penalty=0.0, repetition_penalty=1.0, logit_bias={})
     chat(tools=[], response_format={"type": "text"}, modalities=["text"])
 
 
@@ -183,8 +205,25 @@ def test_best_of_n_is_n() -> None:
     assert completion(best_of=2, n=2).num_choices == 2
 
 
-def test_echo_with_logprobs_is_refused_in_words() -> None:
-    assert "prompt logprobs" in refusal(CompletionBody, echo=True, logprobs=1).message
+def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
+    def options(max_tokens: int, **fields: Any) -> Options:
+        body = completion(max_tokens=max_tokens, stop_token_ids=[4], **fields)
+        return body.options(choice=0, seed=0, max_tokens=max(max_tokens, 1))
+
+    assert options(5, echo=True, logprobs=3).prompt_logprobs == 3
+    assert options(5, echo=True).prompt_logprobs is None
+    assert options(5, logprobs=3).prompt_logprobs is None
+    # Its only token is always reported, whatever it is.
+    assert options(1, echo=True, logprobs=1).ignore_eos
+    assert options(1, echo=True, logprobs=1).stop_token_ids == ()
+    assert not options(5, echo=True, logprobs=1).ignore_eos
+    assert not options(1, echo=True).ignore_eos
+
+
+def test_no_token_at_all_is_for_echo_only() -> None:
+    assert completion(echo=True, max_tokens=0).token_limit == 0
+    assert refusal(CompletionBody, max_tokens=0).param == "max_tokens"
+    assert refusal(ChatBody, max_tokens=0).param == "max_tokens"
 
 
 def test_stops() -> None:
@@ -204,26 +243,6 @@ def test_chat_logprobs() -> None:
     assert chat(logprobs=True).num_logprobs == 0
     assert chat(logprobs=True, top_logprobs=3).num_logprobs == 3
     assert chat(logprobs=False).num_logprobs is None
-
-
-def test_text_parts_become_one_string() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    body = chat(messages=[{"role": "user", "content": parts, "name": "x"}])
-    assert body.messages == [{"role": "user", "content": "a\nb", "name": "x"}]
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"content": "x"}, "messages[0].role"),
-        ({"role": "user"}, "messages[0].content"),
-        ({"role": "user", "content": 3}, "messages[0].content"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]"),
-        ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
-    ],
-)
-def test_a_bad_message_is_named(message: dict[str, Any], param: str) -> None:
-    assert refusal(ChatBody, messages=[message]).param == param
 
 
 def test_tokenize_wants_one_of_two() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from router.fleet import Fleet
@@ -116,3 +118,12 @@ def test_a_promise_ends_with_the_heartbeat_after_the_first_token() -> None:
     placement.finish_reading(attempt)
     decode.on_load(load(64, used=3))
     assert decode.available_blocks == 61 and not decode.promised
+
+
+def test_logprobs_of_a_prompt_must_fit_a_frame() -> None:
+    _, placement = cluster(Role.PREFILL, Role.DECODE)
+    asked = flight(6000)
+    asked.request = replace(asked.request, options=Options(prompt_logprobs=20))
+    with pytest.raises(WireError, match="prompt_logprobs 20 of 6000 tokens") as caught:
+        placement.check(asked)
+    assert caught.value.code is ErrorCode.INVALID_REQUEST

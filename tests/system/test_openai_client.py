@@ -222,6 +222,37 @@ def test_logprobs(client: openai.OpenAI, cluster: Cluster) -> None:
         assert entry.logprob == max(top.logprob for top in entry.top_logprobs)
 
 
+def test_echo_with_logprobs(client: openai.OpenAI, cluster: Cluster) -> None:
+    count = len(post(cluster, "/tokenize", prompt=STORY).json()["tokens"])
+    answer = client.completions.create(
+        model=cluster.model, prompt=STORY, echo=True, logprobs=2, **GREEDY
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and answer.usage is not None
+    assert logprobs.tokens is not None
+    assert len(logprobs.tokens) == count + answer.usage.completion_tokens
+    first, *others = logprobs.model_dump()["token_logprobs"]
+    assert first is None, "nothing precedes the first token"
+    assert all(value <= 0 for value in others)
+
+
+def test_penalties_and_biases(client: openai.OpenAI, cluster: Cluster) -> None:
+    chat: dict[str, Any] = {"model": cluster.model, "messages": CHAT, **GREEDY}
+    plain = client.chat.completions.create(**chat, extra_body={"return_token_ids": True})
+    token_ids = plain.model_dump()["choices"][0]["token_ids"]
+    other = client.chat.completions.create(
+        **chat,
+        presence_penalty=1,
+        frequency_penalty=1,
+        logit_bias={str(token_ids[0]): -100},
+        extra_body={"return_token_ids": True, "repetition_penalty": 1.3},
+    )
+    assert token_ids[0] not in other.model_dump()["choices"][0]["token_ids"]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**chat, logit_bias={"123456": 1})
+    assert caught.value.param == "logit_bias"
+
+
 def test_models(client: openai.OpenAI, cluster: Cluster) -> None:
     assert [model.id for model in client.models.list()] == [cluster.model]
     assert client.models.retrieve(cluster.model).owned_by == "baton"

@@ -31,6 +31,13 @@ def test_no_bytes_mean_every_default_and_the_other_way_round() -> None:
         stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=256).map(tuple),
         ignore_eos=st.booleans(),
         logprobs=st.none() | st.integers(0, 20),
+        repetition_penalty=st.floats(0.01, 100),
+        presence_penalty=st.floats(-2, 2),
+        frequency_penalty=st.floats(-2, 2),
+        logit_bias=st.lists(
+            st.tuples(st.integers(0, 2**31 - 1), st.floats(-100, 100)), max_size=1024
+        ).map(tuple),
+        prompt_logprobs=st.none() | st.integers(0, 20),
         priority=st.integers(-100, 100),
         deadline_ms=st.none() | st.integers(1, 2**31 - 1),
     )
@@ -64,6 +71,17 @@ def test_any_bytes_give_options_or_a_remote_protocol_error(buffer: bytes) -> Non
         ("min_tokens", -1),
         ("stop_token_ids", [0] * 257),
         ("stop_token_ids", [-1]),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 101),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("frequency_penalty", float("nan")),
+        ("logit_bias", [[5, 101]]),
+        ("logit_bias", [[-1, 0]]),
+        ("logit_bias", [[5]]),
+        ("logit_bias", {"5": 1}),
+        ("logit_bias", [[5, 1]] * 1025),
+        ("prompt_logprobs", 21),
         ("ignore_eos", 1),
         ("logprobs", 21),
         ("priority", 101),
@@ -102,3 +120,35 @@ def test_the_message_is_short_whatever_the_key() -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         decode_options(key)
     assert len(caught.value.message) <= 300
+
+
+@pytest.mark.parametrize("count", range(0, 19))
+def test_a_map_has_the_shortest_head(count: int) -> None:
+    fields = msgspec.structs.asdict(
+        Options(
+            temperature=1.0,
+            top_p=0.5,
+            top_k=3,
+            min_p=0.5,
+            repetition_penalty=2.0,
+            presence_penalty=1.0,
+            frequency_penalty=1.0,
+            logit_bias=((1, 1.0),),
+            seed=3,
+            choice=1,
+            max_tokens=4,
+            min_tokens=1,
+            stop_token_ids=(4,),
+            ignore_eos=True,
+            logprobs=1,
+            prompt_logprobs=1,
+            priority=1,
+            deadline_ms=5,
+        )
+    )
+    options = Options(**dict(list(fields.items())[:count]))
+    encoded = encode_options(options)
+    head = b"" if count == 0 else bytes([0x80 | count]) if count < 16 else bytes([0xDE, 0, count])
+    assert encoded[: len(head)] == head
+    assert len(msgspec.msgpack.decode(encoded) if encoded else {}) == count
+    assert decode_options(encoded) == options

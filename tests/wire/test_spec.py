@@ -13,7 +13,14 @@ import pytest
 from wire import payloads
 from wire.errors import ErrorCode
 from wire.frames import FRAMES, Tag
-from wire.options import MAX_OPTIONS_BYTES, MAX_STOP_TOKEN_IDS, Options
+from wire.logprobs import MAX_PROMPT_LOGPROBS_BYTES
+from wire.options import (
+    MAX_LOGIT_BIASES,
+    MAX_OPTIONS_BYTES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    Options,
+)
 from wire.parts import MAX_HEADERS, decode
 from wire.payloads import CREDIT
 from wire.segment import DESCRIPTOR, MAX_SEGMENT_BYTES, MAX_SEGMENTS
@@ -175,6 +182,9 @@ def test_the_limits_are_the_constants() -> None:
     assert limits["headers of a message"] == str(MAX_HEADERS)
     assert limits["options"] == f"{MAX_OPTIONS_BYTES} bytes"
     assert limits["stop_token_ids"] == str(MAX_STOP_TOKEN_IDS)
+    assert limits["logit_bias"] == str(MAX_LOGIT_BIASES)
+    assert limits["top logprobs"] == str(MAX_TOP_LOGPROBS)
+    assert limits["prompt logprobs of a request"] == f"{MAX_PROMPT_LOGPROBS_BYTES >> 10} KiB"
     assert limits["segment"] == f"{MAX_SEGMENT_BYTES >> 20} MiB"
     assert limits["segments of a transfer"] == str(MAX_SEGMENTS)
     assert limits["length of a frame on raw TCP"] == (

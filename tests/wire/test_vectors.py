@@ -14,6 +14,7 @@ import pytest
 from wire import parts, payloads, stream
 from wire.errors import LocalProtocolError, RemoteProtocolError, TransferFailed
 from wire.frames import FRAMES, Frame, KvCache, KvCacheAck, Tag
+from wire.logprobs import join_prompt_logprobs, pack_logprobs, unpack_prompt_logprobs
 from wire.options import Options
 from wire.parts import Buffer
 from wire.payloads import Credit, KVLayout, Offer, decode_map, encode_map
@@ -47,7 +48,7 @@ def encode_payload(kind: str, content: Any) -> list[bytes]:
         encode = getattr(payloads, f"encode_{kind}")
         return [encode(content["token_ids"], options)]
     if kind == "PrefillResult":
-        return [payloads.encode_prefill_result(payloads.PrefillResult(**typed(kind, content)))]
+        return [payloads.encode_prefill_result(prefill_result(content))]
     if kind == "Offer":
         token_ids = pack(f"<{len(content['token_ids'])}I", *content["token_ids"])
         layout = KVLayout(**content["layout"])
@@ -61,9 +62,15 @@ def encode_payload(kind: str, content: Any) -> list[bytes]:
     return [encode_map(msgspec.convert(content, map_type(kind)))]
 
 
-def typed(kind: str, content: dict[str, Any]) -> dict[str, Any]:
-    converted = msgspec.convert(content, getattr(payloads, kind))
-    return {name: getattr(converted, name) for name in converted.__struct_fields__}
+def prefill_result(content: dict[str, Any]) -> payloads.PrefillResult:
+    rows = content.get("prompt_logprobs")
+    rest = {key: value for key, value in content.items() if key != "prompt_logprobs"}
+    result = msgspec.convert(rest, payloads.PrefillResult)
+    if rows is None:
+        return result
+    packed = [pack_logprobs(msgspec.convert(row, payloads.Logprobs)) for row in rows]
+    joined = join_prompt_logprobs(len(rows[0]["top"]), packed)
+    return msgspec.structs.replace(result, prompt_logprobs=joined)
 
 
 def map_type(kind: str) -> Any:
@@ -87,7 +94,12 @@ def decode_payload(kind: str, body: Buffer, seq_len: int) -> Any:
         )
         return {"token_ids": list(token_ids), "options": msgspec.to_builtins(options)}
     if kind == "PrefillResult":
-        return msgspec.to_builtins(payloads.decode_prefill_result(body))
+        result = payloads.decode_prefill_result(body)
+        content = msgspec.to_builtins(result)
+        if result.prompt_logprobs is not None:
+            rows = unpack_prompt_logprobs(result.prompt_logprobs)
+            content["prompt_logprobs"] = msgspec.to_builtins(rows)
+        return content
     if kind == "Offer":
         offer = decode_map(Offer, body)
         ids = unpack(f"<{offer.num_tokens}I", offer.token_ids)

@@ -1,24 +1,32 @@
-"""A router played by a test, on a real bus, with real workers in the same process.
+"""A router and KV peers played by a test, on real sockets, with real workers in the same process.
 
 The workers are whole: engine thread, transfer thread, bus and KV sockets, the hash executor.  The
-test sends the router's frames and awaits the workers'.
+test sends the other side's frames and awaits the workers'.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from itertools import count
+from typing import Any, Self, cast
 
 from wire.aio.process import Stop
-from wire.aio.zmq import Hub
+from wire.aio.zmq import Hub, Link
+from wire.errors import RemoteProtocolError
 from wire.frames import (
     NO_RANK,
+    Cancel,
     DecodeRequest,
     Drain,
+    Error,
     Frame,
+    Heartbeat,
     Hello,
+    KvCache,
+    KvCacheAck,
     Peers,
     PrefillRequest,
     Role,
@@ -28,8 +36,10 @@ from wire.frames import (
 from wire.options import Options
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import (
+    Credit,
     HelloDetail,
     Load,
+    Offer,
     PeerDetail,
     WelcomeDetail,
     decode_map,
@@ -37,10 +47,10 @@ from wire.payloads import (
     encode_map,
     encode_prompt,
 )
+from wire.segment import Rectangle, SegmentDescriptor, segment_digest
 from worker.app import Worker
 from worker.config import Config
-from worker.executor.hash import create
-from worker.link import Identity
+from worker.executor.hash import LAYOUT, HashExecutor, HashKVCache, create
 
 EPOCH = 7
 # Answers of a worker come within milliseconds; only a broken test waits so long.
@@ -50,22 +60,32 @@ PATIENCE_S = 10.0
 class ScriptedRouter:
     """One router: says WELCOME and PEERS by itself, everything else is up to the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:0") -> None:
         self.peers: dict[Role, bytes] = {}
         self.hellos: list[Hello] = []
         self.details: dict[Role, HelloDetail] = {}
         self.loads: dict[bytes, Load] = {}
+        self.beats: dict[Role, Heartbeat] = {}
         self.is_welcoming = True
+        self.epoch = EPOCH
+        self.lease_ms = 30_000
+        self.drains: list[Drain] = []
+        self.answers_drains = True
+        self.lost: list[bytes] = []
+        self.num_bad = 0  # messages that are none
         self._messages: asyncio.Queue[tuple[bytes, Message]] = asyncio.Queue()
         self._heard = asyncio.Condition()
-        self._hub = Hub(self._on_message)
-        self.endpoint = self._hub.bind("tcp://127.0.0.1:0")
+        self._hub = Hub(self._on_message, on_lost=self._on_lost)
+        self.endpoint = self._hub.bind(endpoint)
 
     async def close(self) -> None:
         await self._hub.close(0)
 
     def send(self, to: Role, frame: Frame, *payload: Buffer) -> None:
-        self._hub.send(self.peers[to], encode(frame, *payload))
+        self.send_raw(to, encode(frame, *payload))
+
+    def send_raw(self, to: Role, parts: list[Buffer]) -> None:
+        self._hub.send(self.peers[to], parts)
 
     def prefill(self, request_id: int, prompt: list[int], options: Options) -> None:
         rank = NO_RANK if options.max_tokens == 1 else 0
@@ -102,13 +122,15 @@ class ScriptedRouter:
             return all(load and not load.used and not load.kv_inflight_bytes for load in loads)
 
         self.loads.clear()  # what was said before does not count
-        async with self._heard:
-            await asyncio.wait_for(self._heard.wait_for(is_free), PATIENCE_S)
+        await self.until(is_free)
 
     async def until_joined(self, *roles: Role) -> None:
+        await self.until(lambda: all(role in self.loads_by_role for role in roles))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for what a worker says to make this true; it is looked at after every message."""
         async with self._heard:
-            joined = self._heard.wait_for(lambda: all(role in self.loads_by_role for role in roles))
-            await asyncio.wait_for(joined, PATIENCE_S)
+            await asyncio.wait_for(self._heard.wait_for(condition), PATIENCE_S)
 
     @property
     def loads_by_role(self) -> dict[Role, Load]:
@@ -120,17 +142,30 @@ class ScriptedRouter:
         return self._messages.empty()
 
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
-        message = decode(parts)
+        try:
+            message = decode(parts)
+        except RemoteProtocolError:
+            self.num_bad += 1
+            asyncio.get_running_loop().create_task(self._notify())
+            return
         frame = message.frame
         match frame:
             case Hello():
                 self._on_hello(peer, frame, decode_map(HelloDetail, message.body()))
             case Drain():
-                self._hub.send(peer, encode(Drain(EPOCH, 0)))
-            case _ if frame.tag is Tag.HEARTBEAT:
+                self.drains.append(frame)
+                if self.answers_drains:
+                    self._hub.send(peer, encode(frame))
+            case Heartbeat():
+                self.beats[Role.PREFILL if peer.startswith(b"prefill") else Role.DECODE] = frame
                 self.loads[peer] = decode_map(Load, message.body())
+                self._hub.send(peer, encode(Heartbeat(0, 0, 0)))
             case _:
                 self._messages.put_nowait((peer, message))
+        asyncio.get_running_loop().create_task(self._notify())
+
+    def _on_lost(self, peer: bytes) -> None:
+        self.lost.append(peer)
         asyncio.get_running_loop().create_task(self._notify())
 
     async def _notify(self) -> None:
@@ -145,24 +180,26 @@ class ScriptedRouter:
             return
         # Quick heartbeats: tests wait for what they say.
         welcome = WelcomeDetail(max_kv_transfer_bytes=1 << 30)
-        self._hub.send(peer, encode(Welcome(EPOCH, 50, 30_000), encode_map(welcome)))
+        answer = Welcome(self.epoch, 50, self.lease_ms)
+        self._hub.send(peer, encode(answer, encode_map(welcome)))
         if {Role.PREFILL, Role.DECODE} <= self.peers.keys():
             self.announce(self.details[Role.DECODE].kv_endpoint)
 
     def announce(self, kv_endpoint: str) -> None:
         """Tell the prefill worker where the decode worker of rank 0 takes KV in."""
         peer = PeerDetail(rank=0, epoch=1, kv_endpoint=kv_endpoint)
-        self.send(Role.PREFILL, Peers(EPOCH, 1), encode_map([peer]))
+        self.send(Role.PREFILL, Peers(self.epoch, 1), encode_map([peer]))
 
 
 class Process:
     """A worker and its stop signal."""
 
-    def __init__(self, router: ScriptedRouter, role: str, **settings: Any) -> None:
-        step_delay_s = settings.pop("step_delay_s", 0.0)
+    def __init__(self, router: ScriptedRouter, role: str, /, **settings: Any) -> None:
+        executor = settings.pop("executor", None)
+        executor = executor or create(step_delay_s=settings.pop("step_delay_s", 0.0))
         settings = {"num_blocks": 256, "router": (router.endpoint,), **settings}
         self.stop = Stop()
-        self.worker = Worker(Config(role=role, **settings), create(step_delay_s=step_delay_s))
+        self.worker = Worker(Config(role=cast(Any, role), **settings), executor)
         self.task = asyncio.create_task(self.worker.run(self.stop))
 
 
@@ -176,7 +213,7 @@ async def scripted_router() -> AsyncIterator[ScriptedRouter]:
 
 
 @asynccontextmanager
-async def running(router: ScriptedRouter, role: str, **settings: Any) -> AsyncIterator[Process]:
+async def running(router: ScriptedRouter, role: str, /, **settings: Any) -> AsyncIterator[Process]:
     """A worker of this role, registered; stopped at the end."""
     process = Process(router, role, **settings)
     try:
@@ -200,5 +237,180 @@ async def pair(
         yield router
 
 
-def identity(role: Role, rank: int = 0, epoch: int = 1) -> bytes:
-    return Identity(role, rank, epoch).name
+class ScriptedDecode:
+    """The KV socket of a decode worker; every frame is up to the test."""
+
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:0") -> None:
+        self.peer = b""
+        self.is_left = asyncio.Event()  # by a peer whose connection ended
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._hub = Hub(self._on_message, on_lost=lambda _: self.is_left.set())
+        self.endpoint = self._hub.bind(endpoint)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._hub.close(0)
+
+    def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
+        self.peer = peer
+        self._messages.put_nowait(decode(parts))
+
+    async def receive(self) -> Message:
+        return await asyncio.wait_for(self._messages.get(), PATIENCE_S)
+
+    async def receive_past_keepalives(self) -> Message:
+        """The next message that is no keepalive."""
+        while (message := await self.receive()).tag is Tag.KV_CACHE and not message.payload:
+            pass
+        return message
+
+    @property
+    def is_quiet(self) -> bool:
+        return self._messages.empty()
+
+    def send(self, frame: Frame, *payload: Buffer) -> None:
+        self._hub.send(self.peer, encode(frame, *payload))
+
+    def ack(self, request_id: int, kv_bytes: int, credit: int, *, ready: bool = False) -> None:
+        self.send(KvCacheAck(request_id, kv_bytes), Credit(credit, 0, int(ready)).pack())
+
+    async def offered(self, request_id: int) -> Offer:
+        message = await self.receive()
+        assert message.frame == KvCache(request_id, 0, 0)
+        return decode_map(Offer, message.body())
+
+    async def segment(self, request_id: int) -> SegmentDescriptor:
+        """The next segment, which must be sound."""
+        message = await self.receive_past_keepalives()
+        assert isinstance(message.frame, KvCache) and message.frame.request_id == request_id
+        descriptor, kv = SegmentDescriptor.unpack(message.payload[0]), message.payload[1]
+        assert descriptor.num_bytes == len(kv)
+        assert descriptor.digest == segment_digest(request_id, kv)
+        return descriptor
+
+
+class ScriptedPrefill:
+    """The KV socket of a prefill worker, connected to a decode worker."""
+
+    def __init__(self, router: ScriptedRouter, name: bytes = b"prefill-0-1") -> None:
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        endpoint = router.details[Role.DECODE].kv_endpoint
+        self._link = Link(name, endpoint, self._on_message)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._link.close(0)
+
+    def _on_message(self, parts: list[Buffer]) -> None:
+        self._messages.put_nowait(decode(parts))
+
+    def send(self, frame: Frame, *payload: Buffer) -> None:
+        self._link.send(encode(frame, *payload))
+
+    def send_raw(self, *parts: Buffer) -> None:
+        self._link.send(parts)
+
+    async def receive(self) -> Message:
+        return await asyncio.wait_for(self._messages.get(), PATIENCE_S)
+
+    async def error(self) -> tuple[int, int]:
+        """Request id and code of the next message, which must be an ERROR."""
+        frame = (await self.receive()).frame
+        assert isinstance(frame, Error), frame
+        return frame.request_id, frame.code
+
+    async def ack(self) -> tuple[KvCacheAck, Credit]:
+        message = await self.receive()
+        assert isinstance(message.frame, KvCacheAck), message
+        return message.frame, Credit.unpack(message.body())
+
+    def offer(self, request_id: int, prompt: list[int], **changes: Any) -> None:
+        fields = {
+            "layout": LAYOUT,
+            "num_tokens": len(prompt),
+            "total_bytes": len(prompt) * LAYOUT.token_bytes,
+            "token_ids": b"".join(token.to_bytes(4, "little") for token in prompt),
+            **changes,
+        }
+        self.send(KvCache(request_id, 0, 0), encode_map(Offer(**fields)))
+
+    def segment(
+        self,
+        request_id: int,
+        tokens: range,
+        number: int = 1,
+        num_segments: int = 1,
+        *,
+        digest: int | None = None,
+    ) -> None:
+        """Send the KV (zeros) of all layers of these tokens."""
+        kv = bytes(len(tokens) * LAYOUT.token_bytes)
+        rectangle = Rectangle(0, LAYOUT.num_layers, tokens.start, len(tokens))
+        digest = segment_digest(request_id, kv) if digest is None else digest
+        descriptor = SegmentDescriptor(*rectangle, len(kv), digest).pack()
+        self.send(KvCache(request_id, number, num_segments), descriptor, kv)
+
+    def cancel(self, request_id: int) -> None:
+        self.send(Cancel(request_id, 12))
+
+
+class GatedCache(HashKVCache):
+    """Copies wait at a gate, and say that they have come to it."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_reached = threading.Event()
+        self.problem: Exception | None = None
+
+    def pass_gate(self) -> None:
+        if threading.current_thread().name.startswith("kv-copy"):
+            self.is_reached.set()
+            assert self.gate.wait(PATIENCE_S)
+            if self.problem is not None:
+                raise self.problem
+
+    async def until_reached(self) -> None:
+        assert await asyncio.to_thread(self.is_reached.wait, PATIENCE_S)
+
+    def pack(self, *args: Any) -> memoryview:
+        self.pass_gate()
+        return super().pack(*args)
+
+    def unpack(self, *args: Any) -> None:
+        self.pass_gate()
+        super().unpack(*args)
+
+
+class GatedExecutor(HashExecutor):
+    """The hash executor with a `GatedCache`; `fail_at` is the step that raises, from 0."""
+
+    def __init__(self, *, fail_at: int = -1, max_model_len: int | None = None) -> None:
+        super().__init__(create(max_model_len=max_model_len).info)
+        self._fail_at = fail_at
+        self._steps = count()
+
+    @property
+    def cache(self) -> GatedCache:
+        assert isinstance(self._cache, GatedCache)
+        return self._cache
+
+    def allocate(self, num_blocks: int, block_size: int) -> HashKVCache:
+        self._cache = GatedCache(num_blocks, block_size)
+        return self._cache
+
+    def forward(self, batch: Any) -> list[int]:
+        if next(self._steps) == self._fail_at:
+            raise RuntimeError("the device is gone")
+        return super().forward(batch)

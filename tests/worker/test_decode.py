@@ -6,7 +6,7 @@ import pytest
 
 from tests.worker.scripted import ScriptedRouter, pair, running, scripted_router
 from wire.errors import ErrorCode
-from wire.frames import Cancel, DecodeDone, Error, Role, Tag
+from wire.frames import Cancel, DecodeDone, Error, PrefillRequest, Role, Tag
 from wire.options import Options
 from wire.payloads import (
     ErrorDetail,
@@ -14,6 +14,7 @@ from wire.payloads import (
     Usage,
     decode_map,
     decode_prefill_result,
+    encode_prompt,
 )
 from worker.executor.hash import oracle
 
@@ -183,5 +184,81 @@ async def test_a_cancel_that_overtakes_the_offer_is_remembered() -> None:
         router.prefill(1, PROMPT, OPTIONS)
         while (message := await router.receive_any()).tag is Tag.PREFILL_DONE:
             pass
-        assert message.frame == Error(1, ErrorCode.CANCELLED)
+        assert message.frame == Error(1, ErrorCode.TRANSFER_FAILED)
         await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_tokens"),
+    [
+        (PROMPT, 3),  # without the first token
+        ([*PROMPT[:-1], 999, 5], 3),  # another prompt
+        ([*PROMPT, 40_000], 3),  # not in the vocabulary
+        ([*PROMPT, 5], 0),
+        ([], 3),
+    ],
+)
+async def test_a_continuation_of_something_else_is_refused(
+    tokens: list[int], num_tokens: int
+) -> None:
+    async with pair() as router:
+        await first_token(router, 1, PROMPT)
+        router.decode(1, tokens, num_tokens, OPTIONS)
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.INVALID_REQUEST)
+        assert decode_map(ErrorDetail, message.body()).stage == "decode"
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_a_text_that_is_preempted_goes_on_as_if_it_had_not_been() -> None:
+    prompts = [[start] * 64 for start in range(1, 5)]
+    options = Options(max_tokens=60, ignore_eos=True)
+    async with pair(decode={"num_blocks": 22, "prefix_cache": False}) as router:
+        texts: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            router.prefill(i, prompt, options)
+            result = decode_prefill_result((await router.receive(Tag.PREFILL_DONE)).body())
+            texts[i] = [result.token_id]
+            await router.until_free(Role.PREFILL)  # the KV is over there
+        for i, prompt in enumerate(prompts):
+            router.decode(i, [*prompt, *texts[i]], 59, options)
+        num_done = 0
+        while num_done < len(prompts):
+            message = await router.receive_any()
+            assert message.tag in (Tag.DECODE_TOKEN, Tag.DECODE_DONE), message
+            num_done += message.tag is Tag.DECODE_DONE
+            if message.tag is Tag.DECODE_TOKEN:
+                for frame in message.frames:
+                    texts[frame.request_id].append(frame.token_id)  # type: ignore[attr-defined]
+        for i, prompt in enumerate(prompts):
+            assert texts[i] == oracle(prompt, 60, options)
+        await router.until_free(Role.DECODE)
+        assert router.loads_by_role[Role.DECODE].preemptions > 0
+
+
+async def test_a_decode_request_that_is_cancelled_before_its_kv_is_forgotten() -> None:
+    async with pair() as router:
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        router.send(Role.DECODE, Cancel(1, ErrorCode.CANCELLED))
+        token = await first_token(router, 2, PROMPT)
+        router.decode(2, [*PROMPT, token], 3, OPTIONS)
+        assert await router.tokens(3) == oracle(PROMPT, 4, OPTIONS)[1:]
+        await router.receive(Tag.DECODE_DONE)
+        await router.until_free(Role.PREFILL, Role.DECODE)
+        assert router.is_quiet
+
+
+async def test_an_id_used_twice_is_one_text() -> None:
+    async with pair() as router:
+        token = await first_token(router, 1, PROMPT)
+        for _ in range(2):
+            router.decode(1, [*PROMPT, token], 3, OPTIONS)
+        assert len(await router.tokens(3)) == 3
+        await router.receive(Tag.DECODE_DONE)
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_frame_for_the_other_role_is_refused() -> None:
+    async with pair() as router:
+        router.send(Role.DECODE, PrefillRequest(1, 1, 0), encode_prompt([1], OPTIONS))
+        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.PROTOCOL)

@@ -106,3 +106,39 @@ async def test_a_cancelled_prompt_is_not_read_to_its_end() -> None:
         message = await router.receive(Tag.PREFILL_DONE)
         assert message.frame == PrefillDone(2, 17 * TOKEN_BYTES)
         await router.until_free(Role.PREFILL)
+
+
+async def test_a_cancel_between_prefill_done_and_decode_request_frees_both_workers() -> None:
+    async with pair() as router:
+        router.prefill(1, PROMPT, OPTIONS)
+        await router.receive(Tag.PREFILL_DONE)
+        for role in (Role.PREFILL, Role.DECODE):  # as a router does
+            router.send(role, Cancel(1, ErrorCode.CANCELLED))
+        await router.until_free(Role.PREFILL, Role.DECODE)
+        assert router.is_quiet
+
+
+async def test_a_cancel_of_the_decode_worker_alone_reaches_the_prefill_worker() -> None:
+    slow = {"step_delay_s": 0.01, "max_ubatch_tokens": 16}
+    async with pair(prefill=slow) as router:
+        router.prefill(1, PROMPT, OPTIONS)
+        await router.until(lambda: router.loads_by_role[Role.DECODE].used > 0)
+        router.send(Role.DECODE, Cancel(1, ErrorCode.CANCELLED))
+        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.CANCELLED)
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_an_id_used_twice_is_one_request() -> None:
+    async with pair() as router:
+        for _ in range(2):
+            router.prefill(1, PROMPT, OPTIONS)
+        await router.receive(Tag.PREFILL_DONE)
+        await router.until_free(Role.PREFILL)
+        assert router.is_quiet
+
+
+async def test_a_cancel_of_nothing_changes_nothing() -> None:
+    async with pair() as router:
+        router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
+        router.prefill(2, PROMPT, OPTIONS)
+        assert (await router.receive(Tag.PREFILL_DONE)).frame == PrefillDone(2, 300 * TOKEN_BYTES)

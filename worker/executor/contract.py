@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from wire.parts import Buffer
 from wire.payloads import KVLayout, Logprobs
@@ -148,3 +148,14 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Give back what `allocate` and loading took."""
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """What an executor can do besides if it can give prompt logprobs.
+
+    Its `forward` then computes the logits of `score_rows` as well as those of `sample_rows`.
+    """
+
+    def score(self, logits: Any, batch: Batch) -> list[bytes]:
+        """Return the rows of each of the batch's scorings, packed as in `wire.logprobs`."""

@@ -6,7 +6,8 @@ stale, mixed up or another request's changes the text, and `oracle` says what th
 
 How a hash becomes a token: one in `EOS_PERIOD` is an EOS token, unless the request ignores EOS or
 is under its min_tokens; all others are uniform over the rest of the vocabulary.  With a temperature
-above 0 (seed, choice, position) go into the hash too.  top_k, top_p and min_p change nothing.
+above 0 (seed, choice, position) go into the hash too.  Filters, penalties and logit_bias change
+nothing; every token of a prompt is as likely as any other.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from wire.logprobs import pack_logprobs
 from wire.options import Options
 from wire.payloads import KVLayout, Logprobs
 from wire.segment import Rectangle
-from worker.batch import Batch, Sampling
+from worker.batch import Batch, Sampling, Scoring
 from worker.executor.contract import Capabilities, MemoryRequirements, ModelInfo, SampledToken
 from worker.executor.hostcache import HostKVCache
 
@@ -157,6 +159,10 @@ class HashExecutor:
             for digest, sampling in zip(logits, batch.samplings, strict=True)
         ]
 
+    def score(self, logits: list[int], batch: Batch) -> list[bytes]:
+        vocabulary = _Vocabulary(self.info.vocab_size, self.info.eos_token_ids)
+        return [vocabulary.score(scoring) for scoring in batch.scorings]
+
     def shutdown(self) -> None:
         self._cache = None
 
@@ -191,9 +197,20 @@ class _Vocabulary:
     def _report(self, token_id: int, probability: float, options: Options) -> SampledToken:
         if options.logprobs is None:
             return SampledToken(token_id)
+        return SampledToken(token_id, self._logprobs(token_id, probability, options.logprobs))
+
+    def score(self, scoring: Scoring) -> bytes:
+        """Pack the logprobs of a prompt's tokens, all equal."""
+        num_top = min(scoring.num_top, self.size)
+        return b"".join(
+            pack_logprobs(self._logprobs(token_id, 1 / self.size, num_top))
+            for token_id in scoring.next_token_ids
+        )
+
+    def _logprobs(self, token_id: int, probability: float, num_top: int) -> Logprobs:
         logprob = math.log(probability)
-        top = [((token_id + step) % self.size, logprob) for step in range(options.logprobs)]
-        return SampledToken(token_id, Logprobs(logprob=logprob, top=tuple(top)))
+        top = [((token_id + step) % self.size, logprob) for step in range(num_top)]
+        return Logprobs(logprob=logprob, top=tuple(top))
 
 
 def _kv_words(

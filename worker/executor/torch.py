@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kernels import PagedBatch
@@ -113,10 +114,13 @@ class TorchExecutor:
         """Run the batch and write its KV.
 
         Returns:
-            [R, vocab] float32 logits of `sample_rows`, on the device.
+            [R + Q, vocab] float32 logits of `sample_rows`, then of `score_rows`, on the device.
         """
         assert self._model is not None and self._cache is not None, "forward before allocate"
         device = self._model.device
+        rows = batch.sample_rows
+        if batch.scorings:
+            rows = np.concatenate([rows, batch.score_rows])
         paged = PagedBatch(
             slots=torch.from_numpy(batch.slots),
             query_starts=torch.from_numpy(batch.query_starts),
@@ -128,12 +132,17 @@ class TorchExecutor:
             torch.from_numpy(batch.positions).to(device),
             self._cache.pool,
             paged,
-            torch.from_numpy(batch.sample_rows).to(device),
+            torch.from_numpy(rows).to(device),
         )
 
     def sample(self, logits: torch.Tensor, batch: Batch) -> list[SampledToken]:
         """Draw one token per sampled row; see `worker.sampler`."""
+        logits = logits[: len(batch.samplings)]
         return sampler.sample(logits, batch.samplings, self.info.eos_token_ids)
+
+    def score(self, logits: torch.Tensor, batch: Batch) -> list[bytes]:
+        """Score the prompts of the batch's scorings; see `worker.sampler`."""
+        return sampler.score(logits[len(batch.samplings) :], batch.scorings)
 
     def shutdown(self) -> None:
         """Drop the weights and the cache."""

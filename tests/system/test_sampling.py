@@ -1,0 +1,490 @@
+"""One request has one answer: whoever shares the batch, whichever workers, whatever is asked.
+
+The answers of a cluster are compared with those of one engine in this process, on the demo model;
+prompt logprobs with those of `transformers`.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from tests.cluster import Cluster, until
+from wire.frames import (
+    ANY_RANK,
+    DecodeDone,
+    DecodeRequest,
+    DecodeToken,
+    PrefillDone,
+    PrefillRequest,
+)
+from wire.logprobs import unpack_prompt_logprobs
+from wire.model import locate
+from wire.options import Options
+from wire.payloads import decode_prefill_result, encode_prompt
+from wire.segment import Rectangle
+from wire.stream import StreamDecoder, encode
+from worker.engine import Engine
+from worker.executor.torch import TorchExecutor
+from worker.sequence import Computed, Reserved, Started, Token
+from worker.sequence import Sequence as Request
+
+STORY = "Once upon a time there was a little fox who lived near the river. Every day the fox"
+NUM_TOKENS = 32
+SAMPLED = Options(temperature=1.0, seed=20, ignore_eos=True, max_tokens=NUM_TOKENS)
+PENALIZED = Options(
+    temperature=1.0,
+    seed=21,
+    repetition_penalty=1.4,
+    presence_penalty=0.5,
+    frequency_penalty=0.3,
+    logit_bias=((300, 2.0), (13, -100.0)),
+    ignore_eos=True,
+    max_tokens=NUM_TOKENS,
+)
+REPETITIVE = Options(repetition_penalty=1.8, ignore_eos=True, max_tokens=NUM_TOKENS)
+EVERY = pytest.mark.parametrize(
+    "options", [SAMPLED, PENALIZED, REPETITIVE], ids=["sampled", "penalized", "repetition"]
+)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two prefill and two decode workers on the demo model."""
+    with Cluster(tmp_path_factory.mktemp("pairs"), local="2,2") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[TorchExecutor]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the clusters want the other cores
+    yield TorchExecutor.load(locate("demo"), name="demo", device="cpu")
+    torch.set_num_threads(num_threads)
+
+
+def engine_of(executor: TorchExecutor, **settings: Any) -> Engine:
+    return Engine(executor, **{"num_blocks": 64, "block_size": 16} | settings)
+
+
+def texts_of(engine: Engine) -> dict[int, list[int]]:
+    texts: dict[int, list[int]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            if isinstance(output, Token) and output.finish_reason != "stop":
+                texts.setdefault(output.request_id, []).append(output.token_id)
+    engine.check()
+    return texts
+
+
+def alone(executor: TorchExecutor, prompt: Sequence[int], options: Options) -> list[int]:
+    engine = engine_of(executor)
+    engine.add(Request(1, prompt, options))
+    return texts_of(engine)[1]
+
+
+def prompt_of(cluster: Cluster, text: str = STORY) -> list[int]:
+    response = httpx.post(f"{cluster.http}/tokenize", json={"prompt": text}, trust_env=False)
+    return response.json()["tokens"]  # type: ignore[no-any-return]
+
+
+def complete(cluster: Cluster, prompt: Any, **fields: Any) -> dict[str, Any]:
+    body = {"model": cluster.model, "prompt": prompt, "return_token_ids": True} | fields
+    response = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=60, trust_env=False)
+    assert response.status_code == 200, response.text
+    return response.json()  # type: ignore[no-any-return]
+
+
+def asked(options: Options) -> dict[str, Any]:
+    """The same options as fields of a body."""
+    names = ("temperature", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    fields = {name: getattr(options, name) for name in (*names, "max_tokens", "ignore_eos")}
+    return fields | {"logit_bias": {str(key): bias for key, bias in options.logit_bias}}
+
+
+def over_tcp(cluster: Cluster, prompt: Sequence[int], options: Options) -> list[int]:
+    """What a raw TCP client gets."""
+    assert options.max_tokens is not None
+    frames = [
+        *encode(PrefillRequest(1, len(prompt), ANY_RANK), encode_prompt(prompt, options)),
+        *encode(DecodeRequest(1, options.max_tokens - 1)),
+    ]
+    decoder, tokens = StreamDecoder(), list[int]()
+    with socket.create_connection(cluster.tcp, timeout=60) as client:
+        client.sendall(b"".join(frames))
+        while True:
+            decoder.receive(client.recv(65536))
+            while (message := decoder.next_message()) is not None:
+                match message.frame:
+                    case PrefillDone():
+                        tokens.append(decode_prefill_result(message.body()).token_id)
+                    case DecodeToken(token_id=token_id):
+                        tokens.append(token_id)
+                    case DecodeDone():
+                        return tokens
+                    case other:
+                        raise AssertionError(other)
+
+
+# The same tokens everywhere.
+
+
+@EVERY
+def test_the_same_tokens_alone_in_a_crowd_and_on_any_workers(
+    pairs: Cluster, executor: TorchExecutor, options: Options
+) -> None:
+    prompt = prompt_of(pairs)
+    expected = alone(executor, prompt, options)
+    fields = asked(options)
+    [choice] = complete(pairs, prompt, **fields)["choices"]
+    assert choice["token_ids"] == expected
+
+    def mate(number: int) -> list[int]:
+        if number % 4 == 0:
+            return over_tcp(pairs, prompt, options)
+        if number % 4 == 1:
+            [choice] = complete(pairs, prompt, **fields)["choices"]
+            return choice["token_ids"]  # type: ignore[no-any-return]
+        other = prompt[: 3 + number]
+        complete(pairs, other, temperature=1.2, seed=number, max_tokens=40, frequency_penalty=1)
+        return []
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(mate, range(16)))
+    assert [answer for answer in answers if answer] == [expected] * 8
+    pairs.until_idle()
+
+
+def test_all_workers_took_part(pairs: Cluster) -> None:
+    """What the test above says of them holds for each."""
+    prompt = prompt_of(pairs)[:9]  # under a block: no worker has a prefix of it to offer
+    expected = over_tcp(pairs, prompt, SAMPLED)
+
+    def steps() -> list[int]:
+        return [worker["step"] for worker in pairs.status()["workers"]]
+
+    before = steps()
+    for _ in range(5):
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(lambda _: over_tcp(pairs, prompt, SAMPLED), range(8))
+            assert list(answers) == [expected] * 8
+        if all(after > was for after, was in zip(steps(), before, strict=True)):
+            break
+    pairs.until_idle()
+    assert all(after > was for after, was in zip(steps(), before, strict=True))
+
+
+@EVERY
+def test_a_crowd_in_one_engine(executor: TorchExecutor, options: Options) -> None:
+    prompt = list(range(40, 80))
+    expected = alone(executor, prompt, options)
+    engine = engine_of(executor, num_blocks=256)
+    engine.add(Request(1, prompt, options))
+    for mate in range(2, 18):
+        other = Options(temperature=1.5, seed=mate, frequency_penalty=mate / 10, max_tokens=30)
+        engine.add(Request(mate, range(30, 30 + 3 * mate), other))
+    assert texts_of(engine)[1] == expected
+
+
+@EVERY
+def test_preemption_changes_nothing(executor: TorchExecutor, options: Options) -> None:
+    prompts = {number: list(range(number, number + 24)) for number in range(30, 33)}
+    engine = engine_of(executor, num_blocks=8, max_ubatch_tokens=16)
+    for number, prompt in prompts.items():
+        engine.add(Request(number, prompt, options))
+    texts = texts_of(engine)
+    assert engine.num_preemptions > 0
+    for number, prompt in prompts.items():
+        assert texts[number] == alone(executor, prompt, options)
+
+
+@EVERY
+def test_a_hand_over_changes_nothing(executor: TorchExecutor, options: Options) -> None:
+    prompt = list(range(50, 90))
+    prefill = engine_of(executor)
+    decode = engine_of(TorchExecutor.load(locate("demo"), name="demo", device="cpu"), block_size=8)
+    prefill.add(Request(1, prompt, options, hand_over=True))
+    decode.reserve(1, prompt)
+    outputs = [*prefill.step(), *decode.step()]
+    [source] = [output.block_table for output in outputs if isinstance(output, Started)]
+    [target] = [output.block_table for output in outputs if isinstance(output, Reserved)]
+    assert Computed(1, len(prompt)) in outputs
+    [first] = [output.token_id for output in outputs if isinstance(output, Token)]
+    layout = prefill.info.layout
+    whole = Rectangle(0, layout.num_layers, 0, len(prompt))
+    decode.cache.unpack(target, whole, prefill.cache.pack(source, whole))
+    decode.begin_decode(1, [*prompt, first], options, NUM_TOKENS - 1)
+    assert [first, *texts_of(decode)[1]] == alone(executor, prompt, options)
+
+
+# Choices.
+
+
+def test_choices_have_keys_of_their_own(cluster: Cluster, executor: TorchExecutor) -> None:
+    prompt = prompt_of(cluster)
+    fields = asked(SAMPLED)
+    choices = complete(cluster, prompt, n=4, **fields)["choices"]
+    texts = [choice["token_ids"] for choice in choices]
+    assert len({tuple(text) for text in texts}) == 4
+    for number, text in enumerate(texts):
+        options = Options(
+            temperature=1.0, seed=20, ignore_eos=True, max_tokens=NUM_TOKENS, choice=number
+        )
+        assert text == alone(executor, prompt, options)
+    again = complete(cluster, prompt, n=4, **fields)["choices"]
+    assert [choice["token_ids"] for choice in again] == texts
+
+
+def test_choices_share_the_prompt(executor: TorchExecutor) -> None:
+    """A prompt that fills a step is computed once; the others find it in the prefix cache."""
+    prompt = [30 + number % 200 for number in range(130)]
+    engine = engine_of(executor, max_ubatch_tokens=128)
+    for choice in range(4):
+        options = Options(temperature=1.0, seed=1, choice=choice, max_tokens=4, ignore_eos=True)
+        engine.add(Request(choice, prompt, options))
+    started: list[Started] = []
+    while engine.has_work():
+        started += [output for output in engine.step() if isinstance(output, Started)]
+    assert [output.cached_tokens for output in started] == [0, 128, 128, 128]
+
+
+def test_choices_come_from_the_cache_the_second_time(cluster: Cluster) -> None:
+    prompt = prompt_of(cluster, "The bear and the bird went to the big green tree. " * 8)
+    body = {"n": 3, "seed": 5, "temperature": 1.0, "max_tokens": 4}
+    first = complete(cluster, prompt, **body)["usage"]
+    second = complete(cluster, prompt, **body)["usage"]
+    assert first["prompt_tokens"] == second["prompt_tokens"] == len(prompt)
+    assert second["prompt_tokens_details"]["cached_tokens"] >= (len(prompt) - 1) // 16 * 16
+
+
+# Each option, end to end.
+
+
+def test_min_tokens_stop_ids_and_bias(cluster: Cluster) -> None:
+    prompt = prompt_of(cluster)
+    greedy = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    [plain] = complete(cluster, prompt, **greedy)["choices"]
+    text = plain["token_ids"]
+    stop = text[6]
+    first = text.index(stop)
+    [stopped] = complete(cluster, prompt, stop_token_ids=[stop], **greedy)["choices"]
+    assert (stopped["token_ids"], stopped["finish_reason"]) == (text[:first], "stop")
+    held = complete(cluster, prompt, stop_token_ids=[stop], min_tokens=10, **greedy)
+    [choice] = held["choices"]
+    assert stop not in choice["token_ids"][:10]
+    assert len(choice["token_ids"]) >= 10
+    [banned] = complete(cluster, prompt, logit_bias={stop: -100}, **greedy)["choices"]
+    assert stop not in banned["token_ids"]
+    assert banned["token_ids"][:first] == text[:first]
+    [forced] = complete(cluster, prompt, logit_bias={stop: 100}, **greedy)["choices"]
+    assert forced["token_ids"] == [stop] * 24
+
+
+def test_min_p_and_top_k_of_one_are_greedy(cluster: Cluster) -> None:
+    prompt = prompt_of(cluster)
+    [greedy] = complete(cluster, prompt, temperature=0, max_tokens=16)["choices"]
+    for fields in ({"min_p": 1.0}, {"top_k": 1}, {"top_p": 1e-9}):
+        [same] = complete(cluster, prompt, temperature=1.5, max_tokens=16, **fields)["choices"]
+        assert same["token_ids"] == greedy["token_ids"]
+
+
+def test_penalties_against_repetition(cluster: Cluster) -> None:
+    prompt = prompt_of(cluster)
+    greedy = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    [plain] = complete(cluster, prompt, **greedy)["choices"]
+    for fields in ({"frequency_penalty": 2, "presence_penalty": 2}, {"repetition_penalty": 1.5}):
+        [varied] = complete(cluster, prompt, **greedy, **fields)["choices"]
+        assert len(set(varied["token_ids"])) > len(set(plain["token_ids"]))
+    [never] = complete(cluster, prompt, repetition_penalty=100, **greedy)["choices"]
+    assert len(set(never["token_ids"])) == 40
+    assert not set(never["token_ids"]) & set(prompt)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("logit_bias", {"99999": 1}), ("presence_penalty", 3), ("repetition_penalty", 0)],
+)
+def test_what_is_out_of_range_is_named(cluster: Cluster, field: str, value: Any) -> None:
+    body = {"model": cluster.model, "prompt": "a", field: value}
+    response = httpx.post(f"{cluster.http}/v1/completions", json=body, trust_env=False)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == field
+    assert error["message"].startswith(f"{field}: ")
+
+
+def test_prompt_logprobs_that_do_not_fit_are_refused(cluster: Cluster) -> None:
+    body = {"prompt": [40] * 8000, "echo": True, "logprobs": 20, "max_tokens": 1}
+    response = httpx.post(f"{cluster.http}/v1/completions", json=body, trust_env=False)
+    assert response.status_code == 400
+
+
+# Ends without a decode step.
+
+
+def test_ends_at_the_first_token_take_no_decode_step(pairs: Cluster) -> None:
+    prompt = prompt_of(pairs)
+    eos = min(TorchExecutor.load(locate("demo"), name="demo", device="cpu").info.eos_token_ids)
+
+    def decode_steps() -> int:
+        workers = pairs.until_idle()["workers"]
+        return sum([worker["step"] for worker in workers if worker["role"] == "decode"])
+
+    greedy = {"temperature": 0, "max_tokens": 20}
+    [plain] = complete(pairs, prompt, **greedy)["choices"]
+    first_text = complete(pairs, prompt, temperature=0, max_tokens=1)["choices"][0]["text"]
+    assert first_text.strip()
+    steps = decode_steps()
+    for fields, reason in [
+        ({"logit_bias": {eos: 100}}, "stop"),
+        ({"stop_token_ids": plain["token_ids"][:1]}, "stop"),
+        ({"stop": first_text}, "stop"),
+        ({"stop": first_text.strip()[:1]}, "stop"),
+        ({"max_tokens": 1}, "length"),
+        ({"echo": True, "max_tokens": 0}, "length"),
+    ]:
+        [choice] = complete(pairs, prompt, **greedy | fields)["choices"]
+        assert choice["finish_reason"] == reason, fields
+    # Two tokens are one decode step: and it is the only one that anybody counted.
+    complete(pairs, prompt, **greedy | {"max_tokens": 2, "ignore_eos": True})
+    until(lambda: decode_steps() > steps, "the step is counted")
+    assert decode_steps() == steps + 1
+
+
+# Echo with logprobs, as evaluators ask for it.
+
+
+def evaluate(choice: dict[str, Any], context_len: int) -> tuple[float, bool]:
+    """What lm-eval makes of a choice of local-completions: a sum, and whether it is greedy."""
+    logprobs = choice["logprobs"]
+    chosen = logprobs["token_logprobs"][context_len:-1]
+    tops = logprobs["top_logprobs"][context_len:-1]
+    is_greedy = all(value == max(top.values()) for value, top in zip(chosen, tops, strict=True))
+    return sum(chosen), is_greedy
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own deprecations are not our subject
+@pytest.mark.timeout(120)
+def test_an_evaluation_gets_what_transformers_says(cluster: Cluster) -> None:
+    from transformers import AutoModelForCausalLM
+
+    prompts = [
+        prompt_of(cluster),
+        prompt_of(cluster, "Tom had a red ball. He gave it to Ben."),
+        [9],
+    ]
+    body = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
+    answer = complete(cluster, prompts, **body)
+    model = AutoModelForCausalLM.from_pretrained(locate("demo"), dtype=torch.float32)
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt])).logits[0]
+        scores = logits.log_softmax(-1)
+        logprobs = choice["logprobs"]
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        assert len(logprobs["tokens"]) == len(prompt) + 1
+        expected = [float(scores[i, token_id]) for i, token_id in enumerate(prompt[1:])]
+        assert logprobs["token_logprobs"][1:-1] == pytest.approx(expected, abs=2e-3)
+        best = scores.max(-1).values.tolist()
+        assert [max(top.values()) for top in logprobs["top_logprobs"][1:]] == pytest.approx(
+            best, abs=2e-3
+        )
+        context_len = len(prompt) // 2 or 1
+        total, is_greedy = evaluate(choice, context_len)
+        assert total == pytest.approx(sum(expected[context_len - 1 :]), abs=1e-2)
+        assert is_greedy == all(
+            int(scores[i].argmax()) == prompt[i + 1]
+            for i in range(context_len - 1, len(prompt) - 1)
+        )
+
+
+def test_a_greedy_continuation_is_seen_as_greedy(cluster: Cluster) -> None:
+    prompt = prompt_of(cluster)
+    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    [plain] = complete(cluster, prompt, **greedy)["choices"]
+    whole = prompt + plain["token_ids"]
+    [choice] = complete(cluster, whole, echo=True, logprobs=1, max_tokens=1)["choices"]
+    assert evaluate(choice, len(prompt))[1]
+
+
+def test_echo_with_logprobs_in_every_shape(cluster: Cluster) -> None:
+    prompt = prompt_of(cluster)
+    base: dict[str, Any] = {"echo": True, "temperature": 0, "seed": 1}
+    [long] = complete(cluster, STORY, logprobs=5, max_tokens=6, **base)["choices"]
+    logprobs = long["logprobs"]
+    assert long["text"].startswith(STORY)
+    assert len(logprobs["tokens"]) == len(prompt) + len(long["token_ids"])
+    assert all(len(top) >= 4 for top in logprobs["top_logprobs"][1:])
+    assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+    offsets = logprobs["text_offset"]
+    assert offsets == sorted(offsets) and offsets[len(prompt)] == len(STORY)
+    for text, offset in zip(logprobs["tokens"], offsets, strict=True):
+        if text.isascii() and not text.startswith("<"):
+            assert long["text"][offset:].startswith(text)
+
+    # Nothing generated; no top; from the prefix cache or not; streamed; two choices.
+    [none] = complete(cluster, prompt, logprobs=5, max_tokens=0, **base)["choices"]
+    count = len(prompt)
+    assert (none["text"], none["finish_reason"], none["token_ids"]) == (STORY, "length", [])
+    assert len(none["logprobs"]["tokens"]) == count
+    close = pytest.approx(logprobs["token_logprobs"][1:count], abs=1e-3)
+    assert none["logprobs"]["token_logprobs"][1:] == close
+    for choice in complete(cluster, prompt, logprobs=0, max_tokens=2, n=2, **base)["choices"]:
+        assert choice["logprobs"]["token_logprobs"][1:count] == close
+        assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"][1:])
+
+
+def test_an_answer_that_is_only_eos_still_has_its_entry(cluster: Cluster) -> None:
+    """Evaluators drop the last entry: it must be the generated token's and not the prompt's."""
+    eos = min(TorchExecutor.load(locate("demo"), name="demo", device="cpu").info.eos_token_ids)
+    prompt = prompt_of(cluster)
+    body = {"echo": True, "logprobs": 1, "max_tokens": 1, "logit_bias": {eos: 100}}
+    [choice] = complete(cluster, prompt, **body)["choices"]
+    assert choice["text"] == STORY
+    assert len(choice["logprobs"]["tokens"]) == len(prompt) + 1
+
+
+def test_streamed_echo(cluster: Cluster) -> None:
+    body = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    [whole] = complete(cluster, STORY, **body)["choices"]
+    request = {"model": cluster.model, "prompt": STORY, "stream": True, **body}
+    response = httpx.post(f"{cluster.http}/v1/completions", json=request, trust_env=False)
+    lines = [line for line in response.text.split("\n\n") if line.startswith("data: {")]
+    chunks = [httpx.Response(200, text=line[6:]).json()["choices"][0] for line in lines]
+    assert "".join([chunk["text"] for chunk in chunks]) == whole["text"]
+    tokens = [token for chunk in chunks for token in chunk["logprobs"]["tokens"]]
+    offsets = [offset for chunk in chunks for offset in chunk["logprobs"]["text_offset"]]
+    assert tokens == whole["logprobs"]["tokens"]
+    assert offsets == whole["logprobs"]["text_offset"]
+
+
+def test_prompt_logprobs_are_the_same_whatever_the_chunks(executor: TorchExecutor) -> None:
+    """Chunked, after a prefix hit, or in a crowd: each position is scored once, and alike."""
+    prompt = [40 + number * 7 % 300 for number in range(75)]
+    options = Options(prompt_logprobs=3, max_tokens=2, ignore_eos=True)
+    answers = []
+    for budget in (20, 512):
+        engine = engine_of(executor, max_ubatch_tokens=budget)
+        engine.add(Request(9, prompt, Options(max_tokens=1, ignore_eos=True)))
+        texts_of(engine)
+        engine.add(Request(1, prompt, options))
+        engine.add(Request(2, prompt[:50], Options(max_tokens=9, ignore_eos=True)))
+        outputs = []
+        while engine.has_work():
+            outputs += [output for output in engine.step() if isinstance(output, Token)]
+        first, second = [output for output in outputs if output.request_id == 1]
+        assert second.prompt_logprobs is None
+        assert first.prompt_logprobs is not None
+        answers.append(unpack_prompt_logprobs(first.prompt_logprobs))
+    for answer in answers:
+        assert len(answer) == len(prompt) - 1
+        for row, other in zip(answer, answers[0], strict=True):
+            assert math.isclose(row.logprob, other.logprob, abs_tol=1e-3)
+            assert [token_id for token_id, _ in row.top] == [token_id for token_id, _ in other.top]

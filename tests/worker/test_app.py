@@ -1,0 +1,213 @@
+"""The life of a worker process: it joins, beats, drains, breaks, and says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.worker.scripted import (
+    PATIENCE_S,
+    GatedExecutor,
+    Process,
+    ScriptedRouter,
+    pair,
+    running,
+    scripted_router,
+)
+from wire.errors import ErrorCode
+from wire.frames import Cancel, Error, Role, Tag
+from wire.options import Options
+from wire.payloads import decode_prefill_result
+from worker.app import EXIT_CONFIG, EXIT_CRASHED
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = list(range(100))
+OPTIONS = Options(max_tokens=50, ignore_eos=True)
+
+
+async def first_token(router: ScriptedRouter, request_id: int) -> int:
+    router.prefill(request_id, PROMPT, OPTIONS)
+    message = await router.receive(Tag.PREFILL_DONE)
+    assert message.frame.request_id == request_id  # type: ignore[attr-defined]
+    return decode_prefill_result(message.body()).token_id
+
+
+async def ended(process: Process) -> int:
+    return await asyncio.wait_for(process.task, PATIENCE_S)
+
+
+async def test_a_worker_says_who_it_is_and_how_it_is() -> None:
+    async with scripted_router() as router, running(router, "decode", rank=3, num_blocks=64):
+        detail, load = router.details[Role.DECODE], router.loads_by_role[Role.DECODE]
+        assert router.peers[Role.DECODE] == b"decode-3-%d" % router.hellos[0].epoch
+        assert router.hellos[0].rank == 3
+        assert (detail.num_blocks, detail.block_size) == (64, 16)
+        assert detail.kv_endpoint.startswith("tcp://127.0.0.1:")
+        assert (load.total, load.free, load.used) == (64, 64, 0)
+
+
+async def test_a_router_is_told_again_what_the_cache_holds_when_it_comes_back() -> None:
+    async with scripted_router() as router, running(router, "prefill"):
+        router.prefill(1, PROMPT, Options(max_tokens=1))
+        peer = router.peers[Role.PREFILL]
+        await router.until(lambda: len(router.loads[peer].stored) == 6)
+        await router.until(lambda: not router.loads[peer].stored)  # once is enough
+        router.send(Role.PREFILL, Error(0, ErrorCode.UNKNOWN_PEER))
+        await router.until(lambda: len(router.loads[peer].stored) == 6)
+
+
+async def test_a_drain_ends_when_the_work_and_the_routers_are_done() -> None:
+    async with scripted_router() as router:
+        decode = Process(router, "decode", step_delay_s=0.005)
+        async with running(router, "prefill"):
+            await router.until_joined(Role.DECODE)
+            token = await first_token(router, 1)
+            router.decode(1, [*PROMPT, token], 40, OPTIONS)
+            await router.tokens(1)
+            decode.stop.set()
+            await router.until(lambda: len(router.drains) == 1)
+            assert router.drains[0].epoch == router.hellos[0].epoch
+            await router.tokens(30)
+            assert not decode.task.done()
+            await router.tokens(5)
+            assert await ended(decode) == 0
+            await router.until(lambda: router.lost == [router.peers[Role.DECODE]])
+
+
+async def test_a_drain_waits_for_the_echo() -> None:
+    async with scripted_router() as router:
+        router.answers_drains = False
+        process = Process(router, "prefill")
+        await router.until_joined(Role.PREFILL)
+        process.stop.set()
+        await router.until(lambda: len(router.drains) == 1)
+        await router.until_free(Role.PREFILL)  # it still beats
+        assert not process.task.done()
+        router.send(Role.PREFILL, router.drains[0])
+        assert await ended(process) == 0
+
+
+async def test_a_drain_has_an_end() -> None:
+    async with scripted_router() as router:
+        router.answers_drains = False
+        process = Process(router, "prefill", drain_s=0.05)
+        await router.until_joined(Role.PREFILL)
+        process.stop.set()
+        assert await ended(process) == 0
+
+
+@pytest.mark.parametrize("code", [ErrorCode.MISMATCH, ErrorCode.FENCED])
+async def test_who_is_refused_by_every_router_ends(code: ErrorCode) -> None:
+    async with scripted_router() as one, scripted_router() as two:
+        process = Process(one, "prefill", router=(one.endpoint, two.endpoint))
+        await one.until_joined(Role.PREFILL)
+        await two.until_joined(Role.PREFILL)
+        one.send(Role.PREFILL, Error(0, code))
+        await two.until_free(Role.PREFILL)  # it goes on for the other
+        two.send(Role.PREFILL, Error(0, code))
+        assert await ended(process) == EXIT_CONFIG
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_that_breaks_ends_the_process(role: str) -> None:
+    executor = GatedExecutor(fail_at=2)
+    other = "decode" if role == "prefill" else "prefill"
+    async with scripted_router() as router, running(router, other):
+        process = Process(router, role, executor=executor, max_ubatch_tokens=40)
+        await router.until_joined(Role.PREFILL, Role.DECODE)
+        if role == "prefill":
+            router.prefill(1, PROMPT, OPTIONS)
+        else:
+            router.decode(1, [*PROMPT, await first_token(router, 1)], 40, OPTIONS)
+        assert await ended(process) == EXIT_CRASHED
+        # The router sees the loss of the worker, which ends all it had there.
+        await router.until(lambda: router.lost == [router.peers[Role[role.upper()]]])
+        await router.until_free(Role[other.upper()])
+
+
+async def test_two_routers_are_served_at_once_and_apart() -> None:
+    async with scripted_router() as one, scripted_router() as two:
+        settings = {"router": (one.endpoint, two.endpoint), "step_delay_s": 0.001}
+        async with running(one, "decode", **settings), running(one, "prefill", **settings):
+            await two.until_joined(Role.PREFILL, Role.DECODE)
+            await asyncio.gather(*(_whole_request(r, i) for i, r in enumerate((one, two), 1)))
+            await asyncio.gather(one.until_free(Role.DECODE), two.until_free(Role.PREFILL))
+            assert one.is_quiet and two.is_quiet
+
+
+async def _whole_request(router: ScriptedRouter, request_id: int) -> None:
+    router.decode(request_id, [*PROMPT, await first_token(router, request_id)], 20, OPTIONS)
+    for _ in range(20):
+        message = await router.receive(Tag.DECODE_TOKEN)
+        assert [frame.request_id for frame in message.frames] == [request_id]  # type: ignore[attr-defined]
+    await router.receive(Tag.DECODE_DONE)
+
+
+async def test_a_router_that_goes_takes_its_requests_and_no_others() -> None:
+    async with scripted_router() as one, scripted_router() as two:
+        settings = {"router": (one.endpoint, two.endpoint), "step_delay_s": 0.002}
+        async with running(one, "decode", **settings), running(one, "prefill", **settings):
+            await two.until_joined(Role.PREFILL, Role.DECODE)
+            for request_id, router in ((1, one), (2, two)):
+                token = await first_token(router, request_id)
+                router.decode(request_id, [*PROMPT, token], 1000, OPTIONS)
+                await router.tokens(2)
+            await two.until(lambda: two.beats[Role.DECODE].running == 2)
+            await one.close()
+            await two.until(lambda: two.beats[Role.DECODE].running == 1)
+            await two.tokens(5)
+            two.send(Role.DECODE, Cancel(2, ErrorCode.CANCELLED))
+            await two.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_systemd_hears_when_it_is_ready_and_how_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "40000")
+        async with pair() as router:
+            router.prefill(1, PROMPT, OPTIONS)
+            await router.receive(Tag.PREFILL_DONE)
+            heard = list[str]()
+            while not any("WATCHDOG" in line for line in heard):
+                data = await asyncio.get_running_loop().sock_recv(systemd, 1000)
+                heard.append(data.decode())
+        assert heard.count("READY=1") <= 2  # of each worker once
+        assert any(line.startswith("STATUS=0 running") for line in heard)
+
+
+def run_worker(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "worker", *args],
+        cwd=ROOT,
+        env={**os.environ, "BATON_HTTP": "127.0.0.1:1"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_what_cannot_be_loaded_is_said_in_a_line() -> None:
+    ended = run_worker("--executor", "json:loads", "--log-level", "info")
+    assert ended.returncode == EXIT_CONFIG
+    assert "the executor failed to load" in ended.stdout + ended.stderr
+    assert "is not a setting" not in ended.stderr
+
+
+def test_an_address_that_is_taken_is_said_in_a_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        ended = run_worker("--executor", "hash", "--kv-bind", endpoint)
+    assert ended.returncode == 1
+    assert endpoint in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stdout + ended.stderr

@@ -1,0 +1,61 @@
+"""A worker's settings: what they refuse, and what else may stand in the environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from router.config import Config as RouterConfig
+from wire.aio.settings import parse
+from worker.config import ROUTER_SETTINGS, Config
+
+
+def test_the_defaults_serve_the_demo_on_this_machine() -> None:
+    config = Config()
+    assert (config.role, config.rank, config.model_name) == ("decode", 0, "demo")
+    assert config.kv_bind.startswith("tcp://127.0.0.1:")
+    assert config.num_threads >= 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"kv_bind": "tcp://10.0.0.5:5600"}, "--insecure"),
+        ({"kv_bind": "tcp://*:0", "insecure": True}, "kv_advertise"),
+        ({"kv_bind": "nowhere"}, "tcp://HOST:PORT"),
+        ({"kv_advertise": "10.0.0.5:5600"}, "tcp://HOST:PORT"),
+        ({"router": ("tcp://127.0.0.1",)}, "tcp://HOST:PORT"),
+        ({"router": ("tcp://127.0.0.1:99999",)}, "tcp://HOST:PORT"),
+        ({"router": ()}, "router"),
+        ({"credit_bytes": 8 << 20, "max_kv_inflight_bytes": 4 << 20}, "max_kv_inflight_bytes"),
+        ({"role": "both"}, "role"),
+        ({"rank": 0xFFFFFFFE}, "rank"),
+        ({"lease_s": -1}, "lease_s"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        Config(**settings)
+
+
+def test_a_worker_beyond_this_machine_has_to_be_asked_for() -> None:
+    advertised = "tcp://10.0.0.5:5600"
+    config = Config(kv_bind="tcp://0.0.0.0:5600", kv_advertise=advertised, insecure=True)
+    assert config.kv_advertise == advertised
+    assert Config(kv_bind="ipc:///tmp/kv", router=("ipc:///tmp/bus", "tcp://a:1")).router[1]
+
+
+def test_the_settings_of_a_router_are_known() -> None:
+    assert set(RouterConfig.model_fields) - set(Config.model_fields) == set(ROUTER_SETTINGS)
+
+
+def test_one_file_of_variables_serves_both(capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {"BATON_HTTP": "127.0.0.1:1", "BATON_RANK": "1", "BATON_RNAK": "2"}
+    parse(Config, [], also_known=ROUTER_SETTINGS, environ=environ)
+    assert capsys.readouterr().err.count("is not a setting") == 1
+
+
+def test_every_field_has_a_description() -> None:
+    assert all(field.description for field in Config.model_fields.values())

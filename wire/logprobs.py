@@ -1,0 +1,81 @@
+"""Log-probabilities on the wire: of one generated token a map, of a whole prompt packed words.
+
+A prompt's are a fixed little-endian layout, for a map would cost twenty bytes a token more and the
+router passes them on without looking.  SPEC 4.2, 4.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from struct import Struct
+from typing import Final
+
+import msgspec
+
+from wire.errors import RemoteProtocolError
+from wire.parts import Buffer
+
+# PREFILL_DONE has to fit the 1 MiB of a frame on raw TCP, with everything else it holds.
+MAX_PROMPT_LOGPROBS_BYTES: Final = 15 << 16
+_NUM_TOP: Final = Struct("<I")
+
+
+class Logprobs(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Log-probability of one token and of the likeliest ones at its position (id, logprob)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def prompt_logprobs_problem(seq_len: int, num_top: int | None) -> str | None:
+    """Say why the logprobs of such a prompt cannot be sent, if so; `num_top` None wants none."""
+    if num_top is None or (size := (seq_len - 1) * _row(num_top).size) <= MAX_PROMPT_LOGPROBS_BYTES:
+        return None
+    return (
+        f"prompt_logprobs {num_top} of {seq_len} tokens are {size} bytes, over the limit of "
+        f"{MAX_PROMPT_LOGPROBS_BYTES}; ask for fewer, or for a shorter prompt"
+    )
+
+
+def join_prompt_logprobs(num_top: int, rows: Iterable[bytes]) -> bytes:
+    """Put packed rows, one for each prompt token but the first, behind their count of tops."""
+    return _NUM_TOP.pack(num_top) + b"".join(rows)
+
+
+def pack_logprobs(logprobs: Logprobs) -> bytes:
+    """Pack one row: ``f32 logprob`` then ``(u32 token id, f32 logprob)`` for each of the top."""
+    words = [number for pair in logprobs.top for number in pair]
+    return _row(len(logprobs.top)).pack(logprobs.logprob, *words)
+
+
+def check_prompt_logprobs(packed: Buffer) -> None:
+    """Raise RemoteProtocolError unless these are whole rows."""
+    if len(packed) < _NUM_TOP.size:
+        raise RemoteProtocolError(f"prompt_logprobs has {len(packed)} bytes, not >= 4")
+    (num_top,) = _NUM_TOP.unpack_from(packed)
+    # Compared before it is multiplied into a struct: the peer chose the number.
+    rows_bytes = len(packed) - _NUM_TOP.size
+    if rows_bytes % (4 + 8 * num_top):
+        raise RemoteProtocolError(f"prompt_logprobs: {rows_bytes} bytes are no rows of {num_top}")
+
+
+def unpack_prompt_logprobs(packed: Buffer) -> list[Logprobs]:
+    """Read the rows: of the prompt's second token, the third, and so on.
+
+    Raises:
+        RemoteProtocolError: These are no whole rows.
+    """
+    check_prompt_logprobs(packed)
+    if len(packed) == _NUM_TOP.size:
+        return []
+    (num_top,) = _NUM_TOP.unpack_from(packed)
+    rows = _row(num_top).iter_unpack(memoryview(packed)[_NUM_TOP.size :])
+    return [
+        Logprobs(logprob=row[0], top=tuple(zip(row[1::2], row[2::2], strict=True))) for row in rows
+    ]
+
+
+def _row(num_top: int) -> Struct:
+    return Struct("<f" + "If" * num_top)

@@ -1,0 +1,50 @@
+"""Which tokens a sequence has, and how often it generated each: what penalties are made of.
+
+Kept up to date token by token, so a step costs what it added and not the whole sequence.  A pure
+function of the tokens and the prompt's length: a hand-over or a preemption changes nothing.  NumPy
+only; the arithmetic of penalties is `worker.penalties`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Occurrences:
+    """The distinct tokens of prompt and answer with their number in the answer."""
+
+    __slots__ = ("_counts", "_ids", "_num_seen", "_slots")
+
+    def __init__(self, token_ids: Sequence[int], prompt_len: int) -> None:
+        prompt = dict.fromkeys(token_ids[:prompt_len])
+        self._slots = {token_id: slot for slot, token_id in enumerate(prompt)}
+        capacity = 2 * len(prompt) + 16
+        self._ids = np.zeros(capacity, np.int64)
+        self._ids[: len(prompt)] = list(prompt)
+        self._counts = np.zeros(capacity, np.int64)
+        self._num_seen = prompt_len
+        self.update(token_ids)
+
+    def update(self, token_ids: Sequence[int]) -> None:
+        """Count what was generated since; `token_ids` are all of the sequence's tokens."""
+        for token_id in token_ids[self._num_seen :]:
+            slot = self._slots.setdefault(token_id, len(self._slots))
+            if slot == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[slot] = token_id
+            self._counts[slot] += 1
+        self._num_seen = len(token_ids)
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """[U] distinct tokens, in the order in which they first came."""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """[U] how often the answer has each."""
+        return self._counts[: len(self._slots)]
