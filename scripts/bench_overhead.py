@@ -34,7 +34,8 @@ class NullExecutor:
 
     def __init__(self) -> None:
         self.info = ModelInfo("null", "null", 32_000, 1 << 20, frozenset({2}), LAYOUT)
-        self.capabilities = Capabilities(memory=MemoryRequirements(0, 0, LAYOUT.token_bytes))
+        memory = MemoryRequirements(0, 0, LAYOUT.token_bytes)
+        self.capabilities = Capabilities(memory=memory, speculative=True)
         self.elapsed_s = 0.0
         drawn = np.random.default_rng(0).integers(3, 32_000, 4096).tolist()
         self._drawn = [SampledToken(token_id) for token_id in drawn]

@@ -54,17 +54,14 @@ class Engine:
         speculate: str | Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        limits = executor.capabilities
-        max_sbatch_sequences = limits.at_most(max_sbatch_sequences)
-        dynamic_batching = dynamic_batching and limits.continuous_batching
         self.info = executor.info
         self.cache = executor.allocate(num_blocks, block_size)
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=enable_prefix_cache)
         self.config = BatchConfig(
             max_ubatch_tokens=max_ubatch_tokens,
-            max_sbatch_sequences=max_sbatch_sequences,
+            max_sbatch_sequences=executor.capabilities.at_most(max_sbatch_sequences),
             prefer_pure_decode=prefer_pure_decode,
-            dynamic_batching=dynamic_batching,
+            dynamic_batching=dynamic_batching and executor.capabilities.continuous_batching,
             ageing_s=ageing_s,
         )
         self.swap = SwapSpace(self.cache, swap_bytes, clock)
@@ -73,7 +70,8 @@ class Engine:
         self.announce: Callable[[list[Output]], None] | None = None
         self._executor = executor
         self._scorer = executor if isinstance(executor, Scorer) else None
-        self._speculation = Speculation(speculate, self.info)
+        can_speculate = executor.capabilities.speculative
+        self._speculation = Speculation(speculate if can_speculate else None, self.info)
         self._clock = clock
         self._arrivals = count()
         self._sequences: dict[int, Sequence] = {}

@@ -30,12 +30,14 @@ class TokenOutput:
     """One token of the text, its end, or both.
 
     `token_id` is None where a request ends without one more: a stop token is no part of the text.
-    `error` says why when `finish_reason` is "cancelled" or "error".
+    `prompt_logprobs` come with the first, if asked for, packed as in `wire.logprobs`.  `error` says
+    why when `finish_reason` is "cancelled" or "error".
     """
 
     request_id: int
     token_id: int | None = None
     logprobs: Logprobs | None = None
+    prompt_logprobs: bytes | None = None
     finish_reason: FinishReason | None = None
     error: WireError | None = None
 
@@ -120,8 +122,15 @@ class Ledger:
     def on_token(self, token: Token) -> TokenOutput | None:
         """Pass a token on; the one that ends the text ends the request."""
         token_id = None if token.finish_reason == "stop" else token.token_id
-        output = TokenOutput(token.request_id, token_id, token.logprobs, token.finish_reason)
-        return self._tell(output)
+        return self._tell(
+            TokenOutput(
+                request_id=token.request_id,
+                token_id=token_id,
+                logprobs=token.logprobs,
+                prompt_logprobs=token.prompt_logprobs,
+                finish_reason=token.finish_reason,
+            )
+        )
 
     def end(
         self, request_id: int, finish_reason: FinishReason, error: WireError

@@ -134,6 +134,13 @@ def test_what_is_no_prompt_is_never_submitted() -> None:
     assert serving.metrics().submitted == 0
 
 
+def test_logprobs_of_the_prompt_come_with_the_first_token() -> None:
+    serving = stepped()
+    serving.submit(PROMPT, Options(max_tokens=2, prompt_logprobs=1))
+    first, second = serving.run_iteration(), serving.run_iteration()
+    assert [bool(output.prompt_logprobs) for output in first + second] == [True, False]
+
+
 def test_cancelled_between_two_iterations() -> None:
     serving = stepped()
     heard: list[TokenOutput] = []

@@ -127,7 +127,8 @@ class HashExecutor:
 
     def __init__(self, info: ModelInfo, *, step_delay_s: float = 0.0) -> None:
         self.info = info
-        self.capabilities = Capabilities(memory=MemoryRequirements(0, 0, LAYOUT.token_bytes))
+        memory = MemoryRequirements(0, 0, LAYOUT.token_bytes)
+        self.capabilities = Capabilities(memory=memory, speculative=True)
         self._step_delay_s = step_delay_s
         self._cache: HashKVCache | None = None
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from worker.batch import Batch, BatchType
-from worker.executor.contract import Executor, KVCache, SampledToken
+from worker.executor.contract import Executor, KVCache, SampledToken, Scorer
 from worker.executor.direct import Direct
 from worker.executor.metrics import Metrics, Stopwatch
 
@@ -142,9 +142,21 @@ class MeasuredExecutor:
         self._state, self._batch_sequences = State.READY, 0
 
 
+class MeasuredScorer(MeasuredExecutor):
+    """The same around an executor that is a `worker.executor.contract.Scorer` too."""
+
+    def __init__(self, executor: Executor, scorer: Scorer) -> None:
+        super().__init__(executor)
+        self.score = scorer.score
+
+
 def measured(executor: Executor) -> MeasuredExecutor:
     """Return the executor with measurements around it; one that has them is returned as it is."""
-    return executor if isinstance(executor, MeasuredExecutor) else MeasuredExecutor(executor)
+    if isinstance(executor, MeasuredExecutor):
+        return executor
+    if isinstance(executor, Scorer):
+        return MeasuredScorer(executor, executor)
+    return MeasuredExecutor(executor)
 
 
 def _peak_bytes() -> int:

@@ -2,10 +2,11 @@
 
 import pytest
 
+from tests import example_model
 from wire.options import Options
 from worker.batch import Batch
 from worker.engine import Engine
-from worker.executor.contract import Executor
+from worker.executor.contract import Executor, Scorer
 from worker.executor.direct import Direct
 from worker.executor.hash import HashExecutor, create, oracle
 from worker.executor.measured import MeasuredExecutor, State, measured
@@ -64,6 +65,11 @@ def test_it_is_the_same_executor() -> None:
     while engine.has_work():
         tokens += [output.token_id for output in engine.step() if isinstance(output, Token)]
     assert tokens == oracle([5, 6, 7], 9, GREEDY)
+
+
+def test_it_scores_prompts_exactly_if_the_executor_does() -> None:
+    assert isinstance(measured(create()), Scorer)
+    assert not isinstance(measured(example_model.create()), Scorer)  # type: ignore[arg-type]
 
 
 def test_the_states_of_a_life() -> None:
