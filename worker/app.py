@@ -59,6 +59,9 @@ class Worker:
             max_ubatch_tokens=config.max_ubatch_tokens,
             max_sbatch_sequences=config.max_sbatch_sequences,
             enable_prefix_cache=config.prefix_cache,
+            ageing_s=config.ageing_s,
+            swap_bytes=config.swap_bytes,
+            speculate=config.speculate or None,
         )
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(self._engine, self._deliver, self._crash)

@@ -70,6 +70,17 @@ class Config(Settings):
     prefix_cache: bool = Field(
         default=True, description="keep the KV of ended requests for shared prefixes"
     )
+    ageing_s: float = Field(
+        default=1.0, ge=0, le=3600, description="seconds of waiting that outweigh one priority step"
+    )
+    swap_bytes: int = Field(
+        default=0, ge=0, description="host memory for the KV of preempted requests; 0: recompute"
+    )
+    speculate: str = Field(
+        default="",
+        pattern=r"^(ngram:[1-9][0-9]?)?$",
+        description="ngram:K guesses up to K tokens a step from the text so far; empty: off",
+    )
     kv_bind: str = Field(
         default="tcp://127.0.0.1:0", description="where a decode worker takes KV in"
     )
