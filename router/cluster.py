@@ -19,22 +19,26 @@ class Counts(Protocol):
     def num_waiting(self) -> int: ...
 
 
-def cluster(fleet: Fleet, inflight: Counts) -> dict[str, Any]:
-    """Return every worker, prefill first, and the router's own requests."""
+def cluster(fleet: Fleet, inflight: Counts, now: float) -> dict[str, Any]:
+    """Return every worker, prefill first, and the router's own requests.
+
+    What is said of a worker is from its last heartbeat, `last_seen_s` seconds before `now`.
+    """
     workers = sorted(fleet, key=lambda worker: (worker.role, worker.rank))
     return {
-        "workers": [_worker(worker) for worker in workers],
+        "workers": [_worker(worker, now) for worker in workers],
         "router": {"running": inflight.num_running, "waiting": inflight.num_waiting},
     }
 
 
-def _worker(worker: Worker) -> dict[str, Any]:
+def _worker(worker: Worker, now: float) -> dict[str, Any]:
     load = worker.load or Load(total=0, used=0, cached=0, free=0)
     return {
         "role": worker.role.name.lower(),
         "rank": worker.rank,
         "epoch": worker.epoch,
         "state": worker.state.value,
+        "last_seen_s": round(now - worker.last_seen, 3),
         "running": worker.running,
         "waiting": worker.waiting,
         "step": worker.step,

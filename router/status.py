@@ -48,7 +48,7 @@ class Status:
 
     async def cluster(self, call: Call) -> None:
         """GET /v1/cluster."""
-        await call.reply(cluster(self._fleet, self._counts))
+        await call.reply(cluster(self._fleet, self._counts, time.monotonic()))
 
     async def metrics(self, call: Call) -> None:
         """GET /metrics."""

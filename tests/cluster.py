@@ -129,10 +129,16 @@ class Cluster:
         return None
 
     def until_idle(self, timeout_s: float = 15.0) -> dict[str, Any]:
-        """Wait until nothing runs, waits, is held or is in flight anywhere; return the status."""
+        """Wait until nothing runs, waits, is held or is in flight anywhere; return the status.
+
+        Only heartbeats that were sent after the call count.
+        """
+        start = time.monotonic()
 
         def idle_status() -> dict[str, Any] | None:
             status = self.status()
+            if any(start > time.monotonic() - row["last_seen_s"] for row in status["workers"]):
+                return None
             busy = [status["router"]["running"], status["router"]["waiting"]]
             for worker in status["workers"]:
                 busy += [worker["running"], worker["waiting"], worker["kv_inflight_bytes"]]

@@ -13,7 +13,7 @@ def test_every_worker_and_the_routers_own_requests() -> None:
     router.join(Role.PREFILL, rank=1)
     router.beat(decode, load(64, used=3, cached=10, kv_inflight_bytes=5))
     router.submit()
-    body = cluster(router.fleet, router.inflight)
+    body = cluster(router.fleet, router.inflight, now=router.now + 2)
     names = [(worker["role"], worker["rank"]) for worker in body["workers"]]
     assert names == [("prefill", 0), ("prefill", 1), ("decode", 0)]
     assert body["workers"][2] == {
@@ -21,6 +21,7 @@ def test_every_worker_and_the_routers_own_requests() -> None:
         "rank": 0,
         "epoch": 1,
         "state": "ready",
+        "last_seen_s": 2.0,
         "running": 0,
         "waiting": 0,
         "step": 1,
@@ -34,7 +35,7 @@ def test_a_lost_worker_holds_nothing() -> None:
     router = Router()
     prefill, _ = router.pair()
     router.bus.on_lost(prefill)
-    worker = cluster(router.fleet, router.inflight)["workers"][0]
+    worker = cluster(router.fleet, router.inflight, now=router.now + 2)["workers"][0]
     assert worker["state"] == "lost"
     assert worker["blocks"] == {"total": 0, "used": 0, "cached": 0, "free": 0}
 

@@ -22,7 +22,7 @@ OPTIONS = Options(ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def slow_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    args = ("--worker-args", "--hash-step-ms 10 --max-ubatch-tokens 64", "--heartbeat-ms", "50")
+    args = ("--worker-args", "--hash-step-ms 10 --max-ubatch-tokens 64")
     directory = tmp_path_factory.mktemp("slow")
     with Cluster(directory, local="1,1", executor="hash", args=args) as cluster:
         yield cluster

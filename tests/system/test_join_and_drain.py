@@ -11,7 +11,7 @@ import httpx
 from tests.cluster import Cluster, hash_oracle, until
 from wire.options import Options
 
-NUM_TOKENS = 200  # a second at 5 ms a step: long enough to be stopped in the middle
+NUM_TOKENS = 150  # three seconds at 20 ms a step: long enough to be stopped in the middle
 
 
 async def complete(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
@@ -22,9 +22,9 @@ async def complete(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
 
 
 async def test_a_worker_joins_gets_work_and_drains_on_sigterm(tmp_path: Path) -> None:
-    args = ("--worker-args", "--hash-step-ms 5", "--heartbeat-ms", "50")
+    args = ("--worker-args", "--hash-step-ms 20")
     with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
-        joined = cluster.worker("decode", 3, "--hash-step-ms", "5")
+        joined = cluster.worker("decode", 3, "--hash-step-ms", "20")
         prompts = [[prompt, 7, 9] * 20 for prompt in range(40)]
         async with httpx.AsyncClient(
             base_url=cluster.http, timeout=60, limits=httpx.Limits(max_connections=40)

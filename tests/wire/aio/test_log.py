@@ -51,11 +51,11 @@ def test_a_line_for_machines_is_json_with_what_is_bound() -> None:
 def test_the_standard_library_ends_in_the_same_place() -> None:
     def write() -> None:
         with structlog.contextvars.bound_contextvars(request=7):
-            logging.getLogger("uvicorn.error").warning("port %d is busy", 80)
+            logging.getLogger("some.library").warning("port %d is busy", 80)
 
     event = json.loads(logged(write)[0])
     assert (event["event"], event["level"]) == ("port 80 is busy", "warning")
-    assert (event["logger"], event["request"]) == ("uvicorn.error", 7)
+    assert (event["logger"], event["request"]) == ("some.library", 7)
 
 
 def test_a_line_for_people_is_text() -> None:
