@@ -19,7 +19,7 @@ from wire.options import Options
 from worker.executor.hash import create, oracle
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S = 120.0  # the first start of a checkout compiles kernels
+START_S = 60.0
 
 
 def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
