@@ -19,7 +19,7 @@ from wire.options import Options
 from worker.executor.hash import create, oracle
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S = 60.0
+START_S = 120.0  # four workers import torch at once, on two cores
 
 
 def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
@@ -77,6 +77,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._client.close()
         for process in reversed(self._processes):
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -87,7 +88,6 @@ class Cluster:
                 process.kill()
                 process.wait()
                 raise
-        self._client.close()
 
     @property
     def http(self) -> str:
