@@ -29,9 +29,9 @@ _MIN_PANEL_ROWS = 12
 _GROUP = 6
 _UNIT_WORDS = 4
 
-_float32_product = panel_product("float32", (1,) * _GROUP)
-_bfloat16_product = panel_product("bfloat16", (1,) * _GROUP)
-_float16_product = panel_product("float16", (1,) * _GROUP)
+_float32_product = panel_product("float32", _GROUP)
+_bfloat16_product = panel_product("bfloat16", _GROUP)
+_float16_product = panel_product("float16", _GROUP)
 _float32_dots = row_dots("float32", _GROUP)
 _bfloat16_dots = row_dots("bfloat16", _GROUP)
 _float16_dots = row_dots("float16", _GROUP)

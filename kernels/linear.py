@@ -4,7 +4,8 @@ Strategy: W is packed into panels of 16 output columns, one element of each for 
 (`[N / 16, K, 16]`), so that a panel is read front to back while six rows of x meet it in registers.
 A panel stays in the first cache over all rows: memory moves each weight once a call.  x and y are
 float32 and so is every product: a bfloat16 weight is widened exactly, on the way to the register.
-Nothing here rounds to 16 bits, so the result is that of float32 weights at half the bytes.
+Nothing here rounds to 16 bits, so the result is that of float32 weights at half the bytes.  A row's
+sums are taken in one order: who shares the batch changes no bit of it.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ from kernels.scalars import fetch_add
 from kernels.simd import PANEL, panel_product
 from kernels.team import compiled, inner, run
 
-# Partial sums for one row, two...: about eight chains hide the latency of a fused product.
-UNROLLS = (4, 2, 2, 1, 1, 1)
+# Rows whose sums fit the registers beside a panel's two vectors.
+MAX_ROWS = 6
 # Fewer multiplications than this are done before another thread would have woken up.
 _ALONE = 1 << 16
 _BLOCK_BYTES = 1 << 18
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_MAX_ROWS = len(UNROLLS)
 
-_float32_product = panel_product("float32", UNROLLS)
-_bfloat16_product = panel_product("bfloat16", UNROLLS)
-_float16_product = panel_product("float16", UNROLLS)
+_float32_product = panel_product("float32", MAX_ROWS)
+_bfloat16_product = panel_product("bfloat16", MAX_ROWS)
+_float16_product = panel_product("float16", MAX_ROWS)
 
 
 class PackedWeight:
@@ -53,8 +53,7 @@ class PackedWeight:
     @staticmethod
     def fits(weight: torch.Tensor) -> bool:
         """Whether a matrix can be packed."""
-        columns = weight.shape[1]
-        return columns > 0 and columns % max(UNROLLS) == 0 and weight.dtype in _ELEMENTS
+        return weight.shape[1] > 0 and weight.dtype in _ELEMENTS
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return rows of the matrix, [len(indices), K]; what an embedding looks up."""
@@ -111,7 +110,7 @@ def _multiply_panels(words):  # type: ignore[no-untyped-def]
     w_stride = PANEL * (4 if element == 0 else 2)
     x_stride = depth * 4
     # Rows of x that stay in the second cache while a piece's panels pass by.
-    block = max(_MAX_ROWS, _BLOCK_BYTES // x_stride // _MAX_ROWS * _MAX_ROWS)
+    block = max(MAX_ROWS, _BLOCK_BYTES // x_stride // MAX_ROWS * MAX_ROWS)
     while True:
         first = fetch_add(words[0], step)
         if first >= num_panels:
@@ -132,7 +131,7 @@ def _multiply_rows(  # type: ignore[no-untyped-def]
     element, w, w_stride, x, x_stride, y, y_stride, depth, begin, end, is_added
 ):
     """Multiply rows [begin, end) of x with one panel."""
-    for row in range(begin, end, _MAX_ROWS):
+    for row in range(begin, end, MAX_ROWS):
         left, at, to = end - row, x + row * x_stride, y + row * y_stride
         if element == 1:
             _bfloat16_product(w, w_stride, at, x_stride, to, y_stride, depth, left, is_added)

@@ -7,7 +7,6 @@ LLVM splits or joins them for the host.  Addresses need the alignment of their e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -31,13 +30,13 @@ _STORED = {
 }
 
 
-def panel_product(element: str, unrolls: Sequence[int]) -> Any:
+def panel_product(element: str, max_rows: int) -> Any:
     """Return y[r, :PANEL] = sum over k of x[r, k] w[k, :PANEL], plus what y was.
 
     The intrinsic takes (w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added): strides are
     bytes from k to k + 1 in w and from row to row in x and y; x and y are float32.  It computes
-    the first min(rows, len(unrolls)) rows; `unrolls[r - 1]` is the number of separate partial sums
-    for r rows, which hide the latency of few, and depth a positive multiple of all of them.
+    the first min(rows, max_rows) rows, depth is positive.  Every row is summed in the order of k,
+    however many there are: a row alone is the same bits as that row among others.
     """
 
     @intrinsic
@@ -46,13 +45,13 @@ def panel_product(element: str, unrolls: Sequence[int]) -> Any:
             *operands, rows, is_added = args
             is_added = b.icmp_signed("!=", is_added, _i64(0))
             end = b.append_basic_block("end")
-            blocks = [b.append_basic_block(f"rows{index + 1}") for index in range(len(unrolls))]
+            blocks = [b.append_basic_block(f"rows{index + 1}") for index in range(max_rows)]
             cases = b.switch(rows, blocks[-1])
             for index, block in enumerate(blocks):
                 if block is not blocks[-1]:
                     cases.add_case(_i64(index + 1), block)
                 b.position_at_end(block)
-                _product(b, element, index + 1, unrolls[index], operands, is_added)
+                _product(b, element, index + 1, operands, is_added)
                 b.branch(end)
             b.position_at_end(end)
             return context.get_dummy_value()
@@ -62,34 +61,24 @@ def panel_product(element: str, unrolls: Sequence[int]) -> Any:
     return product
 
 
-def _product(
-    b: ir.IRBuilder, element: str, num_rows: int, unroll: int, operands: Any, is_added: Any
-) -> None:
+def _product(b: ir.IRBuilder, element: str, num_rows: int, operands: Any, is_added: Any) -> None:
     """Write the loop of `panel_product` for one number of rows."""
     w, w_stride, x, x_stride, y, y_stride, depth = operands
     cells = [(r, c) for r in range(num_rows) for c in range(PANEL // WIDTH)]
     x_rows = [b.add(x, b.mul(x_stride, _i64(r))) for r in range(num_rows)]
     y_rows = [b.add(y, b.mul(y_stride, _i64(r))) for r in range(num_rows)]
-    sums = [b.select(is_added, _load(b, y_rows[r], c), _zero()) for r, c in cells]
-    sums += [_zero()] * (len(cells) * (unroll - 1))
-    loop = _Loop(b, depth, unroll)
-    sums = [loop.carry(start) for start in sums]
-    totals = []
-    for part in range(unroll):
-        k = b.add(loop.index, _i64(part))
-        at = b.add(w, b.mul(k, w_stride))
-        weights = [_load(b, at, c, element) for c in range(PANEL // WIDTH)]
-        offset = b.mul(k, _i64(4))
-        values = [_broadcast(b, b.add(row, offset)) for row in x_rows]
-        totals += [
-            _fma(b, weights[c], values[r], sums[part * len(cells) + index])
-            for index, (r, c) in enumerate(cells)
-        ]
+    starts = [b.select(is_added, _load(b, y_rows[r], c), _zero()) for r, c in cells]
+    loop = _Loop(b, depth, 1)
+    sums = [loop.carry(start) for start in starts]
+    at = b.add(w, b.mul(loop.index, w_stride))
+    weights = [_load(b, at, c, element) for c in range(PANEL // WIDTH)]
+    offset = b.mul(loop.index, _i64(4))
+    values = [_broadcast(b, b.add(row, offset)) for row in x_rows]
+    totals = [
+        _fma(b, weights[c], values[r], total) for (r, c), total in zip(cells, sums, strict=True)
+    ]
     loop.end(totals)
-    for index, (r, c) in enumerate(cells):
-        total = totals[index]
-        for other in totals[index + len(cells) :: len(cells)]:
-            total = b.fadd(total, other)
+    for (r, c), total in zip(cells, totals, strict=True):
         _store(b, total, y_rows[r], c)
 
 

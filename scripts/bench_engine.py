@@ -39,8 +39,8 @@ from wire.options import Options
 from worker.batch import Batch
 from worker.engine import Engine
 from worker.executor.torch import TorchExecutor
+from worker.outputs import Token
 from worker.sequence import Sequence as Text
-from worker.sequence import Token
 
 CONTEXT = 32  # prompt tokens of each stream
 BLOCK_SIZE = 16
@@ -51,7 +51,8 @@ class Timed:
     """An executor that adds up the seconds it was busy; what is left of a step is the engine's."""
 
     def __init__(self, executor: TorchExecutor) -> None:
-        self.info, self.allocate = executor.info, executor.allocate
+        self.info, self.capabilities = executor.info, executor.capabilities
+        self.allocate, self.score = executor.allocate, executor.score
         self.seconds = 0.0
         self._executor = executor
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -46,6 +48,20 @@ def test_the_number_of_threads_changes_nothing(num_threads: int) -> None:
     finally:
         torch.set_num_threads(usual)
     assert torch.equal(got, want)
+
+
+def test_no_bit_of_a_sequence_depends_on_its_batch_mates() -> None:
+    it = scene([(64, 30), (33, 1), (12, 12), (70, 1)])
+    together = cpu.paged_attention(it.query, it.pool, 0, it.batch, 0.25, None)
+    for sequence, (begin, end) in enumerate(pairwise(it.batch.query_starts.tolist())):
+        alone = kernels.PagedBatch(
+            slots=it.batch.slots[begin:end],
+            query_starts=torch.tensor([0, end - begin], dtype=torch.int32),
+            context_lens=it.batch.context_lens[sequence : sequence + 1],
+            block_tables=it.batch.block_tables[sequence : sequence + 1],
+        )
+        got = cpu.paged_attention(it.query[begin:end], it.pool, 0, alone, 0.25, None)
+        assert torch.equal(got, together[begin:end])
 
 
 def test_an_empty_batch() -> None:

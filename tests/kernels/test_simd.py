@@ -14,7 +14,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @pytest.mark.parametrize("element", list(DTYPES))
 def test_a_panel_product(element: str) -> None:
-    product = simd.panel_product(element, (2, 1, 1))
+    product = simd.panel_product(element, 3)
 
     @njit
     def call(*arguments):  # type: ignore[no-untyped-def]
