@@ -40,6 +40,7 @@ from wire.payloads import (
     decode_map,
     encode_map,
 )
+from worker.surroundings import Connect, Connection
 
 log = structlog.get_logger("worker")
 
@@ -108,6 +109,7 @@ class RouterLink:
     detail: HelloDetail
     requests: Requests
     on_state: Callable[[RouterLink], None]
+    connect: Connect = Link
     state: LinkState = LinkState.JOINING
     epoch: int = 0
     heartbeat_s: float = 1.0
@@ -118,12 +120,12 @@ class RouterLink:
     _silent_s: float = 0.0
     _hello_due_s: float = 0.0
     _is_stuck: bool = False
-    _link: Link = field(init=False)
+    _link: Connection = field(init=False)
 
     def open(self) -> None:
         """Connect; HELLO goes out as soon as the router is there.  Raises OSError."""
         self._silent_s, self._is_stuck = 0.0, False
-        self._link = Link(
+        self._link = self.connect(
             self.identity.name,
             self.endpoint,
             self._on_message,
