@@ -46,8 +46,14 @@ log = structlog.get_logger("worker")
 
 FATAL_CODES: Final = frozenset({ErrorCode.MISMATCH, ErrorCode.FENCED, ErrorCode.UNAUTHORIZED})
 # What two workers call each other's fault is not the client's.
+# CANCELLED: the other one has lost the router that asked for it, which knows nothing of it yet.
 BETWEEN_WORKERS: Final = frozenset(
-    {ErrorCode.PROTOCOL, ErrorCode.UNKNOWN_REQUEST, ErrorCode.UNKNOWN_PEER}
+    {
+        ErrorCode.PROTOCOL,
+        ErrorCode.UNKNOWN_REQUEST,
+        ErrorCode.UNKNOWN_PEER,
+        ErrorCode.CANCELLED,
+    }
 )
 # A router that missed three beats is lost, but one that reads a huge prompt may miss quick ones.
 # A connection that closes is noticed at once, without this.
