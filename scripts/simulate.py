@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.simulation.bugs import BUGS, hunt, planted  # noqa: E402
-from scripts.simulation.seeds import Outcome, quiet, run_seed  # noqa: E402
+from scripts.simulation.bugs import BUGS, hunt, planted
+from scripts.simulation.seeds import Outcome, quiet, run_seed
 
 
 def main() -> int:

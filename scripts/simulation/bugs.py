@@ -10,27 +10,30 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from scripts.simulation.seeds import Outcome, run_seed
 from router.fleet import Fleet
+from router.flight import Flight
 from router.flights import Flights
 from router.placement import Placement
-from wire.errors import WireError
+from router.progress import Progress
+from scripts.simulation.seeds import Outcome, run_seed
+from wire.errors import ErrorCode, WireError
 from wire.frames import Hello
+from wire.parts import Message
 from wire.receiver import KVReceiver
+from worker import link
+from worker.blocks import BlockPool
 from worker.decode import DecodeRole
 from worker.handover import HandOver
 from worker.prefill import PrefillRole
 from worker.reception import Reception, Receptions
-from worker.scheduler import Scheduler
-from worker.sequence import Sequence
 
 
 class Bug(NamedTuple):
-    """`make` takes the method `name` of `owner` and returns the one that is planted."""
+    """`make` takes what `owner`, a class or module, calls `name` and returns what is planted."""
 
-    owner: type
+    owner: Any
     name: str
-    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    make: Callable[[Any], Any]
 
 
 @contextmanager
@@ -117,14 +120,6 @@ def _keep_promise(sound: Callable[..., Any]) -> Callable[..., Any]:
     return release_decode
 
 
-def _offer_after_end(sound: Callable[..., Any]) -> Callable[..., Any]:
-    def on_offer(self: Receptions, *args: Any) -> None:
-        self._ended.clear()  # what was cancelled before its offer came is taken in
-        sound(self, *args)
-
-    return on_offer
-
-
 def _leak_budget(sound: Callable[..., Any]) -> Callable[..., Any]:
     def return_share(self: Receptions, reception: Reception) -> None:
         if not reception.is_dropped:  # only the successful ones pay back
@@ -163,13 +158,40 @@ def _keep_blocks(sound: Callable[..., Any]) -> Callable[..., Any]:
     return on_hand_over_end
 
 
-def _claim_stale_kv(sound: Callable[..., Any]) -> Callable[..., Any]:
-    def give_back(self: Scheduler, sequence: Sequence) -> None:
-        num_tokens = sequence.num_computed_tokens
-        sound(self, sequence)
-        sequence.num_computed_tokens = num_tokens  # of blocks that are not its own any more
+def _evict_half(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def evict(self: BlockPool) -> None:
+        # The block is taken, and can still be found under its old tokens.
+        block = next(iter(self._cached))
+        del self._cached[block]
+        self._free.append(block)
 
-    return give_back
+    return evict
+
+
+def _double_token(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def on_tokens(self: Progress, peer: bytes, message: Message) -> None:
+        sound(self, peer, message)
+        attempts = [self._flights.attempts.get(frame.request_id) for frame in message.frames]  # type: ignore[attr-defined]
+        if any(attempt is not None and attempt.flight.num_attempts > 1 for attempt in attempts):
+            sound(self, peer, message)  # again, after a failover
+
+    return on_tokens
+
+
+def _forget_tokens(sound: Any) -> property:
+    # The next attempt reads the prompt without what was generated from it.
+    return property(lambda self: self.request.token_ids)
+
+
+def _keep_attempt(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def abandon(self: Flights, attempt: Any, *args: Any) -> None:
+        prefill, decode = attempt.prefill, attempt.decode
+        sound(self, attempt, *args)
+        # What the old attempt still says counts.
+        self.attempts[attempt.request_id] = attempt
+        attempt.prefill, attempt.decode = prefill, decode
+
+    return abandon
 
 
 def _miss_wake(sound: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,7 +209,6 @@ BUGS: dict[str, Bug] = {
     "reuse-id": Bug(Placement, "__init__", _reuse_ids),
     "spare-decode": Bug(Flights, "_abandon", _spare_decode),
     "keep-promise": Bug(Placement, "release_decode", _keep_promise),
-    "offer-after-end": Bug(Receptions, "_on_offer", _offer_after_end),
     "no-digest": Bug(KVReceiver, "verify", _nothing),
     "no-drain-echo": Bug(Flights, "let_go", _nothing),
     "leak-budget": Bug(Receptions, "_return_share", _leak_budget),
@@ -195,7 +216,14 @@ BUGS: dict[str, Bug] = {
     "ignore-router-loss": Bug(DecodeRole, "on_router_lost", _nothing),
     "ack-early": Bug(Receptions, "_store", _ack_early),
     "keep-blocks": Bug(PrefillRole, "_on_hand_over_end", _keep_blocks),
-    "stale-kv": Bug(Scheduler, "_give_back", _claim_stale_kv),
+    "evict-half": Bug(BlockPool, "_evict", _evict_half),
+    "double-token": Bug(Progress, "_on_tokens", _double_token),
+    "forget-tokens": Bug(Flight, "token_ids", _forget_tokens),
+    "keep-attempt": Bug(Flights, "_abandon", _keep_attempt),
     "miss-wake": Bug(HandOver, "on_ack", _miss_wake),
+    # Found here, and put back to see that it would be found again.
+    "cancelled-by-nobody": Bug(
+        link, "BETWEEN_WORKERS", lambda sound: sound - {ErrorCode.CANCELLED}
+    ),
     "no-lease": Bug(Receptions, "tick", _nothing),
 }

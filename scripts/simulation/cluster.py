@@ -7,14 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from scripts.simulation.loop import Process
+from router.bus import Bus
+from router.fleet import Fleet
+from router.flight import Limits
+from scripts.simulation.loop import new_process
 from scripts.simulation.network import Hub, Link, Network, Plane
 from scripts.simulation.scenario import Scenario
 from scripts.simulation.threads import EventCopies, EventThread, SlowExecutor
 from scripts.simulation.workload import MAX_PROMPT, MAX_TOKENS, VOCAB_SIZE
-from router.bus import Bus
-from router.fleet import Fleet
-from router.flight import Limits
 from wire.aio.process import Stop
 from worker.app import Worker
 from worker.config import Config
@@ -45,7 +45,7 @@ class RouterProcess:
 
     def __init__(self, name: str, epoch: int, network: Network, scenario: Scenario) -> None:
         self.name = name
-        self.process = Process(network.timeline, name)
+        self.process = new_process(network.timeline, name)
         self.fleet = Fleet(
             model_fingerprint=INFO.fingerprint,
             max_kv_transfer_bytes=1 << 30,
@@ -98,7 +98,7 @@ class WorkerProcess:
     ) -> None:
         self.name, self.epoch = name, epoch
         # Of two processes of one rank the network must know which is which.
-        self.process = Process(network.timeline, name)
+        self.process = new_process(network.timeline, name)
         self.status: int | None = None
         self.is_booted = False
         self._network, self._scenario, self._on_exit = network, scenario, on_exit
@@ -133,9 +133,12 @@ class WorkerProcess:
             make_plane=lambda _: Plane(network, process),
             make_thread=self._make_thread,
             make_copies=lambda: EventCopies(
-                timeline, process, random, scenario.copy_s, self.executor
+                timeline, process, random, scenario.copy_s, self.executor, self._is_used
             ),
         )
+
+    def _is_used(self, block: int) -> bool:
+        return self.thread.engine.pool._refs[block] > 0
 
     def _make_thread(self, *args: Any) -> EventThread:
         network = self._network

@@ -6,9 +6,10 @@ step where it is computed (`threads.EventThread`); here are the books of routers
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
 
-from scripts.simulation.cluster import RouterProcess, WorkerProcess
+from scripts.simulation.cluster import RouterProcess, WorkerProcess, endpoint_of
 from scripts.simulation.loop import State
 from worker.app import EXIT_CONFIG
 from worker.decode import DecodeRole
@@ -22,20 +23,19 @@ if TYPE_CHECKING:
 SLACK_S: Final = 0.3
 # How long what was cancelled may go on: a message, a copy and a step, with room to spare.
 CANCEL_S: Final = 1.0
-# Everything that is placed on a worker has ended by then in a cluster where nothing fails.
-MAX_WORK_S: Final = 3.0
 # The tasks of a worker that has nothing to do; run, beat, tick, and what `run` waits with.
 RESTING_TASKS: Final = frozenset({"Worker.run", "Worker._watched", "Stop.wait", "Event.wait"})
 
 
 def check(world: World) -> None:
     """After every event."""
+    for process in world.processes:
+        if process.problems:
+            world.violate(process.problems[0])
     for worker in world.workers.values():
         if worker.process.state is State.RUNNING and worker.is_booted:
             if isinstance(worker.worker._role, DecodeRole):
                 _check_receptions(world, worker, worker.worker._role)
-            if worker.process.problems:
-                world.violate(worker.process.problems[0])
 
 
 def _check_receptions(world: World, worker: WorkerProcess, role: DecodeRole) -> None:
@@ -61,18 +61,24 @@ def check_deadlines(world: World) -> None:
 
 
 def check_orphans(world: World) -> None:
-    """Now and then: what no router asks for any more is gone within `CANCEL_S` where it was."""
+    """Now and then: what no router asks for is gone within `CANCEL_S`, and a drain is echoed."""
     if not world.scenario.is_in_touch:
         return
-    known = {i for router in world.routers.values() for i in router.bus.inflight._flights.attempts}
-    orphans: dict[tuple[str, int, int], float] = {}
+    known = {
+        request_id
+        for router in world.routers.values()
+        if router.process.state is State.RUNNING
+        for request_id in router.bus.inflight._flights.attempts
+    }
+    orphans: dict[str, float] = {}
     for one in world.workers.values():
         if one.process.state is State.RUNNING and one.is_booted:
-            for request_id in _requests_at(one) - known:
-                key = one.name, one.epoch, request_id
+            ended = {f"{request_id:x}, which has ended" for request_id in _requests_at(one) - known}
+            for what in sorted(ended | _waits_for_echo(world, one)):
+                key = f"{one.name} of epoch {one.epoch} still works on {what}"
                 since = orphans[key] = world.orphans.get(key, world.timeline.now)
                 if world.timeline.now - since > CANCEL_S:
-                    world.violate(f"{one.name} still works on {request_id:x}, which has ended")
+                    world.violate(key)
     world.orphans = orphans
 
 
@@ -80,17 +86,31 @@ def _requests_at(one: WorkerProcess) -> set[int]:
     role = one.worker._role
     if isinstance(role, PrefillRole):
         return {*role._prefills, *one.worker._engine._sequences}
-    return {*role._generations, *role._receptions._receptions, *one.worker._engine._sequences}
+    receptions = role._receptions._receptions
+    # Whose request it was only its router knew: KV that nobody claims waits for its lease.
+    unclaimed = {i for i, reception in receptions.items() if reception.receiver.is_complete}
+    held = {*receptions, *one.worker._engine._sequences} - unclaimed
+    return held.union(role._generations)
+
+
+def _waits_for_echo(world: World, one: WorkerProcess) -> set[str]:
+    """Routers that have nothing on a draining worker and do not say so."""
+    silent = set()
+    for link in one.worker._routers:
+        if link._drain_s is None or link.is_drained:
+            continue
+        router = next(r for r in world.routers.values() if endpoint_of(r.name) == link.endpoint)
+        known = router.fleet.get(link.identity.name)
+        if known is not None and not known.attempts and router.process.state is State.RUNNING:
+            silent.add(f"a drain that {router.name} does not echo")
+    return silent
 
 
 def check_exit(world: World, one: WorkerProcess) -> None:
-    """A worker left: refused because it is old, or drained; and then the routers had agreed."""
-    status, drain_s = one.status, world.scenario.settings["drain_s"]
+    """A worker left: because it is drained, or old and refused."""
+    status = one.status
     if status not in (0, EXIT_CONFIG) or (status == EXIT_CONFIG and one not in world.elders):
         world.violate(f"{one.name} exits with {status}")
-    elif status == 0 and world.scenario.is_in_touch and drain_s > MAX_WORK_S:
-        if not all(link.is_drained for link in one.worker._routers):
-            world.violate(f"{one.name} leaves after {drain_s} s without a DRAIN of every router")
 
 
 def unserved(world: World) -> list[str]:
@@ -141,6 +161,10 @@ def _left_at_router(router: RouterProcess, names: list[str]) -> list[str]:
     return left
 
 
+def _name(task: asyncio.Task[Any]) -> str:
+    return str(getattr(task.get_coro(), "__qualname__", task))
+
+
 def _left_at_worker(one: WorkerProcess) -> list[str]:
     worker = one.worker
     engine, role = worker._engine, worker._role
@@ -152,9 +176,7 @@ def _left_at_worker(one: WorkerProcess) -> list[str]:
         "KV bytes in flight": role.kv_inflight_bytes,
         "busy": int(one.thread.is_busy),
         "links not ready": sum(link.state is not LinkState.READY for link in worker._routers),
-        "tasks": sum(
-            task.get_coro().__qualname__ not in RESTING_TASKS for task in one.process.tasks
-        ),
+        "tasks": sum(_name(task) not in RESTING_TASKS for task in one.process.tasks),
     }
     if isinstance(role, PrefillRole):
         things["hand-overs"] = len(role._hand_overs)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from enum import Enum, auto
 from heapq import heappop, heappush
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 # Turns a killed process may take to close what it had open; more is a loop without an end.
 MAX_LAST_TURNS: Final = 10_000
@@ -56,6 +57,11 @@ class Timeline:
             call()
         else:
             process.run(call)
+
+
+def new_process(timeline: Timeline, name: str) -> Process:
+    """Start a process; it does what it is told by events."""
+    return Process(timeline, name)  # type: ignore[abstract]  # what our code does not use
 
 
 class State(Enum):
@@ -139,19 +145,28 @@ class Process(asyncio.AbstractEventLoop):
         return False
 
     def call_soon(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
-    call_soon_threadsafe = call_soon
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
 
     def call_later(
         self,
         delay: float,
-        callback: Callable[..., object],
-        *args: Any,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
@@ -159,8 +174,8 @@ class Process(asyncio.AbstractEventLoop):
     def call_at(
         self,
         when: float,
-        callback: Callable[..., object],
-        *args: Any,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from struct import unpack_from
-from typing import Final
+from typing import Final, TypeVar
 
 from wire.frames import Tag
 from wire.parts import Buffer
 
+T = TypeVar("T")
 _TWICE: Final = {int(Tag.KV_CACHE_ACK), int(Tag.CANCEL), int(Tag.ERROR)}
 
 
@@ -46,7 +47,7 @@ class Mischief:
             return [parts, parts]
         return [parts]
 
-    def swap(self, queue: deque[tuple[Sequence[Buffer], object] | None]) -> None:
+    def swap(self, queue: deque[tuple[Sequence[Buffer], T] | None]) -> None:
         """Let the last message overtake the one before it, if they are of one kind."""
         if len(queue) < 2 or self.random.random() >= self.swapped:
             return

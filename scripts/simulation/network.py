@@ -20,6 +20,8 @@ from wire.errors import ErrorCode, PeerLost, WireError
 from wire.parts import Buffer
 
 RECONNECT_S: Final = (0.1, 2.0)
+# How long a side may take a connection for alive that was cut.
+HALF_OPEN_S: Final = 3.0
 OnMessage = Callable[[list[Buffer]], None]
 
 
@@ -79,7 +81,7 @@ class Network:
         for connection in list(self.connections):
             names = {connection.link.process.name, connection.hub.process.name}
             if name in names and (not other or other in names):
-                connection.cut()
+                connection.cut(late_s=HALF_OPEN_S)
 
     def lose(self, process: Process) -> None:
         """A process has died: its listeners are gone, its connections end."""
@@ -188,15 +190,17 @@ class Connection:
         if self.link.connection is self:
             self.link.on_message(parts)
 
-    def cut(self) -> None:
-        """End it at once; both sides hear of it, each in its own time."""
+    def cut(self, late_s: float = 0.3) -> None:
+        """End it at once; both sides hear of it, each in its own time, `late_s` at most."""
         if self._finish():
             timeline, random = self.link.network.timeline, self.link.network.random
             for process, hear in (
                 (self.link.process, self._link_hears_end),
                 (self.hub.process, self._hub_hears_end),
             ):
-                timeline.after(random.choice((0.0, 0.01, 0.3)) * random.random(), process, hear)
+                timeline.after(
+                    random.choice((0.0, 0.01, 0.3, late_s)) * random.random(), process, hear
+                )
 
     def close(self, pipe: Pipe) -> None:
         """One side closes: the other hears of it behind all that was sent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
 from typing import Any, Final
@@ -25,6 +25,14 @@ class FaultKind(StrEnum):
     ONE_WAY = "one way"  # nothing from one process reaches the other
     PARTITION = "partition"  # nothing in either direction
     SLOW = "slow"  # an engine
+
+
+SHORT_COPIES_S: Final = ((0.0, 0.001), (0.001, 0.03))
+# Of a KV cache in one segment, or there would be time for nothing else.
+LONG_COPIES_S: Final = (0.02, 0.15)
+WHOLE: Final = 2 << 20
+# Faults that everybody they concern hears of at once.
+CLEAR: Final = (FaultKind.KILL, FaultKind.KILL_ROUTER, FaultKind.DRAIN)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class Scenario:
     corrupt: float
     max_running: int
     max_waiting: int
+    cancels: float
     jobs: list[Job] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -68,8 +77,7 @@ class Scenario:
     @property
     def is_in_touch(self) -> bool:
         """Whether everybody who is there hears everything soon: a cancel has its bound."""
-        quick = {FaultKind.KILL, FaultKind.KILL_ROUTER, FaultKind.DRAIN}
-        return all(f.kind in quick for f in self.faults) and self.queue_bytes >= 1 << 20
+        return all(f.kind in CLEAR for f in self.faults) and self.queue_bytes >= 1 << 20
 
     @property
     def is_calm(self) -> bool:
@@ -86,8 +94,8 @@ def draw(random: Random) -> Scenario:
         num_prefills=choice((1, 2, 2, 3)),
         num_decodes=choice((1, 2, 2, 3)),
         settings=_settings(random),
-        step_s=choice(((0.0005, 0.002), (0.002, 0.02), (0.01, 0.05))),
-        copy_s=choice(((0.0, 0.001), (0.001, 0.03))),
+        step_s=choice(((0.0005, 0.002), (0.002, 0.02), (0.04, 0.1))),
+        copy_s=choice(SHORT_COPIES_S),
         latency_s=choice(((0.0001, 0.0005), (0.0001, 0.02), (0.01, 0.08))),
         queue_bytes=choice((1 << 24, 1 << 24, 1 << 24, 30_000)),
         twice=choice((0.0, 0.0, 0.2)),
@@ -95,12 +103,16 @@ def draw(random: Random) -> Scenario:
         corrupt=choice((0.0, 0.0, 0.0, 0.05)),
         max_running=choice((2, 8, 256)),
         max_waiting=choice((3, 64)),
+        cancels=choice((0.1, 0.1, 0.6)),
     )
+    if scenario.settings["segment_bytes"] == WHOLE and random.random() < 0.5:
+        scenario = replace(scenario, copy_s=LONG_COPIES_S)
     # Requests come in bursts, and faults just then.
     bursts = [random.uniform(BEGIN_S, 0.6 * CALM_S) for _ in range(random.randint(1, 3))]
     num_jobs = random.randint(4, 20)
+    kinds = choice((CLEAR, tuple(FaultKind)))
     scenario.jobs.extend(_job(random, name, bursts, scenario) for name in range(num_jobs))
-    scenario.faults.extend(_fault(random, bursts, scenario) for _ in range(num_faults))
+    scenario.faults.extend(_fault(random, kinds, bursts, scenario) for _ in range(num_faults))
     return scenario
 
 
@@ -108,7 +120,7 @@ def _settings(random: Random) -> dict[str, Any]:
     """Settings that the command line would refuse as too small are what makes races likely."""
     choice = random.choice
     block_size = choice((4, 8, 16))
-    segment_bytes = choice((128, 512, 2 << 20))
+    segment_bytes = choice((128, 512, WHOLE))
     credit_bytes = max(segment_bytes, choice((512, 1024, 16 << 20)))
     return {
         "block_size": block_size,
@@ -139,13 +151,15 @@ def _job(random: Random, name: int, bursts: list[float], scenario: Scenario) -> 
         max_tokens=random.choice((1, 2, random.randint(3, MAX_TOKENS), MAX_TOKENS)),
         priority=random.choice((0, 0, 0, 5, -5)),
         deadline_s=sometimes(0.15, 0.01, 2.0),
-        cancel_after_s=sometimes(0.2, 0.0, random.choice((0.1, 1.0))),
+        cancel_after_s=sometimes(scenario.cancels, 0.0, random.choice((0.1, 1.0))),
         decode_after_s=sometimes(0.1, 0.0, 1.0),
     )
 
 
-def _fault(random: Random, bursts: list[float], scenario: Scenario) -> Fault:
-    kind = random.choice(list(FaultKind))
+def _fault(
+    random: Random, kinds: tuple[FaultKind, ...], bursts: list[float], scenario: Scenario
+) -> Fault:
+    kind = random.choice(kinds)
     others = scenario.workers + scenario.routers
     target = random.choice(scenario.workers)
     if kind is FaultKind.KILL_ROUTER:

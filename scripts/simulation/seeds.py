@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ def quiet() -> Iterator[None]:
 
 def _collect(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
     error = event.get("exc_info")
+    if error is True:
+        error = sys.exc_info()[1]
     if error:
         _exceptions.append(f"{event.get('event')}: {error!r}")
     raise structlog.DropEvent

@@ -25,14 +25,14 @@ class SlowCache(HashKVCache):
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
-        self.late: list[Callable[[], None]] | None = None
+        self.late: list[tuple[Sequence[int], Callable[[], None]]] | None = None
 
     def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
         if self.late is None:
             super().unpack(block_table, rectangle, segment)
         else:
             write = super().unpack
-            self.late.append(lambda: write(block_table, rectangle, segment))
+            self.late.append((block_table, lambda: write(block_table, rectangle, segment)))
 
 
 class SlowExecutor(HashExecutor):
@@ -135,7 +135,10 @@ class EventThread:
 
 
 class EventCopies:
-    """Copies one after another (`worker.copies.Copies`), each with a beginning and an end."""
+    """Copies one after another (`worker.copies.Copies`), each with a beginning and an end.
+
+    `is_used` says of a block whether a sequence holds it.
+    """
 
     def __init__(
         self,
@@ -144,7 +147,9 @@ class EventCopies:
         random: Random,
         copy_s: tuple[float, float],
         executor: SlowExecutor,
+        is_used: Callable[[int], bool],
     ) -> None:
+        self._is_used = is_used
         self._timeline, self._process, self._random = timeline, process, random
         self._copy_s, self._executor = copy_s, executor
         self._free_at = 0.0
@@ -154,13 +159,16 @@ class EventCopies:
         ends = self._free_at = begins + self._random.uniform(*self._copy_s)
         await self._until(self._random.choice((begins, ends)))
         cache = self._executor.cache
-        cache.late = late = []
+        late: list[tuple[Sequence[int], Callable[[], None]]] = []
+        cache.late = late
         try:
             result = copy(*args)
         finally:
             cache.late = None
         await self._until(ends)
-        for write in late:
+        for blocks, write in late:
+            if not all(self._is_used(block) for block in blocks):
+                raise AssertionError("KV is written to blocks that were given back")
             write()
         return result
 

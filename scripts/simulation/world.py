@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from random import Random
-from typing import Any, Final
+from typing import Final
 
+from msgspec import structs
+from xxhash import xxh3_64
+
+from router.request import Request
 from scripts.simulation import invariants
 from scripts.simulation.cluster import DEADLINE_S, RouterProcess, WorkerProcess
 from scripts.simulation.faults import Faults
-from scripts.simulation.loop import State, Timeline
+from scripts.simulation.loop import Process, State, Timeline
 from scripts.simulation.mischief import Mischief
 from scripts.simulation.network import Network
 from scripts.simulation.scenario import CALM_S, Scenario, draw
 from scripts.simulation.workload import PROMPTS, VARIANTS, Client, Job
-from msgspec import structs
-from router.request import Request
 from wire.errors import WireError
 from wire.frames import Tag
 from wire.parts import Buffer
-from xxhash import xxh3_64
 
 # After the last request ended: leases, back-offs and a router that says nothing take so long.
 REST_S: Final = 20.0
@@ -43,7 +43,7 @@ class World:
         self.random = random
         self.trace: deque[str] = deque(maxlen=None if keep_trace else 1)
         self.violations: list[str] = []
-        self.orphans: dict[tuple[str, int, int], float] = {}  # since when
+        self.orphans: dict[str, float] = {}  # since when
         self.clients: list[Client] = []
         self.handles: dict[Client, tuple[RouterProcess, int]] = {}
         self._digest = xxh3_64()
@@ -106,9 +106,9 @@ class World:
 
     def close(self) -> None:
         """End every process, so that nothing of this world stays in memory."""
-        for one in [*self.routers.values(), *self.workers.values(), *self.elders]:
-            if one.process.state is not State.DEAD:
-                one.process.kill()
+        for process in self.processes:
+            if process.state is not State.DEAD:
+                process.kill()
 
     # What happens, for the trace and for the digest.
 
@@ -126,6 +126,12 @@ class World:
         self.note(f"{source} > {target} {Tag(tag).name} {bytes(parts[1]).hex()}")
 
     # Processes.
+
+    @property
+    def processes(self) -> list[Process]:
+        routers = [router.process for router in self.routers.values()]
+        workers = [*self.workers.values(), *self.elders]
+        return routers + [worker.process for worker in workers]
 
     def next_epoch(self) -> int:
         self._epochs += 1
