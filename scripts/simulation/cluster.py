@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 from router.bus import Bus
 from router.fleet import Fleet
 from router.flight import Limits
 from scripts.simulation.loop import new_process
-from scripts.simulation.network import Hub, Link, Network, Plane
+from scripts.simulation.network import Network
 from scripts.simulation.scenario import Scenario
+from scripts.simulation.sockets import Hub, Link, Plane
 from scripts.simulation.threads import EventCopies, EventThread, SlowExecutor
 from scripts.simulation.workload import MAX_PROMPT, MAX_TOKENS, VOCAB_SIZE
 from wire.aio.process import Stop
@@ -81,6 +82,17 @@ class RouterProcess:
         self.process.call_later(TICK_S, self._tick)
 
 
+@cache
+def _config(name: str, routers: tuple[str, ...]) -> Config:
+    role, _, rank = name.partition("-")
+    return Config(
+        role="prefill" if role == "prefill" else "decode",
+        rank=int(rank),
+        router=routers,
+        executor="hash",
+    )
+
+
 class WorkerProcess:
     """One worker; `worker` is there once it has booted, `status` once it has ended."""
 
@@ -108,13 +120,8 @@ class WorkerProcess:
         self._stop.set()
 
     def _boot(self) -> None:
-        role, _, rank = self.name.partition("-")
-        config = Config(
-            role="prefill" if role == "prefill" else "decode",
-            rank=int(rank),
-            router=tuple(map(endpoint_of, self._scenario.routers)),
-            executor="hash",
-        ).model_copy(update=self._scenario.settings)
+        routers = tuple(map(endpoint_of, self._scenario.routers))
+        config = _config(self.name, routers).model_copy(update=self._scenario.settings)
         self.executor = SlowExecutor(INFO)
         self._stop = Stop()
         self.config = config

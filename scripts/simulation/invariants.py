@@ -10,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from scripts.simulation.cluster import RouterProcess, WorkerProcess, endpoint_of
-from scripts.simulation.loop import State
+from scripts.simulation.loop import Process, State
 from worker.app import EXIT_CONFIG
 from worker.decode import DecodeRole
 from worker.link import LinkState
@@ -27,15 +27,15 @@ CANCEL_S: Final = 1.0
 RESTING_TASKS: Final = frozenset({"Worker.run", "Worker._watched", "Stop.wait", "Event.wait"})
 
 
-def check(world: World) -> None:
-    """After every event."""
-    for process in world.processes:
-        if process.problems:
-            world.violate(process.problems[0])
-    for worker in world.workers.values():
-        if worker.process.state is State.RUNNING and worker.is_booted:
-            if isinstance(worker.worker._role, DecodeRole):
-                _check_receptions(world, worker, worker.worker._role)
+def check(world: World, process: Process) -> None:
+    """After every event, where it happened."""
+    if process.problems:
+        world.violate(process.problems[0])
+    one = world.workers.get(process.name)
+    if one is not None and one.process is process and one.is_booted:
+        role = one.worker._role
+        if isinstance(role, DecodeRole):
+            _check_receptions(world, one, role)
 
 
 def _check_receptions(world: World, worker: WorkerProcess, role: DecodeRole) -> None:

@@ -50,13 +50,14 @@ class Timeline:
         """When the next event is; infinity when there is none."""
         return self._heap[0][0] if self._heap else float("inf")
 
-    def step(self) -> None:
-        """Let the next event happen."""
+    def step(self) -> Process | None:
+        """Let the next event happen; return where it did."""
         self.now, _, process, call = heappop(self._heap)
         if process is None:
             call()
         else:
             process.run(call)
+        return process
 
 
 def new_process(timeline: Timeline, name: str) -> Process:

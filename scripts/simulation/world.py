@@ -90,8 +90,9 @@ class World:
         while self.timeline.now < when:
             look_s = self.timeline.now + LOOK_S
             while self.timeline.next_s <= look_s:
-                self.timeline.step()
-                invariants.check(self)
+                process = self.timeline.step()
+                if process is not None:
+                    invariants.check(self, process)
                 if self.violations:
                     raise Violation(self.violations[0])
                 if self.timeline.num_events > MAX_EVENTS:
