@@ -17,8 +17,6 @@ ROOT = Path(__file__).resolve().parents[3]
 # Histories that once broke an invariant, and why.
 FOUND = {
     368: "a client heard CANCELLED because a decode worker had lost its router",
-    1236: "the same, of a second attempt",
-    1279: "the same, with the prefill worker on the other side of a cut",
 }
 # Those that a few seeds catch; `scripts/simulate.py --planted` hunts all of them.
 QUICK = (
