@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Coroutine
 from typing import Final
 
@@ -20,16 +19,14 @@ from wire.aio.process import Stop, keep_watchdog, notify
 from wire.frames import Heartbeat, Role
 from wire.payloads import HelloDetail, encode_map
 from worker.config import Config
-from worker.copies import Copies
 from worker.decode import DecodeRole
 from worker.engine import Engine
 from worker.executor.contract import Executor
 from worker.executor.measured import measured
 from worker.link import Identity, LinkState, RouterLink
 from worker.outputs import Output
-from worker.plane import KVPlane
 from worker.prefill import PrefillRole
-from worker.thread import EngineThread
+from worker.surroundings import Surroundings
 
 log = structlog.get_logger("worker")
 
@@ -47,7 +44,10 @@ def num_blocks(config: Config, token_bytes: int) -> int:
 class Worker:
     """The parts of one worker and what they tell each other."""
 
-    def __init__(self, config: Config, executor: Executor) -> None:
+    def __init__(
+        self, config: Config, executor: Executor, surroundings: Surroundings | None = None
+    ) -> None:
+        outside = surroundings or Surroundings()
         info = executor.info
         blocks = num_blocks(config, info.layout.token_bytes)
         self._config = config
@@ -62,14 +62,16 @@ class Worker:
             ageing_s=config.ageing_s,
             swap_bytes=config.swap_bytes,
             speculate=config.speculate or None,
+            clock=outside.clock,
         )
+        self._clock = outside.clock
         self._loop = asyncio.get_running_loop()
-        self._thread = EngineThread(self._engine, self._deliver, self._crash)
+        self._thread = outside.make_thread(self._engine, self._deliver, self._crash)
         self._thread.post(lambda _: self._executor.warmup())  # first of all: no block is used yet
-        self._copies = Copies()
-        self._plane = KVPlane(info.max_model_len)
+        self._copies = outside.make_copies()
+        self._plane = outside.make_plane(info.max_model_len)
         role = Role[config.role.upper()]
-        identity = Identity(role, config.rank, time.time_ns())
+        identity = Identity(role, config.rank, outside.epoch())
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
         self._role: PrefillRole | DecodeRole = make_role(
             config,
@@ -79,6 +81,7 @@ class Worker:
             self._copies,
             self._plane,
             identity.name,
+            outside.clock,
         )
         detail = HelloDetail(
             model=info.name,
@@ -91,7 +94,7 @@ class Worker:
             kv_endpoint=self._role.kv_endpoint,
         )
         self._routers = [
-            RouterLink(endpoint, identity, detail, self._role, self._on_link)
+            RouterLink(endpoint, identity, detail, self._role, self._on_link, outside.connect)
             for endpoint in config.router
         ]
         # What wakes `run` and the heartbeat.
@@ -214,7 +217,7 @@ class Worker:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._role.tick(time.monotonic())
+            self._role.tick(self._clock())
             for router in self._routers:
                 await router.tick(TICK_S)
             is_busy = self._is_busy
