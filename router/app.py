@@ -54,6 +54,7 @@ class Router:
             model_fingerprint=model_fingerprint,
             max_kv_transfer_bytes=config.max_kv_transfer_bytes,
             heartbeat_s=config.heartbeat_ms / 1000,
+            stall_s=config.stall_ms / 1000,
         )
         self._hub = Hub(self._on_message, on_lost=self._on_lost)
         self.bus = Bus(
@@ -216,6 +217,8 @@ def limits(config: Config) -> Limits:
         queue_timeout_s=config.queue_timeout_ms / 1000,
         hold_s=config.lease_ms / 1000,
         deadline_s=config.deadline_ms / 1000,
+        max_attempts=config.max_attempts,
+        retry_burst=4 * config.max_running_per_worker,
     )
 
 

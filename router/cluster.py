@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from router.fleet import Fleet, Worker
+from router.fleet import Fleet
+from router.worker import Worker
 from wire.frames import Role
 from wire.payloads import Load
 
@@ -55,8 +56,13 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
 def unready(fleet: Fleet, *, is_draining: bool) -> list[str]:
     """Return why requests cannot be served now; nothing when they can."""
     reasons = [
-        f"no {role.name.lower()} worker is ready"
+        f"no {role.name.lower()} worker is ready" + _others(fleet, role)
         for role in (Role.PREFILL, Role.DECODE)
         if not fleet.ready(role)
     ]
     return [*reasons, "the router is draining"] if is_draining else reasons
+
+
+def _others(fleet: Fleet, role: Role) -> str:
+    known = [f"{each.name} is {each.state.value}" for each in fleet if each.role is role]
+    return f": {', '.join(known[:8])}" if known else ""

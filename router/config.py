@@ -84,6 +84,10 @@ class Config(Settings):
         default=256, ge=1, description="open requests of one raw TCP connection"
     )
 
+    max_attempts: int = Field(
+        default=4, ge=1, le=16, description="tries of a request when workers fail; 1: no failover"
+    )
+
     # Times.
     heartbeat_ms: int = Field(
         default=1000, ge=10, le=60_000, description="between heartbeats, both ways"
@@ -93,6 +97,12 @@ class Config(Settings):
         ge=100,
         le=3_600_000,
         description="how long an idle hand-over or hold is kept",
+    )
+    stall_ms: int = Field(
+        default=60_000,
+        ge=100,
+        le=3_600_000,
+        description="a worker whose step takes longer is stuck: its requests go elsewhere",
     )
     queue_timeout_ms: int = Field(
         default=30_000, ge=1, le=3_600_000, description="longest wait for a worker with room"

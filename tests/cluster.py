@@ -137,10 +137,11 @@ class Cluster:
 
         def idle_status() -> dict[str, Any] | None:
             status = self.status()
-            if any(start > time.monotonic() - row["last_seen_s"] for row in status["workers"]):
+            here = [row for row in status["workers"] if row["state"] != "lost"]
+            if any(start > time.monotonic() - row["last_seen_s"] for row in here):
                 return None
             busy = [status["router"]["running"], status["router"]["waiting"]]
-            for worker in status["workers"]:
+            for worker in here:
                 busy += [worker["running"], worker["waiting"], worker["kv_inflight_bytes"]]
                 busy.append(worker["blocks"]["used"])
             return None if any(busy) else status
@@ -149,6 +150,15 @@ class Cluster:
             return until(idle_status, "idle", timeout_s)  # type: ignore[no-any-return]
         except TimeoutError:
             raise AssertionError(f"not idle: {json.dumps(self.status(), indent=1)}") from None
+
+    def kill_local(self, role: str, rank: int) -> None:
+        """SIGKILL a worker that the router started itself."""
+        started = [
+            event
+            for event in map(json.loads, self.log().splitlines())
+            if event["event"] == "local worker started" and event["worker"] == f"{role}-{rank}"
+        ]
+        os.kill(started[-1]["pid"], signal.SIGKILL)
 
     def log(self) -> str:
         return self.log_path.read_text()
