@@ -8,6 +8,7 @@ come.  Beside the storm a few clients finish what they ask, so that there is som
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import Counter
@@ -27,7 +28,6 @@ PROMPT: Final = (20, 2000)
 LONG_ANSWER: Final = (300, 400)  # nobody waits for the end of these
 # Longer than a prompt takes under this load: some cancels come before the first token, some after.
 MAX_DELAY_S: Final = 0.08
-TOKENS_POLL_S: Final = 0.005
 MAX_WAIT_S: Final = 2.0
 # A connection is given back after so many requests: closing it is a cancel too.
 REQUESTS_PER_CONNECTION: Final = 8
@@ -149,9 +149,8 @@ MOMENTS: Final[dict[str, Callable[[TcpClient, int, Record, random.Random], Await
 
 
 async def _until_tokens(record: Record, count: int) -> None:
-    deadline = time.monotonic() + MAX_WAIT_S
-    while len(record.tokens) < count and not record.num_ends and time.monotonic() < deadline:
-        await asyncio.sleep(TOKENS_POLL_S)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(record.until_tokens(count), MAX_WAIT_S)
 
 
 async def _give_up_http(http: httpx.AsyncClient, draw: random.Random, result: Storm) -> None:

@@ -7,14 +7,13 @@ executor's oracle, so any KV byte that was lost, stale or another request's show
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
+from typing import Final
 
 from scripts.faults.clients import Record
 from tests.cluster import hash_oracle
 
-
-def expected(record: Record) -> list[int]:
-    """What a fault-free run says."""
-    return hash_oracle(record.prompt, record.num_tokens, record.options)
+# Of a record, what the oracle wants to know.
+ASKED: Final = ("prompt", "num_tokens", "options")
 
 
 def problem(record: Record, tokens: list[int], *, may_fail: bool = False) -> str:
@@ -36,11 +35,12 @@ def problem(record: Record, tokens: list[int], *, may_fail: bool = False) -> str
 
 def problems(records: list[Record], *, may_fail: bool = False, processes: int = 0) -> list[str]:
     """Judge all; with `processes` the texts are computed by so many, else here."""
+    asked = [[getattr(record, name) for record in records] for name in ASKED]
     if processes:
         with ProcessPoolExecutor(processes) as pool:
-            texts = list(pool.map(expected, records, chunksize=16))
+            texts = list(pool.map(hash_oracle, *asked, chunksize=16))
     else:
-        texts = [expected(record) for record in records]
+        texts = list(map(hash_oracle, *asked))
     found = [
         problem(record, tokens, may_fail=may_fail)
         for record, tokens in zip(records, texts, strict=True)

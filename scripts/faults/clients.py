@@ -55,6 +55,7 @@ class Record:
     num_ends: int = 0
     late: list[str] = field(default_factory=list)
     is_cancelled: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     @property
     def is_open(self) -> bool:
@@ -79,6 +80,7 @@ class Record:
             self.late.append(f"{len(token_ids)} tokens")
         self.tokens += token_ids
         self.token_s += [time.monotonic()] * len(token_ids)
+        self.changed.set()
 
     def on_end(self, *, finish: str = "", error: str = "") -> None:
         if self.num_ends:
@@ -87,6 +89,13 @@ class Record:
         self.finish = self.finish or finish
         self.error = self.error or error
         self.ended_at = self.ended_at or time.monotonic()
+        self.changed.set()
+
+    async def until_tokens(self, count: int) -> None:
+        """Wait until so many tokens are here, or the end.  Only one may wait."""
+        while len(self.tokens) < count and not self.num_ends:
+            self.changed.clear()
+            await self.changed.wait()
 
 
 def body_of(record: Record) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -130,11 +131,11 @@ class FaultyCluster(Cluster):
         """Rows of /v1/cluster by role and rank."""
         return {(row["role"], row["rank"]): row for row in self.status()["workers"]}
 
-    def usage(self) -> dict[str, Usage]:
-        """What each process holds now, by name."""
+    def usage(self, names: Iterable[str]) -> dict[str, Usage]:
+        """What these processes ("router", "decode-0") hold now."""
         processes = {"router": self.router}
         processes |= {f"{role}-{rank}": self.workers[role, rank] for role, rank in self.keys}
-        return {name: _usage(process.pid) for name, process in processes.items()}
+        return {name: _usage(processes[name].pid) for name in names}
 
     def _start_workers(self) -> None:
         host, _, port = self.bus.removeprefix("tcp://").rpartition(":")

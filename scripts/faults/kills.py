@@ -20,13 +20,14 @@ from scripts.faults.clients import Record
 from scripts.faults.cluster import FaultyCluster, Key
 from scripts.faults.load import send_all
 
-ROUTER_ARGS: Final = ("--heartbeat-ms", "200")
+ROUTER_ARGS: Final = ("--heartbeat-ms", "100")
 WORKER_ARGS: Final = ("--hash-step-ms", "6", "--max-ubatch-tokens", "256", "--num-blocks", "3000")
 KV_BYTES_PER_S: Final = 2_000_000
+KV_DELAY_S: Final = 0.03  # each way: the last ACK takes as long
 HOLD_S: Final = 0.2
 LOOK_S: Final = 0.02
 # A state that did not come in this time is left for later.
-PATIENCE_S: Final = 3.0
+PATIENCE_S: Final = 2.0
 
 Rows = dict[Key, dict[str, Any]]
 Point = Callable[[FaultyCluster, Rows, list[Record]], set[Key]]
@@ -39,8 +40,7 @@ def reading(cluster: FaultyCluster, rows: Rows, records: list[Record]) -> set[Ke
 
 def sending(cluster: FaultyCluster, rows: Rows, records: list[Record]) -> set[Key]:
     """Prefill workers whose KV is under way."""
-    names = set().union(*[relay.senders() for relay in cluster.kv_relays.values()])
-    return {key for key in cluster.keys if f"{key[0]}-{key[1]}" in names and key[0] == "prefill"}
+    return _named(cluster, *[relay.senders() for relay in cluster.kv_relays.values()])
 
 
 def receiving(cluster: FaultyCluster, rows: Rows, records: list[Record]) -> set[Key]:
@@ -60,19 +60,20 @@ def generating(cluster: FaultyCluster, rows: Rows, records: list[Record]) -> set
     return {key for key, row in rows.items() if key[0] == "decode" and row["running"]}
 
 
-def handed_over(cluster: FaultyCluster, rows: Rows, records: list[Record]) -> set[Key]:
-    """Prefill workers that read nothing but still hold blocks: the hand-over has not ended."""
-    return {
-        key
-        for key, row in rows.items()
-        if key[0] == "prefill" and not row["running"] and row["blocks"]["used"]
-    }
+def awaiting_ack(cluster: FaultyCluster, rows: Rows, records: list[Record]) -> set[Key]:
+    """Prefill workers that a KV_CACHE_ACK is under way to."""
+    return _named(cluster, *[relay.awaiting() for relay in cluster.kv_relays.values()])
+
+
+def _named(cluster: FaultyCluster, *names: set[str]) -> set[Key]:
+    found = set[str]().union(*names)
+    return {(role, rank) for role, rank in cluster.keys if f"{role}-{rank}" in found}
 
 
 POINTS: Final[dict[str, Point]] = {
     "prefill reads a prompt": reading,
     "prefill sends KV": sending,
-    "prefill waits for the last ACK": handed_over,
+    "prefill waits for an ACK": awaiting_ack,
     "decode receives KV": receiving,
     "decode holds KV for DECODE_REQUEST": holding,
     "decode generates": generating,
@@ -88,23 +89,25 @@ class Sweep:
     seconds: float = 0.0
 
 
+def shape(cluster: FaultyCluster) -> None:
+    """Give the KV links a rate and a delay, so that a hand-over lasts."""
+    for relay in cluster.kv_relays.values():
+        relay.bytes_per_s, relay.delay_s = KV_BYTES_PER_S, KV_DELAY_S
+
+
 async def sweep(
     cluster: FaultyCluster,
     records: list[Record],
     *,
     seed: int,
     clients: int = 8,
-    gap_s: tuple[float, float] = (1.0, 2.5),
-    max_kills: int = 1_000_000,
+    gap_s: tuple[float, float] = (0.5, 2.0),
 ) -> Sweep:
     """Send every record while workers are killed; return when all have ended."""
-    for relay in cluster.kv_relays.values():
-        relay.bytes_per_s = KV_BYTES_PER_S
+    shape(cluster)
     result, start = Sweep(), time.monotonic()
     load = asyncio.create_task(send_all(cluster, records, clients=clients, hold_s=HOLD_S))
-    killer = asyncio.create_task(
-        _kill_on(cluster, records, result, random.Random(seed), gap_s, max_kills)
-    )
+    killer = asyncio.create_task(_kill_on(cluster, records, result, random.Random(seed), gap_s))
     try:
         await load
     finally:
@@ -114,36 +117,35 @@ async def sweep(
     return result
 
 
+async def kill_at(
+    cluster: FaultyCluster, name: str, records: list[Record], draw: random.Random
+) -> Key | None:
+    """Wait until some worker is in the state of this name, and kill it; None: it did not come."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        rows = await asyncio.to_thread(cluster.rows)
+        if victims := POINTS[name](cluster, rows, records):
+            victim = draw.choice(sorted(victims))
+            cluster.workers[victim].kill()
+            return victim
+        await asyncio.sleep(LOOK_S)
+    return None
+
+
 async def _kill_on(
     cluster: FaultyCluster,
     records: list[Record],
     result: Sweep,
     draw: random.Random,
     gap_s: tuple[float, float],
-    max_kills: int,
 ) -> None:
-    while sum(result.kills.values()) < max_kills:
+    while True:
         await asyncio.sleep(draw.uniform(*gap_s))
         await asyncio.to_thread(cluster.until_whole)
         # The least covered state first; ties are the seed's.
         names = sorted(POINTS, key=lambda name: (result.kills[name], draw.random()))
         for name in names:
-            victim = await _meet(cluster, POINTS[name], records, draw)
-            if victim is not None:
+            if await kill_at(cluster, name, records, draw):
                 result.open_requests.append(sum(record.is_open for record in records))
-                cluster.workers[victim].kill()
                 result.kills[name] += 1
                 break
-
-
-async def _meet(
-    cluster: FaultyCluster, point: Point, records: list[Record], draw: random.Random
-) -> Key | None:
-    """Wait until some worker is in the state; return it, None if the state does not come."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        rows = await asyncio.to_thread(cluster.rows)
-        if victims := point(cluster, rows, records):
-            return draw.choice(sorted(victims))
-        await asyncio.sleep(LOOK_S)
-    return None

@@ -16,6 +16,8 @@ from scripts.faults.load import send_all
 from tests.cluster import until
 from wire.options import Options
 
+Fault = Callable[[FaultyCluster, Key], AbstractContextManager[None]]
+
 
 @dataclass
 class Outage:
@@ -50,7 +52,7 @@ async def outage(
     key: Key,
     records: list[Record],
     *,
-    fault: Callable[[FaultyCluster, Key], AbstractContextManager[None]],
+    fault: Fault,
     lasts_s: float,
     clients: int = 8,
 ) -> Outage:
@@ -88,13 +90,12 @@ class Restart:
 async def restart_router(
     cluster: FaultyCluster, records: list[Record], *, after_tokens: int
 ) -> Restart:
-    """Send all at once, kill the router when `after_tokens` have come, start it again, use it.
+    """Send all at once, kill the router when each has `after_tokens`, start it again, use it.
 
     Returns when every record has its end and a new request was answered.
     """
     load = asyncio.create_task(send_all(cluster, records, clients=len(records)))
-    while sum(len(record.tokens) for record in records) < after_tokens:
-        await asyncio.sleep(0.01)
+    await asyncio.gather(*[record.until_tokens(after_tokens) for record in records])
     cluster.kill_router()
     await load
     result, start = Restart(), time.monotonic()

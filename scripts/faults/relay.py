@@ -84,6 +84,10 @@ class Relay:
         """Workers ("prefill-0") whose bytes are under way through this relay right now."""
         return {path.name for path in tuple(self._paths) if path.name and path.outward.held_bytes}
 
+    def awaiting(self) -> set[str]:
+        """Workers that an answer is under way to."""
+        return {path.name for path in tuple(self._paths) if path.name and path.inward.held_bytes}
+
     def cut(self) -> None:
         """Reset every connection; new ones are accepted."""
 
