@@ -71,7 +71,8 @@ def out(args: argparse.Namespace, directory: Path) -> list[str]:
             result = asyncio.run(outages.outage(cluster, key, records, fault=fault, lasts_s=10.0))
             idle_s = timed_until_idle(cluster)
             print(
-                f"  {name} for 10 s: detected after {result.detected_s:.2f} s, back "
+                f"  {name} for 10 s: suspect after {result.suspected_s:.2f} s, lost after "
+                f"{result.detected_s:.2f} s, back "
                 f"{result.back_s:.2f} s after its end; nothing held {idle_s:.2f} s later"
             )
             found += _judged(records)

@@ -173,6 +173,11 @@ class TcpClient:
         self._records[request_id] = record
         self._ended[request_id], self._first[request_id] = asyncio.Event(), asyncio.Event()
         record.asked_at = time.monotonic()
+        if self._reader.done():
+            self._first[request_id].set()
+            self._ended[request_id].set()
+            record.on_end(error="connection: closed before the request")
+            return request_id
         prompt = encode_prompt(record.prompt, record.options)
         self._client.send(PrefillRequest(request_id, len(record.prompt), ANY_RANK), prompt)
         await self._client.drain()

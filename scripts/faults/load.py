@@ -56,12 +56,15 @@ async def send_all(
 async def _one_client(
     cluster: Cluster, http: httpx.AsyncClient, waiting: Iterator[Record], *, hold_s: float
 ) -> None:
-    tcp = await TcpClient.connect(*cluster.tcp)
+    tcp: TcpClient | None = None
     try:
         for record in waiting:
             if record.face == "http":
                 await ask_http(http, record)
-            else:
-                await tcp.ask(record, hold_s=hold_s)
+                continue
+            # Not before there is something to say: a router hangs up on silent newcomers.
+            tcp = tcp or await TcpClient.connect(*cluster.tcp)
+            await tcp.ask(record, hold_s=hold_s)
     finally:
-        await tcp.close()
+        if tcp is not None:
+            await tcp.close()

@@ -21,8 +21,9 @@ Fault = Callable[[FaultyCluster, Key], AbstractContextManager[None]]
 
 @dataclass
 class Outage:
-    """Seconds until the router took the worker for lost, and until it had it back."""
+    """Seconds until nothing new was placed on it, until it was lost, and from the end till back."""
 
+    suspected_s: float = 0.0
     detected_s: float = 0.0
     back_s: float = 0.0
 
@@ -68,7 +69,9 @@ async def outage(
         until(is_busy, f"{key} is busy")
         with fault(cluster, key):
             start = time.monotonic()
-            until(lambda: cluster.find(*key) is None, f"{key} is missed")
+            until(lambda: cluster.find(*key) is None, f"{key} is suspect")
+            result.suspected_s = time.monotonic() - start
+            until(lambda: cluster.find(*key, state="lost") is not None, f"{key} is lost")
             result.detected_s = time.monotonic() - start
             time.sleep(max(0.0, lasts_s - result.detected_s))
         start = time.monotonic()
