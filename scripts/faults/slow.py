@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from dataclasses import dataclass, field
 from typing import Final
+
+import httpx
 
 from scripts.faults.clients import Record
 from scripts.faults.load import draw_requests, send_all
 from tests.cluster import Cluster
 
 ROUTER_ARGS: Final = ("--heartbeat-ms", "200")
-WORKER_ARGS: Final = ("--hash-step-ms", "10")
+WORKER_ARGS: Final = ("--hash-step-ms", "20")
 RECEIVE_BYTES: Final = 4096
+READ_EVERY_S: Final = 0.1
 # Far more than is read before the run is over.
 ENDLESS: Final = 30_000
-BODY: Final = {
+BODY: Final[dict[str, object]] = {
     "prompt": [1, 2, 3],
     "max_tokens": ENDLESS,
     "ignore_eos": True,
@@ -33,39 +35,46 @@ BODY: Final = {
 
 @dataclass
 class SlowClient:
-    """An HTTP client that reads `bytes_per_s`; 0: never."""
+    """An HTTP client that reads `bytes_per_s`; 0: never, so it does not hear of its end either."""
 
     bytes_per_s: int
+    num_choices: int = 1  # more fill the buffers on the way sooner
     read_bytes: int = 0
     was_cut: bool = False
-    cut_after_s: float = 0.0
 
     async def run(self, cluster: Cluster) -> None:
         """Ask for an endless stream and read it so, until cancelled or cut off."""
         host, _, port = cluster.http.removeprefix("http://").rpartition(":")
-        loop, start = asyncio.get_running_loop(), time.monotonic()
+        loop = asyncio.get_running_loop()
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
             sock.setblocking(False)
             await loop.sock_connect(sock, (host, int(port)))
-            await loop.sock_sendall(sock, _request(host))
-            try:
-                while True:
-                    await asyncio.sleep(0.1)
-                    if self.bytes_per_s:
-                        got = await loop.sock_recv(sock, max(1, self.bytes_per_s // 10))
-                        self.read_bytes += len(got)
-                        if not got:
-                            raise ConnectionResetError
-                    elif sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                        raise ConnectionResetError  # noticed without reading a byte
-            except ConnectionError:
-                self.was_cut, self.cut_after_s = True, time.monotonic() - start
+            await loop.sock_sendall(sock, _request(host, self.num_choices))
+            while True:
+                await asyncio.sleep(READ_EVERY_S)
+                if not self.bytes_per_s:
+                    continue
+                try:
+                    got = await loop.sock_recv(sock, int(self.bytes_per_s * READ_EVERY_S))
+                except ConnectionError:
+                    got = b""
+                self.read_bytes += len(got)
+                if not got:
+                    self.was_cut = True
+                    return
+
+
+def num_cut(cluster: Cluster) -> int:
+    """How many clients the router has cut off because they did not read."""
+    text = httpx.get(cluster.http + "/metrics", trust_env=False).text
+    (line,) = [line for line in text.splitlines() if line.startswith("baton_slow_clients_total")]
+    return int(float(line.rpartition(" ")[2]))
 
 
 @dataclass
 class Beside:
-    """What the clients that read at once saw, and how much the router grew meanwhile."""
+    """What the clients that read at once saw."""
 
     records: list[Record] = field(default_factory=list)
 
@@ -92,8 +101,8 @@ async def beside(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _request(host: str) -> bytes:
-    body = json.dumps(BODY).encode()
+def _request(host: str, num_choices: int) -> bytes:
+    body = json.dumps(BODY | {"n": num_choices}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"
