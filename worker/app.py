@@ -104,6 +104,8 @@ class Worker:
         self._was_busy = False
         self._is_announced = False
         self._steps_seen = 0  # by the watchdog
+        self._steps_ticked = 0
+        self._step_s = 0.0  # of the step under way
 
     async def run(self, stop: Stop) -> int:
         """Serve until told to stop, refused by every router, or broken; return the exit status."""
@@ -220,11 +222,18 @@ class Worker:
             self._role.tick(self._clock())
             for router in self._routers:
                 await router.tick(TICK_S)
+            self._look_at_step()
             is_busy = self._is_busy
             if self._was_busy and not is_busy:
                 self._is_beat_due.set()  # let the router see at once that everything is free
             self._was_busy = is_busy
             self._changed.set()  # a drain looks again at what is unfinished
+
+    def _look_at_step(self) -> None:
+        """Count how long a step takes, in ticks: a pause of the process is not the engine's."""
+        is_same = self._thread.is_busy and self._engine.steps == self._steps_ticked
+        self._step_s = self._step_s + TICK_S if is_same else 0.0
+        self._steps_ticked = self._engine.steps
 
     @property
     def _is_busy(self) -> bool:
@@ -239,7 +248,11 @@ class Worker:
         """Tell every router how we are: at its pace, and at once when we became idle."""
         while True:
             load = self._engine.load()
-            load = msgspec.structs.replace(load, kv_inflight_bytes=self._role.kv_inflight_bytes)
+            load = msgspec.structs.replace(
+                load,
+                kv_inflight_bytes=self._role.kv_inflight_bytes,
+                step_ms=round(1000 * self._step_s),
+            )
             running, waiting = self._engine.num_running, self._engine.num_waiting
             heartbeat, payload = Heartbeat(self._engine.steps, running, waiting), encode_map(load)
             for router in self._routers:

@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -212,3 +214,28 @@ def test_an_address_that_is_taken_is_said_in_a_line() -> None:
     assert ended.returncode == 1
     assert endpoint in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
+
+
+async def test_a_worker_says_how_long_its_engine_stands_in_one_step() -> None:
+    class Standing(GatedExecutor):
+        gate = threading.Event()
+
+        def forward(self, batch: Any) -> list[int]:
+            assert self.gate.wait(PATIENCE_S)
+            return super().forward(batch)
+
+    executor = Standing()
+    async with scripted_router() as router:
+        executor.gate.set()  # for the warmup
+        async with running(router, "prefill", executor=executor):
+            peer = router.peers[Role.PREFILL]
+            await router.until(lambda: peer in router.loads)
+            assert router.loads[peer].step_ms == 0
+            executor.gate.clear()
+            router.prefill(1, PROMPT, Options(max_tokens=1))
+            try:
+                await router.until(lambda: router.loads[peer].step_ms >= 300)
+            finally:
+                executor.gate.set()
+            await router.receive(Tag.PREFILL_DONE)
+            await router.until(lambda: router.loads[peer].step_ms == 0)
