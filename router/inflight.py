@@ -27,6 +27,7 @@ from router.request import Request, Sink
 from router.worker import Worker
 from wire.errors import ErrorCode, WireError
 from wire.parts import Message
+from wire.payloads import Usage
 
 __all__ = ["InFlight", "Limits", "Observer", "RequestEnd", "Send"]
 
@@ -129,6 +130,14 @@ class InFlight:
         else:
             self._progress.go_on(flight)
         self._flights.place_waiting()
+
+    def stop(self, handle: int) -> None:
+        """End a request whose client has all it asked for, a stop string came: a success."""
+        flight = self._flights.open.get(handle)
+        if flight is not None:
+            usage = Usage(finish_reason="stop", kv_bytes=flight.kv_bytes)
+            self._flights.end(flight, None, usage=usage)
+            self._flights.place_waiting()
 
     def cancel(self, handle: int, code: ErrorCode = ErrorCode.CANCELLED) -> None:
         """Drop a request; its sink hears nothing more.  Unknown handles are ignored."""

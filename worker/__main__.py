@@ -8,7 +8,7 @@ import sys
 import structlog
 
 from wire.aio.log import configure
-from wire.aio.process import Stop, run
+from wire.aio.process import Stop, run, slow_start
 from wire.aio.settings import parse
 from wire.errors import WireError
 from wire.model import fingerprint, locate
@@ -56,7 +56,8 @@ def main() -> int:
     configure(config.log_level)
     log.info("loading", model=config.model, executor=config.executor)
     try:
-        executor = load(config)
+        with slow_start(f"loading {config.model}"):
+            executor = load(config)
     except (WireError, ValueError) as error:
         log.error("cannot serve this model", reason=str(error))
         return EXIT_CONFIG

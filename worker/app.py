@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from wire.aio.process import Stop, keep_watchdog, notify
+from wire.aio.process import Stop, extend_start, keep_watchdog, notify
 from wire.frames import Heartbeat, Role
 from wire.payloads import HelloDetail, encode_map
 from worker.config import Config
@@ -26,6 +26,7 @@ from worker.executor.measured import measured
 from worker.link import Identity, LinkState, RouterLink
 from worker.outputs import Output
 from worker.prefill import PrefillRole
+from worker.pulse import Pulse
 from worker.surroundings import Surroundings
 
 log = structlog.get_logger("worker")
@@ -103,16 +104,16 @@ class Worker:
         self._is_beat_due = asyncio.Event()
         self._was_busy = False
         self._is_announced = False
-        self._steps_seen = 0  # by the watchdog
         self._steps_ticked = 0
         self._step_s = 0.0  # of the step under way
+        self._pulse = Pulse(self._thread)
 
     async def run(self, stop: Stop) -> int:
         """Serve until told to stop, refused by every router, or broken; return the exit status."""
         self._thread.start()
         chores = [
             asyncio.create_task(self._watched(chore))
-            for chore in (self._beat(), self._tick(), keep_watchdog(self._is_alive))
+            for chore in (self._beat(), self._tick(), keep_watchdog(self._pulse.is_felt))
         ]
         try:
             return await self._serve(stop)
@@ -213,7 +214,8 @@ class Worker:
             self._is_beat_due.set()
             if not self._is_announced:
                 self._is_announced = True
-                notify("READY=1")
+                # Through the engine's thread: it has warmed up before it takes this.
+                self._thread.post(lambda _: notify("READY=1"))
         self._changed.set()
 
     async def _tick(self) -> None:
@@ -239,11 +241,6 @@ class Worker:
     def _is_busy(self) -> bool:
         return not self._role.is_idle or self._thread.is_busy
 
-    def _is_alive(self) -> bool:
-        """Whether the engine is idle, or has stepped since this was asked last."""
-        seen, self._steps_seen = self._steps_seen, self._engine.steps
-        return not self._thread.is_busy or self._engine.steps != seen
-
     async def _beat(self) -> None:
         """Tell every router how we are: at its pace, and at once when we became idle."""
         while True:
@@ -258,8 +255,16 @@ class Worker:
             for router in self._routers:
                 if router.state is LinkState.READY:
                     router.send(heartbeat, payload)
-            notify(f"STATUS={running} running, {waiting} waiting, {load.used} blocks used")
+            self._report(f"{running} running, {waiting} waiting, {load.used} blocks used")
             self._is_beat_due.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(router.heartbeat_s for router in self._routers)):
                     await self._is_beat_due.wait()
+
+    def _report(self, figures: str) -> None:
+        """Tell systemd how we are, and before the first WELCOME that we are still at it."""
+        if self._is_announced:
+            notify(f"STATUS={figures}")
+        else:
+            extend_start()
+            notify(f"STATUS=joining {', '.join(self._config.router)}")

@@ -181,7 +181,8 @@ async def test_systemd_hears_when_it_is_ready_and_how_it_is(
             router.prefill(1, PROMPT, OPTIONS)
             await router.receive(Tag.PREFILL_DONE)
             heard = list[str]()
-            while not any("WATCHDOG" in line for line in heard):
+            awaited = ("WATCHDOG=1", "READY=1", "STATUS=joining", "STATUS=0 running")
+            while not all(any(word in line for line in heard) for word in awaited):
                 data = await asyncio.get_running_loop().sock_recv(systemd, 1000)
                 heard.append(data.decode())
         assert heard.count("READY=1") <= 2  # of each worker once
