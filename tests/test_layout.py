@@ -25,7 +25,7 @@ ARROWS = {
 }
 # module -> the only files that may import it
 ONLY_IN = {
-    "zmq": {"wire/aio/zmq.py"},
+    "zmq": {"wire/aio/zmq.py", "wire/aio/port.py", "wire/aio/zap.py"},
     "cupy": {"kernels/cuda.py"},
 }
 # module -> packages that may import it
