@@ -36,6 +36,8 @@ ASYNC = {
     "router/app.py",
     "router/__main__.py",
     "router/gateway.py",
+    "router/body.py",
+    "router/httpserver.py",
     "router/clients.py",
     "router/local.py",
     "router/bus.py",

@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 import structlog
 
+from wire.aio.keys import open_keys
 from wire.aio.process import Stop, keep_watchdog, notify
 from wire.frames import Heartbeat, Role
 from wire.payloads import HelloDetail, encode_map
@@ -67,7 +68,8 @@ class Worker:
         self._thread = EngineThread(self._engine, self._deliver, self._crash)
         self._thread.post(lambda _: self._executor.warmup())  # first of all: no block is used yet
         self._copies = Copies()
-        self._plane = KVPlane(info.max_model_len)
+        keys = open_keys(config.keys, config.party)
+        self._plane = KVPlane(info.max_model_len, keys)
         role = Role[config.role.upper()]
         identity = Identity(role, config.rank, time.time_ns())
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
@@ -91,7 +93,7 @@ class Worker:
             kv_endpoint=self._role.kv_endpoint,
         )
         self._routers = [
-            RouterLink(endpoint, identity, detail, self._role, self._on_link)
+            RouterLink(endpoint, identity, detail, self._role, self._on_link, keys)
             for endpoint in config.router
         ]
         # What wakes `run` and the heartbeat.

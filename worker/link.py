@@ -15,6 +15,7 @@ from typing import Final, Protocol
 
 import structlog
 
+from wire.aio.keys import Keys
 from wire.aio.zmq import Link
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, WireError
 from wire.frames import (
@@ -108,6 +109,7 @@ class RouterLink:
     detail: HelloDetail
     requests: Requests
     on_state: Callable[[RouterLink], None]
+    keys: Keys | None = None
     state: LinkState = LinkState.JOINING
     epoch: int = 0
     heartbeat_s: float = 1.0
@@ -129,6 +131,7 @@ class RouterLink:
             self._on_message,
             on_up=self._say_hello,
             on_down=self._on_down,
+            keys=self.keys,
         )
 
     async def close(self, linger_s: float) -> None:

@@ -88,6 +88,11 @@ class Keys:
         return True
 
 
+def is_party(name: str) -> bool:
+    """Whether a party may be called this."""
+    return _NAME.fullmatch(name) is not None
+
+
 def read_key_pair(path: Path) -> KeyPair:
     """Read a `.key` file.  Raises ConfigError, which names the file and never what is in it."""
     lines = dict(line.split(" ", 1) for line in read_secret(path).splitlines() if " " in line)
@@ -140,7 +145,7 @@ def _read_parties(path: Path) -> dict[str, str]:
         if not line.strip() or line.startswith("# "):
             continue
         public, _, name = line.strip().partition(" ")
-        if _KEY.fullmatch(public) and _NAME.fullmatch(name.strip()):
+        if _KEY.fullmatch(public) and is_party(name.strip()):
             parties[public] = name.strip()
         else:
             _LOG.error(
