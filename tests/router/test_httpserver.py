@@ -135,7 +135,7 @@ async def test_connections_have_a_limit() -> None:
             writer.write(GET % 7)
             assert await reader.readuntil(b"/7")
             writer.close()
-        while server.server_state.connections:
+        while server.server_state.connections:  # noqa: ASYNC110 (uvicorn has no event for it)
             await asyncio.sleep(0)
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(GET % 8)
@@ -151,7 +151,7 @@ async def test_a_client_that_does_not_take_its_answer_is_cut_off(
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
         writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
         await reader.readuntil(b"\r\n")
-        while server.server_state.connections:
+        while server.server_state.connections:  # noqa: ASYNC110 (uvicorn has no event for it)
             await asyncio.sleep(0.01)
         writer.transport.abort()
 
