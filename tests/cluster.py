@@ -56,7 +56,9 @@ class Cluster:
         model: str = "demo",
         executor: str = "torch",
         args: tuple[str, ...] = (),
+        api_key: str = "",
     ) -> None:
+        self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.model = "demo" if model == "demo" else Path(model).name
         self._local = local
         self._model = model
@@ -164,7 +166,7 @@ class Cluster:
         return self.log_path.read_text()
 
     def _start(self) -> None:
-        self._client = httpx.Client(timeout=30, trust_env=False)
+        self._client = httpx.Client(timeout=30, trust_env=False, headers=self.headers)
         endpoints = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0")
         local = ("--local", self._local) if self._local else ()
         self._spawn(

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
+from functools import partial
 from typing import Final
 
 import msgspec
 import structlog
 
+from wire.aio.keys import open_keys
 from wire.aio.process import Stop, extend_start, keep_watchdog, notify
 from wire.frames import Heartbeat, Role
 from wire.payloads import HelloDetail, encode_map
@@ -70,7 +72,9 @@ class Worker:
         self._thread = outside.make_thread(self._engine, self._deliver, self._crash)
         self._thread.post(lambda _: self._executor.warmup())  # first of all: no block is used yet
         self._copies = outside.make_copies()
-        self._plane = outside.make_plane(info.max_model_len)
+        keys = open_keys(config.keys, config.party)
+        self._plane = outside.make_plane(info.max_model_len, keys)
+        connect = partial(outside.connect, keys=keys)
         role = Role[config.role.upper()]
         identity = Identity(role, config.rank, outside.epoch())
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
@@ -95,7 +99,7 @@ class Worker:
             kv_endpoint=self._role.kv_endpoint,
         )
         self._routers = [
-            RouterLink(endpoint, identity, detail, self._role, self._on_link, outside.connect)
+            RouterLink(endpoint, identity, detail, self._role, self._on_link, connect)
             for endpoint in config.router
         ]
         # What wakes `run` and the heartbeat.

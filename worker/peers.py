@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 import structlog
 
+from wire.aio.settings import ConfigError
 from wire.aio.zmq import Sending
 from wire.errors import PeerLost, RemoteProtocolError, WireError
 from wire.frames import ANY_RANK, Error, Frame, KvCacheAck
@@ -44,7 +45,9 @@ class DecodePeer:
         self.num_heard = 0
         self.is_mute = False  # a whole lease passed and it said nothing at all
         self.needed_at = now
-        self._link = plane.link(identity, detail.kv_endpoint, self._on_message, self._on_down)
+        self._link = plane.link(
+            identity, detail.kv_endpoint, self._on_message, self._on_down, self.name
+        )
 
     @property
     def name(self) -> str:
@@ -154,7 +157,7 @@ class DecodePeers:
             return peer
         try:
             peer = DecodePeer(detail, self._identity, self._plane, self._clock())
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             log.error("no way to the decode worker", rank=detail.rank, reason=str(error))
             return None
         self._peers[detail.kv_endpoint] = peer

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from wire.aio.keys import Keys
 from wire.aio.zmq import Link, Sending
 from wire.parts import Buffer
 from worker.copies import Copies
@@ -51,6 +52,7 @@ class Connect(Protocol):
         *,
         on_up: Callable[[], None],
         on_down: Callable[[], None],
+        keys: Keys | None = None,
     ) -> Connection: ...
 
 
@@ -66,6 +68,7 @@ class Plane(Protocol):
         endpoint: str,
         on_message: Callable[[list[Buffer]], None],
         on_down: Callable[[], None],
+        server: str = "",
     ) -> Connection: ...
     async def close(self) -> None: ...
 
@@ -94,7 +97,7 @@ class Surroundings:
     clock: Callable[[], float] = time.monotonic
     epoch: Callable[[], int] = time.time_ns
     connect: Connect = Link
-    make_plane: Callable[[int], Plane] = KVPlane
+    make_plane: Callable[[int, Keys | None], Plane] = KVPlane
     make_thread: Callable[
         [Engine, Callable[[list[Output]], None], Callable[[BaseException], None]], Computing
     ] = EngineThread

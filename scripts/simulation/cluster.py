@@ -137,7 +137,7 @@ class WorkerProcess:
             clock=process.time,
             epoch=lambda: self.epoch,
             connect=partial(Link, network, process),
-            make_plane=lambda _: Plane(network, process),
+            make_plane=lambda *_: Plane(network, process),
             make_thread=self._make_thread,
             make_copies=lambda: EventCopies(
                 timeline, process, random, scenario.copy_s, self.executor, self._is_used

@@ -74,7 +74,7 @@ class Hub:
 
 
 class Link:
-    """A connected DEALER (`wire.aio.zmq.Link`)."""
+    """A connected DEALER (`wire.aio.zmq.Link`); strangers are no part of the simulation."""
 
     def __init__(
         self,
@@ -86,6 +86,7 @@ class Link:
         *,
         on_up: Callable[[], None] | None = None,
         on_down: Callable[[], None] | None = None,
+        keys: None = None,
         is_kv: bool = False,
     ) -> None:
         self.network, self.process, self.identity = network, process, identity
@@ -172,7 +173,12 @@ class Plane:
         return Hub(self._network, self._process, on_message, on_lost, is_kv=True)
 
     def link(
-        self, identity: bytes, endpoint: str, on_message: OnMessage, on_down: Callable[[], None]
+        self,
+        identity: bytes,
+        endpoint: str,
+        on_message: OnMessage,
+        on_down: Callable[[], None],
+        server: str = "",
     ) -> Link:
         return Link(
             self._network,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,17 @@ def test_a_worker_beyond_this_machine_has_to_be_asked_for() -> None:
     config = Config(kv_bind="tcp://0.0.0.0:5600", kv_advertise=advertised, insecure=True)
     assert config.kv_advertise == advertised
     assert Config(kv_bind="ipc:///tmp/kv", router=("ipc:///tmp/bus", "tcp://a:1")).router[1]
+
+
+def test_keys_open_the_kv_port_and_so_do_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Config(kv_bind="tcp://10.0.0.5:5600", keys=tmp_path, rank=3).party == "decode-3"
+    (tmp_path / "decode-3.key").touch()
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    Config(kv_bind="tcp://10.0.0.5:5600", rank=3)
+    with pytest.raises(ValidationError, match="scripts/keys"):
+        Config(kv_bind="tcp://10.0.0.5:5600", rank=4)
 
 
 def test_the_settings_of_a_router_are_known() -> None:
