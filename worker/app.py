@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Final
 
@@ -24,7 +24,7 @@ from worker.config import Config
 from worker.decode import DecodeRole
 from worker.engine import Engine
 from worker.executor.contract import Executor
-from worker.executor.measured import measured
+from worker.executor.measured import MeasuredExecutor, measured
 from worker.link import Identity, LinkState, RouterLink
 from worker.outputs import Output
 from worker.prefill import PrefillRole
@@ -44,6 +44,23 @@ def num_blocks(config: Config, token_bytes: int) -> int:
     return config.num_blocks or max(1, config.kv_cache_bytes // (config.block_size * token_bytes))
 
 
+def _engine(
+    config: Config, executor: MeasuredExecutor, blocks: int, clock: Callable[[], float]
+) -> Engine:
+    return Engine(
+        executor,
+        num_blocks=blocks,
+        block_size=config.block_size,
+        max_ubatch_tokens=config.max_ubatch_tokens,
+        max_sbatch_sequences=config.max_sbatch_sequences,
+        enable_prefix_cache=config.prefix_cache,
+        ageing_s=config.ageing_s,
+        swap_bytes=config.swap_bytes,
+        speculate=config.speculate or None,
+        clock=clock,
+    )
+
+
 class Worker:
     """The parts of one worker and what they tell each other."""
 
@@ -55,18 +72,7 @@ class Worker:
         blocks = num_blocks(config, info.layout.token_bytes)
         self._config = config
         self._executor = measured(executor)
-        self._engine = Engine(
-            self._executor,
-            num_blocks=blocks,
-            block_size=config.block_size,
-            max_ubatch_tokens=config.max_ubatch_tokens,
-            max_sbatch_sequences=config.max_sbatch_sequences,
-            enable_prefix_cache=config.prefix_cache,
-            ageing_s=config.ageing_s,
-            swap_bytes=config.swap_bytes,
-            speculate=config.speculate or None,
-            clock=outside.clock,
-        )
+        self._engine = _engine(config, self._executor, blocks, outside.clock)
         self._clock = outside.clock
         self._loop = asyncio.get_running_loop()
         self._thread = outside.make_thread(self._engine, self._deliver, self._crash)

@@ -28,6 +28,8 @@ ROUTER_SETTINGS: Final = (
     "max_running_per_worker",
     "max_connections",
     "max_requests_per_connection",
+    "max_attempts",
+    "stall_ms",
     "heartbeat_ms",
     "lease_ms",
     "queue_timeout_ms",

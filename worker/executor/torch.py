@@ -161,7 +161,7 @@ def _capabilities(model: Transformer, layout: KVLayout) -> Capabilities:
     width = 2 * config.hidden_size + 3 * config.intermediate_size
     return Capabilities(
         memory=MemoryRequirements(
-            parameter_bytes=sum(tensor.nbytes for tensor in model.named_tensors().values()),
+            parameter_bytes=model.parameter_bytes,
             activation_bytes_per_token=width * model.dtype.itemsize,
             kv_bytes_per_token=layout.token_bytes,
         ),

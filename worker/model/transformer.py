@@ -44,6 +44,7 @@ class Transformer:
         kv_dtype: What keys and values are kept in.
         weight_dtype: What the matrices are kept in.
         dtype: What is computed in: the weights' type, float32 once packed.
+        parameter_bytes: What the tensors of the checkpoint take here, before they are packed.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Transformer:
         self.head = self.embed if config.tied_embeddings else torch.empty_like(self.embed)
         self._frequencies = inverse_frequencies(config.rope, device)
         self._scale = config.head_dim**-0.5
+        self.parameter_bytes = sum(tensor.nbytes for tensor in self.named_tensors().values())
 
     def named_tensors(self) -> Tensors:
         """Return each tensor's name in a Hugging Face checkpoint and the memory it belongs in."""
