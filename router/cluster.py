@@ -23,7 +23,8 @@ class Counts(Protocol):
 def cluster(fleet: Fleet, inflight: Counts, now: float) -> dict[str, Any]:
     """Return every worker, prefill first, and the router's own requests.
 
-    What is said of a worker is from its last heartbeat, `last_seen_s` seconds before `now`.
+    What is said of a worker is from its last heartbeat, `last_seen_s` seconds before `now`, but for
+    `placed`: what this router has there at this moment.
     """
     workers = sorted(fleet, key=lambda worker: (worker.role, worker.rank))
     return {
@@ -40,6 +41,7 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
         "epoch": worker.epoch,
         "state": worker.state.value,
         "last_seen_s": round(now - worker.last_seen, 3),
+        "placed": len(worker.attempts),
         "running": worker.running,
         "waiting": worker.waiting,
         "step": worker.step,

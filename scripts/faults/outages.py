@@ -63,7 +63,7 @@ async def outage(
 
     def is_busy() -> bool:
         row = cluster.find(*key)
-        return row is not None and row["running"] > 0
+        return row is not None and row["placed"] > 0
 
     def have_outage() -> None:
         until(is_busy, f"{key} is busy")

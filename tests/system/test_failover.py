@@ -30,7 +30,7 @@ async def complete(
 def busy(cluster: Cluster, role: str, rank: int) -> Callable[[], bool]:
     def is_busy() -> bool:
         row = cluster.find(role, rank)
-        return row is not None and row["running"] > 0
+        return row is not None and row["placed"] > 0
 
     return is_busy
 
