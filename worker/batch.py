@@ -82,8 +82,8 @@ class Chunk(NamedTuple):
 class Sampling(NamedTuple):
     """How to draw the next token of one sequence: `position` is the index that token will have.
 
-    `token_ids` are the sequence's tokens so far (prompt and output), `prompt_len` of them prompt.
-    `occurrences` may keep their numbers from step to step, for whoever has penalties.
+    Before it come `token_ids` (prompt and output, `prompt_len` of them prompt) and `drafts`.
+    `occurrences` may keep the numbers of `token_ids` from step to step, for whoever has penalties.
     """
 
     request_id: int
@@ -92,6 +92,7 @@ class Sampling(NamedTuple):
     prompt_len: int
     token_ids: list[int]
     occurrences: Occurrences | None = None
+    drafts: tuple[int, ...] = ()
 
 
 class Scoring(NamedTuple):
@@ -217,12 +218,17 @@ def _samplings(chunks: Many[Chunk], ends: list[int]) -> tuple[list[int], list[Sa
         position = len(token_ids)
         if sequence.num_computed_tokens + num_tokens < position:
             continue
+        row = end - len(drafts) - 1
         request_id, options, prompt_len = sequence.request_id, sequence.options, sequence.prompt_len
-        rows.append(end - len(drafts) - 1)
+        rows.append(row)
         seen = sequence.occurrences
         samplings.append(Sampling(request_id, options, position, prompt_len, token_ids, seen))
-        for index in range(1, len(drafts) + 1):
-            rows.append(end - len(drafts) + index - 1)
-            guessed = [*token_ids, *drafts[:index]]
-            samplings.append(Sampling(request_id, options, position + index, prompt_len, guessed))
+        for num_drafts in range(1, len(drafts) + 1):
+            guessed = drafts[:num_drafts]
+            rows.append(row + num_drafts)
+            samplings.append(
+                Sampling(
+                    request_id, options, position + num_drafts, prompt_len, token_ids, None, guessed
+                )
+            )
     return rows, samplings
