@@ -24,6 +24,7 @@ from worker.outputs import Computed, Failed, Output, Token
 from worker.plan import Plan
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence, Status
+from worker.sharing import register
 from worker.slots import Slots
 from worker.speculate import Drafter, Speculation, accepted
 from worker.stats import Counters, Stats, load_of
@@ -121,7 +122,7 @@ class Engine:
         sequence.started_s = self._clock()
         sequence.set_deadline(sequence.started_s)
         sequence.stop_ids = stop_ids(options, self.info)
-        self.scheduler.register(sequence)
+        register(sequence, self.pool)
         self.scheduler.run(sequence)
 
     def release(self, request_id: int) -> None:
@@ -197,7 +198,7 @@ class Engine:
         for sequence, num_tokens, drafts in chunks:
             sequence.num_computed_tokens += num_tokens
             is_last = sequence.num_computed_tokens == len(sequence.token_ids)
-            self.scheduler.register(sequence)
+            register(sequence, self.pool)
             if sequence.hand_over:
                 self._outputs.append(Computed(sequence.request_id, sequence.num_computed_tokens))
             if drafts:
@@ -215,7 +216,7 @@ class Engine:
             if sequence.status is Status.FINISHED:
                 return
             sequence.num_computed_tokens += 1
-            self.scheduler.register(sequence)
+            register(sequence, self.pool)
             self._append(sequence, token)
         self.scheduler.trim(sequence)
 
