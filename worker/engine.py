@@ -12,21 +12,23 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from itertools import count
+from typing import Any
 
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
 from wire.payloads import Load
 from worker.admission import Problem, find_problem, resume, stop_ids, tell
-from worker.batch import BatchConfig, Chunk, build
+from worker.batch import Chunk, build
 from worker.blocks import BlockPool
 from worker.executor.contract import Executor, SampledToken, Scorer
 from worker.outputs import Computed, Failed, Output, Token
 from worker.plan import Plan
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence, Status
+from worker.settings import EngineSettings
 from worker.sharing import register
 from worker.slots import Slots
-from worker.speculate import Drafter, Speculation, accepted
+from worker.speculate import Speculation, accepted
 from worker.stats import Counters, Stats, load_of
 from worker.swap import SwapSpace
 
@@ -45,34 +47,30 @@ class Engine:
         *,
         num_blocks: int,
         block_size: int,
-        max_ubatch_tokens: int = 512,
-        max_sbatch_sequences: int = 256,
-        prefer_pure_decode: bool = False,
-        dynamic_batching: bool = True,
-        enable_prefix_cache: bool = True,
-        ageing_s: float = 1.0,
-        swap_bytes: int = 0,
-        speculate: str | Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        **settings: Any,
     ) -> None:
+        """Allocate the KV cache.
+
+        Args:
+            settings: Those of `worker.settings.EngineSettings`.
+
+        Raises:
+            TypeError: There is no such setting.
+            ValueError: One is out of its range.
+        """
+        self.config = EngineSettings(**settings).within(executor.capabilities)
         self.info = executor.info
         self.cache = executor.allocate(num_blocks, block_size)
-        self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=enable_prefix_cache)
-        self.config = BatchConfig(
-            max_ubatch_tokens=max_ubatch_tokens,
-            max_sbatch_sequences=executor.capabilities.at_most(max_sbatch_sequences),
-            prefer_pure_decode=prefer_pure_decode,
-            dynamic_batching=dynamic_batching and executor.capabilities.continuous_batching,
-            ageing_s=ageing_s,
-        )
-        self.swap = SwapSpace(self.cache, swap_bytes, clock)
+        is_cached = self.config.enable_prefix_cache
+        self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=is_cached)
+        self.swap = SwapSpace(self.cache, self.config.swap_bytes, clock)
         self.scheduler = Scheduler(self.pool, self.config, self.swap)
         self.counters = Counters()
         self.announce: Callable[[list[Output]], None] | None = None
         self._executor = executor
         self._scorer = executor if isinstance(executor, Scorer) else None
-        can_speculate = executor.capabilities.speculative
-        self._speculation = Speculation(speculate if can_speculate else None, self.info)
+        self._speculation = Speculation(self.config.speculate, self.info)
         self._clock = clock
         self._arrivals = count()
         self._sequences: dict[int, Sequence] = {}
