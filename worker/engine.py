@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from wire.errors import ErrorCode, LocalProtocolError
@@ -200,17 +200,17 @@ class Engine:
             if sequence.hand_over:
                 self._outputs.append(Computed(sequence.request_id, sequence.num_computed_tokens))
             if drafts:
-                self._verify(sequence, drafts, [next(drawn) for _ in range(len(drafts) + 1)])
+                self._verify(sequence, drafts, tuple(islice(drawn, len(drafts) + 1)))
             elif is_last:
                 self._append(sequence, next(drawn))
 
-    def _verify(self, sequence: Sequence, x: Many[int], y: list[SampledToken]) -> None:
+    def _verify(self, sequence: Sequence, x: Many[int], y: Many[SampledToken]) -> None:
         """Append what the target stands for; the KV of accepted drafts is that of their tokens."""
-        tokens = accepted(x, y)
+        token, *others = accepted(x, y)
         self.counters.drafted_tokens += len(x)
-        self.counters.accepted_tokens += len(tokens) - 1
-        self._append(sequence, tokens[0])
-        for token in tokens[1:]:
+        self.counters.accepted_tokens += len(others)
+        self._append(sequence, token)
+        for token in others:
             if sequence.status is Status.FINISHED:
                 return
             sequence.num_computed_tokens += 1
@@ -219,20 +219,21 @@ class Engine:
         self.scheduler.trim(sequence)
 
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
+        token_id, logprobs = token
         index = sequence.num_new_tokens
         self.counters.decode_tokens += 1
-        sequence.token_ids.append(token.token_id)
-        sequence.drafts = []
+        sequence.token_ids.append(token_id)
+        if sequence.drafts:
+            sequence.drafts = []
         reason = sequence.finish_reason(self.info.max_model_len)
-        scores = sequence.take_prompt_logprobs()
-        self._outputs.append(
-            Token(sequence.request_id, token.token_id, index, token.logprobs, reason, scores)
-        )
-        if sequence.hand_over or reason is not None:
-            self.counters.finished += 1
+        scores = None if sequence.scores is None else sequence.take_prompt_logprobs()
+        self._outputs.append(Token(sequence.request_id, token_id, index, logprobs, reason, scores))
+        if reason is None and not sequence.hand_over:
+            return
+        self.counters.finished += 1
         if sequence.hand_over and not sequence.is_released:
             self.scheduler.hold(sequence)
-        elif sequence.hand_over or reason is not None:
+        else:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:

@@ -188,28 +188,28 @@ class Scheduler:
 
     def _add_drafts(self, plan: Plan) -> None:
         """Have drafts verified as far as tokens and blocks are left: nobody waits for them."""
-        if not any(chunk.sequence.drafts for chunk in plan.decode):
+        if not any(sequence.drafts for sequence, _, _ in plan.decode):
             return
         budget = self.config.max_ubatch_tokens - plan.num_tokens
         for index, (sequence, num_tokens, _) in enumerate(plan.decode):
-            num_drafts = min(len(sequence.drafts), budget)
-            if num_drafts > 0:
-                num_drafts = self._make_room(sequence, num_drafts)
-                drafts = tuple(sequence.drafts[:num_drafts])
-                plan.decode[index] = Chunk(sequence, num_tokens, drafts)
-                budget -= num_drafts
+            if sequence.drafts and budget > 0:
+                drafts = sequence.drafts[:budget]
+                drafts = drafts[: self._make_room(sequence, len(drafts))]
+                plan.decode[index] = Chunk(sequence, num_tokens, tuple(drafts))
+                budget -= len(drafts)
 
     def _make_room(self, sequence: Sequence, num_drafts: int) -> int:
         """Get blocks for the KV of drafts; return how many of them have room."""
         table, pool = sequence.block_table, self.pool
-        num_blocks = pool.blocks_for(sequence.num_tokens + num_drafts) - table.num_blocks
-        if num_blocks > 0 and pool.can_allocate(num_blocks):
-            table.extend(pool.allocate(num_blocks))
-        return min(num_drafts, table.num_blocks * pool.block_size - sequence.num_tokens)
+        room = table.num_blocks * pool.block_size - len(sequence.token_ids)
+        if room < num_drafts and pool.can_allocate(pool.blocks_for(num_drafts - room)):
+            table.extend(pool.allocate(pool.blocks_for(num_drafts - room)))
+            return num_drafts
+        return min(num_drafts, room)
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks that only rejected drafts needed."""
-        num_blocks = self.pool.blocks_for(sequence.num_tokens)
+        num_blocks = self.pool.blocks_for(len(sequence.token_ids))
         if sequence.block_table.num_blocks > num_blocks:
             self.pool.free(sequence.block_table.truncate(num_blocks))
 

@@ -56,8 +56,9 @@ class NgramDrafter:
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
         """See `Drafter`."""
+        most = self.num_drafts
         return [
-            self._index(sequence).find(sequence.token_ids, min(limit, self.num_drafts))
+            self._index(sequence).find(sequence.token_ids, limit if limit < most else most)
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
 
@@ -103,17 +104,17 @@ class _NgramIndex:
         self._num_indexed = len(token_ids)
 
 
-def accepted(x: Many[int], y: list[SampledToken]) -> list[SampledToken]:
+def accepted(x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
     """Return the tokens that the target stands for: each y up to the first that is not its x.
 
     Args:
         x: K drafts.
         y: K + 1 tokens of the target; y[i] follows the drafts before x[i].
     """
-    num_accepted = 0
-    while num_accepted < len(x) and y[num_accepted].token_id == x[num_accepted]:
-        num_accepted += 1
-    return y[: num_accepted + 1]
+    for num_accepted, guess in enumerate(x):
+        if y[num_accepted].token_id != guess:
+            return y[: num_accepted + 1]
+    return y
 
 
 class Speculation:
