@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from functools import partial
 from typing import Final
 
@@ -20,11 +20,11 @@ from wire.aio.keys import open_keys
 from wire.aio.process import Stop, extend_start, keep_watchdog, notify
 from wire.frames import Heartbeat, Role
 from wire.payloads import HelloDetail, encode_map
+from worker.assembly import make_engine
 from worker.config import Config
 from worker.decode import DecodeRole
-from worker.engine import Engine
 from worker.executor.contract import Executor
-from worker.executor.measured import MeasuredExecutor, measured
+from worker.executor.measured import measured
 from worker.link import Identity, LinkState, RouterLink
 from worker.outputs import Output
 from worker.prefill import PrefillRole
@@ -39,40 +39,28 @@ EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts it
 EXIT_CONFIG: Final = 78  # EX_CONFIG: a restart would not help
 
 
-def num_blocks(config: Config, token_bytes: int) -> int:
-    """How many KV blocks the configuration asks for or pays for, at least one."""
-    return config.num_blocks or max(1, config.kv_cache_bytes // (config.block_size * token_bytes))
-
-
-def _engine(
-    config: Config, executor: MeasuredExecutor, blocks: int, clock: Callable[[], float]
-) -> Engine:
-    return Engine(
-        executor,
-        num_blocks=blocks,
-        block_size=config.block_size,
-        max_ubatch_tokens=config.max_ubatch_tokens,
-        max_sbatch_sequences=config.max_sbatch_sequences,
-        enable_prefix_cache=config.prefix_cache,
-        ageing_s=config.ageing_s,
-        swap_bytes=config.swap_bytes,
-        speculate=config.speculate or None,
-        clock=clock,
-    )
-
-
 class Worker:
-    """The parts of one worker and what they tell each other."""
+    """The parts of one worker and what they tell each other.
+
+    Raises:
+        ValueError: The settings do not fit the model or the machine.
+        OSError: The address for KV is taken.
+    """
 
     def __init__(
-        self, config: Config, executor: Executor, surroundings: Surroundings | None = None
+        self,
+        config: Config,
+        executor: Executor,
+        surroundings: Surroundings | None = None,
+        *,
+        draft: Executor | None = None,
     ) -> None:
         outside = surroundings or Surroundings()
         info = executor.info
-        blocks = num_blocks(config, info.layout.token_bytes)
         self._config = config
+        self._draft = draft
         self._executor = measured(executor)
-        self._engine = _engine(config, self._executor, blocks, outside.clock)
+        self._engine = make_engine(config, self._executor, draft, outside.clock)
         self._clock = outside.clock
         self._loop = asyncio.get_running_loop()
         self._thread = outside.make_thread(self._engine, self._deliver, self._crash)
@@ -99,7 +87,7 @@ class Worker:
             fingerprint=info.fingerprint,
             layout=info.layout,
             block_size=config.block_size,
-            num_blocks=blocks,
+            num_blocks=self._engine.pool.num_blocks,
             max_model_len=info.max_model_len,
             max_kv_transfer_bytes=config.max_kv_transfer_bytes,
             kv_endpoint=self._role.kv_endpoint,
@@ -180,6 +168,8 @@ class Worker:
         self._thread.stop()
         self._copies.close()
         self._executor.shutdown()
+        if self._draft is not None:
+            self._draft.shutdown()
         metrics = self._executor.metrics()
         log.info(
             "worker stopped",
@@ -187,6 +177,8 @@ class Worker:
             prefill_p95_s=round(metrics.prefill.p95_s, 6),
             decode_p95_s=round(metrics.decode.p95_s, 6),
             tokens_per_second=round(metrics.tokens_per_second, 1),
+            drafted_tokens=self._engine.counters.drafted_tokens,
+            accepted_tokens=self._engine.counters.accepted_tokens,
         )
 
     # The engine's thread calls these two.

@@ -87,8 +87,9 @@ class Config(Settings):
     )
     speculate: str = Field(
         default="",
-        pattern=r"^(ngram:[1-9][0-9]?)?$",
-        description="ngram:K guesses up to K tokens a step from the text so far; empty: off",
+        pattern=r"^(ngram:[1-9][0-9]?|draft:[1-9][0-9]?:.+)?$",
+        description="guess up to K tokens a step: ngram:K from the text so far, draft:K:MODEL with "
+        "a smaller model of the same tokenizer (a decode worker loads it); empty: off",
     )
     kv_bind: str = Field(
         default="tcp://127.0.0.1:0", description="where a decode worker takes KV in"
@@ -185,6 +186,17 @@ class Config(Settings):
     def model_name(self) -> str:
         """The last part of `model`, which is what clients call it by default."""
         return self.model.rstrip("/").rpartition("/")[2]
+
+    @property
+    def draft_model(self) -> str | None:
+        """What `speculate` names as draft model, if this worker is to load one."""
+        kind, _, rest = self.speculate.partition(":")
+        return rest.partition(":")[2] if kind == "draft" and self.role == "decode" else None
+
+    @property
+    def num_drafts(self) -> int:
+        """K of `speculate`, 0 if it is off."""
+        return int(self.speculate.split(":")[1]) if self.speculate else 0
 
     @property
     def num_threads(self) -> int:

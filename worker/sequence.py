@@ -187,9 +187,11 @@ class Sequence:
 
     def max_drafts(self, max_model_len: int) -> int:
         """How many guessed tokens could be of use: the one after the last guess is drawn too."""
-        num_tokens = len(self.token_ids)
-        limit = min(self.max_new_tokens + self.num_given_tokens, max_model_len)
-        return max(0, limit - num_tokens - 1)
+        limit = self.max_new_tokens + self.num_given_tokens
+        if limit > max_model_len:
+            limit = max_model_len
+        num_drafts = limit - len(self.token_ids) - 1
+        return num_drafts if num_drafts > 0 else 0
 
     @property
     def is_decoding(self) -> bool:

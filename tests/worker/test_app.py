@@ -208,6 +208,14 @@ def test_what_cannot_be_loaded_is_said_in_a_line() -> None:
     assert "is not a setting" not in ended.stderr
 
 
+def test_more_blocks_than_memory_are_refused_in_a_line() -> None:
+    ended = run_worker("--executor", "hash", "--num-blocks", str(1 << 45))
+    assert ended.returncode == EXIT_CONFIG
+    said = ended.stdout + ended.stderr
+    assert "num_blocks is" in said and "lower --num-blocks to" in said
+    assert "Traceback" not in said
+
+
 def test_an_address_that_is_taken_is_said_in_a_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"

@@ -34,6 +34,8 @@ def test_the_defaults_serve_the_demo_on_this_machine() -> None:
         ({"role": "both"}, "role"),
         ({"rank": 0xFFFFFFFE}, "rank"),
         ({"lease_s": -1}, "lease_s"),
+        ({"speculate": "draft:demo"}, "speculate"),
+        ({"speculate": "ngram:0"}, "speculate"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], sentence: str) -> None:
@@ -57,6 +59,15 @@ def test_keys_open_the_kv_port_and_so_do_credentials(
     Config(kv_bind="tcp://10.0.0.5:5600", rank=3)
     with pytest.raises(ValidationError, match="scripts/keys"):
         Config(kv_bind="tcp://10.0.0.5:5600", rank=4)
+
+
+def test_a_draft_model_is_for_who_generates() -> None:
+    config = Config(speculate="draft:3:/models/a:b")
+    assert (config.draft_model, config.num_drafts) == ("/models/a:b", 3)
+    assert Config(role="prefill", speculate="draft:3:demo").draft_model is None
+    ngram = Config(speculate="ngram:12")
+    assert (ngram.draft_model, ngram.num_drafts) == (None, 12)
+    assert (Config().draft_model, Config().num_drafts) == (None, 0)
 
 
 def test_the_settings_of_a_router_are_known() -> None:
