@@ -11,8 +11,8 @@ float32 logits of transformers; a wrong one ends the run without figures.
 Floors: a decode step reads every weight once (weight bytes over the measured read bandwidth), and a
 prompt multiplies every weight with every token (products over the measured matrix rate).
 
-What the CPU kernels gained, on 2 Zen 3 cores without bf16 instructions that others used as well,
-so as ratios in one run: see the table it prints.
+The dtypes of transformers to compare with are --against; bfloat16 and float32 differ a lot on a CPU
+without bfloat16 instructions.
 """
 
 from __future__ import annotations
