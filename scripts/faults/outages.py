@@ -58,15 +58,16 @@ async def outage(
     clients: int = 8,
 ) -> Outage:
     """Send every record while one worker is out for `lasts_s`; return when all have ended."""
-    result = Outage()
+    result, steps_before = Outage(), cluster.rows()[key]["step"]
     load = asyncio.create_task(send_all(cluster, records, clients=clients, hold_s=0.05))
 
-    def is_busy() -> bool:
+    def is_used() -> bool:
+        # A prompt is read between two heartbeats: "running" would rarely show it.
         row = cluster.find(*key)
-        return row is not None and row["running"] > 0
+        return row is not None and row["step"] > steps_before
 
     def have_outage() -> None:
-        until(is_busy, f"{key} is busy")
+        until(is_used, f"{key} is used")
         with fault(cluster, key):
             start = time.monotonic()
             until(lambda: cluster.find(*key) is None, f"{key} is suspect")
