@@ -227,3 +227,27 @@ BUGS: dict[str, Bug] = {
     ),
     "no-lease": Bug(Receptions, "tick", _nothing),
 }
+
+# The first seed that catches each, as `scripts/simulate.py --hunt` finds it.
+CAUGHT_BY: dict[str, int] = {
+    "drop-credit": 32,
+    "skip-fence": 81,
+    "free-early": 12,
+    "reuse-id": 0,
+    "spare-decode": 24,
+    "keep-promise": 0,
+    "no-digest": 21,
+    "no-drain-echo": 20,
+    "leak-budget": 0,
+    "no-deadline": 2,
+    "ignore-router-loss": 155,
+    "ack-early": 0,
+    "keep-blocks": 0,
+    "evict-half": 27,
+    "double-token": 11,
+    "forget-tokens": 0,
+    "keep-attempt": 0,
+    "miss-wake": 2,
+    "cancelled-by-nobody": 1008,
+    "no-lease": 581,
+}
