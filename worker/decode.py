@@ -126,6 +126,9 @@ class DecodeRole:
     def on_registered(self, router: RouterLink) -> None:
         # An offer does not say whose request it is; routers of one cluster agree on their lease.
         self._receptions.lease_s = self._config.lease_s or router.lease_s
+        lost = self._receptions.lost_epochs
+        if lost.get(router.endpoint) == router.epoch & 0xFFFFFFFF:
+            del lost[router.endpoint]
 
     def on_request(self, router: RouterLink, message: Message) -> None:
         frame = message.frame
@@ -155,8 +158,11 @@ class DecodeRole:
             if generation.router is router:
                 self.on_cancel(request_id)
         # KV it has not asked about yet would wait for its lease: the id says whose it is (SPEC 1).
+        # A prefill worker that has not noticed yet may offer more of it.
+        epoch = router.epoch & 0xFFFFFFFF
+        self._receptions.lost_epochs[router.endpoint] = epoch
         for request_id in self._receptions:
-            if request_id >> 32 == router.epoch & 0xFFFFFFFF:
+            if request_id >> 32 == epoch:
                 self._receptions.cancel(request_id)
 
     # Outputs of the engine.

@@ -77,6 +77,7 @@ class Receptions:
         self._stores: set[asyncio.Task[None]] = set()
         # A router's CANCEL may overtake the offer it is about: the sockets are not the same.
         self._ended: dict[int, None] = {}
+        self.lost_epochs: dict[str, int] = {}  # of routers by endpoint; no offer of theirs is taken
         self._hub = plane.hub(self._on_message, self._on_lost)
         bound = self._hub.bind(config.kv_bind)
         self.endpoint = config.kv_advertise or bound
@@ -186,7 +187,7 @@ class Receptions:
             task.add_done_callback(self._stores.discard)
 
     def _on_offer(self, peer: bytes, request_id: int, message: Message) -> None:
-        if request_id in self._ended:
+        if request_id in self._ended or request_id >> 32 in self.lost_epochs.values():
             raise _unknown()
         receiver = KVReceiver(
             request_id,

@@ -236,7 +236,6 @@ BUGS: dict[str, Bug] = {
     "cancelled-by-nobody": Bug(
         link, "BETWEEN_WORKERS", lambda sound: sound - {ErrorCode.CANCELLED}
     ),
-    "no-lease": Bug(Receptions, "tick", _nothing),
 }
 
 # The first seed that catches each, as `scripts/simulate.py --hunt` finds it.
@@ -261,5 +260,4 @@ CAUGHT_BY: dict[str, int] = {
     "keep-attempt": 0,
     "miss-wake": 2,
     "cancelled-by-nobody": 1008,
-    "no-lease": 581,
 }

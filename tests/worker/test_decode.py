@@ -160,6 +160,9 @@ async def test_kv_that_a_lost_router_has_not_asked_about_is_freed_at_once() -> N
         who = encode_map(ErrorDetail(message="who are you?"))
         router.send(Role.DECODE, Error(0, ErrorCode.UNKNOWN_PEER), who)
         await until_held(13)
+        # It is known again: what it asks for now is taken.
+        assert await first_token(router, lost + 1, prompts[lost])
+        await until_held(26)
         router.decode(other, [*prompts[other], tokens[other]], 1, OPTIONS)
         assert await router.tokens(1) == oracle(prompts[other], 2, OPTIONS)[1:]
 

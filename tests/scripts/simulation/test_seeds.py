@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # Histories that once broke an invariant, and why.
 FOUND = {
     368: "a client heard CANCELLED because a decode worker had lost its router",
+    13988: "a decode worker took KV for a router it had lost, and held it for a lease",
 }
 
 
