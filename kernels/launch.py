@@ -30,7 +30,7 @@ LOG2_E = 1.4426950408889634
 
 
 def _struct(pointers: str, ints: str, floats: str = "") -> np.dtype[np.void]:
-    fields = [(name, np.uint64) for name in pointers.split()]
+    fields: list[tuple[str, type[np.generic]]] = [(name, np.uint64) for name in pointers.split()]
     fields += [(name, np.int32) for name in ints.split()]
     fields += [(name, np.float32) for name in floats.split()]
     return np.dtype(fields, align=True)

@@ -6,6 +6,7 @@ rows use a tile of 16, whose keys are split until there are enough items to fill
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -135,5 +136,5 @@ def _split_keys(lengths: list[int], num_kv_heads: int, wanted_blocks: int) -> in
     return low
 
 
-def _table(rows: list[tuple[int, ...]], columns: int) -> Ints:
+def _table(rows: Sequence[tuple[int, ...]], columns: int) -> Ints:
     return np.array(rows, np.int32).reshape(-1, columns)
