@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 # Device type to the modules that serve it, the best first.
-_BACKENDS = {"cpu": "kernels.reference", "cuda": "kernels.reference"}
+_BACKENDS = {"cpu": "kernels.cpu", "cuda": "kernels.reference"}
 
 
 @cache

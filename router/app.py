@@ -11,26 +11,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import secrets
-import socket
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 import structlog
-import uvicorn
 
+from router.apikeys import open_api_keys
 from router.bus import Bus
 from router.clients import serve_clients
 from router.config import Config, split_endpoint
 from router.fleet import Fleet
 from router.flight import Limits, RequestEnd
 from router.gateway import Gateway
+from router.httpserver import FLUSH_S, HttpServer
+from router.httpserver import Limits as HttpLimits
 from router.inflight import InFlight
 from router.local import LocalWorkers
+from router.tls import server_context
+from wire.aio.keys import open_keys
 from wire.aio.process import Stop, keep_watchdog, notify
+from wire.aio.tcp import Limits as TcpLimits
 from wire.aio.tcp import Server
 from wire.aio.zmq import Hub
 from wire.errors import ErrorCode
@@ -40,8 +45,6 @@ log = structlog.get_logger("router")
 
 # Deadlines and heartbeats are looked at this often.
 MAX_TICK_S: Final = 0.1
-# What was written when a face closes gets this long to leave.
-FLUSH_S: Final = 2.0
 
 
 class Router:
@@ -54,8 +57,13 @@ class Router:
             model_fingerprint=model_fingerprint,
             max_kv_transfer_bytes=config.max_kv_transfer_bytes,
             heartbeat_s=config.heartbeat_ms / 1000,
+            stall_s=config.stall_ms / 1000,
         )
-        self._hub = Hub(self._on_message, on_lost=self._on_lost)
+        self._api_keys = open_api_keys(config.api_keys)
+        self._tls = server_context(config.tls_cert, config.tls_key)
+        self._hub = Hub(
+            self._on_message, on_lost=self._on_lost, keys=open_keys(config.keys, "router")
+        )
         self.bus = Bus(
             self.fleet,
             transmit=self._hub.send,
@@ -71,6 +79,7 @@ class Router:
             model_path=model_path,
             inflight=self.inflight,
             fleet=self.fleet,
+            api_keys=self._api_keys,
         )
         self._idle = Idle(self.inflight)
         self._tcp: Server | None = None
@@ -90,12 +99,19 @@ class Router:
             self._tcp = await serve_clients(
                 *_address(config.tcp),
                 self.inflight,
-                max_connections=config.max_connections,
                 max_requests=config.max_requests_per_connection,
+                limits=TcpLimits(
+                    max_connections=config.max_connections,
+                    message_s=config.grace_s,
+                    idle_s=config.idle_s,
+                ),
+                api_keys=self._api_keys,
+                tls=self._tls,
             )
         self.endpoints["tcp"] = _url("tcp", self._tcp.host, self._tcp.port)
         with _named(config.http):
-            self._http = HttpServer(self.gateway, *_address(config.http))
+            bounds = HttpLimits(config.max_connections, config.grace_s)
+            self._http = HttpServer(self.gateway, *_address(config.http), bounds, self._tls)
         self.endpoints["http"] = self._http.url
         self._tasks = [
             asyncio.create_task(self._http.run_on_loop(), name="http"),
@@ -174,40 +190,6 @@ class Idle:
             await self._ended.wait()
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn on our loop: the socket is bound at once, signals are the process's business."""
-
-    def __init__(self, gateway: Gateway, host: str, port: int) -> None:
-        super().__init__(
-            uvicorn.Config(
-                gateway,
-                loop="none",
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                backlog=1024,
-                timeout_graceful_shutdown=round(FLUSH_S),
-            )
-        )
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=1024)
-        self.url = _url("http", *self._socket.getsockname()[:2])
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the signals alone."""
-        yield
-
-    async def run_on_loop(self) -> None:
-        """Serve until `should_exit`."""
-        await self.serve(sockets=[self._socket])
-
-
 def limits(config: Config) -> Limits:
     """Return the bounds of requests that these settings ask for."""
     return Limits(
@@ -216,11 +198,14 @@ def limits(config: Config) -> Limits:
         queue_timeout_s=config.queue_timeout_ms / 1000,
         hold_s=config.lease_ms / 1000,
         deadline_s=config.deadline_ms / 1000,
+        max_attempts=config.max_attempts,
+        retry_burst=4 * config.max_running_per_worker,
     )
 
 
 async def serve(config: Config, model_path: Path, model_fingerprint: str, stop: Stop) -> int:
     """Run a router until it is asked to stop, and return the exit status."""
+    allow_many_files()
     router = Router(config, model_path, model_fingerprint)
     watchdog = asyncio.create_task(keep_watchdog(lambda: True))
     try:
@@ -235,6 +220,14 @@ async def serve(config: Config, model_path: Path, model_fingerprint: str, stop: 
     finally:
         watchdog.cancel()
         await router.close()
+
+
+def allow_many_files() -> None:
+    """Let this process have as many connections as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # macOS has a lower limit than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _address(endpoint: str) -> tuple[str, int]:

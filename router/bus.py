@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from router.fleet import Fleet, Worker, WorkerState
+from router.fleet import Fleet
 from router.index import PrefixIndex
 from router.inflight import InFlight, Limits
+from router.worker import Worker, WorkerState
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, WireError
 from wire.frames import Drain, Error, Frame, Heartbeat, Hello, Peers, Role, Welcome
 from wire.parts import Buffer, Message, decode, encode
@@ -92,7 +93,7 @@ class Bus:
             log.info("worker left", worker=worker.name, epoch=worker.epoch)
         else:
             log.warning("worker lost", worker=worker.name, epoch=worker.epoch, reason=reason)
-        self.fleet.lose(peer)
+        self.fleet.lose(peer, self._clock())
         self._on_removed(worker)
 
     def tick(self) -> None:
@@ -160,9 +161,14 @@ class Bus:
 
     def _on_heartbeat(self, peer: bytes, beat: Heartbeat, body: Buffer) -> None:
         load = decode_map(Load, body) if len(body) else None
+        known = self.fleet.get(peer)
+        was_stalled = known is not None and known.is_stalled
         worker = self.fleet.heartbeat(peer, beat, load, self._clock())
         if worker is None or load is None:
             return
+        if worker.is_stalled and not was_stalled:
+            log.warning("worker stands still", worker=worker.name, step_ms=load.step_ms)
+            self.inflight.on_lost(peer)
         if worker.role is Role.DECODE:
             self.index.evict(peer, load.evicted)
             self.index.store(peer, load.stored)

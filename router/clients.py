@@ -1,16 +1,20 @@
 """The raw TCP face: clients speak the router's side of the protocol.  SPEC 2.2, 7.
 
 Ids are the connection's own; each open one maps to a handle of `InFlight`.  A connection that ends
-takes its requests with it.  Bytes, rates and buffers are `wire.aio.tcp`'s business.
+takes its requests with it.  Where API keys are configured, a connection begins with a HELLO that
+carries one, and ends at the next request after the key was revoked.  Bytes, rates and buffers are
+`wire.aio.tcp`'s business.
 """
 
 from __future__ import annotations
 
+import ssl
 from collections import OrderedDict
 from typing import Final
 
 import structlog
 
+from router.apikeys import ApiKeys, digest
 from router.inflight import InFlight
 from router.request import Request
 from wire.aio.tcp import Connection, Limits, Server, serve
@@ -18,13 +22,16 @@ from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import (
     ANY_RANK,
     NO_RANK,
+    VERSION,
     Cancel,
     DecodeDone,
     DecodeRequest,
     DecodeToken,
     Error,
+    Hello,
     PrefillDone,
     PrefillRequest,
+    Role,
     Tag,
 )
 from wire.parts import Message
@@ -43,6 +50,8 @@ log = structlog.get_logger("router")
 
 # Frames that crossed an end on the way must find its session; more than can be under way.
 MAX_ENDED: Final = 1024
+# A client that has not said who it is gets room for saying it.
+MAX_HELLO_BYTES: Final = 4096
 # What a client is told to wait before it asks again: about one placement round.
 RETRY_AFTER_S: Final = 1.0
 RETRYABLE: Final = frozenset(
@@ -51,44 +60,84 @@ RETRYABLE: Final = frozenset(
 
 
 async def serve_clients(
-    host: str, port: int, inflight: InFlight, *, max_connections: int, max_requests: int
+    host: str,
+    port: int,
+    inflight: InFlight,
+    *,
+    max_requests: int,
+    limits: Limits,
+    api_keys: ApiKeys | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Server:
     """Listen for raw TCP clients, each with at most `max_requests` open.  Raises OSError."""
     return await serve(
         host,
         port,
-        lambda connection: Client(connection, inflight, max_requests),
-        Limits(max_connections=max_connections),
+        lambda connection: Client(connection, inflight, max_requests, api_keys),
+        limits,
+        tls,
     )
 
 
 class Client:
     """One connection: the requests open on it, and the sessions of those that ended lately."""
 
-    def __init__(self, connection: Connection, inflight: InFlight, max_requests: int) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        inflight: InFlight,
+        max_requests: int,
+        api_keys: ApiKeys | None = None,
+    ) -> None:
         self._connection = connection
         self._inflight = inflight
         self._max_requests = max_requests
+        self._api_keys = api_keys
+        self._key_digest = b""
         self._open: dict[int, ClientRequest] = {}
         self._ended: OrderedDict[int, Session] = OrderedDict()
+        if api_keys is not None:
+            connection.limit_frames(MAX_HELLO_BYTES)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._open)
 
     def on_message(self, message: Message) -> None:
         """Take a frame of the client.
 
         Raises:
             RemoteProtocolError: It broke the protocol; the connection ends.
+            WireError: UNAUTHORIZED; so does it then.
         """
         frame = message.frame
+        if isinstance(frame, Hello):
+            self._on_hello(frame, message)
+            return
+        if not self._key_digest and self._api_keys is not None:
+            raise WireError(ErrorCode.UNAUTHORIZED, "say HELLO with an API key first")
         if not isinstance(frame, PrefillRequest | DecodeRequest | Cancel):
             raise RemoteProtocolError(f"a client does not send {frame.tag.name}")
         if frame.request_id == 0:
             raise RemoteProtocolError("request_id 0 names the connection, not a request")
         if isinstance(frame, PrefillRequest):
+            self._check_key()
             self._on_prefill_request(frame, message)
         elif isinstance(frame, DecodeRequest):
             self._on_decode_request(frame)
         else:
             self._on_cancel(frame)
+
+    def _on_hello(self, frame: Hello, message: Message) -> None:
+        if frame.role != Role.CLIENT or frame.version != VERSION:
+            raise RemoteProtocolError(f"HELLO of a client has role 3 and version {VERSION}")
+        self._key_digest = digest(bytes(message.body()))
+        self._check_key()
+        self._connection.limit_frames(None)
+
+    def _check_key(self) -> None:
+        if self._api_keys is not None and not self._api_keys.allow(self._key_digest):
+            raise WireError(ErrorCode.UNAUTHORIZED, "this API key is not valid")
 
     def on_closed(self, error: Exception | None) -> None:
         """Cancel everything: there is no one left to answer."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from router.fleet import Fleet, Worker
+from router.fleet import Fleet
+from router.worker import Worker
 from wire.frames import Role
 from wire.payloads import Load
 
@@ -22,7 +23,8 @@ class Counts(Protocol):
 def cluster(fleet: Fleet, inflight: Counts, now: float) -> dict[str, Any]:
     """Return every worker, prefill first, and the router's own requests.
 
-    What is said of a worker is from its last heartbeat, `last_seen_s` seconds before `now`.
+    What is said of a worker is from its last heartbeat, `last_seen_s` seconds before `now`, but for
+    `placed`: what this router has there at this moment.
     """
     workers = sorted(fleet, key=lambda worker: (worker.role, worker.rank))
     return {
@@ -39,6 +41,7 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
         "epoch": worker.epoch,
         "state": worker.state.value,
         "last_seen_s": round(now - worker.last_seen, 3),
+        "placed": len(worker.attempts),
         "running": worker.running,
         "waiting": worker.waiting,
         "step": worker.step,
@@ -55,8 +58,13 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
 def unready(fleet: Fleet, *, is_draining: bool) -> list[str]:
     """Return why requests cannot be served now; nothing when they can."""
     reasons = [
-        f"no {role.name.lower()} worker is ready"
+        f"no {role.name.lower()} worker is ready" + _others(fleet, role)
         for role in (Role.PREFILL, Role.DECODE)
         if not fleet.ready(role)
     ]
     return [*reasons, "the router is draining"] if is_draining else reasons
+
+
+def _others(fleet: Fleet, role: Role) -> str:
+    known = [f"{each.name} is {each.state.value}" for each in fleet if each.role is role]
+    return f": {', '.join(known[:8])}" if known else ""

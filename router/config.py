@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from wire.aio.keys import credential
 from wire.aio.settings import Settings
 
 GiB: Final = 1024**3
@@ -64,11 +65,27 @@ class Config(Settings):
     bus: str = Field(
         default="tcp://127.0.0.1:5570", description="ZeroMQ endpoint that workers connect to"
     )
-    insecure: bool = Field(
-        default=False, description="allow listening beyond this machine without keys"
-    )
     ready_file: Path | None = Field(
         default=None, description="write the bound endpoints there as one JSON line once listening"
+    )
+
+    # Who may connect.  Paths only: secrets are in files, never in a command line or a variable.
+    keys: Path | None = Field(
+        default=None,
+        description="directory with router.key and authorized_keys, as scripts/keys writes them; "
+        "none: these systemd credentials, if there are any",
+    )
+    api_keys: Path | None = Field(
+        default=None,
+        description="file with the API keys of clients, one a line; none: the systemd credential "
+        "api_keys, if there is one",
+    )
+    tls_cert: Path | None = Field(
+        default=None, description="certificate chain (PEM) for HTTP and raw TCP"
+    )
+    tls_key: Path | None = Field(default=None, description="its private key (PEM)")
+    insecure: bool = Field(
+        default=False, description="allow listening beyond this machine without keys"
     )
 
     # Limits.
@@ -79,9 +96,15 @@ class Config(Settings):
     max_running_per_worker: int = Field(
         default=256, ge=1, description="requests placed on one worker at a time; the rest wait here"
     )
-    max_connections: int = Field(default=1024, ge=1, description="raw TCP connections")
+    max_connections: int = Field(
+        default=4096, ge=1, description="connections of HTTP clients, and of raw TCP clients"
+    )
     max_requests_per_connection: int = Field(
         default=256, ge=1, description="open requests of one raw TCP connection"
+    )
+
+    max_attempts: int = Field(
+        default=4, ge=1, le=16, description="tries of a request when workers fail; 1: no failover"
     )
 
     # Times.
@@ -94,6 +117,12 @@ class Config(Settings):
         le=3_600_000,
         description="how long an idle hand-over or hold is kept",
     )
+    stall_ms: int = Field(
+        default=60_000,
+        ge=100,
+        le=3_600_000,
+        description="a worker whose step takes longer is stuck: its requests go elsewhere",
+    )
     queue_timeout_ms: int = Field(
         default=30_000, ge=1, le=3_600_000, description="longest wait for a worker with room"
     )
@@ -102,6 +131,18 @@ class Config(Settings):
         ge=1,
         le=2**31 - 1,
         description="of a request that sets no deadline_ms itself",
+    )
+    grace_s: float = Field(
+        default=5.0,
+        gt=0.0,
+        le=600.0,
+        description="for the headers of a request, and the first frame of a raw TCP client",
+    )
+    idle_s: float = Field(
+        default=120.0,
+        gt=0.0,
+        le=86_400.0,
+        description="silence of a raw TCP client with no request",
     )
     drain_s: float = Field(
         default=30.0, ge=0.0, le=3600.0, description="grace for open requests on SIGTERM"
@@ -128,14 +169,24 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _refuse_open_ports(self) -> Self:
-        for flag, endpoint in (("--http", self.http), ("--tcp", self.tcp), ("--bus", self.bus)):
+        has_keys = self.keys is not None or credential("router.key") is not None
+        has_api_keys = self.api_keys is not None or credential("api_keys") is not None
+        make_keys = "make keys with scripts/keys and say --keys DIR"
+        make_api_keys = "make one with scripts/keys --api-key FILE and say --api-keys FILE"
+        for flag, endpoint, is_guarded, advice in (
+            ("--http", self.http, has_api_keys, make_api_keys),
+            ("--tcp", self.tcp, has_api_keys, make_api_keys),
+            ("--bus", self.bus, has_keys, make_keys),
+        ):
             host, _ = split_endpoint(endpoint, flag)
-            if not self.insecure and not _is_loopback(host):
+            if not (self.insecure or is_guarded or _is_loopback(host)):
                 raise ValueError(
-                    f"{flag} {endpoint} can be reached from other machines, and this version has "
-                    "no keys to check who connects; bind 127.0.0.1, or add --insecure if you "
-                    "trust the network"
+                    f"{flag} {endpoint} can be reached from other machines, and there is no key "
+                    f"to tell who may connect: {advice}, or bind 127.0.0.1, or add --insecure if "
+                    "you trust everybody on the network"
                 )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together")
         return self
 
     @property

@@ -22,6 +22,8 @@ class Core(Protocol):
 
     def cancel(self, handle: int, code: ErrorCode = ErrorCode.CANCELLED) -> None: ...
 
+    def stop(self, handle: int) -> None: ...
+
 
 class Writer(Protocol):
     """Who writes the answer."""
@@ -101,7 +103,10 @@ class Exchange:
 
     def _cancel(self, choice: Choice) -> None:
         if choice.handle is not None and choice.usage is None and choice.error is None:
-            self._core.cancel(choice.handle)
+            if choice.finish_reason is not None or choice.is_stopped_at_once:
+                self._core.stop(choice.handle)  # A stop string ended it.
+            else:
+                self._core.cancel(choice.handle)
         choice.handle = None
 
     def _on_wake(self, choice: Choice) -> None:

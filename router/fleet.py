@@ -1,100 +1,31 @@
 """The workers this router knows, by ZeroMQ identity: who may join, who is alive, how loaded.
 
 A worker joins with HELLO, is placed on from its first HEARTBEAT (which says how many blocks are
-free), drains when it asks to, and is lost when its beats stop or its socket closes.  The newest
-epoch of a (role, rank) wins.  Pure: time comes in as an argument, nothing is sent from here.
+free), is suspect while its beats are late or its steps stand still, drains when it asks to, and is
+lost when its beats stop or its socket closes.  The newest epoch of a (role, rank) wins.  Pure: time
+comes in as an argument, nothing is sent from here.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Final, NamedTuple
 
+from router.worker import Worker, WorkerState
 from wire.errors import ErrorCode, WireError
 from wire.frames import NO_RANK, VERSION, Heartbeat, Hello, Role
 from wire.payloads import HelloDetail, KVLayout, Load, PeerDetail
 
 # A peer is dead after this many silent heartbeat intervals (FIELD_NOTES A2).
 MISSED_BEATS: Final = 3
+# One that was silent for this long is not placed on until it is heard again.
+SUSPECT_BEATS: Final = 2
+# A worker that died comes back this soon if something supervises it: requests wait for it.
+REJOIN_S: Final = 10.0
 # Lost workers stay listed until their rank comes back; ranks are few, strangers are not trusted.
 MAX_LOST: Final = 64
 MAX_WORKERS: Final = 4096
-
-
-class WorkerState(StrEnum):
-    """Where a worker is in its life, as `/v1/cluster` shows it."""
-
-    JOINING = "joining"
-    READY = "ready"
-    DRAINING = "draining"
-    LOST = "lost"
-
-
-@dataclass(eq=False, slots=True)
-class Worker:
-    """One worker process, what it said of itself and what this router has placed on it."""
-
-    identity: bytes
-    role: Role
-    rank: int
-    epoch: int
-    detail: HelloDetail
-    last_seen: float
-    state: WorkerState = WorkerState.JOINING
-
-    # From its last HEARTBEAT.
-    load: Load | None = None
-    step: int = 0
-    running: int = 0
-    waiting: int = 0
-
-    # Ours: attempts that refer to it, those of them that occupy it, and their prompt tokens.
-    attempts: set[int] = field(default_factory=set)
-    num_active: int = 0
-    prompt_tokens: int = 0
-    # Blocks promised to attempts that no heartbeat has shown as used yet.
-    promised: dict[int, int] = field(default_factory=dict)
-    promised_blocks: int = 0
-    _settling: set[int] = field(default_factory=set)
-
-    @property
-    def name(self) -> str:
-        return f"{self.role.name.lower()}-{self.rank}"
-
-    @property
-    def is_ready(self) -> bool:
-        return self.state is WorkerState.READY
-
-    @property
-    def available_blocks(self) -> int:
-        """Blocks that a new request may count on: free or cached, less what is promised."""
-        if self.load is None:
-            return 0
-        return self.load.free + self.load.cached - self.promised_blocks
-
-    def promise(self, request_id: int, num_blocks: int) -> None:
-        """Set blocks aside for an attempt until a heartbeat shows them as used."""
-        self.promised[request_id] = num_blocks
-        self.promised_blocks += num_blocks
-
-    def settle(self, request_id: int) -> None:
-        """The attempt holds its blocks now: the next heartbeat counts them."""
-        if request_id in self.promised:
-            self._settling.add(request_id)
-
-    def unpromise(self, request_id: int) -> None:
-        """Forget what was promised to an attempt; idempotent."""
-        self.promised_blocks -= self.promised.pop(request_id, 0)
-        self._settling.discard(request_id)
-
-    def on_load(self, load: Load) -> None:
-        """Take the blocks of a heartbeat; promises settled before it are in `used` now."""
-        self.load = load
-        for request_id in tuple(self._settling):
-            self.unpromise(request_id)
 
 
 class Joined(NamedTuple):
@@ -105,14 +36,24 @@ class Joined(NamedTuple):
 
 
 class Fleet:
-    """The table of workers.  `own_max_kv_transfer_bytes` is the router's own setting."""
+    """The table of workers.
+
+    `own_max_kv_transfer_bytes` is the router's own setting; an engine that is longer than `stall_s`
+    in one step stands still.
+    """
 
     def __init__(
-        self, *, model_fingerprint: str, max_kv_transfer_bytes: int, heartbeat_s: float
+        self,
+        *,
+        model_fingerprint: str,
+        max_kv_transfer_bytes: int,
+        heartbeat_s: float,
+        stall_s: float = 60.0,
     ) -> None:
         self.model_fingerprint = model_fingerprint
         self.own_max_kv_transfer_bytes = max_kv_transfer_bytes
         self.heartbeat_s = heartbeat_s
+        self.stall_s = stall_s
         self._workers: dict[bytes, Worker] = {}
         self._ranks: dict[tuple[Role, int], Worker] = {}
         self._lost: OrderedDict[tuple[Role, int], Worker] = OrderedDict()
@@ -127,8 +68,17 @@ class Fleet:
         return self._workers.get(identity)
 
     def live(self, role: Role) -> list[Worker]:
-        """Workers of a role that are joining, ready or draining."""
+        """Workers of a role that are here, in whatever state."""
         return [worker for worker in self._workers.values() if worker.role is role]
+
+    def expected(self, role: Role, now: float) -> list[Worker]:
+        """Workers of a role that are ready, or will be soon if all goes well."""
+        lost = (worker for worker in self._lost.values() if now - worker.lost_at <= REJOIN_S)
+        return [
+            worker
+            for worker in (*self._workers.values(), *lost)
+            if worker.role is role and worker.state is not WorkerState.DRAINING
+        ]
 
     def ready(self, role: Role) -> list[Worker]:
         """Workers of a role that requests may be placed on."""
@@ -187,7 +137,7 @@ class Fleet:
         if replaced is None and len(self._workers) >= MAX_WORKERS:
             raise WireError(ErrorCode.OVERLOADED, f"there are {MAX_WORKERS} workers already")
         if replaced is not None:
-            self.lose(replaced.identity)
+            self.lose(replaced.identity, now)
         worker = Worker(identity, *key, hello.epoch, detail, now)
         self._workers[identity] = self._ranks[key] = worker
         self._lost.pop(key, None)
@@ -204,8 +154,9 @@ class Fleet:
         worker.step, worker.running, worker.waiting = beat.step, beat.running, beat.waiting
         if load is not None:
             worker.on_load(load)
-            if worker.state is WorkerState.JOINING:
-                worker.state = WorkerState.READY
+            worker.is_stalled = load.step_ms >= self.stall_s * 1000
+            if worker.state is not WorkerState.DRAINING:
+                worker.state = WorkerState.SUSPECT if worker.is_stalled else WorkerState.READY
         return worker
 
     def drain(self, identity: bytes) -> Worker | None:
@@ -215,7 +166,7 @@ class Fleet:
             worker.state = WorkerState.DRAINING
         return worker
 
-    def lose(self, identity: bytes) -> Worker | None:
+    def lose(self, identity: bytes, now: float) -> Worker | None:
         """Take a worker out; None when it is unknown.  One that drained is not listed as lost."""
         worker = self._workers.pop(identity, None)
         if worker is None:
@@ -226,12 +177,16 @@ class Fleet:
             self._lost[key] = worker
             if len(self._lost) > MAX_LOST:
                 self._lost.popitem(last=False)
-        worker.state, worker.load = WorkerState.LOST, None
+        worker.state, worker.load, worker.lost_at = WorkerState.LOST, None, now
         worker.running = worker.waiting = 0
         return worker
 
     def overdue(self, now: float) -> list[Worker]:
-        """Workers whose heartbeats stopped."""
+        """Workers whose heartbeats stopped; those whose are late become suspect."""
+        late = now - SUSPECT_BEATS * self.heartbeat_s
+        for worker in self._workers.values():
+            if worker.is_ready and worker.last_seen < late:
+                worker.state = WorkerState.SUSPECT
         limit = now - MISSED_BEATS * self.heartbeat_s
         return [worker for worker in self._workers.values() if worker.last_seen < limit]
 

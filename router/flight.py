@@ -13,8 +13,8 @@ from typing import Protocol
 
 from msgspec import structs
 
-from router.fleet import Worker
 from router.request import Request, Sink
+from router.worker import Worker
 from wire.errors import ErrorCode, WireError
 from wire.frames import Frame, Role
 from wire.options import Options
@@ -24,13 +24,19 @@ from wire.payloads import PrefillResult, Usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What bounds the requests of a router; times in seconds."""
+    """What bounds the requests of a router; times in seconds.
+
+    `max_attempts` is per request, 1 is no failover; `retry_burst` is what all of them may spend at
+    once (`router.failover`): a few lost workers' worth.
+    """
 
     max_waiting: int = 1024
     max_running_per_worker: int = 256
     queue_timeout_s: float = 30.0
     hold_s: float = 30.0
     deadline_s: float = 600.0
+    max_attempts: int = 4
+    retry_burst: int = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +61,7 @@ class RequestEnd:
     ttft_s: float | None
     decode_s: float | None
     total_s: float
+    num_attempts: int = 1
 
 
 class Observer(Protocol):
@@ -82,7 +89,7 @@ class Phase(Enum):
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """One try of a flight.
+    """One try of a flight, which had `num_generated` tokens when it began.
 
     `prefill` becomes None once the decode worker has shown that it holds the KV, `decode` is None
     when the first token is the last.  `is_reading` until PREFILL_DONE.
@@ -92,7 +99,26 @@ class Attempt:
     flight: Flight
     prefill: Worker | None
     decode: Worker | None
+    num_generated: int = 0
     is_reading: bool = True
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens that are read: the prompt, and what was generated before."""
+        return len(self.flight.request.token_ids) + self.num_generated
+
+    def options(self, now: float) -> Options:
+        """What its workers are told: the whole limit, the time left, what is no prompt."""
+        flight = self.flight
+        options = flight.request.options
+        changes: dict[str, int | None] = {}
+        if flight.new_tokens is not None and options.max_tokens != flight.new_tokens + 1:
+            changes["max_tokens"] = flight.new_tokens + 1
+        if options.deadline_ms is not None:
+            changes["deadline_ms"] = max(1, round((flight.deadline - now) * 1000))
+        if self.num_generated:
+            changes |= {"generated_tokens": self.num_generated, "prompt_logprobs": None}
+        return structs.replace(options, **changes) if changes else options
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +126,8 @@ class Flight:
     """One request between `submit` and its end.
 
     `new_tokens` counts those after the first, None while a raw TCP client has set no limit at all.
-    `due` is the next moment at which something must have happened: see `overdue`.
+    `due` is the next moment at which something must have happened: see `overdue`.  `trouble` is
+    what the last attempt failed of.
     """
 
     handle: int
@@ -113,6 +140,10 @@ class Flight:
     due: float
     phase: Phase = Phase.WAITING
     attempt: Attempt | None = None
+    num_attempts: int = 0
+    # Workers that failed it, by identity: others are better, if there are any.
+    avoided: set[bytes] = field(default_factory=set)
+    trouble: WireError | None = None
     generated: list[int] = field(default_factory=list)
     first: PrefillResult | None = None
     kv_bytes: int = 0
@@ -120,12 +151,14 @@ class Flight:
     first_at: float | None = None
 
     @property
-    def options(self) -> Options:
-        """What the workers are told: `max_tokens` says it when the number of tokens is known."""
-        options = self.request.options
-        if self.new_tokens is None or options.max_tokens == self.new_tokens + 1:
-            return options
-        return structs.replace(options, max_tokens=self.new_tokens + 1)
+    def token_ids(self) -> tuple[int, ...]:
+        """The prompt and what is generated: what the next attempt reads."""
+        return (*self.request.token_ids, *self.generated)
+
+    @property
+    def num_left(self) -> int | None:
+        """Tokens still to be generated; None while a raw TCP client has set no limit at all."""
+        return None if self.new_tokens is None else self.new_tokens + 1 - len(self.generated)
 
     def overdue(self, now: float) -> WireError:
         """Return the error of a flight whose `due` has passed."""
@@ -135,7 +168,7 @@ class Flight:
                 ErrorCode.DEADLINE_EXCEEDED, f"the request did not end within {passed:g} s"
             )
         if self.phase is Phase.WAITING:
-            return WireError(
+            return self.trouble or WireError(
                 ErrorCode.OVERLOADED, f"no worker had room for {now - self.submitted_at:.0f} s"
             )
         return WireError(
@@ -161,6 +194,7 @@ class Flight:
             ttft_s=None if first_at is None else first_at - self.submitted_at,
             decode_s=None if first_at is None else now - first_at,
             total_s=now - self.submitted_at,
+            num_attempts=self.num_attempts,
         )
 
 

@@ -1,20 +1,25 @@
 """The table of open requests: who waits, who is placed, and how each ends exactly once.
 
 Ending is one function, `end`: whatever comes first takes the flight off every table, and whatever
-comes later finds nothing.  What workers say is `router.inflight`; here are only the books.  Pure.
+comes later finds nothing.  An attempt that fails is followed by another or ends its flight, and
+that too is one function, `fail_attempt`.  What workers say is `router.progress`; here are only the
+books.  Pure.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import structlog
 from msgspec import structs
 
-from router.fleet import Fleet, Worker, WorkerState
+from router.failover import AGAIN, RetryBudget, given_up, pause_s
+from router.fleet import Fleet
 from router.flight import Attempt, Flight, Limits, Observer, Phase, Send, no_worker
 from router.placement import Placement
 from router.queue import Queue
+from router.worker import Worker, WorkerState
 from wire.errors import ErrorCode, PeerLost, WireError
 from wire.frames import NO_RANK, Cancel, Drain, PrefillRequest, Role
 from wire.payloads import Usage, encode_prompt
@@ -37,12 +42,15 @@ class Flights:
         self._fleet = fleet
         self._placement = placement
         self._send = send
-        self._max_waiting = limits.max_waiting
+        self._limits = limits
+        self._budget = RetryBudget(limits.retry_burst, clock())
         self._clock = clock
 
         self.open: dict[int, Flight] = {}
         self.attempts: dict[int, Attempt] = {}
         self.waiting = Queue()
+        self._resting: list[tuple[float, Flight]] = []
+        self.failovers: Counter[str] = Counter()
         self.observers: list[Observer] = []
 
     def add(self, flight: Flight) -> None:
@@ -51,18 +59,23 @@ class Flights:
         Raises:
             WireError: It can never be served, or OVERLOADED: too many are waiting.
         """
-        self._placement.check(flight)
+        self._placement.check(flight, self._clock())
         if self.waiting.is_behind(flight) or not self._place(flight):
-            if len(self.waiting) >= self._max_waiting:
-                raise WireError(
-                    ErrorCode.OVERLOADED,
-                    f"{len(self.waiting)} requests are waiting for a worker already; try later",
-                )
+            self._make_room(flight)
             self.waiting.add(flight)
         self.open[flight.handle] = flight
+        self._budget.earn()
+
+    def requeue(self, flight: Flight) -> None:
+        """Let a flight without an attempt have another, before those that had none yet."""
+        flight.phase = Phase.WAITING
+        flight.due = min(flight.deadline, self._clock() + self._limits.queue_timeout_s)
+        self.waiting.add_first(flight)
 
     def place_waiting(self) -> None:
         """Place what waits while there is room."""
+        if self._resting:
+            self._wake()
         while (flight := self.waiting.first()) is not None and self._place(flight):
             self.waiting.remove(flight)
 
@@ -110,15 +123,51 @@ class Flights:
         log.exception("a sink failed", client=flight.request.client)
         self.fail(flight, WireError(ErrorCode.INTERNAL, "internal error of the router"))
 
+    def fail_attempt(
+        self,
+        attempt: Attempt,
+        error: WireError,
+        *,
+        blamed: Worker | None = None,
+        spare: Worker | None = None,
+    ) -> None:
+        """An attempt is over: make another one, or end its flight with `error`.
+
+        Its workers are told to drop it, all but the one to `spare`, which has done so.  The next
+        one is placed elsewhere than on the `blamed`, if it can.
+        """
+        flight, now = attempt.flight, self._clock()
+        if flight.num_left == 0:  # The client has every token: only the end was missing.
+            self.finish(flight, Usage(finish_reason="length", kv_bytes=flight.kv_bytes))
+            return
+        reason = self._no_retry(flight, error, now)
+        if reason is not None:
+            self.fail(flight, given_up(flight, error, reason), spare)
+            return
+        flight.trouble = given_up(flight, error, "no worker had room for another")
+        flight.avoided |= _blamed(attempt, error, blamed)
+        self._abandon(attempt, ErrorCode.CANCELLED, spare)
+        flight.attempt = None
+        self.failovers[error.code.label] += 1
+        log.warning("attempt failed, another follows", reason=error.message, code=error.code.label)
+        if flight.phase is Phase.HELD:
+            return  # The client has not said that it wants more.
+        pause = pause_s(flight, error)
+        if pause:
+            flight.phase, flight.due = Phase.WAITING, flight.deadline
+            self._resting.append((now + pause, flight))
+        else:
+            self.requeue(flight)
+
     def fail_worker(self, peer: bytes) -> None:
-        """End every flight that needs this worker, which is gone or came back anew."""
+        """Fail every attempt that needs this worker, which is gone or came back anew."""
         is_back = self._fleet.get(peer) is not None
         for attempt in tuple(self.attempts.values()):
             for worker in (attempt.prefill, attempt.decode):
                 if worker is not None and worker.identity == peer:
                     # One that came back still runs its half and is told to stop.
                     spare = None if is_back else worker
-                    self.fail(attempt.flight, PeerLost(worker.name), spare=spare)
+                    self.fail_attempt(attempt, PeerLost(worker.name), spare=spare)
                     break
 
     def fail_overdue(self) -> None:
@@ -152,16 +201,52 @@ class Flights:
         if attempt is None:
             return False
         assert attempt.prefill is not None
+        now = self._clock()
         self.attempts[attempt.request_id] = flight.attempt = attempt
-        flight.phase, flight.due, flight.placed_at = Phase.PREFILL, flight.deadline, self._clock()
-        token_ids = flight.request.token_ids
+        flight.num_attempts += 1
+        flight.phase, flight.due = Phase.PREFILL, flight.deadline
+        flight.placed_at = flight.placed_at or now
         rank = NO_RANK if attempt.decode is None else attempt.decode.rank
         self._send(
             attempt.prefill.identity,
-            PrefillRequest(attempt.request_id, len(token_ids), rank),
-            encode_prompt(token_ids, flight.options),
+            PrefillRequest(attempt.request_id, attempt.seq_len, rank),
+            encode_prompt(flight.token_ids, attempt.options(now)),
         )
         return True
+
+    def _make_room(self, flight: Flight) -> None:
+        if len(self.waiting) < self._limits.max_waiting:
+            return
+        message = f"{len(self.waiting)} requests are waiting for a worker already; try later"
+        overloaded = WireError(ErrorCode.OVERLOADED, message)
+        displaced = self.waiting.displaced_by(flight)
+        if displaced is None:
+            raise overloaded
+        self.fail(displaced, overloaded)
+
+    def _no_retry(self, flight: Flight, error: WireError, now: float) -> str | None:
+        """Return why there is no further attempt, empty when that needs no words; None: there is.
+
+        The prompt and its answer may have outgrown a limit that the prompt alone was under.
+        """
+        if error.code not in AGAIN:
+            return ""
+        if flight.num_attempts >= self._limits.max_attempts:
+            return "" if self._limits.max_attempts == 1 else "no more are made"
+        try:
+            self._placement.check(flight, now)
+        except WireError as problem:
+            if problem.code is not ErrorCode.NO_WORKER:
+                return problem.message
+        return None if self._budget.spend(now) else "too many are made at the moment"
+
+    def _wake(self) -> None:
+        now = self._clock()
+        due = [flight for at, flight in self._resting if at <= now]
+        self._resting = [entry for entry in self._resting if entry[0] > now]
+        for flight in due:
+            if flight.handle in self.open:
+                self.requeue(flight)
 
     def _abandon(self, attempt: Attempt, code: ErrorCode, spare: Worker | None) -> None:
         del self.attempts[attempt.request_id]
@@ -175,5 +260,12 @@ class Flights:
                 release(attempt)
 
     def _missing_worker(self, flight: Flight) -> WireError | None:
-        roles = (Role.PREFILL,) if flight.new_tokens == 0 else (Role.PREFILL, Role.DECODE)
+        roles = (Role.PREFILL,) if flight.num_left == 1 else (Role.PREFILL, Role.DECODE)
         return next((no_worker(role) for role in roles if not self._fleet.ready(role)), None)
+
+
+def _blamed(attempt: Attempt, error: WireError, blamed: Worker | None) -> set[bytes]:
+    """Return whom the next attempt had better not be placed on: a transfer has two ends."""
+    is_between = error.code is ErrorCode.TRANSFER_FAILED
+    workers = (attempt.prefill, attempt.decode) if is_between else (blamed,)
+    return {worker.identity for worker in workers if worker is not None}

@@ -3,7 +3,7 @@
 Routing, the error boundary, one log line per request, and the only event-loop work of the HTTP
 side: time limits, threads for long prompts, watching for clients that leave.  What is in a body is
 `router.intake`, what runs is `router.exchange`, what is written is `router.delivery`.
-Authentication and TLS belong in front of it.
+TLS is the server's business (`router.httpserver`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Final, TypeVar
 import structlog
 
 from router import http, metrics
+from router.apikeys import ApiKeys
+from router.body import whole
 from router.call import Call, Handler
 from router.delivery import Delivery, Disconnected, wait_for_disconnect, whole_body
 from router.exchange import Exchange
@@ -34,13 +36,11 @@ log = structlog.get_logger("router")
 
 # Bodies up to this size are tokenized on the loop: about a millisecond.
 INLINE_BYTES: Final = 16 * 1024
-# A body must come at this rate at least, after a grace; slower is an attack or a broken link.
-BODY_GRACE_S: Final = 5.0
-BODY_BYTES_PER_S: Final = 64 * 1024
 TICK_S: Final = 1.0
 # What is logged when the client left before its answer (nginx began this number; never sent).
 CLIENT_CLOSED: Final = 499
-CLOSE: Final = (b"connection", b"close")
+# Answered without an API key: they say nothing but whether to send work here.
+OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/health"})
 
 T = TypeVar("T")
 
@@ -52,9 +52,16 @@ class Gateway:
     """
 
     def __init__(
-        self, *, model_name: str, model_path: Path, inflight: InFlight, fleet: Fleet
+        self,
+        *,
+        model_name: str,
+        model_path: Path,
+        inflight: InFlight,
+        fleet: Fleet,
+        api_keys: ApiKeys | None = None,
     ) -> None:
         self.draining = False
+        self._api_keys = api_keys
         self.metrics = metrics.Metrics(fleet, inflight)
         self._model_name = model_name
         self._inflight = inflight
@@ -138,6 +145,8 @@ class Gateway:
 
     async def _route(self, call: Call) -> None:
         path, method = call.scope["path"], call.scope["method"]
+        if path not in OPEN_PATHS and self._api_keys is not None:
+            http.check_api_key(call.scope, self._api_keys)
         route = self._routes.get(path)
         if route is None and path.startswith("/v1/models/"):
             route = "models", "GET", self._status.model
@@ -163,7 +172,7 @@ class Gateway:
     async def _complete(self, call: Call, read: Callable[[bytes, Asker], Order]) -> None:
         if self.draining:
             raise WireError(ErrorCode.DRAINING, "the router is shutting down; try another one")
-        raw = await _body(call)
+        raw = await whole(call)
         order = await _compute(raw, partial(read, raw, self._asker(call)))
         call.delivery = delivery = self._delivery(call)
         exchange = Exchange(
@@ -247,28 +256,12 @@ class Gateway:
         loop.call_at(self._tick_due, self._tick, loop)
 
     async def _tokenize(self, call: Call) -> None:
-        raw, limit = await _body(call), self._fleet.max_model_len
+        raw, limit = await whole(call), self._fleet.max_model_len
         await call.reply(await _compute(raw, partial(self._intake.tokenize, raw, limit)))
 
     async def _detokenize(self, call: Call) -> None:
-        raw = await _body(call)
+        raw = await whole(call)
         await call.reply(await _compute(raw, partial(self._intake.detokenize, raw)))
-
-
-async def _body(call: Call) -> bytes:
-    http.check_content_type(call.scope)
-    announced = http.find_header(call.scope, b"content-length") or b""
-    size = int(announced) if announced.isdigit() else http.MAX_BODY_BYTES
-    try:
-        async with asyncio.timeout(BODY_GRACE_S + size / BODY_BYTES_PER_S):
-            raw = await http.read_body(call.scope, call.receive)
-    except TimeoutError:
-        raise HttpError(
-            408, "the body came too slowly", code="body_timeout", headers=(CLOSE,)
-        ) from None
-    if raw is None:
-        raise Disconnected
-    return raw
 
 
 async def _compute(raw: bytes, read: Callable[[], T]) -> T:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from router.apikeys import ApiKeys, bearer, digest
 from wire.errors import ErrorCode, WireError
 
 Scope = MutableMapping[str, Any]
@@ -130,8 +131,32 @@ def check_content_type(scope: Scope) -> None:
         raise HttpError(415, "send the body uncompressed", code="unsupported_media_type")
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes | None:
+def check_api_key(scope: Scope, api_keys: ApiKeys) -> None:
+    """Refuse a request without a valid key; its body is not read.
+
+    Raises:
+        HttpError: 401.
+    """
+    key = bearer(find_header(scope, b"authorization"))
+    if not api_keys.allow(digest(key)):
+        said = "this API key is not valid" if key else "there is no API key in the request"
+        raise HttpError(
+            401,
+            f"{said}: send Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers=((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
+        )
+
+
+async def read_body(
+    scope: Scope,
+    receive: Receive,
+    limit: int = MAX_BODY_BYTES,
+    on_bytes: Callable[[int], None] = lambda size: None,
+) -> bytes | None:
     """Return the whole body; None when the client went away before its end.
+
+    `on_bytes` is told how much has come, each time that some has.
 
     Raises:
         HttpError: 413, before more than `limit` bytes are kept.
@@ -149,6 +174,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY_BYTES)
         size += len(chunk)
         if size > limit:
             raise _too_large(limit)
+        on_bytes(size)
         chunks.append(chunk)
         if not event.get("more_body", False):
             return b"".join(chunks)

@@ -3,10 +3,10 @@
     WAITING -> PREFILL -> (HELD ->) DECODE
     any of them -> done | error | cancelled
 
-The faces submit and cancel, the bus passes on what workers say, sinks hear of it.  Frames of an
-attempt that is over are unknown: counted and dropped.  Pure: it sends through a callable and takes
-its time from an injected clock; `tick` looks for what is overdue.  It tries once: a lost worker
-ends its requests with WORKER_LOST.
+The faces submit and cancel, the bus passes on what workers say (`router.progress`), sinks hear of
+it.  A failed attempt is followed by another that goes on at the next token (`router.failover`).
+Pure: it sends through a callable and takes its time from an injected clock; `tick` looks for what
+is overdue.
 """
 
 from __future__ import annotations
@@ -14,28 +14,20 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from typing import cast
 
 import structlog
 
-from router.fleet import Fleet, Worker
-from router.flight import Attempt, Flight, Limits, Observer, Phase, RequestEnd, Send, new_tokens
+from router.fleet import Fleet
+from router.flight import Flight, Limits, Observer, RequestEnd, Send, new_tokens
 from router.flights import Flights
 from router.index import PrefixIndex
 from router.placement import Placement
+from router.progress import Progress
 from router.request import Request, Sink
-from wire.errors import ErrorCode, RemoteProtocolError, RequestFailed, WireError
-from wire.frames import DecodeDone, DecodeRequest, DecodeToken, Error, PrefillDone
+from router.worker import Worker
+from wire.errors import ErrorCode, WireError
 from wire.parts import Message
-from wire.payloads import (
-    ErrorDetail,
-    Logprobs,
-    PrefillResult,
-    Usage,
-    decode_map,
-    decode_prefill_result,
-    encode_continuation,
-)
+from wire.payloads import Usage
 
 __all__ = ["InFlight", "Limits", "Observer", "RequestEnd", "Send"]
 
@@ -45,9 +37,8 @@ log = structlog.get_logger("router")
 class InFlight:
     """Every request of this router.
 
-    `dropped` counts frames by the reason they were dropped for, `rejected` refused submissions by
-    the label of their code; `is_draining` refuses all new ones.  `router_epoch` (u32) fills the
-    upper half of request ids.
+    `rejected` counts refused submissions by the label of their code; `is_draining` refuses all new
+    ones.  `router_epoch` (u32) fills the upper half of request ids.
     """
 
     def __init__(
@@ -66,9 +57,9 @@ class InFlight:
         self._clock = clock
         self._placement = Placement(fleet, index, limits=limits, router_epoch=router_epoch)
         self._flights = Flights(fleet, self._placement, send, limits=limits, clock=clock)
+        self._progress = Progress(self._flights, self._placement, send, limits=limits, clock=clock)
         self._handles = itertools.count(1)
 
-        self.dropped: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
 
     @property
@@ -78,8 +69,18 @@ class InFlight:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a worker with room."""
-        return len(self._flights.waiting)
+        """Requests that wait: for a worker with room, or to be tried again."""
+        return len(self._flights.open) - len(self._flights.attempts)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Frames of workers that changed nothing, by the reason."""
+        return self._progress.dropped
+
+    @property
+    def failovers(self) -> Counter[str]:
+        """Attempts that were followed by another, by the label of the code they failed with."""
+        return self._flights.failovers
 
     @property
     def observers(self) -> list[Observer]:
@@ -127,9 +128,16 @@ class InFlight:
         except WireError as error:
             self._flights.fail(flight, error)
         else:
-            if flight.phase is Phase.HELD:
-                self._continue(flight)
+            self._progress.go_on(flight)
         self._flights.place_waiting()
+
+    def stop(self, handle: int) -> None:
+        """End a request whose client has all it asked for, a stop string came: a success."""
+        flight = self._flights.open.get(handle)
+        if flight is not None:
+            usage = Usage(finish_reason="stop", kv_bytes=flight.kv_bytes)
+            self._flights.end(flight, None, usage=usage)
+            self._flights.place_waiting()
 
     def cancel(self, handle: int, code: ErrorCode = ErrorCode.CANCELLED) -> None:
         """Drop a request; its sink hears nothing more.  Unknown handles are ignored."""
@@ -155,29 +163,11 @@ class InFlight:
             RemoteProtocolError: It is none that a worker sends.  What breaks the rules of a single
                 request raises nothing and ends that request.
         """
-        frame = message.frame
-        if isinstance(frame, DecodeToken):
-            self._on_tokens(peer, message)
-            return
-        if not isinstance(frame, PrefillDone | DecodeDone | Error):
-            raise RemoteProtocolError(f"a worker does not send {frame.tag.name}")
-        attempt = self._flights.attempts.get(frame.request_id)
-        if attempt is None:
-            self.dropped["unknown_request"] += 1
-            return
-        worker = _sender(attempt, peer, frame)
-        if worker is None:
-            self.dropped["wrong_worker"] += 1
-            return
-        try:
-            self._on_answer(worker, attempt, frame, message)
-        except RemoteProtocolError as error:
-            log.warning("bad frame", worker=worker.name, reason=error.message)
-            self._flights.fail(attempt.flight, error)
+        self._progress.on_message(peer, message)
         self._flights.place_waiting()
 
     def on_lost(self, peer: bytes) -> None:
-        """A worker is gone, or came back anew: end what was placed on it."""
+        """A worker is gone, back anew, or stands still: what was placed on it goes elsewhere."""
         self._flights.fail_worker(peer)
         self._flights.place_waiting()
 
@@ -188,109 +178,3 @@ class InFlight:
     def let_go(self, worker: Worker) -> None:
         """A worker drains: echo DRAIN as soon as nothing refers to it."""
         self._flights.let_go(worker)
-
-    def _on_answer(
-        self,
-        worker: Worker,
-        attempt: Attempt,
-        frame: PrefillDone | DecodeDone | Error,
-        message: Message,
-    ) -> None:
-        flight = attempt.flight
-        if isinstance(frame, PrefillDone):
-            if not attempt.is_reading:
-                raise RemoteProtocolError("PREFILL_DONE came twice")
-            self._on_first(flight, attempt, frame, decode_prefill_result(message.body()))
-        elif isinstance(frame, DecodeDone):
-            if flight.phase is not Phase.DECODE:
-                raise RemoteProtocolError("DECODE_DONE before DECODE_REQUEST")
-            usage = decode_map(Usage, message.body())
-            self._flights.release_prefill(attempt)
-            self._flights.release_decode(attempt)
-            self._flights.finish(flight, usage)
-        else:
-            self._flights.fail(flight, _failure(frame, message), spare=worker)
-
-    def _on_first(
-        self, flight: Flight, attempt: Attempt, frame: PrefillDone, result: PrefillResult
-    ) -> None:
-        self._placement.finish_reading(attempt)
-        flight.first, flight.first_at, flight.kv_bytes = result, self._clock(), frame.kv_bytes
-        flight.phase = Phase.HELD
-        flight.due = min(flight.deadline, flight.first_at + self._limits.hold_s)
-        if result.finish_reason != "stop":
-            flight.generated.append(result.token_id)
-        try:
-            flight.sink.on_prefill(result, frame.kv_bytes)
-        except Exception:
-            self._flights.drop_sink(flight)
-        if flight.handle in self._flights.open:
-            self._continue(flight)
-
-    def _continue(self, flight: Flight) -> None:
-        """After the first token: end, or ask for the rest, or wait for DECODE_REQUEST."""
-        attempt, first = flight.attempt, flight.first
-        assert attempt is not None and first is not None
-        if first.finish_reason is not None or flight.new_tokens == 0:
-            if attempt.decode is None:
-                self._flights.release_prefill(attempt)  # It handed nothing over: it is done.
-            reason = first.finish_reason or "length"
-            self._flights.finish(flight, Usage(finish_reason=reason, kv_bytes=flight.kv_bytes))
-        elif flight.is_decode_asked and flight.new_tokens and attempt.decode is not None:
-            flight.phase, flight.due = Phase.DECODE, flight.deadline
-            token_ids = (*flight.request.token_ids, *flight.generated)
-            self._send(
-                attempt.decode.identity,
-                DecodeRequest(attempt.request_id, flight.new_tokens),
-                encode_continuation(token_ids, flight.options),
-            )
-
-    def _on_tokens(self, peer: bytes, message: Message) -> None:
-        frames = cast(tuple[DecodeToken, ...], message.frames)
-        logprobs: list[Logprobs | None] | None = None
-        if message.payload:
-            logprobs = decode_map(list[Logprobs | None], message.body())
-            if len(logprobs) != len(frames):
-                raise RemoteProtocolError("DECODE_TOKEN: logprobs do not match the headers")
-        attempts = self._flights.attempts
-        for i, frame in enumerate(frames):
-            attempt = attempts.get(frame.request_id)
-            if attempt is None:
-                self.dropped["unknown_request"] += 1
-                continue
-            decode, flight = attempt.decode, attempt.flight
-            if decode is None or decode.identity != peer:
-                self.dropped["wrong_worker"] += 1
-                continue
-            if flight.phase is not Phase.DECODE or len(flight.generated) > (flight.new_tokens or 0):
-                self._flights.fail(flight, RemoteProtocolError("a token that was not asked for"))
-                continue
-            if attempt.prefill is not None:
-                # A token proves that the KV is there: the hand-over has ended.
-                self._flights.release_prefill(attempt)
-            flight.generated.append(frame.token_id)
-            try:
-                flight.sink.on_token(frame.token_id, None if logprobs is None else logprobs[i])
-            except Exception:
-                self._flights.drop_sink(flight)
-
-
-def _sender(
-    attempt: Attempt, peer: bytes, frame: PrefillDone | DecodeDone | Error
-) -> Worker | None:
-    """Return the attempt's worker that `peer` is, if it is its place to send this frame."""
-    prefill = None if isinstance(frame, DecodeDone) else attempt.prefill
-    decode = None if isinstance(frame, PrefillDone) else attempt.decode
-    for worker in (prefill, decode):
-        if worker is not None and worker.identity == peer:
-            return worker
-    return None
-
-
-def _failure(frame: Error, message: Message) -> RequestFailed:
-    try:
-        code = ErrorCode(frame.code)
-    except ValueError:  # A later version's.  SPEC 5.6
-        code = ErrorCode.INTERNAL
-    detail = decode_map(ErrorDetail, message.body()) if message.payload else None
-    return RequestFailed(code, detail.message if detail else f"the worker said {code.label}")

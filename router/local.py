@@ -118,6 +118,8 @@ def command(config: Config, bus: str, role: str, rank: int) -> list[str]:
         "drain_s": config.drain_s,
         "log_level": config.log_level,
     }
+    if config.keys is not None:
+        settings["keys"] = config.keys.resolve()
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     return [sys.executable, "-m", "worker", *flags, *shlex.split(config.worker_args)]
 

@@ -29,8 +29,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from router.cluster import Counts
-from router.fleet import Fleet, WorkerState
+from router.fleet import Fleet
 from router.flight import RequestEnd
+from router.worker import WorkerState
 from wire.errors import ErrorCode
 from wire.frames import Role
 
@@ -98,8 +99,13 @@ OUTCOMES: Final = frozenset({"stop", "length", *(code.label for code in ErrorCod
 class CoreCounts(Counts, Protocol):
     """What of `router.inflight.InFlight` is read when /metrics is asked for."""
 
-    dropped: Tally[str]
     rejected: Tally[str]
+
+    @property
+    def dropped(self) -> Tally[str]: ...
+
+    @property
+    def failovers(self) -> Tally[str]: ...
 
 
 class Distribution(Collector):
@@ -224,6 +230,7 @@ class _CoreCollector(Collector):
         yield _gauge("kv_transfer_limit_bytes", "max_kv_transfer_bytes.", limit)
         yield _tally("frames_dropped", "Frames dropped.", "reason", self._core.dropped)
         yield _tally("requests_rejected", "Requests refused.", "code", self._core.rejected)
+        yield _tally("failovers", "Attempts followed by another.", "code", self._core.failovers)
         yield self._workers()
         yield from self._loads()
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from router.fleet import Worker
 from router.index import PrefixIndex
+from router.worker import Worker
 from wire.prefix import prefix_hashes
 
 # One more running sequence weighs as much as this many prompt tokens whose KV must be handed over.

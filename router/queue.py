@@ -1,48 +1,67 @@
-"""The requests that wait for a worker with room: by priority, then first come, first served.
+"""The requests that wait for a worker with room: by priority, then clients in turn, then in order.
 
-A request that does not fit yet keeps those behind it waiting: short prompts of the same priority
-do not starve a long one.
+Within a priority each client has a line of its own and the lines take turns, so one client's
+thousand requests do not hold up another's first.  The head of the queue keeps those behind it
+waiting when it does not fit yet: short prompts of the same priority do not starve a long one.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from router.flight import Flight
 
+Line = OrderedDict[int, Flight]
+
 
 class Queue:
-    """Waiting flights; every operation is O(1) in their number."""
+    """Waiting flights; every operation is O(1) in their number, but for `displaced_by`."""
 
     def __init__(self) -> None:
-        # At most 201 priorities (wire.options); one without flights has no entry.
-        self._by_priority: dict[int, OrderedDict[int, Flight]] = {}
+        # At most 201 priorities (wire.options); one without flights has no entry, nor has a line.
+        self._by_priority: dict[int, OrderedDict[str, Line]] = {}
+        self._num_of_client: Counter[str] = Counter()
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
     def add(self, flight: Flight) -> None:
-        """Put a flight behind those of its priority."""
-        level = self._by_priority.setdefault(flight.request.options.priority, OrderedDict())
-        level[flight.handle] = flight
+        """Put a flight at the end of its client's line."""
+        lines = self._by_priority.setdefault(flight.request.options.priority, OrderedDict())
+        lines.setdefault(flight.request.client, OrderedDict())[flight.handle] = flight
+        self._num_of_client[flight.request.client] += 1
         self._size += 1
 
+    def add_first(self, flight: Flight) -> None:
+        """Put a flight before all of its priority: it has waited, and been served, already."""
+        self.add(flight)
+        lines = self._by_priority[flight.request.options.priority]
+        lines[flight.request.client].move_to_end(flight.handle, last=False)
+        lines.move_to_end(flight.request.client, last=False)
+
     def remove(self, flight: Flight) -> None:
-        """Take a flight out; idempotent."""
-        priority = flight.request.options.priority
-        level = self._by_priority.get(priority)
-        if level is None or level.pop(flight.handle, None) is None:
+        """Take a flight out, and give the others of its priority their turn; idempotent."""
+        priority, client = flight.request.options.priority, flight.request.client
+        lines = self._by_priority.get(priority, OrderedDict())
+        line = lines.get(client)
+        if line is None or line.pop(flight.handle, None) is None:
             return
         self._size -= 1
-        if not level:
+        self._num_of_client[client] -= 1
+        if line:
+            lines.move_to_end(client)
+        else:
+            del lines[client], self._num_of_client[client]
+        if not lines:
             del self._by_priority[priority]
 
     def first(self) -> Flight | None:
         """Return the flight whose turn it is, without taking it out."""
         if not self._by_priority:
             return None
-        return next(iter(self._by_priority[max(self._by_priority)].values()))
+        lines = self._by_priority[max(self._by_priority)]
+        return next(iter(next(iter(lines.values())).values()))
 
     def is_behind(self, flight: Flight) -> bool:
         """Whether someone who waits comes before this new flight."""
@@ -50,3 +69,19 @@ class Queue:
         return first is not None and (
             first.request.options.priority >= flight.request.options.priority
         )
+
+    def displaced_by(self, flight: Flight) -> Flight | None:
+        """Return whose place a new flight takes when there is none left; None: its own is denied.
+
+        The client with most in the queue gives its last and least important one to another that
+        has fewer, so that nobody can keep others out by asking for much.
+        """
+        if not self._size:
+            return None
+        [(heaviest, most)] = self._num_of_client.most_common(1)
+        if self._num_of_client[flight.request.client] + 1 >= most:
+            return None
+        lines = (
+            self._by_priority[priority].get(heaviest) for priority in sorted(self._by_priority)
+        )
+        return next(flight for line in lines if line for flight in reversed(line.values()))

@@ -279,6 +279,13 @@ def control_plane() -> list[dict[str, Any]]:
     peer = PeerDetail(rank=3, epoch=EPOCH, kv_endpoint=detail.kv_endpoint, block_size=16)
     return [
         mapped("hello", Hello(EPOCH, 3, Role.DECODE), detail),
+        frame(
+            "hello_client",
+            Hello(0, 0, Role.CLIENT),
+            [b"sk-0123456789abcdef"],
+            kind="api_key",
+            content="sk-0123456789abcdef",
+        ),
         mapped(
             "welcome", Welcome(EPOCH, 1000, 30_000), WelcomeDetail(max_kv_transfer_bytes=1 << 30)
         ),

@@ -56,7 +56,9 @@ class Cluster:
         model: str = "demo",
         executor: str = "torch",
         args: tuple[str, ...] = (),
+        api_key: str = "",
     ) -> None:
+        self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.model = "demo" if model == "demo" else Path(model).name
         self._local = local
         self._model = model
@@ -137,10 +139,11 @@ class Cluster:
 
         def idle_status() -> dict[str, Any] | None:
             status = self.status()
-            if any(start > time.monotonic() - row["last_seen_s"] for row in status["workers"]):
+            here = [row for row in status["workers"] if row["state"] != "lost"]
+            if any(start > time.monotonic() - row["last_seen_s"] for row in here):
                 return None
             busy = [status["router"]["running"], status["router"]["waiting"]]
-            for worker in status["workers"]:
+            for worker in here:
                 busy += [worker["running"], worker["waiting"], worker["kv_inflight_bytes"]]
                 busy.append(worker["blocks"]["used"])
             return None if any(busy) else status
@@ -150,11 +153,20 @@ class Cluster:
         except TimeoutError:
             raise AssertionError(f"not idle: {json.dumps(self.status(), indent=1)}") from None
 
+    def kill_local(self, role: str, rank: int) -> None:
+        """SIGKILL a worker that the router started itself."""
+        started = [
+            event
+            for event in map(json.loads, self.log().splitlines())
+            if event["event"] == "local worker started" and event["worker"] == f"{role}-{rank}"
+        ]
+        os.kill(started[-1]["pid"], signal.SIGKILL)
+
     def log(self) -> str:
         return self.log_path.read_text()
 
     def _start(self) -> None:
-        self._client = httpx.Client(timeout=30, trust_env=False)
+        self._client = httpx.Client(timeout=30, trust_env=False, headers=self.headers)
         endpoints = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0")
         local = ("--local", self._local) if self._local else ()
         self._spawn(

@@ -25,7 +25,7 @@ ARROWS = {
 }
 # module -> the only files that may import it
 ONLY_IN = {
-    "zmq": {"wire/aio/zmq.py"},
+    "zmq": {"wire/aio/zmq.py", "wire/aio/port.py", "wire/aio/zap.py"},
     "cupy": {"kernels/cuda.py"},
 }
 # module -> packages that may import it
@@ -36,6 +36,8 @@ ASYNC = {
     "router/app.py",
     "router/__main__.py",
     "router/gateway.py",
+    "router/body.py",
+    "router/httpserver.py",
     "router/clients.py",
     "router/local.py",
     "router/bus.py",

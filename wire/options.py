@@ -36,8 +36,10 @@ class Options(
     penalty is on every token of prompt and answer, the other two on the answer's only; `logit_bias`
     is (token id, what is added).  `seed` and `choice` key the counter-based generator: the same
     seed, choice and position draw the same number on every worker.  `max_tokens` counts every
-    generated token, prefill's first included.  `logprobs` and `prompt_logprobs` say how many of the
-    likeliest tokens go along.  `deadline_ms` counts from the moment the frame is read.
+    generated token, prefill's first included.  `generated_tokens`, which only routers set, says how
+    many ids at the end of PREFILL_REQUEST are no prompt but what an earlier attempt generated.
+    `logprobs` and `prompt_logprobs` say how many of the likeliest tokens go along.  `deadline_ms`
+    counts from the moment the frame is read.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 0.0
@@ -52,6 +54,7 @@ class Options(
     choice: Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)] = 0
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+    generated_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     ignore_eos: bool = False
     logprobs: NumTop | None = None

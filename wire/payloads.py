@@ -76,9 +76,9 @@ class WelcomeDetail(_Map, frozen=True, kw_only=True):
 
 
 class Load(_Map, frozen=True, kw_only=True):
-    """HEARTBEAT of a worker: its blocks and transfers, and what its prefix cache gained and lost.
+    """HEARTBEAT of a worker: its blocks, its progress, what its prefix cache gained and lost.
 
-    `stored` and `evicted` are prefix hashes (`wire.prefix`, u64) since the last beat.  SPEC 5.3.
+    `step_ms`: age of the step under way.  Prefix hashes are `wire.prefix`'s (u64).  SPEC 5.3.
     """
 
     total: Count
@@ -87,6 +87,7 @@ class Load(_Map, frozen=True, kw_only=True):
     free: Count
     kv_inflight_bytes: Count = 0
     preemptions: Count = 0
+    step_ms: Count = 0
     stored: tuple[Hash, ...] = ()
     evicted: tuple[Hash, ...] = ()
 

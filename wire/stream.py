@@ -40,7 +40,7 @@ class StreamDecoder:
     """
 
     def __init__(self, max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> None:
-        self._max_frame_bytes = max_frame_bytes
+        self.max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
         self._error: RemoteProtocolError | None = None
 
@@ -97,7 +97,7 @@ class StreamDecoder:
     def _check_prefix(self, tag: int, length: int) -> None:
         if tag not in FRAMES:
             raise RemoteProtocolError(f"unknown tag {tag}")
-        limit = self._max_frame_bytes
+        limit = self.max_frame_bytes
         if tag not in _LARGE:
             limit = min(limit, MAX_SMALL_FRAME_BYTES)
         if not HEADER_BYTES <= length <= limit:

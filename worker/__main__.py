@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import structlog
 
 from wire.aio.log import configure
-from wire.aio.process import Stop, run
+from wire.aio.process import Stop, run, slow_start
 from wire.aio.settings import parse
 from wire.errors import WireError
 from wire.model import fingerprint, locate
@@ -29,8 +30,23 @@ def load(config: Config) -> Executor:
     """
     # Read by the thread pools of torch and NumPy when they are first imported.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.num_threads))
-    path = locate(config.model)
     extra = {"step_delay_s": config.hash_step_ms / 1000} if config.executor == "hash" else {}
+    limit = config.max_model_len or None
+    return _create(config, config.model, max_model_len=limit, **extra)
+
+
+def load_draft(config: Config) -> Executor | None:
+    """Make the executor of the draft model that the configuration names, if it names one.
+
+    Raises:
+        WireError: There is no such model.
+        ValueError: The executor cannot run it here.
+    """
+    return None if config.draft_model is None else _create(config, config.draft_model)
+
+
+def _create(config: Config, model: str, **settings: Any) -> Executor:
+    path = locate(model)
     return create(
         config.executor,
         model_path=path,
@@ -38,14 +54,18 @@ def load(config: Config) -> Executor:
         fingerprint=fingerprint(path),
         dtype=config.dtype,
         device=config.device,
-        max_model_len=config.max_model_len or None,
-        **extra,
+        **settings,
     )
 
 
-async def serve(config: Config, executor: Executor, stop: Stop) -> int:
+async def serve(config: Config, executor: Executor, draft: Executor | None, stop: Stop) -> int:
     try:
-        return await Worker(config, executor).run(stop)
+        try:
+            worker = Worker(config, executor, draft=draft)
+        except ValueError as error:  # of the constructor only: one of `run` is a bug
+            log.error("cannot serve with these settings", reason=str(error))
+            return EXIT_CONFIG
+        return await worker.run(stop)
     except OSError as error:  # the address may be free when the worker is started again
         log.error("cannot bind or connect", reason=str(error))
         return 1
@@ -56,7 +76,8 @@ def main() -> int:
     configure(config.log_level)
     log.info("loading", model=config.model, executor=config.executor)
     try:
-        executor = load(config)
+        with slow_start(f"loading {config.model}"):
+            executor, draft = load(config), load_draft(config)
     except (WireError, ValueError) as error:
         log.error("cannot serve this model", reason=str(error))
         return EXIT_CONFIG
@@ -64,7 +85,7 @@ def main() -> int:
         reason = f"{type(error).__name__}: {error}"
         log.exception("the executor failed to load", executor=config.executor, reason=reason)
         return EXIT_CONFIG
-    return run(lambda stop: serve(config, executor, stop))
+    return run(lambda stop: serve(config, executor, draft, stop))
 
 
 if __name__ == "__main__":

@@ -9,27 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Final
 
 import msgspec
 import structlog
 
-from wire.aio.process import Stop, keep_watchdog, notify
+from wire.aio.keys import open_keys
+from wire.aio.process import Stop, extend_start, keep_watchdog, notify
 from wire.frames import Heartbeat, Role
 from wire.payloads import HelloDetail, encode_map
+from worker.assembly import make_engine
 from worker.config import Config
-from worker.copies import Copies
 from worker.decode import DecodeRole
-from worker.engine import Engine
 from worker.executor.contract import Executor
 from worker.executor.measured import measured
 from worker.link import Identity, LinkState, RouterLink
 from worker.outputs import Output
-from worker.plane import KVPlane
 from worker.prefill import PrefillRole
-from worker.thread import EngineThread
+from worker.pulse import Pulse
+from worker.surroundings import Surroundings
 
 log = structlog.get_logger("worker")
 
@@ -39,37 +39,38 @@ EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts it
 EXIT_CONFIG: Final = 78  # EX_CONFIG: a restart would not help
 
 
-def num_blocks(config: Config, token_bytes: int) -> int:
-    """How many KV blocks the configuration asks for or pays for, at least one."""
-    return config.num_blocks or max(1, config.kv_cache_bytes // (config.block_size * token_bytes))
-
-
 class Worker:
-    """The parts of one worker and what they tell each other."""
+    """The parts of one worker and what they tell each other.
 
-    def __init__(self, config: Config, executor: Executor) -> None:
+    Raises:
+        ValueError: The settings do not fit the model or the machine.
+        OSError: The address for KV is taken.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        executor: Executor,
+        surroundings: Surroundings | None = None,
+        *,
+        draft: Executor | None = None,
+    ) -> None:
+        outside = surroundings or Surroundings()
         info = executor.info
-        blocks = num_blocks(config, info.layout.token_bytes)
         self._config = config
+        self._draft = draft
         self._executor = measured(executor)
-        self._engine = Engine(
-            self._executor,
-            num_blocks=blocks,
-            block_size=config.block_size,
-            max_ubatch_tokens=config.max_ubatch_tokens,
-            max_sbatch_sequences=config.max_sbatch_sequences,
-            enable_prefix_cache=config.prefix_cache,
-            ageing_s=config.ageing_s,
-            swap_bytes=config.swap_bytes,
-            speculate=config.speculate or None,
-        )
+        self._engine = make_engine(config, self._executor, draft, outside.clock)
+        self._clock = outside.clock
         self._loop = asyncio.get_running_loop()
-        self._thread = EngineThread(self._engine, self._deliver, self._crash)
+        self._thread = outside.make_thread(self._engine, self._deliver, self._crash)
         self._thread.post(lambda _: self._executor.warmup())  # first of all: no block is used yet
-        self._copies = Copies()
-        self._plane = KVPlane(info.max_model_len)
+        self._copies = outside.make_copies()
+        keys = open_keys(config.keys, config.party)
+        self._plane = outside.make_plane(info.max_model_len, keys)
+        connect = partial(outside.connect, keys=keys)
         role = Role[config.role.upper()]
-        identity = Identity(role, config.rank, time.time_ns())
+        identity = Identity(role, config.rank, outside.epoch())
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
         self._role: PrefillRole | DecodeRole = make_role(
             config,
@@ -79,19 +80,20 @@ class Worker:
             self._copies,
             self._plane,
             identity.name,
+            outside.clock,
         )
         detail = HelloDetail(
             model=info.name,
             fingerprint=info.fingerprint,
             layout=info.layout,
             block_size=config.block_size,
-            num_blocks=blocks,
+            num_blocks=self._engine.pool.num_blocks,
             max_model_len=info.max_model_len,
             max_kv_transfer_bytes=config.max_kv_transfer_bytes,
             kv_endpoint=self._role.kv_endpoint,
         )
         self._routers = [
-            RouterLink(endpoint, identity, detail, self._role, self._on_link)
+            RouterLink(endpoint, identity, detail, self._role, self._on_link, connect)
             for endpoint in config.router
         ]
         # What wakes `run` and the heartbeat.
@@ -100,14 +102,16 @@ class Worker:
         self._is_beat_due = asyncio.Event()
         self._was_busy = False
         self._is_announced = False
-        self._steps_seen = 0  # by the watchdog
+        self._steps_ticked = 0
+        self._step_s = 0.0  # of the step under way
+        self._pulse = Pulse(self._thread)
 
     async def run(self, stop: Stop) -> int:
         """Serve until told to stop, refused by every router, or broken; return the exit status."""
         self._thread.start()
         chores = [
             asyncio.create_task(self._watched(chore))
-            for chore in (self._beat(), self._tick(), keep_watchdog(self._is_alive))
+            for chore in (self._beat(), self._tick(), keep_watchdog(self._pulse.is_felt))
         ]
         try:
             return await self._serve(stop)
@@ -164,6 +168,8 @@ class Worker:
         self._thread.stop()
         self._copies.close()
         self._executor.shutdown()
+        if self._draft is not None:
+            self._draft.shutdown()
         metrics = self._executor.metrics()
         log.info(
             "worker stopped",
@@ -171,6 +177,8 @@ class Worker:
             prefill_p95_s=round(metrics.prefill.p95_s, 6),
             decode_p95_s=round(metrics.decode.p95_s, 6),
             tokens_per_second=round(metrics.tokens_per_second, 1),
+            drafted_tokens=self._engine.counters.drafted_tokens,
+            accepted_tokens=self._engine.counters.accepted_tokens,
         )
 
     # The engine's thread calls these two.
@@ -208,42 +216,57 @@ class Worker:
             self._is_beat_due.set()
             if not self._is_announced:
                 self._is_announced = True
-                notify("READY=1")
+                # Through the engine's thread: it has warmed up before it takes this.
+                self._thread.post(lambda _: notify("READY=1"))
         self._changed.set()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._role.tick(time.monotonic())
+            self._role.tick(self._clock())
             for router in self._routers:
                 await router.tick(TICK_S)
+            self._look_at_step()
             is_busy = self._is_busy
             if self._was_busy and not is_busy:
                 self._is_beat_due.set()  # let the router see at once that everything is free
             self._was_busy = is_busy
             self._changed.set()  # a drain looks again at what is unfinished
 
+    def _look_at_step(self) -> None:
+        """Count how long a step takes, in ticks: a pause of the process is not the engine's."""
+        is_same = self._thread.is_busy and self._engine.steps == self._steps_ticked
+        self._step_s = self._step_s + TICK_S if is_same else 0.0
+        self._steps_ticked = self._engine.steps
+
     @property
     def _is_busy(self) -> bool:
         return not self._role.is_idle or self._thread.is_busy
-
-    def _is_alive(self) -> bool:
-        """Whether the engine is idle, or has stepped since this was asked last."""
-        seen, self._steps_seen = self._steps_seen, self._engine.steps
-        return not self._thread.is_busy or self._engine.steps != seen
 
     async def _beat(self) -> None:
         """Tell every router how we are: at its pace, and at once when we became idle."""
         while True:
             load = self._engine.load()
-            load = msgspec.structs.replace(load, kv_inflight_bytes=self._role.kv_inflight_bytes)
+            load = msgspec.structs.replace(
+                load,
+                kv_inflight_bytes=self._role.kv_inflight_bytes,
+                step_ms=round(1000 * self._step_s),
+            )
             running, waiting = self._engine.num_running, self._engine.num_waiting
             heartbeat, payload = Heartbeat(self._engine.steps, running, waiting), encode_map(load)
             for router in self._routers:
                 if router.state is LinkState.READY:
                     router.send(heartbeat, payload)
-            notify(f"STATUS={running} running, {waiting} waiting, {load.used} blocks used")
+            self._report(f"{running} running, {waiting} waiting, {load.used} blocks used")
             self._is_beat_due.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(router.heartbeat_s for router in self._routers)):
                     await self._is_beat_due.wait()
+
+    def _report(self, figures: str) -> None:
+        """Tell systemd how we are, and before the first WELCOME that we are still at it."""
+        if self._is_announced:
+            notify(f"STATUS={figures}")
+        else:
+            extend_start()
+            notify(f"STATUS=joining {', '.join(self._config.router)}")

@@ -82,8 +82,8 @@ class Chunk(NamedTuple):
 class Sampling(NamedTuple):
     """How to draw the next token of one sequence: `position` is the index that token will have.
 
-    `token_ids` are the sequence's tokens so far (prompt and output), `prompt_len` of them prompt.
-    `occurrences` may keep their numbers from step to step, for whoever has penalties.
+    Before it come `token_ids` (prompt and output, `prompt_len` of them prompt) and `drafts`.
+    `occurrences` may keep the numbers of `token_ids` from step to step, for whoever has penalties.
     """
 
     request_id: int
@@ -92,6 +92,7 @@ class Sampling(NamedTuple):
     prompt_len: int
     token_ids: list[int]
     occurrences: Occurrences | None = None
+    drafts: tuple[int, ...] = ()
 
 
 class Scoring(NamedTuple):
@@ -145,14 +146,15 @@ def build(kind: BatchType, chunks: Many[Chunk], block_size: int) -> Batch:
 
     A chunk with D drafts has D + 1 sampled rows: its last token's and each draft's.
     """
-    counts = np.array([chunk.num_rows for chunk in chunks], np.int32)
-    starts = np.array([chunk.sequence.num_computed_tokens for chunk in chunks], np.int32)
+    counts = np.array([num_tokens + len(drafts) for _, num_tokens, drafts in chunks], np.int32)
+    starts = np.array([sequence.num_computed_tokens for sequence, _, _ in chunks], np.int32)
     query_starts = np.zeros(len(chunks) + 1, np.int32)
     np.cumsum(counts, out=query_starts[1:])
     block_tables = _block_tables(chunks)
     rows = np.repeat(np.arange(len(chunks), dtype=np.int32), counts)
     positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[rows]
-    slots = block_tables[rows, positions // block_size] * block_size + positions % block_size
+    blocks, offsets = np.divmod(positions, block_size)
+    slots = block_tables[rows, blocks] * block_size + offsets
     score_rows, scorings = _scorings(chunks, query_starts)
     sample_rows, samplings = _samplings(chunks, query_starts[1:].tolist())
     return Batch(
@@ -171,7 +173,7 @@ def build(kind: BatchType, chunks: Many[Chunk], block_size: int) -> Batch:
 
 
 def _block_tables(chunks: Many[Chunk]) -> Int32:
-    tables = [chunk.sequence.block_table.blocks for chunk in chunks]
+    tables = [sequence.block_table.blocks for sequence, _, _ in chunks]
     sizes = np.array([len(table) for table in tables])
     width = int(sizes.max())
     padded = np.zeros((len(tables), width), np.int32)
@@ -217,12 +219,14 @@ def _samplings(chunks: Many[Chunk], ends: list[int]) -> tuple[list[int], list[Sa
         position = len(token_ids)
         if sequence.num_computed_tokens + num_tokens < position:
             continue
+        rows.extend(range(end - len(drafts) - 1, end))
         request_id, options, prompt_len = sequence.request_id, sequence.options, sequence.prompt_len
-        rows.append(end - len(drafts) - 1)
         seen = sequence.occurrences
         samplings.append(Sampling(request_id, options, position, prompt_len, token_ids, seen))
-        for index in range(1, len(drafts) + 1):
-            rows.append(end - len(drafts) + index - 1)
-            guessed = [*token_ids, *drafts[:index]]
-            samplings.append(Sampling(request_id, options, position + index, prompt_len, guessed))
+        for n in range(1, len(drafts) + 1):
+            drawn = position + n
+            guessed = drafts[:n]
+            samplings.append(
+                Sampling(request_id, options, drawn, prompt_len, token_ids, None, guessed)
+            )
     return rows, samplings

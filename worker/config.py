@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from wire.aio.keys import credential
 from wire.aio.settings import Settings
 
 MIB: Final = 1 << 20
@@ -19,14 +21,21 @@ ROUTER_SETTINGS: Final = (
     "tcp",
     "bus",
     "ready_file",
+    "api_keys",
+    "tls_cert",
+    "tls_key",
     "max_waiting",
     "max_running_per_worker",
     "max_connections",
     "max_requests_per_connection",
+    "max_attempts",
+    "stall_ms",
     "heartbeat_ms",
     "lease_ms",
     "queue_timeout_ms",
     "deadline_ms",
+    "grace_s",
+    "idle_s",
     "local",
     "worker_args",
 )
@@ -78,8 +87,9 @@ class Config(Settings):
     )
     speculate: str = Field(
         default="",
-        pattern=r"^(ngram:[1-9][0-9]?)?$",
-        description="ngram:K guesses up to K tokens a step from the text so far; empty: off",
+        pattern=r"^(ngram:[1-9][0-9]?|draft:[1-9][0-9]?:.+)?$",
+        description="guess up to K tokens a step: ngram:K from the text so far, draft:K:MODEL with "
+        "a smaller model of the same tokenizer (a decode worker loads it); empty: off",
     )
     kv_bind: str = Field(
         default="tcp://127.0.0.1:0", description="where a decode worker takes KV in"
@@ -115,8 +125,13 @@ class Config(Settings):
     drain_s: float = Field(
         default=30.0, ge=0, le=3600, description="time to finish work after SIGTERM"
     )
+    keys: Path | None = Field(
+        default=None,
+        description="directory with <role>-<rank>.key and authorized_keys, as scripts/keys writes "
+        "them; none: these systemd credentials, if there are any",
+    )
     insecure: bool = Field(
-        default=False, description="allow --kv-bind on an address other than loopback"
+        default=False, description="allow --kv-bind beyond this machine without keys"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least level"
@@ -142,10 +157,13 @@ class Config(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         host = self.kv_bind.removeprefix("tcp://").rpartition(":")[0]
-        if self.kv_bind.startswith("tcp://") and host not in LOOPBACK_HOSTS and not self.insecure:
+        is_open = self.kv_bind.startswith("tcp://") and host not in LOOPBACK_HOSTS
+        has_keys = self.keys is not None or credential(f"{self.party}.key") is not None
+        if is_open and not (has_keys or self.insecure):
             raise ValueError(
-                f"kv_bind: {self.kv_bind} is reachable from other machines and KV sockets carry no "
-                "keys yet; bind a loopback address, or say --insecure on a network you trust"
+                f"--kv-bind {self.kv_bind} can be reached from other machines, and there is no key "
+                "to tell who may connect: make keys with scripts/keys and say --keys DIR, or bind "
+                "127.0.0.1, or add --insecure if you trust everybody on the network"
             )
         if host in WILDCARD_HOSTS and not self.kv_advertise:
             raise ValueError(
@@ -160,9 +178,25 @@ class Config(Settings):
         return self
 
     @property
+    def party(self) -> str:
+        """Whose key this worker has."""
+        return f"{self.role}-{self.rank}"
+
+    @property
     def model_name(self) -> str:
         """The last part of `model`, which is what clients call it by default."""
         return self.model.rstrip("/").rpartition("/")[2]
+
+    @property
+    def draft_model(self) -> str | None:
+        """What `speculate` names as draft model, if this worker is to load one."""
+        kind, _, rest = self.speculate.partition(":")
+        return rest.partition(":")[2] if kind == "draft" and self.role == "decode" else None
+
+    @property
+    def num_drafts(self) -> int:
+        """K of `speculate`, 0 if it is off."""
+        return int(self.speculate.split(":")[1]) if self.speculate else 0
 
     @property
     def num_threads(self) -> int:

@@ -8,6 +8,7 @@ message per router.  SPEC 4.5, 4.6, 4.7.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -18,14 +19,12 @@ from wire.parts import Message
 from wire.payloads import Logprobs, PeerDetail, Usage, decode_continuation, encode_map
 from wire.transfer import KVReceiver
 from worker.config import Config
-from worker.copies import Copies
 from worker.engine import Engine
 from worker.executor.contract import KVCache, ModelInfo
 from worker.link import RouterLink
 from worker.outputs import Failed, Output, Reserved, Token
-from worker.plane import KVPlane
 from worker.reception import Receptions
-from worker.thread import EngineThread
+from worker.surroundings import Computing, Copying, Plane
 
 log = structlog.get_logger("worker")
 
@@ -85,13 +84,15 @@ class DecodeRole:
         config: Config,
         info: ModelInfo,
         cache: KVCache,
-        engine: EngineThread,
-        copies: Copies,
-        plane: KVPlane,
+        engine: Computing,
+        copies: Copying,
+        plane: Plane,
         identity: bytes,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._engine = engine
+        self._clock = clock
         self._generations: dict[int, Generation] = {}
         self._receptions = Receptions(
             config,
@@ -102,6 +103,7 @@ class DecodeRole:
             plane,
             self._begin_if_ready,
             self._on_transfer_failed,
+            clock,
         )
         self.kv_endpoint = self._receptions.endpoint
 
@@ -133,7 +135,7 @@ class DecodeRole:
             log.warning("request id used twice, frame dropped", request=frame.request_id)
             return
         token_ids, options = decode_continuation(message.body())
-        deadline = time.monotonic() + self._receptions.lease_s
+        deadline = self._clock() + self._receptions.lease_s
         self._generations[frame.request_id] = Generation(
             router, frame, token_ids, options, deadline
         )

@@ -37,6 +37,7 @@ class ModelDrafter:
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=False)
         self._executor = executor
         self._max_ubatch_tokens = max_ubatch_tokens
+        self._max_model_len = executor.info.max_model_len
         self._shadows: dict[int, Sequence] = {}
         executor.allocate(num_blocks, block_size)
 
@@ -45,7 +46,7 @@ class ModelDrafter:
         drafts: list[list[int]] = [[] for _ in sequences]
         guessing: list[tuple[Sequence, list[int], int]] = []
         for sequence, limit, guesses in zip(sequences, limits, drafts, strict=True):
-            limit = min(limit, self.num_drafts)
+            limit = min(limit, self.num_drafts, self._max_model_len - sequence.num_tokens)
             shadow = self._follow(sequence)
             if limit > 0 and self._make_room(shadow, limit):
                 guessing.append((shadow, guesses, limit))

@@ -11,21 +11,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from itertools import count
+from itertools import count, islice
+from typing import Any
 
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
 from wire.payloads import Load
 from worker.admission import Problem, find_problem, resume, stop_ids, tell
-from worker.batch import BatchConfig, Chunk, build
+from worker.batch import Chunk, build
 from worker.blocks import BlockPool
 from worker.executor.contract import Executor, SampledToken, Scorer
 from worker.outputs import Computed, Failed, Output, Token
 from worker.plan import Plan
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence, Status
+from worker.settings import EngineSettings
+from worker.sharing import register
 from worker.slots import Slots
-from worker.speculate import Drafter, Speculation, accepted
+from worker.speculate import Speculation, accepted
 from worker.stats import Counters, Stats, load_of
 from worker.swap import SwapSpace
 
@@ -44,34 +47,30 @@ class Engine:
         *,
         num_blocks: int,
         block_size: int,
-        max_ubatch_tokens: int = 512,
-        max_sbatch_sequences: int = 256,
-        prefer_pure_decode: bool = False,
-        dynamic_batching: bool = True,
-        enable_prefix_cache: bool = True,
-        ageing_s: float = 1.0,
-        swap_bytes: int = 0,
-        speculate: str | Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        **settings: Any,
     ) -> None:
+        """Allocate the KV cache.
+
+        Args:
+            settings: Those of `worker.settings.EngineSettings`.
+
+        Raises:
+            TypeError: There is no such setting.
+            ValueError: One is out of its range.
+        """
+        self.config = EngineSettings(**settings).within(executor.capabilities)
         self.info = executor.info
         self.cache = executor.allocate(num_blocks, block_size)
-        self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=enable_prefix_cache)
-        self.config = BatchConfig(
-            max_ubatch_tokens=max_ubatch_tokens,
-            max_sbatch_sequences=executor.capabilities.at_most(max_sbatch_sequences),
-            prefer_pure_decode=prefer_pure_decode,
-            dynamic_batching=dynamic_batching and executor.capabilities.continuous_batching,
-            ageing_s=ageing_s,
-        )
-        self.swap = SwapSpace(self.cache, swap_bytes, clock)
+        is_cached = self.config.enable_prefix_cache
+        self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=is_cached)
+        self.swap = SwapSpace(self.cache, self.config.swap_bytes, clock)
         self.scheduler = Scheduler(self.pool, self.config, self.swap)
         self.counters = Counters()
         self.announce: Callable[[list[Output]], None] | None = None
         self._executor = executor
         self._scorer = executor if isinstance(executor, Scorer) else None
-        can_speculate = executor.capabilities.speculative
-        self._speculation = Speculation(speculate if can_speculate else None, self.info)
+        self._speculation = Speculation(self.config.speculate, self.info)
         self._clock = clock
         self._arrivals = count()
         self._sequences: dict[int, Sequence] = {}
@@ -121,7 +120,7 @@ class Engine:
         sequence.started_s = self._clock()
         sequence.set_deadline(sequence.started_s)
         sequence.stop_ids = stop_ids(options, self.info)
-        self.scheduler.register(sequence)
+        register(sequence, self.pool)
         self.scheduler.run(sequence)
 
     def release(self, request_id: int) -> None:
@@ -197,43 +196,44 @@ class Engine:
         for sequence, num_tokens, drafts in chunks:
             sequence.num_computed_tokens += num_tokens
             is_last = sequence.num_computed_tokens == len(sequence.token_ids)
-            self.scheduler.register(sequence)
+            register(sequence, self.pool)
             if sequence.hand_over:
                 self._outputs.append(Computed(sequence.request_id, sequence.num_computed_tokens))
             if drafts:
-                self._verify(sequence, drafts, [next(drawn) for _ in range(len(drafts) + 1)])
+                self._verify(sequence, drafts, tuple(islice(drawn, len(drafts) + 1)))
             elif is_last:
                 self._append(sequence, next(drawn))
 
-    def _verify(self, sequence: Sequence, x: Many[int], y: list[SampledToken]) -> None:
+    def _verify(self, sequence: Sequence, x: Many[int], y: Many[SampledToken]) -> None:
         """Append what the target stands for; the KV of accepted drafts is that of their tokens."""
-        tokens = accepted(x, y)
+        token, *others = accepted(x, y)
         self.counters.drafted_tokens += len(x)
-        self.counters.accepted_tokens += len(tokens) - 1
-        self._append(sequence, tokens[0])
-        for token in tokens[1:]:
+        self.counters.accepted_tokens += len(others)
+        self._append(sequence, token)
+        for token in others:
             if sequence.status is Status.FINISHED:
                 return
             sequence.num_computed_tokens += 1
-            self.scheduler.register(sequence)
+            register(sequence, self.pool)
             self._append(sequence, token)
         self.scheduler.trim(sequence)
 
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
+        token_id, logprobs = token
         index = sequence.num_new_tokens
         self.counters.decode_tokens += 1
-        sequence.token_ids.append(token.token_id)
-        sequence.drafts = []
+        sequence.token_ids.append(token_id)
+        if sequence.drafts:
+            sequence.drafts = []
         reason = sequence.finish_reason(self.info.max_model_len)
-        scores = sequence.take_prompt_logprobs()
-        self._outputs.append(
-            Token(sequence.request_id, token.token_id, index, token.logprobs, reason, scores)
-        )
-        if sequence.hand_over or reason is not None:
-            self.counters.finished += 1
+        scores = None if sequence.scores is None else sequence.take_prompt_logprobs()
+        self._outputs.append(Token(sequence.request_id, token_id, index, logprobs, reason, scores))
+        if reason is None and not sequence.hand_over:
+            return
+        self.counters.finished += 1
         if sequence.hand_over and not sequence.is_released:
             self.scheduler.hold(sequence)
-        elif sequence.hand_over or reason is not None:
+        else:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:

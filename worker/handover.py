@@ -19,9 +19,9 @@ from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireErro
 from wire.frames import Cancel, KvCacheAck
 from wire.payloads import Credit
 from wire.transfer import KVSender, Rectangle, segment_digest
-from worker.copies import Copies
 from worker.executor.contract import KVCache
 from worker.peers import DecodePeer
+from worker.surroundings import Copying
 
 log = structlog.get_logger("worker")
 
@@ -38,14 +38,16 @@ class HandOver:
         make_sender: Callable[[float], KVSender],
         peer: DecodePeer,
         cache: KVCache,
-        copies: Copies,
+        copies: Copying,
         on_end: Callable[[HandOver], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.sender = make_sender(time.monotonic())
+        self.sender = make_sender(clock())
         self.peer = peer
         self._make_sender = make_sender
         self._cache = cache
         self._copies = copies
+        self._clock = clock
         self._on_end = on_end
         self._block_table: tuple[int, ...] = ()
         self._is_offered = False
@@ -94,7 +96,7 @@ class HandOver:
 
     def on_ack(self, ack: KvCacheAck, credit: Credit) -> None:
         try:
-            self.sender.on_ack(ack, credit, time.monotonic())
+            self.sender.on_ack(ack, credit, self._clock())
         except RemoteProtocolError as error:  # the sender has failed by it
             log.warning("bad ACK", request=self.request_id, reason=error.message)
             self.peer.tell(Cancel(self.request_id, error.code))
@@ -145,7 +147,7 @@ class HandOver:
 
     async def _send_segment(self, rectangle: Rectangle) -> None:
         kv, digest = await self._copies.run(self._pack, rectangle)
-        segment = self.sender.segment(rectangle, kv, time.monotonic(), digest=digest)
+        segment = self.sender.segment(rectangle, kv, self._clock(), digest=digest)
         if segment is None:
             return  # ended meanwhile; what was packed may be anyone's by now
         sending = self.peer.send(*segment, track=True)

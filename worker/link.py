@@ -40,13 +40,20 @@ from wire.payloads import (
     decode_map,
     encode_map,
 )
+from worker.surroundings import Connect, Connection
 
 log = structlog.get_logger("worker")
 
 FATAL_CODES: Final = frozenset({ErrorCode.MISMATCH, ErrorCode.FENCED, ErrorCode.UNAUTHORIZED})
 # What two workers call each other's fault is not the client's.
+# CANCELLED: the other one has lost the router that asked for it, which knows nothing of it yet.
 BETWEEN_WORKERS: Final = frozenset(
-    {ErrorCode.PROTOCOL, ErrorCode.UNKNOWN_REQUEST, ErrorCode.UNKNOWN_PEER}
+    {
+        ErrorCode.PROTOCOL,
+        ErrorCode.UNKNOWN_REQUEST,
+        ErrorCode.UNKNOWN_PEER,
+        ErrorCode.CANCELLED,
+    }
 )
 # A router that missed three beats is lost, but one that reads a huge prompt may miss quick ones.
 # A connection that closes is noticed at once, without this.
@@ -108,6 +115,7 @@ class RouterLink:
     detail: HelloDetail
     requests: Requests
     on_state: Callable[[RouterLink], None]
+    connect: Connect = Link
     state: LinkState = LinkState.JOINING
     epoch: int = 0
     heartbeat_s: float = 1.0
@@ -118,12 +126,12 @@ class RouterLink:
     _silent_s: float = 0.0
     _hello_due_s: float = 0.0
     _is_stuck: bool = False
-    _link: Link = field(init=False)
+    _link: Connection = field(init=False)
 
     def open(self) -> None:
         """Connect; HELLO goes out as soon as the router is there.  Raises OSError."""
         self._silent_s, self._is_stuck = 0.0, False
-        self._link = Link(
+        self._link = self.connect(
             self.identity.name,
             self.endpoint,
             self._on_message,

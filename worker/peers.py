@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import structlog
 
+from wire.aio.settings import ConfigError
 from wire.aio.zmq import Sending
 from wire.errors import PeerLost, RemoteProtocolError, WireError
 from wire.frames import ANY_RANK, Error, Frame, KvCacheAck
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import Credit, ErrorDetail, PeerDetail, decode_error, encode_map
-from worker.plane import KVPlane
+from worker.surroundings import Plane
 
 log = structlog.get_logger("worker")
 
@@ -37,13 +39,15 @@ class Receiver(Protocol):
 class DecodePeer:
     """A decode worker, over one link."""
 
-    def __init__(self, detail: PeerDetail, identity: bytes, plane: KVPlane) -> None:
+    def __init__(self, detail: PeerDetail, identity: bytes, plane: Plane, now: float) -> None:
         self.detail = detail
         self.receivers: dict[int, Receiver] = {}  # by request id, while a transfer is under way
         self.num_heard = 0
         self.is_mute = False  # a whole lease passed and it said nothing at all
-        self.needed_at = time.monotonic()
-        self._link = plane.link(identity, detail.kv_endpoint, self._on_message, self._on_down)
+        self.needed_at = now
+        self._link = plane.link(
+            identity, detail.kv_endpoint, self._on_message, self._on_down, self.name
+        )
 
     @property
     def name(self) -> str:
@@ -107,9 +111,12 @@ class DecodePeer:
 class DecodePeers:
     """All decode workers known here."""
 
-    def __init__(self, identity: bytes, plane: KVPlane) -> None:
+    def __init__(
+        self, identity: bytes, plane: Plane, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._identity = identity
         self._plane = plane
+        self._clock = clock
         self._named: dict[str, list[PeerDetail]] = {}  # by router endpoint
         self._peers: dict[str, DecodePeer] = {}  # by KV endpoint
         self._closing: set[asyncio.Task[None]] = set()
@@ -149,8 +156,8 @@ class DecodePeers:
             peer.detail = detail  # a restarted worker may listen where the old one did
             return peer
         try:
-            peer = DecodePeer(detail, self._identity, self._plane)
-        except OSError as error:
+            peer = DecodePeer(detail, self._identity, self._plane, self._clock())
+        except (OSError, ConfigError) as error:
             log.error("no way to the decode worker", rank=detail.rank, reason=str(error))
             return None
         self._peers[detail.kv_endpoint] = peer

@@ -76,6 +76,6 @@ def _bias(logits: torch.Tensor, rows: list[int], samplings: Sequence[Sampling]) 
 def _occurrences(sampling: Sampling) -> Occurrences:
     occurrences = sampling.occurrences
     if occurrences is None:
-        return Occurrences(sampling.token_ids, sampling.prompt_len)
+        return Occurrences([*sampling.token_ids, *sampling.drafts], sampling.prompt_len)
     occurrences.update(sampling.token_ids)
     return occurrences

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from worker.batch import BatchType, Chunk
 from worker.sequence import Sequence
+from worker.sharing import Place
 from worker.swap import Swap
 
 
@@ -22,6 +23,7 @@ class Plan:
         started: They got their first blocks now and were never running before.
         reserved: Reservations that got their blocks now.
         failed: They can never fit and hold nothing any more.
+        filled: The first block that each of `prefill` makes full.  Whoever needs it waits.
         overdue: Their deadline has passed.  They hold nothing any more, except that one whose KV
             may be on its way to another worker keeps its blocks until that is over.
     """
@@ -35,6 +37,7 @@ class Plan:
     reserved: list[Sequence] = field(default_factory=list)
     failed: list[Sequence] = field(default_factory=list)
     overdue: list[Sequence] = field(default_factory=list)
+    filled: set[Place] = field(default_factory=set)
 
     @property
     def chunks(self) -> list[Chunk]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypedDict
 
+from wire.aio.keys import Keys
 from wire.aio.zmq import Context, Hub, Link, terminate
 from wire.parts import Buffer
 from wire.segment import MAX_SEGMENT_BYTES
@@ -27,12 +28,13 @@ class _Bounds(TypedDict):
     max_queue_bytes: int
     high_water_mark: int
     context: Context
+    keys: Keys | None
 
 
 class KVPlane:
     """Makes KV sockets.  Close them first, then this."""
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, keys: Keys | None = None) -> None:
         # The largest part is a segment, or the offer of the longest prompt.
         part_bytes = max(MAX_SEGMENT_BYTES, 4 * max_model_len) + MAP_BYTES
         self._bounds = _Bounds(
@@ -41,6 +43,7 @@ class KVPlane:
             max_queue_bytes=max(MAX_QUEUE_BYTES, 2 * part_bytes),
             high_water_mark=HIGH_WATER_MARK,
             context=Context(),
+            keys=keys,
         )
 
     def hub(
@@ -57,9 +60,15 @@ class KVPlane:
         endpoint: str,
         on_message: Callable[[list[Buffer]], None],
         on_down: Callable[[], None],
+        server: str = "",
     ) -> Link:
-        """Connect a prefill worker to a decode worker.  Raises OSError, naming the endpoint."""
-        return Link(identity, endpoint, on_message, on_down=on_down, **self._bounds)
+        """Connect a prefill worker to a decode worker, with keys to the party `server` only.
+
+        Raises:
+            OSError: The endpoint, which it names, makes no sense.
+            ConfigError: No key of that party is known.
+        """
+        return Link(identity, endpoint, on_message, on_down=on_down, server=server, **self._bounds)
 
     async def close(self) -> None:
         await terminate(self._bounds["context"])

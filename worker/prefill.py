@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -20,15 +21,13 @@ from wire.parts import Message
 from wire.payloads import PeerDetail, PrefillResult, decode_prompt, encode_prefill_result
 from wire.transfer import KVSender
 from worker.config import Config
-from worker.copies import Copies
 from worker.executor.contract import KVCache, ModelInfo
 from worker.handover import HandOver
 from worker.link import RouterLink
 from worker.outputs import Computed, Failed, Output, Started, Token
 from worker.peers import DecodePeers
-from worker.plane import KVPlane
 from worker.sequence import Sequence
-from worker.thread import EngineThread
+from worker.surroundings import Computing, Copying, Plane
 
 log = structlog.get_logger("worker")
 
@@ -66,17 +65,19 @@ class PrefillRole:
         config: Config,
         info: ModelInfo,
         cache: KVCache,
-        engine: EngineThread,
-        copies: Copies,
-        plane: KVPlane,
+        engine: Computing,
+        copies: Copying,
+        plane: Plane,
         identity: bytes,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._layout = info.layout
         self._cache = cache
         self._engine = engine
         self._copies = copies
-        self._peers = DecodePeers(identity, plane)
+        self._clock = clock
+        self._peers = DecodePeers(identity, plane, clock)
         self._prefills: dict[int, Prefill] = {}
         self._hand_overs: set[asyncio.Task[None]] = set()  # until their buffers are back
 
@@ -135,7 +136,7 @@ class PrefillRole:
     # Outputs of the engine.
 
     def on_outputs(self, outputs: list[Output]) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for output in outputs:
             prefill = self._prefills.get(output.request_id)
             if prefill is None:
@@ -217,7 +218,9 @@ class PrefillRole:
                 peer=peer.name,
             )
 
-        return HandOver(make_sender, peer, self._cache, self._copies, self._on_hand_over_end)
+        return HandOver(
+            make_sender, peer, self._cache, self._copies, self._on_hand_over_end, self._clock
+        )
 
     def _on_hand_over_end(self, hand_over: HandOver) -> None:
         """The KV is there, or will never be."""

@@ -23,12 +23,10 @@ from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
 from wire.transfer import Ack, KVReceiver, Segment
 from worker.config import Config
-from worker.copies import Copies
 from worker.engine import Engine
 from worker.executor.contract import KVCache, ModelInfo
 from worker.outputs import Reserved
-from worker.plane import KVPlane
-from worker.thread import EngineThread
+from worker.surroundings import Computing, Copying, Plane
 
 log = structlog.get_logger("worker")
 
@@ -57,11 +55,12 @@ class Receptions:
         config: Config,
         info: ModelInfo,
         cache: KVCache,
-        engine: EngineThread,
-        copies: Copies,
-        plane: KVPlane,
+        engine: Computing,
+        copies: Copying,
+        plane: Plane,
         on_complete: Callable[[int], None],
         on_failed: Callable[[int, WireError], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lease_s = config.lease_s or 30.0  # until the first WELCOME, before which none offers
         self._config = config
@@ -69,6 +68,7 @@ class Receptions:
         self._cache = cache
         self._engine = engine
         self._copies = copies
+        self._clock = clock
         self._on_complete = on_complete
         self._on_failed = on_failed
         self._receptions: dict[int, Reception] = {}
@@ -105,7 +105,7 @@ class Receptions:
         if reception is None:
             return  # ended meanwhile, and the engine has been told
         reception.block_table = reserved.block_table
-        self._answer(reception, reception.receiver.accept(reserved.cached_tokens, time.monotonic()))
+        self._answer(reception, reception.receiver.accept(reserved.cached_tokens, self._clock()))
 
     def fail(self, request_id: int, error: WireError) -> None:
         """End a transfer because of `error` and tell both sides."""
@@ -167,7 +167,7 @@ class Receptions:
         elif reception is None or reception.peer != peer:
             raise _unknown()
         elif frame.segment == 0:
-            self._answer(reception, reception.receiver.on_keepalive(time.monotonic()))
+            self._answer(reception, reception.receiver.on_keepalive(self._clock()))
         else:
             self._on_segment(reception, frame, message.payload)
 
@@ -175,7 +175,7 @@ class Receptions:
         self, reception: Reception, frame: KvCache, payload: tuple[Buffer, ...]
     ) -> None:
         try:
-            segment = reception.receiver.on_segment(frame, payload, time.monotonic())
+            segment = reception.receiver.on_segment(frame, payload, self._clock())
         except WireError as error:
             self.fail(frame.request_id, error)
             return
@@ -194,7 +194,7 @@ class Receptions:
             max_bytes=self._config.max_kv_transfer_bytes,
             credit_bytes=self._config.credit_bytes,
             lease_s=self.lease_s,
-            now=time.monotonic(),
+            now=self._clock(),
             peer=peer.decode(errors="replace").rpartition("-")[0],
         )
         reception = self._receptions[request_id] = Reception(peer, receiver)
@@ -238,7 +238,7 @@ class Receptions:
             receiver.broken(segment, error)
             self.fail(receiver.request_id, error)
         else:
-            self._answer(reception, receiver.stored(segment, time.monotonic()))
+            self._answer(reception, receiver.stored(segment, self._clock()))
         self._give_back(reception)
 
     def _unpack(self, reception: Reception, segment: Segment) -> None:

@@ -7,6 +7,9 @@ and there is none, the sequence that is last in order gives up its blocks: its K
 here are preempted: never a reservation into which KV arrives, never a sequence whose KV is being
 handed over.
 
+A prompt that begins like one that is read in this very step waits for the next one and shares its
+blocks then: of n choices, or of a crowd with one system prompt, one computes.
+
 The order is that of virtual arrivals: a sequence of priority p stands where it would if it had come
 p * ageing_s seconds earlier.  So priorities age without anyone counting, the order of two sequences
 never changes, and nobody starves: who waits is passed only by what comes within the difference of
@@ -29,6 +32,7 @@ from worker.blocks import BlockPool
 from worker.deadlines import Deadlines
 from worker.plan import Plan
 from worker.sequence import Sequence, Status
+from worker.sharing import filled, missing
 from worker.slots import SlotNumbers
 from worker.swap import Swap, SwapSpace
 
@@ -179,49 +183,58 @@ class Scheduler:
                 return 0  # its turn comes
             chunks = plan.decode if sequence.is_decoding else plan.prefill
             chunks.append(Chunk(sequence, num_tokens))
+            plan.filled.update(filled(sequence, num_tokens, self.pool))
         return num_tokens
 
     def _add_drafts(self, plan: Plan) -> None:
         """Have drafts verified as far as tokens and blocks are left: nobody waits for them."""
-        if not any(chunk.sequence.drafts for chunk in plan.decode):
+        if not any(sequence.drafts for sequence, _, _ in plan.decode):
             return
         budget = self.config.max_ubatch_tokens - plan.num_tokens
         for index, (sequence, num_tokens, _) in enumerate(plan.decode):
-            num_drafts = min(len(sequence.drafts), budget)
-            if num_drafts > 0:
-                num_drafts = self._make_room(sequence, num_drafts)
-                drafts = tuple(sequence.drafts[:num_drafts])
-                plan.decode[index] = Chunk(sequence, num_tokens, drafts)
-                budget -= num_drafts
+            if sequence.drafts and budget > 0:
+                drafts = sequence.drafts[:budget]
+                drafts = drafts[: self._make_room(sequence, len(drafts))]
+                plan.decode[index] = Chunk(sequence, num_tokens, tuple(drafts))
+                budget -= len(drafts)
 
     def _make_room(self, sequence: Sequence, num_drafts: int) -> int:
         """Get blocks for the KV of drafts; return how many of them have room."""
         table, pool = sequence.block_table, self.pool
-        num_blocks = pool.blocks_for(sequence.num_tokens + num_drafts) - table.num_blocks
-        if num_blocks > 0 and pool.can_allocate(num_blocks):
-            table.extend(pool.allocate(num_blocks))
-        return min(num_drafts, table.num_blocks * pool.block_size - sequence.num_tokens)
+        room = table.num_blocks * pool.block_size - len(sequence.token_ids)
+        if room < num_drafts and pool.can_allocate(pool.blocks_for(num_drafts - room)):
+            table.extend(pool.allocate(pool.blocks_for(num_drafts - room)))
+            return num_drafts
+        return min(num_drafts, room)
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks that only rejected drafts needed."""
-        num_blocks = self.pool.blocks_for(sequence.num_tokens)
+        num_blocks = self.pool.blocks_for(len(sequence.token_ids))
         if sequence.block_table.num_blocks > num_blocks:
             self.pool.free(sequence.block_table.truncate(num_blocks))
 
     def _admit(self, plan: Plan, budget: int) -> None:
         may_start = self.config.dynamic_batching or not self.running
-        while (sequence := self._head()) is not None:
+        num_later, blocks_later = 0, 0  # of sequences that will start in the next step
+        while (sequence := self._head(num_later)) is not None:
             if sequence.status is Status.RESERVING:
                 # One token more than there are: the first step must not preempt.
-                if not self._allocate(sequence, sequence.num_tokens + 1, sequence.num_tokens):
+                num_tokens = sequence.num_tokens
+                if not self._allocate(sequence, num_tokens + 1, num_tokens, blocks_later):
                     return
                 self.reserving.popleft()
                 sequence.move_to(Status.RESERVED)
                 plan.reserved.append(sequence)
                 continue
-            if not may_start or budget == 0 or len(self.running) >= self.max_running:
+            num_running = len(self.running) + num_later
+            if not may_start or budget == 0 or num_running >= self.max_running:
                 return
-            if not self._allocate(sequence, sequence.num_tokens, sequence.max_cached_tokens):
+            if self._is_better_later(sequence, plan):
+                num_later += 1
+                blocks_later += self.pool.blocks_for(sequence.num_tokens)
+                continue
+            max_cached_tokens = sequence.max_cached_tokens
+            if not self._allocate(sequence, sequence.num_tokens, max_cached_tokens, blocks_later):
                 return
             self.waiting.remove(sequence)
             self.run(sequence)
@@ -230,9 +243,19 @@ class Scheduler:
                 plan.started.append(sequence)
             budget -= self._plan_chunk(sequence, budget, plan)
 
-    def _head(self) -> Sequence | None:
+    def _is_better_later(self, sequence: Sequence, plan: Plan) -> bool:
+        """Whether this step computes the very block from which on the sequence would have to.
+
+        So whoever waits finds more one step later; its slot and blocks are kept for it meanwhile.
+        """
+        # Without dynamic batching the next step takes nobody in.
+        if not self.config.dynamic_batching or self.swap.num_tokens(sequence.request_id):
+            return False
+        return not plan.filled.isdisjoint(missing(sequence, self.pool))
+
+    def _head(self, num_later: int) -> Sequence | None:
         """Who is next to get blocks; whoever is behind waits even if it would fit."""
-        waiting = self.waiting[0] if self.waiting else None
+        waiting = self.waiting[num_later] if len(self.waiting) > num_later else None
         reserving = self.reserving[0] if self.reserving else None
         if reserving is None or waiting is None:
             return reserving or waiting
@@ -245,12 +268,14 @@ class Scheduler:
         priority = sequence.options.priority
         return sequence.arrival_s - self.config.ageing_s * priority, sequence.arrival
 
-    def _allocate(self, sequence: Sequence, num_tokens: int, max_cached_tokens: int) -> bool:
-        """Get blocks for `num_tokens`, sharing cached ones for up to `max_cached_tokens`."""
+    def _allocate(
+        self, sequence: Sequence, num_tokens: int, max_cached_tokens: int, blocks_later: int
+    ) -> bool:
+        """Get blocks, sharing cached ones for `max_cached_tokens`, if `blocks_later` are left."""
         keys = sequence.keys(max_cached_tokens // self.pool.block_size, self.pool.block_size)
         cached, prefix = self.pool.match_prefix(keys)
         num_blocks = self.pool.blocks_for(num_tokens) - len(cached)
-        if not self.pool.can_allocate(num_blocks, cached):
+        if not self.pool.can_allocate(num_blocks + blocks_later, cached):
             return False
         sequence.block_table.extend(self.pool.allocate(num_blocks, cached))
         sequence.num_cached_tokens = len(cached) * self.pool.block_size
@@ -273,14 +298,3 @@ class Scheduler:
         self.pool.free(sequence.block_table.blocks.tolist())
         sequence.block_table.clear()
         sequence.num_computed_tokens = 0
-
-    def register(self, sequence: Sequence) -> None:
-        """Put the blocks that became full of computed tokens into the prefix cache."""
-        num_full = sequence.num_computed_tokens // self.pool.block_size
-        if num_full == sequence.num_registered_blocks:
-            return
-        keys = sequence.keys(num_full, self.pool.block_size)
-        blocks = sequence.block_table.blocks.tolist()
-        for index in range(sequence.num_registered_blocks, num_full):
-            sequence.prefix = self.pool.register(sequence.prefix, keys[index], blocks[index])
-        sequence.num_registered_blocks = num_full

@@ -92,7 +92,8 @@ class Sequence:
         # What is asked.
         self.request_id = request_id
         self.token_ids = list(token_ids)
-        self.prompt_len = len(self.token_ids)
+        # What an earlier attempt generated is no prompt, for the limits and the penalties.
+        self.prompt_len = len(self.token_ids) - (options.generated_tokens if options else 0)
         self.num_given_tokens = len(self.token_ids)
         self.hand_over = hand_over
         self.stop_ids: frozenset[int] = frozenset()
@@ -148,6 +149,7 @@ class Sequence:
         if len(token_ids) <= reserved or token_ids[:reserved] != self.token_ids:
             raise ValueError("the tokens to continue are not those reserved and at least one more")
         self.token_ids = token_ids
+        self.prompt_len = reserved - options.generated_tokens
         self.num_given_tokens = len(token_ids)
         self.num_computed_tokens = reserved
         self.ask(options, max_new_tokens)
@@ -185,15 +187,18 @@ class Sequence:
 
     def max_drafts(self, max_model_len: int) -> int:
         """How many guessed tokens could be of use: the one after the last guess is drawn too."""
-        num_tokens = len(self.token_ids)
-        limit = min(self.max_new_tokens + self.num_given_tokens, max_model_len)
-        return max(0, limit - num_tokens - 1)
+        limit = self.max_new_tokens + self.num_given_tokens
+        if limit > max_model_len:
+            limit = max_model_len
+        num_drafts = limit - len(self.token_ids) - 1
+        return num_drafts if num_drafts > 0 else 0
 
     @property
     def is_decoding(self) -> bool:
-        """Whether just the token sampled last lacks its KV."""
+        """Whether just the token sampled last lacks its KV; a hand-over only reads."""
         computed = self.num_computed_tokens
-        return computed >= self.prompt_len and computed + 1 == len(self.token_ids)
+        is_read = computed >= self.prompt_len and not self.hand_over
+        return is_read and computed + 1 == len(self.token_ids)
 
     @property
     def max_cached_tokens(self) -> int:
@@ -225,6 +230,10 @@ class Sequence:
         """Say what makes it impossible for this model, if anything."""
         if not self.token_ids:
             return ErrorCode.INVALID_REQUEST, "the prompt is empty"
+        if self.prompt_len < 1:
+            generated = self.options.generated_tokens
+            message = f"generated_tokens is {generated}, not below the {self.num_tokens} ids"
+            return ErrorCode.INVALID_REQUEST, message
         if min(self.token_ids) < 0 or max(self.token_ids) >= vocab_size:
             message = f"a token id is not in the model's vocabulary, 0 to {vocab_size - 1}"
             return ErrorCode.INVALID_REQUEST, message

@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from wire.errors import ErrorCode, LocalProtocolError, WireError
 from wire.options import Options
@@ -31,6 +31,7 @@ from worker.executor.metrics import Metrics
 from worker.ledger import Callback, Ledger, Result, TokenOutput
 from worker.outputs import Failed, Output, Token
 from worker.sequence import Sequence as EngineSequence
+from worker.settings import EngineSettings
 from worker.thread import EngineThread
 
 DEFAULT_MEMORY_BYTES: Final = 1 << 30
@@ -68,14 +69,13 @@ class ServingEngine:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         num_blocks: int | None = None,
         block_size: int = 16,
-        max_ubatch_tokens: int = 512,
-        max_sbatch_sequences: int = 256,
-        enable_prefix_cache: bool = True,
+        **settings: Any,
     ) -> None:
         """Allocate the KV cache and warm up.
 
         Args:
             memory_bytes: For weights, activations and KV blocks; `num_blocks` wins over it.
+            settings: Those of `worker.settings.EngineSettings`.
 
         Raises:
             ValueError: The memory is too small for this model.
@@ -83,14 +83,10 @@ class ServingEngine:
         self._executor = measured(executor)
         if num_blocks is None:
             memory = executor.capabilities.memory
+            max_ubatch_tokens = EngineSettings(**settings).max_ubatch_tokens
             num_blocks = memory.num_blocks(memory_bytes, max_ubatch_tokens, block_size)
         self._engine = Engine(
-            self._executor,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_ubatch_tokens=max_ubatch_tokens,
-            max_sbatch_sequences=max_sbatch_sequences,
-            enable_prefix_cache=enable_prefix_cache,
+            self._executor, num_blocks=num_blocks, block_size=block_size, **settings
         )
         self._executor.warmup()
         self._thread: EngineThread | None = None

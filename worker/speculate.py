@@ -23,8 +23,6 @@ from typing import Final, Protocol
 from worker.executor.contract import ModelInfo, SampledToken
 from worker.sequence import Sequence
 
-# An n-gram of 3 is seldom there by chance; one of 2 is the last resort.
-_SIZES: Final = (3, 2)
 MAX_DRAFTS: Final = 64
 
 
@@ -58,8 +56,9 @@ class NgramDrafter:
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
         """See `Drafter`."""
+        most = self.num_drafts
         return [
-            self._index(sequence).find(sequence.token_ids, min(limit, self.num_drafts))
+            self._index(sequence).find(sequence.token_ids, limit if limit < most else most)
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
 
@@ -75,42 +74,47 @@ class NgramDrafter:
 
 
 class _NgramIndex:
+    """Where each pair and each triple of a growing text occurred last, or where it goes on."""
+
     __slots__ = ("_after", "_num_indexed")
 
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], int] = {}
-        self._num_indexed = 0
+        self._num_indexed = 2
 
     def find(self, token_ids: list[int], limit: int) -> list[int]:
         """Return what follows the latest earlier occurrence of the longest known ending."""
+        if len(token_ids) < 3:
+            return []
+        x, y, z = token_ids[-3:]
         self._extend(token_ids)
-        for size in _SIZES:
-            start = self._after.get(tuple(token_ids[-size:]))
-            if start is not None and len(token_ids) > size:
-                return token_ids[start : start + limit]
-        return []
+        # A triple is seldom there by chance; a pair is the last resort.
+        start = self._after.get((x, y, z)) or self._after.get((y, z))
+        return token_ids[start : start + limit] if start is not None else []
 
     def _extend(self, token_ids: list[int]) -> None:
-        """Index the n-grams that something follows: those that end before the last token."""
-        after = self._after
-        for end in range(self._num_indexed, len(token_ids)):
-            for size in _SIZES:
-                if size <= end:
-                    after[tuple(token_ids[end - size : end])] = end
+        """Index what something follows: the n-grams that end before the last token."""
+        after, start = self._after, self._num_indexed
+        x = token_ids[start - 3] if start > 2 else -1  # no token: nobody looks for this triple
+        y = token_ids[start - 2]
+        for end in range(start, len(token_ids)):
+            z = token_ids[end - 1]
+            after[x, y, z] = after[y, z] = end
+            x, y = y, z
         self._num_indexed = len(token_ids)
 
 
-def accepted(x: Many[int], y: list[SampledToken]) -> list[SampledToken]:
+def accepted(x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
     """Return the tokens that the target stands for: each y up to the first that is not its x.
 
     Args:
         x: K drafts.
         y: K + 1 tokens of the target; y[i] follows the drafts before x[i].
     """
-    num_accepted = 0
-    while num_accepted < len(x) and y[num_accepted].token_id == x[num_accepted]:
-        num_accepted += 1
-    return y[: num_accepted + 1]
+    for num_accepted, guess in enumerate(x):
+        if y[num_accepted].token_id != guess:
+            return y[: num_accepted + 1]
+    return y
 
 
 class Speculation:

@@ -6,10 +6,11 @@ import asyncio
 from dataclasses import dataclass, field
 
 from router.bus import Bus
-from router.fleet import Fleet, Worker
+from router.fleet import Fleet
 from router.flight import Limits
 from router.inflight import InFlight, RequestEnd
 from router.request import Request
+from router.worker import Worker
 from wire.aio.zmq import Link
 from wire.errors import WireError
 from wire.frames import DecodeToken, Frame, Heartbeat, Hello, Role, Tag
@@ -121,7 +122,10 @@ class Ends:
 
 
 class Router:
-    """A `Bus` over a list: `sent` holds what went to whom, `now` is the clock."""
+    """A `Bus` over a list: `sent` holds what went to whom, `now` is the clock.
+
+    It tries once unless `limits` say otherwise, so that a test sees how an attempt fails.
+    """
 
     def __init__(self, limits: Limits | None = None, **fleet_changes: object) -> None:
         self.now = 100.0
@@ -132,7 +136,7 @@ class Router:
             self.fleet,
             transmit=lambda peer, parts: self.sent.append((peer, decode(parts))),
             forget=self.forgotten.append,
-            limits=limits or Limits(),
+            limits=limits or Limits(max_attempts=1),
             lease_ms=5000,
             router_epoch=EPOCH,
             clock=lambda: self.now,

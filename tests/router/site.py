@@ -124,7 +124,7 @@ class Site:
             self.fleet,
             transmit=self._transmit,
             forget=lambda peer: None,
-            limits=limits or Limits(),
+            limits=limits or Limits(max_attempts=1),
             lease_ms=5000,
             router_epoch=EPOCH,
             clock=time.monotonic,

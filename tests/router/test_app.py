@@ -146,10 +146,14 @@ async def test_a_silent_worker_is_noticed_by_the_clock(tmp_path: Path) -> None:
     async with running(tmp_path, heartbeat_ms=20) as cluster:
         await cluster.prefill.hear(Tag.HEARTBEAT)
         async with httpx.AsyncClient(base_url=cluster.router.endpoints["http"]) as client:
-            while (await client.get("/readyz")).status_code == 200:
-                pass
-            states = (await client.get("/v1/cluster")).json()["workers"]
-        assert {worker["state"] for worker in states} == {"lost"}
+            seen = [{"ready"}]
+            while seen[-1] != {"lost"}:
+                workers = (await client.get("/v1/cluster")).json()["workers"]
+                seen.append({worker["state"] for worker in workers})
+            answer = await client.get("/readyz")
+        assert set().union(*seen) <= {"ready", "suspect", "lost"}
+        assert answer.status_code == 503
+        assert "no prefill worker is ready: prefill-0 is lost" in answer.json()["reasons"]
 
 
 async def test_a_taken_port_is_named(tmp_path: Path) -> None:

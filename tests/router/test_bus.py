@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from router.bus import Bus
-from router.fleet import WorkerState
 from router.flight import Limits
 from router.request import Request
+from router.worker import WorkerState
 from tests.router.scripted import (
     LAYOUT,
     RecordingSink,
@@ -214,7 +214,7 @@ class Sockets:
             fleet(),
             transmit=self.hub.send,
             forget=self.hub.forget,
-            limits=Limits(),
+            limits=Limits(max_attempts=1),
             lease_ms=5000,
             router_epoch=7,
             clock=time.monotonic,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
+from router.apikeys import ApiKeys
 from router.clients import MAX_ENDED, serve_clients
 from router.flight import Limits
 from tests.router.scripted import Router, first, usage
 from wire.aio.tcp import Client, connect
+from wire.aio.tcp import Limits as TcpLimits
 from wire.errors import ErrorCode
 from wire.frames import (
     ANY_RANK,
@@ -25,6 +28,7 @@ from wire.frames import (
     Hello,
     PrefillDone,
     PrefillRequest,
+    Role,
     Tag,
 )
 from wire.options import Options
@@ -40,6 +44,7 @@ from wire.payloads import (
 )
 
 P, D = b"prefill-0-1", b"decode-0-1"
+KEY, OTHER = "sk-" + "k" * 40, "sk-" + "o" * 40
 
 
 class Router2(Router):
@@ -69,12 +74,17 @@ class Router2(Router):
 
 @asynccontextmanager
 async def face(
-    limits: Limits | None = None, max_requests: int = 8
+    limits: Limits | None = None, max_requests: int = 8, api_keys: ApiKeys | None = None
 ) -> AsyncIterator[tuple[Router2, Client]]:
     router = Router2(limits)
     router.pair()
     server = await serve_clients(
-        "127.0.0.1", 0, router.inflight, max_connections=4, max_requests=max_requests
+        "127.0.0.1",
+        0,
+        router.inflight,
+        max_requests=max_requests,
+        limits=TcpLimits(max_connections=4),
+        api_keys=api_keys,
     )
     try:
         async with await connect("127.0.0.1", server.port) as client:
@@ -238,7 +248,8 @@ async def test_a_worker_error_reaches_the_client() -> None:
         detail = ErrorDetail(message="no room")
         router.say(P, Error(await router.request_id(), ErrorCode.OUT_OF_BLOCKS), encode_map(detail))
         request_id, code, answer = await error(client)
-        assert (request_id, code, answer.message) == (1, ErrorCode.OUT_OF_BLOCKS, "no room")
+        assert (request_id, code) == (1, ErrorCode.OUT_OF_BLOCKS)
+        assert answer.message == "no room (prefill-0)"
 
 
 async def test_a_hold_without_decode_request_ends_with_the_lease() -> None:
@@ -256,7 +267,8 @@ async def test_a_hold_without_decode_request_ends_with_the_lease() -> None:
     [
         (PrefillRequest(0, 1, ANY_RANK), b"\0\0\0\0"),
         (PrefillRequest(1, 9, ANY_RANK), b"short"),
-        (Hello(1, 2, 3), b""),
+        (Hello(1, 2, Role.DECODE), b""),
+        (Hello(0, 0, Role.CLIENT, version=2), b"key"),
         (DecodeToken(1, 1), b""),
     ],
 )
@@ -297,3 +309,67 @@ async def test_what_is_remembered_of_ended_requests_is_bounded() -> None:
         client.send(DecodeRequest(3, 1))
         client.send(DecodeRequest(1, 1))
         assert (await error(client))[:2] == (1, ErrorCode.UNKNOWN_REQUEST)
+
+
+def hello(client: Client, key: str) -> None:
+    client.send(Hello(0, 0, Role.CLIENT), key.encode())
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "api_keys"
+    path.write_text(f"{KEY}\n{OTHER}\n")
+    path.chmod(0o600)
+    return path
+
+
+def revoke(key_file: Path) -> None:
+    key_file.write_text(f"{OTHER}\n")
+
+
+async def test_a_key_in_hello_opens_the_connection_until_it_is_revoked(key_file: Path) -> None:
+    async with face(api_keys=ApiKeys(key_file)) as (router, client):
+        hello(client, KEY)
+        ask(client, 1, 3000 // 4)  # bigger than what is taken before HELLO
+        await router.request_id()
+        revoke(key_file)
+        ask(client, 2)
+        assert (await error(client))[:2] == (0, ErrorCode.UNAUTHORIZED)
+        assert await client.next_message() is None
+        cancelled = await router.hear(Tag.CANCEL)
+        assert {peer for peer, _ in cancelled} == {P, D}, "its request ended with it"
+
+
+@pytest.mark.parametrize("key", ["", "wrong", KEY[:-1], KEY + "x", KEY.upper()])
+async def test_a_wrong_key_is_an_error_and_the_end(key_file: Path, key: str) -> None:
+    async with face(api_keys=ApiKeys(key_file)) as (router, client):
+        hello(client, key)
+        ask(client, 1)
+        request_id, code, detail = await error(client)
+        assert (request_id, code) == (0, ErrorCode.UNAUTHORIZED)
+        assert not key or key not in detail.message
+        assert await client.next_message() is None
+        assert router.take(Tag.PREFILL_REQUEST) == []
+
+
+async def test_no_key_is_an_error_and_the_end(key_file: Path) -> None:
+    async with face(api_keys=ApiKeys(key_file)) as (router, client):
+        ask(client, 1)
+        assert (await error(client))[:2] == (0, ErrorCode.UNAUTHORIZED)
+        assert await client.next_message() is None
+        assert router.take(Tag.PREFILL_REQUEST) == []
+
+
+async def test_before_hello_a_frame_is_small(key_file: Path) -> None:
+    async with face(api_keys=ApiKeys(key_file)) as (_, client):
+        ask(client, 1, 2000)
+        request_id, code, detail = await error(client)
+        assert (request_id, code) == (0, ErrorCode.PROTOCOL)
+        assert "to 4096" in detail.message
+
+
+async def test_without_keys_hello_is_allowed() -> None:
+    async with face() as (router, client):
+        hello(client, KEY)
+        ask(client, 1)
+        await router.request_id()

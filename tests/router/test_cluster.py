@@ -22,6 +22,7 @@ def test_every_worker_and_the_routers_own_requests() -> None:
         "epoch": 1,
         "state": "ready",
         "last_seen_s": 2.0,
+        "placed": 1,
         "running": 0,
         "waiting": 0,
         "step": 1,

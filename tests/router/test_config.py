@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -24,6 +25,28 @@ def test_an_open_port_without_keys_needs_insecure(field: str, host: str) -> None
     with pytest.raises(ValidationError, match=re.escape(f"--{field} {host}:1") + ".*--insecure"):
         Config(**{field: f"{host}:1"})  # type: ignore[arg-type]
     Config(**{field: f"{host}:1", "insecure": True})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "setting"), [("http", "api_keys"), ("tcp", "api_keys"), ("bus", "keys")]
+)
+def test_keys_open_a_port_and_only_their_own_kind(field: str, setting: str, tmp_path: Path) -> None:
+    Config(**{field: "10.1.2.3:1", setting: tmp_path})  # type: ignore[arg-type]
+    other = "keys" if setting == "api_keys" else "api_keys"
+    with pytest.raises(ValidationError, match="scripts/keys"):
+        Config(**{field: "10.1.2.3:1", other: tmp_path})  # type: ignore[arg-type]
+
+
+def test_credentials_open_ports_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "router.key").touch()
+    (tmp_path / "api_keys").touch()
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    Config(http="0.0.0.0:1", tcp="0.0.0.0:1", bus="tcp://0.0.0.0:1")
+
+
+def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="--tls-cert and --tls-key"):
+        Config(tls_cert=tmp_path)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "[::1]"])

@@ -27,12 +27,16 @@ class Core:
     capacity: int = 99
     sinks: list[Choice] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)
 
     def submit(self, request: Request, sink: Choice) -> int:
         if len(self.sinks) >= self.capacity:
             raise WireError(ErrorCode.OVERLOADED, "full")
         self.sinks.append(sink)
         return len(self.sinks)
+
+    def stop(self, handle: int) -> None:
+        self.stopped.append(handle)
 
     def cancel(self, handle: int, code: ErrorCode = ErrorCode.CANCELLED) -> None:
         self.cancelled.append(handle)
@@ -93,13 +97,13 @@ def test_over_when_every_choice_is() -> None:
     assert core.cancelled == []
 
 
-def test_a_stop_string_cancels_its_own_request_only() -> None:
+def test_a_stop_string_ends_its_own_request_only_and_well() -> None:
     core = Core()
     subject, writer = started(core, stop="b")
     for token_id in ids("abc"):
         core.sinks[1].on_token(token_id, None)
     subject.take()
-    assert core.cancelled == [2]
+    assert (core.stopped, core.cancelled) == ([2], [])
     assert not subject.is_over
     wakes = writer.wakes
     core.sinks[1].on_token(ids("d")[0], None)
@@ -153,8 +157,8 @@ def test_a_stop_in_the_first_token_is_cancelled_before_anyone_writes() -> None:
     core = Core()
     subject, _ = started(core, 2, stop="d")
     core.sinks[0].on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
-    assert core.cancelled == [1], "the decode worker is not even asked"
+    assert core.stopped == [1], "the decode worker is not even asked"
     core.sinks[1].on_prefill(PrefillResult(token_id=ids("e")[0]), 0)
     [(stopped, pieces), _] = subject.take()
     assert (stopped.finish_reason, pieces[-1].text) == ("stop", "")
-    assert core.cancelled == [1]
+    assert (core.stopped, core.cancelled) == ([1], [])

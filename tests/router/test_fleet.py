@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.fleet import MAX_LOST, MISSED_BEATS, Fleet, WorkerState
+from router.fleet import MAX_LOST, MISSED_BEATS, Fleet
+from router.worker import WorkerState
 from tests.router.scripted import LAYOUT, detail, fleet, load
 from wire.errors import ErrorCode, WireError
 from wire.frames import NO_RANK, Heartbeat, Hello, Role
@@ -123,10 +124,10 @@ def test_a_lost_worker_stays_listed_until_its_rank_is_back() -> None:
     table = fleet()
     identity = hello(table)
     table.heartbeat(identity, BEAT, load(64, used=64), 0.0)
-    lost = table.lose(identity)
+    lost = table.lose(identity, 0.0)
     assert lost is not None and lost.state is WorkerState.LOST and lost.load is None
     assert list(table) == [lost] and table.live(Role.DECODE) == []
-    assert table.lose(identity) is None
+    assert table.lose(identity, 0.0) is None
     hello(table, epoch=2)
     assert [worker.epoch for worker in table] == [2]
 
@@ -138,7 +139,7 @@ def test_a_worker_that_drained_is_not_listed_as_lost() -> None:
     assert drained is not None and drained.state is WorkerState.DRAINING
     table.heartbeat(identity, BEAT, load(), 0.0)
     assert drained.state is WorkerState.DRAINING and table.ready(Role.DECODE) == []
-    table.lose(identity)
+    table.lose(identity, 0.0)
     assert list(table) == []
     assert table.drain(identity) is None
     assert table.heartbeat(identity, BEAT, load(), 0.0) is None
@@ -147,7 +148,7 @@ def test_a_worker_that_drained_is_not_listed_as_lost() -> None:
 def test_lost_workers_are_bounded() -> None:
     table = fleet()
     for rank in range(MAX_LOST + 10):
-        table.lose(hello(table, rank=rank))
+        table.lose(hello(table, rank=rank), 0.0)
     assert len(list(table)) == MAX_LOST
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from router.flight import Flight, Phase, new_tokens, no_worker
+from router.flight import Attempt, Flight, Phase, new_tokens, no_worker
 from router.request import Request
-from tests.router.scripted import RecordingSink
+from tests.router.scripted import RecordingSink, worker
 from wire.errors import ErrorCode
 from wire.frames import Role
 from wire.options import Options
@@ -34,8 +34,21 @@ def test_the_smaller_of_both_limits_holds_and_workers_are_told(
 ) -> None:
     request = Request((1,), Options(max_tokens=max_tokens), asked)
     assert new_tokens(request) == expected
-    told = flight(request).options.max_tokens
+    prefill = worker(Role.PREFILL)
+    told = Attempt(1, flight(request), prefill, None).options(10.0).max_tokens
     assert told == (None if expected is None else expected + 1)
+
+
+def test_a_later_attempt_is_told_what_is_generated_and_what_time_is_left() -> None:
+    request = Request((1, 2, 3), Options(deadline_ms=10_000, prompt_logprobs=0, max_tokens=9), 8)
+    it = flight(request)
+    first = Attempt(1, it, None, None)
+    assert first.options(10.0) == request.options and first.seq_len == 3
+    it.generated = [7, 8]
+    assert (it.token_ids, it.num_left) == ((1, 2, 3, 7, 8), 7)
+    second = Attempt(2, it, None, None, num_generated=2)
+    assert second.seq_len == 5
+    assert second.options(16.0) == Options(deadline_ms=4000, max_tokens=9, generated_tokens=2)
 
 
 def test_overdue_says_what_was_waited_for() -> None:

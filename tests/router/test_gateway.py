@@ -12,7 +12,8 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from router import exchange, gateway
+from router import body, exchange, gateway
+from router.apikeys import ApiKeys
 from router.flight import Limits
 from tests.router.site import Answer, Site, events, ids, listening, write_model
 from wire.errors import ErrorCode
@@ -380,7 +381,7 @@ async def test_a_body_over_the_limit(site: Site) -> None:
 
 
 async def test_a_body_that_comes_too_slowly(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway, "BODY_GRACE_S", 0.01)
+    monkeypatch.setattr(body, "BODY_GRACE_S", 0.01)
     async with listening(site.gateway) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n{")
@@ -397,3 +398,50 @@ async def test_a_connection_is_used_again_after_a_stream(site: Site) -> None:
         for _ in range(2):
             answer = await client.post("/v1/chat/completions", json=CHAT | {"stream": True})
             assert events(answer.text)[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.fixture
+def guarded(site: Site, tmp_path: Path) -> Path:
+    """The site with API keys; their file."""
+    path = tmp_path / "api_keys"
+    path.write_text("sk-0123456789abcdef\n")
+    path.chmod(0o600)
+    site.gateway._api_keys = ApiKeys(path)
+    return path
+
+
+WRONG = [{}, {"authorization": "Bearer sk-0123456789abcdeg"}, {"authorization": "Basic sk-0123"}]
+
+
+@pytest.mark.parametrize("headers", WRONG)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/v1/cluster", "/metrics", "/x"])
+@pytest.mark.usefixtures("guarded")
+async def test_without_a_key_there_is_nothing(
+    site: Site, path: str, headers: dict[str, str]
+) -> None:
+    async with site.client() as client:
+        answer = await client.get(path, headers=headers)
+    assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+    assert "sk-" not in answer.text
+
+
+async def test_with_a_key_there_is_everything_until_it_is_revoked(
+    site: Site, guarded: Path
+) -> None:
+    headers = {"authorization": "Bearer sk-0123456789abcdef"}
+    async with site.client() as client:
+        body = {"model": "letters", "prompt": "x", "max_tokens": 5}
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        await asyncio.to_thread(guarded.write_text, "sk-another-key-of-another\n")
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 401
+
+
+@pytest.mark.usefixtures("guarded")
+async def test_probes_need_no_key(site: Site) -> None:
+    async with site.client() as client:
+        for path in ("/livez", "/readyz", "/health"):
+            assert (await client.get(path)).status_code == 200

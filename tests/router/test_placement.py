@@ -96,17 +96,17 @@ def test_no_room_charges_no_one() -> None:
 
 def test_what_can_never_be_served_is_refused() -> None:
     _, placement = cluster(Role.PREFILL, Role.DECODE)
-    placement.check(flight(991))
+    placement.check(flight(991), 0.0)
     for each, code in (
         (flight(0), ErrorCode.INVALID_REQUEST),
         (flight(992), ErrorCode.CONTEXT_LENGTH_EXCEEDED),
     ):
         with pytest.raises(WireError) as caught:
-            placement.check(each)
+            placement.check(each, 0.0)
         assert caught.value.code is code
     _, placement = cluster(Role.DECODE)
     with pytest.raises(WireError, match="no prefill worker"):
-        placement.check(flight())
+        placement.check(flight(), 0.0)
 
 
 def test_a_promise_ends_with_the_heartbeat_after_the_first_token() -> None:
@@ -125,5 +125,5 @@ def test_logprobs_of_a_prompt_must_fit_a_frame() -> None:
     asked = flight(6000)
     asked.request = replace(asked.request, options=Options(prompt_logprobs=20))
     with pytest.raises(WireError, match="prompt_logprobs 20 of 6000 tokens") as caught:
-        placement.check(asked)
+        placement.check(asked, 0.0)
     assert caught.value.code is ErrorCode.INVALID_REQUEST

@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet import Worker, WorkerState
 from router.index import PrefixIndex
 from router.policy import SEQUENCE_COST, can_ever_fit, num_blocks, pick_decode, pick_prefill
+from router.worker import Worker, WorkerState
 from tests.router.scripted import load, worker
 from wire.frames import Role
 from wire.prefix import prefix_hashes

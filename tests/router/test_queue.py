@@ -10,10 +10,10 @@ from tests.router.scripted import RecordingSink
 from wire.options import Options
 
 
-def flight(handle: int, priority: int = 0) -> Flight:
+def flight(handle: int, priority: int = 0, client: str = "") -> Flight:
     return Flight(
         handle=handle,
-        request=Request((1,), Options(priority=priority)),
+        request=Request((1,), Options(priority=priority), client=client),
         sink=RecordingSink(),
         new_tokens=None,
         is_decode_asked=False,
@@ -52,3 +52,42 @@ def test_flights_leave_by_priority_then_in_order(steps: list[tuple[int, bool]]) 
         assert queue.first() is each
         queue.remove(each)
     assert len(queue) == 0
+
+
+def drain(queue: Queue) -> list[int]:
+    handles = []
+    while (each := queue.first()) is not None:
+        handles.append(each.handle)
+        queue.remove(each)
+    return handles
+
+
+def test_clients_take_turns() -> None:
+    queue = Queue()
+    for handle in range(4):
+        queue.add(flight(handle, client="many"))
+    queue.add(flight(9, client="one"))
+    queue.add(flight(8, client="two"))
+    assert drain(queue) == [0, 9, 8, 1, 2, 3]
+
+
+def test_one_that_was_served_before_is_first_of_all() -> None:
+    queue = Queue()
+    for handle, client in ((1, "a"), (2, "b"), (3, "b")):
+        queue.add(flight(handle, client=client))
+    queue.add_first(flight(4, client="b"))
+    assert drain(queue) == [4, 1, 2, 3]
+
+
+def test_the_heaviest_client_gives_way_to_one_with_less() -> None:
+    queue = Queue()
+    assert queue.displaced_by(flight(1)) is None
+    for handle, priority in ((1, 5), (2, 0), (3, 0), (4, 5)):
+        queue.add(flight(handle, priority, "many"))
+    queue.add(flight(5, client="few"))
+    displaced = queue.displaced_by(flight(6, client="few"))
+    assert displaced is not None and displaced.handle == 3
+    assert queue.displaced_by(flight(6, client="many")) is None
+    queue.remove(flight(3, client="many"))
+    queue.remove(flight(2, client="many"))
+    assert queue.displaced_by(flight(6, client="few")) is None  # It would have as many.

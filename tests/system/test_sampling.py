@@ -242,10 +242,11 @@ def test_choices_have_keys_of_their_own(cluster: Cluster, executor: TorchExecuto
     assert [choice["token_ids"] for choice in again] == texts
 
 
-def test_choices_share_the_prompt(executor: TorchExecutor) -> None:
-    """A prompt that fills a step is computed once; the others find it in the prefix cache."""
+@pytest.mark.parametrize("max_ubatch_tokens", [128, 512])
+def test_choices_share_the_prompt(executor: TorchExecutor, max_ubatch_tokens: int) -> None:
+    """It is computed once, whether it fills a step or not; the others find it in the cache."""
     prompt = [30 + number % 200 for number in range(130)]
-    engine = engine_of(executor, max_ubatch_tokens=128)
+    engine = engine_of(executor, max_ubatch_tokens=max_ubatch_tokens)
     for choice in range(4):
         options = Options(temperature=1.0, seed=1, choice=choice, max_tokens=4, ignore_eos=True)
         engine.add(Request(choice, prompt, options))

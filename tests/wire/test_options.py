@@ -122,7 +122,7 @@ def test_the_message_is_short_whatever_the_key() -> None:
     assert len(caught.value.message) <= 300
 
 
-@pytest.mark.parametrize("count", range(0, 19))
+@pytest.mark.parametrize("count", range(0, 20))
 def test_a_map_has_the_shortest_head(count: int) -> None:
     fields = msgspec.structs.asdict(
         Options(
@@ -138,6 +138,7 @@ def test_a_map_has_the_shortest_head(count: int) -> None:
             choice=1,
             max_tokens=4,
             min_tokens=1,
+            generated_tokens=1,
             stop_token_ids=(4,),
             ignore_eos=True,
             logprobs=1,

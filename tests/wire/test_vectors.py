@@ -59,6 +59,8 @@ def encode_payload(kind: str, content: Any) -> list[bytes]:
         return [SegmentDescriptor(**fields).pack(), bytes.fromhex(content["kv"])]
     if kind == "Credit":
         return [Credit(**content).pack()]
+    if kind == "api_key":
+        return [content.encode()]
     return [encode_map(msgspec.convert(content, map_type(kind)))]
 
 
@@ -111,6 +113,8 @@ def decode_payload(kind: str, body: Buffer, seq_len: int) -> Any:
         return {**descriptor._asdict(), "digest": digest, "kv": bytes(kv).hex()}
     if kind == "Credit":
         return Credit.unpack(body)._asdict()
+    if kind == "api_key":
+        return bytes(body).decode()
     return msgspec.to_builtins(decode_map(map_type(kind), body))
 
 

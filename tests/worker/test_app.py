@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,7 +181,8 @@ async def test_systemd_hears_when_it_is_ready_and_how_it_is(
             router.prefill(1, PROMPT, OPTIONS)
             await router.receive(Tag.PREFILL_DONE)
             heard = list[str]()
-            while not any("WATCHDOG" in line for line in heard):
+            awaited = ("WATCHDOG=1", "READY=1", "STATUS=joining", "STATUS=0 running")
+            while not all(any(word in line for line in heard) for word in awaited):
                 data = await asyncio.get_running_loop().sock_recv(systemd, 1000)
                 heard.append(data.decode())
         assert heard.count("READY=1") <= 2  # of each worker once
@@ -205,6 +208,14 @@ def test_what_cannot_be_loaded_is_said_in_a_line() -> None:
     assert "is not a setting" not in ended.stderr
 
 
+def test_more_blocks_than_memory_are_refused_in_a_line() -> None:
+    ended = run_worker("--executor", "hash", "--num-blocks", str(1 << 45))
+    assert ended.returncode == EXIT_CONFIG
+    said = ended.stdout + ended.stderr
+    assert "num_blocks is" in said and "lower --num-blocks to" in said
+    assert "Traceback" not in said
+
+
 def test_an_address_that_is_taken_is_said_in_a_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
@@ -212,3 +223,28 @@ def test_an_address_that_is_taken_is_said_in_a_line() -> None:
     assert ended.returncode == 1
     assert endpoint in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
+
+
+async def test_a_worker_says_how_long_its_engine_stands_in_one_step() -> None:
+    class Standing(GatedExecutor):
+        gate = threading.Event()
+
+        def forward(self, batch: Any) -> list[int]:
+            assert self.gate.wait(PATIENCE_S)
+            return super().forward(batch)
+
+    executor = Standing()
+    async with scripted_router() as router:
+        executor.gate.set()  # for the warmup
+        async with running(router, "prefill", executor=executor):
+            peer = router.peers[Role.PREFILL]
+            await router.until(lambda: peer in router.loads)
+            assert router.loads[peer].step_ms == 0
+            executor.gate.clear()
+            router.prefill(1, PROMPT, Options(max_tokens=1))
+            try:
+                await router.until(lambda: router.loads[peer].step_ms >= 300)
+            finally:
+                executor.gate.set()
+            await router.receive(Tag.PREFILL_DONE)
+            await router.until(lambda: router.loads[peer].step_ms == 0)

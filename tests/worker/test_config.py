@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ def test_the_defaults_serve_the_demo_on_this_machine() -> None:
         ({"role": "both"}, "role"),
         ({"rank": 0xFFFFFFFE}, "rank"),
         ({"lease_s": -1}, "lease_s"),
+        ({"speculate": "draft:demo"}, "speculate"),
+        ({"speculate": "ngram:0"}, "speculate"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], sentence: str) -> None:
@@ -45,6 +48,26 @@ def test_a_worker_beyond_this_machine_has_to_be_asked_for() -> None:
     config = Config(kv_bind="tcp://0.0.0.0:5600", kv_advertise=advertised, insecure=True)
     assert config.kv_advertise == advertised
     assert Config(kv_bind="ipc:///tmp/kv", router=("ipc:///tmp/bus", "tcp://a:1")).router[1]
+
+
+def test_keys_open_the_kv_port_and_so_do_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Config(kv_bind="tcp://10.0.0.5:5600", keys=tmp_path, rank=3).party == "decode-3"
+    (tmp_path / "decode-3.key").touch()
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    Config(kv_bind="tcp://10.0.0.5:5600", rank=3)
+    with pytest.raises(ValidationError, match="scripts/keys"):
+        Config(kv_bind="tcp://10.0.0.5:5600", rank=4)
+
+
+def test_a_draft_model_is_for_who_generates() -> None:
+    config = Config(speculate="draft:3:/models/a:b")
+    assert (config.draft_model, config.num_drafts) == ("/models/a:b", 3)
+    assert Config(role="prefill", speculate="draft:3:demo").draft_model is None
+    ngram = Config(speculate="ngram:12")
+    assert (ngram.draft_model, ngram.num_drafts) == (None, 12)
+    assert (Config().draft_model, Config().num_drafts) == (None, 0)
 
 
 def test_the_settings_of_a_router_are_known() -> None:

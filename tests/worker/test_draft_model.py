@@ -55,6 +55,13 @@ def test_without_room_there_are_no_guesses() -> None:
     model.check()
 
 
+def test_nothing_is_guessed_beyond_the_context_of_the_draft_model() -> None:
+    model = drafter()
+    lengths = (MAX_MODEL_LEN - 2, MAX_MODEL_LEN, MAX_MODEL_LEN + 5)
+    sequences = [Sequence(n, [3] * n, GREEDY) for n in lengths]
+    assert [len(guesses) for guesses in model.draft(sequences, [3] * 3)] == [2, 0, 0]
+
+
 def test_no_guesses_asked_for_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="0 drafts"):
         drafter(num_drafts=0)

@@ -67,6 +67,20 @@ def text(outputs: Iterable[Output], request_id: int) -> list[int]:
     ]
 
 
+@pytest.mark.parametrize("max_ubatch_tokens", [7, 512])
+def test_of_a_crowd_with_one_system_prompt_one_computes_it(max_ubatch_tokens: int) -> None:
+    engine = engine_of(num_blocks=128, max_ubatch_tokens=max_ubatch_tokens)
+    for request_id in range(6):
+        engine.add(Sequence(request_id, [*range(40), 400 + request_id], max_new_tokens=3))
+    for _ in range(500):
+        if not engine.has_work():
+            break
+        engine.step()
+    counters = engine.stats().counters
+    assert counters.prefill_tokens == 41 + 5 and counters.cached_tokens == 5 * 40
+    assert counters.finished == 6
+
+
 def of_kind(outputs: Iterable[Output], kind: type[Kind]) -> list[Kind]:
     return [output for output in outputs if isinstance(output, kind)]
 
@@ -450,7 +464,7 @@ def timed(num_blocks: int = 64, **settings: int) -> tuple[Engine, list[float]]:
         num_blocks=num_blocks,
         block_size=4,
         clock=lambda: now[0],
-        **settings,  # type: ignore[arg-type]
+        **settings,
     ), now
 
 

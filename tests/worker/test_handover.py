@@ -103,6 +103,7 @@ async def test_segments_leave_while_the_prompt_is_still_read() -> None:
         (ErrorCode.OUT_OF_BLOCKS, ErrorCode.OUT_OF_BLOCKS),
         (ErrorCode.PROTOCOL, ErrorCode.TRANSFER_FAILED),  # no fault of the client
         (ErrorCode.UNKNOWN_REQUEST, ErrorCode.TRANSFER_FAILED),
+        (ErrorCode.CANCELLED, ErrorCode.TRANSFER_FAILED),  # by the loss of its router
     ],
 )
 async def test_a_refusal_ends_the_request(code: ErrorCode, told: ErrorCode) -> None:

@@ -9,6 +9,7 @@ from worker.executor.hash import HashKVCache
 from worker.plan import Plan
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence, Status
+from worker.sharing import register
 from worker.swap import SwapSpace
 
 
@@ -33,11 +34,13 @@ class Queue:
         *,
         hand_over: bool = False,
         deadline_ms: int | None = None,
+        like: int | None = None,
     ) -> Sequence:
+        """Queue a prompt; it begins as those that are `like` the same request."""
         return self._enqueue(
             Sequence(
                 request_id,
-                self._prompt(request_id, num_tokens),
+                self._prompt(request_id if like is None else like, num_tokens),
                 Options(priority=priority, deadline_ms=deadline_ms),
                 hand_over=hand_over,
             )
@@ -65,7 +68,7 @@ class Queue:
         self.swap.carry_out(plan.swapped_out, plan.swapped_in)
         for sequence, num_tokens, _ in plan.chunks:
             sequence.num_computed_tokens += num_tokens
-            self.scheduler.register(sequence)
+            register(sequence, self.pool)
             if sequence.num_uncomputed_tokens == 0:
                 sequence.token_ids.append(7)
         self.pool.check([s.block_table.snapshot() for s in self.sequences.values()])
@@ -482,3 +485,39 @@ def test_slots_stay_and_come_back() -> None:
     queue.scheduler.finish(first)
     queue.step()
     assert second.slot == 0
+
+
+def test_of_prompts_that_begin_alike_one_is_read_and_the_others_share_it() -> None:
+    queue = Queue(max_ubatch_tokens=64)
+    for request_id, num_tokens in ((1, 9), (2, 9), (3, 14)):
+        queue.add(request_id, num_tokens, like=0)
+    assert sizes(queue.step()) == ([], [(1, 9)])
+    assert sizes(queue.step()) == ([1], [(2, 1), (3, 6)])
+    assert [queue.sequences[i].num_cached_tokens for i in (1, 2, 3)] == [0, 8, 8]
+
+
+def test_who_waits_for_a_block_is_passed_by_others_but_keeps_slot_and_blocks() -> None:
+    queue = Queue(num_blocks=8, max_ubatch_tokens=64, max_sbatch_sequences=3)
+    for request_id, like in ((1, 0), (2, 0), (3, 3), (4, 4)):
+        queue.add(request_id, 5, like=like)
+    assert sizes(queue.step()) == ([], [(1, 5), (3, 5)]), "slots: 1, 3 and the one for 2"
+    assert sizes(queue.step()) == ([1, 3], [(2, 1)])
+    queue = Queue(num_blocks=5, max_ubatch_tokens=64)
+    for request_id, like in ((1, 0), (2, 0), (3, 3)):
+        queue.add(request_id, 6, like=like)
+    assert sizes(queue.step()) == ([], [(1, 6)]), "3 would fit, but then 2 would not"
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4])
+def test_nobody_waits_for_a_block_that_is_not_full_or_not_shared(num_tokens: int) -> None:
+    queue = Queue(max_ubatch_tokens=64)
+    queue.add(1, num_tokens, like=0)
+    queue.add(2, num_tokens, like=0)
+    assert sizes(queue.step()) == ([], [(1, num_tokens), (2, num_tokens)])
+
+
+def test_nobody_waits_for_a_step_that_takes_nobody_in() -> None:
+    queue = Queue(max_ubatch_tokens=64, dynamic_batching=False)
+    queue.add(1, 9, like=0)
+    queue.add(2, 9, like=0)
+    assert sizes(queue.step()) == ([], [(1, 9), (2, 9)])

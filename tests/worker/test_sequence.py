@@ -142,3 +142,22 @@ def test_tokens_per_second_counts_this_worker_s_tokens() -> None:
     sequence.token_ids += [3, 4, 5, 6]
     assert sequence.tokens_per_second(1.0) == 0.0
     assert sequence.tokens_per_second(3.0) == 2.0
+
+
+def test_what_an_earlier_attempt_generated_is_no_prompt() -> None:
+    """A sequence that goes on after a failover has the limits and penalties of one that did not."""
+    options = Options(max_tokens=6, min_tokens=4, generated_tokens=3, presence_penalty=1.0)
+    again = Sequence(1, [1, 2, 7, 8, 9], options)
+    assert (again.prompt_len, again.num_output_tokens, again.max_new_tokens) == (2, 3, 3)
+    reserved = Sequence(2, [1, 2, 7, 8, 9], status=Status.RESERVING)
+    reserved.resume([1, 2, 7, 8, 9, 4], options, None)
+    assert (reserved.prompt_len, reserved.num_output_tokens, reserved.max_new_tokens) == (2, 4, 2)
+    for sequence in (again, reserved):
+        assert sequence.occurrences is not None
+        counts = dict(zip(sequence.occurrences.token_ids, sequence.occurrences.counts, strict=True))
+        assert (counts[1], counts[7], counts[9]) == (0, 1, 1)
+
+
+def test_a_prompt_that_is_all_generated_is_none() -> None:
+    problem = Sequence(1, [1, 2], Options(generated_tokens=2)).problem(100, 100)
+    assert problem is not None and "generated_tokens is 2" in problem[1]

@@ -44,7 +44,7 @@ class GatedExecutor(HashExecutor):
 
 
 def stepped(**settings: int) -> ServingEngine:
-    return ServingEngine(create(), **{"num_blocks": 64, "block_size": 4} | settings)  # type: ignore[arg-type]
+    return ServingEngine(create(), **{"num_blocks": 64, "block_size": 4} | settings)
 
 
 @pytest.fixture
@@ -173,6 +173,21 @@ def test_memory_says_how_many_blocks() -> None:
     assert stepped(num_blocks=None, memory_bytes=64 * 4 * 10).metrics().load.total == 10  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="too few"):
         ServingEngine(create(), memory_bytes=100)
+
+
+def test_it_takes_the_settings_of_an_engine() -> None:
+    serving = stepped(speculate="ngram:4", swap_bytes=1 << 20, ageing_s=2.0, max_ubatch_tokens=9)  # type: ignore[arg-type]
+    config = serving._engine.config
+    assert (config.speculate, config.swap_bytes, config.ageing_s) == ("ngram:4", 1 << 20, 2.0)
+    assert config.max_ubatch_tokens == 9
+    request_id = serving.submit(PROMPT, GREEDY)
+    while not serving.is_complete(request_id):
+        serving.run_iteration()
+    plain = stepped()
+    plain_id = plain.submit(PROMPT, GREEDY)
+    while not plain.is_complete(plain_id):
+        plain.run_iteration()
+    assert serving.get_result(request_id) == plain.get_result(plain_id)
 
 
 def test_metrics_add_up() -> None:

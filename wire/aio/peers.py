@@ -45,6 +45,10 @@ class Peers:
         """Whether a message of `peer` needs no `meet`."""
         return peer in self._outboxes and not self._ended
 
+    def is_live(self, fd: int) -> bool:
+        """Whether this connection has not ended."""
+        return fd in self._live
+
     def open(self, fd: int) -> None:
         """A connection was accepted; who it is its first message will tell."""
         self._live.add(fd)

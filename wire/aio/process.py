@@ -23,7 +23,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import structlog
@@ -32,6 +33,8 @@ import uvloop
 from wire.aio.settings import EX_CONFIG, ConfigError
 
 FORCE_S: Final = 2.0
+# How much more time a start asks systemd for, and how often: three may be lost.
+EXTEND_S: Final = 60.0
 
 _LOG = structlog.get_logger(__name__)
 
@@ -131,6 +134,30 @@ def notify(*assignments: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def extend_start() -> bool:
+    """Ask systemd for `EXTEND_S` more before it calls the start a failure."""
+    return notify(f"EXTEND_TIMEOUT_USEC={round(EXTEND_S * 1e6)}")
+
+
+@contextmanager
+def slow_start(status: str) -> Iterator[None]:
+    """Keep asking for more time while the body runs, which need not return to any loop."""
+    done = threading.Event()
+
+    def ask() -> None:
+        while extend_start() and not done.wait(EXTEND_S / 4):
+            pass
+
+    notify(f"STATUS={status}")
+    thread = threading.Thread(target=ask, name="slow start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def watchdog_s() -> float | None:

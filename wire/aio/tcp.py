@@ -1,4 +1,4 @@
-"""Raw TCP: a server of `Connection`s and a small client, both speaking `wire.stream`.  SPEC 2.2.
+"""Raw TCP: a server of `Connection`s, speaking `wire.stream`.  SPEC 2.2.
 
 A client can cost no more than the limits: connections are counted, a message must arrive at a
 minimum rate, what it does not read is bounded in bytes and in time.  Whoever breaks the protocol
@@ -9,22 +9,25 @@ half-open conversation.  What messages mean is the handler's business.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol, Self, cast
+from typing import Final, Protocol, cast
 
 import structlog
 
+from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Error, Frame
 from wire.parts import Buffer, Message
 from wire.payloads import ErrorDetail, encode_map
 from wire.stream import DEFAULT_MAX_FRAME_BYTES, StreamDecoder, encode
 
+__all__ = ["Client", "Connection", "Handler", "Limits", "Server", "connect", "serve"]
+
 _LOG = structlog.get_logger(__name__)
 # How long a client may take to hang up after our last byte, before we do.
 _HANG_UP_S: Final = 1.0
-_CHUNK_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,8 @@ class Limits:
 
     `max_write_bytes` is the most that waits for a client; `high_water_bytes` of it may wait for no
     longer than `stall_s`.  A message must be complete `message_s` after its first byte, plus its
-    size at `min_bytes_per_s`; the first one must begin within `message_s` of the connection.
+    size at `min_bytes_per_s`; the first one must begin within `message_s` of the connection, and so
+    must a TLS handshake be over.  A client with nothing open may be silent for `idle_s`.
     """
 
     max_connections: int = 1024
@@ -43,10 +47,15 @@ class Limits:
     stall_s: float = 10.0
     message_s: float = 5.0
     min_bytes_per_s: float = 64 << 10
+    idle_s: float = 120.0
 
 
 class Handler(Protocol):
     """One client's messages.  `on_closed` comes once and last; its error is None at a plain end."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the client waits for something: then it may be silent."""
 
     def on_message(self, message: Message) -> None:
         """Take one message.  Raises WireError to refuse it and end the connection."""
@@ -74,6 +83,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._message_began_at: float | None = None
+        self._active_at = self._loop.time()
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -82,10 +92,15 @@ class Connection(asyncio.Protocol):
         """Bytes sent that the client has not taken yet."""
         return self._transport.get_write_buffer_size()
 
+    def limit_frames(self, max_frame_bytes: int | None) -> None:
+        """Take smaller frames than the server's limit from now on; None ends that."""
+        self._decoder.max_frame_bytes = max_frame_bytes or self._limits.max_frame_bytes
+
     def send(self, frame: Frame, *payload: Buffer) -> None:
         """Send one message; the buffers may be reused at once.  Nothing happens after the end."""
         if self.is_closing:
             return
+        self._active_at = self._loop.time()
         self._transport.write(b"".join(encode(frame, *payload)))
         if self.buffered_bytes > self._limits.max_write_bytes:
             self.abort(WireError(ErrorCode.OVERLOADED, f"{self.peer_name} does not read"))
@@ -104,6 +119,9 @@ class Connection(asyncio.Protocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
         self._write_timer = self._loop.call_later(allowed_s, self._transport.abort)
+        if not self._transport.can_write_eof():  # TLS says good-bye by itself
+            self._transport.close()
+            return
         try:
             # Closing with bytes unread would reset the connection and take our last message along.
             self._transport.write_eof()
@@ -167,8 +185,12 @@ class Connection(asyncio.Protocol):
         if self._read_timer is not None:
             self._read_timer.cancel()
             self._read_timer = None
+        if self.is_closing:
+            return
+        self._active_at = self._loop.time()
         pending_bytes = self._decoder.buffered_bytes
-        if self.is_closing or not pending_bytes:
+        if not pending_bytes:
+            self._read_timer = self._loop.call_later(self._limits.idle_s, self._on_silence)
             return
         if self._message_began_at is None:
             self._message_began_at = self._loop.time()
@@ -177,6 +199,15 @@ class Connection(asyncio.Protocol):
 
     def _on_slow(self) -> None:
         self.refuse(RemoteProtocolError("the message did not arrive in time"))
+
+    def _on_silence(self) -> None:
+        is_busy = self._handler is not None and self._handler.is_busy
+        since = self._loop.time() if is_busy else self._active_at
+        due = since + self._limits.idle_s
+        if due > self._loop.time():
+            self._read_timer = self._loop.call_at(due, self._on_silence)
+        else:
+            self.refuse(WireError(ErrorCode.DEADLINE_EXCEEDED, "idle for too long"))
 
     def _on_stall(self) -> None:
         self.abort(WireError(ErrorCode.DEADLINE_EXCEEDED, f"{self.peer_name} does not read"))
@@ -229,66 +260,17 @@ async def serve(
     port: int,
     make_handler: Callable[[Connection], Handler],
     limits: Limits | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Server:
     """Listen on `host`:`port` (0: any) and give each client a handler.  Raises OSError."""
     connections: set[Connection] = set()
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: Connection(make_handler, limits or Limits(), connections), host, port, backlog=1024
+    allowed = limits or Limits()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Connection(make_handler, allowed, connections),
+        host,
+        port,
+        backlog=1024,
+        ssl=tls,
+        ssl_handshake_timeout=allowed.message_s if tls else None,
     )
     return Server(server, connections)
-
-
-class Client:
-    """A client for tests, scripts and benchmarks: ``async for message in client``."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._decoder = StreamDecoder()
-
-    def send(self, frame: Frame, *payload: Buffer) -> None:
-        """Send one message; `drain` bounds what waits."""
-        self._writer.write(b"".join(encode(frame, *payload)))
-
-    async def drain(self) -> None:
-        """Wait until the server takes more.  Raises ConnectionError."""
-        await self._writer.drain()
-
-    async def next_message(self) -> Message | None:
-        """Return the next message, None at the end.
-
-        Raises:
-            ConnectionError: The connection broke.
-            RemoteProtocolError: The server broke SPEC, or stopped inside a message.
-        """
-        while (message := self._decoder.next_message()) is None:
-            chunk = await self._reader.read(_CHUNK_BYTES)
-            if not chunk:
-                self._decoder.receive_eof()
-                return None
-            self._decoder.receive(chunk)
-        return message
-
-    async def __aiter__(self) -> AsyncIterator[Message]:
-        while (message := await self.next_message()) is not None:
-            yield message
-
-    async def close(self) -> None:
-        """Hang up."""
-        self._writer.close()
-        try:
-            await self._writer.wait_closed()
-        except ConnectionError:
-            pass  # The server was faster.
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-
-async def connect(host: str, port: int) -> Client:
-    """Connect to a raw TCP server.  Raises OSError."""
-    return Client(*await asyncio.open_connection(host, port))

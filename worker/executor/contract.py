@@ -62,6 +62,14 @@ class MemoryRequirements:
         activations = self.activation_bytes_per_token * max_ubatch_tokens
         return self.parameter_bytes + activations + self.kv_bytes_per_token * num_kv_tokens
 
+    def __add__(self, other: MemoryRequirements) -> MemoryRequirements:
+        """Return what serving two models with the same tokens takes."""
+        return MemoryRequirements(
+            self.parameter_bytes + other.parameter_bytes,
+            self.activation_bytes_per_token + other.activation_bytes_per_token,
+            self.kv_bytes_per_token + other.kv_bytes_per_token,
+        )
+
     def num_blocks(self, memory_bytes: int, max_ubatch_tokens: int, block_size: int) -> int:
         """Return how many KV blocks `memory_bytes` pay for, after everything else.
 

@@ -72,7 +72,9 @@ class TorchExecutor:
 
         Args:
             dtype: "auto" or one of float32, bfloat16, float16.  "auto" is the checkpoint's on CUDA
-                and float32 on the CPU, many of which only emulate 16-bit arithmetic.
+                and float32 on the CPU.  There it is the type of the KV cache, and a 16-bit one
+                rounds the weights as well; arithmetic is float32, and weights that a checkpoint has
+                in 16 bits are kept so either way.
             device: "auto" (CUDA where there is a device), "cpu", "cuda" or "cuda:N".
             max_model_len: Longest sequence in tokens; None for the model's own limit.
 
@@ -80,7 +82,7 @@ class TorchExecutor:
             ModelError: The directory, the dtype, the device or the length cannot be served.
         """
         place = _device(device)
-        model = load_model(path, _dtype(dtype, place), place)
+        model = load_model(path, _dtype(dtype, place), place, packed=place.type == "cpu")
         config = model.config
         limit = config.max_positions
         if max_model_len is not None and not 0 < max_model_len <= limit:
@@ -92,7 +94,7 @@ class TorchExecutor:
             num_layers=config.num_layers,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype=str(model.kv_dtype).removeprefix("torch."),
         )
         info = ModelInfo(
             name=name,
@@ -159,7 +161,7 @@ def _capabilities(model: Transformer, layout: KVLayout) -> Capabilities:
     width = 2 * config.hidden_size + 3 * config.intermediate_size
     return Capabilities(
         memory=MemoryRequirements(
-            parameter_bytes=sum(tensor.nbytes for tensor in model.named_tensors().values()),
+            parameter_bytes=model.parameter_bytes,
             activation_bytes_per_token=width * model.dtype.itemsize,
             kv_bytes_per_token=layout.token_bytes,
         ),

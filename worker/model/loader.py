@@ -16,20 +16,29 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from worker.model.config import ModelError, read_config
-from worker.model.transformer import Tensors, Transformer
+from worker.model.ops import Tensors
+from worker.model.transformer import Transformer
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 
 
-def load_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> Transformer:
+def load_model(
+    path: Path, dtype: torch.dtype | None, device: torch.device, *, packed: bool = False
+) -> Transformer:
     """Load a model directory; `dtype` None keeps the checkpoint's.
+
+    `packed` is for the CPU's compiled loops: a float32 model keeps the matrices of a 16-bit
+    checkpoint in 16 bits, widened as they are read, so nothing but memory and time changes.
 
     Raises:
         ModelError: The directory cannot be served; names the file and the key or tensor.
     """
     config = read_config(path)
-    model = Transformer(config, dtype or getattr(torch, config.dtype), device)
+    stored: torch.dtype = getattr(torch, config.dtype)
+    dtype = dtype or stored
+    is_kept = packed and dtype is torch.float32
+    model = Transformer(config, dtype, device, stored if is_kept else dtype)
     missing = model.named_tensors()
     ignored = _ignored(model)
     for file in checkpoint_files(path):
@@ -37,6 +46,8 @@ def load_model(path: Path, dtype: torch.dtype | None, device: torch.device) -> T
     if missing:
         raise ModelError(f"{path}: the checkpoint lacks {_some(missing)}")
     model.finish_loading()
+    if packed:
+        model.pack()
     return model
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 class Llama3Scaling(NamedTuple):
@@ -67,8 +66,6 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> R
 
 def inverse_frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
     """Return [D / 2] float32 angles per position."""
-    import torch
-
     exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.scaling is None:
@@ -82,7 +79,7 @@ def inverse_frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
 
 
 class Rotation(NamedTuple):
-    """cos and signed sin of a step's positions: [T, 1, D] each, in the model's dtype."""
+    """cos and sin of a step's positions: [T, D / 2] each, in the model's dtype."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -90,17 +87,22 @@ class Rotation(NamedTuple):
     @classmethod
     def of(cls, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> Rotation:
         """Return the rotation for [T] positions."""
-        import torch
-
-        angles = positions.float()[:, None, None] * frequencies
-        cos, sin = angles.cos(), angles.sin()
-        return cls(torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
+        angles = positions.float()[:, None] * frequencies
+        return cls(angles.cos().to(dtype), angles.sin().to(dtype))
 
     def apply_(self, heads: torch.Tensor) -> None:
-        """Rotate [T, heads, D] in place."""
-        # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin): the sign is in `sin`, the swap is a roll.
-        swapped = heads.roll(heads.shape[-1] // 2, -1)
-        heads.mul_(self.cos).addcmul_(swapped, self.sin)
+        """Rotate [T, heads, D] in place: (x, y) -> (x cos - y sin, y cos + x sin)."""
+        if heads.device.type == "cpu" and heads.dtype == self.cos.dtype == torch.float32:
+            from kernels.rowwise import rotate_
+
+            if heads.stride(1) == heads.shape[2] and heads.stride(2) == 1:
+                rotate_(heads, self.cos, self.sin)
+                return
+        cos, sin = self.cos[:, None], self.sin[:, None]
+        left, right = heads.chunk(2, dim=-1)
+        turned = left * cos - right * sin
+        right.mul_(cos).addcmul_(left, sin)
+        left.copy_(turned)
 
 
 def _llama3(parameters: Mapping[str, Any]) -> Llama3Scaling:

@@ -8,50 +8,20 @@ key and value; gate and up).  No autograd, no modules: tensors and functions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding, linear
+from torch.nn.functional import rms_norm as torch_rms_norm
 
 import kernels
 from kernels import PagedBatch
 from worker.model.config import ModelConfig
+from worker.model.ops import Linear, Tensors, packed, rms_norm, silu_gate
 from worker.model.rope import Rotation, inverse_frequencies
 
-Tensors = dict[str, torch.Tensor]
-
-
-class Linear:
-    """y = x W^T + b, whose rows may be several projections of the checkpoint, one after another."""
-
-    __slots__ = ("bias", "parts", "weight")
-
-    def __init__(
-        self,
-        parts: dict[str, int],
-        in_features: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        rows = sum(parts.values())
-        self.parts = parts
-        self.weight = torch.empty(rows, in_features, dtype=dtype, device=device)
-        self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
-
-    def named(self, prefix: str) -> Tensors:
-        """Return the checkpoint's names and the rows each fills."""
-        tensors: Tensors = {}
-        start = 0
-        for part, rows in self.parts.items():
-            tensors[f"{prefix}{part}.weight"] = self.weight[start : start + rows]
-            if self.bias is not None:
-                tensors[f"{prefix}{part}.bias"] = self.bias[start : start + rows]
-            start += rows
-        return tensors
+if TYPE_CHECKING:
+    from kernels.linear import PackedWeight
 
 
 @dataclass(slots=True)
@@ -68,18 +38,35 @@ class Layer:
 
 
 class Transformer:
-    """A decoder-only transformer; `named_tensors` says what a checkpoint has to fill."""
+    """A decoder-only transformer; `named_tensors` says what a checkpoint has to fill.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    Attributes:
+        kv_dtype: What keys and values are kept in.
+        weight_dtype: What the matrices are kept in.
+        dtype: What is computed in: the weights' type, float32 once packed.
+        parameter_bytes: What the tensors of the checkpoint take here, before they are packed.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
         self.config = config
-        self.dtype = dtype
+        self.kv_dtype = dtype
+        self.weight_dtype = weight_dtype or dtype
+        self.dtype = self.weight_dtype
         self.device = device
+        self._packed_head: PackedWeight | None = None
         self.embed = self._empty(config.vocab_size, config.hidden_size)
         self.layers = [self._layer() for _ in range(config.num_layers)]
         self.norm = self._empty(config.hidden_size)
         self.head = self.embed if config.tied_embeddings else torch.empty_like(self.embed)
         self._frequencies = inverse_frequencies(config.rope, device)
         self._scale = config.head_dim**-0.5
+        self.parameter_bytes = sum(tensor.nbytes for tensor in self.named_tensors().values())
 
     def named_tensors(self) -> Tensors:
         """Return each tensor's name in a Hugging Face checkpoint and the memory it belongs in."""
@@ -99,12 +86,34 @@ class Transformer:
         return tensors
 
     def finish_loading(self) -> None:
-        """Complete what checkpoints hold once and the forward pass wants repeated."""
+        """Complete what checkpoints hold once and the forward pass wants otherwise."""
         for layer in self.layers:
             if layer.qk_norm is not None:
                 num_heads = self.config.num_heads
                 layer.qk_norm[:num_heads] = layer.qk_norm[0].clone()
                 layer.qk_norm[num_heads:] = layer.qk_norm[num_heads].clone()
+
+    def pack(self) -> None:
+        """Arrange the weights for the CPU's compiled loops, and have those compiled."""
+        from kernels import attention, cpu, linear, rowwise
+
+        for warm_up in (attention.task, cpu.append_task, linear.task, rowwise.task):
+            warm_up()
+        self.dtype = torch.float32
+        for layer in self.layers:
+            for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                matrix.pack()
+            layer.attention_norm = layer.attention_norm.float()
+            layer.mlp_norm = layer.mlp_norm.float()
+            if layer.qk_norm is not None:
+                layer.qk_norm = layer.qk_norm.float()
+        self.norm = self.norm.float()
+        self._packed_head = packed(self.head)
+        if self._packed_head is not None:
+            # The panels hold the embeddings too where the two are one.
+            self.head = self.head.new_empty(0)
+            if self.config.tied_embeddings:
+                self.embed = self.head
 
     @torch.inference_mode()
     def forward(
@@ -125,14 +134,28 @@ class Transformer:
         Returns:
             [R, vocab] float32 logits.
         """
-        hidden = embedding(token_ids, self.embed)
+        eps = self.config.norm_eps
+        hidden = self._embedded(token_ids)
         rotation = Rotation.of(positions, self._frequencies, self.dtype)
         for index, layer in enumerate(self.layers):
-            normed = self._norm(hidden, layer.attention_norm)
-            hidden = hidden + self._attention(index, layer, normed, rotation, pool, batch)
-            hidden = hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm))
-        wanted = self._norm(hidden[rows], self.norm)
-        return linear(wanted, self.head).float()
+            normed = rms_norm(hidden, layer.attention_norm, eps)
+            attended = self._attention(index, layer, normed, rotation, pool, batch)
+            hidden = layer.o.add_to(hidden, attended)
+            normed = rms_norm(hidden, layer.mlp_norm, eps)
+            hidden = layer.down.add_to(hidden, silu_gate(layer.gate_up(normed)))
+        return self._logits(rms_norm(hidden[rows], self.norm, eps))
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._packed_head is not None and self.config.tied_embeddings:
+            return self._packed_head.rows(token_ids).to(self.dtype)
+        return embedding(token_ids, self.embed).to(self.dtype)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._packed_head is None:
+            return linear(hidden, self.head.to(self.dtype)).float()
+        from kernels.linear import linear as packed_linear
+
+        return packed_linear(hidden, self._packed_head)
 
     def _attention(
         self,
@@ -148,23 +171,18 @@ class Transformer:
         heads = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)
         query_key = heads[:, :num_rotated]
         if layer.qk_norm is not None:
-            query_key.copy_(self._norm(query_key, None) * layer.qk_norm)
+            query_key.copy_(
+                torch_rms_norm(query_key, (config.head_dim,), None, config.norm_eps) * layer.qk_norm
+            )
         rotation.apply_(query_key)
         query, key_value = heads[:, : config.num_heads], heads[:, config.num_heads :]
         # Keys lie before values in a row of the projection, as the pool has them.
         key_value = key_value.view(len(heads), 2, config.num_kv_heads, config.head_dim)
-        kernels.append_kv(pool, index, key_value, batch)
+        kernels.append_kv(pool, index, key_value.to(pool.dtype), batch)
         attended = kernels.paged_attention(
             query, pool, index, batch, scale=self._scale, window=config.windows[index]
         )
-        return layer.o(attended.reshape(hidden.shape[0], -1))
-
-    def _mlp(self, layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(hidden).chunk(2, dim=-1)
-        return layer.down(silu(gate) * up)
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        return rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
+        return attended.reshape(hidden.shape[0], -1)
 
     def _layer(self) -> Layer:
         config = self.config
@@ -184,7 +202,7 @@ class Transformer:
         )
 
     def _linear(self, parts: dict[str, int], in_features: int, bias: bool) -> Linear:
-        return Linear(parts, in_features, bias=bias, dtype=self.dtype, device=self.device)
+        return Linear(parts, in_features, bias=bias, dtype=self.weight_dtype, device=self.device)
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=self.dtype, device=self.device)
+        return torch.empty(*shape, dtype=self.weight_dtype, device=self.device)

@@ -21,6 +21,8 @@ KIB = 1024
 class Told:
     """A handler that keeps what it is told, and may answer."""
 
+    is_busy = False
+
     def __init__(self, connection: Connection, answer: Callable[[Told, Message], None]) -> None:
         self.connection = connection
         self.messages: asyncio.Queue[Message] = asyncio.Queue()
@@ -262,3 +264,50 @@ async def test_closing_the_server_ends_every_connection_and_refuses_new_ones(hou
     assert server.num_connections == 0
     with pytest.raises(OSError):
         await connect("127.0.0.1", server.port)
+
+
+async def test_a_client_with_nothing_open_may_not_be_silent_for_long(house: House) -> None:
+    server = await house.serve(Limits(idle_s=0.05))
+    async with await connect("127.0.0.1", server.port) as client:
+        client.send(Cancel(1, 0))
+        message = await client.next_message()
+        assert message is not None and message.frame == Error(0, ErrorCode.DEADLINE_EXCEEDED)
+        assert await client.next_message() is None
+    assert isinstance(await (await house.handlers.get()).closed, WireError)
+
+
+async def test_a_client_that_waits_for_something_may(house: House) -> None:
+    asked = 0
+
+    class Busy:
+        """True a few times, each time the timer asks."""
+
+        def __get__(self, told: object, kind: object) -> bool:
+            nonlocal asked
+            asked += 1
+            return asked < 4
+
+    Told.is_busy, kept = Busy(), Told.is_busy  # type: ignore[assignment]
+    try:
+        server = await house.serve(Limits(idle_s=0.02))
+        async with await connect("127.0.0.1", server.port) as client:
+            client.send(Cancel(1, 0))
+            message = await client.next_message()
+            assert message is not None and message.frame == Error(0, ErrorCode.DEADLINE_EXCEEDED)
+        assert asked == 4
+    finally:
+        Told.is_busy = kept
+
+
+async def test_a_frame_limit_can_be_lower_for_a_while(house: House) -> None:
+    def answer(told: Told, message: Message) -> None:
+        told.connection.limit_frames(None if message.frame == Cancel(1, 0) else 64)
+
+    server = await house.serve(Limits(), answer)
+    async with await connect("127.0.0.1", server.port) as client:
+        for frame, size in ((Cancel(2, 0), 0), (Cancel(1, 0), 48), (Cancel(2, 0), 4000)):
+            client.send(frame, bytes(size))
+        client.send(Cancel(2, 0), bytes(49))
+        message = await client.next_message()
+        assert message is not None and message.frame == Error(0, ErrorCode.PROTOCOL)
+    assert (await house.handlers.get()).messages.qsize() == 3

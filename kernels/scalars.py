@@ -1,0 +1,164 @@
+"""What Numba has no word for: memory at an address, bits of a float, a counter of several threads.
+
+Each is a few LLVM instructions, inlined where it is used.  Addresses are int64, in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32 = ir.FloatType()
+_SERIES = [np.float32(math.log(2) ** k / math.factorial(k)).item() for k in range(8)]
+
+
+def bits_of(value: float) -> int:
+    """Return what `float_of_bits` turns into this value; for a task's words."""
+    return int(np.float32(value).view(np.uint32))
+
+
+@intrinsic
+def fetch_add(_context, address, amount):  # type: ignore[no-untyped-def]
+    """Add to the int64 at an address, atomically, and return what it was."""
+
+    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return b.atomic_rmw("add", b.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def float_of_bits(_context, bits):  # type: ignore[no-untyped-def]
+    """Return the float32 whose bits are the low half of an integer."""
+
+    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return b.bitcast(b.trunc(args[0], _I32), _F32)
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def exp2(_context, x):  # type: ignore[no-untyped-def]
+    """Return 2^x for float32 x <= 0 within two units in the last place, 2^-126 below that.
+
+    Without a call or a branch, so that a loop over it is vectorized.
+    """
+
+    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        least = ir.Constant(_F32, -126.0)
+        x = b.select(b.fcmp_ordered(">", args[0], least), args[0], least)
+        whole = b.fptosi(b.fsub(x, ir.Constant(_F32, 0.5)), _I32)
+        part = b.fsub(x, b.sitofp(whole, _F32))
+        # The series of e^(part ln 2), |part| <= 1/2.
+        power = ir.Constant(_F32, _SERIES[-1])
+        for coefficient in reversed(_SERIES[:-1]):
+            power = b.fadd(b.fmul(power, part), ir.Constant(_F32, coefficient))
+        exponent = b.shl(b.add(whole, ir.Constant(_I32, 127)), ir.Constant(_I32, 23))
+        return b.fmul(power, b.bitcast(exponent, _F32))
+
+    return types.float32(types.float32), generate
+
+
+@intrinsic
+def brain_at(_context, address):  # type: ignore[no-untyped-def]
+    """Return the bfloat16 at an address as float32."""
+
+    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        value = b.zext(b.load(b.inttoptr(args[0], _I16.as_pointer()), align=2), _I32)
+        return b.bitcast(b.shl(value, ir.Constant(_I32, 16)), _F32)
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def half_at(_context, address):  # type: ignore[no-untyped-def]
+    """Return the float16 at an address as float32."""
+
+    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return b.fpext(b.load(b.inttoptr(args[0], ir.HalfType().as_pointer()), align=2), _F32)
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def floats_at(_context, address):  # type: ignore[no-untyped-def]
+    """Return an address as a pointer to float32, which is indexed like an array."""
+
+    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return b.inttoptr(args[0], _F32.as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), generate
+
+
+@intrinsic
+def ints_at(_context, address):  # type: ignore[no-untyped-def]
+    """Return an address as a pointer to int32."""
+
+    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return b.inttoptr(args[0], _I32.as_pointer())
+
+    return types.CPointer(types.int32)(types.int64), generate
+
+
+@intrinsic
+def read(_context, address):  # type: ignore[no-untyped-def]
+    """Return the int64 at an address as other threads have left it."""
+
+    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return b.load_atomic(b.inttoptr(args[0], _I64.as_pointer()), "seq_cst", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def exchange(_context, address, value):  # type: ignore[no-untyped-def]
+    """Write an int64 at an address, atomically, and return what it was."""
+
+    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return b.atomic_rmw("xchg", b.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def replaced(_context, address, expected, value):  # type: ignore[no-untyped-def]
+    """Write an int64 if it is as expected, atomically; return whether it was."""
+
+    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        at = b.inttoptr(args[0], _I64.as_pointer())
+        return b.extract_value(b.cmpxchg(at, args[1], args[2], "seq_cst"), 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def pause(_context):  # type: ignore[no-untyped-def]
+    """Tell the processor that this is a loop that waits."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, _args: Any) -> Any:
+        if platform.machine() in ("x86_64", "AMD64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def call(_context, function, argument):  # type: ignore[no-untyped-def]
+    """Call the native function at an address with another address."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_I64.as_pointer()])
+        b.call(b.inttoptr(args[0], kind.as_pointer()), [b.inttoptr(args[1], _I64.as_pointer())])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate

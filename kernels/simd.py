@@ -1,0 +1,209 @@
+"""Inner loops that Numba would not vectorize by itself, written as LLVM instructions.
+
+Each builder returns a Numba intrinsic over addresses (int64) in bytes.  16-bit elements are widened
+in registers: memory moves half the bytes, every product and sum is float32.  Vectors are 8 wide;
+LLVM splits or joins them for the host.  Addresses need the alignment of their element only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+WIDTH = 8
+# Columns of a panel: two vectors, so that six rows of sums fill twelve of sixteen registers.
+PANEL = 16
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32 = ir.FloatType()
+_VECTOR = ir.VectorType(_F32, WIDTH)
+_INTS = ir.VectorType(_I32, WIDTH)
+_STORED = {
+    "float32": _VECTOR,
+    "bfloat16": ir.VectorType(_I16, WIDTH),
+    "float16": ir.VectorType(ir.HalfType(), WIDTH),
+}
+
+
+def panel_product(element: str, max_rows: int) -> Any:
+    """Return y[r, :PANEL] = sum over k of x[r, k] w[k, :PANEL], plus what y was.
+
+    The intrinsic takes (w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added): strides are
+    bytes from k to k + 1 in w and from row to row in x and y; x and y are float32.  It computes
+    the first min(rows, max_rows) rows, depth is positive.  Every row is summed in the order of k,
+    however many there are: a row alone is the same bits as that row among others.
+    """
+
+    @intrinsic
+    def product(_context, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added):  # type: ignore[no-untyped-def]
+        def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+            *operands, rows, is_added = args
+            is_added = b.icmp_signed("!=", is_added, _i64(0))
+            end = b.append_basic_block("end")
+            blocks = [b.append_basic_block(f"rows{index + 1}") for index in range(max_rows)]
+            cases = b.switch(rows, blocks[-1])
+            for index, block in enumerate(blocks):
+                if block is not blocks[-1]:
+                    cases.add_case(_i64(index + 1), block)
+                b.position_at_end(block)
+                _product(b, element, index + 1, operands, is_added)
+                b.branch(end)
+            b.position_at_end(end)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9), generate
+
+    return product
+
+
+def _product(b: ir.IRBuilder, element: str, num_rows: int, operands: Any, is_added: Any) -> None:
+    """Write the loop of `panel_product` for one number of rows."""
+    w, w_stride, x, x_stride, y, y_stride, depth = operands
+    cells = [(r, c) for r in range(num_rows) for c in range(PANEL // WIDTH)]
+    x_rows = [b.add(x, b.mul(x_stride, _i64(r))) for r in range(num_rows)]
+    y_rows = [b.add(y, b.mul(y_stride, _i64(r))) for r in range(num_rows)]
+    starts = [b.select(is_added, _load(b, y_rows[r], c), _zero()) for r, c in cells]
+    loop = _Loop(b, depth, 1)
+    sums = [loop.carry(start) for start in starts]
+    at = b.add(w, b.mul(loop.index, w_stride))
+    weights = [_load(b, at, c, element) for c in range(PANEL // WIDTH)]
+    offset = b.mul(loop.index, _i64(4))
+    values = [_broadcast(b, b.add(row, offset)) for row in x_rows]
+    totals = [
+        _fma(b, weights[c], values[r], total) for (r, c), total in zip(cells, sums, strict=True)
+    ]
+    loop.end(totals)
+    for (r, c), total in zip(cells, totals, strict=True):
+        _store(b, total, y_rows[r], c)
+
+
+def row_dots(element: str, max_rows: int) -> Any:
+    """Return y[r] = sum over d of x[r, d] w[d], for the first min(rows, max_rows) rows.
+
+    The intrinsic takes (w, x, x_stride, y, y_stride, depth, rows); depth is a positive multiple of
+    WIDTH.
+    """
+
+    @intrinsic
+    def dots(_context, w, x, x_stride, y, y_stride, depth, rows):  # type: ignore[no-untyped-def]
+        def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+            *operands, rows = args
+            end = b.append_basic_block("end")
+            blocks = [b.append_basic_block(f"rows{index + 1}") for index in range(max_rows)]
+            cases = b.switch(rows, blocks[-1])
+            for index, block in enumerate(blocks):
+                if block is not blocks[-1]:
+                    cases.add_case(_i64(index + 1), block)
+                b.position_at_end(block)
+                _dots(b, element, index + 1, operands)
+                b.branch(end)
+            b.position_at_end(end)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return dots
+
+
+def _dots(b: ir.IRBuilder, element: str, num_rows: int, operands: Any) -> None:
+    """Write the loop of `row_dots` for one number of rows."""
+    w, x, x_stride, y, y_stride, depth = operands
+    x_rows = [b.add(x, b.mul(x_stride, _i64(r))) for r in range(num_rows)]
+    loop = _Loop(b, depth, WIDTH)
+    sums = [loop.carry(_zero()) for _ in x_rows]
+    at = b.add(w, b.mul(loop.index, _i64(ELEMENT_BYTES[element])))
+    weights = _load(b, at, 0, element)
+    offset = b.mul(loop.index, _i64(4))
+    totals = [
+        _fma(b, weights, _load(b, b.add(row, offset), 0), total)
+        for row, total in zip(x_rows, sums, strict=True)
+    ]
+    loop.end(totals)
+    for r, total in enumerate(totals):
+        at = b.add(y, b.mul(y_stride, _i64(r)))
+        b.store(_sum(b, total), b.inttoptr(at, _F32.as_pointer()), align=4)
+
+
+class _Loop:
+    """A loop of `step`s over [0, count) that runs at least once, with values carried along."""
+
+    def __init__(self, b: ir.IRBuilder, count: Any, step: int) -> None:
+        self._b, self._count, self._step = b, count, step
+        self._before = b.block
+        self._body = b.append_basic_block("loop")
+        b.branch(self._body)
+        b.position_at_end(self._body)
+        self._carried: list[Any] = []
+        self.index = b.phi(_I64)
+        self.index.add_incoming(_i64(0), self._before)
+
+    def carry(self, start: Any) -> Any:
+        value = self._b.phi(start.type)
+        value.add_incoming(start, self._before)
+        self._carried.append(value)
+        return value
+
+    def end(self, following: list[Any]) -> None:
+        """Close the loop with each carried value's next one; they can be used after it."""
+        b = self._b
+        index = b.add(self.index, _i64(self._step))
+        last = b.block
+        self.index.add_incoming(index, last)
+        for value, after in zip(self._carried, following, strict=True):
+            value.add_incoming(after, last)
+        done = b.append_basic_block("done")
+        b.cbranch(b.icmp_signed("<", index, self._count), self._body, done)
+        b.position_at_end(done)
+
+
+def _i64(value: int) -> ir.Constant:
+    return ir.Constant(_I64, value)
+
+
+def _zero() -> ir.Constant:
+    return ir.Constant(_VECTOR, [0.0] * WIDTH)
+
+
+def _load(b: ir.IRBuilder, address: Any, index: int, element: str = "float32") -> Any:
+    """Load the index-th vector at an address, as float32."""
+    stored = _STORED[element]
+    at = b.add(address, _i64(index * WIDTH * ELEMENT_BYTES[element]))
+    value = b.load(b.inttoptr(at, stored.as_pointer()), align=ELEMENT_BYTES[element])
+    if element == "bfloat16":
+        shifted = b.shl(b.zext(value, _INTS), ir.Constant(_INTS, [16] * WIDTH))
+        return b.bitcast(shifted, _VECTOR)
+    return b.fpext(value, _VECTOR) if element == "float16" else value
+
+
+def _store(b: ir.IRBuilder, value: Any, address: Any, index: int) -> None:
+    at = b.add(address, _i64(index * WIDTH * 4))
+    b.store(value, b.inttoptr(at, _VECTOR.as_pointer()), align=4)
+
+
+def _broadcast(b: ir.IRBuilder, address: Any) -> Any:
+    scalar = b.load(b.inttoptr(address, _F32.as_pointer()), align=4)
+    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    first = b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return b.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * WIDTH))
+
+
+def _fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
+    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    function = cgutils.get_or_insert_function(b.module, kind, f"llvm.fma.v{WIDTH}f32")
+    return b.call(function, [x, y, z])
+
+
+def _sum(b: ir.IRBuilder, vector: Any) -> Any:
+    """Add up a vector: halves, then quarters, then pairs."""
+    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    half = WIDTH // 2
+    while half:
+        lanes = [(lane + half) % WIDTH for lane in range(WIDTH)]
+        vector = b.fadd(vector, b.shuffle_vector(vector, undefined, ir.Constant(_INTS, lanes)))
+        half //= 2
+    return b.extract_element(vector, ir.Constant(_I32, 0))

@@ -1,0 +1,185 @@
+"""Compiled loops on several threads.
+
+A task is a native function of one address, that of an int64 array: word 0 is the address of a
+counter (word 1, from 0) from which the threads take their shares until it reaches the end; the
+words from 2 are the task's own.
+
+The caller works too and waits for no one who has not begun: a helper that the system runs late, on
+cores that others want as well, finds the gate closed and costs nothing.  OpenMP's teams (torch's)
+wait for every member at every end instead; with a second worker on the same two cores that is a
+time slice each, two hundred times a step.  A helper without work looks for some for about 100 us,
+the time between two tasks of a step, and then sleeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import sys
+from array import array
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import cfunc, njit, types
+
+from kernels.scalars import call, exchange, fetch_add, pause, read, replaced
+
+TASK = types.void(types.CPointer(types.int64))
+# A product and a sum may be rounded once, sums reordered.
+FASTMATH = {"contract", "reassoc", "nsz"}
+# Division as NumPy has it: a check for zero in a loop keeps it from being vectorized.
+_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
+# A part of a task, compiled into it.
+inner = njit(**_OPTIONS)
+# One that compares, over numbers: a maximum is vectorized only if it may forget about NaN.
+comparing = njit(**{**_OPTIONS, "fastmath": FASTMATH | {"nnan"}})
+
+# The gate is one word: helpers inside, whether it is open, and the number of the task.
+_OPEN, _INSIDE, _NEXT = 1 << 16, (1 << 16) - 1, 1 << 17
+# Bytes of a board: the gate; the task and its argument; how many sleep, on which semaphore.
+_GATE, _FUNCTION, _ARGUMENT, _SLEEPERS, _SEMAPHORE, _BOARD_WORDS = 0, 64, 72, 128, 192, 32
+_PATIENCE = 4000
+
+_COMPILING = Lock()
+_sem_post = types.ExternalFunction("sem_post", types.int32(types.int64))
+_sem_wait = types.ExternalFunction("sem_wait", types.int32(types.int64))
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+def compiled(function: Callable[..., None]) -> Any:
+    """Compile a task: a module's function over its globals, or the cache on disk never hits."""
+    with _COMPILING:
+        usual = numba.config.CACHE_DIR
+        try:
+            numba.config.CACHE_DIR = str(_cache_directory())
+            return cfunc(TASK, nopython=True, cache=True, **_OPTIONS)(function)
+        except (OSError, RuntimeError):  # nowhere to keep it
+            return cfunc(TASK, nopython=True, **_OPTIONS)(function)
+        finally:
+            numba.config.CACHE_DIR = usual
+
+
+@cache
+def _cache_directory() -> Path:
+    # Numba looks at one file's date; a task is made of several.
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "baton" / "kernels" / digest[:16]
+
+
+def run(task: Any, words: list[int], num_threads: int = 0) -> None:
+    """Run a task on its own `words`; `num_threads` 0 is as many as torch uses.
+
+    Returns when every share is done.  The interpreter lock is released meanwhile.
+    """
+    arguments = array("q", [0, 0, *words])
+    address = arguments.buffer_info()[0]
+    arguments[0] = address + 8
+    team = team_of(num_threads or torch.get_num_threads())
+    # Another engine of this process may be using the helpers.
+    if team is not None and team.lock.acquire(blocking=False):
+        try:
+            team.run(task, address)
+        finally:
+            team.lock.release()
+    else:
+        _native(task)(address)
+
+
+@cache
+def team_of(num_threads: int) -> Team | None:
+    """Return the helpers for so many threads in all; None where the caller works alone."""
+    # Elsewhere semaphores have other names; one thread is slower, not wrong.
+    return Team(num_threads - 1) if num_threads > 1 and sys.platform == "linux" else None
+
+
+class Team:
+    """Helper threads that live as long as the process; `lock` is held by whoever runs a task."""
+
+    def __init__(self, num_helpers: int) -> None:
+        self.lock = Lock()
+        self._board = np.zeros(_BOARD_WORDS, np.int64)
+        board = self._board.ctypes.data
+        ctypes.CDLL(None).sem_init(ctypes.c_void_p(board + _SEMAPHORE), 0, 0)
+        self._lead = _native(_lead_task())
+        self._words = array("q", [board, 0, 0])
+        helper = array("q", [board])
+        help_ = _native(_help_task())
+
+        def live() -> None:
+            help_(helper.buffer_info()[0])
+
+        for _ in range(num_helpers):
+            Thread(target=live, name="kernels", daemon=True).start()
+
+    def run(self, task: Any, argument: int) -> None:
+        """Run a task here and on every helper that comes in time."""
+        self._words[1], self._words[2] = task.address, argument
+        self._lead(self._words.buffer_info()[0])
+
+
+@cache
+def _native(task: Any) -> Callable[[int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(task.address)
+
+
+@cache
+def _lead_task() -> Any:
+    return compiled(_lead)
+
+
+@cache
+def _help_task() -> Any:
+    return compiled(_help)
+
+
+def _lead(words):  # type: ignore[no-untyped-def]
+    """Open the gate, work, close it, wait for those inside."""
+    board, function, argument = words[0], words[1], words[2]
+    gate = read(board + _GATE)
+    exchange(board + _FUNCTION, function)
+    exchange(board + _ARGUMENT, argument)
+    exchange(board + _GATE, gate + _NEXT + _OPEN)
+    for _ in range(exchange(board + _SLEEPERS, 0)):
+        _sem_post(board + _SEMAPHORE)
+    call(function, argument)
+    fetch_add(board + _GATE, -_OPEN)
+    waited = 0
+    while read(board + _GATE) & _INSIDE:
+        pause()
+        waited += 1
+        if waited > _PATIENCE:
+            _sched_yield()
+
+
+def _help(words):  # type: ignore[no-untyped-def]
+    """Enter whenever the gate is open for a task not seen yet; for ever."""
+    board = words[0]
+    seen, waited = 0, 0
+    while True:
+        gate = read(board + _GATE)
+        if gate & _OPEN and gate // _NEXT != seen:
+            if replaced(board + _GATE, gate, gate + 1):
+                call(read(board + _FUNCTION), read(board + _ARGUMENT))
+                fetch_add(board + _GATE, -1)
+                seen = gate // _NEXT
+                waited = 0
+        elif waited < _PATIENCE:
+            waited += 1
+            pause()
+        else:
+            # Announced first, then looked again: the leader opens first, then wakes.  A wake-up
+            # that comes too late ends the next sleep early, no more.
+            fetch_add(board + _SLEEPERS, 1)
+            gate = read(board + _GATE)
+            if not (gate & _OPEN and gate // _NEXT != seen):
+                _sem_wait(board + _SEMAPHORE)
+            waited = 0

@@ -1,0 +1,363 @@
+"""How fast one engine is on this machine: against transformers, and against what is possible.
+
+    python scripts/bench_engine.py                       # a random model of SmolLM2-135M's shape
+    python scripts/bench_engine.py --model DIR --dtype float32 --json result.json
+    python scripts/bench_engine.py --peer http://127.0.0.1:8001   # and any OpenAI server with it
+
+Everything is measured in turns in one run, several rounds, the best of each: on a shared machine a
+figure alone means little, a ratio something.  First our greedy tokens are checked against the
+float32 logits of transformers; a wrong one ends the run without figures.
+
+Floors: a decode step reads every weight once (weight bytes over the measured read bandwidth), and a
+prompt multiplies every weight with every token (products over the measured matrix rate).
+
+The dtypes of transformers to compare with are --against; bfloat16 and float32 differ a lot on a CPU
+without bfloat16 instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from scripts.make_model import make_model
+from wire.options import Options
+from worker.batch import Batch
+from worker.engine import Engine
+from worker.executor.torch import TorchExecutor
+from worker.outputs import Token
+from worker.sequence import Sequence as Text
+
+CONTEXT = 32  # prompt tokens of each stream
+BLOCK_SIZE = 16
+Prompts = list[list[int]]
+
+
+class Timed:
+    """An executor that adds up the seconds it was busy; what is left of a step is the engine's."""
+
+    def __init__(self, executor: TorchExecutor) -> None:
+        self.info, self.capabilities = executor.info, executor.capabilities
+        self.allocate, self.score = executor.allocate, executor.score
+        self.seconds = 0.0
+        self._executor = executor
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        with self._clock():
+            return self._executor.forward(batch)
+
+    def sample(self, logits: torch.Tensor, batch: Batch) -> Any:
+        with self._clock():
+            return self._executor.sample(logits, batch)
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+
+    @contextmanager
+    def _clock(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+
+
+class Ours:
+    """The engine with its torch executor."""
+
+    name = "baton"
+
+    def __init__(self, path: Path, dtype: str, prompt_tokens: int) -> None:
+        executor = TorchExecutor.load(path, name="bench", device="cpu", dtype=dtype)
+        self.executor = Timed(executor)
+        blocks = 32 * (CONTEXT + 256) // BLOCK_SIZE + prompt_tokens // BLOCK_SIZE + 64
+        self.engine = Engine(
+            self.executor,
+            num_blocks=blocks,
+            block_size=BLOCK_SIZE,
+            max_ubatch_tokens=2048,
+            enable_prefix_cache=False,
+        )
+        self.overhead_ms: dict[int, float] = {}
+        self._ids = 0
+
+    def generate(self, prompts: Prompts, count: int) -> tuple[float, list[float], Prompts]:
+        """Return seconds of the prompts' step, of each decode step, and the tokens."""
+        options = Options(temperature=0, ignore_eos=True)
+        first = self._ids
+        for prompt in prompts:
+            self.engine.add(Text(self._ids, prompt, options, max_new_tokens=count))
+            self._ids += 1
+        steps: list[float] = []
+        outside: list[float] = []
+        tokens: Prompts = [[] for _ in prompts]
+        while self.engine.has_work():
+            self.executor.seconds = 0.0
+            start = time.perf_counter()
+            outputs = self.engine.step()
+            steps.append(time.perf_counter() - start)
+            outside.append(steps[-1] - self.executor.seconds)
+            for output in outputs:
+                if isinstance(output, Token):
+                    tokens[output.request_id - first].append(output.token_id)
+        num_prompt_steps = len(steps) - (count - 1)
+        if count > 1:
+            self.overhead_ms[len(prompts)] = 1000 * statistics.median(outside[num_prompt_steps:])
+        return sum(steps[:num_prompt_steps]), steps[num_prompt_steps:], tokens
+
+    def prompt_s(self, prompts: Prompts) -> float:
+        return self.generate(prompts, 1)[0]
+
+    def step_s(self, prompts: Prompts, count: int) -> float:
+        return statistics.median(self.generate(prompts, count)[1])
+
+
+class Theirs:
+    """generate() of transformers."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.name = f"transformers {dtype}"
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        self.model.generation_config.eos_token_id = None
+
+    def _times(self, prompts: Prompts, count: int) -> list[float]:
+        """Return the seconds from the start to each token."""
+        times: list[float] = []
+        start = time.perf_counter()
+
+        def stop(ids: torch.Tensor, _scores: torch.Tensor, **_: Any) -> torch.Tensor:
+            times.append(time.perf_counter() - start)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=count,
+                pad_token_id=0,
+                stopping_criteria=[stop],
+            )
+        return times
+
+    def prompt_s(self, prompts: Prompts) -> float:
+        return self._times(prompts, 1)[0]
+
+    def step_s(self, prompts: Prompts, count: int) -> float:
+        times = self._times(prompts, min(count, 8))
+        return statistics.median([b - a for a, b in pairwise(times)])
+
+
+class Peer:
+    """An OpenAI server that is running already."""
+
+    def __init__(self, url: str) -> None:
+        self.name = url
+        self._model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
+
+    def prompt_s(self, prompts: Prompts) -> float:
+        return self._times(prompts, 1)[0][0]
+
+    def step_s(self, prompts: Prompts, count: int) -> float:
+        spans = [(times[-1] - times[0]) / (count - 1) for times in self._times(prompts, count)]
+        return statistics.median(spans)
+
+    def _times(self, prompts: Prompts, count: int) -> list[list[float]]:
+        async def all_of_them() -> list[list[float]]:
+            async with httpx.AsyncClient(base_url=self.name, timeout=600) as client:
+                return await asyncio.gather(*[self._one(client, p, count) for p in prompts])
+
+        return asyncio.run(all_of_them())
+
+    async def _one(self, client: httpx.AsyncClient, prompt: list[int], count: int) -> list[float]:
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": count,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        times: list[float] = []
+        start = time.perf_counter()
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                is_token = line.startswith("data: {") and json.loads(line[6:]).get("choices")
+                times += [time.perf_counter() - start] if is_token else []
+        return times
+
+
+def check(ours: Ours, path: Path, vocab_size: int) -> float:
+    """Return how far below transformers' float32 best our greedy tokens are, at worst.
+
+    Raises:
+        SystemExit: Further than 16-bit KV explains.
+    """
+    prompts = draw(3, CONTEXT - 7, vocab_size)
+    tokens = ours.generate(prompts, 12)[2]
+    reference = Theirs(path, "float32").model
+    worst = 0.0
+    for prompt, generated in zip(prompts, tokens, strict=True):
+        ids = torch.tensor([prompt + generated[:-1]])
+        with torch.inference_mode():
+            logits = reference(ids).logits[0, len(prompt) - 1 :]
+        chosen = logits[torch.arange(len(generated)), generated]
+        worst = max(worst, float(((logits.amax(-1) - chosen) / logits.std()).max()))
+    limit = 1e-3 if ours.executor.info.layout.dtype == "float32" else 0.25
+    if worst > limit:
+        raise SystemExit(f"wrong tokens: {worst:.4f} deviations below the best, limit {limit}")
+    return worst
+
+
+def draw(num_prompts: int, length: int, vocab_size: int) -> Prompts:
+    random_ids = random.Random(num_prompts * length)
+    return [[random_ids.randrange(vocab_size) for _ in range(length)] for _ in range(num_prompts)]
+
+
+def best(measure: Callable[[], Any], rounds: int) -> float:
+    """Return the least seconds of one call."""
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        measure()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def read_bandwidth() -> float:
+    """Return bytes a second that all cores together read from memory."""
+    from kernels.linear import PackedWeight, linear
+
+    memory = torch.ones(1 << 26)
+    weight = PackedWeight(torch.ones(1 << 17, 1024, dtype=torch.bfloat16))
+    x = torch.ones(1, 1024)
+    # Whichever reads faster: a floor has to be one.
+    return max(
+        memory.nbytes / best(memory.sum, 10),
+        weight.panels.nbytes / best(lambda: linear(x, weight), 10),
+    )
+
+
+def matrix_rate(dtype: torch.dtype) -> float:
+    """Return multiply-adds a second of torch at a prompt's shapes: of `dtype` or float32."""
+    rates = []
+    for kind in {dtype, torch.float32}:
+        x, w = torch.ones(1024, 1024, dtype=kind), torch.ones(1024, 1024, dtype=kind)
+        torch.mm(x, w)
+        rates.append(1024**3 / best(lambda x=x, w=w: torch.mm(x, w), 5))  # type: ignore[misc]
+    return max(rates)
+
+
+def floors(path: Path, dtype: str, prompt_tokens: int) -> dict[str, float]:
+    """Return the least seconds of a decode step and of a prompt, and what they come from."""
+    config = json.loads((path / "config.json").read_text())
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    stored = 4 if config["dtype"] == "float32" else 2
+    head = config["vocab_size"] * config["hidden_size"]
+    # A tied matrix is multiplied once a prompt, as the output; an untied embedding never is.
+    matrices = size // stored - head * (1 if config["tie_word_embeddings"] else 2)
+    bandwidth, rate = read_bandwidth(), matrix_rate(getattr(torch, dtype))
+    decode_bytes = (matrices + head) * stored
+    return {
+        "bandwidth_GB_s": bandwidth / 1e9,
+        "matrix_GFLOP_s": 2 * rate / 1e9,
+        "decode_s": decode_bytes / bandwidth,
+        "prompt_s": (matrices * prompt_tokens + head) / rate,
+    }
+
+
+def run(args: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Check, then measure in turns; seconds, the best of all rounds."""
+    vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
+    ours = Ours(path, args.dtype, args.prompt)
+    gap = check(ours, path, vocab_size)
+    gc.collect()
+    print(f"tokens checked: at most {gap:.4f} deviations below the best of transformers float32")
+    systems: list[Any] = [ours, *[Theirs(path, dtype) for dtype in args.against]]
+    systems += [Peer(args.peer)] if args.peer else []
+    floor = floors(path, args.dtype, args.prompt)
+    result: dict[str, Any] = {"floor": floor, "gap": gap, "systems": {}}
+    for _ in range(args.rounds):
+        for system in systems:
+            figures = result["systems"].setdefault(system.name, {})
+            for streams in args.streams:
+                seconds = system.step_s(draw(streams, CONTEXT, vocab_size), args.tokens)
+                key = f"decode_{streams}"
+                figures[key] = min(figures.get(key, seconds), seconds)
+                print(
+                    f"{system.name}: {streams} streams, {1000 * seconds:.1f} ms a step", flush=True
+                )
+            seconds = system.prompt_s(draw(1, args.prompt, vocab_size))
+            figures["prompt"] = min(figures.get("prompt", seconds), seconds)
+        # A quiet moment for the one is not to be a loud one for the other.
+        again = floors(path, args.dtype, args.prompt)
+        for key in floor:
+            least_or_most = min if key in ("decode_s", "prompt_s") else max
+            floor[key] = least_or_most(floor[key], again[key])
+    result["engine_overhead_ms"] = ours.overhead_ms
+    return result
+
+
+def show(result: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print milliseconds, and each as a multiple of ours."""
+    rows: list[tuple[str, dict[str, float]]] = list(result["systems"].items())
+    ours = rows[0][1]
+    floor = {f"decode_{streams}": result["floor"]["decode_s"] for streams in args.streams}
+    rows.append(("floor", {**floor, "prompt": result["floor"]["prompt_s"]}))
+    print(f"{'ms (x ours)':>28}" + "".join(f"{name:>20}" for name in ours))
+    for name, figures in rows:
+        cells = [f"{1000 * figures[k]:9.1f} ({figures[k] / ours[k]:6.2f})" for k in ours]
+        print(f"{name:>28}" + "".join(f"{cell:>20}" for cell in cells))
+    overhead = ", ".join(f"{n}: {ms:.3f}" for n, ms in result["engine_overhead_ms"].items())
+    print(f"engine's own time a step in ms, by streams: {overhead}")
+    print(
+        f"floor: {result['floor']['bandwidth_GB_s']:.1f} GB/s, "
+        f"{result['floor']['matrix_GFLOP_s']:.0f} GFLOP/s, {torch.get_num_threads()} threads"
+    )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, help="a model directory; default: a random 135M")
+    parser.add_argument("--dtype", default="bfloat16", help="of weights and KV")
+    parser.add_argument("--against", nargs="*", help="dtypes of transformers; default: --dtype")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the long prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each stream")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer", metavar="URL", help="an OpenAI server to measure as well")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    args = parser.parse_args(argv)
+    args.against = [args.dtype] if args.against is None else args.against
+    return args
+
+
+def main() -> None:
+    """Measure what the command line names."""
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = args.model or make_model(Path(scratch), like="smollm2-135m")
+        result = run(args, path)
+    show(result, args)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Make the keys of a cluster, or an API key; never overwrite one.
+
+    scripts/keys DIR router prefill-0 decode-0     # a key pair for each party
+    scripts/keys --api-key FILE                    # one more API key for clients
+
+DIR/NAME.key is the party's secret and DIR/authorized_keys the list of all public keys.  Made on one
+machine, copied to those that need them; what to copy where is printed, a secret never is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from wire.aio.keys import AUTHORIZED, is_party
+from wire.aio.port import new_key_pair
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that is the owner's alone.  Raises FileExistsError."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+def make_keys(directory: Path, names: list[str]) -> None:
+    """Write a key pair for each name, or nothing at all."""
+    for name in names:
+        if not is_party(name):
+            sys.exit(f"{name!r} is no party: say router, prefill-RANK or decode-RANK")
+        if (directory / f"{name}.key").exists():
+            sys.exit(
+                f"{directory / name}.key is there already and stays as it is; to replace it, "
+                f"move it away and take its line out of {directory / AUTHORIZED}"
+            )
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in names:
+        pair = new_key_pair()
+        write_new(directory / f"{name}.key", pair.text())
+        with (directory / AUTHORIZED).open("a") as file:
+            file.write(f"{pair.public} {name}\n")
+    print(f"made in {directory}: {', '.join(names)}")
+    for name in names:
+        print(f"  machine of {name}: copy {name}.key and {AUTHORIZED}, start it with --keys DIR")
+    print(f"{AUTHORIZED} must be the same on every machine; a .key only where its party runs.")
+
+
+def make_api_key(path: Path) -> None:
+    """Append a key to the file, which is made if need be."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.exists():
+        write_new(path, "# API keys, one a line; take a line out to revoke it\n")
+    with path.open("a") as file:
+        file.write(f"sk-{secrets.token_urlsafe(32)}\n")
+    print(f"one more key is the last line of {path}; start the router with --api-keys {path}")
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="scripts/keys",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--api-key", type=Path, metavar="FILE", help="add an API key to FILE")
+    parser.add_argument("directory", type=Path, nargs="?", metavar="DIR")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    given = parser.parse_args()
+    if given.api_key is not None:
+        make_api_key(given.api_key)
+    elif given.directory is None or not given.names:
+        parser.error("say DIR and the names of the parties, or --api-key FILE")
+    else:
+        make_keys(given.directory, given.names)
+
+
+if __name__ == "__main__":
+    main()

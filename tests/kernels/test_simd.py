@@ -1,0 +1,53 @@
+"""The vector loops by themselves: every number of rows, strides, and 16-bit elements exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from kernels import simd
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.mark.parametrize("element", list(DTYPES))
+def test_a_panel_product(element: str) -> None:
+    product = simd.panel_product(element, 3)
+
+    @njit
+    def call(*arguments):  # type: ignore[no-untyped-def]
+        product(*arguments)
+
+    w = torch.randint(-8, 8, (10, 24)).to(DTYPES[element])  # small integers: every sum is exact
+    x = torch.randint(-8, 8, (3, 10)).float()
+    for rows in (1, 2, 3, 9):
+        for is_added in (0, 1):
+            y = torch.ones(4, 20)
+            call(
+                w.data_ptr(), w.stride(0) * w.itemsize, x.data_ptr(), 40, y.data_ptr(), 80, 10,
+                rows, is_added,
+            )  # fmt: skip
+            want = torch.ones(4, 20)
+            count = min(rows, 3)
+            want[:count, :16] = x[:count] @ w[:, :16].float() + is_added
+            assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("element", list(DTYPES))
+def test_dots_of_rows(element: str) -> None:
+    dots = simd.row_dots(element, 2)
+
+    @njit
+    def call(*arguments):  # type: ignore[no-untyped-def]
+        dots(*arguments)
+
+    w = torch.randint(-8, 8, (24,)).to(DTYPES[element])
+    x = torch.randint(-8, 8, (3, 24)).float()
+    for rows in (1, 2, 5):
+        y = np.zeros((3, 5), np.float32)
+        call(w.data_ptr(), x.data_ptr(), 96, y.ctypes.data + 4, 20, 24, rows)
+        want = np.zeros((3, 5), np.float32)
+        want[: min(rows, 2), 1] = (x @ w.float()).numpy()[: min(rows, 2)]
+        assert (y == want).all()

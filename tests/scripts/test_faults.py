@@ -1,0 +1,70 @@
+"""The chaos runner's own eyes: what it must see in a record, and what its relays do."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from scripts.faults.checks import problem
+from scripts.faults.clients import Record
+from scripts.faults.relay import Relays
+from tests.cluster import until
+from wire.options import Options
+
+TEXT = [5, 6, 7, 8]
+
+
+def record(tokens: list[int], *, finish: str = "", error: str = "") -> Record:
+    made = Record([1, 2], Options(ignore_eos=True), len(TEXT), "http")
+    made.on_tokens(tokens)
+    if finish or error:
+        made.on_end(finish=finish, error=error)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("tokens", "word"),
+    [([5, 5, 6, 7], "doubled"), ([5, 7, 8, 9], "skipped"), ([5, 9, 7, 8], "wrong"), ([5], "1 t")],
+)
+def test_a_wrong_text_is_seen(tokens: list[int], word: str) -> None:
+    assert word in problem(record(tokens, finish="length"), TEXT)
+
+
+def test_ends_are_counted() -> None:
+    assert problem(record(TEXT, finish="length"), TEXT) == ""
+    assert "0 ends" in problem(record(TEXT), TEXT)
+    twice = record(TEXT, finish="length")
+    twice.on_end(error="late")
+    assert "2 ends" in problem(twice, TEXT)
+    after = record(TEXT[:3], finish="length")
+    after.on_tokens([8])
+    assert "1 tokens" in problem(after, TEXT)
+    assert "finish reason" in problem(record(TEXT, finish="stop"), TEXT)
+
+
+def test_an_error_is_right_only_where_it_is_allowed_and_after_a_prefix() -> None:
+    assert problem(record(TEXT[:2], error="lost"), TEXT) == "lost"
+    assert problem(record(TEXT[:2], error="lost"), TEXT, may_fail=True) == ""
+    assert "prefix" in problem(record([5, 7], error="lost"), TEXT, may_fail=True)
+
+
+def test_a_relay_passes_holds_and_cuts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, Relays() as relays:
+        relay = relays.add(*server.getsockname())
+        with socket.create_connection(("127.0.0.1", relay.port), 10) as near:
+            far, _ = server.accept()
+            with far:
+                far.settimeout(10)
+                near.sendall(b"one decode-3-17 ")
+                assert far.recv(100) == b"one decode-3-17 "
+                relay.is_black_hole = True
+                near.sendall(b"two")
+                until(lambda: relay.senders() == {"decode-3"}, "it is held")
+                relay.is_black_hole = False
+                assert far.recv(100) == b"two"
+                relay.cut()
+                with pytest.raises(ConnectionError):
+                    while near.recv(100):
+                        pass
+                    raise ConnectionResetError  # closed: a reset with nothing unread may say so

@@ -1,0 +1,68 @@
+"""scripts/keys: what it writes, what it prints, what it never does."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from router.apikeys import ApiKeys, digest
+from tests.cluster import ROOT
+from wire.aio.keys import Keys
+
+
+def keys(*args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "keys.py"), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_each_party_gets_a_pair_that_the_others_know(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    names = ("router", "prefill-0", "decode-0")
+    done = keys(directory, *names)
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        pair = Keys(directory, name).pair
+        for other in names:
+            assert Keys(directory, other).public_of(name) == pair.public
+        assert stat.S_IMODE((directory / f"{name}.key").stat().st_mode) == 0o600
+        assert f"copy {name}.key and authorized_keys" in done.stdout
+        assert pair.secret not in done.stdout + done.stderr
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    keys(tmp_path, "router")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    done = keys(tmp_path, "decode-0", "router")
+    assert done.returncode == 1 and "router.key is there already" in done.stderr
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_parties_are_added_later(tmp_path: Path) -> None:
+    keys(tmp_path, "router")
+    assert keys(tmp_path, "decode-7").returncode == 0
+    assert Keys(tmp_path, "router").public_of("decode-7")
+
+
+@pytest.mark.parametrize("name", ["admin", "../router", "decode-"])
+def test_who_is_no_party_gets_none(tmp_path: Path, name: str) -> None:
+    done = keys(tmp_path / "keys", "router", name)
+    assert done.returncode == 1 and "no party" in done.stderr
+    assert not (tmp_path / "keys").exists()
+
+
+def test_api_keys_are_added_and_not_shown(tmp_path: Path) -> None:
+    path = tmp_path / "etc" / "api_keys"
+    done = [keys("--api-key", path) for _ in range(2)]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    made = [line for line in path.read_text().splitlines() if line.startswith("sk-")]
+    assert len(set(made)) == 2 and all(ApiKeys(path).allow(digest(key.encode())) for key in made)
+    assert not any(key in one.stdout for key in made for one in done)
+
+
+def test_who_says_nothing_is_told_what_to_say(tmp_path: Path) -> None:
+    assert keys().returncode == 2 and keys(tmp_path).returncode == 2

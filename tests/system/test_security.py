@@ -1,0 +1,233 @@
+"""Who gets into a real cluster with keys, and what the others can do to it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import zmq
+
+from tests.cluster import ROOT, Cluster, hash_oracle, until
+from tests.scripts.test_keys import keys as scripts_keys
+from wire.aio.keys import KeyPair, read_key_pair
+from wire.aio.port import client_options, new_key_pair
+from wire.aio.tcp import Client, connect
+from wire.errors import ErrorCode
+from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, Hello, PrefillRequest, Role
+from wire.options import Options
+from wire.parts import Message
+from wire.payloads import encode_prompt
+
+MIB = 1 << 20
+MAX_GROWTH = 16 * MIB
+PARTIES = ("router", "prefill-0", "decode-0", "decode-1")
+
+
+class Locked(Cluster):
+    """A cluster with keys and API keys."""
+
+    def __init__(self, directory: Path, **settings: object) -> None:
+        self.keys, self.api_keys = directory / "keys", directory / "api_keys"
+        scripts_keys(self.keys, *PARTIES)
+        scripts_keys("--api-key", self.api_keys)
+        scripts_keys("--api-key", self.api_keys)
+        self.comment, self.key, self.other_key = self.api_keys.read_text().splitlines()
+        args = ("--keys", str(self.keys), "--api-keys", str(self.api_keys))
+        super().__init__(directory, executor="hash", args=args, api_key=self.key)
+
+    def pair(self, name: str) -> KeyPair:
+        return read_key_pair(self.keys / f"{name}.key")
+
+    @property
+    def secrets(self) -> list[str]:
+        return [self.key, self.other_key, *(self.pair(name).secret for name in PARTIES)]
+
+    def complete(self, key: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4}
+        return httpx.post(
+            f"{self.http}/v1/completions", json=body, headers=headers, trust_env=False, timeout=30
+        )
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
+    with Locked(tmp_path_factory.mktemp("locked")) as cluster:
+        yield cluster
+
+
+def test_local_workers_have_their_keys_and_serve(locked: Locked) -> None:
+    answer = locked.complete(locked.key)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["kv_transfer"]["bytes"] > 0, "KV crossed a locked socket"
+
+
+def test_a_wrong_and_a_missing_key_get_401(locked: Locked) -> None:
+    for key in ("", "sk-wrong", locked.key[:-1]):
+        answer = locked.complete(key)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+async def test_raw_tcp_says_hello_first(locked: Locked) -> None:
+    prompt = [11, 22, 33]
+    async with await connect(*locked.tcp) as client:
+        client.send(Hello(0, 0, Role.CLIENT), locked.key.encode())
+        client.send(PrefillRequest(1, len(prompt), ANY_RANK), encode_prompt(prompt, Options()))
+        client.send(DecodeRequest(1, 4))
+        frames = [message.frame async for message in _until_end(client)]
+        assert isinstance(frames[-1], DecodeDone)
+        tokens = [frame.token_id for frame in frames if hasattr(frame, "token_id")]
+        assert tokens[:-1] == hash_oracle(prompt, 5, Options())[1:]
+    for key in (b"", b"sk-wrong"):
+        async with await connect(*locked.tcp) as client:
+            client.send(Hello(0, 0, Role.CLIENT), key)
+            message = await client.next_message()
+            assert message is not None and message.frame == Error(0, ErrorCode.UNAUTHORIZED)
+            assert await client.next_message() is None
+
+
+async def _until_end(client: Client) -> AsyncIterator[Message]:
+    async for message in client:
+        yield message
+        if isinstance(message.frame, DecodeDone | Error):
+            return
+
+
+def test_no_secret_is_seen_anywhere(locked: Locked) -> None:
+    locked.complete(locked.key)
+    locked.complete("sk-wrong-but-not-shown")
+    router = psutil.Process(locked.router.pid)
+    processes = [router, *router.children(recursive=True)]
+    assert len(processes) == 3
+    seen = [locked.log(), str(locked.status())]
+    seen.append(httpx.get(f"{locked.http}/metrics", headers=locked.headers, trust_env=False).text)
+    for process in processes:
+        seen += [str(process.cmdline()), str(process.environ())]
+    for text in seen:
+        assert text
+        for secret in [*locked.secrets, "sk-wrong-but-not-shown"]:
+            assert secret not in text
+
+
+def test_a_worker_without_a_key_or_with_another_s_is_not_let_in(locked: Locked) -> None:
+    """And one with its own is, on a running cluster."""
+    locked.worker("decode", 1, "--keys", str(locked.keys))
+    command = [sys.executable, "-m", "worker", "--executor", "hash", "--router", locked.bus]
+    for role in ([], ["--keys", str(locked.keys), "--role", "decode", "--rank", "5"]):
+        with subprocess.Popen(
+            [*command, "--rank", "5", *role],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            stderr=subprocess.STDOUT,
+        ) as worker:
+            if role:  # its key file is not there
+                assert worker.wait(60) == 78
+                continue
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                if "authorized_keys" in line:
+                    break
+            worker.terminate()
+            worker.stdout.read()
+    assert locked.find("decode", 5) is None
+
+
+def frame(body: bytes, *, more: bool = False, command: bool = False) -> bytes:
+    """One frame of ZMTP 3, in its long form."""
+    return bytes([2 | more | command << 2]) + struct.pack(">Q", len(body)) + body
+
+
+def flood(cluster: Cluster, mechanism: bytes) -> int:
+    """Speak ZMTP to the bus and never end the first message; return by how much its RSS grew."""
+    router = psutil.Process(cluster.router.pid)
+    before = router.memory_info().rss
+    host, port = cluster.bus.removeprefix("tcp://").rsplit(":", 1)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+    ready = frame(b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER", command=True)
+    part = frame(bytes(2 * MIB), more=True)
+    with socket.create_connection((host, int(port)), timeout=5.0) as stream:
+        try:
+            stream.sendall(greeting + ready)
+            for _ in range(64):
+                stream.sendall(part)
+        except OSError:  # it hung up, or reads no more
+            assert mechanism != b"NULL" or isinstance(cluster, Locked)
+        return router.memory_info().rss - before
+
+
+def connections_of_strangers(cluster: Locked) -> None:
+    """Knock with keys that nobody knows, as often as one machine does in a second."""
+    end = time.monotonic() + 1.0
+    with zmq.Context() as context:
+        while time.monotonic() < end:
+            stranger = context.socket(zmq.DEALER)
+            for name, value in client_options(
+                new_key_pair(), cluster.pair("router").public
+            ).items():
+                stranger.setsockopt(getattr(zmq, name), value)
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.connect(cluster.bus)
+            stranger.poll(20)
+            stranger.close()
+
+
+def test_who_has_no_key_cannot_fill_the_memory(locked: Locked) -> None:
+    router = psutil.Process(locked.router.pid)
+    before = router.memory_info().rss
+    for mechanism in (b"NULL", b"CURVE", b"PLAIN"):
+        assert flood(locked, mechanism) < MAX_GROWTH
+    connections_of_strangers(locked)
+    assert router.memory_info().rss - before < MAX_GROWTH
+    assert locked.complete(locked.key).status_code == 200
+
+
+def test_without_keys_the_same_flood_would(hash_cluster: Cluster) -> None:
+    """What the keys are for: this test shows that the one above can fail."""
+    assert flood(hash_cluster, b"NULL") > 2 * MAX_GROWTH
+
+
+def test_a_revoked_api_key_is_refused_from_the_next_request_on(locked: Locked) -> None:
+    assert locked.complete(locked.other_key).status_code == 200
+    locked.api_keys.write_text(f"{locked.key}\n")
+    assert locked.complete(locked.other_key).status_code == 401
+    assert locked.complete(locked.key).status_code == 200
+
+
+def test_a_revoked_worker_is_out(locked: Locked) -> None:
+    if locked.find("decode", 1) is None:
+        locked.worker("decode", 1, "--keys", str(locked.keys))
+    path = locked.keys / "authorized_keys"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if "decode-1" not in line))
+    until(lambda: locked.find("decode", 1) is None, "decode-1 gone")
+    assert locked.complete(locked.key).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("args", "advice"),
+    [
+        (["router", "--bus", "tcp://0.0.0.0:5570"], "--keys DIR"),
+        (["router", "--http", "0.0.0.0:8000"], "--api-keys FILE"),
+        (["router", "--tcp", "0.0.0.0:8001"], "--api-keys FILE"),
+        (["worker", "--kv-bind", "tcp://10.0.0.3:5580"], "--keys DIR"),
+    ],
+)
+def test_an_open_port_without_keys_is_refused_and_says_what_to_do(
+    args: list[str], advice: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *args], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 78
+    assert "scripts/keys" in done.stderr and advice in done.stderr and "--insecure" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,204 @@
+"""Who gets in, on real sockets: with the right key, a wrong one, none, and without a doorkeeper."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from tests.wire.aio.test_keys import write
+from wire.aio import zap
+from wire.aio.keys import Keys
+from wire.aio.port import Context, client_options, new_key_pair, server_options
+from wire.aio.settings import ConfigError
+from wire.aio.zap import Authenticator
+from wire.aio.zmq import Hub, Link
+from wire.parts import Buffer
+
+LOOPBACK = "tcp://127.0.0.1:*"
+ADMITTED, REFUSED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_AUTH
+MISMATCH, CUT = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_DISCONNECTED
+
+
+class House:
+    """A router's hub with keys, and the directory they are in."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.pairs = write(directory, "router", "prefill-0", "decode-0")
+        self.messages: asyncio.Queue[tuple[bytes, list[Buffer]]] = asyncio.Queue()
+        self.lost: asyncio.Queue[bytes] = asyncio.Queue()
+        self.hub = Hub(
+            lambda peer, parts: self.messages.put_nowait((peer, parts)),
+            on_lost=self.lost.put_nowait,
+            keys=Keys(directory, "router"),
+        )
+        self.endpoint = self.hub.bind(LOOPBACK)
+        self.links: list[Link] = []
+
+    def link(self, name: str, identity: bytes, **changes: object) -> Link:
+        keys = Keys(self.directory, name)
+        link = Link(identity, self.endpoint, lambda parts: None, keys=keys, **changes)  # type: ignore[arg-type]
+        self.links.append(link)
+        return link
+
+    def authorize(self, *names: str) -> None:
+        lines = [f"{self.pairs[name].public} {name}\n" for name in names]
+        (self.directory / "authorized_keys").write_text("".join(lines))
+
+    async def close(self) -> None:
+        for link in self.links:
+            await link.close()
+        await self.hub.close()
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    house = House(tmp_path)
+    yield house
+    await house.close()
+
+
+async def knock(endpoint: str, options: object = None) -> int:
+    """Connect as these options say; return the first event that says how it went."""
+    with Context() as context:
+        stranger = context.socket(zmq.DEALER)
+        for name, value in dict(options or {}).items():  # type: ignore[call-overload]
+            stranger.setsockopt(getattr(zmq, name), value)
+        stranger.setsockopt(zmq.LINGER, 0)
+        monitor = stranger.get_monitor_socket(ADMITTED | REFUSED | MISMATCH | CUT)
+        try:
+            stranger.connect(endpoint)
+            assert await asyncio.to_thread(monitor.poll, 20_000)
+            return int(recv_monitor_message(monitor)["event"])
+        finally:
+            stranger.disable_monitor()
+            monitor.close(0)
+            stranger.close()
+
+
+async def test_who_has_a_key_is_heard_and_answered(house: House) -> None:
+    link = house.link("prefill-0", b"prefill-0-1")
+    link.send([b"tag", b"header"])
+    peer, parts = await house.messages.get()
+    assert (peer, parts) == (b"prefill-0-1", [b"tag", b"header"])
+    assert house.hub.peers == [b"prefill-0-1"]
+
+
+async def test_an_unknown_key_is_refused(house: House) -> None:
+    options = client_options(new_key_pair(), house.pairs["router"].public)
+    assert await knock(house.endpoint, options) == REFUSED
+    assert house.messages.empty()
+
+
+async def test_a_client_without_curve_is_refused(house: House) -> None:
+    assert await knock(house.endpoint) in (MISMATCH, CUT)
+    assert house.messages.empty()
+
+
+async def test_a_router_that_is_another_is_not_spoken_to(house: House, tmp_path: Path) -> None:
+    options = client_options(house.pairs["prefill-0"], new_key_pair().public)
+    assert await knock(house.endpoint, options) != ADMITTED
+
+
+@pytest.mark.parametrize("where", ["nowhere", "another context", "another domain"])
+async def test_without_an_authenticator_of_its_own_a_socket_admits_nobody(
+    tmp_path: Path, where: str
+) -> None:
+    pairs = write(tmp_path, "router", "prefill-0")
+    context, other = Context(), Context()
+    socket = context.socket(zmq.ROUTER)
+    for name, value in server_options(pairs["router"]).items():
+        socket.setsockopt(getattr(zmq, name), value)
+    keys, authenticator = Keys(tmp_path, "router"), None
+    if where == "another context":
+        authenticator = Authenticator(other, keys)
+    elif where == "another domain":
+        authenticator = Authenticator(context, keys, b"elsewhere")
+    socket.bind(LOOPBACK)
+    endpoint = socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+    try:
+        known = client_options(pairs["prefill-0"], pairs["router"].public)
+        stranger = client_options(new_key_pair(), pairs["router"].public)
+        assert await knock(endpoint, known) != ADMITTED
+        assert await knock(endpoint, stranger) != ADMITTED
+    finally:
+        if authenticator is not None:
+            authenticator.close()
+        socket.close(0)
+        context.term()
+        other.term()
+
+
+async def test_no_port_is_opened_when_nobody_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zap, "PROBE_S", 0.3)
+    write(tmp_path, "router")
+    hub = Hub(lambda peer, parts: None, keys=Keys(tmp_path, "router"))
+    assert hub._gate is not None
+    hub._gate.authenticator.close()
+    with pytest.raises(ConfigError, match="not listening"):
+        hub.bind(LOOPBACK)
+    await hub.close()
+
+
+async def test_no_port_is_opened_when_strangers_get_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "router")
+    hub = Hub(lambda peer, parts: None, keys=Keys(tmp_path, "router"))
+    monkeypatch.setattr(Keys, "party", lambda self, public: "prefill-0")
+    with pytest.raises(ConfigError, match="admitted an unknown key"):
+        hub.bind(LOOPBACK)
+    await hub.close()
+
+
+async def test_a_key_does_not_speak_for_another_party(house: House) -> None:
+    liar = house.link("prefill-0", b"decode-0-1")
+    liar.send([b"I am decode-0"])
+    honest = house.link("prefill-0", b"prefill-0-1")
+    honest.send([b"I am prefill-0"])
+    assert await house.messages.get() == (b"prefill-0-1", [b"I am prefill-0"])
+    assert house.hub.peers == [b"prefill-0-1"]
+
+
+async def test_a_revoked_key_loses_its_connection_and_gets_no_other(house: House) -> None:
+    down: asyncio.Queue[str] = asyncio.Queue()
+    revoked = house.link("prefill-0", b"prefill-0-1", on_down=lambda: down.put_nowait("down"))
+    kept = house.link("decode-0", b"decode-0-1")
+    revoked.send([b"hello"])
+    kept.send([b"hello"])
+    await house.messages.get(), await house.messages.get()
+    house.authorize("router", "decode-0")
+    assert await down.get() == "down"
+    assert await house.lost.get() == b"prefill-0-1"
+    options = client_options(house.pairs["prefill-0"], house.pairs["router"].public)
+    assert await knock(house.endpoint, options) == REFUSED
+    kept.send([b"still here"])
+    assert await house.messages.get() == (b"decode-0-1", [b"still here"])
+    house.authorize("router", "decode-0", "prefill-0")
+    revoked.send([b"back"])
+    assert await house.messages.get() == (b"prefill-0-1", [b"back"])
+
+
+async def test_refusals_do_not_fill_the_log(
+    house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert house.hub._gate is not None
+    doorkeeper = house.hub._gate.authenticator
+    options = client_options(new_key_pair(), house.pairs["router"].public)
+    doorkeeper._quiet_until = float("inf")
+    before = doorkeeper.num_refused
+    capsys.readouterr()
+    for _ in range(5):
+        assert await knock(house.endpoint, options) == REFUSED
+    assert doorkeeper.num_refused >= before + 5
+    assert "connection refused" not in capsys.readouterr().out
+    doorkeeper._quiet_until = 0.0
+    assert await knock(house.endpoint, options) == REFUSED
+    assert "unknown key" in capsys.readouterr().out

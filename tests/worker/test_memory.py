@@ -1,0 +1,84 @@
+"""Weights, activations and blocks fit together, or a sentence says what to change."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker import memory
+from worker.executor.contract import MemoryRequirements
+from worker.memory import count_blocks, free_bytes
+
+MODEL = MemoryRequirements(
+    parameter_bytes=5000, activation_bytes_per_token=10, kv_bytes_per_token=3
+)
+
+
+def blocks_of(num_blocks: int = 0, kv_cache_bytes: int = 480, free: int | None = None) -> int:
+    return count_blocks(
+        MODEL,
+        num_blocks=num_blocks,
+        kv_cache_bytes=kv_cache_bytes,
+        block_size=16,
+        max_ubatch_tokens=20,
+        free_bytes=free,
+    )
+
+
+def test_a_number_of_blocks_wins_over_bytes() -> None:
+    assert blocks_of() == 10 and blocks_of(kv_cache_bytes=479) == 9
+    assert blocks_of(num_blocks=7) == 7
+
+
+def test_not_one_block_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_bytes is 47, .* 16 tokens takes 48; raise"):
+        blocks_of(kv_cache_bytes=47)
+
+
+@given(st.integers(0, 30), st.integers(48, 2000), st.integers(0, 3000))
+def test_what_the_refusal_proposes_fits(num_blocks: int, kv_cache_bytes: int, free: int) -> None:
+    try:
+        blocks = blocks_of(num_blocks, kv_cache_bytes, free)
+    except ValueError as error:
+        setting = "--num-blocks" if num_blocks else "--kv-cache-bytes"
+        proposed = int(str(error).split(f"lower {setting} to ")[1].split()[0])
+        assert f"only {free} are free" in str(error) and "model's 5000" in str(error)
+        if num_blocks and proposed:
+            assert blocks_of(proposed, kv_cache_bytes, free) == proposed < num_blocks
+        elif not num_blocks and proposed >= 48:
+            assert proposed < kv_cache_bytes and blocks_of(0, proposed, free)
+    else:
+        assert 200 + blocks * 48 <= free
+
+
+def test_two_models_need_what_both_need() -> None:
+    assert MODEL + MemoryRequirements(1, 2, 3) == MemoryRequirements(5001, 12, 6)
+
+
+def test_this_machine_has_memory_left() -> None:
+    free = free_bytes("cpu")
+    assert free is None or 0 < free < 1 << 50
+    assert not sys.platform.startswith("linux") or free is not None
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("max", 2048), ("1500", 1500 - (900 - 300)), ("500", 0)]
+)
+def test_a_container_may_allow_less_than_the_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, expected: int
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:   2 kB\nHugePages_Free: 0\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 600\nactive_file 100\ninactive_file 200\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert free_bytes("cpu") == expected
+
+
+def test_where_nobody_says_it_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert free_bytes("cpu") is None

@@ -1,0 +1,69 @@
+"""The client's side of raw TCP, for tests, scripts and benchmarks.  SPEC 2.2."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from typing import Final, Self
+
+from wire.frames import Frame
+from wire.parts import Buffer, Message
+from wire.stream import StreamDecoder, encode
+
+_CHUNK_BYTES: Final = 64 << 10
+
+
+class Client:
+    """A client for tests, scripts and benchmarks: ``async for message in client``."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder = StreamDecoder()
+
+    def send(self, frame: Frame, *payload: Buffer) -> None:
+        """Send one message; `drain` bounds what waits."""
+        self._writer.write(b"".join(encode(frame, *payload)))
+
+    async def drain(self) -> None:
+        """Wait until the server takes more.  Raises ConnectionError."""
+        await self._writer.drain()
+
+    async def next_message(self) -> Message | None:
+        """Return the next message, None at the end.
+
+        Raises:
+            ConnectionError: The connection broke.
+            RemoteProtocolError: The server broke SPEC, or stopped inside a message.
+        """
+        while (message := self._decoder.next_message()) is None:
+            chunk = await self._reader.read(_CHUNK_BYTES)
+            if not chunk:
+                self._decoder.receive_eof()
+                return None
+            self._decoder.receive(chunk)
+        return message
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        while (message := await self.next_message()) is not None:
+            yield message
+
+    async def close(self) -> None:
+        """Hang up."""
+        self._writer.close()
+        try:
+            await self._writer.wait_closed()
+        except ConnectionError:
+            pass  # The server was faster.
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+
+async def connect(host: str, port: int, tls: ssl.SSLContext | None = None) -> Client:
+    """Connect to a raw TCP server, with `tls` encrypted.  Raises OSError."""
+    return Client(*await asyncio.open_connection(host, port, ssl=tls))

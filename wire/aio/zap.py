@@ -1,0 +1,184 @@
+"""Admission at a bound ZeroMQ socket: ZAP (ZeroMQ RFC 27) answered from `wire.aio.keys`.
+
+libzmq asks at every CURVE handshake, over an in-process socket of the same context; a socket that
+finds nobody there admits nobody (ZAP_ENFORCE_DOMAIN).  `prove` shows that before a port is opened.
+
+Authentication ends with the handshake, so `Gate` goes on: the first message of a peer must come
+under an identity that its key's party may use, and a revoked key loses its connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+import structlog
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from wire.aio.keys import Keys
+from wire.aio.port import LAST, REFUSED, ZAP_DOMAIN, Context, Port, client_options, new_key_pair
+from wire.aio.settings import ConfigError
+
+ENDPOINT: Final = "inproc://zeromq.zap.01"
+# How often the list of keys is looked at: a revoked key loses its connections within this.
+REFRESH_S: Final = 1.0
+PROBE_S: Final = 5.0
+_LOG: Final = structlog.get_logger(__name__)
+
+
+class Authenticator:
+    """Answers libzmq's questions for one context, on the running loop, until closed."""
+
+    def __init__(self, context: Context, keys: Keys, domain: bytes = ZAP_DOMAIN) -> None:
+        self.num_refused = 0
+        self._keys, self._domain = keys, domain
+        self._quiet_until = 0.0
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(ENDPOINT)
+        self._fd = int(self._socket.FD)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self.turn)
+
+    def turn(self) -> None:
+        """Answer everything that was asked.  The descriptor is edge-triggered: read until empty."""
+        with suppress(zmq.Again):
+            while not self._socket.closed:
+                request = self._socket.recv_multipart(LAST)
+                self._socket.send_multipart(self._answer(request), LAST)
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._loop.remove_reader(self._fd)
+            self._socket.close()
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        version, request_id, domain, address, _, mechanism, *credentials = request
+        reason, public = "", ""
+        if domain != self._domain:
+            reason = "wrong domain"
+        elif mechanism != b"CURVE" or len(credentials) != 1:
+            reason = "no CURVE"
+        else:
+            self._keys.refresh()
+            public = z85.encode(credentials[0]).decode()
+            if self._keys.party(public) is None:
+                reason = "unknown key"
+        if reason:
+            self._note(address, reason)
+            return [version, request_id, b"400", b"refused", b"", b""]
+        return [version, request_id, b"200", b"OK", public.encode(), b""]
+
+    def _note(self, address: bytes, reason: str) -> None:
+        """Log a refusal, at most one a second: whoever is refused must not fill the disk."""
+        self.num_refused += 1
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + 1.0
+            _LOG.warning(
+                "connection refused",
+                address=address.decode("ascii", "replace")[:64],
+                reason=reason,
+                refused_so_far=self.num_refused,
+            )
+
+
+class Gate:
+    """Who is behind the connections of one bound socket, and whether they may still be there.
+
+    `read_events` must bring `leave` for every connection that has ended: descriptors are reused,
+    and only our own may be cut.
+    """
+
+    def __init__(self, context: Context, keys: Keys, read_events: Callable[[], None]) -> None:
+        self.authenticator = Authenticator(context, keys)
+        self._keys, self._read_events = keys, read_events
+        self._holders: dict[int, str] = {}  # descriptor -> public key
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(REFRESH_S, self._refresh)
+
+    def admit(self, peer: bytes, public: str, fd: int, *, is_live: bool) -> bool:
+        """Whether the holder of `public` may speak as `peer`; if not, its connection is cut."""
+        party = self._keys.party(public)
+        is_welcome = party is not None and peer.startswith(f"{party}-".encode())
+        if not is_welcome:
+            _LOG.warning("identity of another", peer=repr(peer)[:64], party=party or "revoked")
+        if is_live and is_welcome:
+            self._holders[fd] = public
+        elif is_live:
+            _cut(fd)
+        return is_welcome
+
+    def leave(self, fd: int) -> None:
+        """The connection ended."""
+        self._holders.pop(fd, None)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self.authenticator.close()
+
+    def _refresh(self) -> None:
+        self._timer = self._loop.call_later(REFRESH_S, self._refresh)
+        self._keys.refresh()
+        revoked = {key for key in self._holders.values() if self._keys.party(key) is None}
+        if revoked:
+            self._read_events()
+        for fd, public in list(self._holders.items()):
+            if public in revoked:
+                _LOG.warning("key revoked, connection cut", public_key=public)
+                del self._holders[fd]
+                _cut(fd)
+
+
+def prove(port: Port, keys: Keys, answer: Callable[[], None]) -> None:
+    """Make sure that `port`, not bound yet, refuses an unknown key; `answer` is `turn` above.
+
+    The very socket listens on a loopback port for a moment, and is asked as a stranger would.
+    Blocks the loop, at start-up, for milliseconds.
+
+    Raises:
+        ConfigError: The stranger was admitted, or nobody decided.
+    """
+    endpoint = port.attach("bind", "tcp://127.0.0.1:*")
+    try:
+        event = _knock(endpoint, keys.pair.public, answer)
+    finally:
+        port.socket.unbind(endpoint)
+    if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        what = "admitted an unknown key" if event else "did not decide on an unknown key"
+        raise ConfigError(f"not listening: the socket {what}, so keys would protect nothing")
+
+
+def _knock(endpoint: str, server: str, answer: Callable[[], None]) -> int:
+    """Connect with a key made just now; return the event that decided, 0 for none in time."""
+    with Context() as context:
+        stranger = context.socket(zmq.DEALER)
+        for name, value in client_options(new_key_pair(), server).items():
+            stranger.setsockopt(getattr(zmq, name), value)
+        stranger.setsockopt(zmq.LINGER, 0)
+        monitor = stranger.get_monitor_socket(REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        try:
+            stranger.connect(endpoint)
+            deadline = time.monotonic() + PROBE_S
+            while time.monotonic() < deadline:
+                answer()
+                if monitor.poll(5):
+                    return int(recv_monitor_message(monitor)["event"])
+            return 0
+        finally:
+            stranger.disable_monitor()
+            monitor.close(0)
+            stranger.close()
+
+
+def _cut(fd: int) -> None:
+    """End a connection that libzmq owns: it finds its socket shut down and lets go of it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as twin:
+        twin.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,57 @@
+"""The engine that a worker's configuration asks for: its blocks, its settings, its draft model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from worker.config import Config
+from worker.draft_model import ModelDrafter
+from worker.engine import Engine
+from worker.executor.contract import Executor
+from worker.memory import count_blocks, free_bytes
+from worker.speculate import Drafter
+
+
+def make_engine(
+    config: Config,
+    executor: Executor,
+    draft: Executor | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    """Make the engine that the configuration asks for; a draft model has as many blocks.
+
+    Raises:
+        ValueError: The settings do not fit the model or the machine.
+    """
+    memory = executor.capabilities.memory
+    num_blocks = count_blocks(
+        memory if draft is None else memory + draft.capabilities.memory,
+        num_blocks=config.num_blocks,
+        kv_cache_bytes=config.kv_cache_bytes,
+        block_size=config.block_size,
+        max_ubatch_tokens=config.max_ubatch_tokens,
+        free_bytes=free_bytes(config.device),
+    )
+    # Who only reads prompts has nothing to guess.
+    speculate: str | Drafter | None = config.speculate if config.role == "decode" else None
+    if draft is not None:
+        speculate = ModelDrafter(
+            draft,
+            config.num_drafts,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_ubatch_tokens=config.max_ubatch_tokens,
+        )
+    return Engine(
+        executor,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_ubatch_tokens=config.max_ubatch_tokens,
+        max_sbatch_sequences=config.max_sbatch_sequences,
+        enable_prefix_cache=config.prefix_cache,
+        ageing_s=config.ageing_s,
+        swap_bytes=config.swap_bytes,
+        speculate=speculate,
+        clock=clock,
+    )

@@ -1,0 +1,89 @@
+"""How many KV blocks a worker gets, and whether they fit beside the model.
+
+The weights are loaded when this is asked, so what is free is for the activations of the largest
+step and for the blocks.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Final
+
+from worker.executor.contract import MemoryRequirements
+
+_MEMINFO: Final = Path("/proc/meminfo")
+_CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+def count_blocks(
+    memory: MemoryRequirements,
+    *,
+    num_blocks: int,
+    kv_cache_bytes: int,
+    block_size: int,
+    max_ubatch_tokens: int,
+    free_bytes: int | None,
+) -> int:
+    """Return how many blocks there will be: `num_blocks`, or what `kv_cache_bytes` pay for.
+
+    Args:
+        free_bytes: Memory for activations and blocks; None if nobody knows.
+
+    Raises:
+        ValueError: Not one block, or more than fit; the message says which setting to change.
+    """
+    block_bytes = memory.kv_bytes_per_token * block_size
+    blocks = num_blocks or kv_cache_bytes // block_bytes
+    if blocks < 1:
+        raise ValueError(
+            f"kv_cache_bytes is {kv_cache_bytes}, and a block of {block_size} tokens takes "
+            f"{block_bytes}; raise --kv-cache-bytes or lower --block-size"
+        )
+    activation_bytes = memory.activation_bytes_per_token * max_ubatch_tokens
+    if free_bytes is None or activation_bytes + blocks * block_bytes <= free_bytes:
+        return blocks
+    setting, value = (
+        ("num_blocks", num_blocks) if num_blocks else ("kv_cache_bytes", kv_cache_bytes)
+    )
+    most = max(0, free_bytes - activation_bytes) // (block_bytes if num_blocks else 1)
+    raise ValueError(
+        f"{setting} is {value}: {blocks} blocks take {blocks * block_bytes} bytes and steps of "
+        f"{max_ubatch_tokens} tokens {activation_bytes}, but beside the model's "
+        f"{memory.parameter_bytes} only {free_bytes} are free; lower --{setting.replace('_', '-')} "
+        f"to {most} at most, or --max-ubatch-tokens, or take a smaller model"
+    )
+
+
+def free_bytes(device: str) -> int | None:
+    """Return the memory that is free where an executor on `device` computes; None if unknown."""
+    # Who has not imported torch by now does not compute with it, on no device.
+    torch = sys.modules.get("torch")
+    if device != "cpu" and torch is not None and torch.cuda.is_available():
+        free: int = torch.cuda.mem_get_info()[0]
+        return free
+    known = [free for free in (_free_in_machine(), _free_in_container()) if free is not None]
+    return min(known, default=None)
+
+
+def _free_in_machine() -> int | None:
+    """Return what could be had without swapping; None where the system does not say."""
+    if not _MEMINFO.exists():
+        return None
+    return 1024 * _figures(_MEMINFO.read_text().replace(":", ""))["MemAvailable"]
+
+
+def _free_in_container() -> int | None:
+    """Return what is left of the limit of our control group, if it has one."""
+    limit, usage, stat = (_CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
+    if not limit.exists() or not limit.read_text().strip().isdecimal():  # "max" is no limit
+        return None
+    # Pages of files count as used, but give way to who needs the memory.
+    figures = _figures(stat.read_text())
+    used = int(usage.read_text()) - figures["active_file"] - figures["inactive_file"]
+    return max(0, int(limit.read_text()) - used)
+
+
+def _figures(text: str) -> dict[str, int]:
+    """Read lines of a name and a number."""
+    return {words[0]: int(words[1]) for words in map(str.split, text.splitlines())}

@@ -1,0 +1,104 @@
+"""What a worker finds outside itself: the time, its connections, and the threads that compute.
+
+One value, passed to `worker.app.Worker`; the defaults are the real things.  The simulation
+(`scripts/simulate.py`) passes virtual time, a network of its own and threads that are events, and
+so runs the very code that serves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from wire.aio.keys import Keys
+from wire.aio.zmq import Link, Sending
+from wire.parts import Buffer
+from worker.copies import Copies
+from worker.engine import Engine
+from worker.outputs import Output
+from worker.plane import KVPlane
+from worker.thread import Call, EngineThread
+
+
+class Connection(Protocol):
+    """The way to one peer (`wire.aio.zmq.Link`)."""
+
+    @property
+    def is_up(self) -> bool: ...
+    def send(self, parts: Sequence[Buffer], *, track: bool = False) -> Sending | None: ...
+    async def close(self, linger_s: float = 0.0) -> None: ...
+
+
+class Listener(Protocol):
+    """A bound socket with many peers (`wire.aio.zmq.Hub`)."""
+
+    def bind(self, endpoint: str) -> str: ...
+    def send(
+        self, peer: bytes, parts: Sequence[Buffer], *, track: bool = False
+    ) -> Sending | None: ...
+    async def close(self, linger_s: float = 0.0) -> None: ...
+
+
+class Connect(Protocol):
+    """Connects to a router; the callbacks are those of `wire.aio.zmq.Link`.  Raises OSError."""
+
+    def __call__(
+        self,
+        identity: bytes,
+        endpoint: str,
+        on_message: Callable[[list[Buffer]], None],
+        *,
+        on_up: Callable[[], None],
+        on_down: Callable[[], None],
+        keys: Keys | None = None,
+    ) -> Connection: ...
+
+
+class Plane(Protocol):
+    """Where KV travels (`worker.plane.KVPlane`)."""
+
+    def hub(
+        self, on_message: Callable[[bytes, list[Buffer]], None], on_lost: Callable[[bytes], None]
+    ) -> Listener: ...
+    def link(
+        self,
+        identity: bytes,
+        endpoint: str,
+        on_message: Callable[[list[Buffer]], None],
+        on_down: Callable[[], None],
+        server: str = "",
+    ) -> Connection: ...
+    async def close(self) -> None: ...
+
+
+class Computing(Protocol):
+    """Where the engine runs (`worker.thread.EngineThread`)."""
+
+    @property
+    def is_busy(self) -> bool: ...
+    def start(self) -> None: ...
+    def post(self, call: Call) -> None: ...
+    def stop(self) -> None: ...
+
+
+class Copying(Protocol):
+    """Where KV is packed and unpacked (`worker.copies.Copies`)."""
+
+    def run(self, copy: Callable[..., Any], *args: Any) -> Awaitable[Any]: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """`clock` gives monotonic seconds, `epoch` a number that grows from process to process."""
+
+    clock: Callable[[], float] = time.monotonic
+    epoch: Callable[[], int] = time.time_ns
+    connect: Connect = Link
+    make_plane: Callable[[int, Keys | None], Plane] = KVPlane
+    make_thread: Callable[
+        [Engine, Callable[[list[Output]], None], Callable[[BaseException], None]], Computing
+    ] = EngineThread
+    make_copies: Callable[[], Copying] = Copies
