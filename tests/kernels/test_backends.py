@@ -10,7 +10,7 @@ import torch
 import kernels
 from kernels import KernelError, cuda, launch, reference
 from kernels.contract import Backend
-from tests.kernels.scenes import check, scene
+from tests.kernels.scenes import Scene, check, scene
 from tests.kernels.shim.backend import Shim, why_not
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -69,7 +69,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 BACKENDS = ["reference", "cpu", "shim", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def to_device(it, name):  # type: ignore[no-untyped-def]
+def to_device(it: Scene, name: str) -> Scene:
     if name != "cuda":
         return it
     return it._replace(

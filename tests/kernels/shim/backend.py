@@ -11,7 +11,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -87,7 +87,7 @@ class Shim:
 
     def __init__(
         self,
-        kernels: dict[str, Sequence[str]],
+        kernels: Mapping[str, Sequence[str]],
         *,
         order: int = 2,
         late: bool = True,
