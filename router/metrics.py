@@ -164,6 +164,9 @@ class Metrics:
         self._first_token = self._distribution(
             "time_to_first_token", "From acceptance to the first token.", FIRST_TOKEN_S
         )
+        self._prefill = self._distribution(
+            "prefill", "From the first placement to the first token.", FIRST_TOKEN_S
+        )
         self._token = self._distribution(
             "inter_token", "Between tokens of a stream; those that come together share.", TOKEN_S
         )
@@ -186,6 +189,7 @@ class Metrics:
             self._queue.observe(end.queue_s)
         if end.ttft_s is not None:
             self._first_token.observe(end.ttft_s)
+            self._prefill.observe(end.ttft_s - (end.queue_s or 0.0))
         if end.kv_seconds:
             self._kv_seconds.observe(end.kv_seconds)
 

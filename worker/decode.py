@@ -154,6 +154,10 @@ class DecodeRole:
         for request_id, generation in list(self._generations.items()):
             if generation.router is router:
                 self.on_cancel(request_id)
+        # KV it has not asked about yet would wait for its lease: the id says whose it is (SPEC 1).
+        for request_id in self._receptions:
+            if request_id >> 32 == router.epoch & 0xFFFFFFFF:
+                self._receptions.cancel(request_id)
 
     # Outputs of the engine.
 

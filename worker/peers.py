@@ -120,6 +120,7 @@ class DecodePeers:
         self._named: dict[str, list[PeerDetail]] = {}  # by router endpoint
         self._peers: dict[str, DecodePeer] = {}  # by KV endpoint
         self._closing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     def update(self, router: str, details: list[PeerDetail]) -> None:
         """Take a PEERS frame of one router; connect to whom it names."""
@@ -145,12 +146,16 @@ class DecodePeers:
                 self._close(self._peers.pop(endpoint))
 
     async def close(self) -> None:
+        """Let go of all, for good: a socket opened now would keep the plane from closing."""
+        self._is_closed = True
         for peer in self._peers.values():
             self._close(peer)
         self._peers.clear()
         await asyncio.gather(*self._closing)
 
     def _connect(self, detail: PeerDetail) -> DecodePeer | None:
+        if self._is_closed:
+            return None
         peer = self._peers.get(detail.kv_endpoint)
         if peer is not None:
             peer.detail = detail  # a restarted worker may listen where the old one did

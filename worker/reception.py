@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
@@ -88,6 +88,9 @@ class Receptions:
     def __len__(self) -> int:
         return len(self._receptions)
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(tuple(self._receptions))  # of now: they may end meanwhile
+
     def is_complete(self, request_id: int) -> bool:
         reception = self._receptions.get(request_id)
         return reception is not None and reception.receiver.is_complete
@@ -109,8 +112,7 @@ class Receptions:
 
     def fail(self, request_id: int, error: WireError) -> None:
         """End a transfer because of `error` and tell both sides."""
-        reception = self._receptions.get(request_id)
-        if reception is not None:
+        if reception := self._receptions.get(request_id):
             self._refuse(reception.peer, request_id, error)
             self._end(reception, error)
 
@@ -119,8 +121,7 @@ class Receptions:
         self._ended[request_id] = None
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
-        reception = self._receptions.get(request_id)
-        if reception is not None:
+        if reception := self._receptions.get(request_id):
             reception.receiver.cancel()
             error = WireError(ErrorCode.CANCELLED, "the request was cancelled")
             self._refuse(reception.peer, request_id, error)
@@ -135,7 +136,7 @@ class Receptions:
 
     async def close(self) -> None:
         leaving = WireError(ErrorCode.DRAINING, "the decode worker is leaving")
-        for request_id in list(self._receptions):
+        for request_id in self:
             self.fail(request_id, leaving)
         await asyncio.gather(*self._stores, return_exceptions=True)
         await self._hub.close(0.5)

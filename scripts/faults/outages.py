@@ -61,12 +61,12 @@ async def outage(
     result = Outage()
     load = asyncio.create_task(send_all(cluster, records, clients=clients, hold_s=0.05))
 
-    def is_busy() -> bool:
+    def is_used() -> bool:
         row = cluster.find(*key)
         return row is not None and row["placed"] > 0
 
     def have_outage() -> None:
-        until(is_busy, f"{key} is busy")
+        until(is_used, f"{key} is used")
         with fault(cluster, key):
             start = time.monotonic()
             until(lambda: cluster.find(*key) is None, f"{key} is suspect")

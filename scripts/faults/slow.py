@@ -7,6 +7,7 @@ ask for logprobs, which makes each token about a kilobyte.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import httpx
 
 from scripts.faults.clients import Record
 from scripts.faults.load import draw_requests, send_all
-from tests.cluster import Cluster
+from tests.cluster import Cluster, until
 
 ROUTER_ARGS: Final = ("--heartbeat-ms", "200")
 WORKER_ARGS: Final = ("--hash-step-ms", "20")
@@ -24,6 +25,8 @@ RECEIVE_BYTES: Final = 4096
 READ_EVERY_S: Final = 0.1
 # Far more than is read before the run is over.
 ENDLESS: Final = 30_000
+# Megabytes of the kernel's buffers fill first, then the router's timer runs.
+CUT_IN_S: Final = 90.0
 BODY: Final[dict[str, object]] = {
     "prompt": [1, 2, 3],
     "max_tokens": ENDLESS,
@@ -87,13 +90,19 @@ class Beside:
 async def beside(
     cluster: Cluster, others: list[SlowClient], *, seed: int, clients: int, answer: int
 ) -> Beside:
-    """Run `clients` that read at once beside `others`; each gets one text of `answer` tokens."""
+    """Run `clients` that read at once beside `others`; each gets one text of `answer` tokens.
+
+    If one of the others never reads, this returns when somebody has been cut, or gives up on it.
+    """
     tasks = [asyncio.create_task(other.run(cluster)) for other in others]
     try:
         if tasks:
             await asyncio.sleep(2.0)  # their streams run, and the first buffers are full
         result = Beside(draw_requests(seed, clients, prompt=(20, 40), answer=(answer, answer)))
         await send_all(cluster, result.records, clients=clients)
+        if any(not other.bytes_per_s for other in others):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.to_thread(until, lambda: num_cut(cluster), "one is cut", CUT_IN_S)
         return result
     finally:
         for task in tasks:

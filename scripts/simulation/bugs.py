@@ -128,6 +128,16 @@ def _leak_budget(sound: Callable[..., Any]) -> Callable[..., Any]:
     return return_share
 
 
+def _keep_unclaimed(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def on_router_lost(self: DecodeRole, router: link.RouterLink) -> None:
+        # KV that the router has not asked about yet waits for its lease.
+        for request_id, generation in list(self._generations.items()):
+            if generation.router is router:
+                self.on_cancel(request_id)
+
+    return on_router_lost
+
+
 def _ack_early(sound: Callable[..., Any]) -> Callable[..., Any]:
     async def store(self: Receptions, reception: Reception, segment: Any) -> None:
         # The segment counts as stored before it is.
@@ -214,6 +224,7 @@ BUGS: dict[str, Bug] = {
     "leak-budget": Bug(Receptions, "_return_share", _leak_budget),
     "no-deadline": Bug(Flights, "fail_overdue", _nothing),
     "ignore-router-loss": Bug(DecodeRole, "on_router_lost", _nothing),
+    "keep-unclaimed": Bug(DecodeRole, "on_router_lost", _keep_unclaimed),
     "ack-early": Bug(Receptions, "_store", _ack_early),
     "keep-blocks": Bug(PrefillRole, "_on_hand_over_end", _keep_blocks),
     "evict-half": Bug(BlockPool, "_evict", _evict_half),
@@ -226,4 +237,29 @@ BUGS: dict[str, Bug] = {
         link, "BETWEEN_WORKERS", lambda sound: sound - {ErrorCode.CANCELLED}
     ),
     "no-lease": Bug(Receptions, "tick", _nothing),
+}
+
+# The first seed that catches each, as `scripts/simulate.py --hunt` finds it.
+CAUGHT_BY: dict[str, int] = {
+    "drop-credit": 32,
+    "skip-fence": 81,
+    "free-early": 12,
+    "reuse-id": 0,
+    "spare-decode": 24,
+    "keep-promise": 0,
+    "no-digest": 21,
+    "no-drain-echo": 20,
+    "leak-budget": 0,
+    "no-deadline": 2,
+    "ignore-router-loss": 155,
+    "keep-unclaimed": 18,
+    "ack-early": 0,
+    "keep-blocks": 0,
+    "evict-half": 27,
+    "double-token": 11,
+    "forget-tokens": 0,
+    "keep-attempt": 0,
+    "miss-wake": 2,
+    "cancelled-by-nobody": 1008,
+    "no-lease": 581,
 }

@@ -86,10 +86,7 @@ def _requests_at(one: WorkerProcess) -> set[int]:
     role = one.worker._role
     if isinstance(role, PrefillRole):
         return {*role._prefills, *one.worker._engine._sequences}
-    receptions = role._receptions._receptions
-    # Whose request it was only its router knew: KV that nobody claims waits for its lease.
-    unclaimed = {i for i, reception in receptions.items() if reception.receiver.is_complete}
-    held = {*receptions, *one.worker._engine._sequences} - unclaimed
+    held = {*role._receptions, *one.worker._engine._sequences}
     return held.union(role._generations)
 
 

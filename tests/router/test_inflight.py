@@ -312,6 +312,19 @@ def test_cancel_is_silent_and_frees_both_workers(router: Router) -> None:
     router.assert_idle()
 
 
+def test_a_client_that_has_all_it_asked_for_is_a_success(router: Router) -> None:
+    handle, sink = router.submit()
+    request_id = router.prefill_id()
+    router.say(P, PrefillDone(request_id, 640), first())
+    router.inflight.stop(handle)
+    router.inflight.stop(handle)
+    assert cancels(router) == {(P, ErrorCode.CANCELLED), (D, ErrorCode.CANCELLED)}
+    assert sink.kinds == ["prefill"]
+    [end] = router.ends.ends
+    assert (end.outcome, end.code, end.completion_tokens, end.kv_bytes) == ("stop", None, 1, 640)
+    router.assert_idle()
+
+
 def test_the_prefill_worker_is_let_go_by_the_first_decoded_token(router: Router) -> None:
     handle, _ = router.submit()
     request_id = router.prefill_id()

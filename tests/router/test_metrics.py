@@ -48,6 +48,15 @@ def test_a_request_from_beginning_to_end() -> None:
     assert found["baton_request_seconds_count"] == 1
 
 
+def test_the_prefill_begins_where_the_queue_ends() -> None:
+    metrics = served(Router())
+    metrics.on_request_end(ended("stop", queue_s=0.5, ttft_s=0.75))
+    metrics.on_request_end(ended("cancelled", queue_s=0.5))
+    found = samples(metrics)
+    assert found["baton_prefill_seconds_count"] == 1
+    assert found["baton_prefill_seconds_sum"] == 0.25
+
+
 def test_the_hand_over() -> None:
     router = Router()
     metrics = served(router)

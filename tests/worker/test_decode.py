@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker.scripted import ScriptedRouter, pair, running, scripted_router
+from tests.worker.scripted import EPOCH, ScriptedRouter, pair, running, scripted_router
 from wire.errors import ErrorCode
 from wire.frames import Cancel, DecodeDone, Error, PrefillRequest, Role, Tag
 from wire.options import Options
@@ -14,6 +14,7 @@ from wire.payloads import (
     Usage,
     decode_map,
     decode_prefill_result,
+    encode_map,
     encode_prompt,
 )
 from worker.executor.hash import oracle
@@ -138,6 +139,29 @@ async def test_kv_that_nobody_claims_is_freed_when_its_lease_ends() -> None:
         token = await first_token(router, 2, PROMPT)
         router.decode(2, [*PROMPT, token], 1, OPTIONS)
         await router.tokens(1)
+
+
+async def test_kv_that_a_lost_router_has_not_asked_about_is_freed_at_once() -> None:
+    lost, other = EPOCH << 32 | 1, (EPOCH + 1) << 32 | 1  # the upper half says whose they are
+    prompts = {lost: [1] * 200, other: [2] * 200}  # 13 blocks each
+    async with pair() as router:
+
+        async def until_held(num_blocks: int) -> None:
+            await router.until(
+                lambda: (
+                    (load := router.loads_by_role.get(Role.DECODE)) is not None
+                    and load.used == num_blocks
+                )
+            )
+
+        tokens = {name: await first_token(router, name, text) for name, text in prompts.items()}
+        await router.until_free(Role.PREFILL)  # so both are complete
+        await until_held(26)
+        who = encode_map(ErrorDetail(message="who are you?"))
+        router.send(Role.DECODE, Error(0, ErrorCode.UNKNOWN_PEER), who)
+        await until_held(13)
+        router.decode(other, [*prompts[other], tokens[other]], 1, OPTIONS)
+        assert await router.tokens(1) == oracle(prompts[other], 2, OPTIONS)[1:]
 
 
 async def test_cancel_in_the_middle_of_a_text_frees_its_blocks() -> None:

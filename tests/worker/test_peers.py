@@ -135,6 +135,14 @@ async def test_frames_that_are_none_are_answered_and_survived() -> None:
         assert isinstance(await recorder.hear(), WireError | tuple)
 
 
+async def test_nothing_is_opened_once_it_is_closed() -> None:
+    """A decode worker that leaves with us makes its router send PEERS while we close."""
+    async with decode_peers() as peers, ScriptedDecode() as decode:
+        await peers.close()
+        peers.update("a", [detail(decode.endpoint)])
+        assert peers.find("a", 0) is None
+
+
 async def test_an_endpoint_that_is_none_is_no_peer() -> None:
     async with decode_peers() as peers, ScriptedDecode() as decode:
         peers.update("a", [detail("nowhere", 1), detail(decode.endpoint, 2)])

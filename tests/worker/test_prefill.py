@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
 
-from tests.worker.scripted import pair, running, scripted_router
+from tests.worker.scripted import PATIENCE_S, pair, running, scripted_router
 from wire.errors import ErrorCode
-from wire.frames import Cancel, Error, PrefillDone, PrefillRequest, Role, Tag
+from wire.frames import Cancel, DecodeRequest, Error, PrefillDone, PrefillRequest, Role, Tag
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_map, decode_prefill_result, encode_prompt
-from worker.executor.hash import oracle
+from worker.batch import Batch
+from worker.executor.hash import HashExecutor, create, oracle
 
 PROMPT = [(7 * i) % 1000 for i in range(300)]
 OPTIONS = Options(max_tokens=20, ignore_eos=True)
 TOKEN_BYTES = 64
+
+
+class GatedSteps(HashExecutor):
+    """Steps wait at a gate, which is open at first; `num_tokens` has the size of each."""
+
+    def __init__(self) -> None:
+        super().__init__(create().info)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_reached = threading.Event()
+        self.num_tokens: list[int] = []
+
+    def forward(self, batch: Batch) -> list[int]:
+        self.num_tokens.append(len(batch.token_ids))
+        self.is_reached.set()
+        assert self.gate.wait(PATIENCE_S)
+        return super().forward(batch)
 
 
 def prompt_that_ends_at_once() -> list[int]:
@@ -106,6 +127,30 @@ async def test_a_cancelled_prompt_is_not_read_to_its_end() -> None:
         message = await router.receive(Tag.PREFILL_DONE)
         assert message.frame == PrefillDone(2, 17 * TOKEN_BYTES)
         await router.until_free(Role.PREFILL)
+
+
+async def test_nothing_is_read_of_cancelled_prompts_before_a_short_one() -> None:
+    """Ten long prompts cancelled in the middle of a chunk: that chunk is all the next waits for."""
+    executor, options = GatedSteps(), Options(max_tokens=1, ignore_eos=True)
+    async with (
+        scripted_router() as router,
+        running(router, "prefill", executor=executor, max_ubatch_tokens=64),
+    ):
+        await router.until_free(Role.PREFILL)
+        executor.gate.clear()
+        executor.is_reached.clear()
+        executor.num_tokens.clear()  # of the warmup
+        for request_id in range(1, 11):
+            router.prefill(request_id, [request_id] * 2000, options)
+        assert await asyncio.to_thread(executor.is_reached.wait, PATIENCE_S)
+        for request_id in range(1, 11):
+            router.send(Role.PREFILL, Cancel(request_id, ErrorCode.CANCELLED))
+        router.prefill(11, PROMPT[:16], options)
+        router.send(Role.PREFILL, DecodeRequest(12, 1))  # the answer shows that all was heard
+        assert (await router.receive(Tag.ERROR)).frame == Error(12, ErrorCode.PROTOCOL)
+        executor.gate.set()
+        assert (await router.receive(Tag.PREFILL_DONE)).frame == PrefillDone(11, 0)
+        assert executor.num_tokens == [64, 16]
 
 
 async def test_a_cancel_between_prefill_done_and_decode_request_frees_both_workers() -> None:

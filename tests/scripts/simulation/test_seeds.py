@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.simulation.bugs import BUGS, hunt
+from scripts.simulation.bugs import BUGS, CAUGHT_BY, hunt
 from scripts.simulation.seeds import Outcome, quiet, run_seed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -18,22 +18,6 @@ ROOT = Path(__file__).resolve().parents[3]
 FOUND = {
     368: "a client heard CANCELLED because a decode worker had lost its router",
 }
-# Those that a few seeds catch; `scripts/simulate.py --planted` hunts all of them.
-QUICK = (
-    "ack-early",
-    "double-token",
-    "forget-tokens",
-    "free-early",
-    "keep-attempt",
-    "keep-blocks",
-    "keep-promise",
-    "leak-budget",
-    "miss-wake",
-    "no-deadline",
-    "no-lease",
-    "reuse-id",
-)
-MAX_SEEDS = 100
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +54,13 @@ def test_requests_survive_what_happens_to_them() -> None:
     assert ends.count("done") > len(ends) / 3
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_planted_bug_is_caught(name: str) -> None:
+def test_every_planted_bug_has_its_seed() -> None:
+    assert CAUGHT_BY.keys() == BUGS.keys()
+
+
+@pytest.mark.parametrize(("name", "seed"), CAUGHT_BY.items(), ids=str)
+def test_a_planted_bug_is_caught(name: str, seed: int) -> None:
     sound = BUGS[name].owner.__dict__[BUGS[name].name]
-    assert hunt(name, range(MAX_SEEDS)) is not None
+    history(seed)  # nothing is wrong without the bug
+    assert hunt(name, [seed]) is not None
     assert BUGS[name].owner.__dict__[BUGS[name].name] is sound  # and it is gone again

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from wire.aio.process import keep_watchdog, notify, watchdog_s
+from wire.aio.process import keep_watchdog, notify, slow_start, watchdog_s
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -134,6 +134,13 @@ def test_notify_reaches_an_abstract_socket(systemd: socket.socket) -> None:
     assert systemd.recv(4096) == b"READY=1\nSTATUS=serving 12 req, 31 % KV"
     assert notify("STOPPING=1")
     assert systemd.recv(4096) == b"STOPPING=1"
+
+
+def test_a_slow_start_asks_for_more_time(systemd: socket.socket) -> None:
+    systemd.settimeout(30)
+    with slow_start("loading demo"):
+        assert systemd.recv(100) == b"STATUS=loading demo"
+        assert systemd.recv(100) == b"EXTEND_TIMEOUT_USEC=60000000"
 
 
 def test_notify_reaches_a_socket_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""/metrics of a real cluster: exactly as many as there were of each outcome, gauges back at 0."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.cluster import Cluster, hash_oracle, until
+from wire.aio.tcp import connect
+from wire.errors import ErrorCode
+from wire.frames import ANY_RANK, DecodeRequest, Error, PrefillRequest
+from wire.options import Options
+from wire.payloads import encode_prompt
+
+N = 3
+PROMPT = [5, 6, 7]
+LONG = 20_000  # tokens: minutes at the pace of this cluster
+TOKEN_BYTES, MAX_PROMPT = 64, 100  # of the hash executor; what may be handed over
+GAUGES = (
+    "baton_requests_running",
+    "baton_requests_waiting",
+    "baton_worker_running",
+    "baton_worker_waiting",
+    "baton_kv_inflight_bytes",
+)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    limit = ("--max-kv-transfer-bytes", str(MAX_PROMPT * TOKEN_BYTES))
+    args = ("--max-attempts", "1", *limit, "--worker-args", "--hash-step-ms 10")
+    with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
+        yield cluster
+
+
+class Figures:
+    """One reading of /metrics; every series by its name and labels."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        text = httpx.get(cluster.http + "/metrics", trust_env=False).text
+        self.samples = [
+            sample for each in text_string_to_metric_families(text) for sample in each.samples
+        ]
+
+    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
+        """The samples of a series that have these labels, by another of its labels."""
+        return {
+            sample.labels[label]: sample.value
+            for sample in self.samples
+            if sample.name == name and labels.items() <= sample.labels.items() and sample.value
+        }
+
+    @property
+    def busy(self) -> list[Any]:
+        """Gauges that are not 0, used blocks among them."""
+        return [
+            sample
+            for sample in self.samples
+            if sample.value and (sample.name in GAUGES or sample.labels.get("state") == "used")
+        ]
+
+
+def completion(**changes: Any) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    return body | changes
+
+
+async def ask(client: httpx.AsyncClient, status: int, **changes: Any) -> str:
+    """Ask and return the text of the answer; the status must be this one."""
+    response = await client.post("/v1/completions", json=completion(**changes))
+    assert response.status_code == status, response.text
+    return str(response.json()["choices"][0]["text"]) if status == 200 else ""
+
+
+async def start_endless(cluster: Cluster, client: httpx.AsyncClient) -> list[asyncio.Task[Any]]:
+    """Start N requests that do not end by themselves, and wait until all are decoded."""
+    body = completion(max_tokens=LONG)
+    tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(N)]
+
+    def are_decoding() -> bool:
+        row = cluster.find("decode", 0)
+        return row is not None and row["running"] == N
+
+    await asyncio.to_thread(until, are_decoding, "decoding")
+    return tasks
+
+
+async def overrun(cluster: Cluster) -> None:
+    """A raw TCP request that its deadline ends."""
+    client = await connect(*cluster.tcp)
+    try:
+        options = Options(ignore_eos=True, deadline_ms=300)
+        client.send(PrefillRequest(1, len(PROMPT), ANY_RANK), encode_prompt(PROMPT, options))
+        client.send(DecodeRequest(1, LONG))
+        async for message in client:
+            if isinstance(message.frame, Error):
+                assert message.frame.code == ErrorCode.DEADLINE_EXCEEDED
+                return
+    finally:
+        await client.close()
+
+
+async def test_each_outcome_is_counted_exactly(cluster: Cluster) -> None:
+    third = hash_oracle(PROMPT, 8, Options(ignore_eos=True))[2]
+    async with httpx.AsyncClient(base_url=cluster.http, timeout=60, trust_env=False) as client:
+        text = await ask(client, 200, max_tokens=64)
+        middle = text[len(text) // 4 :][:4]
+        for _ in range(N):
+            await ask(client, 200)
+            await ask(client, 200, stop_token_ids=[third])
+            await ask(client, 200, max_tokens=64, stop=middle)
+            await ask(client, 400, temperature=-1)
+            await ask(client, 400, max_tokens=10**9)
+            await ask(client, 400, prompt=[1] * (MAX_PROMPT + 1))
+            await overrun(cluster)
+        for task in await start_endless(cluster, client):
+            task.cancel()
+        await asyncio.to_thread(cluster.until_idle)
+        tasks = await start_endless(cluster, client)
+        cluster.kill_local("decode", 0)
+        answers = await asyncio.gather(*tasks)
+    assert {answer.status_code for answer in answers} == {503}
+    await asyncio.to_thread(until, lambda: cluster.find("decode", 0), "decode-0 is back")
+    await asyncio.to_thread(cluster.until_idle)
+    figures = Figures(cluster)
+    assert figures.by("outcome", "baton_requests_total") == {
+        "length": N + 1,
+        "stop": 2 * N,
+        "deadline_exceeded": N,
+        "cancelled": N,
+        "worker_lost": N,
+    }
+    assert figures.by("outcome", "baton_http_requests_total", endpoint="completions") == {
+        "length": N + 1,
+        "stop": 2 * N,
+        "cancelled": N,
+        "worker_lost": N,
+        "context_length_exceeded": N,
+        "kv_transfer_too_large": N,
+        "invalid_value": N,
+    }
+    assert figures.by("code", "baton_requests_rejected_total") == {
+        "context_length_exceeded": N,
+        "kv_transfer_too_large": N,
+    }
+    assert figures.busy == []
