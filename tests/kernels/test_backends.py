@@ -17,8 +17,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
 
 # (head_dim, dtype): one of each kind, the others with --full.
-SHAPES = [(64, BF16), (80, FP16), (128, BF16), (128, FP32), (24, BF16)]
+SHAPES = [(64, BF16), (80, FP16)]
 MORE_SHAPES = [(d, t) for d in launch.TILED_HEAD_DIMS for t in (BF16, FP16)]
+MORE_SHAPES += [(128, FP32), (24, BF16)]  # the plain kernel
 # (context, queries) of each sequence: one token, borders of blocks and of tiles, ragged tails,
 # chunks of prompts, generation beside prompts, keys enough to be split.
 BATCHES = {
