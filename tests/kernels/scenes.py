@@ -106,7 +106,8 @@ def dense_attention(it: Scene, layer: int, scale: float, window: int | None) -> 
 
 def check(it: Scene, window: int | None, backend: Backend = reference) -> None:
     scale = it.query.shape[2] ** -0.5
-    tolerance = TOLERANCE[it.pool.dtype]
+    # The rounding of a score grows with the number of its products.
+    tolerance = TOLERANCE[it.pool.dtype] * max(1.0, it.query.shape[2] / 64)
     for layer in (0, NUM_LAYERS - 1):
         contract.check_attention(it.query, it.pool, layer, it.batch, window)
         got = backend.paged_attention(it.query, it.pool, layer, it.batch, scale, window)

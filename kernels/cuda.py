@@ -1,0 +1,155 @@
+"""The operators on an NVIDIA GPU: csrc/*.cu compiled by NVRTC through CuPy.  The only cupy here.
+
+Kernels are started on torch's current stream with raw pointers.  CuPy is imported when the first
+kernel is needed, so this module can be imported anywhere; `require_device` says what is missing.
+What the tiles do not cover (a pool that `launch.check_pool` refuses) is a KernelError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module, resources
+from typing import Any
+
+import torch
+
+from kernels import launch
+from kernels.contract import KernelError, PagedBatch
+from kernels.launch import Launch
+
+# mma.sync with bf16 and cp.async are of Ampere.
+MIN_CAPABILITY = (8, 0)
+# Thread blocks to aim for on each multiprocessor when keys are split.
+BLOCKS_PER_MULTIPROCESSOR = 2
+# More than this must be asked for, see `_function`.
+DEFAULT_SHARED_BYTES = 48 << 10
+
+
+def require_device(index: int = 0) -> None:
+    """Raise KernelError unless kernels can be compiled for and run on that GPU; says what to do."""
+    if not torch.cuda.is_available():
+        built = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
+        raise KernelError(
+            f"no GPU: torch {torch.__version__} (built {built}) sees none; install a CUDA build of "
+            "torch and a driver, or use --device cpu"
+        )
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < MIN_CAPABILITY:
+        raise KernelError(
+            f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}, the "
+            "kernels need 8.0 (Ampere) or newer; use --device cpu"
+        )
+    _cupy()
+
+
+def append_kv(pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch) -> None:
+    """See `kernels.append_kv`."""
+    _start(pool, launch.append(pool, layer, key_value, batch))
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """See `kernels.paged_attention`."""
+    query, out = query.contiguous(), torch.empty_like(query, memory_format=torch.contiguous_format)
+    launches = launch.attention(
+        query,
+        pool,
+        layer,
+        batch,
+        out,
+        scale=scale,
+        window=window,
+        wanted_blocks=_wanted_blocks(pool.device.index or 0),
+    )
+    _start(pool, launches)
+    return out
+
+
+def pack_kv(
+    pool: torch.Tensor,
+    block_table: Sequence[int],
+    layers: range,
+    tokens: range,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """See `kernels.pack_kv`."""
+    shape = (len(layers), 2, pool.shape[3], len(tokens), pool.shape[5])
+    segment = torch.empty(shape, dtype=dtype, device=pool.device)
+    _start(pool, launch.move(pool, block_table, layers, tokens, segment, into_pool=False))
+    return segment
+
+
+def unpack_kv(
+    pool: torch.Tensor,
+    block_table: Sequence[int],
+    layers: range,
+    tokens: range,
+    segment: torch.Tensor,
+) -> None:
+    """See `kernels.unpack_kv`."""
+    segment = segment.to(pool.device).contiguous()
+    _start(pool, launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
+
+
+def _start(pool: torch.Tensor, launches: list[Launch]) -> None:
+    device = pool.device.index or 0
+    # Asked anew each time: a stream that is being captured is another one.
+    stream = torch.cuda.current_stream(device)
+    with _cupy().cuda.Device(device):
+        queue = _cupy().cuda.ExternalStream(stream.cuda_stream)
+        for it in launches:
+            function = _function(it.source, it.kernel, it.shared_bytes, device)
+            function(
+                it.grid, (it.threads,), (it.arguments,), shared_mem=it.shared_bytes, stream=queue
+            )
+    # torch's allocator reuses memory in stream order, so `keep` may go out of scope now.
+
+
+@cache
+def _cupy() -> Any:
+    try:
+        return import_module("cupy")
+    except ImportError as error:
+        raise KernelError(
+            "cupy is not installed: pip install 'baton-serve[cuda]' (CUDA 13) or "
+            "'baton-serve[cuda12]' (CUDA 12)"
+        ) from error
+
+
+@cache
+def _wanted_blocks(device: int) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count) * BLOCKS_PER_MULTIPROCESSOR
+
+
+@cache
+def _function(source: str, kernel: str, shared_bytes: int, device: int) -> Any:
+    """Compile one instantiation; CuPy keeps the binary on disk under a hash of the text."""
+    module = _cupy().RawModule(
+        code=source_text(source), options=("-std=c++17",), name_expressions=(kernel,)
+    )
+    function = module.get_function(kernel)
+    if shared_bytes > DEFAULT_SHARED_BYTES:
+        function.max_dynamic_shared_size_bytes = shared_bytes
+    return function
+
+
+@cache
+def source_text(source: str) -> str:
+    """Return a kernel file with its header in it: CuPy's cache does not see included files."""
+    folder = resources.files("kernels") / "csrc"
+    header = (folder / "prims.cuh").read_text().replace("#pragma once\n", "")
+    return (folder / f"{source}.cu").read_text().replace('#include "prims.cuh"\n', header)
+
+
+def source_hash(source: str) -> str:
+    """Return a short digest of everything that a kernel file is compiled from."""
+    return hashlib.sha256(source_text(source).encode()).hexdigest()[:16]

@@ -1,0 +1,258 @@
+"""Which kernel, on how many thread blocks, with which arguments: all that is decided on the host.
+
+An operator becomes a list of `Launch`; `kernels.cuda` gives them to the device, the tests to the
+same kernels compiled for the CPU.  Pointers are integers: the caller keeps the tensors alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels import tiling
+from kernels.contract import KernelError, PagedBatch
+
+DTYPE_NAMES = {
+    torch.float32: "float",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+}
+POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TILED_DTYPES = (torch.bfloat16, torch.float16)
+TILED_HEAD_DIMS = (64, 80, 96, 128, 256)
+MAX_HEAD_DIM = 256
+LOG2_E = 1.4426950408889634
+
+
+def _struct(pointers: str, ints: str, floats: str = "") -> np.dtype[np.void]:
+    fields: list[tuple[str, type[np.generic]]] = [(name, np.uint64) for name in pointers.split()]
+    fields += [(name, np.int32) for name in ints.split()]
+    fields += [(name, np.float32) for name in floats.split()]
+    return np.dtype(fields, align=True)
+
+
+# The structs of attention.cu and kv.cu, field by field.
+ATTENTION = _struct(
+    "query pool out parts logs starts contexts tables work merges",
+    "num_heads num_kv_heads head_dim num_layers layer block_bits num_columns window",
+    "scale",
+)
+APPEND = _struct(
+    "key_value pool slots positions cosines sines",
+    "num_kv_heads head_dim num_layers layer block_bits",
+)
+MOVE = _struct(
+    "pool segment table",
+    "num_kv_heads head_dim num_layers first_layer block_bits first_token num_tokens",
+)
+
+
+class Launch(NamedTuple):
+    """One kernel to start.
+
+    Attributes:
+        source: "attention" or "kv", a file of csrc/.
+        kernel: the instantiation, as C++ names it.
+        arguments: [1] of the kernel's struct.
+        keep: tensors that must live until the kernel has run.
+    """
+
+    source: str
+    kernel: str
+    grid: tuple[int, int]
+    threads: int
+    shared_bytes: int
+    arguments: npt.NDArray[np.void]
+    keep: tuple[torch.Tensor, ...] = ()
+
+
+def attention_kernels(dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Return every instantiation that attention of this dtype and head size can ask for."""
+    name = DTYPE_NAMES[dtype]
+    if not _is_tiled(dtype, head_dim):
+        return [f"attend_plain<{name}>"]
+    found = []
+    for tile in (tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)):
+        found += [_attend_name(name, head_dim, tile), f"merge<{name},{tile.rows}>"]
+    return found
+
+
+def kv_kernels(pool: torch.dtype, wire: torch.dtype) -> list[str]:
+    """Return the instantiations that keep a pool of one dtype and a wire of another."""
+    held, sent = DTYPE_NAMES[pool], DTYPE_NAMES[wire]
+    return [f"append<{held}>", f"move<{held},{sent},false>", f"move<{held},{sent},true>"]
+
+
+def check_pool(pool: torch.Tensor) -> None:
+    """Raise KernelError unless the CUDA kernels can serve such a pool."""
+    block_size, head_dim = pool.shape[4:]
+    if pool.dtype not in POOL_DTYPES:
+        raise KernelError(f"the pool is {pool.dtype}, not float32, bfloat16 or float16")
+    if block_size < 8 or block_size & (block_size - 1):
+        raise KernelError(f"block_size is {block_size}, not a power of two from 8")
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise KernelError(f"head_dim is {head_dim}, not a multiple of 8 up to {MAX_HEAD_DIM}")
+    if not pool.is_contiguous():
+        raise KernelError("the pool is not contiguous")
+
+
+def append(
+    pool: torch.Tensor,
+    layer: int,
+    key_value: torch.Tensor,
+    batch: PagedBatch,
+    rotation: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> list[Launch]:
+    """Write a step's K and V; `rotation` is ([T] int32 positions, cosines, sines), see kv.cu."""
+    check_pool(pool)
+    key_value = key_value.contiguous()
+    arguments = _arguments(APPEND, pool)
+    slots = _on_device(batch, pool, "slots", batch.slots)
+    arguments["layer"] = layer
+    keep = [key_value, slots]
+    _point(arguments, key_value=key_value, pool=pool, slots=slots)
+    if rotation is not None:
+        positions, cosines, sines = rotation
+        _point(arguments, positions=positions, cosines=cosines, sines=sines)
+        keep += rotation
+    kernel = f"append<{DTYPE_NAMES[pool.dtype]}>"
+    grid = (key_value.shape[0], 1)
+    return [Launch("kv", kernel, grid, 128, 0, arguments, tuple(keep))] if grid[0] else []
+
+
+def move(
+    pool: torch.Tensor,
+    block_table: Sequence[int],
+    layers: range,
+    tokens: range,
+    segment: torch.Tensor,
+    *,
+    into_pool: bool,
+) -> list[Launch]:
+    """Copy a rectangle between a sequence's blocks and a contiguous segment on one device."""
+    check_pool(pool)
+    if segment.dtype not in DTYPE_NAMES:
+        raise KernelError(f"the segment is {segment.dtype}, not float32, 16-bit or float8_e4m3fn")
+    assert segment.is_contiguous(), "the kernel takes a segment as one run"
+    table = torch.tensor(block_table, dtype=torch.int32, device=pool.device)
+    arguments = _arguments(MOVE, pool)
+    arguments["first_layer"] = layers.start
+    arguments["first_token"], arguments["num_tokens"] = tokens.start, len(tokens)
+    _point(arguments, pool=pool, segment=segment, table=table)
+    names = f"{DTYPE_NAMES[pool.dtype]},{DTYPE_NAMES[segment.dtype]}"
+    kernel = f"move<{names},{str(into_pool).lower()}>"
+    num_kv_heads, _, head_dim = pool.shape[3:]
+    grid = (-(-len(tokens) * (head_dim // 8) // 128), len(layers) * 2 * num_kv_heads)
+    return [Launch("kv", kernel, grid, 128, 0, arguments, (segment, table))]
+
+
+def attention(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    batch: PagedBatch,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    wanted_blocks: int,
+) -> list[Launch]:
+    """Attend with few and with many rows, and merge what was split."""
+    check_pool(pool)
+    if query.dtype != pool.dtype or not query.is_contiguous():
+        raise KernelError(f"query is {query.dtype}, not a contiguous {pool.dtype} as the pool is")
+    arguments = _arguments(ATTENTION, pool)
+    starts = _on_device(batch, pool, "starts", batch.query_starts)
+    contexts = _on_device(batch, pool, "contexts", batch.context_lens)
+    tables = _on_device(batch, pool, "tables", batch.block_tables.contiguous())
+    arguments["num_heads"], arguments["num_columns"] = query.shape[1], tables.shape[1]
+    arguments["layer"], arguments["window"] = layer, window or 0
+    arguments["scale"] = scale * LOG2_E
+    _point(arguments, query=query, pool=pool, out=out)
+    _point(arguments, starts=starts, contexts=contexts, tables=tables)
+    name, head_dim = DTYPE_NAMES[query.dtype], query.shape[2]
+    if not _is_tiled(query.dtype, head_dim):
+        grid = (query.shape[0], query.shape[1])
+        return [Launch("attention", f"attend_plain<{name}>", grid, 32, 0, arguments, (query, out))]
+    key = ("cuda work", window, query.shape[1])
+    if key not in batch.scratch:
+        batch.scratch[key] = _works(query, pool, batch, window, wanted_blocks)
+    launches = []
+    for tile, work, items, merges, parts, logs in batch.scratch[key]:
+        mine = arguments.copy()
+        _point(mine, work=items, merges=merges, parts=parts, logs=logs)
+        num_kv_heads, keep = pool.shape[3], (query, out, items, merges, parts, logs)
+        kernel, shared = _attend_name(name, head_dim, tile), tile.shared_bytes(head_dim)
+        grid = (len(work.items), num_kv_heads)
+        launches.append(Launch("attention", kernel, grid, tile.threads, shared, mine, keep))
+        if len(work.merges):
+            kernel, grid = f"merge<{name},{tile.rows}>", (len(work.merges), num_kv_heads)
+            launches.append(Launch("attention", kernel, grid, 128, 0, mine, keep))
+    return launches
+
+
+def _works(
+    query: torch.Tensor, pool: torch.Tensor, batch: PagedBatch, window: int | None, wanted: int
+) -> list[tuple[Any, ...]]:
+    """Plan the step: (tile, work, its tables and its workspace on the device) for each launch."""
+    starts, contexts = batch.query_starts.numpy(), batch.context_lens.numpy()
+    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    group = query.shape[1] // num_kv_heads
+    few, many = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)
+    is_few = np.diff(starts) * group <= few.rows
+    planned = []
+    for tile, chosen in ((few, is_few), (many, ~is_few)):
+        work = tiling.work(
+            starts,
+            contexts,
+            np.flatnonzero(chosen),
+            group=group,
+            num_kv_heads=num_kv_heads,
+            tile=tile,
+            window=window,
+            wanted_blocks=wanted,
+        )
+        if len(work.items):
+            uploads = [torch.from_numpy(table).to(pool.device) for table in work[:2]]
+            slots = work.num_slots * num_kv_heads * tile.rows
+            parts = torch.empty(slots * head_dim, dtype=torch.float32, device=pool.device)
+            logs = torch.empty(slots, dtype=torch.float32, device=pool.device)
+            planned.append((tile, work, *uploads, parts, logs))
+    return planned
+
+
+def _is_tiled(dtype: torch.dtype, head_dim: int) -> bool:
+    return dtype in TILED_DTYPES and head_dim in TILED_HEAD_DIMS
+
+
+def _attend_name(dtype: str, head_dim: int, tile: tiling.Tile) -> str:
+    return f"attend<{dtype},{head_dim},{','.join(map(str, tile))}>"
+
+
+def _arguments(struct: np.dtype[np.void], pool: torch.Tensor) -> npt.NDArray[np.void]:
+    arguments = np.zeros(1, struct)
+    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+    arguments["num_layers"], arguments["num_kv_heads"] = num_layers, num_kv_heads
+    arguments["head_dim"], arguments["block_bits"] = head_dim, block_size.bit_length() - 1
+    return arguments
+
+
+def _point(arguments: npt.NDArray[np.void], **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        arguments[name] = tensor.data_ptr()
+
+
+def _on_device(
+    batch: PagedBatch, pool: torch.Tensor, name: str, tensor: torch.Tensor
+) -> torch.Tensor:
+    """Upload a tensor of the batch once for all layers."""
+    key = ("cuda", name)
+    if key not in batch.scratch:
+        batch.scratch[key] = tensor.to(pool.device)
+    held: torch.Tensor = batch.scratch[key]
+    return held

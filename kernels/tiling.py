@@ -1,0 +1,140 @@
+"""How attention is cut into work items for thread blocks.  NumPy only; made once a step.
+
+Rows of a sequence are its queries times the query heads that share a KV head.  Sequences of few
+rows use a tile of 16, whose keys are split until there are enough items to fill the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+
+# A split shorter than this costs more to merge than it gains.
+MIN_SPLIT_KEYS = 256
+
+
+class Tile(NamedTuple):
+    """Template arguments of `attend` after the dtype and D: warps by rows and keys, BN, stages."""
+
+    row_warps: int
+    key_warps: int
+    keys: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.key_warps
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Shared memory: the query tile and the ring, or the float32 results that follow them."""
+        tiles = (self.rows + self.stages * 2 * self.keys) * (head_dim + 8) * 2
+        return max(tiles, self.threads // 2 * (head_dim + 4) * 4)
+
+
+class Work(NamedTuple):
+    """What the thread blocks of one launch do; see attention.cu for the columns.
+
+    Attributes:
+        items: [I, 5].
+        merges: [R, 4].
+        num_slots: partial results.
+    """
+
+    items: Ints
+    merges: Ints
+    num_slots: int
+
+
+def few_rows_tile(head_dim: int) -> Tile:
+    """Return the tile of generation: all warps share 16 rows and divide the keys."""
+    if head_dim > 128:
+        return Tile(1, 2, 32, 2)
+    return Tile(1, 4, 64, 3 if head_dim <= 96 else 2)
+
+
+def many_rows_tile(head_dim: int) -> Tile:
+    """Return the tile of prompts; within the 99 KiB that sm_89 has."""
+    return Tile(4, 1, 64 if head_dim <= 128 else 32, 2)
+
+
+def work(
+    starts: Ints,
+    contexts: Ints,
+    sequences: npt.NDArray[np.intp],
+    *,
+    group: int,
+    num_kv_heads: int,
+    tile: Tile,
+    window: int | None,
+    wanted_blocks: int,
+) -> Work:
+    """Cut some sequences of a batch into items of one tile of rows and one range of keys.
+
+    Args:
+        group: Query heads that share a KV head.
+        wanted_blocks: Thread blocks that fill the device; keys are split to get near it.
+    """
+    tiles = [
+        (sequence, row, *_keys(starts, contexts, sequence, row, group, tile, window))
+        for sequence in sequences.tolist()
+        for row in range(0, int(starts[sequence + 1] - starts[sequence]) * group, tile.rows)
+    ]
+    # The longest first: a long item that starts last would leave the device waiting for it.
+    tiles.sort(key=lambda tile: tile[2] - tile[3])
+    split = _split_keys([end - begin for _, _, begin, end in tiles], num_kv_heads, wanted_blocks)
+    split = -(-split // tile.keys) * tile.keys
+    items: list[tuple[int, int, int, int, int]] = []
+    merges: list[tuple[int, int, int, int]] = []
+    num_slots = 0
+    for sequence, row, begin, end in tiles:
+        if end - begin <= split:
+            items.append((sequence, row, begin, end, -1))
+            continue
+        first_slot = num_slots
+        for key in range(begin, end, split):
+            items.append((sequence, row, key, min(key + split, end), num_slots))
+            num_slots += 1
+        merges.append((sequence, row, first_slot, num_slots - first_slot))
+    return Work(_table(items, 5), _table(merges, 4), num_slots)
+
+
+def _keys(
+    starts: Ints,
+    contexts: Ints,
+    sequence: int,
+    row: int,
+    group: int,
+    tile: Tile,
+    window: int | None,
+) -> tuple[int, int]:
+    """Return the range of keys that some row of a tile sees."""
+    num_queries = int(starts[sequence + 1] - starts[sequence])
+    first_position = int(contexts[sequence]) - num_queries
+    last_row = min(row + tile.rows, num_queries * group) - 1
+    begin = 0 if window is None else max(0, first_position + row // group - window + 1)
+    return begin, first_position + last_row // group + 1
+
+
+def _split_keys(lengths: list[int], num_kv_heads: int, wanted_blocks: int) -> int:
+    """Return the shortest split that makes no more blocks than wanted, MIN_SPLIT_KEYS at least."""
+    low, high = MIN_SPLIT_KEYS, max([MIN_SPLIT_KEYS, *lengths])
+    while low < high:
+        middle = (low + high) // 2
+        if sum(-(-length // middle) for length in lengths) * num_kv_heads > wanted_blocks:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _table(rows: Sequence[tuple[int, ...]], columns: int) -> Ints:
+    return np.array(rows, np.int32).reshape(-1, columns)

@@ -1,0 +1,168 @@
+"""The CUDA kernels as a backend on the CPU: the same .cu, compiled by g++ against cuda_cpu.h.
+
+What the host decides (`kernels.launch`) is the real thing; only the launch itself is replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from kernels import launch
+from kernels.contract import PagedBatch
+from kernels.launch import Launch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+CSRC = ROOT / "kernels" / "csrc"
+# Shared by the runs of one checkout, and by the workers of one run.
+BUILD = ROOT / ".pytest_cache" / "shim"
+# How many thread blocks the host believes the device to want: small, so that keys are split.
+WANTED_BLOCKS = 24
+
+
+def cuda_headers() -> list[Path]:
+    """Return the folders of cuda_bf16.h and nv/target: of the wheels, else of a toolkit."""
+    spec = importlib.util.find_spec("nvidia")
+    wheels = [Path(at) / "cu13/include" for at in (spec and spec.submodule_search_locations) or ()]
+    for place in (*wheels, Path("/usr/local/cuda/include")):
+        folders = [place, place / "cccl"]
+        needed = ("cuda_fp8.h", "crt/host_defines.h", "nv/target")
+        if all(any((folder / name).exists() for folder in folders) for name in needed):
+            return folders
+    return []
+
+
+def why_not() -> str | None:
+    """Say what the shim lacks here, None if it can run."""
+    if shutil.which("g++") is None:
+        return "the shim needs g++"
+    if not cuda_headers():
+        return "the shim needs the CUDA headers: pip install 'baton-serve[dev]'"
+    return None
+
+
+def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None) -> ctypes.CDLL:
+    """Compile instantiations of one file of csrc/, or of `text` in its place."""
+    text = text or (CSRC / f"{source}.cu").read_text()
+    struct = {"attention": "Attention", "append": "Append", "move": "Move"}
+    entries = "".join(
+        f'extern "C" void run{number}(unsigned x, unsigned y, int threads, size_t bytes, '
+        f"int order, int seed, int late, const void* a) {{\n"
+        f"  const auto& it = *(const {struct.get(name.partition('<')[0], 'Attention')}*)a;\n"
+        f"  shim::launch([&] {{ {name}(it); }}, x, y, threads, bytes, order, seed, late);\n}}\n"
+        for number, name in enumerate(kernels)
+    )
+    program = f'#include "cuda_cpu.h"\n{text}\n{entries}'
+    shared = (HERE / "cuda_cpu.h").read_text() + (CSRC / "prims.cuh").read_text()
+    target = BUILD / f"{source}-{hashlib.sha256((program + shared).encode()).hexdigest()[:16]}.so"
+    if not target.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        mine = target.with_suffix(f".{os.getpid()}.so")
+        command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-x", "c++", "-"]
+        command += [f"-I{place}" for place in (HERE, CSRC, *cuda_headers())]
+        done = subprocess.run(
+            [*command, "-o", str(mine)], input=program, text=True, capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[:4000]
+        mine.replace(target)
+    return ctypes.CDLL(str(target))
+
+
+class Shim:
+    """A backend; every launch runs its thread blocks in an order of its own.
+
+    Args:
+        kernels: of each source, the instantiations that may be asked for.
+        order: 0 as numbered, 1 reversed, 2 at random; `late` delays asynchronous copies.
+    """
+
+    def __init__(
+        self,
+        kernels: Mapping[str, Sequence[str]],
+        *,
+        order: int = 2,
+        late: bool = True,
+        texts: dict[str, str] | None = None,
+    ) -> None:
+        self._kernels = {source: list(names) for source, names in kernels.items()}
+        self._libraries = {
+            source: compile_kernels(source, names, (texts or {}).get(source))
+            for source, names in self._kernels.items()
+        }
+        self._order, self._late, self._seed = order, late, 0
+
+    def append_kv(
+        self, pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch
+    ) -> None:
+        self.run(launch.append(pool, layer, key_value, batch))
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        out = torch.full_like(query, float("nan"))
+        self.run(
+            launch.attention(
+                query,
+                pool,
+                layer,
+                batch,
+                out,
+                scale=scale,
+                window=window,
+                wanted_blocks=WANTED_BLOCKS,
+            )
+        )
+        return out
+
+    def pack_kv(
+        self,
+        pool: torch.Tensor,
+        block_table: Sequence[int],
+        layers: range,
+        tokens: range,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        shape = (len(layers), 2, pool.shape[3], len(tokens), pool.shape[5])
+        segment = torch.zeros(shape, dtype=dtype)
+        self.run(launch.move(pool, block_table, layers, tokens, segment, into_pool=False))
+        return segment
+
+    def unpack_kv(
+        self,
+        pool: torch.Tensor,
+        block_table: Sequence[int],
+        layers: range,
+        tokens: range,
+        segment: torch.Tensor,
+    ) -> None:
+        segment = segment.contiguous()
+        self.run(launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
+
+    def run(self, launches: list[Launch]) -> None:
+        for it in launches:
+            self._seed += 1
+            entry = self._libraries[it.source][f"run{self._kernels[it.source].index(it.kernel)}"]
+            entry(
+                *it.grid,
+                it.threads,
+                ctypes.c_size_t(it.shared_bytes),
+                self._order,
+                self._seed,
+                int(self._late),
+                ctypes.c_void_p(it.arguments.ctypes.data),
+            )

@@ -1,0 +1,262 @@
+// CUDA kernels on a CPU, for tests: one fiber for each CUDA thread, one thread block at a time.
+//
+// What it is hard on: warps and lanes run in any order (ORDER), asynchronous copies happen as late
+// as a wait allows (LATE), shared memory is NaN at first, addresses of shared memory are checked,
+// warp operations need the whole warp, a barrier needs every thread that has not returned early.
+#pragma once
+#define SHIM 1
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#ifndef __global__
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#endif
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#define SHARED_BYTES(name) unsigned char* name = shim::shared
+#define MINUS_INFINITY (-HUGE_VALF)
+
+namespace shim {
+enum State { READY, AT_BARRIER, IN_WARP, RETURNED };
+enum Operation { EXCHANGE, MATRICES, TRANSPOSED, MULTIPLY_BF16, MULTIPLY_FP16 };
+struct Index { unsigned x, y, z; };
+struct Copy { void* to; const void* from; bool valid; int group; };
+
+struct Thread {
+  ucontext_t context;
+  std::vector<char> stack;
+  Index index;
+  State state;
+  Operation operation;
+  std::vector<Copy> copies;
+  int group;
+  float value;       // EXCHANGE
+  int mask;
+  const void* row;   // MATRICES
+  unsigned result[4];
+  float* sums;       // MULTIPLY
+  unsigned a[4], b[2];
+};
+
+inline Thread* current;
+inline Index block, grid;
+inline unsigned char* shared;
+inline size_t shared_bytes;
+inline ucontext_t scheduler;
+inline std::function<void()> body;
+inline bool late;
+
+[[noreturn]] inline void fail(const char* what) {
+  fprintf(stderr, "shim: %s (block %u,%u thread %u)\n", what, block.x, block.y,
+          current ? current->index.x : 0);
+  abort();
+}
+inline void leave(State state) {
+  current->state = state;
+  swapcontext(&current->context, &scheduler);
+}
+inline void enter() {
+  body();
+  leave(RETURNED);
+}
+inline void in_warp(Operation operation) {
+  current->operation = operation;
+  leave(IN_WARP);
+}
+inline void check_shared(const void* p, size_t size) {
+  auto at = (const unsigned char*)p;
+  if (at < shared || at + size > shared + shared_bytes) fail("outside shared memory");
+  if ((at - shared) % size) fail("misaligned in shared memory");
+}
+inline float widen16(unsigned bits, bool is_bf16) {
+  unsigned short half = (unsigned short)bits;
+  if (is_bf16) {
+    __nv_bfloat16 x;
+    memcpy(&x, &half, 2);
+    return __bfloat162float(x);
+  }
+  __half x;
+  memcpy(&x, &half, 2);
+  return __half2float(x);
+}
+
+// PTX ISA: fragments of ldmatrix and of mma.m16n8k16.
+inline void matrices(Thread* warp, bool transposed) {
+  for (int m = 0; m < 4; m++)
+    for (int l = 0; l < 32; l++) {
+      unsigned short e[2];
+      for (int k = 0; k < 2; k++) {
+        int row = l / 4, column = 2 * (l % 4) + k;
+        if (transposed) std::swap(row, column);
+        check_shared(warp[8 * m + row].row, 16);
+        e[k] = ((const unsigned short*)warp[8 * m + row].row)[column];
+      }
+      warp[l].result[m] = e[0] | (unsigned)e[1] << 16;
+    }
+}
+inline void multiply_warp(Thread* warp, bool is_bf16) {
+  float a[16][16], b[16][8];
+  for (int l = 0; l < 32; l++)
+    for (int k = 0; k < 2; k++) {
+      for (int r = 0; r < 4; r++)
+        a[l / 4 + 8 * (r % 2)][2 * (l % 4) + k + 8 * (r / 2)] =
+            widen16(warp[l].a[r] >> (16 * k), is_bf16);
+      for (int r = 0; r < 2; r++)
+        b[2 * (l % 4) + k + 8 * r][l / 4] = widen16(warp[l].b[r] >> (16 * k), is_bf16);
+    }
+  for (int l = 0; l < 32; l++)
+    for (int i = 0; i < 4; i++)
+      for (int k = 0; k < 16; k++)
+        warp[l].sums[i] += a[l / 4 + 8 * (i / 2)][k] * b[k][2 * (l % 4) + i % 2];
+}
+inline void run_warp(Thread* warp) {
+  for (int l = 1; l < 32; l++)
+    if (warp[l].operation != warp[0].operation) fail("a warp diverged");
+  switch (warp[0].operation) {
+    case EXCHANGE:
+      for (int l = 0; l < 32; l++) memcpy(warp[l].result, &warp[l ^ warp[l].mask].value, 4);
+      break;
+    case MATRICES: matrices(warp, false); break;
+    case TRANSPOSED: matrices(warp, true); break;
+    case MULTIPLY_BF16: multiply_warp(warp, true); break;
+    case MULTIPLY_FP16: multiply_warp(warp, false); break;
+  }
+  for (int l = 0; l < 32; l++) warp[l].state = READY;
+}
+
+// Run one warp as far as it gets; true if it moved at all.
+inline bool run_until_blocked(Thread* warp, const std::vector<int>& lanes) {
+  for (bool moved = false;; moved = true) {
+    bool ran = false;
+    for (int l : lanes)
+      if (warp[l].state == READY) {
+        current = &warp[l];
+        swapcontext(&scheduler, &current->context);
+        ran = true;
+      }
+    bool together = std::all_of(warp, warp + 32, [](Thread& t) { return t.state == IN_WARP; });
+    if (together) run_warp(warp);
+    if (!ran && !together) return moved;
+  }
+}
+
+inline void run_block(std::vector<Thread>& threads, int order, std::mt19937& random) {
+  int num_warps = (int)threads.size() / 32;
+  std::vector<int> warps(num_warps), lanes(32);
+  for (int i = 0; i < num_warps; i++) warps[i] = i;
+  for (int i = 0; i < 32; i++) lanes[i] = i;
+  auto count = [&](State s) {
+    return std::count_if(threads.begin(), threads.end(), [&](Thread& t) { return t.state == s; });
+  };
+  while (count(RETURNED) < (long)threads.size()) {
+    if (order == 1) std::reverse(warps.begin(), warps.end()), std::reverse(lanes.begin(), lanes.end());
+    if (order == 2) std::shuffle(warps.begin(), warps.end(), random), std::shuffle(lanes.begin(), lanes.end(), random);
+    bool moved = false;
+    for (int w : warps) moved |= run_until_blocked(&threads[w * 32], lanes);
+    long waiting = count(AT_BARRIER);
+    if (waiting == (long)threads.size()) {
+      for (auto& t : threads) t.state = READY;
+    } else if (!moved) {
+      fail("threads wait at a barrier or in a warp for others that do not come");
+    }
+  }
+}
+
+template <typename Kernel>
+void launch(Kernel kernel, unsigned grid_x, unsigned grid_y, int num_threads, size_t bytes,
+            int order, int seed, int late_copies) {
+  std::vector<Thread> mine(num_threads);
+  std::vector<unsigned char> memory(bytes + 128);
+  shared = (unsigned char*)(((size_t)memory.data() + 127) & ~(size_t)127);
+  shared_bytes = bytes;
+  grid = {grid_x, grid_y, 1};
+  late = late_copies;
+  body = kernel;
+  std::mt19937 random(seed);
+  for (auto& t : mine) t.stack.resize(64 << 10);
+  for (unsigned y = 0; y < grid_y; y++)
+    for (unsigned x = 0; x < grid_x; x++) {
+      block = {x, y, 0};
+      memset(shared, 0xFF, bytes);  // NaN in every float format
+      for (int i = 0; i < num_threads; i++) {
+        auto& t = mine[i];
+        t.index = {(unsigned)i, 0, 0};
+        t.state = READY;
+        t.copies.clear();
+        t.group = 0;
+        getcontext(&t.context);
+        t.context.uc_stack.ss_sp = t.stack.data();
+        t.context.uc_stack.ss_size = t.stack.size();
+        t.context.uc_link = &scheduler;
+        makecontext(&t.context, enter, 0);
+      }
+      run_block(mine, order, random);
+    }
+}
+}  // namespace shim
+
+#define threadIdx (shim::current->index)
+#define blockIdx (shim::block)
+inline void __syncthreads() { shim::leave(shim::AT_BARRIER); }
+
+static inline void copy_async(void* to, const void* from, bool valid) {
+  shim::check_shared(to, 16);
+  shim::Copy copy = {to, from, valid, shim::current->group};
+  if (shim::late) return shim::current->copies.push_back(copy);
+  valid ? memcpy(to, from, 16) : memset(to, 0, 16);
+}
+static inline void copies_commit() { shim::current->group++; }
+template <int PENDING>
+static inline void copies_wait() {
+  auto& copies = shim::current->copies;
+  auto done = [](shim::Copy& c) { return c.group < shim::current->group - PENDING; };
+  for (auto& c : copies)
+    if (done(c)) c.valid ? memcpy(c.to, c.from, 16) : memset(c.to, 0, 16);
+  copies.erase(std::remove_if(copies.begin(), copies.end(), done), copies.end());
+}
+static inline void load_matrices(unsigned* r, const void* row) {
+  shim::current->row = row;
+  shim::in_warp(shim::MATRICES);
+  memcpy(r, shim::current->result, 16);
+}
+static inline void load_transposed(unsigned* r, const void* row) {
+  shim::current->row = row;
+  shim::in_warp(shim::TRANSPOSED);
+  memcpy(r, shim::current->result, 16);
+}
+static inline void multiply_any(shim::Operation operation, float* c, const unsigned* a, unsigned b0,
+                                unsigned b1) {
+  auto t = shim::current;
+  t->sums = c;
+  memcpy(t->a, a, 16);
+  t->b[0] = b0, t->b[1] = b1;
+  shim::in_warp(operation);
+}
+static inline void multiply(__nv_bfloat16, float* c, const unsigned* a, unsigned b0, unsigned b1) {
+  multiply_any(shim::MULTIPLY_BF16, c, a, b0, b1);
+}
+static inline void multiply(__half, float* c, const unsigned* a, unsigned b0, unsigned b1) {
+  multiply_any(shim::MULTIPLY_FP16, c, a, b0, b1);
+}
+static inline float power_of_two(float x) { return exp2f(x); }
+static inline float from_lane_xor(float x, int mask) {
+  shim::current->value = x;
+  shim::current->mask = mask;
+  shim::in_warp(shim::EXCHANGE);
+  float y;
+  memcpy(&y, shim::current->result, 4);
+  return y;
+}

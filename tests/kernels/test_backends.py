@@ -1,0 +1,196 @@
+"""One suite for every backend: the same adversarial scenes, against the formula in float64."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+import kernels
+from kernels import KernelError, cuda, launch, reference
+from kernels.contract import Backend
+from tests.kernels.scenes import Scene, check, scene
+from tests.kernels.shim.backend import Shim, why_not
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP8 = torch.float8_e4m3fn
+
+# (head_dim, dtype): one of each kind, the others with --full.
+SHAPES = [(64, BF16), (80, FP16)]
+MORE_SHAPES = [(d, t) for d in launch.TILED_HEAD_DIMS for t in (BF16, FP16)]
+MORE_SHAPES += [(128, FP32), (24, BF16)]  # the plain kernel
+# (context, queries) of each sequence: one token, borders of blocks and of tiles, ragged tails,
+# chunks of prompts, generation beside prompts, keys enough to be split.
+BATCHES = {
+    "one token": [(1, 1)],
+    "borders": [(15, 1), (16, 1), (17, 1), (64, 1), (65, 1)],
+    "a prompt": [(37, 37)],
+    "chunks": [(70, 33), (129, 64), (33, 1)],
+    "mixed": [(5, 5), (300, 1), (66, 3), (128, 1)],
+    "split": [(700, 1), (513, 2)],
+}
+
+
+@cache
+def shim(head_dim: int, dtype: torch.dtype, order: int = 2, late: bool = True) -> Shim:
+    names = {
+        "attention": launch.attention_kernels(dtype, head_dim),
+        "kv": launch.kv_kernels(dtype, dtype),
+    }
+    return Shim(names, order=order, late=late)
+
+
+def backend(name: str, head_dim: int, dtype: torch.dtype) -> Backend:
+    if name == "reference":
+        return reference
+    if name == "cpu":
+        return kernels.backend_of("cpu")
+    if name == "shim":
+        if reason := why_not():
+            pytest.skip(reason)
+        return shim(head_dim, dtype)
+    try:
+        cuda.require_device()
+    except KernelError as error:
+        pytest.skip(str(error))
+    return cuda
+
+
+def shapes(config: pytest.Config) -> list[tuple[int, torch.dtype]]:
+    return list(dict.fromkeys(SHAPES + (MORE_SHAPES if config.getoption("--full") else [])))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "shape" in metafunc.fixturenames:
+        found = shapes(metafunc.config)
+        metafunc.parametrize("shape", found, ids=[f"{d}-{str(t)[6:]}" for d, t in found])
+
+
+BACKENDS = ["reference", "cpu", "shim", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def to_device(it: Scene, name: str) -> Scene:
+    if name != "cuda":
+        return it
+    return it._replace(
+        pool=it.pool.cuda(), query=it.query.cuda(), batch=_fresh(it.batch), dense=it.dense
+    )
+
+
+def _fresh(batch: kernels.PagedBatch) -> kernels.PagedBatch:
+    return kernels.PagedBatch(
+        batch.slots, batch.query_starts, batch.context_lens, batch.block_tables
+    )
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("window", [None, 24], ids=["all", "window"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_attention(
+    name: str, shape: tuple[int, torch.dtype], batch: str, window: int | None
+) -> None:
+    head_dim, dtype = shape
+    serving = backend(name, head_dim, dtype)
+    it = scene(BATCHES[batch], head_dim=head_dim, dtype=dtype, block_size=16)
+    check(to_device(it, name), window, serving)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "block_size"), [(4, 4, 8), (8, 1, 32), (6, 2, 64), (20, 1, 16)]
+)
+def test_shared_heads_and_blocks(name: str, heads: int, kv_heads: int, block_size: int) -> None:
+    serving = backend(name, 64, BF16)
+    it = scene(
+        [(50, 20), (90, 1), (3, 3)],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=64,
+        dtype=BF16,
+        block_size=block_size,
+    )
+    check(to_device(it, name), None, serving)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("late", [False, True])
+def test_any_order_of_threads_and_copies_gives_the_same(order: int, late: bool) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    it = scene([(70, 33), (300, 1)], head_dim=64, dtype=BF16)
+    check(it, 24, shim(64, BF16, order, late))
+
+
+@pytest.mark.parametrize("name", ["shim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_append_and_move_are_bit_for_bit(name: str) -> None:
+    serving = backend(name, 64, BF16)
+    device = "cuda" if name == "cuda" else "cpu"
+    it = scene([(37, 37), (20, 2)], head_dim=64, dtype=BF16)
+    pools = [torch.zeros_like(it.pool), torch.zeros_like(it.pool, device=device)]
+    values = torch.randn(len(it.batch.slots), 2, 2, 64).to(BF16)
+    reference.append_kv(pools[0], 1, values, _fresh(it.batch))
+    serving.append_kv(pools[1], 1, values.to(device), _fresh(it.batch))
+    assert torch.equal(pools[0], pools[1].cpu()) and pools[0].any()
+
+    table, layers, tokens = it.batch.block_tables[0].tolist()[:3], range(1, 3), range(5, 37)
+    sent = reference.pack_kv(pools[0], table, layers, tokens, BF16)
+    assert torch.equal(sent, serving.pack_kv(pools[1], table, layers, tokens, BF16).cpu())
+    for pool, by in zip(pools, (reference, serving), strict=True):
+        by.unpack_kv(pool, table, layers, tokens, torch.ones_like(sent).to(pool.device))
+    assert torch.equal(pools[0], pools[1].cpu())
+
+
+@pytest.mark.parametrize("held", launch.POOL_DTYPES, ids=str)
+@pytest.mark.parametrize("sent", launch.DTYPE_NAMES, ids=str)
+@pytest.mark.parametrize("name", ["shim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_conversions_are_those_of_torch(name: str, held: torch.dtype, sent: torch.dtype) -> None:
+    if name == "shim":
+        if reason := why_not():
+            pytest.skip(reason)
+        serving: Backend = _converting()
+    else:
+        serving = backend(name, 64, held)
+    device = "cuda" if name == "cuda" else "cpu"
+    generator = torch.Generator().manual_seed(7)
+    pool = torch.randn(3, 2, 2, 2, 8, 16, generator=generator).to(held)
+    # Ties, subnormal, too large for fp8, too large for fp16, infinite: each in its place.
+    odd = [1.0625, 1.1875, 2.0**-10, 2.0**-9 * 1.5, 449.0, 465.0, 1e5, -1e5, float("inf"), -0.0]
+    pool.view(-1)[: len(odd)] = torch.tensor(odd).to(held)
+    table, layers, tokens = [2, 0, 1], range(2), range(3, 21)
+    want = reference.pack_kv(pool, table, layers, tokens, sent)
+    got = serving.pack_kv(pool.to(device), table, layers, tokens, sent).cpu()
+    torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
+    pools = [torch.zeros_like(pool), torch.zeros_like(pool, device=device)]
+    reference.unpack_kv(pools[0], table, layers, tokens, want)
+    serving.unpack_kv(pools[1], table, layers, tokens, want.to(device))
+    torch.testing.assert_close(pools[1].cpu(), pools[0], rtol=0, atol=0, equal_nan=True)
+
+
+@cache
+def _converting() -> Shim:
+    names = [
+        name
+        for held in launch.POOL_DTYPES
+        for sent in launch.DTYPE_NAMES
+        for name in launch.kv_kernels(held, sent)
+    ]
+    return Shim({"kv": list(dict.fromkeys(names))})
+
+
+def test_the_rotation_of_keys_is_that_of_the_formula() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    it = scene([(20, 20)], head_dim=64, dtype=FP32)
+    values, positions = torch.randn(20, 2, 2, 64), torch.arange(20, dtype=torch.int32)
+    angles = torch.arange(20)[:, None] / 10000 ** (torch.arange(32) / 32)
+    pool, wanted = torch.zeros_like(it.pool), torch.zeros_like(it.pool)
+    serving = shim(64, FP32)
+    rotation = (positions, angles.cos(), angles.sin())
+    serving.run(launch.append(pool, 0, values, _fresh(it.batch), rotation))
+    turned = values.clone()
+    key = torch.complex(values[:, 0, :, :32].double(), values[:, 0, :, 32:].double())
+    key = key * torch.polar(torch.ones(20, 1, 32).double(), angles[:, None].double())
+    turned[:, 0] = torch.cat([key.real, key.imag], -1).float()
+    reference.append_kv(wanted, 0, turned, _fresh(it.batch))
+    torch.testing.assert_close(pool, wanted, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,89 @@
+"""NVRTC compiles every kernel for every architecture: registers, no spills, the instructions.
+
+No GPU is needed.  What this cannot say: whether the kernels are right or fast on one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from kernels import cuda, launch
+from tests.kernels.shim.backend import cuda_headers
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
+TILED = [(d, t) for d in launch.TILED_HEAD_DIMS for t in launch.TILED_DTYPES]
+DEFAULT = [(64, launch.TILED_DTYPES[0]), (128, launch.TILED_DTYPES[1])]
+
+
+def nvrtc() -> ctypes.CDLL:
+    """Load the library of the wheel; skips where there is none."""
+    spec = importlib.util.find_spec("nvidia")
+    for place in (spec and spec.submodule_search_locations) or ():
+        library = Path(place) / "cu13/lib/libnvrtc.so.13"
+        if library.exists() and cuda_headers():
+            ctypes.CDLL(str(library.with_name("libnvrtc-builtins.so.13.0")), ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(str(library))
+    pytest.skip("NVRTC is not installed: pip install 'baton-serve[dev]'")
+
+
+def compile_for(architecture: str, source: str, kernels: list[str]) -> tuple[bytes, str]:
+    """Return (PTX, log of the assembler) of some instantiations."""
+    library, program = nvrtc(), ctypes.c_void_p()
+    text = cuda.source_text(source).encode()
+    assert library.nvrtcCreateProgram(ctypes.byref(program), text, b"k.cu", 0, None, None) == 0
+    for kernel in kernels:
+        assert library.nvrtcAddNameExpression(program, kernel.encode()) == 0
+    options = ["-std=c++17", f"-arch={architecture}", "--ptxas-options=-v"]
+    options += [f"-I{place}" for place in cuda_headers()]
+    array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    status = library.nvrtcCompileProgram(program, len(options), array)
+    size = ctypes.c_size_t()
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    assert status == 0, log.value.decode()[:3000]
+    assert library.nvrtcGetPTXSize(program, ctypes.byref(size)) == 0
+    ptx = ctypes.create_string_buffer(size.value)
+    assert library.nvrtcGetPTX(program, ptx) == 0
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    return ptx.value, log.value.decode()
+
+
+def check_resources(log: str, num_kernels: int) -> None:
+    """No spills, no stack, and few enough registers for two warps groups of 128 threads."""
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", log)
+    registers = [int(count) for count in re.findall(r"Used (\d+) registers", log)]
+    assert len(spills) == len(registers) == num_kernels, log
+    assert all(spill == ("0", "0", "0") for spill in spills), log
+    assert max(registers) <= 255
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_attention_compiles(architecture: str, pytestconfig: pytest.Config) -> None:
+    shapes = TILED if pytestconfig.getoption("--full") else DEFAULT
+    for head_dim, dtype in shapes:
+        kernels = launch.attention_kernels(dtype, head_dim)
+        ptx, log = compile_for(architecture, "attention", kernels)
+        check_resources(log, len(kernels))
+        kind = b"bf16" if "bf16" in launch.DTYPE_NAMES[dtype] else b"f16"
+        for instruction in (
+            b"mma.sync.aligned.m16n8k16.row.col.f32." + kind,
+            b"cp.async.cg.shared.global",
+            b"ldmatrix.sync.aligned.m8n8.x4.trans",
+        ):
+            assert instruction in ptx
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_rest_compiles(architecture: str) -> None:
+    kernels = [f"attend_plain<{launch.DTYPE_NAMES[dtype]}>" for dtype in launch.POOL_DTYPES]
+    check_resources(compile_for(architecture, "attention", kernels)[1], len(kernels))
+    pairs = product(launch.POOL_DTYPES, launch.DTYPE_NAMES)
+    names = list(dict.fromkeys(name for pair in pairs for name in launch.kv_kernels(*pair)))
+    check_resources(compile_for(architecture, "kv", names)[1], len(names))
