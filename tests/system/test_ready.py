@@ -54,8 +54,8 @@ def test_a_worker_that_beats_but_makes_no_step_is_not_ready(tmp_path: Path) -> N
         tmp_path,
         prefills=1,
         decodes=1,
-        router_args=("--heartbeat-ms", "100", "--stall-ms", "500", "--max-attempts", "1"),
-        worker_args=("--hash-step-ms", "4000"),
+        router_args=("--heartbeat-ms", "500", "--stall-ms", "1000", "--max-attempts", "1"),
+        worker_args=("--hash-step-ms", "6000"),
         is_supervised=False,
     ) as cluster:
         assert readiness(cluster) == (200, [])

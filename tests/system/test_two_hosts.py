@@ -139,7 +139,8 @@ def test_the_readme_s_commands_make_a_cluster(tmp_path: Path, start: Start) -> N
     answer = until(
         lambda: (text := ask("decode", key)) and "usage" in text and text, "answer", START_S
     )
-    assert '"completion_tokens":8' in answer
+    # Sampled without a seed, as the README says it: an EOS may come early.
+    assert '"finish_reason":"length"' in answer or '"finish_reason":"stop"' in answer
     assert "invalid_api_key" in ask("prefill", "sk-wrong")
 
     # One more worker while everything runs, as the section says.
