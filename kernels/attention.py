@@ -10,14 +10,28 @@ float32.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kernels.contract import PagedBatch
-from kernels.scalars import brain_at, exp2, fetch_add, float_of_bits, floats_at, half_at, ints_at
+from kernels.linear import ELEMENTS
+from kernels.program import Operation
+from kernels.scalars import (
+    bits_of,
+    brain_at,
+    exp2,
+    fetch_add,
+    float_of_bits,
+    floats_at,
+    half_at,
+    ints_at,
+    read,
+)
 from kernels.simd import PANEL, panel_product, row_dots
 from kernels.team import comparing, compiled, inner
 
@@ -37,6 +51,21 @@ _bfloat16_dots = row_dots("bfloat16", _GROUP)
 _float16_dots = row_dots("float16", _GROUP)
 
 
+class Units:
+    """The units of the step that is to be run; an operation made once reads each `set`."""
+
+    def __init__(self) -> None:
+        # Number of units, where they and the block tables lie, a table's length in entries.
+        self.words = np.zeros(4, np.int64)
+        self._kept: tuple[Any, ...] = ()
+
+    def set(self, batch: PagedBatch, shared: int) -> None:
+        """Point to the batch; `shared` query heads share a KV head."""
+        units, tables = units_of(batch, shared), batch.block_tables
+        self.words[:] = len(units), units.ctypes.data, tables.data_ptr(), tables.stride(0)
+        self._kept = (units, tables)
+
+
 def units_of(batch: PagedBatch, shared: int) -> npt.NDArray[np.int32]:
     """Return [U, 4] of (sequence, first token, queries, position of the first), long ones first."""
     max_queries = max(1, MAX_ROWS // shared)
@@ -53,6 +82,45 @@ def units_of(batch: PagedBatch, shared: int) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(units[order], dtype=np.int32)
 
 
+def attend(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    units: Units,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+) -> Operation:
+    """Make out = the attention of query over one layer of the pool.
+
+    Args:
+        query: [T, Hq, D] float32, D a multiple of 16 and contiguous.
+        pool: [N, L, 2, Hkv, B, D], of a dtype of `kernels.linear.ELEMENTS`.
+        out: [T, Hq, D] float32, contiguous.
+    """
+    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+    num_heads = query.shape[1]
+    words = (
+        ELEMENTS[pool.dtype],
+        units.words.ctypes.data,
+        query.data_ptr(),
+        query.stride(0) * 4,
+        query.stride(1) * 4,
+        out.data_ptr(),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        pool[0, layer].data_ptr(),
+        num_layers,
+        block_size,
+        window or 0,
+        bits_of(scale * math.log2(math.e)),
+        max(MAX_ROWS, num_heads // num_kv_heads),
+    )
+    return Operation(task(), words, (query, pool, units, out))
+
+
 @cache
 def task() -> Any:
     """Return the compiled loop."""
@@ -60,10 +128,11 @@ def task() -> Any:
 
 
 def _attend(words):  # type: ignore[no-untyped-def]
-    """The task: words as in `paged_attention`."""
-    num_units, units = words[3], ints_at(words[4])
-    num_kv_heads, head_dim, block_size, window = words[10], words[11], words[14], words[17]
-    rows, max_rows = 0, words[19]
+    """The task: words as in `attend`."""
+    num_kv_heads, head_dim, block_size, window = words[9], words[10], words[13], words[14]
+    num_units, units = read(words[3]) * num_kv_heads, ints_at(read(words[3] + 8))
+    tables, columns = read(words[3] + 16), read(words[3] + 24)
+    rows, max_rows = 0, words[16]
     memory = np.empty(max_rows * (2 * head_dim + TILE + 2) + PANEL * head_dim, np.float32)
     x = memory.ctypes.data
     y = x + max_rows * head_dim * 4
@@ -75,7 +144,8 @@ def _attend(words):  # type: ignore[no-untyped-def]
         if taken >= num_units:
             return
         unit, head = taken // num_kv_heads * _UNIT_WORDS, taken % num_kv_heads
-        sequence, token = np.int64(units[unit]), np.int64(units[unit + 1])
+        table = tables + np.int64(units[unit]) * columns * 4
+        token = np.int64(units[unit + 1])
         num_queries, position = np.int64(units[unit + 2]), np.int64(units[unit + 3])
         rows = _begin(words, token, num_queries, head, x, y, state)
         first: Any = 0
@@ -83,9 +153,9 @@ def _attend(words):  # type: ignore[no-untyped-def]
             first = max(0, position - window + 1) // block_size * block_size
         while first < position + num_queries:
             num_keys = min(TILE, position + num_queries - first)
-            _score(words, sequence, head, first, num_keys, rows, x, scores, panel)
+            _score(words, table, head, first, num_keys, rows, x, scores, panel)
             _weigh(words, first, num_keys, rows, position, scores, state, y)
-            _gather(words, sequence, head, first, num_keys, rows, scores, y)
+            _gather(words, table, head, first, num_keys, rows, scores, y)
             first += num_keys
         _finish(words, token, rows, head, y, state)
 
@@ -93,8 +163,8 @@ def _attend(words):  # type: ignore[no-untyped-def]
 @inner
 def _begin(words, token, num_queries, head, x, y, state):  # type: ignore[no-untyped-def]
     """Copy a unit's queries, scaled, to x; clear its sums y and its state (maximum, total)."""
-    query, token_stride, head_stride = words[5], words[6], words[7]
-    shared, head_dim, scale = words[9] // words[10], words[11], float_of_bits(words[18])
+    query, token_stride, head_stride = words[4], words[5], words[6]
+    shared, head_dim, scale = words[8] // words[9], words[10], float_of_bits(words[15])
     rows = num_queries * shared
     maximum_total = floats_at(state)
     for row in range(rows):
@@ -111,22 +181,22 @@ def _begin(words, token, num_queries, head, x, y, state):  # type: ignore[no-unt
 
 
 @inner
-def _address(words, sequence, kind, head, position):  # type: ignore[no-untyped-def]
+def _address(words, table, kind, head, position):  # type: ignore[no-untyped-def]
     """Return where the key (kind 0) or value (1) of one position lies."""
-    num_kv_heads, head_dim, block_size = words[10], words[11], words[14]
+    num_kv_heads, head_dim, block_size = words[9], words[10], words[13]
     size = 4 if words[2] == 0 else 2
-    block = np.int64(ints_at(words[15])[sequence * words[16] + position // block_size])
-    row = (block * words[13] * 2 + kind) * num_kv_heads + head
-    return words[12] + (row * block_size + position % block_size) * head_dim * size
+    block = np.int64(ints_at(table)[position // block_size])
+    row = (block * words[12] * 2 + kind) * num_kv_heads + head
+    return words[11] + (row * block_size + position % block_size) * head_dim * size
 
 
 @inner
-def _score(words, sequence, head, first, num_keys, rows, x, scores, panel):  # type: ignore[no-untyped-def]
+def _score(words, table, head, first, num_keys, rows, x, scores, panel):  # type: ignore[no-untyped-def]
     """Write the scores [rows, TILE] of the keys from `first` on."""
-    element, head_dim = words[2], words[11]
+    element, head_dim = words[2], words[10]
     for key in range(0, num_keys, PANEL):
         for j in range(key, min(key + PANEL, num_keys)):
-            k = _address(words, sequence, 0, head, first + j)
+            k = _address(words, table, 0, head, first + j)
             if rows >= _MIN_PANEL_ROWS:
                 _turn(element, k, panel + (j - key) * 4, head_dim)
                 continue
@@ -143,7 +213,7 @@ def _score(words, sequence, head, first, num_keys, rows, x, scores, panel):  # t
             for row in range(0, rows, _GROUP):
                 at, to = x + row * stride, scores + (row * TILE + key) * 4
                 _float32_product(
-                    panel, PANEL * 4, at, stride, to, TILE * 4, head_dim, rows - row, 0
+                    panel, PANEL * 4, at, stride, to, TILE * 4, head_dim, rows - row, 0, 0
                 )
 
 
@@ -163,7 +233,7 @@ def _turn(element, k, column, head_dim):  # type: ignore[no-untyped-def]
 @inner
 def _weigh(words, first, num_keys, rows, position, scores, state, y):  # type: ignore[no-untyped-def]
     """Turn scores into weights relative to each row's new maximum; keys not seen weigh nothing."""
-    shared, head_dim, window = words[9] // words[10], words[11], words[17]
+    shared, head_dim, window = words[8] // words[9], words[10], words[14]
     maximum_total = floats_at(state)
     for row in range(rows):
         last = position + row // shared
@@ -199,37 +269,37 @@ def _largest(numbers, start, stop, largest):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _gather(words, sequence, head, first, num_keys, rows, scores, y):  # type: ignore[no-untyped-def]
+def _gather(words, table, head, first, num_keys, rows, scores, y):  # type: ignore[no-untyped-def]
     """Add each row's weighted values to its sums, block by block."""
-    element, head_dim, block_size = words[2], words[11], words[14]
+    element, head_dim, block_size = words[2], words[10], words[13]
     size = 4 if element == 0 else 2
     v_stride, y_stride = head_dim * size, head_dim * 4
     key = 0
     while key < num_keys:
         count = min(block_size - (first + key) % block_size, num_keys - key)
-        block = _address(words, sequence, 1, head, first + key)
+        block = _address(words, table, 1, head, first + key)
         for column in range(0, head_dim, PANEL):
             v = block + column * size
             for row in range(0, rows, _GROUP):
                 left, at = rows - row, scores + (row * TILE + key) * 4
                 to = y + row * y_stride + column * 4
                 if element == 1:
-                    _bfloat16_product(v, v_stride, at, TILE * 4, to, y_stride, count, left, 1)
+                    _bfloat16_product(v, v_stride, at, TILE * 4, to, y_stride, count, left, 1, 0)
                 elif element == 0:
-                    _float32_product(v, v_stride, at, TILE * 4, to, y_stride, count, left, 1)
+                    _float32_product(v, v_stride, at, TILE * 4, to, y_stride, count, left, 1, 0)
                 else:
-                    _float16_product(v, v_stride, at, TILE * 4, to, y_stride, count, left, 1)
+                    _float16_product(v, v_stride, at, TILE * 4, to, y_stride, count, left, 1, 0)
         key += count
 
 
 @inner
 def _finish(words, token, rows, head, y, state):  # type: ignore[no-untyped-def]
     """Write sums over totals to the output."""
-    num_heads, head_dim = words[9], words[11]
-    shared = num_heads // words[10]
+    num_heads, head_dim = words[8], words[10]
+    shared = num_heads // words[9]
     for row in range(rows):
         at = (token + row // shared) * num_heads + head * shared + row % shared
-        target, sums = floats_at(words[8] + at * head_dim * 4), floats_at(y + row * head_dim * 4)
+        target, sums = floats_at(words[7] + at * head_dim * 4), floats_at(y + row * head_dim * 4)
         share = np.float32(1) / floats_at(state)[2 * row + 1]
         for d in range(head_dim):
             target[d] = sums[d] * share

@@ -30,19 +30,22 @@ _STORED = {
 }
 
 
-def panel_product(element: str, max_rows: int) -> Any:
-    """Return y[r, :PANEL] = sum over k of x[r, k] w[k, :PANEL], plus what y was.
+def panel_product(element: str, max_rows: int, num_panels: int = 1) -> Any:
+    """Return y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL], plus what y was.
 
-    The intrinsic takes (w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added): strides are
-    bytes from k to k + 1 in w and from row to row in x and y; x and y are float32.  It computes
-    the first min(rows, max_rows) rows, depth is positive.  Every row is summed in the order of k,
-    however many there are: a row alone is the same bits as that row among others.
+    The intrinsic takes (w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added, apart):
+    strides are bytes from k to k + 1 in w and from row to row in x and y, `apart` from panel to
+    panel in w; x and y are float32, and y's panels lie side by side.  It computes the first
+    min(rows, max_rows) rows, depth is positive.  Every row is summed in the order of k, however
+    many there are: a row alone is the same bits as that row among others.
     """
 
     @intrinsic
-    def product(_context, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added):  # type: ignore[no-untyped-def]
+    def product(  # type: ignore[no-untyped-def]
+        _context, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added, apart
+    ):
         def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-            *operands, rows, is_added = args
+            *operands, rows, is_added, apart = args
             is_added = b.icmp_signed("!=", is_added, _i64(0))
             end = b.append_basic_block("end")
             blocks = [b.append_basic_block(f"rows{index + 1}") for index in range(max_rows)]
@@ -51,27 +54,37 @@ def panel_product(element: str, max_rows: int) -> Any:
                 if block is not blocks[-1]:
                     cases.add_case(_i64(index + 1), block)
                 b.position_at_end(block)
-                _product(b, element, index + 1, operands, is_added)
+                _product(b, element, (index + 1, num_panels), operands, is_added, apart)
                 b.branch(end)
             b.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), generate
+        return types.void(*[types.int64] * 10), generate
 
     return product
 
 
-def _product(b: ir.IRBuilder, element: str, num_rows: int, operands: Any, is_added: Any) -> None:
-    """Write the loop of `panel_product` for one number of rows."""
+def _product(
+    b: ir.IRBuilder,
+    element: str,
+    size: tuple[int, int],
+    operands: Any,
+    is_added: Any,
+    apart: Any,
+) -> None:
+    """Write the loop of `panel_product` for one number of rows and panels."""
     w, w_stride, x, x_stride, y, y_stride, depth = operands
-    cells = [(r, c) for r in range(num_rows) for c in range(PANEL // WIDTH)]
+    num_rows, num_panels = size
+    num_vectors = PANEL // WIDTH
+    cells = [(r, c) for r in range(num_rows) for c in range(num_panels * num_vectors)]
     x_rows = [b.add(x, b.mul(x_stride, _i64(r))) for r in range(num_rows)]
     y_rows = [b.add(y, b.mul(y_stride, _i64(r))) for r in range(num_rows)]
+    panels = [b.add(w, b.mul(apart, _i64(p))) for p in range(num_panels)]
     starts = [b.select(is_added, _load(b, y_rows[r], c), _zero()) for r, c in cells]
     loop = _Loop(b, depth, 1)
     sums = [loop.carry(start) for start in starts]
-    at = b.add(w, b.mul(loop.index, w_stride))
-    weights = [_load(b, at, c, element) for c in range(PANEL // WIDTH)]
+    step = b.mul(loop.index, w_stride)
+    weights = [_load(b, b.add(p, step), c, element) for p in panels for c in range(num_vectors)]
     offset = b.mul(loop.index, _i64(4))
     values = [_broadcast(b, b.add(row, offset)) for row in x_rows]
     totals = [
