@@ -1,11 +1,10 @@
 """The loops of attention over a paged pool, compiled; `kernels.cpu` calls them.
 
-A unit is a KV head and some consecutive queries of one sequence: all query heads that share the KV
-head are its rows, so its keys are read once.  Threads take units, the longest first.  A unit walks
-its context 64 keys at a time with a running maximum: scores, 2^x (the scale holds log2 e), then
-sums of values.  Few rows meet keys as they lie; many rows (prompts) are worth turning keys into
-panels, and scores are matrix products as well.  16-bit KV is widened in registers: every sum is
-float32.
+Threads take units (`kernels.units`), each with a KV head: the query heads that share it are its
+rows, so its keys are read once.  A unit walks its context 64 keys at a time with a running maximum:
+scores, 2^x (the scale holds log2 e), then sums of values.  Few rows meet keys as they lie; many
+rows (prompts) are worth turning keys into panels, and scores are matrix products as well.  16-bit
+KV is widened in registers: every sum is float32.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from kernels.contract import PagedBatch
 from kernels.linear import ELEMENTS
 from kernels.program import Operation
 from kernels.scalars import (
@@ -34,14 +31,12 @@ from kernels.scalars import (
 )
 from kernels.simd import PANEL, panel_product, row_dots
 from kernels.team import comparing, compiled, inner
+from kernels.units import MAX_ROWS, UNIT_WORDS, Units
 
-# Rows (queries by shared heads) of a unit: its queries, sums and scores fit the second cache.
-MAX_ROWS = 96
 TILE = 64
 # From so many rows on, turning keys into panels is cheaper than a sum across lanes for each score.
 _MIN_PANEL_ROWS = 12
 _GROUP = 6
-_UNIT_WORDS = 4
 
 _float32_product = panel_product("float32", _GROUP)
 _bfloat16_product = panel_product("bfloat16", _GROUP)
@@ -49,37 +44,6 @@ _float16_product = panel_product("float16", _GROUP)
 _float32_dots = row_dots("float32", _GROUP)
 _bfloat16_dots = row_dots("bfloat16", _GROUP)
 _float16_dots = row_dots("float16", _GROUP)
-
-
-class Units:
-    """The units of the step that is to be run; an operation made once reads each `set`."""
-
-    def __init__(self) -> None:
-        # Number of units, where they and the block tables lie, a table's length in entries.
-        self.words = np.zeros(4, np.int64)
-        self._kept: tuple[Any, ...] = ()
-
-    def set(self, batch: PagedBatch, shared: int) -> None:
-        """Point to the batch; `shared` query heads share a KV head."""
-        units, tables = units_of(batch, shared), batch.block_tables
-        self.words[:] = len(units), units.ctypes.data, tables.data_ptr(), tables.stride(0)
-        self._kept = (units, tables)
-
-
-def units_of(batch: PagedBatch, shared: int) -> npt.NDArray[np.int32]:
-    """Return [U, 4] of (sequence, first token, queries, position of the first), long ones first."""
-    max_queries = max(1, MAX_ROWS // shared)
-    starts = batch.query_starts.numpy()
-    num_queries = np.diff(starts)
-    num_units = -(-num_queries // max_queries)
-    sequence = np.repeat(np.arange(len(num_queries), dtype=np.int32), num_units)
-    ends = np.cumsum(num_units)
-    skipped = (np.arange(len(sequence)) - (ends - num_units)[sequence]) * max_queries
-    position = (batch.context_lens.numpy() - num_queries)[sequence] + skipped
-    count = np.minimum(num_queries[sequence] - skipped, max_queries)
-    units = np.stack((sequence, starts[:-1][sequence] + skipped, count, position), axis=1)
-    order = np.argsort(-(position + count) * count, kind="stable")
-    return np.ascontiguousarray(units[order], dtype=np.int32)
 
 
 def attend(
@@ -143,7 +107,7 @@ def _attend(words):  # type: ignore[no-untyped-def]
         taken = fetch_add(words[0], 1)
         if taken >= num_units:
             return
-        unit, head = taken // num_kv_heads * _UNIT_WORDS, taken % num_kv_heads
+        unit, head = taken // num_kv_heads * UNIT_WORDS, taken % num_kv_heads
         table = tables + np.int64(units[unit]) * columns * 4
         token = np.int64(units[unit + 1])
         num_queries, position = np.int64(units[unit + 2]), np.int64(units[unit + 3])

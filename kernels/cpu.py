@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.attention import Units, attend
+from kernels.attention import attend
 from kernels.contract import PagedBatch
 from kernels.linear import ELEMENTS
 from kernels.program import Program
 from kernels.reference import append_kv, pack_kv, unpack_kv
 from kernels.simd import PANEL
+from kernels.units import Units
 
 __all__ = ["append_kv", "pack_kv", "paged_attention", "unpack_kv"]
 

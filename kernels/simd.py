@@ -30,14 +30,15 @@ _STORED = {
 }
 
 
-def panel_product(element: str, max_rows: int, num_panels: int = 1) -> Any:
+def panel_product(element: str, max_rows: int, num_panels: int = 1, ahead: int = 0) -> Any:
     """Return y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL], plus what y was.
 
     The intrinsic takes (w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added, apart):
     strides are bytes from k to k + 1 in w and from row to row in x and y, `apart` from panel to
     panel in w; x and y are float32, and y's panels lie side by side.  It computes the first
     min(rows, max_rows) rows, depth is positive.  Every row is summed in the order of k, however
-    many there are: a row alone is the same bits as that row among others.
+    many there are: a row alone is the same bits as that row among others.  Weights are asked for
+    `ahead` bytes before they are needed.
     """
 
     @intrinsic
@@ -54,7 +55,7 @@ def panel_product(element: str, max_rows: int, num_panels: int = 1) -> Any:
                 if block is not blocks[-1]:
                     cases.add_case(_i64(index + 1), block)
                 b.position_at_end(block)
-                _product(b, element, (index + 1, num_panels), operands, is_added, apart)
+                _product(b, element, (index + 1, num_panels, ahead), operands, is_added, apart)
                 b.branch(end)
             b.position_at_end(end)
             return context.get_dummy_value()
@@ -67,14 +68,14 @@ def panel_product(element: str, max_rows: int, num_panels: int = 1) -> Any:
 def _product(
     b: ir.IRBuilder,
     element: str,
-    size: tuple[int, int],
+    size: tuple[int, int, int],
     operands: Any,
     is_added: Any,
     apart: Any,
 ) -> None:
-    """Write the loop of `panel_product` for one number of rows and panels."""
+    """Write the loop of `panel_product` for one size: (rows, panels, bytes ahead)."""
     w, w_stride, x, x_stride, y, y_stride, depth = operands
-    num_rows, num_panels = size
+    num_rows, num_panels, ahead = size
     num_vectors = PANEL // WIDTH
     cells = [(r, c) for r in range(num_rows) for c in range(num_panels * num_vectors)]
     x_rows = [b.add(x, b.mul(x_stride, _i64(r))) for r in range(num_rows)]
@@ -85,6 +86,9 @@ def _product(
     sums = [loop.carry(start) for start in starts]
     step = b.mul(loop.index, w_stride)
     weights = [_load(b, b.add(p, step), c, element) for p in panels for c in range(num_vectors)]
+    if ahead:
+        for panel in panels:
+            _prefetch(b, b.add(b.add(panel, step), _i64(ahead)))
     offset = b.mul(loop.index, _i64(4))
     values = [_broadcast(b, b.add(row, offset)) for row in x_rows]
     totals = [
@@ -220,3 +224,11 @@ def _sum(b: ir.IRBuilder, vector: Any) -> Any:
         vector = b.fadd(vector, b.shuffle_vector(vector, undefined, ir.Constant(_INTS, lanes)))
         half //= 2
     return b.extract_element(vector, ir.Constant(_I32, 0))
+
+
+def _prefetch(b: ir.IRBuilder, address: Any) -> None:
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    # To read, into every cache, data.
+    b.call(function, [b.inttoptr(address, pointer), *(ir.Constant(_I32, v) for v in (0, 3, 1))])

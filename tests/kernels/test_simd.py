@@ -27,12 +27,34 @@ def test_a_panel_product(element: str) -> None:
             y = torch.ones(4, 20)
             call(
                 w.data_ptr(), w.stride(0) * w.itemsize, x.data_ptr(), 40, y.data_ptr(), 80, 10,
-                rows, is_added,
+                rows, is_added, 0,
             )  # fmt: skip
             want = torch.ones(4, 20)
             count = min(rows, 3)
             want[:count, :16] = x[:count] @ w[:, :16].float() + is_added
             assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("element", list(DTYPES))
+@pytest.mark.parametrize("ahead", [0, 1 << 20])  # far beyond what there is
+def test_several_panels_at_a_time(element: str, ahead: int) -> None:
+    product = simd.panel_product(element, 2, 3, ahead)
+
+    @njit
+    def call(*arguments):  # type: ignore[no-untyped-def]
+        product(*arguments)
+
+    w = torch.randint(-8, 8, (4, 10, 16)).to(DTYPES[element])
+    x = torch.randint(-8, 8, (2, 10)).float()
+    for rows in (1, 2):
+        y = torch.ones(3, 50)
+        call(
+            w.data_ptr(), 16 * w.itemsize, x.data_ptr(), 40, y.data_ptr(), 200, 10, rows, 0,
+            160 * w.itemsize,
+        )  # fmt: skip
+        want = torch.ones(3, 50)
+        want[:rows, :48] = torch.cat([x[:rows] @ panel.float() for panel in w[:3]], dim=1)
+        assert torch.equal(y, want)
 
 
 @pytest.mark.parametrize("element", list(DTYPES))

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kernels import PagedBatch
-from kernels.attention import Units, attend
+from kernels.attention import attend
 from kernels.linear import ELEMENTS, PackedWeight, linear
 from kernels.program import Operation, Program
 from kernels.rotary import place
 from kernels.rowwise import embed, norm, silu_gate
 from kernels.simd import PANEL
+from kernels.units import Units
 from worker.model.config import ModelConfig
 from worker.model.ops import Linear
 from worker.model.rope import inverse_frequencies
@@ -92,9 +93,7 @@ class CompiledForward:
         self._programs.move_to_end((num_tokens, num_rows))
         return program
 
-    def _written_down(
-        self, pool: torch.Tensor, num_tokens: int, num_rows: int
-    ) -> list[Operation]:
+    def _written_down(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> list[Operation]:
         """Return the operations from token ids to the normalized rows whose logits are wanted."""
         config, buffers = self._config, self._buffers
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]

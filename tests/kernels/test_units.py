@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.attention import MAX_ROWS, units_of
+from kernels.units import MAX_ROWS, units_of
 from tests.kernels.scenes import scene
 
 
