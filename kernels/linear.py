@@ -27,19 +27,17 @@ MAX_ROWS = 6
 _BLOCK_BYTES = 1 << 18
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-# Processors fetch ahead up to the end of a page only, and stop at each: a quarter of the time.
-_AHEAD = 4096
-
-_float32_product = panel_product("float32", MAX_ROWS, ahead=_AHEAD)
-_bfloat16_product = panel_product("bfloat16", MAX_ROWS, ahead=_AHEAD)
-_float16_product = panel_product("float16", MAX_ROWS, ahead=_AHEAD)
+# Left alone, processors fetch up to the end of a page and wait at each: a quarter of the time.
+_float32_product = panel_product("float32", MAX_ROWS, fetch=True)
+_bfloat16_product = panel_product("bfloat16", MAX_ROWS, fetch=True)
+_float16_product = panel_product("float16", MAX_ROWS, fetch=True)
 # Sums in more registers where rows are few, or each addition would wait for the one before.
-_float32_pair = panel_product("float32", 2, 2, _AHEAD)
-_bfloat16_pair = panel_product("bfloat16", 2, 2, _AHEAD)
-_float16_pair = panel_product("float16", 2, 2, _AHEAD)
-_float32_quad = panel_product("float32", 1, 4, _AHEAD)
-_bfloat16_quad = panel_product("bfloat16", 1, 4, _AHEAD)
-_float16_quad = panel_product("float16", 1, 4, _AHEAD)
+_float32_pair = panel_product("float32", 2, 2, fetch=True)
+_bfloat16_pair = panel_product("bfloat16", 2, 2, fetch=True)
+_float16_pair = panel_product("float16", 2, 2, fetch=True)
+_float32_quad = panel_product("float32", 1, 4, fetch=True)
+_bfloat16_quad = panel_product("bfloat16", 1, 4, fetch=True)
+_float16_quad = panel_product("float16", 1, 4, fetch=True)
 
 
 class PackedWeight:
@@ -169,11 +167,17 @@ def _multiply_rows(element, w, size, x, x_stride, y, y_stride, depth, rows, is_a
         count = (rows - row) // (groups - group)
         at, to = x + row * x_stride, y + row * y_stride
         if element == 1:
-            _bfloat16_product(w, size, at, x_stride, to, y_stride, depth, count, is_added, 0)
+            _bfloat16_product(
+                w, size, at, x_stride, to, y_stride, depth, count, is_added, depth * size
+            )
         elif element == 0:
-            _float32_product(w, size, at, x_stride, to, y_stride, depth, count, is_added, 0)
+            _float32_product(
+                w, size, at, x_stride, to, y_stride, depth, count, is_added, depth * size
+            )
         else:
-            _float16_product(w, size, at, x_stride, to, y_stride, depth, count, is_added, 0)
+            _float16_product(
+                w, size, at, x_stride, to, y_stride, depth, count, is_added, depth * size
+            )
         row += count
 
 

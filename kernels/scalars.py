@@ -170,6 +170,26 @@ def replaced(_context, address, expected, value):  # type: ignore[no-untyped-def
 
 
 @intrinsic
+def fetch(_context, address):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of an address, which need not be ours; nothing waits for it."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        prefetch(b, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def prefetch(b: ir.IRBuilder, address: Any) -> None:
+    """Write the instruction of `fetch`."""
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    # To read, into every cache, data.
+    b.call(function, [b.inttoptr(address, pointer), *(ir.Constant(_I32, v) for v in (0, 3, 1))])
+
+
+@intrinsic
 def pause(_context):  # type: ignore[no-untyped-def]
     """Tell the processor that this is a loop that waits."""
 
