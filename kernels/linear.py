@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels import simd
 from kernels.program import Operation
 from kernels.scalars import fetch_add, floats_at
 from kernels.simd import PANEL, panel_product
@@ -25,19 +26,13 @@ from kernels.team import compiled, inner
 # Rows whose sums fit the registers beside a panel's two vectors.
 MAX_ROWS = 6
 _BLOCK_BYTES = 1 << 18
-ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ELEMENTS = {getattr(torch, name): code for code, name in enumerate(simd.ELEMENTS)}
 
 # Left alone, processors fetch up to the end of a page and wait at each: a quarter of the time.
-_float32_product = panel_product("float32", MAX_ROWS, fetch=True)
-_bfloat16_product = panel_product("bfloat16", MAX_ROWS, fetch=True)
-_float16_product = panel_product("float16", MAX_ROWS, fetch=True)
+_product = panel_product(MAX_ROWS, fetch=True)
 # Sums in more registers where rows are few, or each addition would wait for the one before.
-_float32_pair = panel_product("float32", 2, 2, fetch=True)
-_bfloat16_pair = panel_product("bfloat16", 2, 2, fetch=True)
-_float16_pair = panel_product("float16", 2, 2, fetch=True)
-_float32_quad = panel_product("float32", 1, 4, fetch=True)
-_bfloat16_quad = panel_product("bfloat16", 1, 4, fetch=True)
-_float16_quad = panel_product("float16", 1, 4, fetch=True)
+_product_of_two = panel_product(2, 2, fetch=True)
+_product_of_one = panel_product(1, 4, fetch=True)
 
 
 class PackedWeight:
@@ -116,7 +111,7 @@ def _multiply_panels(words):  # type: ignore[no-untyped-def]
     weight, x, y = words[5], words[6], words[7]
     depth, rows, y_stride, is_added, bias = words[8], words[9], words[10], words[11], words[12]
     size = PANEL * (4 if element == 0 else 2)
-    x_stride = depth * 4
+    x_stride, apart = depth * 4, depth * size
     # Rows of x that stay in the second cache while a piece's panels pass by.
     block = max(MAX_ROWS, _BLOCK_BYTES // x_stride // MAX_ROWS * MAX_ROWS)
     while True:
@@ -132,18 +127,40 @@ def _multiply_panels(words):  # type: ignore[no-untyped-def]
             from_x, to_y = x + begin * x_stride, y + begin * y_stride
             panel = first
             while panel < last:
-                w, to = weight + panel * depth * size, to_y + panel * PANEL * 4
+                w, to = weight + panel * apart, to_y + panel * PANEL * 4
                 if count == 1 and panel + 4 <= last:
-                    _multiply_quad(element, w, size, from_x, x_stride, to, y_stride, depth, is_kept)
+                    _product_of_one(
+                        element, w, size, from_x, x_stride, to, y_stride, depth, 1, is_kept, apart
+                    )
                     panel += 4
                 elif count <= 2 and panel + 2 <= last:
-                    _multiply_pair(
-                        element, w, size, from_x, x_stride, to, y_stride, depth, count, is_kept
+                    _product_of_two(
+                        element,
+                        w,
+                        size,
+                        from_x,
+                        x_stride,
+                        to,
+                        y_stride,
+                        depth,
+                        count,
+                        is_kept,
+                        apart,
                     )
                     panel += 2
                 else:
                     _multiply_rows(
-                        element, w, size, from_x, x_stride, to, y_stride, depth, count, is_kept
+                        element,
+                        w,
+                        size,
+                        from_x,
+                        x_stride,
+                        to,
+                        y_stride,
+                        depth,
+                        count,
+                        is_kept,
+                        apart,
                     )
                     panel += 1
 
@@ -159,47 +176,12 @@ def _begin_with_bias(y, y_stride, bias, rows, first, last, is_added):  # type: i
 
 
 @inner
-def _multiply_rows(element, w, size, x, x_stride, y, y_stride, depth, rows, is_added):  # type: ignore[no-untyped-def]
+def _multiply_rows(element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart):  # type: ignore[no-untyped-def]
     """Multiply rows of x with one panel, in groups of one size or one less."""
     groups = -(-rows // MAX_ROWS)
     row = 0
     for group in range(groups):
         count = (rows - row) // (groups - group)
         at, to = x + row * x_stride, y + row * y_stride
-        if element == 1:
-            _bfloat16_product(
-                w, size, at, x_stride, to, y_stride, depth, count, is_added, depth * size
-            )
-        elif element == 0:
-            _float32_product(
-                w, size, at, x_stride, to, y_stride, depth, count, is_added, depth * size
-            )
-        else:
-            _float16_product(
-                w, size, at, x_stride, to, y_stride, depth, count, is_added, depth * size
-            )
+        _product(element, w, size, at, x_stride, to, y_stride, depth, count, is_added, apart)
         row += count
-
-
-@inner
-def _multiply_pair(element, w, size, x, x_stride, y, y_stride, depth, rows, is_added):  # type: ignore[no-untyped-def]
-    """Multiply up to two rows with two panels."""
-    apart = depth * size
-    if element == 1:
-        _bfloat16_pair(w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart)
-    elif element == 0:
-        _float32_pair(w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart)
-    else:
-        _float16_pair(w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart)
-
-
-@inner
-def _multiply_quad(element, w, size, x, x_stride, y, y_stride, depth, is_added):  # type: ignore[no-untyped-def]
-    """Multiply one row with four panels."""
-    apart = depth * size
-    if element == 1:
-        _bfloat16_quad(w, size, x, x_stride, y, y_stride, depth, 1, is_added, apart)
-    elif element == 0:
-        _float32_quad(w, size, x, x_stride, y, y_stride, depth, 1, is_added, apart)
-    else:
-        _float16_quad(w, size, x, x_stride, y, y_stride, depth, 1, is_added, apart)

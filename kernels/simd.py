@@ -7,6 +7,7 @@ LLVM splits or joins them for the host.  Addresses need the alignment of their e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -19,6 +20,8 @@ from kernels.scalars import prefetch
 WIDTH = 8
 # Columns of a panel: two vectors, so that six rows of sums fill twelve of sixteen registers.
 PANEL = 16
+# What weights, keys and values may be kept in; a loop is told which by its number here.
+ELEMENTS = ("float32", "bfloat16", "float16")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -33,39 +36,55 @@ _STORED = {
 }
 
 
-def panel_product(element: str, max_rows: int, num_panels: int = 1, *, fetch: bool = False) -> Any:
+def panel_product(max_rows: int, num_panels: int = 1, *, fetch: bool = False) -> Any:
     """Return y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL], plus what y was.
 
-    The intrinsic takes (w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added, apart):
-    strides are bytes from k to k + 1 in w and from row to row in x and y, `apart` from panel to
-    panel in w; x and y are float32, and y's panels lie side by side.  It computes the first
-    min(rows, max_rows) rows, depth is positive.  Every row is summed in the order of k, however
-    many there are: a row alone is the same bits as that row among others.  `fetch` asks
+    The intrinsic takes (element, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added,
+    apart): strides are bytes from k to k + 1 in w and from row to row in x and y, `apart` from
+    panel to panel in w; x and y are float32, and y's panels lie side by side.  It computes the
+    first min(rows, max_rows) rows, depth is positive.  Every row is summed in the order of k,
+    however many there are: a row alone is the same bits as that row among others.  `fetch` asks
     for the panels after these meanwhile.
     """
 
     @intrinsic
     def product(  # type: ignore[no-untyped-def]
-        _context, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added, apart
+        _context, element, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added, apart
     ):
         def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-            *operands, rows, is_added, apart = args
+            element, *operands, rows, is_added, apart = args
             is_added = b.icmp_signed("!=", is_added, _i64(0))
-            end = b.append_basic_block("end")
-            blocks = [b.append_basic_block(f"rows{index + 1}") for index in range(max_rows)]
-            cases = b.switch(rows, blocks[-1])
-            for index, block in enumerate(blocks):
-                if block is not blocks[-1]:
-                    cases.add_case(_i64(index + 1), block)
-                b.position_at_end(block)
-                _product(b, element, (index + 1, num_panels), operands, is_added, apart, fetch)
-                b.branch(end)
-            b.position_at_end(end)
+
+            def write(kind: str, num_rows: int) -> None:
+                _product(b, kind, (num_rows, num_panels), operands, is_added, apart, fetch)
+
+            _write_each(b, element, rows, max_rows, write)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 10), generate
+        return types.void(*[types.int64] * 11), generate
 
     return product
+
+
+def _write_each(
+    b: ir.IRBuilder, element: Any, rows: Any, max_rows: int, write: Callable[[str, int], None]
+) -> None:
+    """Write a loop for each kind of element and number of rows, and the way to the right one."""
+    end = b.append_basic_block("end")
+    kinds = [b.append_basic_block(kind) for kind in ELEMENTS]
+    to_kind = b.switch(element, kinds[-1])
+    for code, (kind, block) in enumerate(zip(ELEMENTS, kinds, strict=True)):
+        to_kind.add_case(_i64(code), block)
+        b.position_at_end(block)
+        sizes = [b.append_basic_block(f"{kind}{index + 1}") for index in range(max_rows)]
+        to_size = b.switch(rows, sizes[-1])
+        for index, size in enumerate(sizes):
+            if size is not sizes[-1]:
+                to_size.add_case(_i64(index + 1), size)
+            b.position_at_end(size)
+            write(kind, index + 1)
+            b.branch(end)
+    b.position_at_end(end)
 
 
 def _product(
@@ -104,30 +123,25 @@ def _product(
         _store(b, total, y_rows[r], c)
 
 
-def key_dots(element: str, max_rows: int) -> Any:
+def key_dots(max_rows: int) -> Any:
     """Return y[r, j] = sum over d of x[r, d] w[j, d], for four keys j and min(rows, max_rows) rows.
 
-    The intrinsic takes (w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows): the keys lie where
-    they like; depth is a positive multiple of WIDTH.  Every sum is taken in one order.
+    The intrinsic takes (element, w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows): the keys
+    lie where they like; depth is a positive multiple of WIDTH.  Sums are taken in one order.
     """
 
     @intrinsic
-    def dots(_context, w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows):  # type: ignore[no-untyped-def]
+    def dots(_context, element, w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows):  # type: ignore[no-untyped-def]
         def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-            *operands, rows = args
-            end = b.append_basic_block("end")
-            blocks = [b.append_basic_block(f"rows{index + 1}") for index in range(max_rows)]
-            cases = b.switch(rows, blocks[-1])
-            for index, block in enumerate(blocks):
-                if block is not blocks[-1]:
-                    cases.add_case(_i64(index + 1), block)
-                b.position_at_end(block)
-                _dots(b, element, index + 1, operands)
-                b.branch(end)
-            b.position_at_end(end)
+            element, *operands, rows = args
+
+            def write(kind: str, num_rows: int) -> None:
+                _dots(b, kind, num_rows, operands)
+
+            _write_each(b, element, rows, max_rows, write)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 10), generate
+        return types.void(*[types.int64] * 11), generate
 
     return dots
 

@@ -9,11 +9,12 @@ from numba import njit
 from kernels import simd
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CODES = {name: code for code, name in enumerate(simd.ELEMENTS)}
 
 
 @pytest.mark.parametrize("element", list(DTYPES))
 def test_a_panel_product(element: str) -> None:
-    product = simd.panel_product(element, 3)
+    product = simd.panel_product(3)
 
     @njit
     def call(*arguments):  # type: ignore[no-untyped-def]
@@ -25,6 +26,7 @@ def test_a_panel_product(element: str) -> None:
         for is_added in (0, 1):
             y = torch.ones(4, 20)
             call(
+                CODES[element],
                 w.data_ptr(), w.stride(0) * w.itemsize, x.data_ptr(), 40, y.data_ptr(), 80, 10,
                 rows, is_added, 0,
             )  # fmt: skip
@@ -37,7 +39,7 @@ def test_a_panel_product(element: str) -> None:
 @pytest.mark.parametrize("element", list(DTYPES))
 @pytest.mark.parametrize("fetch", [False, True])
 def test_several_panels_at_a_time(element: str, fetch: bool) -> None:
-    product = simd.panel_product(element, 2, 3, fetch=fetch)
+    product = simd.panel_product(2, 3, fetch=fetch)
 
     @njit
     def call(*arguments):  # type: ignore[no-untyped-def]
@@ -48,6 +50,7 @@ def test_several_panels_at_a_time(element: str, fetch: bool) -> None:
     for rows in (1, 2):
         y = torch.ones(3, 50)
         call(
+            CODES[element],
             w.data_ptr(), 16 * w.itemsize, x.data_ptr(), 40, y.data_ptr(), 200, 10, rows, 0,
             160 * w.itemsize,
         )  # fmt: skip
@@ -58,7 +61,7 @@ def test_several_panels_at_a_time(element: str, fetch: bool) -> None:
 
 @pytest.mark.parametrize("element", list(DTYPES))
 def test_dots_with_four_keys(element: str) -> None:
-    dots = simd.key_dots(element, 2)
+    dots = simd.key_dots(2)
 
     @njit
     def call(*arguments):  # type: ignore[no-untyped-def]
@@ -70,7 +73,7 @@ def test_dots_with_four_keys(element: str) -> None:
     for rows in (1, 2, 5):
         y = torch.zeros(3, 6)
         addresses = [w[key].data_ptr() for key in keys]
-        call(*addresses, x.data_ptr(), 96, y.data_ptr() + 4, 24, 24, rows)
+        call(CODES[element], *addresses, x.data_ptr(), 96, y.data_ptr() + 4, 24, 24, rows)
         want = torch.zeros(3, 6)
         want[: min(rows, 2), 1:5] = (x @ w[keys].float().T)[: min(rows, 2)]
         assert torch.equal(y, want)

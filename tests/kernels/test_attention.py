@@ -1,0 +1,30 @@
+"""Attention as an operation: it reads what its units say; `test_operators` has the rest."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import PagedBatch, reference
+from kernels.attention import attend
+from kernels.program import Program
+from kernels.units import Units
+from tests.kernels.scenes import scene
+
+
+def test_an_operation_made_once_follows_its_units() -> None:
+    it = scene([(40, 1), (70, 1), (9, 1)])
+    units, out = Units(), torch.empty(3, 4, 16)
+    query = it.query.contiguous()
+    shared = query.shape[1] // it.pool.shape[3]
+    program = Program([attend(query, it.pool, 1, units, out, scale=0.25, window=None)])
+    for lens in ([40, 70, 9], [1, 3, 2], [39, 64, 8]):
+        batch = PagedBatch(
+            slots=it.batch.slots,
+            query_starts=it.batch.query_starts,
+            context_lens=torch.tensor(lens, dtype=torch.int32),
+            block_tables=it.batch.block_tables.clone(),
+        )
+        units.set(batch, shared)
+        program.run()
+        want = reference.paged_attention(query, it.pool, 1, batch, 0.25, None)
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
