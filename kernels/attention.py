@@ -1,56 +1,64 @@
 """The loops of attention over a paged pool, compiled; `kernels.cpu` calls them.
 
-A unit is a KV head and some consecutive queries of one sequence: all query heads that share the KV
-head are its rows, so its keys are read once.  Threads take units, the longest first.  A unit walks
-its context 64 keys at a time with a running maximum: scores, 2^x (the scale holds log2 e), then
-sums of values.  Few rows meet keys as they lie; many rows (prompts) are worth turning keys into
-panels, and scores are matrix products as well.  16-bit KV is widened in registers: every sum is
-float32.
+Threads take units (`kernels.units`), each with a KV head: the query heads that share it are its
+rows, so its keys are read once.  A unit walks its context 64 keys at a time with a running maximum:
+scores, 2^x (the scale holds log2 e), then sums of values (`kernels.tiles`).
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
-from kernels.contract import PagedBatch
-from kernels.scalars import brain_at, exp2, fetch_add, float_of_bits, floats_at, half_at, ints_at
-from kernels.simd import PANEL, panel_product, row_dots
+from kernels.linear import ELEMENTS
+from kernels.program import Operation
+from kernels.scalars import bits_of, exp2, fetch_add, float_of_bits, floats_at, ints_at, read
 from kernels.team import comparing, compiled, inner
-
-# Rows (queries by shared heads) of a unit: its queries, sums and scores fit the second cache.
-MAX_ROWS = 96
-TILE = 64
-# From so many rows on, turning keys into panels is cheaper than a sum across lanes for each score.
-_MIN_PANEL_ROWS = 12
-_GROUP = 6
-_UNIT_WORDS = 4
-
-_float32_product = panel_product("float32", _GROUP)
-_bfloat16_product = panel_product("bfloat16", _GROUP)
-_float16_product = panel_product("float16", _GROUP)
-_float32_dots = row_dots("float32", _GROUP)
-_bfloat16_dots = row_dots("bfloat16", _GROUP)
-_float16_dots = row_dots("float16", _GROUP)
+from kernels.tiles import SCORES, TILE, gather, score
+from kernels.units import MAX_ROWS, UNIT_WORDS, Units
 
 
-def units_of(batch: PagedBatch, shared: int) -> npt.NDArray[np.int32]:
-    """Return [U, 4] of (sequence, first token, queries, position of the first), long ones first."""
-    max_queries = max(1, MAX_ROWS // shared)
-    starts = batch.query_starts.numpy()
-    num_queries = np.diff(starts)
-    num_units = -(-num_queries // max_queries)
-    sequence = np.repeat(np.arange(len(num_queries), dtype=np.int32), num_units)
-    ends = np.cumsum(num_units)
-    skipped = (np.arange(len(sequence)) - (ends - num_units)[sequence]) * max_queries
-    position = (batch.context_lens.numpy() - num_queries)[sequence] + skipped
-    count = np.minimum(num_queries[sequence] - skipped, max_queries)
-    units = np.stack((sequence, starts[:-1][sequence] + skipped, count, position), axis=1)
-    order = np.argsort(-(position + count) * count, kind="stable")
-    return np.ascontiguousarray(units[order], dtype=np.int32)
+def attend(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    units: Units,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+) -> Operation:
+    """Make out = the attention of query over one layer of the pool.
+
+    Args:
+        query: [T, Hq, D] float32, D a multiple of 16 and contiguous.
+        pool: [N, L, 2, Hkv, B, D], of a dtype of `kernels.linear.ELEMENTS`.
+        out: [T, Hq, D] float32, contiguous.
+    """
+    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+    num_heads = query.shape[1]
+    words = (
+        ELEMENTS[pool.dtype],
+        units.words.ctypes.data,
+        query.data_ptr(),
+        query.stride(0) * 4,
+        query.stride(1) * 4,
+        out.data_ptr(),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        pool[0, layer].data_ptr(),
+        num_layers,
+        block_size,
+        window or 0,
+        bits_of(scale * math.log2(math.e)),
+        max(MAX_ROWS, num_heads // num_kv_heads),
+    )
+    return Operation(task(), words, (query, pool, units, out))
 
 
 @cache
@@ -60,32 +68,35 @@ def task() -> Any:
 
 
 def _attend(words):  # type: ignore[no-untyped-def]
-    """The task: words as in `paged_attention`."""
-    num_units, units = words[3], ints_at(words[4])
-    num_kv_heads, head_dim, block_size, window = words[10], words[11], words[14], words[17]
-    rows, max_rows = 0, words[19]
-    memory = np.empty(max_rows * (2 * head_dim + TILE + 2) + PANEL * head_dim, np.float32)
+    """The task: words as in `attend`."""
+    num_kv_heads, head_dim, block_size, window = words[9], words[10], words[13], words[14]
+    num_units, units = read(words[3]) * num_kv_heads, ints_at(read(words[3] + 8))
+    tables, columns = read(words[3] + 16), read(words[3] + 24)
+    rows, max_rows = 0, words[16]
+    memory = np.empty(max_rows * (2 * head_dim + SCORES + 2) + TILE * head_dim, np.float32)
     x = memory.ctypes.data
     y = x + max_rows * head_dim * 4
     scores = y + max_rows * head_dim * 4
-    state = scores + max_rows * TILE * 4
-    panel = state + max_rows * 2 * 4
+    state = scores + max_rows * SCORES * 4
+    panels = state + max_rows * 2 * 4
     while True:
         taken = fetch_add(words[0], 1)
         if taken >= num_units:
             return
-        unit, head = taken // num_kv_heads * _UNIT_WORDS, taken % num_kv_heads
-        sequence, token = np.int64(units[unit]), np.int64(units[unit + 1])
+        unit, head = taken // num_kv_heads * UNIT_WORDS, taken % num_kv_heads
+        table = tables + np.int64(units[unit]) * columns * 4
+        token = np.int64(units[unit + 1])
         num_queries, position = np.int64(units[unit + 2]), np.int64(units[unit + 3])
         rows = _begin(words, token, num_queries, head, x, y, state)
         first: Any = 0
         if window:
             first = max(0, position - window + 1) // block_size * block_size
-        while first < position + num_queries:
-            num_keys = min(TILE, position + num_queries - first)
-            _score(words, sequence, head, first, num_keys, rows, x, scores, panel)
+        end = position + num_queries
+        while first < end:
+            num_keys = min(TILE, end - first)
+            score(words, table, head, first, num_keys, end, rows, x, scores, panels)
             _weigh(words, first, num_keys, rows, position, scores, state, y)
-            _gather(words, sequence, head, first, num_keys, rows, scores, y)
+            gather(words, table, head, first, num_keys, end, rows, scores, y)
             first += num_keys
         _finish(words, token, rows, head, y, state)
 
@@ -93,8 +104,8 @@ def _attend(words):  # type: ignore[no-untyped-def]
 @inner
 def _begin(words, token, num_queries, head, x, y, state):  # type: ignore[no-untyped-def]
     """Copy a unit's queries, scaled, to x; clear its sums y and its state (maximum, total)."""
-    query, token_stride, head_stride = words[5], words[6], words[7]
-    shared, head_dim, scale = words[9] // words[10], words[11], float_of_bits(words[18])
+    query, token_stride, head_stride = words[4], words[5], words[6]
+    shared, head_dim, scale = words[8] // words[9], words[10], float_of_bits(words[15])
     rows = num_queries * shared
     maximum_total = floats_at(state)
     for row in range(rows):
@@ -111,65 +122,15 @@ def _begin(words, token, num_queries, head, x, y, state):  # type: ignore[no-unt
 
 
 @inner
-def _address(words, sequence, kind, head, position):  # type: ignore[no-untyped-def]
-    """Return where the key (kind 0) or value (1) of one position lies."""
-    num_kv_heads, head_dim, block_size = words[10], words[11], words[14]
-    size = 4 if words[2] == 0 else 2
-    block = np.int64(ints_at(words[15])[sequence * words[16] + position // block_size])
-    row = (block * words[13] * 2 + kind) * num_kv_heads + head
-    return words[12] + (row * block_size + position % block_size) * head_dim * size
-
-
-@inner
-def _score(words, sequence, head, first, num_keys, rows, x, scores, panel):  # type: ignore[no-untyped-def]
-    """Write the scores [rows, TILE] of the keys from `first` on."""
-    element, head_dim = words[2], words[11]
-    for key in range(0, num_keys, PANEL):
-        for j in range(key, min(key + PANEL, num_keys)):
-            k = _address(words, sequence, 0, head, first + j)
-            if rows >= _MIN_PANEL_ROWS:
-                _turn(element, k, panel + (j - key) * 4, head_dim)
-                continue
-            for row in range(0, rows, _GROUP):
-                at, to = x + row * head_dim * 4, scores + (row * TILE + j) * 4
-                if element == 1:
-                    _bfloat16_dots(k, at, head_dim * 4, to, TILE * 4, head_dim, rows - row)
-                elif element == 0:
-                    _float32_dots(k, at, head_dim * 4, to, TILE * 4, head_dim, rows - row)
-                else:
-                    _float16_dots(k, at, head_dim * 4, to, TILE * 4, head_dim, rows - row)
-        if rows >= _MIN_PANEL_ROWS:
-            stride = head_dim * 4
-            for row in range(0, rows, _GROUP):
-                at, to = x + row * stride, scores + (row * TILE + key) * 4
-                _float32_product(
-                    panel, PANEL * 4, at, stride, to, TILE * 4, head_dim, rows - row, 0
-                )
-
-
-@inner
-def _turn(element, k, column, head_dim):  # type: ignore[no-untyped-def]
-    """Write a key into one column of a panel [head_dim, PANEL]."""
-    target = floats_at(column)
-    if element == 0:
-        key = floats_at(k)
-        for d in range(head_dim):
-            target[d * PANEL] = key[d]
-    else:
-        for d in range(head_dim):
-            target[d * PANEL] = half_at(k + 2 * d) if element == 2 else brain_at(k + 2 * d)
-
-
-@inner
 def _weigh(words, first, num_keys, rows, position, scores, state, y):  # type: ignore[no-untyped-def]
     """Turn scores into weights relative to each row's new maximum; keys not seen weigh nothing."""
-    shared, head_dim, window = words[9] // words[10], words[11], words[17]
+    shared, head_dim, window = words[8] // words[9], words[10], words[14]
     maximum_total = floats_at(state)
     for row in range(rows):
         last = position + row // shared
         stop = min(num_keys, last + 1 - first)
         start = max(0, last - window + 1 - first) if window else 0
-        weights = floats_at(scores + row * TILE * 4)
+        weights = floats_at(scores + row * SCORES * 4)
         before = maximum_total[2 * row]
         maximum = _largest(weights, start, stop, before)
         total = np.float32(0)
@@ -199,37 +160,13 @@ def _largest(numbers, start, stop, largest):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _gather(words, sequence, head, first, num_keys, rows, scores, y):  # type: ignore[no-untyped-def]
-    """Add each row's weighted values to its sums, block by block."""
-    element, head_dim, block_size = words[2], words[11], words[14]
-    size = 4 if element == 0 else 2
-    v_stride, y_stride = head_dim * size, head_dim * 4
-    key = 0
-    while key < num_keys:
-        count = min(block_size - (first + key) % block_size, num_keys - key)
-        block = _address(words, sequence, 1, head, first + key)
-        for column in range(0, head_dim, PANEL):
-            v = block + column * size
-            for row in range(0, rows, _GROUP):
-                left, at = rows - row, scores + (row * TILE + key) * 4
-                to = y + row * y_stride + column * 4
-                if element == 1:
-                    _bfloat16_product(v, v_stride, at, TILE * 4, to, y_stride, count, left, 1)
-                elif element == 0:
-                    _float32_product(v, v_stride, at, TILE * 4, to, y_stride, count, left, 1)
-                else:
-                    _float16_product(v, v_stride, at, TILE * 4, to, y_stride, count, left, 1)
-        key += count
-
-
-@inner
 def _finish(words, token, rows, head, y, state):  # type: ignore[no-untyped-def]
     """Write sums over totals to the output."""
-    num_heads, head_dim = words[9], words[11]
-    shared = num_heads // words[10]
+    num_heads, head_dim = words[8], words[10]
+    shared = num_heads // words[9]
     for row in range(rows):
         at = (token + row // shared) * num_heads + head * shared + row % shared
-        target, sums = floats_at(words[8] + at * head_dim * 4), floats_at(y + row * head_dim * 4)
+        target, sums = floats_at(words[7] + at * head_dim * 4), floats_at(y + row * head_dim * 4)
         share = np.float32(1) / floats_at(state)[2 * row + 1]
         for d in range(head_dim):
             target[d] = sums[d] * share

@@ -1,11 +1,12 @@
 """y = x W^T on the CPU, for one row or thousands, from weights kept in 16 bits.
 
 Strategy: W is packed into panels of 16 output columns, one element of each for every input in turn
-(`[N / 16, K, 16]`), so that a panel is read front to back while six rows of x meet it in registers.
-A panel stays in the first cache over all rows: memory moves each weight once a call.  x and y are
-float32 and so is every product: a bfloat16 weight is widened exactly, on the way to the register.
-Nothing here rounds to 16 bits, so the result is that of float32 weights at half the bytes.  A row's
-sums are taken in one order: who shares the batch changes no bit of it.
+(`[N / 16, K, 16]`), so that a panel is read front to back while up to six rows of x meet it in
+registers; one or two rows meet several panels at a time.  A panel stays in the first cache over all
+rows: memory moves each weight once a call.  x and y are float32 and so is every product: a bfloat16
+weight is widened exactly, on the way to the register.  Nothing here rounds to 16 bits, so the
+result is that of float32 weights at half the bytes.  A row's sums are taken in one order: who
+shares the batch changes no bit of it.
 """
 
 from __future__ import annotations
@@ -13,22 +14,25 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
-from kernels.scalars import fetch_add
+from kernels import simd
+from kernels.program import Operation
+from kernels.scalars import fetch_add, floats_at
 from kernels.simd import PANEL, panel_product
-from kernels.team import compiled, inner, run
+from kernels.team import compiled, inner
 
 # Rows whose sums fit the registers beside a panel's two vectors.
 MAX_ROWS = 6
-# Fewer multiplications than this are done before another thread would have woken up.
-_ALONE = 1 << 16
 _BLOCK_BYTES = 1 << 18
-_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ELEMENTS = {getattr(torch, name): code for code, name in enumerate(simd.ELEMENTS)}
 
-_float32_product = panel_product("float32", MAX_ROWS)
-_bfloat16_product = panel_product("bfloat16", MAX_ROWS)
-_float16_product = panel_product("float16", MAX_ROWS)
+# Left alone, processors fetch up to the end of a page and wait at each: a quarter of the time.
+_product = panel_product(MAX_ROWS, fetch=True)
+# Sums in more registers where rows are few, or each addition would wait for the one before.
+_product_of_two = panel_product(2, 2, fetch=True)
+_product_of_one = panel_product(1, 4, fetch=True)
 
 
 class PackedWeight:
@@ -53,48 +57,47 @@ class PackedWeight:
     @staticmethod
     def fits(weight: torch.Tensor) -> bool:
         """Whether a matrix can be packed."""
-        return weight.shape[1] > 0 and weight.dtype in _ELEMENTS
+        return weight.shape[1] > 0 and weight.dtype in ELEMENTS
 
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return rows of the matrix, [len(indices), K]; what an embedding looks up."""
-        panel = torch.div(indices, PANEL, rounding_mode="floor")
-        return self.panels[panel, :, indices % PANEL]
+    @property
+    def num_columns(self) -> int:
+        """Columns of y: N, padded to whole panels."""
+        return self.panels.shape[0] * PANEL
 
 
-def linear(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x W^T, or add it to `out` and return that.
+def linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    y: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    is_added: bool = False,
+) -> Operation:
+    """Make y = x W^T + bias, plus what y was if `is_added`.
 
     Args:
-        x: [T, K] float32, rows contiguous.
-        out: [T, N] float32, contiguous.
+        x: [T, K] float32, contiguous.
+        y: [T, weight.num_columns] float32, contiguous.
+        bias: [weight.num_columns] float32, contiguous.
     """
-    rows, columns = weight.shape
-    num_panels = weight.panels.shape[0]
-    target = out
-    if target is None or rows % PANEL:
-        target = torch.empty(x.shape[0], num_panels * PANEL)
-    if x.shape[0]:
-        x = x.contiguous()
-        words = [
-            _ELEMENTS[weight.panels.dtype],
-            num_panels,
-            # Pieces large enough to be worth taking, small enough to share evenly.
-            max(1, min(8, num_panels // 16)),
-            weight.panels.data_ptr(),
-            x.data_ptr(),
-            target.data_ptr(),
-            columns,
-            x.shape[0],
-            target.shape[1] * 4,
-            int(target is out),
-        ]
-        alone = x.shape[0] * rows * columns < _ALONE
-        run(task(), words, int(alone))
-    if rows % PANEL:
-        target = target[:, :rows]
-    if out is None:
-        return target
-    return out if target is out else out.add_(target)
+    num_panels, depth, _ = weight.panels.shape
+    assert x.shape[1] == depth and y.shape == (x.shape[0], weight.num_columns)
+    # Pieces large enough to be worth taking, small enough to share evenly.
+    step = max(1, min(8, num_panels // 16 // 4 * 4 or num_panels // 16))
+    words = (
+        ELEMENTS[weight.panels.dtype],
+        num_panels,
+        step,
+        weight.panels.data_ptr(),
+        x.data_ptr(),
+        y.data_ptr(),
+        depth,
+        x.shape[0],
+        y.shape[1] * 4,
+        int(is_added),
+        0 if bias is None else bias.data_ptr(),
+    )
+    return Operation(task(), words, (x, weight.panels, y, bias))
 
 
 @cache
@@ -106,9 +109,9 @@ def task() -> Any:
 def _multiply_panels(words):  # type: ignore[no-untyped-def]
     element, num_panels, step = words[2], words[3], words[4]
     weight, x, y = words[5], words[6], words[7]
-    depth, rows, y_stride, is_added = words[8], words[9], words[10], words[11]
-    w_stride = PANEL * (4 if element == 0 else 2)
-    x_stride = depth * 4
+    depth, rows, y_stride, is_added, bias = words[8], words[9], words[10], words[11], words[12]
+    size = PANEL * (4 if element == 0 else 2)
+    x_stride, apart = depth * 4, depth * size
     # Rows of x that stay in the second cache while a piece's panels pass by.
     block = max(MAX_ROWS, _BLOCK_BYTES // x_stride // MAX_ROWS * MAX_ROWS)
     while True:
@@ -116,26 +119,69 @@ def _multiply_panels(words):  # type: ignore[no-untyped-def]
         if first >= num_panels:
             return
         last = min(first + step, num_panels)
+        if bias:
+            _begin_with_bias(y, y_stride, bias, rows, first * PANEL, last * PANEL, is_added)
+        is_kept = 1 if bias else is_added
         for begin in range(0, rows, block):
-            end = min(begin + block, rows)
-            for panel in range(first, last):
-                w = weight + panel * depth * w_stride
-                to = y + panel * PANEL * 4
-                _multiply_rows(
-                    element, w, w_stride, x, x_stride, to, y_stride, depth, begin, end, is_added
-                )
+            count = min(block, rows - begin)
+            from_x, to_y = x + begin * x_stride, y + begin * y_stride
+            panel = first
+            while panel < last:
+                w, to = weight + panel * apart, to_y + panel * PANEL * 4
+                if count == 1 and panel + 4 <= last:
+                    _product_of_one(
+                        element, w, size, from_x, x_stride, to, y_stride, depth, 1, is_kept, apart
+                    )
+                    panel += 4
+                elif count <= 2 and panel + 2 <= last:
+                    _product_of_two(
+                        element,
+                        w,
+                        size,
+                        from_x,
+                        x_stride,
+                        to,
+                        y_stride,
+                        depth,
+                        count,
+                        is_kept,
+                        apart,
+                    )
+                    panel += 2
+                else:
+                    _multiply_rows(
+                        element,
+                        w,
+                        size,
+                        from_x,
+                        x_stride,
+                        to,
+                        y_stride,
+                        depth,
+                        count,
+                        is_kept,
+                        apart,
+                    )
+                    panel += 1
 
 
 @inner
-def _multiply_rows(  # type: ignore[no-untyped-def]
-    element, w, w_stride, x, x_stride, y, y_stride, depth, begin, end, is_added
-):
-    """Multiply rows [begin, end) of x with one panel."""
-    for row in range(begin, end, MAX_ROWS):
-        left, at, to = end - row, x + row * x_stride, y + row * y_stride
-        if element == 1:
-            _bfloat16_product(w, w_stride, at, x_stride, to, y_stride, depth, left, is_added)
-        elif element == 0:
-            _float32_product(w, w_stride, at, x_stride, to, y_stride, depth, left, is_added)
-        else:
-            _float16_product(w, w_stride, at, x_stride, to, y_stride, depth, left, is_added)
+def _begin_with_bias(y, y_stride, bias, rows, first, last, is_added):  # type: ignore[no-untyped-def]
+    """Write the bias to columns [first, last) of y, or add it."""
+    values = floats_at(bias)
+    for row in range(rows):
+        target = floats_at(y + row * y_stride)
+        for column in range(first, last):
+            target[column] = values[column] + (target[column] if is_added else np.float32(0))
+
+
+@inner
+def _multiply_rows(element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart):  # type: ignore[no-untyped-def]
+    """Multiply rows of x with one panel, in groups of one size or one less."""
+    groups = -(-rows // MAX_ROWS)
+    row = 0
+    for group in range(groups):
+        count = (rows - row) // (groups - group)
+        at, to = x + row * x_stride, y + row * y_stride
+        _product(element, w, size, at, x_stride, to, y_stride, depth, count, is_added, apart)
+        row += count

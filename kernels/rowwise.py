@@ -1,7 +1,6 @@
 """What stands between the matrices of a transformer, each in one pass over float32 rows on the CPU.
 
-Torch makes three to six passes, and as many tensors, of each of these; at one row its calls cost
-more than the arithmetic.  A few rows are done on the calling thread, many are shared.
+Torch makes three to six passes, and as many tensors, of each of these.
 """
 
 from __future__ import annotations
@@ -12,47 +11,88 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.scalars import bits_of, exp2, fetch_add, float_of_bits, floats_at
-from kernels.team import compiled, inner, run
+from kernels.linear import ELEMENTS, PackedWeight
+from kernels.program import Operation
+from kernels.scalars import (
+    bits_of,
+    brain_at,
+    exp2,
+    fetch_add,
+    float_of_bits,
+    floats_at,
+    half_at,
+    ints_at,
+)
+from kernels.simd import PANEL
+from kernels.team import compiled, inner
 
-_NORM, _GATE, _ROTATE = range(3)
-# Fewer elements than this are done before another thread would have woken up.
-_ALONE = 1 << 15
+_NORM, _GATE, _EMBED = range(3)
 _STEP = 8
 _MINUS_LOG2_E = np.float32(-1.4426950408889634)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight for [T, K] float32 rows, weight [K] float32."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    rows, size = x.shape
-    _run(_NORM, rows, size, x.data_ptr(), out.data_ptr(), weight.data_ptr(), bits_of(eps))
-    return out
-
-
-def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up, [T, K], for contiguous [T, 2 K] float32: gate first, then up."""
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, size)
-    _run(_GATE, rows, size, gate_up.data_ptr(), out.data_ptr(), 0, 0)
-    return out
-
-
-def rotate_(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate [T, H, D] in place: pairs (i, i + D / 2), float32, heads of a token side by side.
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> Operation:
+    """Make out = x / sqrt(mean(x^2) + eps) * weight, of the rows named or of all.
 
     Args:
-        cos: [T, D / 2], contiguous; `sin` likewise.
+        x: [T, K] float32, contiguous; `weight` [K] likewise.
+        out: [R, K] float32, contiguous.
+        rows: [R] int32 rows of x; None where R is T.
     """
-    rows, num_heads, head_dim = heads.shape
-    words = (heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), heads.stride(0) * 4, num_heads)
-    _run(_ROTATE, rows, head_dim, *words)
+    indices = 0 if rows is None else rows.data_ptr()
+    size = x.shape[1]
+    words = (x.data_ptr(), out.data_ptr(), weight.data_ptr(), bits_of(eps), indices)
+    return _operation(_NORM, len(out), size, words, (x, weight, out, rows))
 
 
-def _run(operation: int, rows: int, size: int, *words: int) -> None:
-    if rows:
-        run(task(), [operation, rows, size, *words], int(rows * size < _ALONE))
+def silu_gate(gate_up: torch.Tensor, out: torch.Tensor) -> Operation:
+    """Make out = silu(gate) * up.
+
+    Args:
+        gate_up: [T, 2 K] float32, contiguous: gate first, then up.
+        out: [T, K] float32, contiguous.
+    """
+    words = (gate_up.data_ptr(), out.data_ptr())
+    return _operation(_GATE, len(out), out.shape[1], words, (gate_up, out))
+
+
+def embed(
+    token_ids: torch.Tensor, weight: torch.Tensor | PackedWeight, out: torch.Tensor
+) -> Operation:
+    """Make out = the rows of weight, as float32.
+
+    Args:
+        token_ids: [T] int32.
+        weight: [V, K], contiguous, or packed.
+        out: [T, K] float32, contiguous.
+    """
+    table = weight.panels if isinstance(weight, PackedWeight) else weight
+    size = out.shape[1]
+    # Bytes from a row to the next of its panel, and from one element of it to the next.
+    lane, along = (1, PANEL) if isinstance(weight, PackedWeight) else (size, 1)
+    words = (
+        table.data_ptr(),
+        out.data_ptr(),
+        token_ids.data_ptr(),
+        ELEMENTS[table.dtype],
+        lane * table.itemsize,
+        along * table.itemsize,
+    )
+    return _operation(_EMBED, len(token_ids), size, words, (table, out, token_ids))
+
+
+def _operation(
+    operation: int, rows: int, size: int, words: tuple[int, ...], kept: tuple[Any, ...]
+) -> Operation:
+    # Few rows are shared one by one: a row of `silu_gate` is some microseconds of work.
+    step = max(1, min(_STEP, rows // _STEP))
+    return Operation(task(), (operation, rows, size, step, *words), kept)
 
 
 @cache
@@ -62,25 +102,26 @@ def task() -> Any:
 
 
 def _rows(words):  # type: ignore[no-untyped-def]
-    operation, rows = words[2], words[3]
+    operation, rows, step = words[2], words[3], words[5]
     while True:
-        first = fetch_add(words[0], _STEP)
+        first = fetch_add(words[0], step)
         if first >= rows:
             return
-        for row in range(first, min(first + _STEP, rows)):
+        for row in range(first, min(first + step, rows)):
             if operation == _NORM:
                 _norm_row(words, row)
             elif operation == _GATE:
                 _gate_row(words, row)
             else:
-                _rotate_row(words, row)
+                _embed_row(words, row)
 
 
 @inner
 def _norm_row(words, row):  # type: ignore[no-untyped-def]
     size = words[4]
-    x, out = floats_at(words[5] + row * size * 4), floats_at(words[6] + row * size * 4)
-    weight, eps = floats_at(words[7]), float_of_bits(words[8])
+    source = np.int64(ints_at(words[10])[row]) if words[10] else row
+    x, out = floats_at(words[6] + source * size * 4), floats_at(words[7] + row * size * 4)
+    weight, eps = floats_at(words[8]), float_of_bits(words[9])
     total = np.float32(0)
     for i in range(size):
         total += x[i] * x[i]
@@ -92,9 +133,9 @@ def _norm_row(words, row):  # type: ignore[no-untyped-def]
 @inner
 def _gate_row(words, row):  # type: ignore[no-untyped-def]
     size = words[4]
-    gate = floats_at(words[5] + row * size * 8)
-    up = floats_at(words[5] + row * size * 8 + size * 4)
-    out = floats_at(words[6] + row * size * 4)
+    gate = floats_at(words[6] + row * size * 8)
+    up = floats_at(words[6] + row * size * 8 + size * 4)
+    out = floats_at(words[7] + row * size * 4)
     one = np.float32(1)
     for i in range(size):
         x = gate[i]
@@ -104,14 +145,16 @@ def _gate_row(words, row):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _rotate_row(words, row):  # type: ignore[no-untyped-def]
-    head_dim, num_heads = words[4], words[9]
-    half = head_dim // 2
-    cos, sin = floats_at(words[6] + row * half * 4), floats_at(words[7] + row * half * 4)
-    for head in range(num_heads):
-        at = words[5] + row * words[8] + head * head_dim * 4
-        left, right = floats_at(at), floats_at(at + half * 4)
-        for i in range(half):
-            x, y = left[i], right[i]
-            left[i] = x * cos[i] - y * sin[i]
-            right[i] = y * cos[i] + x * sin[i]
+def _embed_row(words, row):  # type: ignore[no-untyped-def]
+    size, element, lane, along = words[4], words[9], words[10], words[11]
+    out = floats_at(words[7] + row * size * 4)
+    index = np.int64(ints_at(words[8])[row])
+    panel = size * PANEL * (4 if element == 0 else 2)
+    at = words[6] + index // PANEL * panel + index % PANEL * lane
+    for i in range(size):
+        if element == 1:
+            out[i] = brain_at(at + i * along)
+        elif element == 0:
+            out[i] = floats_at(at + i * along)[0]
+        else:
+            out[i] = half_at(at + i * along)

@@ -89,6 +89,36 @@ def half_at(_context, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def put_brain(_context, address, x):  # type: ignore[no-untyped-def]
+    """Write a float32 as the nearest bfloat16, the even one of two."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        bits = b.bitcast(args[1], _I32)
+        last = b.and_(b.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+        rounded = b.add(bits, b.add(last, ir.Constant(_I32, 0x7FFF)))
+        # The carry of a NaN could make it a number.
+        quiet = b.or_(bits, ir.Constant(_I32, 0x400000))
+        kept = b.select(b.fcmp_unordered("uno", args[1], args[1]), quiet, rounded)
+        half = b.trunc(b.lshr(kept, ir.Constant(_I32, 16)), _I16)
+        b.store(half, b.inttoptr(args[0], _I16.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), generate
+
+
+@intrinsic
+def put_half(_context, address, x):  # type: ignore[no-untyped-def]
+    """Write a float32 as the nearest float16."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        half = b.fptrunc(args[1], ir.HalfType())
+        b.store(half, b.inttoptr(args[0], ir.HalfType().as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), generate
+
+
+@intrinsic
 def floats_at(_context, address):  # type: ignore[no-untyped-def]
     """Return an address as a pointer to float32, which is indexed like an array."""
 
@@ -137,6 +167,26 @@ def replaced(_context, address, expected, value):  # type: ignore[no-untyped-def
         return b.extract_value(b.cmpxchg(at, args[1], args[2], "seq_cst"), 1)
 
     return types.boolean(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def fetch(_context, address):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of an address, which need not be ours; nothing waits for it."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        prefetch(b, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def prefetch(b: ir.IRBuilder, address: Any) -> None:
+    """Write the instruction of `fetch`."""
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    # To read, into every cache, data.
+    b.call(function, [b.inttoptr(address, pointer), *(ir.Constant(_I32, v) for v in (0, 3, 1))])
 
 
 @intrinsic

@@ -7,6 +7,7 @@ LLVM splits or joins them for the host.  Addresses need the alignment of their e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -14,14 +15,19 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.scalars import prefetch
+
 WIDTH = 8
 # Columns of a panel: two vectors, so that six rows of sums fill twelve of sixteen registers.
 PANEL = 16
+# What weights, keys and values may be kept in; a loop is told which by its number here.
+ELEMENTS = ("float32", "bfloat16", "float16")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
 _VECTOR = ir.VectorType(_F32, WIDTH)
+_QUAD = ir.VectorType(_F32, 4)
 _INTS = ir.VectorType(_I32, WIDTH)
 _STORED = {
     "float32": _VECTOR,
@@ -30,48 +36,83 @@ _STORED = {
 }
 
 
-def panel_product(element: str, max_rows: int) -> Any:
-    """Return y[r, :PANEL] = sum over k of x[r, k] w[k, :PANEL], plus what y was.
+def panel_product(max_rows: int, num_panels: int = 1, *, fetch: bool = False) -> Any:
+    """Return y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL], plus what y was.
 
-    The intrinsic takes (w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added): strides are
-    bytes from k to k + 1 in w and from row to row in x and y; x and y are float32.  It computes
-    the first min(rows, max_rows) rows, depth is positive.  Every row is summed in the order of k,
-    however many there are: a row alone is the same bits as that row among others.
+    The intrinsic takes (element, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added,
+    apart): strides are bytes from k to k + 1 in w and from row to row in x and y, `apart` from
+    panel to panel in w; x and y are float32, and y's panels lie side by side.  It computes the
+    first min(rows, max_rows) rows, depth is positive.  Every row is summed in the order of k,
+    however many there are: a row alone is the same bits as that row among others.  `fetch` asks
+    for the panels after these meanwhile.
     """
 
     @intrinsic
-    def product(_context, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added):  # type: ignore[no-untyped-def]
+    def product(  # type: ignore[no-untyped-def]
+        _context, element, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added, apart
+    ):
         def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-            *operands, rows, is_added = args
+            element, *operands, rows, is_added, apart = args
             is_added = b.icmp_signed("!=", is_added, _i64(0))
-            end = b.append_basic_block("end")
-            blocks = [b.append_basic_block(f"rows{index + 1}") for index in range(max_rows)]
-            cases = b.switch(rows, blocks[-1])
-            for index, block in enumerate(blocks):
-                if block is not blocks[-1]:
-                    cases.add_case(_i64(index + 1), block)
-                b.position_at_end(block)
-                _product(b, element, index + 1, operands, is_added)
-                b.branch(end)
-            b.position_at_end(end)
+
+            def write(kind: str, num_rows: int) -> None:
+                _product(b, kind, (num_rows, num_panels), operands, is_added, apart, fetch)
+
+            _write_each(b, element, rows, max_rows, write)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), generate
+        return types.void(*[types.int64] * 11), generate
 
     return product
 
 
-def _product(b: ir.IRBuilder, element: str, num_rows: int, operands: Any, is_added: Any) -> None:
-    """Write the loop of `panel_product` for one number of rows."""
+def _write_each(
+    b: ir.IRBuilder, element: Any, rows: Any, max_rows: int, write: Callable[[str, int], None]
+) -> None:
+    """Write a loop for each kind of element and number of rows, and the way to the right one."""
+    end = b.append_basic_block("end")
+    kinds = [b.append_basic_block(kind) for kind in ELEMENTS]
+    to_kind = b.switch(element, kinds[-1])
+    for code, (kind, block) in enumerate(zip(ELEMENTS, kinds, strict=True)):
+        to_kind.add_case(_i64(code), block)
+        b.position_at_end(block)
+        sizes = [b.append_basic_block(f"{kind}{index + 1}") for index in range(max_rows)]
+        to_size = b.switch(rows, sizes[-1])
+        for index, size in enumerate(sizes):
+            if size is not sizes[-1]:
+                to_size.add_case(_i64(index + 1), size)
+            b.position_at_end(size)
+            write(kind, index + 1)
+            b.branch(end)
+    b.position_at_end(end)
+
+
+def _product(
+    b: ir.IRBuilder,
+    element: str,
+    size: tuple[int, int],
+    operands: Any,
+    is_added: Any,
+    apart: Any,
+    fetch: bool,
+) -> None:
+    """Write the loop of `panel_product` for one size: (rows, panels)."""
     w, w_stride, x, x_stride, y, y_stride, depth = operands
-    cells = [(r, c) for r in range(num_rows) for c in range(PANEL // WIDTH)]
+    num_rows, num_panels = size
+    num_vectors = PANEL // WIDTH
+    cells = [(r, c) for r in range(num_rows) for c in range(num_panels * num_vectors)]
     x_rows = [b.add(x, b.mul(x_stride, _i64(r))) for r in range(num_rows)]
     y_rows = [b.add(y, b.mul(y_stride, _i64(r))) for r in range(num_rows)]
+    panels = [b.add(w, b.mul(apart, _i64(p))) for p in range(num_panels)]
     starts = [b.select(is_added, _load(b, y_rows[r], c), _zero()) for r, c in cells]
     loop = _Loop(b, depth, 1)
     sums = [loop.carry(start) for start in starts]
-    at = b.add(w, b.mul(loop.index, w_stride))
-    weights = [_load(b, at, c, element) for c in range(PANEL // WIDTH)]
+    step = b.mul(loop.index, w_stride)
+    weights = [_load(b, b.add(p, step), c, element) for p in panels for c in range(num_vectors)]
+    if fetch:
+        next_panels = b.add(step, b.mul(apart, _i64(num_panels)))
+        for panel in panels:
+            prefetch(b, b.add(panel, next_panels))
     offset = b.mul(loop.index, _i64(4))
     values = [_broadcast(b, b.add(row, offset)) for row in x_rows]
     totals = [
@@ -82,51 +123,46 @@ def _product(b: ir.IRBuilder, element: str, num_rows: int, operands: Any, is_add
         _store(b, total, y_rows[r], c)
 
 
-def row_dots(element: str, max_rows: int) -> Any:
-    """Return y[r] = sum over d of x[r, d] w[d], for the first min(rows, max_rows) rows.
+def key_dots(max_rows: int) -> Any:
+    """Return y[r, j] = sum over d of x[r, d] w[j, d], for four keys j and min(rows, max_rows) rows.
 
-    The intrinsic takes (w, x, x_stride, y, y_stride, depth, rows); depth is a positive multiple of
-    WIDTH.
+    The intrinsic takes (element, w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows): the keys
+    lie where they like; depth is a positive multiple of WIDTH.  Sums are taken in one order.
     """
 
     @intrinsic
-    def dots(_context, w, x, x_stride, y, y_stride, depth, rows):  # type: ignore[no-untyped-def]
+    def dots(_context, element, w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows):  # type: ignore[no-untyped-def]
         def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-            *operands, rows = args
-            end = b.append_basic_block("end")
-            blocks = [b.append_basic_block(f"rows{index + 1}") for index in range(max_rows)]
-            cases = b.switch(rows, blocks[-1])
-            for index, block in enumerate(blocks):
-                if block is not blocks[-1]:
-                    cases.add_case(_i64(index + 1), block)
-                b.position_at_end(block)
-                _dots(b, element, index + 1, operands)
-                b.branch(end)
-            b.position_at_end(end)
+            element, *operands, rows = args
+
+            def write(kind: str, num_rows: int) -> None:
+                _dots(b, kind, num_rows, operands)
+
+            _write_each(b, element, rows, max_rows, write)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), generate
+        return types.void(*[types.int64] * 11), generate
 
     return dots
 
 
 def _dots(b: ir.IRBuilder, element: str, num_rows: int, operands: Any) -> None:
-    """Write the loop of `row_dots` for one number of rows."""
-    w, x, x_stride, y, y_stride, depth = operands
+    """Write the loop of `key_dots` for one number of rows."""
+    *keys, x, x_stride, y, y_stride, depth = operands
     x_rows = [b.add(x, b.mul(x_stride, _i64(r))) for r in range(num_rows)]
     loop = _Loop(b, depth, WIDTH)
-    sums = [loop.carry(_zero()) for _ in x_rows]
-    at = b.add(w, b.mul(loop.index, _i64(ELEMENT_BYTES[element])))
-    weights = _load(b, at, 0, element)
-    offset = b.mul(loop.index, _i64(4))
+    sums = [[loop.carry(_zero()) for _ in keys] for _ in x_rows]
+    step, offset = (b.mul(loop.index, _i64(size)) for size in (ELEMENT_BYTES[element], 4))
+    weights = [_load(b, b.add(key, step), 0, element) for key in keys]
+    values = [_load(b, b.add(row, offset), 0) for row in x_rows]
     totals = [
-        _fma(b, weights, _load(b, b.add(row, offset), 0), total)
-        for row, total in zip(x_rows, sums, strict=True)
+        [_fma(b, w, value, total) for w, total in zip(weights, row, strict=True)]
+        for value, row in zip(values, sums, strict=True)
     ]
-    loop.end(totals)
-    for r, total in enumerate(totals):
-        at = b.add(y, b.mul(y_stride, _i64(r)))
-        b.store(_sum(b, total), b.inttoptr(at, _F32.as_pointer()), align=4)
+    loop.end([total for row in totals for total in row])
+    for r, row in enumerate(totals):
+        at = b.inttoptr(b.add(y, b.mul(y_stride, _i64(r))), _QUAD.as_pointer())
+        b.store(_sums(b, row), at, align=4)
 
 
 class _Loop:
@@ -198,12 +234,15 @@ def _fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
     return b.call(function, [x, y, z])
 
 
-def _sum(b: ir.IRBuilder, vector: Any) -> Any:
-    """Add up a vector: halves, then quarters, then pairs."""
-    undefined = ir.Constant(_VECTOR, ir.Undefined)
-    half = WIDTH // 2
-    while half:
-        lanes = [(lane + half) % WIDTH for lane in range(WIDTH)]
-        vector = b.fadd(vector, b.shuffle_vector(vector, undefined, ir.Constant(_INTS, lanes)))
-        half //= 2
-    return b.extract_element(vector, ir.Constant(_I32, 0))
+def _sums(b: ir.IRBuilder, vectors: list[Any]) -> Any:
+    """Add up each of four vectors: halves, then lanes (0, 2) and (1, 3), then these two."""
+    halves = [b.fadd(_lanes(b, v, v, [0, 1, 2, 3]), _lanes(b, v, v, [4, 5, 6, 7])) for v in vectors]
+    left, right = [
+        b.fadd(_lanes(b, left, right, [0, 4, 1, 5]), _lanes(b, left, right, [2, 6, 3, 7]))
+        for left, right in (halves[:2], halves[2:])
+    ]
+    return b.fadd(_lanes(b, left, right, [0, 1, 4, 5]), _lanes(b, left, right, [2, 3, 6, 7]))
+
+
+def _lanes(b: ir.IRBuilder, left: Any, right: Any, lanes: list[int]) -> Any:
+    return b.shuffle_vector(left, right, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))

@@ -7,8 +7,8 @@ words from 2 are the task's own.
 The caller works too and waits for no one who has not begun: a helper that the system runs late, on
 cores that others want as well, finds the gate closed and costs nothing.  OpenMP's teams (torch's)
 wait for every member at every end instead; with a second worker on the same two cores that is a
-time slice each, two hundred times a step.  A helper without work looks for some for about 100 us,
-the time between two tasks of a step, and then sleeps.
+time slice each, two hundred times a step.  A helper without work looks for some for about 100 us
+and then sleeps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ comparing = njit(**{**_OPTIONS, "fastmath": FASTMATH | {"nnan"}})
 _OPEN, _INSIDE, _NEXT = 1 << 16, (1 << 16) - 1, 1 << 17
 # Bytes of a board: the gate; the task and its argument; how many sleep, on which semaphore.
 _GATE, _FUNCTION, _ARGUMENT, _SLEEPERS, _SEMAPHORE, _BOARD_WORDS = 0, 64, 72, 128, 192, 32
-_PATIENCE = 4000
+# Looks at a word, some 25 ns each, before a thread lets others have its core.
+PATIENCE = 4000
 
 _COMPILING = Lock()
 _sem_post = types.ExternalFunction("sem_post", types.int32(types.int64))
@@ -75,23 +76,20 @@ def _cache_directory() -> Path:
     return Path(home) / "baton" / "kernels" / digest[:16]
 
 
-def run(task: Any, words: list[int], num_threads: int = 0) -> None:
-    """Run a task on its own `words`; `num_threads` 0 is as many as torch uses.
+def run(task: Any, argument: int, num_threads: int = 0) -> None:
+    """Run a task on the words at an address; `num_threads` 0 is as many as torch uses.
 
     Returns when every share is done.  The interpreter lock is released meanwhile.
     """
-    arguments = array("q", [0, 0, *words])
-    address = arguments.buffer_info()[0]
-    arguments[0] = address + 8
     team = team_of(num_threads or torch.get_num_threads())
     # Another engine of this process may be using the helpers.
     if team is not None and team.lock.acquire(blocking=False):
         try:
-            team.run(task, address)
+            team.run(task, argument)
         finally:
             team.lock.release()
     else:
-        _native(task)(address)
+        _native(task)(argument)
 
 
 @cache
@@ -126,6 +124,17 @@ class Team:
         self._lead(self._words.buffer_info()[0])
 
 
+@inner
+def wait_for_none(address, mask):  # type: ignore[no-untyped-def]
+    """Wait until no bit of the mask is set in the int64 at an address."""
+    waited = 0
+    while read(address) & mask:
+        pause()
+        waited += 1
+        if waited > PATIENCE:
+            _sched_yield()
+
+
 @cache
 def _native(task: Any) -> Callable[[int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(task.address)
@@ -152,12 +161,7 @@ def _lead(words):  # type: ignore[no-untyped-def]
         _sem_post(board + _SEMAPHORE)
     call(function, argument)
     fetch_add(board + _GATE, -_OPEN)
-    waited = 0
-    while read(board + _GATE) & _INSIDE:
-        pause()
-        waited += 1
-        if waited > _PATIENCE:
-            _sched_yield()
+    wait_for_none(board + _GATE, _INSIDE)
 
 
 def _help(words):  # type: ignore[no-untyped-def]
@@ -172,7 +176,7 @@ def _help(words):  # type: ignore[no-untyped-def]
                 fetch_add(board + _GATE, -1)
                 seen = gate // _NEXT
                 waited = 0
-        elif waited < _PATIENCE:
+        elif waited < PATIENCE:
             waited += 1
             pause()
         else:

@@ -1,33 +1,30 @@
-"""How a step is cut into units; `test_operators` has what they compute."""
+"""Attention as an operation: it reads what its units say; `test_operators` has the rest."""
 
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
 
-from kernels.attention import MAX_ROWS, units_of
+from kernels import PagedBatch, reference
+from kernels.attention import attend
+from kernels.program import Program
+from kernels.units import Units
 from tests.kernels.scenes import scene
 
 
-def test_the_longest_unit_comes_first() -> None:
-    units = units_of(scene([(5, 1), (150, 130), (90, 1)]).batch, 2).tolist()
-    assert units[0] == [1, 1 + 48, 48, 20 + 48]
-    whole = [[0, 0, 1, 4], [2, 131, 1, 89]]
-    pieces = [[1, 1, 48, 20], [1, 49, 48, 68], [1, 97, 34, 116]]
-    assert sorted(units) == sorted(whole + pieces)
-
-
-@settings(deadline=None)
-@given(
-    lens=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 120)), min_size=1, max_size=4),
-    shared=st.integers(1, 120),
-)
-def test_every_query_is_in_one_unit(lens: list[tuple[int, int]], shared: int) -> None:
-    batch = scene([(past + new, new) for past, new in lens], head_dim=2, num_kv_heads=1).batch
-    covered: list[int] = []
-    for sequence, token, count, position in units_of(batch, shared).tolist():
-        assert count * shared <= MAX_ROWS or count == 1
-        first = int(batch.query_starts[sequence])
-        assert position - lens[sequence][0] == token - first
-        covered += range(token, token + count)
-    assert sorted(covered) == list(range(int(batch.query_starts[-1])))
+def test_an_operation_made_once_follows_its_units() -> None:
+    it = scene([(40, 1), (70, 1), (9, 1)])
+    units, out = Units(), torch.empty(3, 4, 16)
+    query = it.query.contiguous()
+    shared = query.shape[1] // it.pool.shape[3]
+    program = Program([attend(query, it.pool, 1, units, out, scale=0.25, window=None)])
+    for lens in ([40, 70, 9], [1, 3, 2], [39, 64, 8]):
+        batch = PagedBatch(
+            slots=it.batch.slots,
+            query_starts=it.batch.query_starts,
+            context_lens=torch.tensor(lens, dtype=torch.int32),
+            block_tables=it.batch.block_tables.clone(),
+        )
+        units.set(batch, shared)
+        program.run()
+        want = reference.paged_attention(query, it.pool, 1, batch, 0.25, None)
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)

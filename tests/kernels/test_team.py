@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Event
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kernels import team
@@ -23,10 +24,15 @@ def count(words):  # type: ignore[no-untyped-def]
         numbers[share] += 1
 
 
+def count_up(numbers: npt.NDArray[np.int32], num_threads: int) -> None:
+    words = np.array([0, 0, len(numbers), numbers.ctypes.data])
+    words[0] = words.ctypes.data + 8
+    team.run(team.compiled(count), words.ctypes.data, num_threads)
+
+
 def numbers_after(num_threads: int) -> list[int]:
     numbers = np.zeros(1000, np.int32)
-    task = team.compiled(count)
-    team.run(task, [len(numbers), numbers.ctypes.data], num_threads)
+    count_up(numbers, num_threads)
     return numbers.tolist()
 
 
@@ -37,24 +43,21 @@ def test_every_share_is_taken_once(num_threads: int) -> None:
 
 def test_tasks_one_after_another_and_after_a_sleep() -> None:
     numbers = np.zeros(64, np.int32)
-    task = team.compiled(count)
     for _ in range(3000):
-        team.run(task, [len(numbers), numbers.ctypes.data], 3)
+        count_up(numbers, 3)
     assert (numbers == 3000).all()
     for _ in range(30):
         # Long enough for the helpers to fall asleep; nothing depends on whether they do.
         Event().wait(0.001)
-        team.run(task, [len(numbers), numbers.ctypes.data], 3)
+        count_up(numbers, 3)
     assert (numbers == 3030).all()
 
 
 def test_two_callers_at_a_time_both_get_their_work_done() -> None:
-    task = team.compiled(count)
-
     def work() -> int:
         numbers = np.zeros(64, np.int32)
         for _ in range(500):
-            team.run(task, [len(numbers), numbers.ctypes.data], 2)
+            count_up(numbers, 2)
         return int(numbers.min() + numbers.max())
 
     with ThreadPoolExecutor(3) as pool:

@@ -82,7 +82,7 @@ class TorchExecutor:
             ModelError: The directory, the dtype, the device or the length cannot be served.
         """
         place = _device(device)
-        model = load_model(path, _dtype(dtype, place), place, packed=place.type == "cpu")
+        model = load_model(path, _dtype(dtype, place), place, compiled=place.type == "cpu")
         config = model.config
         limit = config.max_positions
         if max_model_len is not None and not 0 < max_model_len <= limit:

@@ -24,11 +24,11 @@ SINGLE: Final = "model.safetensors"
 
 
 def load_model(
-    path: Path, dtype: torch.dtype | None, device: torch.device, *, packed: bool = False
+    path: Path, dtype: torch.dtype | None, device: torch.device, *, compiled: bool = False
 ) -> Transformer:
     """Load a model directory; `dtype` None keeps the checkpoint's.
 
-    `packed` is for the CPU's compiled loops: a float32 model keeps the matrices of a 16-bit
+    `compiled` is for the CPU's compiled loops: a float32 model keeps the matrices of a 16-bit
     checkpoint in 16 bits, widened as they are read, so nothing but memory and time changes.
 
     Raises:
@@ -37,7 +37,7 @@ def load_model(
     config = read_config(path)
     stored: torch.dtype = getattr(torch, config.dtype)
     dtype = dtype or stored
-    is_kept = packed and dtype is torch.float32
+    is_kept = compiled and dtype is torch.float32
     model = Transformer(config, dtype, device, stored if is_kept else dtype)
     missing = model.named_tensors()
     ignored = _ignored(model)
@@ -46,8 +46,8 @@ def load_model(
     if missing:
         raise ModelError(f"{path}: the checkpoint lacks {_some(missing)}")
     model.finish_loading()
-    if packed:
-        model.pack()
+    if compiled:
+        model.compile()
     return model
 
 

@@ -92,12 +92,6 @@ class Rotation(NamedTuple):
 
     def apply_(self, heads: torch.Tensor) -> None:
         """Rotate [T, heads, D] in place: (x, y) -> (x cos - y sin, y cos + x sin)."""
-        if heads.device.type == "cpu" and heads.dtype == self.cos.dtype == torch.float32:
-            from kernels.rowwise import rotate_
-
-            if heads.stride(1) == heads.shape[2] and heads.stride(2) == 1:
-                rotate_(heads, self.cos, self.sin)
-                return
         cos, sin = self.cos[:, None], self.sin[:, None]
         left, right = heads.chunk(2, dim=-1)
         turned = left * cos - right * sin

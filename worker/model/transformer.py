@@ -17,11 +17,11 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 import kernels
 from kernels import PagedBatch
 from worker.model.config import ModelConfig
-from worker.model.ops import Linear, Tensors, packed, rms_norm, silu_gate
+from worker.model.ops import Linear, Tensors, rms_norm, silu_gate
 from worker.model.rope import Rotation, inverse_frequencies
 
 if TYPE_CHECKING:
-    from kernels.linear import PackedWeight
+    from worker.model.compiled import CompiledForward
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ class Transformer:
     Attributes:
         kv_dtype: What keys and values are kept in.
         weight_dtype: What the matrices are kept in.
-        dtype: What is computed in: the weights' type, float32 once packed.
-        parameter_bytes: What the tensors of the checkpoint take here, before they are packed.
+        dtype: What is computed in: the weights' type, float32 once compiled.
+        parameter_bytes: What the tensors of the checkpoint take here, before they are compiled.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Transformer:
         self.weight_dtype = weight_dtype or dtype
         self.dtype = self.weight_dtype
         self.device = device
-        self._packed_head: PackedWeight | None = None
+        self._compiled: CompiledForward | None = None
         self.embed = self._empty(config.vocab_size, config.hidden_size)
         self.layers = [self._layer() for _ in range(config.num_layers)]
         self.norm = self._empty(config.hidden_size)
@@ -93,27 +93,27 @@ class Transformer:
                 layer.qk_norm[:num_heads] = layer.qk_norm[0].clone()
                 layer.qk_norm[num_heads:] = layer.qk_norm[num_heads].clone()
 
-    def pack(self) -> None:
-        """Arrange the weights for the CPU's compiled loops, and have those compiled."""
-        from kernels import attention, cpu, linear, rowwise
+    def compile(self) -> None:
+        """Compute in float32 on the CPU: with compiled loops, or torch where a width has none."""
+        from worker.model.compiled import CompiledForward
 
-        for warm_up in (attention.task, cpu.append_task, linear.task, rowwise.task):
-            warm_up()
         self.dtype = torch.float32
+        if CompiledForward.fits(self.config, self.weight_dtype, self.kv_dtype):
+            self._compiled = CompiledForward(self)
+        else:
+            self._widen()
+
+    def _widen(self) -> None:
         for layer in self.layers:
             for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                matrix.pack()
+                matrix.weight = matrix.weight.float()
+                matrix.bias = None if matrix.bias is None else matrix.bias.float()
             layer.attention_norm = layer.attention_norm.float()
             layer.mlp_norm = layer.mlp_norm.float()
-            if layer.qk_norm is not None:
-                layer.qk_norm = layer.qk_norm.float()
-        self.norm = self.norm.float()
-        self._packed_head = packed(self.head)
-        if self._packed_head is not None:
-            # The panels hold the embeddings too where the two are one.
-            self.head = self.head.new_empty(0)
-            if self.config.tied_embeddings:
-                self.embed = self.head
+            layer.qk_norm = None if layer.qk_norm is None else layer.qk_norm.float()
+        is_tied = self.head is self.embed
+        self.norm, self.embed = self.norm.float(), self.embed.float()
+        self.head = self.embed if is_tied else self.head.float()
 
     @torch.inference_mode()
     def forward(
@@ -134,28 +134,18 @@ class Transformer:
         Returns:
             [R, vocab] float32 logits.
         """
+        if self._compiled is not None:
+            return self._compiled(token_ids, positions, pool, batch, rows)
         eps = self.config.norm_eps
-        hidden = self._embedded(token_ids)
+        hidden = embedding(token_ids, self.embed)
         rotation = Rotation.of(positions, self._frequencies, self.dtype)
         for index, layer in enumerate(self.layers):
             normed = rms_norm(hidden, layer.attention_norm, eps)
             attended = self._attention(index, layer, normed, rotation, pool, batch)
-            hidden = layer.o.add_to(hidden, attended)
+            hidden = hidden + layer.o(attended)
             normed = rms_norm(hidden, layer.mlp_norm, eps)
-            hidden = layer.down.add_to(hidden, silu_gate(layer.gate_up(normed)))
-        return self._logits(rms_norm(hidden[rows], self.norm, eps))
-
-    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if self._packed_head is not None and self.config.tied_embeddings:
-            return self._packed_head.rows(token_ids).to(self.dtype)
-        return embedding(token_ids, self.embed).to(self.dtype)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._packed_head is None:
-            return linear(hidden, self.head.to(self.dtype)).float()
-        from kernels.linear import linear as packed_linear
-
-        return packed_linear(hidden, self._packed_head)
+            hidden = hidden + layer.down(silu_gate(layer.gate_up(normed)))
+        return linear(rms_norm(hidden[rows], self.norm, eps), self.head).float()
 
     def _attention(
         self,

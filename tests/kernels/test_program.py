@@ -1,0 +1,86 @@
+"""Operations run in their order, each share once, on any number of threads, any number of times."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kernels import team
+from kernels.program import Operation, Program
+from kernels.scalars import fetch_add, ints_at
+
+SIZE = 100
+Numbers = npt.NDArray[np.int32]
+
+
+def add_next(words):  # type: ignore[no-untyped-def]
+    """To[i] = from[i] + from[i + 1] + 1 for words[2] integers; from words[3] to words[4]."""
+    source, target = ints_at(words[3]), ints_at(words[4])
+    while True:
+        share = fetch_add(words[0], 1)
+        if share >= words[2]:
+            return
+        target[share] = source[share] + source[(share + 1) % words[2]] + 1
+
+
+def steps(count: int) -> tuple[Numbers, list[Operation]]:
+    """Operations that each read what two shares of the one before wrote, and where it ends."""
+    rows = np.zeros((2, SIZE), np.int32)
+    task = team.compiled(add_next)
+    addresses = [row.ctypes.data for row in rows]
+    operations = [
+        Operation(task, (SIZE, addresses[i % 2], addresses[1 - i % 2]), (rows,))
+        for i in range(count)
+    ]
+    return rows[count % 2], operations
+
+
+def after(count: int) -> list[int]:
+    """What `count` operations make of zeros: x -> 2 x + 1."""
+    return [2**count - 1] * SIZE
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 2, 7])
+@pytest.mark.parametrize("count", [1, 2, 25])
+def test_an_operation_begins_when_the_one_before_is_done(num_threads: int, count: int) -> None:
+    end, operations = steps(count)
+    Program(operations).run(num_threads)
+    assert end.tolist() == after(count)
+
+
+def test_an_empty_program_does_nothing() -> None:
+    Program([]).run()
+
+
+def test_a_program_can_be_run_again_and_after_a_sleep() -> None:
+    end, operations = steps(20)
+    program = Program(operations)
+    for _ in range(300):
+        operations[0].kept[0][:] = 0
+        program.run(3)
+        assert end.tolist() == after(20)
+    for _ in range(30):
+        # Long enough for the helpers to fall asleep; nothing depends on whether they do.
+        Event().wait(0.001)
+        operations[0].kept[0][:] = 0
+        program.run(3)
+        assert end.tolist() == after(20)
+
+
+def test_two_programs_at_a_time() -> None:
+    def work() -> bool:
+        end, operations = steps(20)
+        program = Program(operations)
+        for _ in range(200):
+            operations[0].kept[0][:] = 0
+            program.run(2)
+            if end.tolist() != after(20):
+                return False
+        return True
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(future.result() for future in [pool.submit(work) for _ in range(3)])

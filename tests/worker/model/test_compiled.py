@@ -1,0 +1,115 @@
+"""The compiled forward pass against torch's of the same weights, and against itself."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.make_model import make_model
+from tests.worker.paged import Text, advance
+from worker.executor.torch import TorchExecutor
+from worker.model import compiled
+from worker.model.compiled import CompiledForward
+
+BLOCK_SIZE, NUM_BLOCKS = 8, 40
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "llama-tied-wide": {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 64},
+    "mistral": {"sliding_window": 12},
+    "qwen2": {"num_key_value_heads": 4},
+    "qwen3": {"head_dim": 32, "attention_bias": True},
+}
+
+
+def load(path: Path, dtype: str = "float32") -> TorchExecutor:
+    executor = TorchExecutor.load(path, name="random", device="cpu", dtype=dtype)
+    executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
+    return executor
+
+
+def texts(seed: int) -> list[Text]:
+    """Three sequences of some length, each with a third of the blocks."""
+    rng = random.Random(seed)
+    blocks = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    return [
+        Text([rng.randrange(100) for _ in range(rng.randrange(1, 40))], blocks[i * 13 :][:13])
+        for i in range(3)
+    ]
+
+
+def run(executor: TorchExecutor, seed: int) -> torch.Tensor:
+    """Read prompts in chunks, some beside others that generate; return all logits."""
+    rng = random.Random(seed)
+    logits, running = [], texts(seed)
+    for _ in range(12):
+        some = rng.sample(running, rng.randrange(1, 4))
+        left = [(text, len(text.token_ids) - text.computed) for text in some]
+        chunks = [(text, rng.randrange(1, most + 1)) for text, most in left]
+        logits.append(advance(executor, chunks, BLOCK_SIZE))
+    return torch.cat(logits)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Load executors that do without compiled loops."""
+
+    def load_plain(path: Path, dtype: str) -> TorchExecutor:
+        with monkeypatch.context() as patch:
+            patch.setattr(CompiledForward, "fits", lambda *_: False)
+            return load(path, dtype)
+
+    return load_plain
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_logits_are_those_of_torch(name: str, dtype: str, plain: Any, tmp_path: Path) -> None:
+    path = make_model(tmp_path, family=name.partition("-")[0], **CASES[name])
+    ours, theirs = load(path, dtype), plain(path, dtype)
+    # A 16-bit cache may round a key the other way, where the last bit before it differs.
+    limit = 1e-4 if dtype == "float32" else 2e-2
+    for seed in range(3):
+        torch.testing.assert_close(run(ours, seed), run(theirs, seed), rtol=limit, atol=limit)
+
+
+def test_steps_of_any_size_after_any_other(tmp_path: Path) -> None:
+    path = make_model(tmp_path)
+    executor, rng = load(path), random.Random(0)
+    prompt = [rng.randrange(100) for _ in range(99)]
+    want: dict[int, torch.Tensor] = {}
+    for size in (5, 1, 40, 7, 99, 5, 40, 1):
+        text = Text(prompt[:size], list(range(13)))
+        logits = advance(executor, [(text, size)], BLOCK_SIZE)
+        assert torch.equal(logits, want.setdefault(size, logits))
+    fresh = load(path)
+    for size, logits in want.items():
+        text = Text(prompt[:size], list(range(13)))
+        assert torch.equal(advance(fresh, [(text, size)], BLOCK_SIZE), logits)
+
+
+def test_more_sizes_than_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_MAX_PROGRAMS", 2)
+    path = make_model(tmp_path)
+    few, many = load(path), load(path)
+    want = [run(many, seed) for seed in range(2)]
+    assert all(torch.equal(run(few, seed), logits) for seed, logits in enumerate(want))
+
+
+def test_another_cache_is_used_from_its_first_step(tmp_path: Path) -> None:
+    executor = load(make_model(tmp_path))
+    want = run(executor, 1)
+    executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
+    assert torch.equal(run(executor, 1), want)
+
+
+def test_logits_outlive_the_next_step(tmp_path: Path) -> None:
+    executor = load(make_model(tmp_path))
+    text = Text([1, 2, 3], [0, 1])
+    first = advance(executor, [(text, 3)], BLOCK_SIZE)
+    kept = first.clone()
+    advance(executor, [(text, 1)], BLOCK_SIZE)
+    assert torch.equal(first, kept)

@@ -1,0 +1,175 @@
+"""The forward pass of a model on the CPU: programs of compiled loops over packed weights.
+
+Every activation is float32 whatever the weights are kept in: processors that multiply 16-bit
+numbers are few, and memory, which 16-bit weights halve, is what decoding waits for.  A program is
+written down once for a number of tokens and finds everything where it was the last time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from kernels import PagedBatch
+from kernels.attention import attend
+from kernels.linear import ELEMENTS, PackedWeight, linear
+from kernels.program import Operation, Program
+from kernels.rotary import place
+from kernels.rowwise import embed, norm, silu_gate
+from kernels.simd import PANEL
+from kernels.units import Units
+from worker.model.config import ModelConfig
+from worker.model.ops import Linear
+from worker.model.rope import inverse_frequencies
+
+if TYPE_CHECKING:
+    from worker.model.transformer import Layer, Transformer
+
+# Numbers of tokens that are remembered: decode steps have few, prompts come in every length.
+_MAX_PROGRAMS = 64
+
+
+class CompiledForward:
+    """The forward pass; takes over the weights of the model it is given."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._config = config = model.config
+        self._layers = [_PackedLayer.of(layer) for layer in model.layers]
+        self._norm = model.norm.float()
+        self._head = PackedWeight(model.head)
+        # The panels hold the embeddings too where the two are one.
+        self._embedding = self._head if config.tied_embeddings else model.embed
+        model.head = model.embed = model.head.new_empty(0)
+        self._frequencies = inverse_frequencies(config.rope, model.device)
+        self._units = Units()
+        self._buffers = _Buffers(config, 1)
+        self._pool: torch.Tensor | None = None
+        self._programs: OrderedDict[tuple[int, int], Program] = OrderedDict()
+
+    @staticmethod
+    def fits(config: ModelConfig, *dtypes: torch.dtype) -> bool:
+        """Whether the loops can compute this model: its widths are whole panels."""
+        widths = (config.head_dim, config.hidden_size, 2 * config.intermediate_size)
+        return not any(width % PANEL for width in widths) and all(t in ELEMENTS for t in dtypes)
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: torch.Tensor,
+        batch: PagedBatch,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `Transformer.forward`."""
+        num_tokens, num_rows = len(token_ids), len(rows)
+        program = self._program(pool, num_tokens, num_rows)
+        buffers = self._buffers
+        buffers.token_ids[:num_tokens] = token_ids
+        buffers.slots[:num_tokens] = batch.slots
+        buffers.rows[:num_rows] = rows
+        angles = positions.float()[:, None] * self._frequencies
+        torch.cos(angles, out=buffers.rotation[:num_tokens, 0])
+        torch.sin(angles, out=buffers.rotation[:num_tokens, 1])
+        self._units.set(batch, self._config.num_heads // self._config.num_kv_heads)
+        program.run()
+        logits = torch.empty(num_rows, self._head.num_columns)
+        Program([linear(buffers.normed[:num_rows], self._head, logits)]).run()
+        return logits[:, : self._config.vocab_size]
+
+    def _program(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> Program:
+        if pool is not self._pool or num_tokens > self._buffers.num_tokens:
+            self._programs.clear()
+            self._pool = pool
+            if num_tokens > self._buffers.num_tokens:
+                self._buffers = _Buffers(self._config, num_tokens)
+        program = self._programs.get((num_tokens, num_rows))
+        if program is None:
+            program = Program(self._written_down(pool, num_tokens, num_rows))
+            self._programs[num_tokens, num_rows] = program
+            if len(self._programs) > _MAX_PROGRAMS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end((num_tokens, num_rows))
+        return program
+
+    def _written_down(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> list[Operation]:
+        """Return the operations from token ids to the normalized rows whose logits are wanted."""
+        config, buffers = self._config, self._buffers
+        hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
+        heads, attended = buffers.heads[:num_tokens], buffers.attended[:num_tokens]
+        gate_up, gated = buffers.gate_up[:num_tokens], buffers.gated[:num_tokens]
+        projected, mixed = heads.flatten(1), attended.flatten(1)
+        slots, rotation = buffers.slots[:num_tokens], buffers.rotation[:num_tokens]
+        eps, scale = config.norm_eps, config.head_dim**-0.5
+        program = [embed(buffers.token_ids[:num_tokens], self._embedding, hidden)]
+        for index, layer in enumerate(self._layers):
+            window = config.windows[index]
+            query = heads[:, : config.num_heads]
+            program += [
+                norm(hidden, layer.attention_norm, eps, normed),
+                layer.qkv.of(normed, projected),
+                place(heads, rotation, pool, index, slots, layer.qk_norm, eps),
+                attend(query, pool, index, self._units, attended, scale=scale, window=window),
+                layer.o.added(mixed, hidden),
+                norm(hidden, layer.mlp_norm, eps, normed),
+                layer.gate_up.of(normed, gate_up),
+                silu_gate(gate_up, gated),
+                layer.down.added(gated, hidden),
+            ]
+        rows = buffers.rows[:num_rows]
+        return [*program, norm(hidden, self._norm, eps, buffers.normed[:num_rows], rows)]
+
+
+class _Projection(NamedTuple):
+    weight: PackedWeight
+    bias: torch.Tensor | None
+
+    @classmethod
+    def packed(cls, matrix: Linear) -> _Projection:
+        weight = PackedWeight(matrix.weight)
+        matrix.weight = matrix.weight.new_empty(0)
+        return cls(weight, None if matrix.bias is None else matrix.bias.float())
+
+    def of(self, x: torch.Tensor, y: torch.Tensor) -> Operation:
+        return linear(x, self.weight, y, bias=self.bias)
+
+    def added(self, x: torch.Tensor, y: torch.Tensor) -> Operation:
+        return linear(x, self.weight, y, bias=self.bias, is_added=True)
+
+
+class _PackedLayer(NamedTuple):
+    attention_norm: torch.Tensor
+    qkv: _Projection
+    qk_norm: torch.Tensor | None
+    o: _Projection
+    mlp_norm: torch.Tensor
+    gate_up: _Projection
+    down: _Projection
+
+    @classmethod
+    def of(cls, layer: Layer) -> _PackedLayer:
+        return cls(
+            attention_norm=layer.attention_norm.float(),
+            qkv=_Projection.packed(layer.qkv),
+            qk_norm=None if layer.qk_norm is None else layer.qk_norm.float(),
+            o=_Projection.packed(layer.o),
+            mlp_norm=layer.mlp_norm.float(),
+            gate_up=_Projection.packed(layer.gate_up),
+            down=_Projection.packed(layer.down),
+        )
+
+
+class _Buffers:
+    """Where a step's numbers lie, for up to `num_tokens` tokens."""
+
+    def __init__(self, config: ModelConfig, num_tokens: int) -> None:
+        num_heads, head_dim = config.num_heads, config.head_dim
+        self.num_tokens = num_tokens
+        self.token_ids, self.slots, self.rows = torch.empty(3, num_tokens, dtype=torch.int32)
+        self.rotation = torch.empty(num_tokens, 2, head_dim // 2)
+        self.hidden, self.normed = torch.empty(2, num_tokens, config.hidden_size)
+        self.heads = torch.empty(num_tokens, num_heads + 2 * config.num_kv_heads, head_dim)
+        self.attended = torch.empty(num_tokens, num_heads, head_dim)
+        self.gate_up = torch.empty(num_tokens, 2 * config.intermediate_size)
+        self.gated = torch.empty(num_tokens, config.intermediate_size)
