@@ -207,6 +207,7 @@ class Engine:
     def _verify(self, sequence: Sequence, x: Many[int], y: Many[SampledToken]) -> None:
         """Append what the target stands for; the KV of accepted drafts is that of their tokens."""
         token, *others = accepted(x, y)
+        sequence.adapt(len(x), len(others))
         self.counters.drafted_tokens += len(x)
         self.counters.accepted_tokens += len(others)
         self._append(sequence, token)
