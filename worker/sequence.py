@@ -266,10 +266,10 @@ class Sequence:
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Say why the token at the end is the last, if it is."""
-        is_stop = self.token_ids[-1] in self.stop_ids
-        if is_stop and self.num_output_tokens > self.options.min_tokens:
+        token_ids = self.token_ids
+        if token_ids[-1] in self.stop_ids and self.num_output_tokens > self.options.min_tokens:
             return "stop"
-        num_tokens = len(self.token_ids)
+        num_tokens = len(token_ids)
         if num_tokens - self.num_given_tokens >= self.max_new_tokens or num_tokens >= max_model_len:
             return "length"
         return None
