@@ -219,14 +219,12 @@ class Engine:
     def _append(self, sequence: Sequence, tokens: Many[SampledToken]) -> None:
         """Append tokens, up to the first that is the sequence's last."""
         scores = None if sequence.scores is None else sequence.take_prompt_logprobs()
-        sequence.drafts = []
+        sequence.drafts, request_id = [], sequence.request_id
         for index, (token_id, logprobs) in enumerate(tokens, sequence.num_new_tokens):
             self.counters.decode_tokens += 1
             sequence.token_ids.append(token_id)
             reason = sequence.finish_reason(self.info.max_model_len)
-            self._outputs.append(
-                Token(sequence.request_id, token_id, index, logprobs, reason, scores)
-            )
+            self._outputs.append(Token(request_id, token_id, index, logprobs, reason, scores))
             scores = None
             if reason is not None or sequence.hand_over:
                 self._end(sequence)
