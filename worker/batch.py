@@ -223,10 +223,8 @@ def _samplings(chunks: Many[Chunk], ends: list[int]) -> tuple[list[int], list[Sa
         request_id, options, prompt_len = sequence.request_id, sequence.options, sequence.prompt_len
         seen = sequence.occurrences
         samplings.append(Sampling(request_id, options, position, prompt_len, token_ids, seen))
-        for n in range(1, len(drafts) + 1):
-            drawn = position + n
-            guessed = drafts[:n]
-            samplings.append(
-                Sampling(request_id, options, drawn, prompt_len, token_ids, None, guessed)
-            )
+        samplings += [
+            Sampling(request_id, options, position + n, prompt_len, token_ids, None, drafts[:n])
+            for n in range(1, len(drafts) + 1)
+        ]
     return rows, samplings

@@ -202,34 +202,35 @@ class Engine:
             if drafts:
                 self._verify(sequence, drafts, tuple(islice(drawn, len(drafts) + 1)))
             elif is_last:
-                self._append(sequence, next(drawn))
+                self._append(sequence, (next(drawn),))
 
     def _verify(self, sequence: Sequence, x: Many[int], y: Many[SampledToken]) -> None:
         """Append what the target stands for; the KV of accepted drafts is that of their tokens."""
-        token, *others = accepted(x, y)
-        self.counters.drafted_tokens += len(x)
-        self.counters.accepted_tokens += len(others)
-        self._append(sequence, token)
-        for token in others:
-            if sequence.status is Status.FINISHED:
-                return
-            sequence.num_computed_tokens += 1
+        tokens = accepted(x, y)
+        num_accepted = len(tokens) - 1
+        sequence.adapt(len(x), num_accepted)
+        self.counters.verified(len(x), num_accepted)
+        self._append(sequence, tokens)
+        if sequence.status is not Status.FINISHED:
+            sequence.num_computed_tokens += num_accepted
             register(sequence, self.pool)
-            self._append(sequence, token)
-        self.scheduler.trim(sequence)
+            self.scheduler.trim(sequence)
 
-    def _append(self, sequence: Sequence, token: SampledToken) -> None:
-        token_id, logprobs = token
-        index = sequence.num_new_tokens
-        self.counters.decode_tokens += 1
-        sequence.token_ids.append(token_id)
-        if sequence.drafts:
-            sequence.drafts = []
-        reason = sequence.finish_reason(self.info.max_model_len)
+    def _append(self, sequence: Sequence, tokens: Many[SampledToken]) -> None:
+        """Append tokens, up to the first that is the sequence's last."""
         scores = None if sequence.scores is None else sequence.take_prompt_logprobs()
-        self._outputs.append(Token(sequence.request_id, token_id, index, logprobs, reason, scores))
-        if reason is None and not sequence.hand_over:
-            return
+        sequence.drafts, request_id = [], sequence.request_id
+        for index, (token_id, logprobs) in enumerate(tokens, sequence.num_new_tokens):
+            self.counters.decode_tokens += 1
+            sequence.token_ids.append(token_id)
+            reason = sequence.finish_reason(self.info.max_model_len)
+            self._outputs.append(Token(request_id, token_id, index, logprobs, reason, scores))
+            scores = None
+            if reason is not None or sequence.hand_over:
+                self._end(sequence)
+                return
+
+    def _end(self, sequence: Sequence) -> None:
         self.counters.finished += 1
         if sequence.hand_over and not sequence.is_released:
             self.scheduler.hold(sequence)

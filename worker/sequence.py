@@ -21,6 +21,8 @@ from worker.scores import PromptScores
 
 # Without a limit of its own a sequence ends at the model's context length.
 UNLIMITED: Final = 2**31 - 1
+# The most tokens that may be guessed at a time (`worker.speculate`).
+MAX_DRAFTS: Final = 64
 
 
 class Status(StrEnum):
@@ -57,6 +59,7 @@ class Sequence:
         "block_keys",
         "block_table",
         "deadline_s",
+        "draft_window",
         "drafts",
         "hand_over",
         "is_released",
@@ -110,6 +113,7 @@ class Sequence:
         self.is_released = False
         self.num_preemptions = 0
         self.block_keys: list[bytes] = []
+        self.draft_window = MAX_DRAFTS
         self.drafts: list[int] = []  # guesses of what follows `token_ids`, until one is appended
         # What it holds: from one admission to the next preemption.
         self.block_table = BlockTable()
@@ -191,7 +195,19 @@ class Sequence:
         if limit > max_model_len:
             limit = max_model_len
         num_drafts = limit - len(self.token_ids) - 1
+        if num_drafts > self.draft_window:
+            return self.draft_window
         return num_drafts if num_drafts > 0 else 0
+
+    def adapt(self, num_drafts: int, num_accepted: int) -> None:
+        """Ask for more guesses where all were right, for one more than were right otherwise.
+
+        A wrong guess is computed for nothing, and with it all that follow.
+        """
+        if num_accepted == num_drafts:
+            self.draft_window = min(2 * self.draft_window, MAX_DRAFTS)
+        else:
+            self.draft_window = num_accepted + 1
 
     @property
     def is_decoding(self) -> bool:
@@ -250,10 +266,10 @@ class Sequence:
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Say why the token at the end is the last, if it is."""
-        is_stop = self.token_ids[-1] in self.stop_ids
-        if is_stop and self.num_output_tokens > self.options.min_tokens:
+        token_ids = self.token_ids
+        if token_ids[-1] in self.stop_ids and self.num_output_tokens > self.options.min_tokens:
             return "stop"
-        num_tokens = len(self.token_ids)
+        num_tokens = len(token_ids)
         if num_tokens - self.num_given_tokens >= self.max_new_tokens or num_tokens >= max_model_len:
             return "length"
         return None

@@ -11,6 +11,8 @@ differs is distributed as q without x_i.  So the sampler's own draw is the verif
 generator is keyed by (seed, choice, position), what comes out is not just distributed like the
 plain text: it is the plain text, greedy or not, here or on another worker.
 
+A sequence whose drafts are rejected is given fewer, one that accepts them all twice as many.
+
 The KV of a rejected draft lies behind the sequence's computed tokens: the next step overwrites it,
 nothing reads it, no block with it is registered.
 """
@@ -18,12 +20,10 @@ nothing reads it, no block with it is registered.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Final, Protocol
+from typing import Protocol
 
 from worker.executor.contract import ModelInfo, SampledToken
-from worker.sequence import Sequence
-
-MAX_DRAFTS: Final = 64
+from worker.sequence import MAX_DRAFTS, Sequence
 
 
 class Drafter(Protocol):

@@ -53,6 +53,11 @@ class Counters:
         self.forward_s += forward_s
         self.overhead_s += step_s - forward_s
 
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Add up the drafts of one sequence."""
+        self.drafted_tokens += num_drafts
+        self.accepted_tokens += num_accepted
+
     def count(self, plan: Plan) -> None:
         """Add up what a plan says."""
         self.steps += bool(plan.chunks)

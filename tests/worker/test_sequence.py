@@ -5,7 +5,7 @@ import pytest
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
 from wire.prefix import prefix_hashes
-from worker.sequence import TRANSITIONS, UNLIMITED, Sequence, Status
+from worker.sequence import MAX_DRAFTS, TRANSITIONS, UNLIMITED, Sequence, Status
 
 
 @pytest.mark.parametrize("before", Status)
@@ -133,6 +133,20 @@ def test_drafts_are_of_use_only_before_the_last_token() -> None:
     assert sequence.max_drafts(max_model_len=6) == 2
     sequence.token_ids += [4, 5, 6, 7]
     assert sequence.max_drafts(max_model_len=100) == 0
+
+
+def test_as_many_drafts_as_were_right_before() -> None:
+    sequence = Sequence(1, [1, 2], max_new_tokens=1000)
+
+    def window_after(num_drafts: int, num_accepted: int) -> int:
+        sequence.adapt(num_drafts, num_accepted)
+        return sequence.max_drafts(max_model_len=2000)
+
+    assert sequence.max_drafts(max_model_len=2000) == MAX_DRAFTS
+    assert window_after(8, 3) == 4
+    assert window_after(4, 0) == 1
+    assert window_after(1, 1) == 2
+    assert [window_after(2, 2) for _ in range(7)] == [4, 8, 16, 32, 64, 64, 64]
 
 
 def test_tokens_per_second_counts_this_worker_s_tokens() -> None:

@@ -14,8 +14,8 @@ from worker.engine import Engine
 from worker.executor.contract import SampledToken
 from worker.outputs import Token
 from worker.sampler import sample
-from worker.sequence import Sequence
-from worker.speculate import MAX_DRAFTS, NgramDrafter, accepted, create
+from worker.sequence import MAX_DRAFTS, Sequence
+from worker.speculate import NgramDrafter, accepted, create
 
 
 def test_a_repeated_ending_is_continued_as_it_was() -> None:
