@@ -13,11 +13,11 @@ from kernels.attention import attend
 from kernels.contract import PagedBatch
 from kernels.linear import ELEMENTS
 from kernels.program import Program
-from kernels.reference import append_kv, pack_kv, unpack_kv
+from kernels.reference import append_kv, check_pool, pack_kv, unpack_kv
 from kernels.simd import PANEL
 from kernels.units import Units
 
-__all__ = ["append_kv", "pack_kv", "paged_attention", "unpack_kv"]
+__all__ = ["append_kv", "check_pool", "pack_kv", "paged_attention", "unpack_kv"]
 
 
 def paged_attention(

@@ -17,7 +17,9 @@ import torch
 
 from kernels import launch
 from kernels.contract import KernelError, PagedBatch
-from kernels.launch import Launch
+from kernels.launch import Launch, check_pool
+
+__all__ = ["append_kv", "check_pool", "pack_kv", "paged_attention", "require_device", "unpack_kv"]
 
 # mma.sync with bf16 and cp.async are of Ampere.
 MIN_CAPABILITY = (8, 0)
@@ -35,6 +37,8 @@ def require_device(index: int = 0) -> None:
             f"no GPU: torch {torch.__version__} (built {built}) sees none; install a CUDA build of "
             "torch and a driver, or use --device cpu"
         )
+    if index >= torch.cuda.device_count():
+        raise KernelError(f"no GPU {index}: torch sees {torch.cuda.device_count()} of them")
     major, minor = torch.cuda.get_device_capability(index)
     if (major, minor) < MIN_CAPABILITY:
         raise KernelError(
@@ -44,9 +48,15 @@ def require_device(index: int = 0) -> None:
     _cupy()
 
 
-def append_kv(pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch) -> None:
+def append_kv(
+    pool: torch.Tensor,
+    layer: int,
+    key_value: torch.Tensor,
+    batch: PagedBatch,
+    rotation: torch.Tensor | None = None,
+) -> None:
     """See `kernels.append_kv`."""
-    _start(pool, launch.append(pool, layer, key_value, batch))
+    _start(pool, launch.append(pool, layer, key_value, batch, rotation))
 
 
 def paged_attention(

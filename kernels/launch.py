@@ -43,7 +43,7 @@ ATTENTION = _struct(
     "scale",
 )
 APPEND = _struct(
-    "key_value pool slots positions cosines sines",
+    "key_value pool slots rotation",
     "num_kv_heads head_dim num_layers layer block_bits",
 )
 MOVE = _struct(
@@ -106,20 +106,20 @@ def append(
     layer: int,
     key_value: torch.Tensor,
     batch: PagedBatch,
-    rotation: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    rotation: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """Write a step's K and V; `rotation` is ([T] int32 positions, cosines, sines), see kv.cu."""
+    """Write a step's K and V, K rotated by [T, 2, D / 2] cosines and sines if they are given."""
     check_pool(pool)
-    key_value = key_value.contiguous()
+    key_value = key_value.to(pool.dtype).contiguous()
     arguments = _arguments(APPEND, pool)
     slots = _on_device(batch, pool, "slots", batch.slots)
     arguments["layer"] = layer
     keep = [key_value, slots]
     _point(arguments, key_value=key_value, pool=pool, slots=slots)
     if rotation is not None:
-        positions, cosines, sines = rotation
-        _point(arguments, positions=positions, cosines=cosines, sines=sines)
-        keep += rotation
+        rotation = rotation.contiguous()
+        _point(arguments, rotation=rotation)
+        keep.append(rotation)
     kernel = f"append<{DTYPE_NAMES[pool.dtype]}>"
     grid = (key_value.shape[0], 1)
     return [Launch("kv", kernel, grid, 128, 0, arguments, tuple(keep))] if grid[0] else []

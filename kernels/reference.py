@@ -46,8 +46,20 @@ class Group(NamedTuple):
     shape: tuple[int, int, int]
 
 
-def append_kv(pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch) -> None:
+def check_pool(pool: torch.Tensor) -> None:
+    """Torch takes pools of any size."""
+
+
+def append_kv(
+    pool: torch.Tensor,
+    layer: int,
+    key_value: torch.Tensor,
+    batch: PagedBatch,
+    rotation: torch.Tensor | None = None,
+) -> None:
     """See `kernels.append_kv`."""
+    if rotation is not None:
+        key_value = torch.stack((rotated(key_value[:, 0], rotation), key_value[:, 1]), dim=1)
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     rows = batch.scratch.get("rows")
     if rows is None:
@@ -58,7 +70,18 @@ def append_kv(pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: Pa
         rows = batch.scratch["rows"] = torch.from_numpy(by_head.ravel()).to(pool.device)
     # One layer is 2 * Hkv * B rows: shift the view, not the rows.
     layer_rows = pool.view(-1, head_dim)[layer * 2 * num_kv_heads * block_size :]
-    layer_rows.index_copy_(0, rows, key_value.reshape(-1, head_dim))
+    layer_rows.index_copy_(0, rows, key_value.reshape(-1, head_dim).to(pool.dtype))
+
+
+def rotated(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Return [T, heads, D] rotated: (x, y) -> (x cos - y sin, y cos + x sin), in float32.
+
+    Args:
+        rotation: [T, 2, D / 2] float32 cosines and sines.
+    """
+    cos, sin = rotation[:, None].unbind(2)
+    x, y = heads.float().chunk(2, dim=-1)
+    return torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1).to(heads.dtype)
 
 
 def paged_attention(

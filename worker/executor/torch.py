@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kernels import PagedBatch
+from kernels import KernelError, PagedBatch, check_pool
 from wire.payloads import KVLayout
 from worker import sampler
 from worker.batch import Batch
@@ -24,6 +24,7 @@ from worker.executor.contract import (
 )
 from worker.kvcache import TorchKVCache
 from worker.model.config import DTYPES, ModelError
+from worker.model.device import find_device
 from worker.model.loader import load_model
 from worker.model.transformer import Transformer
 
@@ -75,13 +76,13 @@ class TorchExecutor:
                 and float32 on the CPU.  There it is the type of the KV cache, and a 16-bit one
                 rounds the weights as well; arithmetic is float32, and weights that a checkpoint has
                 in 16 bits are kept so either way.
-            device: "auto" (CUDA where there is a device), "cpu", "cuda" or "cuda:N".
+            device: See `worker.model.device.find_device`.
             max_model_len: Longest sequence in tokens; None for the model's own limit.
 
         Raises:
             ModelError: The directory, the dtype, the device or the length cannot be served.
         """
-        place = _device(device)
+        place = find_device(device)
         model = load_model(path, _dtype(dtype, place), place, compiled=place.type == "cpu")
         config = model.config
         limit = config.max_positions
@@ -107,10 +108,19 @@ class TorchExecutor:
         return cls(model, info)
 
     def allocate(self, num_blocks: int, block_size: int) -> TorchKVCache:
-        """Make the paged KV cache that later batches address."""
+        """Make the paged KV cache that later batches address.
+
+        Raises:
+            ValueError: The device's kernels do not serve blocks of that size, or such heads.
+        """
         assert self._model is not None, "allocate after shutdown"
-        self._cache = TorchKVCache(self.info.layout, num_blocks, block_size, self._model.device)
-        return self._cache
+        cache = TorchKVCache(self.info.layout, num_blocks, block_size, self._model.device)
+        try:
+            check_pool(cache.pool)
+        except KernelError as error:
+            raise ValueError(f"device {self._model.device}: {error}; see --block-size") from error
+        self._cache = cache
+        return cache
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run the batch and write its KV.
@@ -180,17 +190,3 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ModelError(f"device is {name!r}, not auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ModelError(f"device is {name!r}, not auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} of them")
-    return device

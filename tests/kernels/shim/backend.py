@@ -100,10 +100,17 @@ class Shim:
         }
         self._order, self._late, self._seed = order, late, 0
 
+    check_pool = staticmethod(launch.check_pool)
+
     def append_kv(
-        self, pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch
+        self,
+        pool: torch.Tensor,
+        layer: int,
+        key_value: torch.Tensor,
+        batch: PagedBatch,
+        rotation: torch.Tensor | None = None,
     ) -> None:
-        self.run(launch.append(pool, layer, key_value, batch))
+        self.run(launch.append(pool, layer, key_value, batch, rotation))
 
     def paged_attention(
         self,
