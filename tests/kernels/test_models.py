@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-bfloat16": {"head_dim": 64, "attention_bias": True},
     "mistral-float16": {"head_dim": 64, "sliding_window": 12},
 }
-# A wrong key or mask changes logits by about 1; rounding to 16 bits in two orders by less than this.
+# A wrong key or mask changes logits by about 1; rounding to 16 bits in two orders, by less.
 LIMITS = {"float32": 1e-4, "bfloat16": 8e-2, "float16": 1e-2}
 
 
