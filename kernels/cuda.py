@@ -77,7 +77,7 @@ def paged_attention(
         out,
         scale=scale,
         window=window,
-        wanted_blocks=_wanted_blocks(pool.device.index or 0),
+        wanted_blocks=wanted_blocks(pool.device.index or 0),
     )
     _start(pool, launches)
     return out
@@ -135,7 +135,8 @@ def _cupy() -> Any:
 
 
 @cache
-def _wanted_blocks(device: int) -> int:
+def wanted_blocks(device: int) -> int:
+    """Return how many thread blocks fill the device when keys are split."""
     properties = torch.cuda.get_device_properties(device)
     return int(properties.multi_processor_count) * BLOCKS_PER_MULTIPROCESSOR
 

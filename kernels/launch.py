@@ -7,7 +7,7 @@ same kernels compiled for the CPU.  Pointers are integers: the caller keeps the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,10 +71,26 @@ class Launch(NamedTuple):
     keep: tuple[torch.Tensor, ...] = ()
 
 
+class Planned(NamedTuple):
+    """One tile's part of a step: what its thread blocks do, and where that lies on the device.
+
+    Attributes:
+        items: `work.items` there; `merges` likewise.
+        parts: [slots * D] float32, room for partial results; `logs` [slots].
+    """
+
+    tile: tiling.Tile
+    work: tiling.Work
+    items: torch.Tensor
+    merges: torch.Tensor
+    parts: torch.Tensor
+    logs: torch.Tensor
+
+
 def attention_kernels(dtype: torch.dtype, head_dim: int) -> list[str]:
     """Return every instantiation that attention of this dtype and head size can ask for."""
     name = DTYPE_NAMES[dtype]
-    if not _is_tiled(dtype, head_dim):
+    if not is_tiled(dtype, head_dim):
         return [f"attend_plain<{name}>"]
     found = []
     for tile in (tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)):
@@ -176,7 +192,7 @@ def attention(
     _point(arguments, query=query, pool=pool, out=out)
     _point(arguments, starts=starts, contexts=contexts, tables=tables)
     name, head_dim = DTYPE_NAMES[query.dtype], query.shape[2]
-    if not _is_tiled(query.dtype, head_dim):
+    if not is_tiled(query.dtype, head_dim):
         grid = (query.shape[0], query.shape[1])
         return [Launch("attention", f"attend_plain<{name}>", grid, 32, 0, arguments, (query, out))]
     key = ("cuda work", window, query.shape[1])
@@ -198,8 +214,8 @@ def attention(
 
 def _works(
     query: torch.Tensor, pool: torch.Tensor, batch: PagedBatch, window: int | None, wanted: int
-) -> list[tuple[Any, ...]]:
-    """Plan the step: (tile, work, its tables and its workspace on the device) for each launch."""
+) -> list[Planned]:
+    """Plan the step, for sequences of few rows and for those of many."""
     starts, contexts = batch.query_starts.numpy(), batch.context_lens.numpy()
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     group = query.shape[1] // num_kv_heads
@@ -218,15 +234,26 @@ def _works(
             wanted_blocks=wanted,
         )
         if len(work.items):
-            uploads = [torch.from_numpy(table).to(pool.device) for table in work[:2]]
-            slots = work.num_slots * num_kv_heads * tile.rows
-            parts = torch.empty(slots * head_dim, dtype=torch.float32, device=pool.device)
-            logs = torch.empty(slots, dtype=torch.float32, device=pool.device)
-            planned.append((tile, work, *uploads, parts, logs))
+            planned.append(on_device(tile, work, pool))
     return planned
 
 
-def _is_tiled(dtype: torch.dtype, head_dim: int) -> bool:
+def on_device(tile: tiling.Tile, work: tiling.Work, pool: torch.Tensor) -> Planned:
+    """Upload work, and make room for its partial results."""
+    num_kv_heads, head_dim, device = pool.shape[3], pool.shape[5], pool.device
+    slots = work.num_slots * num_kv_heads * tile.rows
+    return Planned(
+        tile,
+        work,
+        torch.from_numpy(work.items).to(device),
+        torch.from_numpy(work.merges).to(device),
+        torch.empty(slots * head_dim, dtype=torch.float32, device=device),
+        torch.empty(slots, dtype=torch.float32, device=device),
+    )
+
+
+def is_tiled(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether tensor cores compute attention of this dtype and head size."""
     return dtype in TILED_DTYPES and head_dim in TILED_HEAD_DIMS
 
 

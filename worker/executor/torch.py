@@ -25,6 +25,7 @@ from worker.executor.contract import (
 from worker.kvcache import TorchKVCache
 from worker.model.config import DTYPES, ModelError
 from worker.model.device import find_device
+from worker.model.graphs import DecodeGraphs, graphs_of
 from worker.model.loader import load_model
 from worker.model.transformer import Transformer
 
@@ -57,6 +58,7 @@ class TorchExecutor:
         self.capabilities = _capabilities(model, info.layout)
         self._model: Transformer | None = model
         self._cache: TorchKVCache | None = None
+        self._graphs: DecodeGraphs | None = None
 
     @classmethod
     def load(
@@ -113,13 +115,21 @@ class TorchExecutor:
         Raises:
             ValueError: The device's kernels do not serve blocks of that size, or such heads.
         """
-        assert self._model is not None, "allocate after shutdown"
-        cache = TorchKVCache(self.info.layout, num_blocks, block_size, self._model.device)
+        model = self._model
+        assert model is not None, "allocate after shutdown"
+        is_cuda = model.device.type == "cuda"
+        # The sequences that fill up a recorded step write somewhere, too.
+        spare_blocks = 1 if is_cuda else 0
+        cache = TorchKVCache(
+            self.info.layout, num_blocks, block_size, model.device, spare_blocks=spare_blocks
+        )
         try:
             check_pool(cache.pool)
         except KernelError as error:
-            raise ValueError(f"device {self._model.device}: {error}; see --block-size") from error
+            raise ValueError(f"device {model.device}: {error}; see --block-size") from error
         self._cache = cache
+        if is_cuda:
+            self._graphs = graphs_of(model, cache.pool, self.info.max_model_len, num_blocks)
         return cache
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -129,7 +139,6 @@ class TorchExecutor:
             [R + Q, vocab] float32 logits of `sample_rows`, then of `score_rows`, on the device.
         """
         assert self._model is not None and self._cache is not None, "forward before allocate"
-        device = self._model.device
         rows = batch.sample_rows
         if batch.scorings:
             rows = np.concatenate([rows, batch.score_rows])
@@ -139,9 +148,13 @@ class TorchExecutor:
             context_lens=torch.from_numpy(batch.context_lens),
             block_tables=torch.from_numpy(batch.block_tables),
         )
+        token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
+        if self._graphs is not None and self._graphs.take(len(rows), paged):
+            return self._graphs.forward(token_ids, positions, paged)
+        device = self._model.device
         return self._model.forward(
-            torch.from_numpy(batch.token_ids).to(device),
-            torch.from_numpy(batch.positions).to(device),
+            token_ids.to(device),
+            positions.to(device),
             self._cache.pool,
             paged,
             torch.from_numpy(rows).to(device),
@@ -160,6 +173,7 @@ class TorchExecutor:
         """Drop the weights and the cache."""
         self._model = None
         self._cache = None
+        self._graphs = None
 
 
 def _capabilities(model: Transformer, layout: KVLayout) -> Capabilities:
