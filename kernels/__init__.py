@@ -23,11 +23,14 @@ __all__ = [
     "KernelError",
     "PagedBatch",
     "ShapeError",
+    "add_rms_norm",
     "append_kv",
     "backend_of",
     "check_pool",
     "pack_kv",
     "paged_attention",
+    "rms_norm",
+    "silu_gate",
     "unpack_kv",
 ]
 
@@ -145,3 +148,20 @@ def unpack_kv(
     contract.check_rectangle(pool, block_table, layers, tokens)
     contract.check_segment(pool, layers, tokens, segment)
     backend_of(pool.device.type).unpack_kv(pool, block_table, layers, tokens, segment)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight for [T, K] rows, weight [K] of their dtype."""
+    return backend_of(x.device.type).rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add to x in place, and return `rms_norm` of the sum; all [T, K] of one dtype."""
+    return backend_of(x.device.type).add_rms_norm(x, added, weight, eps)
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, [T, K], for [T, 2 K]: gate first, then up."""
+    return backend_of(gate_up.device.type).silu_gate(gate_up)

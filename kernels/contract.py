@@ -101,6 +101,14 @@ class Backend(Protocol):
         segment: torch.Tensor,
     ) -> None: ...
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor: ...
+
+    def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
 
 def check_append(
     pool: torch.Tensor,

@@ -15,11 +15,21 @@ from typing import Any
 
 import torch
 
-from kernels import launch
+from kernels import launch, launch_rows
 from kernels.contract import KernelError, PagedBatch
 from kernels.launch import Launch, check_pool
 
-__all__ = ["append_kv", "check_pool", "pack_kv", "paged_attention", "require_device", "unpack_kv"]
+__all__ = [
+    "add_rms_norm",
+    "append_kv",
+    "check_pool",
+    "pack_kv",
+    "paged_attention",
+    "require_device",
+    "rms_norm",
+    "silu_gate",
+    "unpack_kv",
+]
 
 # mma.sync with bf16 and cp.async are of Ampere.
 MIN_CAPABILITY = (8, 0)
@@ -56,7 +66,7 @@ def append_kv(
     rotation: torch.Tensor | None = None,
 ) -> None:
     """See `kernels.append_kv`."""
-    _start(pool, launch.append(pool, layer, key_value, batch, rotation))
+    _start(pool.device, launch.append(pool, layer, key_value, batch, rotation))
 
 
 def paged_attention(
@@ -79,7 +89,7 @@ def paged_attention(
         window=window,
         wanted_blocks=wanted_blocks(pool.device.index or 0),
     )
-    _start(pool, launches)
+    _start(pool.device, launches)
     return out
 
 
@@ -93,7 +103,7 @@ def pack_kv(
     """See `kernels.pack_kv`."""
     shape = (len(layers), 2, pool.shape[3], len(tokens), pool.shape[5])
     segment = torch.empty(shape, dtype=dtype, device=pool.device)
-    _start(pool, launch.move(pool, block_table, layers, tokens, segment, into_pool=False))
+    _start(pool.device, launch.move(pool, block_table, layers, tokens, segment, into_pool=False))
     return segment
 
 
@@ -106,11 +116,34 @@ def unpack_kv(
 ) -> None:
     """See `kernels.unpack_kv`."""
     segment = segment.to(pool.device).contiguous()
-    _start(pool, launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
+    _start(pool.device, launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
 
 
-def _start(pool: torch.Tensor, launches: list[Launch]) -> None:
-    device = pool.device.index or 0
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `kernels.rms_norm`."""
+    out = torch.empty_like(x)
+    _start(x.device, launch_rows.normalize(x, None, weight, eps, out))
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """See `kernels.add_rms_norm`."""
+    out = torch.empty_like(x)
+    _start(x.device, launch_rows.normalize(x, added, weight, eps, out))
+    return out
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `kernels.silu_gate`."""
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _start(gate_up.device, launch_rows.gate(gate_up, out))
+    return out
+
+
+def _start(place: torch.device, launches: list[Launch]) -> None:
+    device = place.index or 0
     # Asked anew each time: a stream that is being captured is another one.
     stream = torch.cuda.current_stream(device)
     with _cupy().cuda.Device(device):

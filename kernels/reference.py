@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm as torch_rms_norm
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from kernels.contract import PagedBatch
 
@@ -107,6 +108,24 @@ def paged_attention(
             attended, tokens = attended[group.kept], tokens[group.kept]
         out[tokens] = attended
     return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `kernels.rms_norm`."""
+    return torch_rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """See `kernels.add_rms_norm`."""
+    return rms_norm(x.add_(added), weight, eps)
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `kernels.silu_gate`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate) * up
 
 
 def pack_kv(

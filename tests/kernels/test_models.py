@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import launch, reference
+from kernels import launch, launch_rows, reference
 from kernels.contract import Backend
 from scripts.make_model import make_model
 from tests.kernels.shim.backend import Shim, why_not
@@ -80,6 +80,7 @@ def test_logits_are_those_of_the_reference(name: str, served_by: Any, tmp_path: 
     needed = {
         "attention": launch.attention_kernels(kind, head_dim),
         "kv": launch.kv_kernels(kind, kind),
+        "rowwise": launch_rows.row_kernels(kind),
     }
     served_by(Shim(needed))
     got, segment = run(path, dtype)

@@ -18,7 +18,7 @@ import kernels
 from kernels import PagedBatch
 from kernels.reference import rotated
 from worker.model.config import ModelConfig
-from worker.model.ops import Linear, Tensors, rms_norm, silu_gate
+from worker.model.ops import Linear, Tensors
 from worker.model.rope import inverse_frequencies, rotation_of
 
 if TYPE_CHECKING:
@@ -140,13 +140,14 @@ class Transformer:
         eps = self.config.norm_eps
         hidden = embedding(token_ids, self.embed)
         rotation = rotation_of(positions, self._frequencies)
-        for index, layer in enumerate(self.layers):
-            normed = rms_norm(hidden, layer.attention_norm, eps)
-            attended = self._attention(index, layer, normed, rotation, pool, batch)
-            hidden = hidden + layer.o(attended)
-            normed = rms_norm(hidden, layer.mlp_norm, eps)
-            hidden = hidden + layer.down(silu_gate(layer.gate_up(normed)))
-        return linear(rms_norm(hidden[rows], self.norm, eps), self.head).float()
+        norms = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
+        normed = kernels.rms_norm(hidden, self.layers[0].attention_norm, eps)
+        for index, (layer, next_norm) in enumerate(zip(self.layers, norms, strict=True)):
+            attended = layer.o(self._attention(index, layer, normed, rotation, pool, batch))
+            normed = kernels.add_rms_norm(hidden, attended, layer.mlp_norm, eps)
+            added = layer.down(kernels.silu_gate(layer.gate_up(normed)))
+            normed = kernels.add_rms_norm(hidden, added, next_norm, eps)
+        return linear(normed[rows], self.head).float()
 
     def _attention(
         self,
