@@ -23,15 +23,19 @@ __all__ = [
     "KernelError",
     "PagedBatch",
     "ShapeError",
+    "add_rms_norm",
     "append_kv",
     "backend_of",
+    "check_pool",
     "pack_kv",
     "paged_attention",
+    "rms_norm",
+    "silu_gate",
     "unpack_kv",
 ]
 
-# Device type to the modules that serve it, the best first.
-_BACKENDS = {"cpu": "kernels.cpu", "cuda": "kernels.reference"}
+# Device type to the module that serves it.
+_BACKENDS = {"cpu": "kernels.cpu", "cuda": "kernels.cuda"}
 
 
 @cache
@@ -47,18 +51,35 @@ def backend_of(device_type: str) -> Backend:
     return cast(Backend, import_module(module))
 
 
-def append_kv(pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch) -> None:
+def check_pool(pool: torch.Tensor) -> None:
+    """Check once, at the start, that the device's kernels serve such a pool.
+
+    Raises:
+        KernelError: They do not; says which size or dtype is wrong.
+    """
+    backend_of(pool.device.type).check_pool(pool)
+
+
+def append_kv(
+    pool: torch.Tensor,
+    layer: int,
+    key_value: torch.Tensor,
+    batch: PagedBatch,
+    rotation: torch.Tensor | None = None,
+) -> None:
     """Write this step's keys and values of one layer into their slots.
 
     Args:
         pool: [N, L, 2, Hkv, B, D].
-        key_value: [T, 2, Hkv, D] in the pool's dtype; axis 1 is key, value.
+        key_value: [T, 2, Hkv, D] of a float dtype, rounded to the pool's; axis 1 is key, value.
+        rotation: [T, 2, D / 2] float32 cosines and sines by which keys are rotated first, pairs
+            (i, i + D / 2); None for keys that are.
 
     Raises:
         ShapeError: The arguments do not fit each other.
     """
-    contract.check_append(pool, layer, key_value, batch)
-    backend_of(pool.device.type).append_kv(pool, layer, key_value, batch)
+    contract.check_append(pool, layer, key_value, batch, rotation)
+    backend_of(pool.device.type).append_kv(pool, layer, key_value, batch, rotation)
 
 
 def paged_attention(
@@ -127,3 +148,20 @@ def unpack_kv(
     contract.check_rectangle(pool, block_table, layers, tokens)
     contract.check_segment(pool, layers, tokens, segment)
     backend_of(pool.device.type).unpack_kv(pool, block_table, layers, tokens, segment)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight for [T, K] rows, weight [K] of their dtype."""
+    return backend_of(x.device.type).rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add to x in place, and return `rms_norm` of the sum; all [T, K] of one dtype."""
+    return backend_of(x.device.type).add_rms_norm(x, added, weight, eps)
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, [T, K], for [T, 2 K]: gate first, then up."""
+    return backend_of(gate_up.device.type).silu_gate(gate_up)

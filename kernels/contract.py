@@ -62,8 +62,15 @@ class Backend(Protocol):
     `kernels` documents them: a backend implements these functions and nothing else.
     """
 
+    def check_pool(self, pool: torch.Tensor) -> None: ...
+
     def append_kv(
-        self, pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch
+        self,
+        pool: torch.Tensor,
+        layer: int,
+        key_value: torch.Tensor,
+        batch: PagedBatch,
+        rotation: torch.Tensor | None = None,
     ) -> None: ...
 
     def paged_attention(
@@ -94,17 +101,30 @@ class Backend(Protocol):
         segment: torch.Tensor,
     ) -> None: ...
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor: ...
+
+    def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
 
 def check_append(
-    pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch
+    pool: torch.Tensor,
+    layer: int,
+    key_value: torch.Tensor,
+    batch: PagedBatch,
+    rotation: torch.Tensor | None,
 ) -> None:
-    """Raise ShapeError unless key_value is [T, 2, Hkv, D] of the pool's dtype."""
+    """Raise ShapeError unless key_value is [T, 2, Hkv, D], and rotation [T, 2, D / 2] if any."""
     _check_pool(pool, layer)
     expected = (batch.slots.shape[0], 2, pool.shape[3], pool.shape[5])
     if tuple(key_value.shape) != expected:
         raise ShapeError(f"key_value is {tuple(key_value.shape)}, not [T, 2, Hkv, D] = {expected}")
-    if key_value.dtype != pool.dtype:
-        raise ShapeError(f"key_value is {key_value.dtype}, the pool {pool.dtype}")
+    angles = (batch.slots.shape[0], 2, pool.shape[5] // 2)
+    if rotation is not None and tuple(rotation.shape) != angles:
+        raise ShapeError(f"rotation is {tuple(rotation.shape)}, not [T, 2, D / 2] = {angles}")
 
 
 def check_attention(

@@ -1,7 +1,7 @@
 """The operators on a CPU with vectors: attention reads the pool where it lies, nothing is gathered.
 
-What this does not do (head_dim no multiple of 16, other dtypes) the reference does; so do the
-others, which are copies.
+What this does not do (head_dim no multiple of 16, other dtypes) the reference does, and all the
+rest: a model whose widths allow it runs as a program of `kernels.program` instead.
 """
 
 from __future__ import annotations
@@ -13,11 +13,28 @@ from kernels.attention import attend
 from kernels.contract import PagedBatch
 from kernels.linear import ELEMENTS
 from kernels.program import Program
-from kernels.reference import append_kv, pack_kv, unpack_kv
+from kernels.reference import (
+    add_rms_norm,
+    append_kv,
+    check_pool,
+    pack_kv,
+    rms_norm,
+    silu_gate,
+    unpack_kv,
+)
 from kernels.simd import PANEL
 from kernels.units import Units
 
-__all__ = ["append_kv", "pack_kv", "paged_attention", "unpack_kv"]
+__all__ = [
+    "add_rms_norm",
+    "append_kv",
+    "check_pool",
+    "pack_kv",
+    "paged_attention",
+    "rms_norm",
+    "silu_gate",
+    "unpack_kv",
+]
 
 
 def paged_attention(

@@ -15,9 +15,21 @@ from typing import Any
 
 import torch
 
-from kernels import launch
+from kernels import launch, launch_rows
 from kernels.contract import KernelError, PagedBatch
-from kernels.launch import Launch
+from kernels.launch import Launch, check_pool
+
+__all__ = [
+    "add_rms_norm",
+    "append_kv",
+    "check_pool",
+    "pack_kv",
+    "paged_attention",
+    "require_device",
+    "rms_norm",
+    "silu_gate",
+    "unpack_kv",
+]
 
 # mma.sync with bf16 and cp.async are of Ampere.
 MIN_CAPABILITY = (8, 0)
@@ -35,6 +47,8 @@ def require_device(index: int = 0) -> None:
             f"no GPU: torch {torch.__version__} (built {built}) sees none; install a CUDA build of "
             "torch and a driver, or use --device cpu"
         )
+    if index >= torch.cuda.device_count():
+        raise KernelError(f"no GPU {index}: torch sees {torch.cuda.device_count()} of them")
     major, minor = torch.cuda.get_device_capability(index)
     if (major, minor) < MIN_CAPABILITY:
         raise KernelError(
@@ -44,9 +58,15 @@ def require_device(index: int = 0) -> None:
     _cupy()
 
 
-def append_kv(pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch) -> None:
+def append_kv(
+    pool: torch.Tensor,
+    layer: int,
+    key_value: torch.Tensor,
+    batch: PagedBatch,
+    rotation: torch.Tensor | None = None,
+) -> None:
     """See `kernels.append_kv`."""
-    _start(pool, launch.append(pool, layer, key_value, batch))
+    _start(pool.device, launch.append(pool, layer, key_value, batch, rotation))
 
 
 def paged_attention(
@@ -67,9 +87,9 @@ def paged_attention(
         out,
         scale=scale,
         window=window,
-        wanted_blocks=_wanted_blocks(pool.device.index or 0),
+        wanted_blocks=wanted_blocks(pool.device.index or 0),
     )
-    _start(pool, launches)
+    _start(pool.device, launches)
     return out
 
 
@@ -83,7 +103,7 @@ def pack_kv(
     """See `kernels.pack_kv`."""
     shape = (len(layers), 2, pool.shape[3], len(tokens), pool.shape[5])
     segment = torch.empty(shape, dtype=dtype, device=pool.device)
-    _start(pool, launch.move(pool, block_table, layers, tokens, segment, into_pool=False))
+    _start(pool.device, launch.move(pool, block_table, layers, tokens, segment, into_pool=False))
     return segment
 
 
@@ -96,11 +116,34 @@ def unpack_kv(
 ) -> None:
     """See `kernels.unpack_kv`."""
     segment = segment.to(pool.device).contiguous()
-    _start(pool, launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
+    _start(pool.device, launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
 
 
-def _start(pool: torch.Tensor, launches: list[Launch]) -> None:
-    device = pool.device.index or 0
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `kernels.rms_norm`."""
+    out = torch.empty_like(x)
+    _start(x.device, launch_rows.normalize(x, None, weight, eps, out))
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """See `kernels.add_rms_norm`."""
+    out = torch.empty_like(x)
+    _start(x.device, launch_rows.normalize(x, added, weight, eps, out))
+    return out
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `kernels.silu_gate`."""
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _start(gate_up.device, launch_rows.gate(gate_up, out))
+    return out
+
+
+def _start(place: torch.device, launches: list[Launch]) -> None:
+    device = place.index or 0
     # Asked anew each time: a stream that is being captured is another one.
     stream = torch.cuda.current_stream(device)
     with _cupy().cuda.Device(device):
@@ -125,7 +168,8 @@ def _cupy() -> Any:
 
 
 @cache
-def _wanted_blocks(device: int) -> int:
+def wanted_blocks(device: int) -> int:
+    """Return how many thread blocks fill the device when keys are split."""
     properties = torch.cuda.get_device_properties(device)
     return int(properties.multi_processor_count) * BLOCKS_PER_MULTIPROCESSOR
 

@@ -7,7 +7,7 @@ same kernels compiled for the CPU.  Pointers are integers: the caller keeps the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,8 @@ MAX_HEAD_DIM = 256
 LOG2_E = 1.4426950408889634
 
 
-def _struct(pointers: str, ints: str, floats: str = "") -> np.dtype[np.void]:
+def struct(pointers: str, ints: str, floats: str = "") -> np.dtype[np.void]:
+    """Return the layout of a kernel's argument: its fields by kind, in the order of the source."""
     fields: list[tuple[str, type[np.generic]]] = [(name, np.uint64) for name in pointers.split()]
     fields += [(name, np.int32) for name in ints.split()]
     fields += [(name, np.float32) for name in floats.split()]
@@ -37,16 +38,16 @@ def _struct(pointers: str, ints: str, floats: str = "") -> np.dtype[np.void]:
 
 
 # The structs of attention.cu and kv.cu, field by field.
-ATTENTION = _struct(
+ATTENTION = struct(
     "query pool out parts logs starts contexts tables work merges",
     "num_heads num_kv_heads head_dim num_layers layer block_bits num_columns window",
     "scale",
 )
-APPEND = _struct(
-    "key_value pool slots positions cosines sines",
+APPEND = struct(
+    "key_value pool slots rotation",
     "num_kv_heads head_dim num_layers layer block_bits",
 )
-MOVE = _struct(
+MOVE = struct(
     "pool segment table",
     "num_kv_heads head_dim num_layers first_layer block_bits first_token num_tokens",
 )
@@ -56,7 +57,7 @@ class Launch(NamedTuple):
     """One kernel to start.
 
     Attributes:
-        source: "attention" or "kv", a file of csrc/.
+        source: "attention", "kv" or "rowwise", a file of csrc/.
         kernel: the instantiation, as C++ names it.
         arguments: [1] of the kernel's struct.
         keep: tensors that must live until the kernel has run.
@@ -71,10 +72,26 @@ class Launch(NamedTuple):
     keep: tuple[torch.Tensor, ...] = ()
 
 
+class Planned(NamedTuple):
+    """One tile's part of a step: what its thread blocks do, and where that lies on the device.
+
+    Attributes:
+        items: `work.items` there; `merges` likewise.
+        parts: [slots * D] float32, room for partial results; `logs` [slots].
+    """
+
+    tile: tiling.Tile
+    work: tiling.Work
+    items: torch.Tensor
+    merges: torch.Tensor
+    parts: torch.Tensor
+    logs: torch.Tensor
+
+
 def attention_kernels(dtype: torch.dtype, head_dim: int) -> list[str]:
     """Return every instantiation that attention of this dtype and head size can ask for."""
     name = DTYPE_NAMES[dtype]
-    if not _is_tiled(dtype, head_dim):
+    if not is_tiled(dtype, head_dim):
         return [f"attend_plain<{name}>"]
     found = []
     for tile in (tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)):
@@ -106,20 +123,20 @@ def append(
     layer: int,
     key_value: torch.Tensor,
     batch: PagedBatch,
-    rotation: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    rotation: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """Write a step's K and V; `rotation` is ([T] int32 positions, cosines, sines), see kv.cu."""
+    """Write a step's K and V, K rotated by [T, 2, D / 2] cosines and sines if they are given."""
     check_pool(pool)
-    key_value = key_value.contiguous()
+    key_value = key_value.to(pool.dtype).contiguous()
     arguments = _arguments(APPEND, pool)
     slots = _on_device(batch, pool, "slots", batch.slots)
     arguments["layer"] = layer
     keep = [key_value, slots]
-    _point(arguments, key_value=key_value, pool=pool, slots=slots)
+    point(arguments, key_value=key_value, pool=pool, slots=slots)
     if rotation is not None:
-        positions, cosines, sines = rotation
-        _point(arguments, positions=positions, cosines=cosines, sines=sines)
-        keep += rotation
+        rotation = rotation.contiguous()
+        point(arguments, rotation=rotation)
+        keep.append(rotation)
     kernel = f"append<{DTYPE_NAMES[pool.dtype]}>"
     grid = (key_value.shape[0], 1)
     return [Launch("kv", kernel, grid, 128, 0, arguments, tuple(keep))] if grid[0] else []
@@ -143,7 +160,7 @@ def move(
     arguments = _arguments(MOVE, pool)
     arguments["first_layer"] = layers.start
     arguments["first_token"], arguments["num_tokens"] = tokens.start, len(tokens)
-    _point(arguments, pool=pool, segment=segment, table=table)
+    point(arguments, pool=pool, segment=segment, table=table)
     names = f"{DTYPE_NAMES[pool.dtype]},{DTYPE_NAMES[segment.dtype]}"
     kernel = f"move<{names},{str(into_pool).lower()}>"
     num_kv_heads, _, head_dim = pool.shape[3:]
@@ -173,10 +190,10 @@ def attention(
     arguments["num_heads"], arguments["num_columns"] = query.shape[1], tables.shape[1]
     arguments["layer"], arguments["window"] = layer, window or 0
     arguments["scale"] = scale * LOG2_E
-    _point(arguments, query=query, pool=pool, out=out)
-    _point(arguments, starts=starts, contexts=contexts, tables=tables)
+    point(arguments, query=query, pool=pool, out=out)
+    point(arguments, starts=starts, contexts=contexts, tables=tables)
     name, head_dim = DTYPE_NAMES[query.dtype], query.shape[2]
-    if not _is_tiled(query.dtype, head_dim):
+    if not is_tiled(query.dtype, head_dim):
         grid = (query.shape[0], query.shape[1])
         return [Launch("attention", f"attend_plain<{name}>", grid, 32, 0, arguments, (query, out))]
     key = ("cuda work", window, query.shape[1])
@@ -185,7 +202,7 @@ def attention(
     launches = []
     for tile, work, items, merges, parts, logs in batch.scratch[key]:
         mine = arguments.copy()
-        _point(mine, work=items, merges=merges, parts=parts, logs=logs)
+        point(mine, work=items, merges=merges, parts=parts, logs=logs)
         num_kv_heads, keep = pool.shape[3], (query, out, items, merges, parts, logs)
         kernel, shared = _attend_name(name, head_dim, tile), tile.shared_bytes(head_dim)
         grid = (len(work.items), num_kv_heads)
@@ -198,8 +215,8 @@ def attention(
 
 def _works(
     query: torch.Tensor, pool: torch.Tensor, batch: PagedBatch, window: int | None, wanted: int
-) -> list[tuple[Any, ...]]:
-    """Plan the step: (tile, work, its tables and its workspace on the device) for each launch."""
+) -> list[Planned]:
+    """Plan the step, for sequences of few rows and for those of many."""
     starts, contexts = batch.query_starts.numpy(), batch.context_lens.numpy()
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     group = query.shape[1] // num_kv_heads
@@ -218,15 +235,26 @@ def _works(
             wanted_blocks=wanted,
         )
         if len(work.items):
-            uploads = [torch.from_numpy(table).to(pool.device) for table in work[:2]]
-            slots = work.num_slots * num_kv_heads * tile.rows
-            parts = torch.empty(slots * head_dim, dtype=torch.float32, device=pool.device)
-            logs = torch.empty(slots, dtype=torch.float32, device=pool.device)
-            planned.append((tile, work, *uploads, parts, logs))
+            planned.append(on_device(tile, work, pool))
     return planned
 
 
-def _is_tiled(dtype: torch.dtype, head_dim: int) -> bool:
+def on_device(tile: tiling.Tile, work: tiling.Work, pool: torch.Tensor) -> Planned:
+    """Upload work, and make room for its partial results."""
+    num_kv_heads, head_dim, device = pool.shape[3], pool.shape[5], pool.device
+    slots = work.num_slots * num_kv_heads * tile.rows
+    return Planned(
+        tile,
+        work,
+        torch.from_numpy(work.items).to(device),
+        torch.from_numpy(work.merges).to(device),
+        torch.empty(slots * head_dim, dtype=torch.float32, device=device),
+        torch.empty(slots, dtype=torch.float32, device=device),
+    )
+
+
+def is_tiled(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether tensor cores compute attention of this dtype and head size."""
     return dtype in TILED_DTYPES and head_dim in TILED_HEAD_DIMS
 
 
@@ -242,7 +270,8 @@ def _arguments(struct: np.dtype[np.void], pool: torch.Tensor) -> npt.NDArray[np.
     return arguments
 
 
-def _point(arguments: npt.NDArray[np.void], **tensors: torch.Tensor) -> None:
+def point(arguments: npt.NDArray[np.void], **tensors: torch.Tensor) -> None:
+    """Write where tensors lie into the fields of their names."""
     for name, tensor in tensors.items():
         arguments[name] = tensor.data_ptr()
 

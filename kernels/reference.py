@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm as torch_rms_norm
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from kernels.contract import PagedBatch
 
@@ -46,8 +47,20 @@ class Group(NamedTuple):
     shape: tuple[int, int, int]
 
 
-def append_kv(pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch) -> None:
+def check_pool(pool: torch.Tensor) -> None:
+    """Torch takes pools of any size."""
+
+
+def append_kv(
+    pool: torch.Tensor,
+    layer: int,
+    key_value: torch.Tensor,
+    batch: PagedBatch,
+    rotation: torch.Tensor | None = None,
+) -> None:
     """See `kernels.append_kv`."""
+    if rotation is not None:
+        key_value = torch.stack((rotated(key_value[:, 0], rotation), key_value[:, 1]), dim=1)
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     rows = batch.scratch.get("rows")
     if rows is None:
@@ -58,7 +71,18 @@ def append_kv(pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: Pa
         rows = batch.scratch["rows"] = torch.from_numpy(by_head.ravel()).to(pool.device)
     # One layer is 2 * Hkv * B rows: shift the view, not the rows.
     layer_rows = pool.view(-1, head_dim)[layer * 2 * num_kv_heads * block_size :]
-    layer_rows.index_copy_(0, rows, key_value.reshape(-1, head_dim))
+    layer_rows.index_copy_(0, rows, key_value.reshape(-1, head_dim).to(pool.dtype))
+
+
+def rotated(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Return [T, heads, D] rotated: (x, y) -> (x cos - y sin, y cos + x sin), in float32.
+
+    Args:
+        rotation: [T, 2, D / 2] float32 cosines and sines.
+    """
+    cos, sin = rotation[:, None].unbind(2)
+    x, y = heads.float().chunk(2, dim=-1)
+    return torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1).to(heads.dtype)
 
 
 def paged_attention(
@@ -84,6 +108,24 @@ def paged_attention(
             attended, tokens = attended[group.kept], tokens[group.kept]
         out[tokens] = attended
     return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `kernels.rms_norm`."""
+    return torch_rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """See `kernels.add_rms_norm`."""
+    return rms_norm(x.add_(added), weight, eps)
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `kernels.silu_gate`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate) * up
 
 
 def pack_kv(

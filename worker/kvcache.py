@@ -18,16 +18,32 @@ from wire.segment import Rectangle
 
 
 class TorchKVCache:
-    """Blocks of KV on one device: `pool` is [num_blocks, L, 2, Hkv, block_size, D]."""
+    """Blocks of KV on one device: `pool` is [num_blocks, L, 2, Hkv, block_size, D].
+
+    `spare_blocks` lie behind those that the engine knows, for the executor.
+    """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        spare_blocks: int = 0,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.pool = torch.zeros(
-            (num_blocks, layout.num_layers, 2, layout.num_kv_heads, block_size, layout.head_dim),
+            (
+                num_blocks + spare_blocks,
+                layout.num_layers,
+                2,
+                layout.num_kv_heads,
+                block_size,
+                layout.head_dim,
+            ),
             dtype=getattr(torch, layout.dtype),
             device=device,
         )

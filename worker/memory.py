@@ -59,7 +59,8 @@ def free_bytes(device: str) -> int | None:
     """Return the memory that is free where an executor on `device` computes; None if unknown."""
     # Who has not imported torch by now does not compute with it, on no device.
     torch = sys.modules.get("torch")
-    if device != "cpu" and torch is not None and torch.cuda.is_available():
+    # Whether "auto" found a usable GPU shows in where the model lies.
+    if device != "cpu" and torch is not None and torch.cuda.memory_allocated():
         free: int = torch.cuda.mem_get_info()[0]
         return free
     known = [free for free in (_free_in_machine(), _free_in_container()) if free is not None]

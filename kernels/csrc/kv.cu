@@ -5,9 +5,7 @@ struct Append {
   const void* key_value;  // [T, 2, Hkv, D]
   void* pool;             // [N, L, 2, Hkv, B, D]
   const int* slots;       // [T]
-  const int* positions;   // [T], of the rotation
-  const float* cosines;   // [positions, D / 2], or null: keys come rotated
-  const float* sines;
+  const float* rotation;  // [T, 2, D / 2] cosines and sines, or null: keys come rotated
   int num_kv_heads, head_dim, num_layers, layer, block_bits;
 };
 
@@ -22,9 +20,9 @@ __global__ void __launch_bounds__(128) append(const Append a) {
   for (int i = threadIdx.x; i < 2 * a.num_kv_heads * half; i += 128) {
     int row = i / half, d = i % half;  // row: K of each head, then V of each head
     T low = from[row * a.head_dim + d], high = from[row * a.head_dim + half + d];
-    if (a.cosines && row < a.num_kv_heads) {
-      long long angle = (long long)a.positions[token] * half + d;
-      float c = a.cosines[angle], s = a.sines[angle], x = widen(low), y = widen(high);
+    if (a.rotation && row < a.num_kv_heads) {
+      const float* cosines = a.rotation + (long long)token * 2 * half;
+      float c = cosines[d], s = cosines[half + d], x = widen(low), y = widen(high);
       low = narrow<T>(x * c - y * s);
       high = narrow<T>(y * c + x * s);
     }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import KernelError, cuda, launch, reference
+from kernels import KernelError, cuda, launch, launch_rows, reference
 from kernels.contract import Backend
 from tests.kernels.scenes import Scene, check, scene
 from tests.kernels.shim.backend import Shim, why_not
@@ -37,6 +37,7 @@ def shim(head_dim: int, dtype: torch.dtype, order: int = 2, late: bool = True) -
     names = {
         "attention": launch.attention_kernels(dtype, head_dim),
         "kv": launch.kv_kernels(dtype, dtype),
+        "rowwise": launch_rows.row_kernels(dtype),
     }
     return Shim(names, order=order, late=late)
 
@@ -178,19 +179,49 @@ def _converting() -> Shim:
     return Shim({"kv": list(dict.fromkeys(names))})
 
 
-def test_the_rotation_of_keys_is_that_of_the_formula() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-    it = scene([(20, 20)], head_dim=64, dtype=FP32)
-    values, positions = torch.randn(20, 2, 2, 64), torch.arange(20, dtype=torch.int32)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+def test_the_rotation_of_keys_is_that_of_the_formula(name: str, dtype: torch.dtype) -> None:
+    serving = backend(name, 64, dtype)
+    device = "cuda" if name == "cuda" else "cpu"
+    it = scene([(20, 20)], head_dim=64, dtype=dtype)
+    values = torch.randn(20, 2, 2, 64).to(dtype)
     angles = torch.arange(20)[:, None] / 10000 ** (torch.arange(32) / 32)
-    pool, wanted = torch.zeros_like(it.pool), torch.zeros_like(it.pool)
-    serving = shim(64, FP32)
-    rotation = (positions, angles.cos(), angles.sin())
-    serving.run(launch.append(pool, 0, values, _fresh(it.batch), rotation))
+    pool, wanted = torch.zeros_like(it.pool, device=device), torch.zeros_like(it.pool)
+    rotation = torch.stack((angles.cos(), angles.sin()), dim=1)
+    serving.append_kv(pool, 0, values.to(device), _fresh(it.batch), rotation.to(device))
     turned = values.clone()
     key = torch.complex(values[:, 0, :, :32].double(), values[:, 0, :, 32:].double())
     key = key * torch.polar(torch.ones(20, 1, 32).double(), angles[:, None].double())
-    turned[:, 0] = torch.cat([key.real, key.imag], -1).float()
+    turned[:, 0] = torch.cat([key.real, key.imag], -1).to(dtype)
     reference.append_kv(wanted, 0, turned, _fresh(it.batch))
-    torch.testing.assert_close(pool, wanted, rtol=1e-5, atol=1e-5)
+    limit = 1e-5 if dtype is FP32 else 1e-2
+    torch.testing.assert_close(pool.cpu(), wanted, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("size", [1, 7, 64, 130, 4097])
+def test_rows(name: str, dtype: torch.dtype, size: int) -> None:
+    serving, device = backend(name, 64, dtype), "cuda" if name == "cuda" else "cpu"
+    generator = torch.Generator().manual_seed(size)
+    x, added = (torch.randn(3, size, generator=generator).to(dtype) * 3 for _ in range(2))
+    weight = torch.randn(size, generator=generator).to(dtype)
+    limit = {FP32: 1e-5, BF16: 1e-2, FP16: 2e-3}[dtype]
+
+    def normed(rows: torch.Tensor) -> torch.Tensor:
+        wide = rows.double()
+        return wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+
+    got = serving.rms_norm(x.to(device), weight.to(device), 1e-5).cpu()
+    torch.testing.assert_close(got.double(), normed(x), rtol=limit, atol=limit)
+    total = x.clone().to(device)
+    got = serving.add_rms_norm(total, added.to(device), weight.to(device), 1e-5).cpu()
+    assert torch.equal(total.cpu(), x + added)
+    torch.testing.assert_close(got.double(), normed(x + added), rtol=limit, atol=limit)
+    both = torch.cat((x, added), dim=1)
+    both[0, 0] = -300.0  # whose exponential overflows
+    wide = both.double()
+    want = wide[:, :size] * torch.sigmoid(wide[:, :size]) * wide[:, size:]
+    got = serving.silu_gate(both.to(device)).cpu()
+    torch.testing.assert_close(got.double(), want, rtol=limit, atol=limit)

@@ -51,7 +51,6 @@ def test_an_unknown_device_is_refused_by_name() -> None:
         ((3, 2, 2, 5), torch.float32, "key_value"),
         ((2, 2, 2, 6), torch.float32, "key_value"),
         ((3, 2, 1, 6), torch.float32, "key_value"),
-        ((3, 2, 2, 6), torch.bfloat16, "bfloat16"),
     ],
 )
 def test_append_refuses_what_does_not_fit(
@@ -61,6 +60,11 @@ def test_append_refuses_what_does_not_fit(
     with pytest.raises(ShapeError, match=words):
         kernels.append_kv(target, 0, torch.ones(shape, dtype=dtype), batch())
     assert not target.any()
+
+
+def test_append_refuses_angles_that_do_not_fit() -> None:
+    with pytest.raises(ShapeError, match=r"rotation is \(3, 2, 2\)"):
+        kernels.append_kv(pool(), 0, torch.ones(3, 2, 2, 6), batch(), torch.ones(3, 2, 2))
 
 
 @pytest.mark.parametrize("layer", [-1, NUM_LAYERS])

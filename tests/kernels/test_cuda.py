@@ -14,6 +14,9 @@ def test_no_gpu_is_said_with_what_to_do() -> None:
 
 def test_too_old_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(KernelError, match="no GPU 3: torch sees 1"):
+        cuda.require_device(3)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Old One")
     with pytest.raises(KernelError, match=r"Old One has compute capability 7\.5"):
@@ -21,7 +24,7 @@ def test_too_old_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_source_holds_its_header_once_and_has_a_hash() -> None:
-    for source in ("attention", "kv"):
+    for source in ("attention", "kv", "rowwise"):
         text = cuda.source_text(source)
         assert "prims.cuh" not in text and text.count("PRIM void copies_commit") == 1
         assert len(cuda.source_hash(source)) == 16

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels import cuda, launch
+from kernels import cuda, launch, launch_rows
 from tests.kernels.shim.backend import cuda_headers
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
@@ -87,3 +87,5 @@ def test_the_rest_compiles(architecture: str) -> None:
     pairs = product(launch.POOL_DTYPES, launch.DTYPE_NAMES)
     names = list(dict.fromkeys(name for pair in pairs for name in launch.kv_kernels(*pair)))
     check_resources(compile_for(architecture, "kv", names)[1], len(names))
+    names = [name for dtype in launch.POOL_DTYPES for name in launch_rows.row_kernels(dtype)]
+    check_resources(compile_for(architecture, "rowwise", names)[1], len(names))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.worker.scripted import (
     PATIENCE_S,
@@ -206,6 +207,15 @@ def test_what_cannot_be_loaded_is_said_in_a_line() -> None:
     assert ended.returncode == EXIT_CONFIG
     assert "the executor failed to load" in ended.stdout + ended.stderr
     assert "is not a setting" not in ended.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said_with_what_to_install() -> None:
+    ended = run_worker("--device", "cuda")
+    assert ended.returncode == EXIT_CONFIG
+    said = ended.stdout + ended.stderr
+    assert "no GPU: torch" in said and "install a CUDA build of torch" in said
+    assert "Traceback" not in said
 
 
 def test_more_blocks_than_memory_are_refused_in_a_line() -> None:

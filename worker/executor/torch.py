@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kernels import PagedBatch
+from kernels import KernelError, PagedBatch, check_pool
 from wire.payloads import KVLayout
 from worker import sampler
 from worker.batch import Batch
@@ -24,6 +24,8 @@ from worker.executor.contract import (
 )
 from worker.kvcache import TorchKVCache
 from worker.model.config import DTYPES, ModelError
+from worker.model.device import find_device
+from worker.model.graphs import DecodeGraphs, graphs_of
 from worker.model.loader import load_model
 from worker.model.transformer import Transformer
 
@@ -56,6 +58,7 @@ class TorchExecutor:
         self.capabilities = _capabilities(model, info.layout)
         self._model: Transformer | None = model
         self._cache: TorchKVCache | None = None
+        self._graphs: DecodeGraphs | None = None
 
     @classmethod
     def load(
@@ -75,13 +78,13 @@ class TorchExecutor:
                 and float32 on the CPU.  There it is the type of the KV cache, and a 16-bit one
                 rounds the weights as well; arithmetic is float32, and weights that a checkpoint has
                 in 16 bits are kept so either way.
-            device: "auto" (CUDA where there is a device), "cpu", "cuda" or "cuda:N".
+            device: See `worker.model.device.find_device`.
             max_model_len: Longest sequence in tokens; None for the model's own limit.
 
         Raises:
             ModelError: The directory, the dtype, the device or the length cannot be served.
         """
-        place = _device(device)
+        place = find_device(device)
         model = load_model(path, _dtype(dtype, place), place, compiled=place.type == "cpu")
         config = model.config
         limit = config.max_positions
@@ -107,10 +110,27 @@ class TorchExecutor:
         return cls(model, info)
 
     def allocate(self, num_blocks: int, block_size: int) -> TorchKVCache:
-        """Make the paged KV cache that later batches address."""
-        assert self._model is not None, "allocate after shutdown"
-        self._cache = TorchKVCache(self.info.layout, num_blocks, block_size, self._model.device)
-        return self._cache
+        """Make the paged KV cache that later batches address.
+
+        Raises:
+            ValueError: The device's kernels do not serve blocks of that size, or such heads.
+        """
+        model = self._model
+        assert model is not None, "allocate after shutdown"
+        is_cuda = model.device.type == "cuda"
+        # The sequences that fill up a recorded step write somewhere, too.
+        spare_blocks = 1 if is_cuda else 0
+        cache = TorchKVCache(
+            self.info.layout, num_blocks, block_size, model.device, spare_blocks=spare_blocks
+        )
+        try:
+            check_pool(cache.pool)
+        except KernelError as error:
+            raise ValueError(f"device {model.device}: {error}; see --block-size") from error
+        self._cache = cache
+        if is_cuda:
+            self._graphs = graphs_of(model, cache.pool, self.info.max_model_len, num_blocks)
+        return cache
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run the batch and write its KV.
@@ -119,7 +139,6 @@ class TorchExecutor:
             [R + Q, vocab] float32 logits of `sample_rows`, then of `score_rows`, on the device.
         """
         assert self._model is not None and self._cache is not None, "forward before allocate"
-        device = self._model.device
         rows = batch.sample_rows
         if batch.scorings:
             rows = np.concatenate([rows, batch.score_rows])
@@ -129,9 +148,13 @@ class TorchExecutor:
             context_lens=torch.from_numpy(batch.context_lens),
             block_tables=torch.from_numpy(batch.block_tables),
         )
+        token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
+        if self._graphs is not None and self._graphs.take(len(rows), paged):
+            return self._graphs.forward(token_ids, positions, paged)
+        device = self._model.device
         return self._model.forward(
-            torch.from_numpy(batch.token_ids).to(device),
-            torch.from_numpy(batch.positions).to(device),
+            token_ids.to(device),
+            positions.to(device),
             self._cache.pool,
             paged,
             torch.from_numpy(rows).to(device),
@@ -150,6 +173,7 @@ class TorchExecutor:
         """Drop the weights and the cache."""
         self._model = None
         self._cache = None
+        self._graphs = None
 
 
 def _capabilities(model: Transformer, layout: KVLayout) -> Capabilities:
@@ -180,17 +204,3 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ModelError(f"device is {name!r}, not auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ModelError(f"device is {name!r}, not auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} of them")
-    return device

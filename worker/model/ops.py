@@ -1,10 +1,9 @@
-"""The parts of a layer besides attention."""
+"""The matrices of a layer."""
 
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear, silu
-from torch.nn.functional import rms_norm as torch_rms_norm
+from torch.nn.functional import linear
 
 Tensors = dict[str, torch.Tensor]
 
@@ -42,14 +41,3 @@ class Linear:
                 tensors[f"{prefix}{part}.bias"] = self.bias[start : start + rows]
             start += rows
         return tensors
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return [T, K] normalized rows times weight."""
-    return torch_rms_norm(x, (x.shape[-1],), weight, eps)
-
-
-def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up for [T, 2 K]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the frequencies a config asks for, and the rotation.
+"""Rotary position embeddings: the frequencies a config asks for, and the angles of positions.
 
 Frequencies: plain, scaled linearly, or as in Llama 3 (high frequencies kept, low ones divided, a
 ramp between).  Both spellings of config.json are read: `rope_parameters` (transformers 5) and
@@ -78,25 +78,10 @@ def inverse_frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
     return ((1 - kept) * plain / factor + kept * plain).to(device)
 
 
-class Rotation(NamedTuple):
-    """cos and sin of a step's positions: [T, D / 2] each, in the model's dtype."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    @classmethod
-    def of(cls, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """Return the rotation for [T] positions."""
-        angles = positions.float()[:, None] * frequencies
-        return cls(angles.cos().to(dtype), angles.sin().to(dtype))
-
-    def apply_(self, heads: torch.Tensor) -> None:
-        """Rotate [T, heads, D] in place: (x, y) -> (x cos - y sin, y cos + x sin)."""
-        cos, sin = self.cos[:, None], self.sin[:, None]
-        left, right = heads.chunk(2, dim=-1)
-        turned = left * cos - right * sin
-        right.mul_(cos).addcmul_(left, sin)
-        left.copy_(turned)
+def rotation_of(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Return [T, 2, D / 2] float32 cosines and sines of [T] positions, as the kernels take them."""
+    angles = positions.float()[:, None] * frequencies
+    return torch.stack((angles.cos(), angles.sin()), dim=1)
 
 
 def _llama3(parameters: Mapping[str, Any]) -> Llama3Scaling:

@@ -16,9 +16,10 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 
 import kernels
 from kernels import PagedBatch
+from kernels.reference import rotated
 from worker.model.config import ModelConfig
-from worker.model.ops import Linear, Tensors, rms_norm, silu_gate
-from worker.model.rope import Rotation, inverse_frequencies
+from worker.model.ops import Linear, Tensors
+from worker.model.rope import inverse_frequencies, rotation_of
 
 if TYPE_CHECKING:
     from worker.model.compiled import CompiledForward
@@ -138,21 +139,22 @@ class Transformer:
             return self._compiled(token_ids, positions, pool, batch, rows)
         eps = self.config.norm_eps
         hidden = embedding(token_ids, self.embed)
-        rotation = Rotation.of(positions, self._frequencies, self.dtype)
-        for index, layer in enumerate(self.layers):
-            normed = rms_norm(hidden, layer.attention_norm, eps)
-            attended = self._attention(index, layer, normed, rotation, pool, batch)
-            hidden = hidden + layer.o(attended)
-            normed = rms_norm(hidden, layer.mlp_norm, eps)
-            hidden = hidden + layer.down(silu_gate(layer.gate_up(normed)))
-        return linear(rms_norm(hidden[rows], self.norm, eps), self.head).float()
+        rotation = rotation_of(positions, self._frequencies)
+        norms = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
+        normed = kernels.rms_norm(hidden, self.layers[0].attention_norm, eps)
+        for index, (layer, next_norm) in enumerate(zip(self.layers, norms, strict=True)):
+            attended = layer.o(self._attention(index, layer, normed, rotation, pool, batch))
+            normed = kernels.add_rms_norm(hidden, attended, layer.mlp_norm, eps)
+            added = layer.down(kernels.silu_gate(layer.gate_up(normed)))
+            normed = kernels.add_rms_norm(hidden, added, next_norm, eps)
+        return linear(normed[rows], self.head).float()
 
     def _attention(
         self,
         index: int,
         layer: Layer,
         hidden: torch.Tensor,
-        rotation: Rotation,
+        rotation: torch.Tensor,
         pool: torch.Tensor,
         batch: PagedBatch,
     ) -> torch.Tensor:
@@ -164,11 +166,11 @@ class Transformer:
             query_key.copy_(
                 torch_rms_norm(query_key, (config.head_dim,), None, config.norm_eps) * layer.qk_norm
             )
-        rotation.apply_(query_key)
-        query, key_value = heads[:, : config.num_heads], heads[:, config.num_heads :]
+        query = rotated(heads[:, : config.num_heads], rotation)
+        key_value = heads[:, config.num_heads :]
         # Keys lie before values in a row of the projection, as the pool has them.
         key_value = key_value.view(len(heads), 2, config.num_kv_heads, config.head_dim)
-        kernels.append_kv(pool, index, key_value.to(pool.dtype), batch)
+        kernels.append_kv(pool, index, key_value, batch, rotation)
         attended = kernels.paged_attention(
             query, pool, index, batch, scale=self._scale, window=config.windows[index]
         )

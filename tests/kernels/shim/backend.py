@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from kernels import launch
+from kernels import launch, launch_rows
 from kernels.contract import PagedBatch
 from kernels.launch import Launch
 
@@ -53,7 +53,7 @@ def why_not() -> str | None:
 def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None) -> ctypes.CDLL:
     """Compile instantiations of one file of csrc/, or of `text` in its place."""
     text = text or (CSRC / f"{source}.cu").read_text()
-    struct = {"attention": "Attention", "append": "Append", "move": "Move"}
+    struct = {"append": "Append", "move": "Move", "normalize": "Normalize", "gate": "Gate"}
     entries = "".join(
         f'extern "C" void run{number}(unsigned x, unsigned y, int threads, size_t bytes, '
         f"int order, int seed, int late, const void* a) {{\n"
@@ -100,10 +100,17 @@ class Shim:
         }
         self._order, self._late, self._seed = order, late, 0
 
+    check_pool = staticmethod(launch.check_pool)
+
     def append_kv(
-        self, pool: torch.Tensor, layer: int, key_value: torch.Tensor, batch: PagedBatch
+        self,
+        pool: torch.Tensor,
+        layer: int,
+        key_value: torch.Tensor,
+        batch: PagedBatch,
+        rotation: torch.Tensor | None = None,
     ) -> None:
-        self.run(launch.append(pool, layer, key_value, batch))
+        self.run(launch.append(pool, layer, key_value, batch, rotation))
 
     def paged_attention(
         self,
@@ -152,6 +159,23 @@ class Shim:
     ) -> None:
         segment = segment.contiguous()
         self.run(launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.full_like(x, float("nan"))
+        self.run(launch_rows.normalize(x, None, weight, eps, out))
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        out = torch.full_like(x, float("nan"))
+        self.run(launch_rows.normalize(x, added, weight, eps, out))
+        return out
+
+    def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        out = gate_up.new_full((gate_up.shape[0], gate_up.shape[1] // 2), float("nan"))
+        self.run(launch_rows.gate(gate_up, out))
+        return out
 
     def run(self, launches: list[Launch]) -> None:
         for it in launches:

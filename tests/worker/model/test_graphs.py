@@ -1,0 +1,145 @@
+"""Recorded decode steps through the CUDA kernels on the CPU: padded, they give what plain ones do.
+
+Only the recording itself needs a GPU: here a step is computed anew where its graph would be
+replayed, and must start the same kernels on as many thread blocks as the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kernels
+from kernels import PagedBatch, launch, launch_rows
+from kernels.launch import Launch
+from scripts.make_model import make_model
+from tests.kernels.shim.backend import WANTED_BLOCKS, Shim, why_not
+from worker.model import graphs
+from worker.model.graphs import DecodeGraphs, Step
+from worker.model.loader import load_model
+from worker.model.transformer import Transformer
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 150
+CASES: dict[str, dict[str, Any]] = {
+    "llama-float32": {},
+    "qwen2-bfloat16": {"head_dim": 64, "num_key_value_heads": 1},
+    "mistral-float16": {"head_dim": 64, "sliding_window": 300},
+}
+LIMITS = {"float32": 1e-5, "bfloat16": 8e-2, "float16": 1e-2}
+
+
+class Watched(Shim):
+    """Keeps the kernels that were started, and on how many thread blocks."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
+        super().__init__(
+            {
+                "attention": launch.attention_kernels(dtype, head_dim),
+                "kv": launch.kv_kernels(dtype, dtype),
+                "rowwise": launch_rows.row_kernels(dtype),
+            }
+        )
+        self.started: list[tuple[str, tuple[int, int]]] = []
+
+    def run(self, launches: list[Launch]) -> None:
+        self.started += [(it.kernel, it.grid) for it in launches]
+        super().run(launches)
+
+
+class Recorder:
+    """Computes a step where a graph would be replayed; `sizes` were recorded."""
+
+    def __init__(self, watched: Watched) -> None:
+        self.num_recorded = 0
+        self._watched = watched
+
+    def __call__(self, step: Step) -> tuple[Callable[[], None], torch.Tensor]:
+        self.num_recorded += 1
+        self._watched.started.clear()
+        result = step().clone()
+        recorded = list(self._watched.started)
+
+        def replay() -> None:
+            self._watched.started.clear()
+            result.copy_(step())
+            assert self._watched.started == recorded
+
+        return replay, result
+
+
+def batch_of(lens: list[int], seed: int) -> PagedBatch:
+    """Sequences of some context in blocks of their own, one token each."""
+    blocks = iter(torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(seed)))
+    width = -(-max(lens) // BLOCK_SIZE)
+    tables = torch.zeros(len(lens), width, dtype=torch.int32)
+    for row, length in zip(tables, lens, strict=True):
+        for column in range(-(-length // BLOCK_SIZE)):
+            row[column] = next(blocks)
+    contexts = torch.tensor(lens, dtype=torch.int32)
+    last = contexts - 1
+    slots = tables[torch.arange(len(lens)), last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
+    starts = torch.arange(len(lens) + 1, dtype=torch.int32)
+    return PagedBatch(slots.int(), starts, contexts, tables)
+
+
+def model_of(tmp_path: Path, name: str) -> Transformer:
+    family, dtype = name.split("-")
+    path = make_model(tmp_path, family=family, max_position_embeddings=1024, **CASES[name])
+    return load_model(path, getattr(torch, dtype), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_padded_step_is_a_plain_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    model = model_of(tmp_path, name)
+    config = model.config
+    shape = (NUM_BLOCKS + 1, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    pool = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(model.kv_dtype)
+    plain_pool = pool.clone()
+    watched = Watched(model.kv_dtype, config.head_dim)
+    monkeypatch.setattr(kernels, "backend_of", lambda _: watched)
+    record = Recorder(watched)
+    recorded = DecodeGraphs(
+        model,
+        pool,
+        max_model_len=1024,
+        spare_block=NUM_BLOCKS,
+        wanted_blocks=WANTED_BLOCKS,
+        record=record,
+    )
+    limit = LIMITS[name.split("-")[1]]
+    # Sizes 1, 4, 8; contexts at borders of blocks, and so long that their keys are split.
+    for seed, lens in enumerate([[1], [700], [17, 900, 16], [5, 600, 1], [3, 40, 15, 800, 2, 33]]):
+        batch = batch_of(lens, seed)
+        token_ids = torch.arange(len(lens), dtype=torch.int32) + seed
+        assert recorded.take(len(lens), batch)
+        got = recorded.forward(token_ids, batch.context_lens - 1, batch)
+        rows = torch.arange(len(lens))
+        batch.scratch.clear()
+        want = model.forward(token_ids, batch.context_lens - 1, plain_pool, batch, rows)
+        torch.testing.assert_close(got, want, rtol=limit, atol=limit)
+        torch.testing.assert_close(
+            pool[:NUM_BLOCKS], plain_pool[:NUM_BLOCKS], rtol=limit, atol=limit
+        )
+    assert record.num_recorded == 3
+
+
+def test_which_steps_can_be_replayed() -> None:
+    recorded: Any = DecodeGraphs.__new__(DecodeGraphs)
+    three = batch_of([5, 6, 7], 0)
+    assert recorded.take(3, three)
+    assert not recorded.take(2, three)  # one is not sampled
+    chunk = PagedBatch(
+        three.slots, torch.tensor([0, 3]), three.context_lens[:1], three.block_tables
+    )
+    assert not recorded.take(1, chunk) and not recorded.take(3, chunk)
+    most = graphs.SIZES[-1]
+    ones = torch.ones(most + 1, dtype=torch.int32)
+    assert not recorded.take(most + 1, PagedBatch(ones, ones, ones, ones[:, None]))

@@ -1,0 +1,54 @@
+"""Which device a model runs on: what a setting names, or the best that there is."""
+
+from __future__ import annotations
+
+import structlog
+import torch
+
+from kernels import KernelError
+from worker.model.config import ModelError
+
+log = structlog.get_logger("worker")
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device a setting names.
+
+    Args:
+        name: "cpu", "cuda" or "cuda:N"; "auto" is a GPU that everything needed is there for, else
+            the CPU, and what a GPU lacks is logged.
+
+    Raises:
+        ModelError: It names none, or one that cannot be used; says what is missing.
+    """
+    if name == "auto":
+        return _best()
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"device is {name!r}, not auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"device is {name!r}, not auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (missing := _missing(device.index or 0)):
+        raise ModelError(f"device is {name!r}: {missing}")
+    return device
+
+
+def _best() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if missing := _missing(0):
+        log.warning("there is a GPU, but the CPU is used", reason=missing)
+        return torch.device("cpu")
+    return torch.device("cuda")
+
+
+def _missing(index: int) -> str | None:
+    """Say why the kernels cannot run on a GPU, None if they can."""
+    from kernels.cuda import require_device
+
+    try:
+        require_device(index)
+    except KernelError as error:
+        return str(error)
+    return None

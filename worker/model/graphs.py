@@ -1,0 +1,134 @@
+"""Decode steps on a GPU as CUDA graphs: one launch where the host would start hundreds.
+
+A graph is recorded for each of a few batch sizes, the first time it is needed; a smaller batch is
+padded, a larger one is computed as any other step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from kernels import PagedBatch
+from kernels.fixed import FixedPlan
+from worker.model.transformer import Transformer
+
+# Sizes that are recorded: padding costs at most as much again where steps are short.
+SIZES = (1, 2, 4, 8, *range(16, 257, 16))
+
+Step = Callable[[], torch.Tensor]
+# Makes of a step what repeats it, and where its result will be found each time.
+Record = Callable[[Step], tuple[Callable[[], None], torch.Tensor]]
+
+
+class _Recorded(NamedTuple):
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    plan: FixedPlan
+    replay: Callable[[], None]
+    logits: torch.Tensor
+
+
+class DecodeGraphs:
+    """`Transformer.forward` for steps in which every sequence generates one token."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        pool: torch.Tensor,
+        *,
+        max_model_len: int,
+        spare_block: int,
+        wanted_blocks: int,
+        record: Record,
+    ) -> None:
+        """Prepare; nothing is recorded yet.
+
+        Args:
+            spare_block: A block of the pool that no sequence owns.
+            wanted_blocks: Thread blocks that fill the device.
+            record: `record_graph`, or what does without a GPU.
+        """
+        self._model, self._pool = model, pool
+        self._num_columns = -(-max_model_len // pool.shape[4])
+        self._spare_block, self._wanted_blocks = spare_block, wanted_blocks
+        self._record = record
+        self._recorded: dict[int, _Recorded] = {}
+
+    def take(self, num_rows: int, batch: PagedBatch) -> bool:
+        """Whether a step can be replayed: each sequence has one token, and its logits wanted."""
+        num_sequences = len(batch.context_lens)
+        return bool(len(batch.slots) == num_rows == num_sequences <= SIZES[-1])
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch
+    ) -> torch.Tensor:
+        """Compute one step that `take` allows.
+
+        Args:
+            token_ids: [T] int32; `positions` likewise, both in CPU memory.
+
+        Returns:
+            [T, vocab] float32 logits, valid until the next step.
+        """
+        count = len(token_ids)
+        size = next(size for size in SIZES if size >= count)
+        it = self._recorded.get(size)
+        if it is None:
+            it = self._recorded[size] = self._make(size)
+        it.token_ids[:count].copy_(token_ids)
+        it.positions[:count].copy_(positions)
+        it.plan.set(batch)
+        it.replay()
+        return it.logits[:count]
+
+    def _make(self, size: int) -> _Recorded:
+        model, pool = self._model, self._pool
+        token_ids, positions = torch.zeros(2, size, dtype=torch.int32, device=pool.device)
+        rows = torch.arange(size, device=pool.device)
+        config = model.config
+        plan = FixedPlan(
+            pool,
+            size,
+            self._num_columns,
+            config.num_heads,
+            set(config.windows),
+            spare_block=self._spare_block,
+            wanted_blocks=self._wanted_blocks,
+        )
+        replay, logits = self._record(
+            lambda: model.forward(token_ids, positions, pool, plan.batch, rows)
+        )
+        return _Recorded(token_ids, positions, plan, replay, logits)
+
+
+def graphs_of(
+    model: Transformer, pool: torch.Tensor, max_model_len: int, spare_block: int
+) -> DecodeGraphs:
+    """Return the graphs of a model on a GPU."""
+    from kernels.cuda import wanted_blocks
+
+    return DecodeGraphs(
+        model,
+        pool,
+        max_model_len=max_model_len,
+        spare_block=spare_block,
+        wanted_blocks=wanted_blocks(pool.device.index or 0),
+        record=record_graph,
+    )
+
+
+def record_graph(step: Step) -> tuple[Callable[[], None], torch.Tensor]:
+    """Record a step as a CUDA graph."""
+    # Whatever is compiled, loaded or allocated the first time must not happen while recording.
+    aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph.replay, result
