@@ -153,3 +153,11 @@ def source_text(source: str) -> str:
 def source_hash(source: str) -> str:
     """Return a short digest of everything that a kernel file is compiled from."""
     return hashlib.sha256(source_text(source).encode()).hexdigest()[:16]
+
+
+# For `kernels.staging` and scripts/gpu_check, which decide themselves what to launch.
+
+
+def start(pool: torch.Tensor, launches: list[Launch]) -> None:
+    """Start launches of `kernels.launch` on torch's current stream of the pool's device."""
+    _start(pool, launches)
