@@ -63,6 +63,7 @@ def _check(args: argparse.Namespace, settings: Settings, trail: Trail) -> int:
     trail.path.unlink(missing_ok=True)
     deadline = time.monotonic() + TOTAL_S
     is_full = settings.backend == "cuda" and not settings.is_quick
+    skip("verify coverage", record.uncovered(), "no part of this check runs it", trail)
     for stage in STAGES:
         if args.only and stage.name not in args.only:
             continue

@@ -49,7 +49,8 @@ def staging_parts(settings: Settings) -> dict[str, Part]:
 
 def launch_parts(settings: Settings) -> dict[str, Part]:
     """What a launch costs Python, and what is left of it in a graph."""
-    return {"attend": partial(_launch, "attend"), "append": partial(_launch, "append")}
+    parts: dict[str, Part] = {it: partial(_launch, it) for it in ("attend", "append")}
+    return parts | {"move": _launch_move}
 
 
 def pages(lens: list[tuple[int, int]], heads: tuple[int, int, int], num_layers: int = 1) -> Paged:
@@ -153,6 +154,16 @@ def _launch(kernel: str) -> Figures:
             cuda.append_kv(it.pool, 0, values, it.batch)
 
     return {f"launch_{kernel}_us": launch_s(call) * 1e6, f"graph_{kernel}_us": replay_s(call) * 1e6}
+
+
+def _launch_move() -> Figures:
+    """Its block table is uploaded each time, which a graph could not hold."""
+    it = pages([(64, 1)], DECODE_HEADS)
+
+    def call() -> None:
+        cuda.pack_kv(it.pool, it.tables[0], range(1), range(64), BF16)
+
+    return {"launch_move_us": launch_s(call) * 1e6}
 
 
 def _attend(it: Paged) -> torch.Tensor:

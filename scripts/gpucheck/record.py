@@ -66,6 +66,12 @@ def sources() -> dict[str, str]:
     return found
 
 
+def uncovered() -> list[str]:
+    """Return the kernels that no part of the verification runs."""
+    covered = {kernel for kernels in COVERED_BY.values() for kernel in kernels}
+    return [kernel for kernel in sources() if kernel not in covered]
+
+
 def read(path: Path = PATH) -> Record:
     """Read the file.
 

@@ -23,7 +23,7 @@ def verdicts(findings: list[Finding]) -> list[Verdict]:
 def exit_status(findings: list[Finding], *, is_full: bool) -> int:
     """Return the status of a run; a run that is not full has no targets to reach."""
     bad = [it for it in findings if it.state in (State.FAILED, State.LOST, State.BEGUN)]
-    if any(not it.stage.startswith("bench") for it in bad):
+    if any(not _is_harmless(it) for it in bad):
         return EXIT_WRONG
     if not any(it.state is State.OK for it in findings if it.stage.startswith("verify")):
         return EXIT_WRONG  # nothing was shown to be right
@@ -33,6 +33,12 @@ def exit_status(findings: list[Finding], *, is_full: bool) -> int:
     short = [it for it in verdicts(findings) if it.reached in (Reached.MISSED, Reached.UNKNOWN)]
     reachable = [it for it in short if it.target.target is not None]
     return EXIT_BELOW if bad or cut or reachable else EXIT_OK
+
+
+def _is_harmless(bad: Finding) -> bool:
+    """Whether a finding costs a figure or a proof, but shows nothing to be wrong."""
+    is_slow_tool = bad.stage == "sanitizer" and bad.state is State.LOST
+    return bad.stage.startswith("bench") or is_slow_tool
 
 
 def render(findings: list[Finding], title: str, *, is_full: bool) -> str:

@@ -46,6 +46,13 @@ def test_every_kernel_of_attention_and_kv_is_covered_by_a_part() -> None:
     assert covered == dict.fromkeys(known, True)
 
 
+def test_a_kernel_that_no_part_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = set(record.sources()) - set(record.uncovered())
+    assert known == set(record.results(parts()))
+    monkeypatch.setattr(record, "sources", lambda: {"move": "kv", "new_one": "new"})
+    assert record.uncovered() == ["new_one"]
+
+
 @pytest.mark.parametrize("state", [State.FAILED, State.LOST])
 def test_one_bad_part_is_enough_to_be_wrong(state: State) -> None:
     found = parts()

@@ -42,7 +42,7 @@ def test_a_target_that_is_missed_or_unknown_has_its_own_status(name: str) -> Non
 
 
 @pytest.mark.parametrize("state", [State.FAILED, State.LOST, State.BEGUN])
-@pytest.mark.parametrize("stage", ["verify attention", "system", "sanitizer", "machine"])
+@pytest.mark.parametrize("stage", ["verify attention", "system", "machine"])
 def test_what_is_wrong_or_broke_is_wrong(state: State, stage: str) -> None:
     for is_full in (True, False):
         assert exit_status(run(GOOD, Finding(stage, "x", state)), is_full=is_full) == EXIT_WRONG
@@ -55,6 +55,13 @@ def test_a_bench_that_broke_is_below_and_a_tool_that_is_absent_is_well() -> None
     assert exit_status(run(GOOD, broke), is_full=True) == EXIT_BELOW
     assert exit_status(run(GOOD, absent), is_full=True) == EXIT_OK
     assert exit_status(run(GOOD, untried), is_full=True) == EXIT_BELOW
+
+
+def test_a_sanitizer_that_complains_is_wrong_and_one_that_is_slow_is_below() -> None:
+    for state, status in ((State.FAILED, EXIT_WRONG), (State.LOST, EXIT_BELOW)):
+        assert (
+            exit_status(run(GOOD, Finding("sanitizer", "memcheck", state)), is_full=True) == status
+        )
 
 
 def test_nothing_verified_is_not_right() -> None:
