@@ -34,7 +34,7 @@ from scripts.gpucheck.parent import run_process, run_stage, skip  # noqa: E402
 from scripts.gpucheck.report import EXIT_NO_DEVICE, exit_status, render  # noqa: E402
 from scripts.gpucheck.settings import Settings  # noqa: E402
 from scripts.gpucheck.stages import STAGES, TOTAL_S, Stage, stage_named  # noqa: E402
-from scripts.gpucheck.trail import Trail, figures_of  # noqa: E402
+from scripts.gpucheck.trail import Finding, State, Trail, figures_of  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +85,11 @@ def _run(
         skip(stage.name, ["all"], "it needs a GPU", trail)
         return
     print(f"{stage.name} ...", flush=True)
-    names = list(stage.parts_of(settings))
+    try:
+        names = list(stage.parts_of(settings))
+    except ImportError as error:  # a machine that has torch and cupy need not have the rest
+        trail.add(Finding(stage.name, "all", State.FAILED, f"{error}: pip install -e '.[dev]'"))
+        return
     command = [sys.executable, __file__, "--stage", stage.name, "--out", str(args.out)]
     command += ["--seed", str(settings.seed), "--backend", settings.backend]
     command += ["--quick"] if settings.is_quick else []

@@ -6,17 +6,19 @@ and values once for attention, every byte once read and once written for a copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from kernels import cuda, staging
+from kernels import cuda, launch, staging
 from kernels.staging import SIZES, Way
 from scripts.gpucheck.inputs import Paged, batch_of
 from scripts.gpucheck.settings import Part, Settings, lane_of
 from scripts.gpucheck.timing import device_s, launch_s, replay_s, wall_s
 from scripts.gpucheck.trail import Figures
 
+Call = Callable[[], object]
 BF16 = torch.bfloat16
 GIB = 1 << 30
 # (query heads, KV heads, dimensions): of prompts, and GQA 8 for generation.
@@ -49,8 +51,7 @@ def staging_parts(settings: Settings) -> dict[str, Part]:
 
 def launch_parts(settings: Settings) -> dict[str, Part]:
     """What a launch costs Python, and what is left of it in a graph."""
-    parts: dict[str, Part] = {it: partial(_launch, it) for it in ("attend", "append")}
-    return parts | {"move": _launch_move}
+    return {kernel: partial(_launch, kernel) for kernel in ("attend", "append", "move")}
 
 
 def pages(lens: list[tuple[int, int]], heads: tuple[int, int, int], num_layers: int = 1) -> Paged:
@@ -110,12 +111,17 @@ def _prefill(kilo: int) -> Figures:
 
 def _pack() -> Figures:
     it = pages([(16_384, 1)], PROMPT_HEADS, num_layers=16)
-    table, layers, tokens = it.tables[0], range(16), range(16_384)
-    segment = cuda.pack_kv(it.pool, table, layers, tokens, BF16)
-    out_s = device_s(lambda: cuda.pack_kv(it.pool, table, layers, tokens, BF16))
-    back_s = device_s(lambda: cuda.unpack_kv(it.pool, table, layers, tokens, segment))
-    moved = 2 * segment.nbytes / 1e9
-    return {"pack_gbs": moved / out_s, "unpack_gbs": moved / back_s}
+    out, back = _moves(it, range(16), range(16_384))
+    moved = 2 * it.pool.nbytes / 1e9
+    return {"pack_gbs": moved / device_s(out), "unpack_gbs": moved / device_s(back)}
+
+
+def _moves(it: Paged, layers: range, tokens: range) -> tuple[Call, Call]:
+    """Return the kernels out and back alone: their block table is uploaded before."""
+    segment = torch.zeros(staging.segment_shape(it.pool, layers, tokens), dtype=BF16, device="cuda")
+    arguments = (it.pool, it.tables[0], layers, tokens, segment)
+    out, back = (launch.move(*arguments, into_pool=into_pool) for into_pool in (False, True))
+    return partial(cuda.start, it.pool, out), partial(cuda.start, it.pool, back)
 
 
 def _staged(settings: Settings) -> Figures:
@@ -145,25 +151,14 @@ def _ways(settings: Settings, direction: str) -> Figures:
 
 def _launch(kernel: str) -> Figures:
     it = pages([(64, 1)] * 4, DECODE_HEADS)
-    values = torch.randn(4, 2, DECODE_HEADS[1], DECODE_HEADS[2], dtype=BF16, device="cuda")
-
-    def call() -> None:
-        if kernel == "attend":
-            _attend(it)
-        else:
-            cuda.append_kv(it.pool, 0, values, it.batch)
-
+    values = torch.randn(4, 2, *DECODE_HEADS[1:], dtype=BF16, device="cuda")
+    calls: dict[str, Call] = {
+        "attend": lambda: _attend(it),
+        "append": lambda: cuda.append_kv(it.pool, 0, values, it.batch),
+        "move": _moves(it, range(1), range(64))[0],
+    }
+    call = calls[kernel]
     return {f"launch_{kernel}_us": launch_s(call) * 1e6, f"graph_{kernel}_us": replay_s(call) * 1e6}
-
-
-def _launch_move() -> Figures:
-    """Its block table is uploaded each time, which a graph could not hold."""
-    it = pages([(64, 1)], DECODE_HEADS)
-
-    def call() -> None:
-        cuda.pack_kv(it.pool, it.tables[0], range(1), range(64), BF16)
-
-    return {"launch_move_us": launch_s(call) * 1e6}
 
 
 def _attend(it: Paged) -> torch.Tensor:

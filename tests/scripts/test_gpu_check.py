@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,7 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts import gpu_check as script
 from scripts.gpucheck import record
+from scripts.gpucheck.settings import Settings
+from scripts.gpucheck.stages import Stage
+from scripts.gpucheck.trail import State, Trail
 from tests.kernels.shim.backend import why_not
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,3 +58,11 @@ def test_the_shim_runs_the_verification_and_claims_nothing(tmp_path: Path) -> No
     ended = [it for it in map(json.loads, lines) if it["state"] == "ok"]
     assert [it["part"] for it in ended] == ["tiled 64 bfloat16", "plain 24 bfloat16"]
     assert record.PATH.read_bytes() == before
+
+
+def test_a_stage_whose_packages_are_missing_is_recorded(tmp_path: Path) -> None:
+    trail, settings = Trail(tmp_path / "findings.jsonl"), Settings("shim", 1, True)
+    stage = Stage("system", "no_such_module:parts", 10, needs_gpu=False)
+    script._run(stage, argparse.Namespace(out=tmp_path), settings, trail, 0.0)
+    (finding,) = trail.findings()
+    assert finding.state is State.FAILED and "no_such_module" in finding.problem
