@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.contract import Backend
 from scripts.gpucheck import verify
 from scripts.gpucheck.inputs import Shape, error, formula, lengths, paged
-from scripts.gpucheck.settings import Kernels, Part, Settings
+from scripts.gpucheck.settings import Part, Settings
 from tests.kernels.shim.backend import CSRC, Shim, why_not
 
 SETTINGS = Settings("shim", seed=5, is_quick=True)
@@ -23,17 +24,16 @@ def shim() -> None:
         pytest.skip(reason)
 
 
-def breaking(old: str, new: str) -> Callable[[Settings, dict[str, list[str]]], Kernels]:
+def breaking(old: str, new: str) -> Callable[[Settings, dict[str, list[str]]], Backend]:
     """Return `kernels_of` with one line of the source changed."""
 
-    def kernels_of(settings: Settings, needed: dict[str, list[str]]) -> Kernels:
+    def kernels_of(settings: Settings, needed: dict[str, list[str]]) -> Backend:
         texts = {}
         for source in needed:
             text = Path(CSRC, f"{source}.cu").read_text()
             assert text.count(old) == 1, "the mutation no longer fits the source"
             texts[source] = text.replace(old, new)
-        broken = Shim(needed, texts=texts)
-        return Kernels(broken, lambda pool, launches: broken.run(launches))
+        return Shim(needed, texts=texts)
 
     return kernels_of
 
@@ -41,12 +41,16 @@ def breaking(old: str, new: str) -> Callable[[Settings, dict[str, list[str]]], K
 def parts() -> dict[str, Part]:
     return {
         **verify.kv_parts(SETTINGS),
+        **verify.row_parts(SETTINGS),
         **verify.attention_parts(SETTINGS),
         **verify.staging_parts(SETTINGS),
     }
 
 
-@pytest.mark.parametrize("name", ["append bfloat16", "move bfloat16", "tiled 64 bfloat16", "ways"])
+WHOLE = ["append bfloat16", "move bfloat16", "rows float16", "tiled 64 bfloat16", "ways"]
+
+
+@pytest.mark.parametrize("name", WHOLE)
 def test_kernels_that_are_whole_pass(name: str) -> None:
     figures = parts()[name]()
     assert isinstance(figures["cases"], int) and figures["cases"] > 0
@@ -61,6 +65,7 @@ def test_kernels_that_are_whole_pass(name: str) -> None:
             "const int token = a.first_token + i / eights,",
             "const int token = i / eights,",
         ),
+        ("rows float32", "x * sigmoid * up", "x * sigmoid"),
         ("plain 24 bfloat16", "key <= position; key++", "key < position; key++"),
     ],
 )
