@@ -28,6 +28,7 @@ __all__ = [
     "require_device",
     "rms_norm",
     "silu_gate",
+    "start",
     "unpack_kv",
 ]
 
@@ -66,7 +67,7 @@ def append_kv(
     rotation: torch.Tensor | None = None,
 ) -> None:
     """See `kernels.append_kv`."""
-    _start(pool.device, launch.append(pool, layer, key_value, batch, rotation))
+    start(pool.device, launch.append(pool, layer, key_value, batch, rotation))
 
 
 def paged_attention(
@@ -89,7 +90,7 @@ def paged_attention(
         window=window,
         wanted_blocks=wanted_blocks(pool.device.index or 0),
     )
-    _start(pool.device, launches)
+    start(pool.device, launches)
     return out
 
 
@@ -103,7 +104,7 @@ def pack_kv(
     """See `kernels.pack_kv`."""
     shape = (len(layers), 2, pool.shape[3], len(tokens), pool.shape[5])
     segment = torch.empty(shape, dtype=dtype, device=pool.device)
-    _start(pool.device, launch.move(pool, block_table, layers, tokens, segment, into_pool=False))
+    start(pool.device, launch.move(pool, block_table, layers, tokens, segment, into_pool=False))
     return segment
 
 
@@ -116,13 +117,13 @@ def unpack_kv(
 ) -> None:
     """See `kernels.unpack_kv`."""
     segment = segment.to(pool.device).contiguous()
-    _start(pool.device, launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
+    start(pool.device, launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `kernels.rms_norm`."""
     out = torch.empty_like(x)
-    _start(x.device, launch_rows.normalize(x, None, weight, eps, out))
+    start(x.device, launch_rows.normalize(x, None, weight, eps, out))
     return out
 
 
@@ -131,18 +132,19 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """See `kernels.add_rms_norm`."""
     out = torch.empty_like(x)
-    _start(x.device, launch_rows.normalize(x, added, weight, eps, out))
+    start(x.device, launch_rows.normalize(x, added, weight, eps, out))
     return out
 
 
 def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
     """See `kernels.silu_gate`."""
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    _start(gate_up.device, launch_rows.gate(gate_up, out))
+    start(gate_up.device, launch_rows.gate(gate_up, out))
     return out
 
 
-def _start(place: torch.device, launches: list[Launch]) -> None:
+def start(place: torch.device, launches: list[Launch]) -> None:
+    """Start launches on torch's current stream of a device."""
     device = place.index or 0
     # Asked anew each time: a stream that is being captured is another one.
     stream = torch.cuda.current_stream(device)

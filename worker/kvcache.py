@@ -1,20 +1,25 @@
 """The paged KV of a torch model: one pool tensor, and its bytes in and out for the wire.
 
 Packing makes one copy (through the kernels, in the wire's order) and hands out its memory;
-unpacking reads the received buffer in place.  Nothing here knows which sequence owns which block.
+unpacking reads the received buffer in place.  Between a GPU and the host both go through
+`kernels.staging`.  Nothing here knows which sequence owns which block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import structlog
 import torch
 
 import kernels
+from kernels.staging import Staging, Table, staging_of
 from wire.parts import Buffer
 from wire.payloads import KVLayout
 from wire.segment import Rectangle
+
+log = structlog.get_logger("worker")
 
 
 class TorchKVCache:
@@ -31,6 +36,7 @@ class TorchKVCache:
         device: torch.device,
         *,
         spare_blocks: int = 0,
+        make_staging: Callable[[torch.Tensor], Staging | None] = staging_of,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
@@ -47,6 +53,9 @@ class TorchKVCache:
             dtype=getattr(torch, layout.dtype),
             device=device,
         )
+        self._staging = make_staging(self.pool)
+        if self._staging is not None:
+            _tell(self._staging)
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
         """Copy a rectangle of a sequence's KV out.
@@ -59,7 +68,10 @@ class TorchKVCache:
             ShapeError: The rectangle lies outside the layers or the block table.
         """
         layers, tokens = _ranges(rectangle)
-        segment = kernels.pack_kv(self.pool, block_table, layers, tokens).cpu()
+        if self._staging is None:
+            segment = kernels.pack_kv(self.pool, block_table, layers, tokens)
+        else:
+            segment = self._staging.pack(block_table, layers, tokens)
         # NumPy has no bfloat16, so the bytes leave as bytes.
         return segment.view(-1).view(torch.uint8).numpy().data
 
@@ -77,7 +89,23 @@ class TorchKVCache:
         if received.numel() != size:
             raise ValueError(f"the segment has {received.numel()} bytes, its rectangle {size}")
         values = received.view(self.pool.dtype).view(shape)
-        kernels.unpack_kv(self.pool, block_table, layers, tokens, values)
+        if self._staging is None:
+            kernels.unpack_kv(self.pool, block_table, layers, tokens, values)
+        else:
+            self._staging.unpack(block_table, layers, tokens, values)
+
+
+def _tell(staging: Staging) -> None:
+    """Log which way KV takes by size, or why it goes the slow one."""
+    if staging.why_plain:
+        log.warning("KV goes through pageable memory", reason=staging.why_plain)
+    else:
+        out, back = _described(staging.packing), _described(staging.unpacking)
+        log.info("KV goes to the host", out=out, back=back)
+
+
+def _described(table: Table) -> str:
+    return " ".join(f"{size >> 10}K:{way.value}" for size, way in table)
 
 
 class _Memory:

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import kernels
+from kernels.staging import Staging
+from tests.kernels.shim.backend import why_not
+from tests.kernels.shim.lane import CpuLane
 from wire.payloads import KVLayout
 from wire.segment import Rectangle
 from worker.kvcache import TorchKVCache
@@ -85,3 +88,22 @@ def test_a_rectangle_beyond_the_table_is_refused() -> None:
         receiver.unpack([0], Rectangle(0, 3, 0, 17), segment)
     with pytest.raises(kernels.ShapeError, match="layers"):
         receiver.pack([0], Rectangle(2, 2, 0, 1))
+
+
+def test_a_pool_that_the_host_cannot_read_goes_through_staging() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+    plain = TorchKVCache(layout, 8, 16, torch.device("cpu"))
+    plain.pool.copy_(torch.randn(plain.pool.shape, generator=torch.Generator().manual_seed(1)))
+    lane = CpuLane()
+    staged = TorchKVCache(
+        layout, 8, 16, torch.device("cpu"), lambda pool: Staging(pool, lane, (512, 2048))
+    )
+    rectangle, num_moved = Rectangle(1, 2, 7, 26), len(lane.moved)
+    sent = plain.pack([6, 1, 3], rectangle)
+    staged.unpack([2, 7, 0], rectangle, sent)
+    assert staged.pack([2, 7, 0], rectangle) == sent
+    assert num_moved > 0  # it was measured when the cache was made
+    with pytest.raises(ValueError, match="bytes"):
+        staged.unpack([2, 7, 0], rectangle, bytes(sent)[:-1])

@@ -129,6 +129,7 @@ def record_graph(step: Step) -> tuple[Callable[[], None], torch.Tensor]:
         step()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads go on copying KV, and may allocate for it.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = step()
     return graph.replay, result
