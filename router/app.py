@@ -26,12 +26,13 @@ from router.bus import Bus
 from router.clients import serve_clients
 from router.config import Config, split_endpoint
 from router.fleet import Fleet
-from router.flight import Limits, RequestEnd
+from router.flight import Limits
 from router.gateway import Gateway
 from router.httpserver import FLUSH_S, HttpServer
 from router.httpserver import Limits as HttpLimits
 from router.inflight import InFlight
 from router.local import LocalWorkers
+from router.request import RequestEnd
 from router.tls import server_context
 from wire.aio.keys import open_keys
 from wire.aio.process import Stop, keep_watchdog, notify
@@ -39,12 +40,16 @@ from wire.aio.tcp import Limits as TcpLimits
 from wire.aio.tcp import Server
 from wire.aio.zmq import Hub
 from wire.errors import ErrorCode
+from wire.frames import Role
 from wire.parts import Buffer
 
 log = structlog.get_logger("router")
 
 # Deadlines and heartbeats are looked at this often.
 MAX_TICK_S: Final = 0.1
+# Systemd is told this often how things are.
+REPORT_S: Final = 1.0
+WORKER_ROLES: Final = (Role.PREFILL, Role.DECODE)
 
 
 class Router:
@@ -91,6 +96,13 @@ class Router:
     def inflight(self) -> InFlight:
         return self.bus.inflight
 
+    @property
+    def status(self) -> str:
+        """One line for systemd."""
+        workers = [f"{len(self.fleet.ready(role))} {role.name.lower()}" for role in WORKER_ROLES]
+        running, waiting = self.inflight.num_running, self.inflight.num_waiting
+        return f"{running} running, {waiting} waiting, {' and '.join(workers)} workers ready"
+
     async def start(self) -> None:
         """Listen everywhere and start the local workers.  Raises OSError, naming the endpoint."""
         config = self.config
@@ -116,6 +128,7 @@ class Router:
         self._tasks = [
             asyncio.create_task(self._http.run_on_loop(), name="http"),
             asyncio.create_task(self._tick(), name="tick"),
+            asyncio.create_task(self._report(), name="status"),
         ]
         self._local = LocalWorkers(config, self.endpoints["bus"])
         self._local.start()
@@ -168,6 +181,12 @@ class Router:
             await asyncio.sleep(min(MAX_TICK_S, self.fleet.heartbeat_s / 4))
 
 
+    async def _report(self) -> None:
+        while True:
+            notify(f"STATUS={self.status}")
+            await asyncio.sleep(REPORT_S)
+
+
 class Idle:
     """Tells when no request is open."""
 
@@ -210,7 +229,7 @@ async def serve(config: Config, model_path: Path, model_fingerprint: str, stop: 
     watchdog = asyncio.create_task(keep_watchdog(lambda: True))
     try:
         await router.start()
-        notify("READY=1", f"STATUS=serving {config.model_name}")
+        notify("READY=1")
         is_well = await router.until_stopped(stop)
         await router.drain()
         return 0 if is_well else 1

@@ -135,12 +135,14 @@ class Gateway:
         is_work = call.scope["method"] == "POST" or call.status >= 400
         (log.info if is_work else log.debug)(
             "request",
+            face="http",
+            client=call.client,
             request_id=call.request_id,
             endpoint=call.endpoint,
             status=call.status,
             outcome=call.outcome,
-            seconds=round(time.monotonic() - call.started_at, 6),
             **call.facts,
+            total_s=round(time.monotonic() - call.started_at, 6),
         )
 
     async def _route(self, call: Call) -> None:

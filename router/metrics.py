@@ -30,7 +30,7 @@ from prometheus_client.registry import Collector
 
 from router.cluster import Counts
 from router.fleet import Fleet
-from router.flight import RequestEnd
+from router.request import RequestEnd
 from router.worker import WorkerState
 from wire.errors import ErrorCode
 from wire.frames import Role

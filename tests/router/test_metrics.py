@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.flight import RequestEnd
 from router.metrics import Distribution, Metrics
+from router.request import RequestEnd
 from tests.router.scripted import Router, first, load
 from wire.errors import ErrorCode, WireError
 from wire.frames import PrefillDone, Role

@@ -194,6 +194,8 @@ def test_the_units_own_lines_serve_and_drain(root: Path, tmp_path: Path) -> None
         extended, ready = decode.index("EXTEND_TIMEOUT_USEC="), decode.index("READY=1")
         assert extended is not None and ready is not None and extended < ready
 
+        ready_status = "STATUS=0 running, 0 waiting, 1 prefill and 1 decode workers ready"
+        until(lambda: ready_status in router.said, "live figures")
         body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 40, "stream": True}
         body |= {"ignore_eos": True}
         url = f"http://127.0.0.1:{http}/v1/completions"
