@@ -21,7 +21,6 @@ from typing import Final
 
 import structlog
 
-from router.apikeys import open_api_keys
 from router.bus import Bus
 from router.clients import serve_clients
 from router.config import Config, split_endpoint
@@ -34,14 +33,16 @@ from router.inflight import InFlight
 from router.local import LocalWorkers
 from router.request import RequestEnd
 from router.tls import server_context
+from wire.aio.apikeys import open_api_keys
 from wire.aio.keys import open_keys
 from wire.aio.process import Stop, keep_watchdog, notify
 from wire.aio.tcp import Limits as TcpLimits
 from wire.aio.tcp import Server
 from wire.aio.zmq import Hub
-from wire.errors import ErrorCode
+from wire.errors import ErrorCode, WireError
 from wire.frames import Role
 from wire.parts import Buffer
+from wire.traffic import Traffic
 
 log = structlog.get_logger("router")
 
@@ -64,6 +65,7 @@ class Router:
             heartbeat_s=config.heartbeat_ms / 1000,
             stall_s=config.stall_ms / 1000,
         )
+        self._planes = {"bus": Traffic(), "tcp": Traffic()}
         self._api_keys = open_api_keys(config.api_keys)
         self._tls = server_context(config.tls_cert, config.tls_key)
         self._hub = Hub(
@@ -71,7 +73,7 @@ class Router:
         )
         self.bus = Bus(
             self.fleet,
-            transmit=self._hub.send,
+            transmit=self._transmit,
             forget=self._hub.forget,
             limits=limits(config),
             lease_ms=config.lease_ms,
@@ -85,6 +87,7 @@ class Router:
             inflight=self.inflight,
             fleet=self.fleet,
             api_keys=self._api_keys,
+            planes=self._planes,
         )
         self._idle = Idle(self.inflight)
         self._tcp: Server | None = None
@@ -119,6 +122,7 @@ class Router:
                 ),
                 api_keys=self._api_keys,
                 tls=self._tls,
+                traffic=self._planes["tcp"],
             )
         self.endpoints["tcp"] = _url("tcp", self._tcp.host, self._tcp.port)
         with _named(config.http):
@@ -169,7 +173,16 @@ class Router:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._hub.close(FLUSH_S)
 
+    def _transmit(self, peer: bytes, parts: list[Buffer]) -> None:
+        try:
+            self._hub.send(peer, parts)
+        except WireError as error:
+            self._planes["bus"].drop(error)
+            raise
+        self._planes["bus"].say(parts)
+
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
+        self._planes["bus"].hear(parts)
         self.bus.on_message(peer, parts)
 
     def _on_lost(self, peer: bytes) -> None:
@@ -179,7 +192,6 @@ class Router:
         while True:
             self.bus.tick()
             await asyncio.sleep(min(MAX_TICK_S, self.fleet.heartbeat_s / 4))
-
 
     async def _report(self) -> None:
         while True:

@@ -14,10 +14,10 @@ from typing import Final
 
 import structlog
 
-from router.apikeys import ApiKeys, digest
 from router.inflight import InFlight
 from router.journal import facts
 from router.request import Request, RequestEnd
+from wire.aio.apikeys import ApiKeys, digest
 from wire.aio.tcp import Connection, Limits, Server, serve
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import (
@@ -46,6 +46,7 @@ from wire.payloads import (
     encode_prefill_result,
 )
 from wire.session import Direction, Session
+from wire.traffic import Traffic
 
 log = structlog.get_logger("router")
 
@@ -69,6 +70,7 @@ async def serve_clients(
     limits: Limits,
     api_keys: ApiKeys | None = None,
     tls: ssl.SSLContext | None = None,
+    traffic: Traffic | None = None,
 ) -> Server:
     """Listen for raw TCP clients, each with at most `max_requests` open.  Raises OSError."""
     return await serve(
@@ -77,6 +79,7 @@ async def serve_clients(
         lambda connection: Client(connection, inflight, max_requests, api_keys),
         limits,
         tls,
+        traffic,
     )
 
 
