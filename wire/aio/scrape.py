@@ -40,10 +40,12 @@ class ScrapePort:
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
 
-    async def listen(self, host: str, port: int) -> None:
-        """Serve from now on; `port` is the actual one then.  Raises OSError."""
-        self._server = await asyncio.start_server(self._on_client, host, port)
+    async def listen(self, endpoint: str) -> None:
+        """Serve on HOST:PORT from now on; `port` is the actual one then.  Raises OSError."""
+        host, _, port = endpoint.rpartition(":")
+        self._server = await asyncio.start_server(self._on_client, host.strip("[]"), int(port))
         self.port = self._server.sockets[0].getsockname()[1]
+        _LOG.info("metrics", url=f"http://{host}:{self.port}/metrics")
 
     async def close(self) -> None:
         """Stop, and cut off who is there."""

@@ -21,7 +21,7 @@ async def listening(
     api_keys: ApiKeys | None = None, patience_s: float = 5.0
 ) -> AsyncIterator[ScrapePort]:
     port = ScrapePort(lambda: b"baton_x 1\n", api_keys, patience_s)
-    await port.listen("127.0.0.1", 0)
+    await port.listen("127.0.0.1:0")
     try:
         yield port
     finally:
