@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.cluster import Cluster, until
+from tests.cluster import ROOT, Cluster, until
 from wire.aio.tcp import connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, PrefillRequest
@@ -52,3 +54,24 @@ async def test_a_request_is_one_line_on_either_face(tmp_path: Path) -> None:
         assert all(0 <= line[name] <= line["total_s"] for name in TIMES)
     assert (over_tcp["request_id"], refused["request_id"]) == (5, 5)
     assert refused["outcome"] == ErrorCode.INVALID_REQUEST.label
+
+
+def test_a_reader_that_stalls_stops_nothing(tmp_path: Path) -> None:
+    """Nobody reads stderr: its pipe is full after 64 KiB, and the router answers all the same."""
+    ready = tmp_path / "ready.json"
+    endpoints = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0")
+    command = [sys.executable, "-m", "router", *endpoints, "--ready-file", str(ready)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as router:
+        assert router.stderr is not None
+        try:
+            until(ready.exists, "listening")
+            url = json.loads(ready.read_text())["http"]
+            with httpx.Client(base_url=url, trust_env=False) as client:
+                for _ in range(600):  # each a line of some 200 bytes
+                    assert client.get("/nothing").status_code == 404
+                assert client.get("/livez").status_code == 200
+            router.terminate()
+            assert router.wait(20) == 0
+            assert router.stderr.read().count(b"\n") < 600, "the pipe was never full"
+        finally:
+            router.kill()
