@@ -1,9 +1,9 @@
 """The systemd units: clean, locked down, and what their own ExecStart lines start really works.
 
-No service manager is booted here.  A systemd comes up in namespaces of its own where root is, but it
-runs the machine's own start-up units on the machine's own directories (tmpfiles empties /tmp) unless
-every one of those is hidden from it first, and nothing here does that yet.  A socket of our own hears
-what the processes would tell it.
+No service manager is booted here.  As root a systemd comes up in namespaces of its own, but it runs
+the machine's start-up units on the machine's directories (tmpfiles empties /tmp) unless all of those
+are hidden from it first, and nothing here does that.  A socket of our own hears what the processes
+would tell it.
 """
 
 from __future__ import annotations
