@@ -12,6 +12,7 @@ from router import http
 from router.delivery import Delivery
 from router.exchange import Exchange
 from router.http import Header, Receive, Scope, Send
+from router.journal import facts
 
 
 @dataclass(eq=False, slots=True)
@@ -60,17 +61,8 @@ class Call:
             self.outcome = exchange.error.code.label
         elif reasons:
             self.outcome = str(min(reasons, key=str))
-        usage = exchange.usage
-        self.facts |= {
-            "choices": len(exchange.choices),
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "kv_bytes": usage.kv_transfer.bytes if usage.kv_transfer else None,
-            "client": self.client,
-        }
-        if self.delivery is not None and self.delivery.first_token_at is not None:
-            self.facts["first_token_s"] = round(self.delivery.first_token_at - self.started_at, 6)
+        ends = [choice.end for choice in exchange.choices if choice.end is not None]
+        self.facts |= {"choices": len(exchange.choices), **facts(ends)}
 
 
 Handler = Callable[[Call], Awaitable[None]]

@@ -14,9 +14,10 @@ from typing import Final
 
 import structlog
 
-from router.apikeys import ApiKeys, digest
 from router.inflight import InFlight
-from router.request import Request
+from router.journal import facts
+from router.request import Request, RequestEnd
+from wire.aio.apikeys import ApiKeys, digest
 from wire.aio.tcp import Connection, Limits, Server, serve
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import (
@@ -45,6 +46,7 @@ from wire.payloads import (
     encode_prefill_result,
 )
 from wire.session import Direction, Session
+from wire.traffic import Traffic
 
 log = structlog.get_logger("router")
 
@@ -68,6 +70,7 @@ async def serve_clients(
     limits: Limits,
     api_keys: ApiKeys | None = None,
     tls: ssl.SSLContext | None = None,
+    traffic: Traffic | None = None,
 ) -> Server:
     """Listen for raw TCP clients, each with at most `max_requests` open.  Raises OSError."""
     return await serve(
@@ -76,6 +79,7 @@ async def serve_clients(
         lambda connection: Client(connection, inflight, max_requests, api_keys),
         limits,
         tls,
+        traffic,
     )
 
 
@@ -142,8 +146,6 @@ class Client:
     def on_closed(self, error: Exception | None) -> None:
         """Cancel everything: there is no one left to answer."""
         requests, self._open = self._open, {}
-        if requests:
-            log.info("client left", client=self._connection.peer_name, requests=len(requests))
         for request in requests.values():
             self._inflight.cancel(request.handle)
 
@@ -168,7 +170,7 @@ class Client:
         except WireError as error:
             if error.code is ErrorCode.PROTOCOL:
                 raise
-            request.on_error(error)
+            request.refuse(error)
 
     def _submit(self, frame: PrefillRequest, message: Message, request: ClientRequest) -> None:
         if len(self._open) > self._max_requests:
@@ -217,6 +219,11 @@ class ClientRequest:
         self._connection = connection
         self._client = client
 
+    def refuse(self, error: WireError) -> None:
+        """It was not accepted: the line of the log is all there is of it."""
+        self._note(error.code.label)
+        self.on_error(error)
+
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
         self.session.on(Tag.PREFILL_DONE, Direction.RESPONSE)
         frame = PrefillDone(self._request_id, kv_bytes)
@@ -240,3 +247,16 @@ class ClientRequest:
             retry_after_s=RETRY_AFTER_S if error.code in RETRYABLE else None,
         )
         self._connection.send(Error(self._request_id, error.code), encode_map(detail))
+
+    def on_end(self, end: RequestEnd) -> None:
+        self._note(end.outcome, **facts([end]), total_s=round(end.total_s, 6))
+
+    def _note(self, outcome: str, **what: float) -> None:
+        log.info(
+            "request",
+            face="tcp",
+            client=self._connection.peer_name,
+            request_id=self._request_id,
+            outcome=outcome,
+            **what,
+        )

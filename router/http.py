@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from router.apikeys import ApiKeys, bearer, digest
+from wire.aio.apikeys import ApiKeys, bearer, digest
 from wire.errors import ErrorCode, WireError
 
 Scope = MutableMapping[str, Any]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from router.apikeys import ApiKeys
 from router.clients import MAX_ENDED, serve_clients
 from router.flight import Limits
 from tests.router.scripted import Router, first, usage
+from wire.aio.apikeys import ApiKeys
 from wire.aio.tcp import Client, connect
 from wire.aio.tcp import Limits as TcpLimits
 from wire.errors import ErrorCode

@@ -13,9 +13,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from router import body, exchange, gateway
-from router.apikeys import ApiKeys
 from router.flight import Limits
 from tests.router.site import Answer, Site, events, ids, listening, write_model
+from wire.aio.apikeys import ApiKeys
 from wire.errors import ErrorCode
 from wire.frames import Cancel, PrefillRequest
 from wire.payloads import decode_prompt

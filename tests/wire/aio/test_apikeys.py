@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from router.apikeys import ApiKeys, bearer, digest, open_api_keys
+from wire.aio.apikeys import ApiKeys, bearer, digest, open_api_keys
 from wire.aio.settings import ConfigError
 
 ONE, TWO = "sk-" + "1" * 40, "sk-" + "2" * 40

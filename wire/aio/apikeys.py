@@ -17,7 +17,7 @@ import structlog
 from wire.aio.keys import credential, read_secret
 from wire.aio.settings import ConfigError
 
-log = structlog.get_logger("router")
+log = structlog.get_logger(__name__)
 
 MIN_CHARS: Final = 16
 BEARER: Final = b"bearer "
