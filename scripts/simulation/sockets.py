@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from scripts.simulation.connection import Connection
 from scripts.simulation.loop import Process, State
 from scripts.simulation.network import Network
-from wire.aio.dial import pauses
 from wire.aio.outbox import Sending
 from wire.errors import PeerLost
 from wire.parts import Buffer
 
+RECONNECT_S: Final = (0.1, 2.0)
 OnMessage = Callable[[list[Buffer]], None]
 
 
@@ -94,7 +95,7 @@ class Link:
         self._endpoint, self._on_up, self._on_down = endpoint, on_up, on_down
         self._is_kv, self._is_closed = is_kv, False
         self._outbox: list[tuple[Sequence[Buffer], Sending | None]] = []
-        self._pauses = pauses(network.random.random)
+        self._pause_s = RECONNECT_S[0]
         self._plan_connect(network.latency())
 
     @property
@@ -119,8 +120,8 @@ class Link:
             return
         self.connection = None
         self._drop()
-        self._pauses = pauses(self.network.random.random)
-        self._plan_connect(next(self._pauses))
+        self._pause_s = RECONNECT_S[0]
+        self._plan_connect(self._pause_s * self.network.random.uniform(0.5, 1.5))
         if self._on_down is not None:
             self._on_down()
 
@@ -145,7 +146,8 @@ class Link:
             return
         hub = self.network.hubs.get(self._endpoint)
         if hub is None or hub.process.state is not State.RUNNING or self._is_cut_off(hub.process):
-            self._plan_connect(next(self._pauses))
+            self._pause_s = min(2 * self._pause_s, RECONNECT_S[1])
+            self._plan_connect(self._pause_s)
             return
         self.connection = Connection(self, hub)
         if self._on_up is not None:
