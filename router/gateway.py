@@ -63,6 +63,7 @@ class Gateway:
         self.draining = False
         self._api_keys = api_keys
         self.metrics = metrics.Metrics(fleet, inflight)
+        self.metrics.tasks.set_function(lambda: len(asyncio.all_tasks()))
         self._model_name = model_name
         self._inflight = inflight
         self._fleet = fleet

@@ -182,6 +182,7 @@ def soaked(args: argparse.Namespace, directory: Path) -> list[str]:
         result = asyncio.run(soak.soak(cluster, args.soak, seed=args.seed))
         cluster.until_whole()
         idle_s = timed_until_idle(cluster)
+        result.samples.append((60 * args.soak, cluster.usage(soak.SURVIVORS)))  # at rest
     print(f"  {len(result.records)} requests, {result.cancels} cancels, {dict(result.faults)}")
     for name in soak.SURVIVORS:
         series = result.series(name)
@@ -189,7 +190,11 @@ def soaked(args: argparse.Namespace, directory: Path) -> list[str]:
             ("RSS MiB", [usage.rss_bytes >> 20 for usage in series]),
             ("fds", [usage.num_fds for usage in series]),
             ("threads", [usage.num_threads for usage in series]),
+            ("tasks", [usage.num_tasks for usage in series]),
+            ("thousand Python blocks", [usage.python_blocks // 1000 for usage in series]),
         ):
+            if not any(values):
+                continue  # only the router tells
             tenths = [values[len(values) * i // 10] for i in range(10)] + [values[-1]]
             print(f"  {name} {title}: {' '.join(map(str, tenths))}")
     print(f"  nothing held {idle_s:.2f} s after the end")

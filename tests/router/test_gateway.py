@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,8 @@ async def test_metrics_count_it(site: Site) -> None:
         text = (await client.get("/metrics")).text
     assert 'baton_http_requests_total{endpoint="completions",outcome="stop"} 1.0' in text
     assert 'baton_requests_total{outcome="stop"} 1.0' in text
+    assert re.search(r"^baton_tasks [1-9]", text, re.M)
+    assert re.search(r"^baton_python_blocks [1-9]", text, re.M)
 
 
 # On a real server.
