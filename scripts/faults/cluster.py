@@ -67,8 +67,8 @@ class FaultyCluster(Cluster):
         self._worker_args = worker_args
         self._router_index = 0
         self._relays = Relays()
-        self._statuses = Statuses(directory / "notify")
-        self.environ["NOTIFY_SOCKET"] = str(self._statuses.path)
+        self._statuses = Statuses()
+        self.environ["NOTIFY_SOCKET"] = self._statuses.address
         self._is_supervised = is_supervised
         self._is_resting = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor")

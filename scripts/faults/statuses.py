@@ -1,16 +1,14 @@
 """What processes tell systemd about themselves, heard as systemd hears it: by a socket.
 
-Each process that is started with NOTIFY_SOCKET set to `path` is known by its pid, which the kernel
-adds to what it says.  Linux only.
+Each process that is started with NOTIFY_SOCKET set to `address` is known by its pid, which the
+kernel adds to what it says.  Linux only: the address is no file, so nobody can delete it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
 import threading
-from pathlib import Path
 from typing import Final, Self
 
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
@@ -20,26 +18,26 @@ _SPACE: Final = socket.CMSG_SPACE(_CREDENTIALS.size)
 class Statuses:
     """The last STATUS= of each process that says any; a thread listens."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self) -> None:
         self._status_of: dict[int, str] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind("")  # the kernel finds a free name
         self._thread = threading.Thread(target=self._listen, name="statuses")
 
+    @property
+    def address(self) -> str:
+        name: bytes = self._socket.getsockname()
+        return "@" + name[1:].decode()
+
     def __enter__(self) -> Self:
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._socket.bind(str(self.path))
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with (
-            contextlib.closing(self._socket),
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as waker,
-        ):
-            waker.sendto(b"", str(self.path))
-            self._thread.join()
-        self.path.unlink()
+        self._socket.shutdown(socket.SHUT_RD)
+        self._thread.join()
+        self._socket.close()
 
     def of(self, pid: int) -> str:
         """What this process said last, empty when it has said nothing yet."""

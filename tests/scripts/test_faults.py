@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -74,9 +73,9 @@ def test_a_relay_passes_holds_and_cuts() -> None:
                     raise ConnectionResetError  # closed: a reset with nothing unread may say so
 
 
-def test_statuses_are_heard_by_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Statuses(tmp_path / "notify") as statuses:
-        monkeypatch.setenv("NOTIFY_SOCKET", str(statuses.path))
+def test_statuses_are_heard_by_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Statuses() as statuses:
+        monkeypatch.setenv("NOTIFY_SOCKET", statuses.address)
         pid = os.fork()
         if not pid:
             os._exit(not notify("STATUS=the other one"))
