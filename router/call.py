@@ -17,7 +17,10 @@ from router.journal import facts
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """An ASGI request; `started_at` is on the monotonic clock, `delivery` is there once it runs."""
+    """An ASGI request; `started_at` is on the monotonic clock, `delivery` is there once it runs.
+
+    `key_name` is that of its API key, where there are keys.
+    """
 
     scope: Scope
     receive: Receive
@@ -27,6 +30,7 @@ class Call:
     endpoint: str = "unknown"
     status: int = 200
     outcome: str = "ok"
+    key_name: str = ""
     delivery: Delivery | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -40,6 +44,11 @@ class Call:
         """The address of the other end, empty when the server does not say."""
         address = self.scope.get("client")
         return address[0] if address else ""
+
+    @property
+    def asker(self) -> str:
+        """Who has one turn among all that wait: a key, from wherever it is used, or an address."""
+        return self.key_name or self.client
 
     async def respond(
         self, status: int, body: bytes, *headers: Header, content_type: bytes = http.JSON

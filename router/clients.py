@@ -17,7 +17,7 @@ import structlog
 from router.inflight import InFlight
 from router.journal import facts
 from router.request import Request, RequestEnd
-from wire.aio.apikeys import ApiKeys, digest
+from wire.aio.apikeys import ApiKeys, digest, name_of
 from wire.aio.tcp import Connection, Limits, Server, serve
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import (
@@ -98,6 +98,7 @@ class Client:
         self._max_requests = max_requests
         self._api_keys = api_keys
         self._key_digest = b""
+        self._asker = connection.peer_name.rpartition(":")[0]  # until a key says who it is
         self._open: dict[int, ClientRequest] = {}
         self._ended: OrderedDict[int, Session] = OrderedDict()
         if api_keys is not None:
@@ -137,6 +138,8 @@ class Client:
             raise RemoteProtocolError(f"HELLO of a client has role 3 and version {VERSION}")
         self._key_digest = digest(bytes(message.body()))
         self._check_key()
+        if self._api_keys is not None:
+            self._asker = name_of(self._key_digest)
         self._connection.limit_frames(None)
 
     def _check_key(self) -> None:
@@ -185,7 +188,7 @@ class Client:
             )
         token_ids, options = decode_prompt(message.body(), frame.seq_len)
         max_new_tokens = 0 if frame.decode_rank == NO_RANK else None
-        asked = Request(token_ids, options, max_new_tokens, self._connection.peer_name)
+        asked = Request(token_ids, options, max_new_tokens, self._asker)
         request.handle = self._inflight.submit(asked, request)
 
     def _on_decode_request(self, frame: DecodeRequest) -> None:

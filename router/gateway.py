@@ -65,6 +65,7 @@ class Gateway:
         self.draining = False
         self._api_keys = api_keys
         self.metrics = metrics.Metrics(fleet, inflight, planes)
+        self.metrics.tasks.set_function(lambda: len(asyncio.all_tasks()))
         self._model_name = model_name
         self._inflight = inflight
         self._fleet = fleet
@@ -150,7 +151,7 @@ class Gateway:
     async def _route(self, call: Call) -> None:
         path, method = call.scope["path"], call.scope["method"]
         if path not in OPEN_PATHS and self._api_keys is not None:
-            http.check_api_key(call.scope, self._api_keys)
+            call.key_name = http.check_api_key(call.scope, self._api_keys)
         route = self._routes.get(path)
         if route is None and path.startswith("/v1/models/"):
             route = "models", "GET", self._status.model
@@ -223,7 +224,7 @@ class Gateway:
         max_model_len = self._fleet.max_model_len
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
-        return Asker(call.client, secrets.randbits(63), max_model_len)
+        return Asker(call.asker, secrets.randbits(63), max_model_len)
 
     def _delivery(self, call: Call) -> Delivery:
         task = asyncio.current_task()

@@ -7,6 +7,7 @@ per token in a few plain list operations instead of a library call.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter as Tally
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol
@@ -138,6 +139,14 @@ class Metrics:
             "How late the last timer of the event loop was.",
             registry=self._registry,
         )
+        # Resident memory moves with the allocators; these are what somebody holds.
+        self.tasks = Gauge("baton_tasks", "Asyncio tasks of the router.", registry=self._registry)
+        blocks = Gauge(
+            "baton_python_blocks",
+            "Pieces of memory that Python has given out.",
+            registry=self._registry,
+        )
+        blocks.set_function(sys.getallocatedblocks)
         self._queue = self._distribution("queue", "Wait for a worker with room.", FIRST_TOKEN_S)
         self._first_token = self._distribution(
             "time_to_first_token", "From acceptance to the first token.", FIRST_TOKEN_S

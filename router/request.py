@@ -19,7 +19,8 @@ class Request:
     """One prompt to be continued once.
 
     `max_new_tokens` counts the tokens after the first; None means that a DECODE_REQUEST will say
-    (raw TCP).  `client` names who asks, for fairness and logs.
+    (raw TCP).  `client` names who asks, for fairness and logs: an API key by its digest, or without
+    keys an address, whatever its port.
     """
 
     token_ids: tuple[int, ...]

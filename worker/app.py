@@ -280,7 +280,10 @@ class Worker:
             for router in self._routers:
                 if router.state is LinkState.READY:
                     router.send(heartbeat, payload)
-            self._report(f"{running} running, {waiting} waiting, {load.used} blocks used")
+            tasks = len(asyncio.all_tasks())
+            self._report(
+                f"{running} running, {waiting} waiting, {load.used} blocks used, {tasks} tasks"
+            )
             self._is_beat_due.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(router.heartbeat_s for router in self._routers)):

@@ -30,6 +30,13 @@ def test_the_client_is_an_address_or_nothing() -> None:
     assert call(Wire(), client=None).client == ""
 
 
+def test_who_asks_is_the_key_or_else_the_address() -> None:
+    subject = call(Wire(), client=("10.0.0.1", 5))
+    assert subject.asker == "10.0.0.1"
+    subject.key_name = "key-0123456789ab"
+    assert subject.asker == "key-0123456789ab"
+
+
 def test_what_a_completion_came_to() -> None:
     core, subject = Core(), call(Wire())
     exchange, _ = started(core, 1)

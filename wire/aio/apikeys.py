@@ -66,6 +66,11 @@ def digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
+def name_of(key_digest: bytes) -> str:
+    """Return what a key is called in logs and queues: enough of its digest to tell it apart."""
+    return f"key-{key_digest.hex()[:12]}"
+
+
 def bearer(header: bytes | None) -> bytes:
     """Return the key of an Authorization header, b"" without one."""
     if header is None or header[: len(BEARER)].lower() != BEARER:
