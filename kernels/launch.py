@@ -29,7 +29,8 @@ MAX_HEAD_DIM = 256
 LOG2_E = 1.4426950408889634
 
 
-def _struct(pointers: str, ints: str, floats: str = "") -> np.dtype[np.void]:
+def struct(pointers: str, ints: str, floats: str = "") -> np.dtype[np.void]:
+    """Return the layout of a kernel's argument; names apart by spaces, in the order of C++."""
     fields: list[tuple[str, type[np.generic]]] = [(name, np.uint64) for name in pointers.split()]
     fields += [(name, np.int32) for name in ints.split()]
     fields += [(name, np.float32) for name in floats.split()]
@@ -37,16 +38,16 @@ def _struct(pointers: str, ints: str, floats: str = "") -> np.dtype[np.void]:
 
 
 # The structs of attention.cu and kv.cu, field by field.
-ATTENTION = _struct(
+ATTENTION = struct(
     "query pool out parts logs starts contexts tables work merges",
     "num_heads num_kv_heads head_dim num_layers layer block_bits num_columns window",
     "scale",
 )
-APPEND = _struct(
+APPEND = struct(
     "key_value pool slots positions cosines sines",
     "num_kv_heads head_dim num_layers layer block_bits",
 )
-MOVE = _struct(
+MOVE = struct(
     "pool segment table",
     "num_kv_heads head_dim num_layers first_layer block_bits first_token num_tokens",
 )
@@ -56,7 +57,7 @@ class Launch(NamedTuple):
     """One kernel to start.
 
     Attributes:
-        source: "attention" or "kv", a file of csrc/.
+        source: "attention", "kv" or "rowwise", a file of csrc/.
         kernel: the instantiation, as C++ names it.
         arguments: [1] of the kernel's struct.
         keep: tensors that must live until the kernel has run.
@@ -115,10 +116,10 @@ def append(
     slots = _on_device(batch, pool, "slots", batch.slots)
     arguments["layer"] = layer
     keep = [key_value, slots]
-    _point(arguments, key_value=key_value, pool=pool, slots=slots)
+    point(arguments, key_value=key_value, pool=pool, slots=slots)
     if rotation is not None:
         positions, cosines, sines = rotation
-        _point(arguments, positions=positions, cosines=cosines, sines=sines)
+        point(arguments, positions=positions, cosines=cosines, sines=sines)
         keep += rotation
     kernel = f"append<{DTYPE_NAMES[pool.dtype]}>"
     grid = (key_value.shape[0], 1)
@@ -143,7 +144,7 @@ def move(
     arguments = _arguments(MOVE, pool)
     arguments["first_layer"] = layers.start
     arguments["first_token"], arguments["num_tokens"] = tokens.start, len(tokens)
-    _point(arguments, pool=pool, segment=segment, table=table)
+    point(arguments, pool=pool, segment=segment, table=table)
     names = f"{DTYPE_NAMES[pool.dtype]},{DTYPE_NAMES[segment.dtype]}"
     kernel = f"move<{names},{str(into_pool).lower()}>"
     num_kv_heads, _, head_dim = pool.shape[3:]
@@ -173,8 +174,8 @@ def attention(
     arguments["num_heads"], arguments["num_columns"] = query.shape[1], tables.shape[1]
     arguments["layer"], arguments["window"] = layer, window or 0
     arguments["scale"] = scale * LOG2_E
-    _point(arguments, query=query, pool=pool, out=out)
-    _point(arguments, starts=starts, contexts=contexts, tables=tables)
+    point(arguments, query=query, pool=pool, out=out)
+    point(arguments, starts=starts, contexts=contexts, tables=tables)
     name, head_dim = DTYPE_NAMES[query.dtype], query.shape[2]
     if not _is_tiled(query.dtype, head_dim):
         grid = (query.shape[0], query.shape[1])
@@ -185,7 +186,7 @@ def attention(
     launches = []
     for tile, work, items, merges, parts, logs in batch.scratch[key]:
         mine = arguments.copy()
-        _point(mine, work=items, merges=merges, parts=parts, logs=logs)
+        point(mine, work=items, merges=merges, parts=parts, logs=logs)
         num_kv_heads, keep = pool.shape[3], (query, out, items, merges, parts, logs)
         kernel, shared = _attend_name(name, head_dim, tile), tile.shared_bytes(head_dim)
         grid = (len(work.items), num_kv_heads)
@@ -242,7 +243,8 @@ def _arguments(struct: np.dtype[np.void], pool: torch.Tensor) -> npt.NDArray[np.
     return arguments
 
 
-def _point(arguments: npt.NDArray[np.void], **tensors: torch.Tensor) -> None:
+def point(arguments: npt.NDArray[np.void], **tensors: torch.Tensor) -> None:
+    """Set fields to the addresses of tensors, which the caller keeps alive."""
     for name, tensor in tensors.items():
         arguments[name] = tensor.data_ptr()
 
