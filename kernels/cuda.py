@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kernels import launch
+from kernels import launch, launch_rowwise
 from kernels.contract import KernelError, PagedBatch
 from kernels.launch import Launch
 
@@ -23,6 +23,8 @@ from kernels.launch import Launch
 MIN_CAPABILITY = (8, 0)
 # Thread blocks to aim for on each multiprocessor when keys are split.
 BLOCKS_PER_MULTIPROCESSOR = 2
+# As many of `launch_rowwise.MAX_GATE_THREADS` as a multiprocessor of Ampere or Hopper holds.
+GATE_BLOCKS_PER_MULTIPROCESSOR = 8
 # More than this must be asked for, see `_function`.
 DEFAULT_SHARED_BYTES = 48 << 10
 
@@ -67,7 +69,7 @@ def paged_attention(
         out,
         scale=scale,
         window=window,
-        wanted_blocks=_wanted_blocks(pool.device.index or 0),
+        wanted_blocks=_multiprocessors(pool.device.index or 0) * BLOCKS_PER_MULTIPROCESSOR,
     )
     _start(pool, launches)
     return out
@@ -99,8 +101,46 @@ def unpack_kv(
     _start(pool, launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
 
 
-def _start(pool: torch.Tensor, launches: list[Launch]) -> None:
-    device = pool.device.index or 0
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight for [..., K]; sums in float32, one rounding.
+
+    Raises:
+        KernelError: `weight` is not [K] of x's dtype, or that is not float32 or 16-bit.
+    """
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _start(x, launch_rowwise.norm(x, weight, eps, out))
+    return out
+
+
+def add_rms_norm(
+    hidden: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add y to hidden in place, and return `rms_norm` of the sum, in one pass.
+
+    Raises:
+        KernelError: As of `rms_norm`, or `hidden` is not contiguous.
+    """
+    out = torch.empty_like(hidden)
+    _start(hidden, launch_rowwise.norm(hidden, weight, eps, out, y.contiguous()))
+    return out
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, [..., K], for [..., 2 K].
+
+    Raises:
+        KernelError: The last dimension is odd, or the dtype is not float32 or 16-bit.
+    """
+    gate_up = gate_up.contiguous()
+    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    blocks = _multiprocessors(gate_up.device.index or 0) * GATE_BLOCKS_PER_MULTIPROCESSOR
+    _start(gate_up, launch_rowwise.gate(gate_up, out, wanted_blocks=blocks))
+    return out
+
+
+def _start(tensor: torch.Tensor, launches: list[Launch]) -> None:
+    device = tensor.device.index or 0
     # Asked anew each time: a stream that is being captured is another one.
     stream = torch.cuda.current_stream(device)
     with _cupy().cuda.Device(device):
@@ -125,9 +165,8 @@ def _cupy() -> Any:
 
 
 @cache
-def _wanted_blocks(device: int) -> int:
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.multi_processor_count) * BLOCKS_PER_MULTIPROCESSOR
+def _multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache

@@ -21,7 +21,7 @@ def test_too_old_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_source_holds_its_header_once_and_has_a_hash() -> None:
-    for source in ("attention", "kv"):
+    for source in ("attention", "kv", "rowwise"):
         text = cuda.source_text(source)
         assert "prims.cuh" not in text and text.count("PRIM void copies_commit") == 1
         assert len(cuda.source_hash(source)) == 16
