@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kernels import launch, launch_rows
+from kernels import launch, launch_rowwise
 from kernels.contract import KernelError, PagedBatch
 from kernels.launch import Launch, check_pool
 
@@ -36,6 +36,8 @@ __all__ = [
 MIN_CAPABILITY = (8, 0)
 # Thread blocks to aim for on each multiprocessor when keys are split.
 BLOCKS_PER_MULTIPROCESSOR = 2
+# As many of `launch_rowwise.MAX_GATE_THREADS` as a multiprocessor of Ampere or Hopper holds.
+GATE_BLOCKS_PER_MULTIPROCESSOR = 8
 # More than this must be asked for, see `_function`.
 DEFAULT_SHARED_BYTES = 48 << 10
 
@@ -122,8 +124,9 @@ def unpack_kv(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `kernels.rms_norm`."""
+    x = x.contiguous()
     out = torch.empty_like(x)
-    start(x.device, launch_rows.normalize(x, None, weight, eps, out))
+    start(x.device, launch_rowwise.norm(x, weight, eps, out))
     return out
 
 
@@ -132,14 +135,16 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """See `kernels.add_rms_norm`."""
     out = torch.empty_like(x)
-    start(x.device, launch_rows.normalize(x, added, weight, eps, out))
+    start(x.device, launch_rowwise.norm(x, weight, eps, out, added.contiguous()))
     return out
 
 
 def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
     """See `kernels.silu_gate`."""
-    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    start(gate_up.device, launch_rows.gate(gate_up, out))
+    gate_up = gate_up.contiguous()
+    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    blocks = _multiprocessors(gate_up.device.index or 0) * GATE_BLOCKS_PER_MULTIPROCESSOR
+    start(gate_up.device, launch_rowwise.gate(gate_up, out, wanted_blocks=blocks))
     return out
 
 
@@ -169,11 +174,14 @@ def _cupy() -> Any:
         ) from error
 
 
-@cache
 def wanted_blocks(device: int) -> int:
     """Return how many thread blocks fill the device when keys are split."""
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.multi_processor_count) * BLOCKS_PER_MULTIPROCESSOR
+    return _multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache

@@ -21,30 +21,36 @@ from typing import Final
 
 import structlog
 
-from router.apikeys import open_api_keys
 from router.bus import Bus
 from router.clients import serve_clients
 from router.config import Config, split_endpoint
 from router.fleet import Fleet
-from router.flight import Limits, RequestEnd
+from router.flight import Limits
 from router.gateway import Gateway
 from router.httpserver import FLUSH_S, HttpServer
 from router.httpserver import Limits as HttpLimits
 from router.inflight import InFlight
 from router.local import LocalWorkers
+from router.request import RequestEnd
 from router.tls import server_context
+from wire.aio.apikeys import open_api_keys
 from wire.aio.keys import open_keys
 from wire.aio.process import Stop, keep_watchdog, notify
 from wire.aio.tcp import Limits as TcpLimits
 from wire.aio.tcp import Server
 from wire.aio.zmq import Hub
-from wire.errors import ErrorCode
+from wire.errors import ErrorCode, WireError
+from wire.frames import Role
 from wire.parts import Buffer
+from wire.traffic import Traffic
 
 log = structlog.get_logger("router")
 
 # Deadlines and heartbeats are looked at this often.
 MAX_TICK_S: Final = 0.1
+# Systemd is told this often how things are.
+REPORT_S: Final = 1.0
+WORKER_ROLES: Final = (Role.PREFILL, Role.DECODE)
 
 
 class Router:
@@ -59,6 +65,7 @@ class Router:
             heartbeat_s=config.heartbeat_ms / 1000,
             stall_s=config.stall_ms / 1000,
         )
+        self._planes = {"bus": Traffic(), "tcp": Traffic()}
         self._api_keys = open_api_keys(config.api_keys)
         self._tls = server_context(config.tls_cert, config.tls_key)
         self._hub = Hub(
@@ -66,7 +73,7 @@ class Router:
         )
         self.bus = Bus(
             self.fleet,
-            transmit=self._hub.send,
+            transmit=self._transmit,
             forget=self._hub.forget,
             limits=limits(config),
             lease_ms=config.lease_ms,
@@ -80,6 +87,7 @@ class Router:
             inflight=self.inflight,
             fleet=self.fleet,
             api_keys=self._api_keys,
+            planes=self._planes,
         )
         self._idle = Idle(self.inflight)
         self._tcp: Server | None = None
@@ -90,6 +98,13 @@ class Router:
     @property
     def inflight(self) -> InFlight:
         return self.bus.inflight
+
+    @property
+    def status(self) -> str:
+        """One line for systemd."""
+        workers = [f"{len(self.fleet.ready(role))} {role.name.lower()}" for role in WORKER_ROLES]
+        running, waiting = self.inflight.num_running, self.inflight.num_waiting
+        return f"{running} running, {waiting} waiting, {' and '.join(workers)} workers ready"
 
     async def start(self) -> None:
         """Listen everywhere and start the local workers.  Raises OSError, naming the endpoint."""
@@ -107,6 +122,7 @@ class Router:
                 ),
                 api_keys=self._api_keys,
                 tls=self._tls,
+                traffic=self._planes["tcp"],
             )
         self.endpoints["tcp"] = _url("tcp", self._tcp.host, self._tcp.port)
         with _named(config.http):
@@ -116,6 +132,7 @@ class Router:
         self._tasks = [
             asyncio.create_task(self._http.run_on_loop(), name="http"),
             asyncio.create_task(self._tick(), name="tick"),
+            asyncio.create_task(self._report(), name="status"),
         ]
         self._local = LocalWorkers(config, self.endpoints["bus"])
         self._local.start()
@@ -156,7 +173,16 @@ class Router:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._hub.close(FLUSH_S)
 
+    def _transmit(self, peer: bytes, parts: list[Buffer]) -> None:
+        try:
+            self._hub.send(peer, parts)
+        except WireError as error:
+            self._planes["bus"].drop(error)
+            raise
+        self._planes["bus"].say(parts)
+
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
+        self._planes["bus"].hear(parts)
         self.bus.on_message(peer, parts)
 
     def _on_lost(self, peer: bytes) -> None:
@@ -166,6 +192,11 @@ class Router:
         while True:
             self.bus.tick()
             await asyncio.sleep(min(MAX_TICK_S, self.fleet.heartbeat_s / 4))
+
+    async def _report(self) -> None:
+        while True:
+            notify(f"STATUS={self.status}")
+            await asyncio.sleep(REPORT_S)
 
 
 class Idle:
@@ -210,7 +241,7 @@ async def serve(config: Config, model_path: Path, model_fingerprint: str, stop: 
     watchdog = asyncio.create_task(keep_watchdog(lambda: True))
     try:
         await router.start()
-        notify("READY=1", f"STATUS=serving {config.model_name}")
+        notify("READY=1")
         is_well = await router.until_stopped(stop)
         await router.drain()
         return 0 if is_well else 1

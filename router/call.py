@@ -12,11 +12,15 @@ from router import http
 from router.delivery import Delivery
 from router.exchange import Exchange
 from router.http import Header, Receive, Scope, Send
+from router.journal import facts
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """An ASGI request; `started_at` is on the monotonic clock, `delivery` is there once it runs."""
+    """An ASGI request; `started_at` is on the monotonic clock, `delivery` is there once it runs.
+
+    `key_name` is that of its API key, where there are keys.
+    """
 
     scope: Scope
     receive: Receive
@@ -26,6 +30,7 @@ class Call:
     endpoint: str = "unknown"
     status: int = 200
     outcome: str = "ok"
+    key_name: str = ""
     delivery: Delivery | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -39,6 +44,11 @@ class Call:
         """The address of the other end, empty when the server does not say."""
         address = self.scope.get("client")
         return address[0] if address else ""
+
+    @property
+    def asker(self) -> str:
+        """Who has one turn among all that wait: a key, from wherever it is used, or an address."""
+        return self.key_name or self.client
 
     async def respond(
         self, status: int, body: bytes, *headers: Header, content_type: bytes = http.JSON
@@ -60,17 +70,8 @@ class Call:
             self.outcome = exchange.error.code.label
         elif reasons:
             self.outcome = str(min(reasons, key=str))
-        usage = exchange.usage
-        self.facts |= {
-            "choices": len(exchange.choices),
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "kv_bytes": usage.kv_transfer.bytes if usage.kv_transfer else None,
-            "client": self.client,
-        }
-        if self.delivery is not None and self.delivery.first_token_at is not None:
-            self.facts["first_token_s"] = round(self.delivery.first_token_at - self.started_at, 6)
+        ends = [choice.end for choice in exchange.choices if choice.end is not None]
+        self.facts |= {"choices": len(exchange.choices), **facts(ends)}
 
 
 Handler = Callable[[Call], Awaitable[None]]

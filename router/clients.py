@@ -14,9 +14,10 @@ from typing import Final
 
 import structlog
 
-from router.apikeys import ApiKeys, digest
 from router.inflight import InFlight
-from router.request import Request
+from router.journal import facts
+from router.request import Request, RequestEnd
+from wire.aio.apikeys import ApiKeys, digest, name_of
 from wire.aio.tcp import Connection, Limits, Server, serve
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import (
@@ -45,6 +46,7 @@ from wire.payloads import (
     encode_prefill_result,
 )
 from wire.session import Direction, Session
+from wire.traffic import Traffic
 
 log = structlog.get_logger("router")
 
@@ -68,6 +70,7 @@ async def serve_clients(
     limits: Limits,
     api_keys: ApiKeys | None = None,
     tls: ssl.SSLContext | None = None,
+    traffic: Traffic | None = None,
 ) -> Server:
     """Listen for raw TCP clients, each with at most `max_requests` open.  Raises OSError."""
     return await serve(
@@ -76,6 +79,7 @@ async def serve_clients(
         lambda connection: Client(connection, inflight, max_requests, api_keys),
         limits,
         tls,
+        traffic,
     )
 
 
@@ -94,6 +98,7 @@ class Client:
         self._max_requests = max_requests
         self._api_keys = api_keys
         self._key_digest = b""
+        self._asker = connection.peer_name.rpartition(":")[0]  # until a key says who it is
         self._open: dict[int, ClientRequest] = {}
         self._ended: OrderedDict[int, Session] = OrderedDict()
         if api_keys is not None:
@@ -133,6 +138,8 @@ class Client:
             raise RemoteProtocolError(f"HELLO of a client has role 3 and version {VERSION}")
         self._key_digest = digest(bytes(message.body()))
         self._check_key()
+        if self._api_keys is not None:
+            self._asker = name_of(self._key_digest)
         self._connection.limit_frames(None)
 
     def _check_key(self) -> None:
@@ -142,8 +149,6 @@ class Client:
     def on_closed(self, error: Exception | None) -> None:
         """Cancel everything: there is no one left to answer."""
         requests, self._open = self._open, {}
-        if requests:
-            log.info("client left", client=self._connection.peer_name, requests=len(requests))
         for request in requests.values():
             self._inflight.cancel(request.handle)
 
@@ -168,7 +173,7 @@ class Client:
         except WireError as error:
             if error.code is ErrorCode.PROTOCOL:
                 raise
-            request.on_error(error)
+            request.refuse(error)
 
     def _submit(self, frame: PrefillRequest, message: Message, request: ClientRequest) -> None:
         if len(self._open) > self._max_requests:
@@ -183,7 +188,7 @@ class Client:
             )
         token_ids, options = decode_prompt(message.body(), frame.seq_len)
         max_new_tokens = 0 if frame.decode_rank == NO_RANK else None
-        asked = Request(token_ids, options, max_new_tokens, self._connection.peer_name)
+        asked = Request(token_ids, options, max_new_tokens, self._asker)
         request.handle = self._inflight.submit(asked, request)
 
     def _on_decode_request(self, frame: DecodeRequest) -> None:
@@ -217,6 +222,11 @@ class ClientRequest:
         self._connection = connection
         self._client = client
 
+    def refuse(self, error: WireError) -> None:
+        """It was not accepted: the line of the log is all there is of it."""
+        self._note(error.code.label)
+        self.on_error(error)
+
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
         self.session.on(Tag.PREFILL_DONE, Direction.RESPONSE)
         frame = PrefillDone(self._request_id, kv_bytes)
@@ -240,3 +250,16 @@ class ClientRequest:
             retry_after_s=RETRY_AFTER_S if error.code in RETRYABLE else None,
         )
         self._connection.send(Error(self._request_id, error.code), encode_map(detail))
+
+    def on_end(self, end: RequestEnd) -> None:
+        self._note(end.outcome, **facts([end]), total_s=round(end.total_s, 6))
+
+    def _note(self, outcome: str, **what: float) -> None:
+        log.info(
+            "request",
+            face="tcp",
+            client=self._connection.peer_name,
+            request_id=self._request_id,
+            outcome=outcome,
+            **what,
+        )

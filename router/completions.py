@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from router.request import RequestEnd
 from router.stops import StopAutomaton, StopMatcher
 from router.tokens import Tokenizer
 from wire.errors import WireError
@@ -79,6 +80,7 @@ class Choice:
     finish_reason: str | None = None
     error: WireError | None = None
     usage: Usage | None = None
+    end: RequestEnd | None = None
     # The first token ended it: whoever is woken can spare the decode worker the request.
     is_stopped_at_once: bool = False
 
@@ -135,6 +137,9 @@ class Choice:
     def on_error(self, error: WireError) -> None:
         self.error = error
         self.wake(self)
+
+    def on_end(self, end: RequestEnd) -> None:
+        self.end = end
 
     # The writer.
 

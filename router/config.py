@@ -42,6 +42,7 @@ WORKER_SETTINGS: Final = (
     "max_kv_inflight_bytes",
     "lease_s",
     "hash_step_ms",
+    "metrics",
 )
 NumWorkers = Annotated[int, Field(ge=0, le=64)]
 

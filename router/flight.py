@@ -13,7 +13,7 @@ from typing import Protocol
 
 from msgspec import structs
 
-from router.request import Request, Sink
+from router.request import Request, RequestEnd, Sink
 from router.worker import Worker
 from wire.errors import ErrorCode, WireError
 from wire.frames import Frame, Role
@@ -37,31 +37,6 @@ class Limits:
     deadline_s: float = 600.0
     max_attempts: int = 4
     retry_burst: int = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestEnd:
-    """What one accepted request came to; times in seconds, None when it did not get that far.
-
-    `outcome` is the finish reason (``stop``, ``length``) or the label of `code`.  `queue_s` runs to
-    the placement, `ttft_s` from submission to the first token, `decode_s` from there to the end.
-    """
-
-    outcome: str
-    code: ErrorCode | None
-    client: str
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    kv_bytes: int
-    kv_skipped_tokens: int
-    kv_seconds: float
-    kv_transfer_seconds: float
-    queue_s: float | None
-    ttft_s: float | None
-    decode_s: float | None
-    total_s: float
-    num_attempts: int = 1
 
 
 class Observer(Protocol):

@@ -99,6 +99,7 @@ class Flights:
         end = flight.end(self._clock(), code, usage)
         for observer in self.observers:
             observer.on_request_end(end)
+        flight.sink.on_end(end)
         return True
 
     def finish(self, flight: Flight, usage: Usage) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -19,7 +19,6 @@ from typing import Final, TypeVar
 import structlog
 
 from router import http, metrics
-from router.apikeys import ApiKeys
 from router.body import whole
 from router.call import Call, Handler
 from router.delivery import Delivery, Disconnected, wait_for_disconnect, whole_body
@@ -30,7 +29,9 @@ from router.inflight import InFlight
 from router.intake import Asker, Intake, Order
 from router.sse import ChunkWriter
 from router.status import Status
+from wire.aio.apikeys import ApiKeys
 from wire.errors import ErrorCode, WireError
+from wire.traffic import Traffic
 
 log = structlog.get_logger("router")
 
@@ -59,10 +60,12 @@ class Gateway:
         inflight: InFlight,
         fleet: Fleet,
         api_keys: ApiKeys | None = None,
+        planes: Mapping[str, Traffic] | None = None,
     ) -> None:
         self.draining = False
         self._api_keys = api_keys
-        self.metrics = metrics.Metrics(fleet, inflight)
+        self.metrics = metrics.Metrics(fleet, inflight, planes)
+        self.metrics.tasks.set_function(lambda: len(asyncio.all_tasks()))
         self._model_name = model_name
         self._inflight = inflight
         self._fleet = fleet
@@ -135,18 +138,20 @@ class Gateway:
         is_work = call.scope["method"] == "POST" or call.status >= 400
         (log.info if is_work else log.debug)(
             "request",
+            face="http",
+            client=call.client,
             request_id=call.request_id,
             endpoint=call.endpoint,
             status=call.status,
             outcome=call.outcome,
-            seconds=round(time.monotonic() - call.started_at, 6),
             **call.facts,
+            total_s=round(time.monotonic() - call.started_at, 6),
         )
 
     async def _route(self, call: Call) -> None:
         path, method = call.scope["path"], call.scope["method"]
         if path not in OPEN_PATHS and self._api_keys is not None:
-            http.check_api_key(call.scope, self._api_keys)
+            call.key_name = http.check_api_key(call.scope, self._api_keys)
         route = self._routes.get(path)
         if route is None and path.startswith("/v1/models/"):
             route = "models", "GET", self._status.model
@@ -219,7 +224,7 @@ class Gateway:
         max_model_len = self._fleet.max_model_len
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
-        return Asker(call.client, secrets.randbits(63), max_model_len)
+        return Asker(call.asker, secrets.randbits(63), max_model_len)
 
     def _delivery(self, call: Call) -> Delivery:
         task = asyncio.current_task()

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from router.apikeys import ApiKeys, bearer, digest
+from wire.aio.apikeys import ApiKeys, bearer, digest, name_of
 from wire.errors import ErrorCode, WireError
 
 Scope = MutableMapping[str, Any]
@@ -131,14 +131,14 @@ def check_content_type(scope: Scope) -> None:
         raise HttpError(415, "send the body uncompressed", code="unsupported_media_type")
 
 
-def check_api_key(scope: Scope, api_keys: ApiKeys) -> None:
-    """Refuse a request without a valid key; its body is not read.
+def check_api_key(scope: Scope, api_keys: ApiKeys) -> str:
+    """Return the name of the request's key, or refuse it; its body is not read.
 
     Raises:
         HttpError: 401.
     """
     key = bearer(find_header(scope, b"authorization"))
-    if not api_keys.allow(digest(key)):
+    if not api_keys.allow(known := digest(key)):
         said = "this API key is not valid" if key else "there is no API key in the request"
         raise HttpError(
             401,
@@ -146,6 +146,7 @@ def check_api_key(scope: Scope, api_keys: ApiKeys) -> None:
             code="invalid_api_key",
             headers=((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
         )
+    return name_of(known)
 
 
 async def read_body(

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import structlog
 
 from router.fleet import Fleet
-from router.flight import Flight, Limits, Observer, RequestEnd, Send, new_tokens
+from router.flight import Flight, Limits, Observer, Send, new_tokens
 from router.flights import Flights
 from router.index import PrefixIndex
 from router.placement import Placement
@@ -29,7 +29,7 @@ from wire.errors import ErrorCode, WireError
 from wire.parts import Message
 from wire.payloads import Usage
 
-__all__ = ["InFlight", "Limits", "Observer", "RequestEnd", "Send"]
+__all__ = ["InFlight", "Limits", "Observer", "Send"]
 
 log = structlog.get_logger("router")
 

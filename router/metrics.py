@@ -1,16 +1,15 @@
 """GET /metrics: what the router measures, for Prometheus.
 
-Base units, prefix ``baton_``, bounded labels, never a request id.  What the core knows anyway
+Names, units and labels are as `wire.aio.exposition` has them.  What the core knows anyway
 (fleet, queues, dropped frames) is read when it is asked for; what happens is counted as it happens,
 per token in a few plain list operations instead of a library call.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import sys
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 from prometheus_client import (
@@ -23,19 +22,18 @@ from prometheus_client import (
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
 
 from router.cluster import Counts
 from router.fleet import Fleet
-from router.flight import RequestEnd
+from router.request import RequestEnd
 from router.worker import WorkerState
+from wire.aio.exposition import Distribution, frames, gauge, tally
 from wire.errors import ErrorCode
 from wire.frames import Role
-
-CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
+from wire.traffic import Traffic
 
 # From a small model on one machine to a large one over a slow network.
 FIRST_TOKEN_S: Final = (
@@ -108,31 +106,12 @@ class CoreCounts(Counts, Protocol):
     def failovers(self) -> Tally[str]: ...
 
 
-class Distribution(Collector):
-    """A histogram that many equal observations enter at once."""
-
-    def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
-        self._name = name
-        self._help = help_text
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count `times` observations of `value`."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def collect(self) -> Iterable[Metric]:
-        bounds = [*map(str, map(float, self._bounds)), "+Inf"]
-        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-        yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self._sum)
-
-
 class Metrics:
     """The router's registry.  Observes the ends of requests (`router.flight.Observer`)."""
 
-    def __init__(self, fleet: Fleet, core: CoreCounts) -> None:
+    def __init__(
+        self, fleet: Fleet, core: CoreCounts, planes: Mapping[str, Traffic] | None = None
+    ) -> None:
         # They would double the series, and nobody reads them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
@@ -160,6 +139,14 @@ class Metrics:
             "How late the last timer of the event loop was.",
             registry=self._registry,
         )
+        # Resident memory moves with the allocators; these are what somebody holds.
+        self.tasks = Gauge("baton_tasks", "Asyncio tasks of the router.", registry=self._registry)
+        blocks = Gauge(
+            "baton_python_blocks",
+            "Pieces of memory that Python has given out.",
+            registry=self._registry,
+        )
+        blocks.set_function(sys.getallocatedblocks)
         self._queue = self._distribution("queue", "Wait for a worker with room.", FIRST_TOKEN_S)
         self._first_token = self._distribution(
             "time_to_first_token", "From acceptance to the first token.", FIRST_TOKEN_S
@@ -174,7 +161,7 @@ class Metrics:
         self._kv_seconds = self._distribution(
             "kv_transfer", "From the accepted offer to the last byte.", FIRST_TOKEN_S
         )
-        self._registry.register(_CoreCollector(fleet, core))
+        self._registry.register(_CoreCollector(fleet, core, planes or {}))
 
     def on_request_end(self, end: RequestEnd) -> None:
         """Count a request that the core accepted."""
@@ -223,18 +210,20 @@ class Metrics:
 
 
 class _CoreCollector(Collector):
-    def __init__(self, fleet: Fleet, core: CoreCounts) -> None:
+    def __init__(self, fleet: Fleet, core: CoreCounts, planes: Mapping[str, Traffic]) -> None:
         self._fleet = fleet
         self._core = core
+        self._planes = planes
 
     def collect(self) -> Iterator[Metric]:
         limit = self._fleet.max_kv_transfer_bytes
-        yield _gauge("requests_running", "Requests on workers.", self._core.num_running)
-        yield _gauge("requests_waiting", "Requests without one.", self._core.num_waiting)
-        yield _gauge("kv_transfer_limit_bytes", "max_kv_transfer_bytes.", limit)
-        yield _tally("frames_dropped", "Frames dropped.", "reason", self._core.dropped)
-        yield _tally("requests_rejected", "Requests refused.", "code", self._core.rejected)
-        yield _tally("failovers", "Attempts followed by another.", "code", self._core.failovers)
+        yield gauge("requests_running", "Requests on workers.", self._core.num_running)
+        yield gauge("requests_waiting", "Requests without one.", self._core.num_waiting)
+        yield gauge("kv_transfer_limit_bytes", "max_kv_transfer_bytes.", limit)
+        yield tally("frames_dropped", "Frames dropped.", "reason", self._core.dropped)
+        yield tally("requests_rejected", "Requests refused.", "code", self._core.rejected)
+        yield tally("failovers", "Attempts followed by another.", "code", self._core.failovers)
+        yield from frames(self._planes)
         yield self._workers()
         yield from self._loads()
 
@@ -254,8 +243,10 @@ class _CoreCollector(Collector):
         preempted = CounterMetricFamily("baton_worker_preemptions", "Preemptions.", labels=peer)
         moving = GaugeMetricFamily("baton_kv_inflight_bytes", "KV under way.", labels=peer)
         blocks = GaugeMetricFamily("baton_blocks", "KV blocks.", labels=[*peer, "state"])
+        up = GaugeMetricFamily("baton_peer_up", "1: it beats and is not lost.", labels=peer)
         for worker in self._fleet:
             labels = [_name(worker.role), str(worker.rank)]
+            up.add_metric(labels, worker.state is not WorkerState.LOST)
             running.add_metric(labels, worker.running)
             waiting.add_metric(labels, worker.waiting)
             steps.add_metric(labels, worker.step)
@@ -265,19 +256,8 @@ class _CoreCollector(Collector):
             preempted.add_metric(labels, load.preemptions)
             for state in ("used", "cached", "free"):
                 blocks.add_metric([*labels, state], getattr(load, state))
-        yield from (running, waiting, steps, preempted, moving, blocks)
+        yield from (up, running, waiting, steps, preempted, moving, blocks)
 
 
 def _name(role: Role) -> str:
     return role.name.lower()
-
-
-def _gauge(name: str, help_text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"baton_{name}", help_text, value=value)
-
-
-def _tally(name: str, help_text: str, label: str, tally: Tally[str]) -> Metric:
-    family = CounterMetricFamily(f"baton_{name}", help_text, labels=[label])
-    for key, count in tally.items():
-        family.add_metric([key], count)
-    return family

@@ -13,6 +13,7 @@ from router.cluster import Counts, cluster, unready
 from router.fleet import Fleet
 from router.http import retry_after
 from router.intake import Intake
+from wire.aio.exposition import CONTENT_TYPE
 
 
 class Status:
@@ -53,7 +54,7 @@ class Status:
     async def metrics(self, call: Call) -> None:
         """GET /metrics."""
         body = self._statistics.render()
-        await call.respond(200, body, content_type=metrics.CONTENT_TYPE)
+        await call.respond(200, body, content_type=CONTENT_TYPE)
 
     async def livez(self, call: Call) -> None:
         """GET /livez: the process and its loop are alive, whatever the workers do."""

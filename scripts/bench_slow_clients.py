@@ -4,9 +4,11 @@
     scripts/bench_slow_clients.py            # HTTP, then raw TCP
     scripts/bench_slow_clients.py --face tcp --idle 500 --dribbling 50 --grace-s 5
 
-Starts a router with hash workers.  Some clients ask all the time, alone first, then beside the slow
-ones: from the first of those connecting until the router has closed them all.  Prints both p99,
-whether every slow connection was closed by its timer, and the router's file descriptors.
+Starts a router with hash workers.  Some clients ask all the time, by turns alone and beside the
+slow ones: from the first of those connecting until the router has closed them all.  The slow ones
+are a process of their own (`scripts/crowd.py`), and the pauses leave the cores room: a full machine
+would measure who gets the core, not who waits for whom.  Prints both p99, the router's CPU time a
+request, whether every slow connection was closed by its timer, and its file descriptors.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,9 +37,7 @@ from wire.payloads import encode_prompt
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT, NUM_TOKENS = list(range(1, 33)), 8
-START_S = 120.0
-# A byte at a time, each legal where it stands.
-DRIBBLE = {"http": b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-slow: ", "tcp": bytes([30, 0, 0, 0])}
+START_S, WARM_UP_S = 120.0, 3.0
 
 Ask = Callable[[], Awaitable[None]]
 
@@ -50,6 +53,12 @@ class Place:
     @property
     def num_fds(self) -> int:
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+    @property
+    def cpu_s(self) -> float:
+        """What the router has used, without its workers."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -125,91 +134,139 @@ async def until_served(make_client: Callable[[Place], Awaitable[Ask]], place: Pl
             await asyncio.sleep(0.2)
 
 
-async def measure(clients: list[Ask], is_over: Callable[[], bool], pause_s: float) -> list[float]:
-    """Ask from every client until it is over; return the seconds of each request, sorted."""
-    seconds: list[float] = []
+@dataclass(frozen=True)
+class Asked:
+    """One request: when it was sent, on the monotonic clock, and how long its answer took."""
+
+    at: float
+    seconds: float
+
+
+async def measure(clients: list[Ask], is_over: Callable[[], bool], pause_s: float) -> list[Asked]:
+    """Ask from every client until it is over."""
+    asked: list[Asked] = []
 
     async def go_on(ask: Ask) -> None:
         while not is_over():
-            begin = time.perf_counter()
+            begin = time.monotonic()
             await ask()
-            seconds.append(time.perf_counter() - begin)
+            asked.append(Asked(begin, time.monotonic() - begin))
             await asyncio.sleep(pause_s)
 
     await asyncio.gather(*map(go_on, clients))
-    return sorted(seconds)
+    return asked
 
 
-class Slow:
-    """The slow connections; `num_open` of them have not been closed by the router."""
-
-    def __init__(self, place: Place, dribble: bytes, num_idle: int, num_dribbling: int) -> None:
-        self.num_open = num_idle + num_dribbling
-        self.num_refused = 0
-        self._place, self._dribble = place, dribble
-        self._num_idle, self._num_dribbling = num_idle, num_dribbling
-
-    async def run(self, interval_s: float) -> None:
-        """Connect a few at a time, dribble, and return when all have been closed."""
-        tasks = []
-        for index in range(self._num_idle + self._num_dribbling):
-            data = b"" if index < self._num_idle else self._dribble
-            tasks.append(asyncio.create_task(self._one(data, interval_s)))
-            if index % 10 == 9:
-                await asyncio.sleep(0.02)
-        await asyncio.gather(*tasks)
-
-    async def _one(self, data: bytes, interval_s: float) -> None:
-        try:
-            reader, writer = await asyncio.open_connection(self._place.host, self._place.port)
-        except OSError:
-            self.num_refused += 1
-            return
-        closed = asyncio.create_task(reader.read())
-        for byte in data:
-            writer.write(bytes([byte]))
-            done, _ = await asyncio.wait([closed], timeout=interval_s)
-            if done:
-                break
-        try:
-            await closed
-        except ConnectionError:
-            pass
-        self.num_open -= 1
-        writer.close()
+async def beside_crowd(
+    clients: list[Ask], face: str, place: Place, given: argparse.Namespace
+) -> tuple[list[Asked], dict[str, dict[str, Any]], float]:
+    """Ask while a crowd comes and goes; return also the turns it told, and its share of a core."""
+    flags = ("idle", "dribbling", "interval_s", "rate")
+    crowd = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(ROOT / "scripts/crowd.py"), place.host, str(place.port)),
+        *("--face", face),
+        *(f"--{flag.replace('_', '-')}={getattr(given, flag)}" for flag in flags),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    begin, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    said = asyncio.create_task(crowd.communicate())
+    asked = await measure(clients, said.done, given.pause_s)
+    told = [json.loads(line) for line in (await said)[0].splitlines()]
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    return asked, {each["turn"]: each for each in told}, cpu_s / (time.monotonic() - begin)
 
 
-def quantile(seconds: list[float], share: float) -> float:
+def quantile(asked: list[Asked], share: float) -> float:
+    """Return that quantile in milliseconds."""
+    seconds = sorted(each.seconds for each in asked)
     return seconds[min(int(share * len(seconds)), len(seconds) - 1)] * 1e3
+
+
+@dataclass
+class Books:
+    """What was measured, over all rounds; `cpu_s` is the router's own."""
+
+    alone: list[Asked] = field(default_factory=list)
+    beside: list[Asked] = field(default_factory=list)
+    connecting: list[Asked] = field(default_factory=list)
+    there: list[Asked] = field(default_factory=list)
+    closing: list[Asked] = field(default_factory=list)
+    alone_cpu_s: float = 0.0
+    beside_cpu_s: float = 0.0
+    p99_alone_ms: list[float] = field(default_factory=list)
+
+    def sort(self, asked: list[Asked], turns: dict[str, dict[str, Any]]) -> None:
+        """Enter the requests of one crowd, by what it did when they were sent."""
+        there, closing = turns["connected"]["at"], turns["first closed"]["at"]
+        for each in asked:
+            is_before, is_after = each.at < there, each.at >= closing
+            part = self.connecting if is_before else self.closing if is_after else self.there
+            part.append(each)
+        self.beside += asked
+
+    def report(self) -> None:
+        """Print both quantiles of every part, against those of all that were alone."""
+        for name in ("alone", "beside", "connecting", "there", "closing"):
+            asked: list[Asked] = getattr(self, name)
+            if not asked:
+                continue
+            p50, p99 = (quantile(asked, share) for share in (0.5, 0.99))
+            was50, was99 = (quantile(self.alone, share) for share in (0.5, 0.99))
+            print(
+                f"  {name:10s} {len(asked):6d} requests  p50 {p50:6.2f} ms {p50 / was50 - 1:+7.1%}"
+                f"  p99 {p99:6.2f} ms {p99 / was99 - 1:+7.1%}"
+            )
+        print("  p99 of the turns alone: " + ", ".join(f"{each:.1f}" for each in self.p99_alone_ms))
+        costs = self.alone_cpu_s / len(self.alone), self.beside_cpu_s / len(self.beside)
+        print(
+            f"  router CPU a request: {costs[0] * 1e6:.0f} us alone, {costs[1] * 1e6:.0f} us "
+            "beside (what it spends on the slow ones included)"
+        )
 
 
 async def run(face: str, place: Place, given: argparse.Namespace) -> bool:
     make_client = http_client if face == "http" else tcp_client
     clients = [await until_served(make_client, place) for _ in range(given.clients)]
-    num_fds = place.num_fds
-    alone_until = time.monotonic() + given.seconds
-    alone = await measure(clients, lambda: time.monotonic() > alone_until, given.pause_s)
-    slow = Slow(place, DRIBBLE[face], given.idle, given.dribbling)
-    task = asyncio.create_task(slow.run(given.interval_s))
-    beside = await measure(clients, task.done, given.pause_s)
-    await task
+    num_fds, books, is_well = place.num_fds, Books(), True
+    print(f"{face}: {given.idle} idle and {given.dribbling} dribbling connections")
+
+    async def alone(seconds: float) -> list[Asked]:
+        until = time.monotonic() + seconds
+        return await measure(clients, lambda: time.monotonic() > until, given.pause_s)
+
+    async def alone_on_the_books() -> None:
+        cpu_s = place.cpu_s
+        asked = await alone(given.seconds)
+        books.alone_cpu_s += place.cpu_s - cpu_s
+        books.alone += asked
+        books.p99_alone_ms.append(quantile(asked, 0.99))
+
+    await alone(WARM_UP_S)
+    await alone_on_the_books()
+    for _ in range(given.rounds):
+        cpu_s = place.cpu_s
+        asked, turns, share = await beside_crowd(clients, face, place, given)
+        books.beside_cpu_s += place.cpu_s - cpu_s
+        books.sort(asked, turns)
+        is_well &= await is_undone(place, num_fds, turns["all closed"], share)
+        await alone_on_the_books()
+    books.report()
+    return is_well
+
+
+async def is_undone(place: Place, num_fds: int, end: dict[str, Any], share: float) -> bool:
+    """Whether nothing of a crowd is left."""
     for _ in range(100):  # the router closes its side a moment after ours
         if place.num_fds <= num_fds:
             break
         await asyncio.sleep(0.05)
     left = place.num_fds - num_fds
     print(
-        f"{face}: {len(alone)} requests alone, {len(beside)} beside {given.idle} idle and "
-        f"{given.dribbling} dribbling connections"
+        f"  a crowd that took {share:.1%} of a core: refused {end['refused']}, not closed by the "
+        f"router {end['left']}, file descriptors over the baseline {left}"
     )
-    for name, share in (("p50", 0.5), ("p99", 0.99)):
-        was, now = quantile(alone, share), quantile(beside, share)
-        print(f"  {name} {was:.2f} ms alone, {now:.2f} ms beside: {now / was - 1:+.1%}")
-    print(
-        f"  slow connections refused {slow.num_refused}, not closed by the router "
-        f"{slow.num_open}; file descriptors over the baseline: {left}"
-    )
-    return not slow.num_open and not slow.num_refused and left <= 0
+    return not end["left"] and not end["refused"] and left <= 0
 
 
 def main() -> None:
@@ -221,9 +278,13 @@ def main() -> None:
     parser.add_argument("--idle", type=int, default=2000)
     parser.add_argument("--dribbling", type=int, default=200)
     parser.add_argument("--interval-s", type=float, default=5.0, help="between dribbled bytes")
+    parser.add_argument("--rate", type=float, default=500.0, help="slow connections a second")
     parser.add_argument("--clients", type=int, default=4, help="that ask all the time")
-    parser.add_argument("--pause-s", type=float, default=0.01, help="of each between two requests")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of the measurement alone")
+    parser.add_argument("--pause-s", type=float, default=0.03, help="of each between two requests")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="crowds, each between two turns alone"
+    )
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each turn alone")
     parser.add_argument("--grace-s", type=float, default=12.0, help="of the router")
     given = parser.parse_args()
     is_well = True

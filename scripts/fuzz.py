@@ -17,11 +17,14 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from router.http import HttpError
 from router.openai import ChatBody, CompletionBody, parse
+from scripts import framing
+from scripts.framing import Framing
 from wire.errors import RemoteProtocolError
 from wire.logprobs import Logprobs, unpack_prompt_logprobs
 from wire.options import decode_options
@@ -169,6 +172,16 @@ def feed_http(raw: bytes) -> None:
         _use(parse(ChatBody, raw))
 
 
+def feed_framing(raw: bytes) -> None:
+    """HTTP/1.1 itself: heads, chunks, pipelines."""
+    _framing().feed(raw)
+
+
+@cache
+def _framing() -> Framing:
+    return Framing()
+
+
 def _use(body: CompletionBody | ChatBody) -> None:
     body.options(choice=0, seed=1, max_tokens=body.token_limit or 1)
     _ = body.stops, body.num_choices, body.wants_usage
@@ -251,6 +264,7 @@ def targets() -> dict[str, Target]:
         "options": Target(feed_options, options, wrong),
         "segment": Target(feed_segment, segments, wrong),
         "http": Target(feed_http, bodies, HttpError),
+        "framing": Target(feed_framing, framing.SEEDS, framing.Refused),
     }
 
 

@@ -68,6 +68,7 @@ class Cluster:
         self.log_path = directory / "cluster.log"
         self._processes: list[subprocess.Popen[bytes]] = []
         self.endpoints: dict[str, str] = {}
+        self.environ: dict[str, str] = {}  # of the processes, beside our own
 
     def __enter__(self) -> Self:
         try:
@@ -196,7 +197,7 @@ class Cluster:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | self.environ,
             )
         self._processes.append(process)
         return process

@@ -10,22 +10,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
-from functools import partial
 from typing import Final
 
 import msgspec
 import structlog
 
+from wire.aio.apikeys import open_api_keys
 from wire.aio.keys import open_keys
 from wire.aio.process import Stop, extend_start, keep_watchdog, notify
+from wire.aio.scrape import ScrapePort
 from wire.frames import Heartbeat, Role
 from wire.payloads import HelloDetail, encode_map
 from worker.assembly import make_engine
 from worker.config import Config
 from worker.decode import DecodeRole
-from worker.executor.contract import Executor
+from worker.executor.contract import Executor, ModelInfo
 from worker.executor.measured import measured
 from worker.link import Identity, LinkState, RouterLink
+from worker.metered import MeteredConnect, MeteredPlane
+from worker.metrics import Metrics
 from worker.outputs import Output
 from worker.prefill import PrefillRole
 from worker.pulse import Pulse
@@ -67,8 +70,8 @@ class Worker:
         self._thread.post(lambda _: self._executor.warmup())  # first of all: no block is used yet
         self._copies = outside.make_copies()
         keys = open_keys(config.keys, config.party)
-        self._plane = outside.make_plane(info.max_model_len, keys)
-        connect = partial(outside.connect, keys=keys)
+        self._plane = MeteredPlane(outside.make_plane(info.max_model_len, keys))
+        connect = MeteredConnect(outside.connect, keys)
         role = Role[config.role.upper()]
         identity = Identity(role, config.rank, outside.epoch())
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
@@ -82,20 +85,15 @@ class Worker:
             identity.name,
             outside.clock,
         )
-        detail = HelloDetail(
-            model=info.name,
-            fingerprint=info.fingerprint,
-            layout=info.layout,
-            block_size=config.block_size,
-            num_blocks=self._engine.pool.num_blocks,
-            max_model_len=info.max_model_len,
-            max_kv_transfer_bytes=config.max_kv_transfer_bytes,
-            kv_endpoint=self._role.kv_endpoint,
-        )
+        detail = self._detail(info)
         self._routers = [
             RouterLink(endpoint, identity, detail, self._role, self._on_link, connect)
             for endpoint in config.router
         ]
+        planes = {"bus": connect.traffic, "kv": self._plane.traffic}
+        self._metrics = Metrics(self._engine.stats, self._role, config, planes, self._peers_up)
+        api_keys = open_api_keys(config.api_keys) if config.metrics else None
+        self._scrape = ScrapePort(self._metrics.render, api_keys)
         # What wakes `run` and the heartbeat.
         self._crashed: BaseException | None = None
         self._changed = asyncio.Event()
@@ -106,8 +104,24 @@ class Worker:
         self._step_s = 0.0  # of the step under way
         self._pulse = Pulse(self._thread)
 
+    def _detail(self, info: ModelInfo) -> HelloDetail:
+        return HelloDetail(
+            model=info.name,
+            fingerprint=info.fingerprint,
+            layout=info.layout,
+            block_size=self._config.block_size,
+            num_blocks=self._engine.pool.num_blocks,
+            max_model_len=info.max_model_len,
+            max_kv_transfer_bytes=self._config.max_kv_transfer_bytes,
+            kv_endpoint=self._role.kv_endpoint,
+        )
+
     async def run(self, stop: Stop) -> int:
-        """Serve until told to stop, refused by every router, or broken; return the exit status."""
+        """Serve until told to stop, refused by every router, or broken; return the exit status.
+
+        Raises:
+            OSError: The address for metrics is taken.
+        """
         self._thread.start()
         chores = [
             asyncio.create_task(self._watched(chore))
@@ -122,6 +136,8 @@ class Worker:
             await self._close()
 
     async def _serve(self, stop: Stop) -> int:
+        if self._config.metrics:
+            await self._scrape.listen(self._config.metrics)
         for router in self._routers:
             router.open()
         stopping = asyncio.create_task(stop.wait())
@@ -160,7 +176,12 @@ class Worker:
         finally:
             changed.cancel()
 
+    def _peers_up(self) -> dict[str, int]:
+        ready = sum(router.state is LinkState.READY for router in self._routers)
+        return {"router": ready, "decode": self._plane.num_up}
+
     async def _close(self) -> None:
+        await self._scrape.close()
         await self._role.close()
         await self._plane.close()
         for router in self._routers:
@@ -222,7 +243,9 @@ class Worker:
 
     async def _tick(self) -> None:
         while True:
+            due = self._clock() + TICK_S
             await asyncio.sleep(TICK_S)
+            self._metrics.loop_lag_s = max(0.0, self._clock() - due)
             self._role.tick(self._clock())
             for router in self._routers:
                 await router.tick(TICK_S)
@@ -257,7 +280,10 @@ class Worker:
             for router in self._routers:
                 if router.state is LinkState.READY:
                     router.send(heartbeat, payload)
-            self._report(f"{running} running, {waiting} waiting, {load.used} blocks used")
+            tasks = len(asyncio.all_tasks())
+            self._report(
+                f"{running} running, {waiting} waiting, {load.used} blocks used, {tasks} tasks"
+            )
             self._is_beat_due.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(router.heartbeat_s for router in self._routers)):

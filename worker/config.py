@@ -21,7 +21,6 @@ ROUTER_SETTINGS: Final = (
     "tcp",
     "bus",
     "ready_file",
-    "api_keys",
     "tls_cert",
     "tls_key",
     "max_waiting",
@@ -130,8 +129,18 @@ class Config(Settings):
         description="directory with <role>-<rank>.key and authorized_keys, as scripts/keys writes "
         "them; none: these systemd credentials, if there are any",
     )
+    metrics: str = Field(
+        default="",
+        description="HOST:PORT of a /metrics of this worker's own; empty: none",
+    )
+    api_keys: Path | None = Field(
+        default=None,
+        description="file with the API keys that --metrics asks for, one a line; none: the systemd "
+        "credential api_keys, if there is one",
+    )
     insecure: bool = Field(
-        default=False, description="allow --kv-bind beyond this machine without keys"
+        default=False,
+        description="allow --kv-bind and --metrics beyond this machine without keys",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least level"
@@ -153,6 +162,23 @@ class Config(Settings):
         if endpoint:
             _check_endpoint(endpoint)
         return endpoint
+
+    @model_validator(mode="after")
+    def _check_metrics(self) -> Self:
+        if not self.metrics:
+            return self
+        host, _, port = self.metrics.rpartition(":")
+        if not host or not port.isdecimal() or int(port) >= 1 << 16:
+            raise ValueError(f"metrics: {self.metrics!r} is not HOST:PORT with a port to 65535")
+        is_guarded = self.api_keys is not None or credential("api_keys") is not None
+        if host not in LOOPBACK_HOSTS and not (is_guarded or self.insecure):
+            raise ValueError(
+                f"--metrics {self.metrics} can be reached from other machines, and there is no key "
+                "to tell who may read: make one with scripts/keys --api-key FILE and say "
+                "--api-keys FILE, or listen on 127.0.0.1, or add --insecure if you trust everybody "
+                "on the network"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:

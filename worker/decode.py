@@ -22,6 +22,7 @@ from worker.config import Config
 from worker.engine import Engine
 from worker.executor.contract import KVCache, ModelInfo
 from worker.link import RouterLink
+from worker.metrics import HandOvers
 from worker.outputs import Failed, Output, Reserved, Token
 from worker.reception import Receptions
 from worker.surroundings import Computing, Copying, Plane
@@ -93,6 +94,7 @@ class DecodeRole:
         self._config = config
         self._engine = engine
         self._clock = clock
+        self.hand_overs = HandOvers()
         self._generations: dict[int, Generation] = {}
         self._receptions = Receptions(
             config,
@@ -200,7 +202,9 @@ class DecodeRole:
     def _begin_if_ready(self, request_id: int) -> None:
         generation = self._generations.get(request_id)
         if generation is not None and self._receptions.is_complete(request_id):
-            generation.receiver = self._receptions.claim(request_id)
+            generation.receiver = receiver = self._receptions.claim(request_id)
+            skipped_bytes = receiver.cached_tokens * receiver.layout.token_bytes
+            self.hand_overs.end("done", receiver.kv_bytes, skipped_bytes, receiver.kv_seconds)
             self._engine.post(generation.begin)
 
     def _on_token(self, generation: Generation, token: Token, step: Step) -> None:
@@ -219,6 +223,7 @@ class DecodeRole:
             self._refuse(request_id, error, "decode")
 
     def _on_transfer_failed(self, request_id: int, error: WireError) -> None:
+        self.hand_overs.end("failed", 0, 0, None)
         self._refuse(request_id, error, "transfer")
 
     def _refuse(self, request_id: int, error: WireError, stage: str) -> None:

@@ -24,6 +24,7 @@ from worker.config import Config
 from worker.executor.contract import KVCache, ModelInfo
 from worker.handover import HandOver
 from worker.link import RouterLink
+from worker.metrics import HandOvers
 from worker.outputs import Computed, Failed, Output, Started, Token
 from worker.peers import DecodePeers
 from worker.sequence import Sequence
@@ -78,6 +79,7 @@ class PrefillRole:
         self._copies = copies
         self._clock = clock
         self._peers = DecodePeers(identity, plane, clock)
+        self.hand_overs = HandOvers()
         self._prefills: dict[int, Prefill] = {}
         self._hand_overs: set[asyncio.Task[None]] = set()  # until their buffers are back
 
@@ -224,6 +226,7 @@ class PrefillRole:
 
     def _on_hand_over_end(self, hand_over: HandOver) -> None:
         """The KV is there, or will never be."""
+        self._enter(hand_over.sender)
         prefill = self._prefills.get(hand_over.request_id)
         if prefill is None or prefill.hand_over is not hand_over:
             return
@@ -234,6 +237,15 @@ class PrefillRole:
         self._engine.post(lambda engine: engine.release(prefill.request_id))
         if prefill.is_answered:
             del self._prefills[prefill.request_id]
+
+    def _enter(self, sender: KVSender) -> None:
+        accepted_at, now = sender.accepted_at, self._clock()
+        self.hand_overs.end(
+            sender.state.value,
+            sender.kv_bytes,
+            sender.skipped_tokens * self._layout.token_bytes,
+            None if accepted_at is None else now - accepted_at,
+        )
 
     def _fail(self, prefill: Prefill, error: WireError, stage: str) -> None:
         code = ErrorCode(error.code)

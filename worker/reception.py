@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Final
 
 import structlog
@@ -23,28 +21,15 @@ from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
 from wire.transfer import Ack, KVReceiver, Segment
 from worker.config import Config
-from worker.engine import Engine
 from worker.executor.contract import KVCache, ModelInfo
 from worker.outputs import Reserved
 from worker.surroundings import Computing, Copying, Plane
+from worker.turns import Reception, Turns
 
 log = structlog.get_logger("worker")
 
 # More than can end while an offer is under way; 100 bytes each.
 MAX_ENDED: Final = 4096
-
-
-class Reception:
-    """One KV cache that arrives from `peer`, until it is claimed or has failed."""
-
-    __slots__ = ("block_table", "is_dropped", "peer", "receiver", "share_bytes")
-
-    def __init__(self, peer: bytes, receiver: KVReceiver) -> None:
-        self.peer = peer
-        self.receiver = receiver
-        self.share_bytes = 0  # of the bytes in flight, from its turn until its last byte
-        self.is_dropped = False
-        self.block_table: tuple[int, ...] = ()
 
 
 class Receptions:
@@ -72,8 +57,7 @@ class Receptions:
         self._on_complete = on_complete
         self._on_failed = on_failed
         self._receptions: dict[int, Reception] = {}
-        self._waiting: deque[Reception] = deque()
-        self._budget_bytes = config.max_kv_inflight_bytes
+        self.turns = Turns(config.max_kv_inflight_bytes, self._reserve)
         self._stores: set[asyncio.Task[None]] = set()
         # A router's CANCEL may overtake the offer it is about: the sockets are not the same.
         self._ended: dict[int, None] = {}
@@ -199,9 +183,9 @@ class Receptions:
             now=self._clock(),
             peer=peer.decode(errors="replace").rpartition("-")[0],
         )
-        reception = self._receptions[request_id] = Reception(peer, receiver)
-        self._waiting.append(reception)
-        self._reserve_next()
+        reception = Reception(peer, receiver, self._config.credit_bytes)
+        self._receptions[request_id] = reception
+        self.turns.wait(reception)
 
     def _on_cancel(self, peer: bytes, request_id: int) -> None:
         reception = self._receptions.get(request_id)
@@ -216,17 +200,10 @@ class Receptions:
 
     # From an offer to its last byte.
 
-    def _reserve_next(self) -> None:
-        """Start the offers, oldest first, whose share of the bytes in flight is to be had."""
-        while self._waiting:
-            receiver = self._waiting[0].receiver
-            total_bytes = receiver.num_tokens * receiver.layout.token_bytes
-            share_bytes = min(self._config.credit_bytes, total_bytes)
-            if share_bytes > self._budget_bytes:
-                return
-            self._budget_bytes -= share_bytes
-            self._waiting.popleft().share_bytes = share_bytes
-            self._engine.post(partial(_reserve, receiver))
+    def _reserve(self, reception: Reception) -> None:
+        """Its turn has come: now it waits for blocks."""
+        receiver = reception.receiver
+        self._engine.post(lambda engine: engine.reserve(receiver.request_id, receiver.token_ids))
 
     async def _store(self, reception: Reception, segment: Segment) -> None:
         receiver = reception.receiver
@@ -254,7 +231,7 @@ class Receptions:
         frame, credit = ack
         self._send(reception.peer, frame, credit.pack())
         if credit.ready and reception.share_bytes:
-            self._return_share(reception)
+            self.turns.end(reception)
             self._on_complete(frame.request_id)
 
     def _end(self, reception: Reception, error: WireError) -> None:
@@ -266,20 +243,13 @@ class Receptions:
         """Forget a transfer that is over; its blocks follow when no copy writes to them."""
         del self._receptions[reception.receiver.request_id]
         reception.is_dropped = True
-        if reception in self._waiting:
-            self._waiting.remove(reception)
-        self._return_share(reception)
+        self.turns.end(reception)
         self._give_back(reception)
 
     def _give_back(self, reception: Reception) -> None:
         receiver = reception.receiver
         if reception.is_dropped and receiver.num_unpacking == 0:
             self._engine.post(lambda engine: engine.cancel(receiver.request_id))
-
-    def _return_share(self, reception: Reception) -> None:
-        self._budget_bytes += reception.share_bytes
-        reception.share_bytes = 0
-        self._reserve_next()
 
     def _refuse(self, peer: bytes, request_id: int, error: WireError) -> None:
         detail = ErrorDetail(message=error.message, stage="transfer")
@@ -290,10 +260,6 @@ class Receptions:
             self._hub.send(peer, encode(frame, payload))
         except WireError as error:
             log.debug("frame dropped", tag=frame.tag.name, reason=error.message)
-
-
-def _reserve(receiver: KVReceiver, engine: Engine) -> None:
-    engine.reserve(receiver.request_id, receiver.token_ids)
 
 
 def _unknown() -> WireError:

@@ -5,13 +5,17 @@ Seed 004's SchedulerStats and KvCacheManagerStats in one.  Nothing is decided by
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 from wire.payloads import Load
 from worker.blocks import BlockPool
 from worker.plan import Plan
 from worker.scheduler import Scheduler
+
+# From the hash executor to a long prompt on a slow machine.
+STEP_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
 
 
 @dataclass(slots=True)
@@ -25,6 +29,7 @@ class Counters:
         finished: All their tokens are sampled; a handed-over sequence has one.
         failed: Ended with an error, `overdue` ones included.
         drafted_tokens: Guesses that were verified; `accepted_tokens` of them were right.
+        step_counts: Steps between the bounds of `STEP_S`, and those over the last.
         forward_s: Time in the executor, `draft_s` in the drafter; `overhead_s` is the rest of the
             steps.
     """
@@ -43,12 +48,14 @@ class Counters:
     swaps_in: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    step_counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_S) + 1))
     draft_s: float = 0.0
     forward_s: float = 0.0
     overhead_s: float = 0.0
 
     def measure(self, draft_s: float, forward_s: float, step_s: float) -> None:
         """Add up the times of a step; `step_s` has the forward in it and not the drafts."""
+        self.step_counts[bisect_left(STEP_S, draft_s + step_s)] += 1
         self.draft_s += draft_s
         self.forward_s += forward_s
         self.overhead_s += step_s - forward_s
@@ -125,9 +132,11 @@ class Stats:
         return 1000 * self.counters.overhead_s / max(1, self.counters.steps)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything flat, for logs and metrics."""
+        """Return everything flat, for logs; the histogram is for metrics only."""
         figures = asdict(self)
-        return {**figures.pop("counters"), **figures}
+        counters = figures.pop("counters")
+        del counters["step_counts"]
+        return {**counters, **figures}
 
 
 def load_of(pool: BlockPool, counters: Counters) -> Load:

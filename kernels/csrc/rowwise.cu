@@ -1,52 +1,87 @@
-// What stands between the matrices of a layer, one pass each.
+// What stands between the matrices of a transformer, each in one pass: the norm of rows and the
+// gate of the feed-forward.  WIDE values are read and written at once: 16 bytes, or one value where
+// rows do not begin at multiples of 16 bytes.
 #include "prims.cuh"
 
-struct Normalize {
-  void* x;             // [R, K]; changed where something is added
-  const void* added;   // [R, K], or null
+template <typename T, int WIDE>
+struct alignas(WIDE * sizeof(T)) Wide {
+  T values[WIDE];
+};
+
+struct Norm {
+  void* x;             // [T, K]; with y, becomes x + y
+  const void* y;       // [T, K], or null
   const void* weight;  // [K]
-  void* out;           // [R, K]
+  void* out;           // [T, K]
   int size;            // K
   float eps;
 };
 
-// out = x / sqrt(mean(x^2) + eps) * weight of one row, after x += added: the sum, rounded, is what
-// the next layer adds to, and what is normalized.  A thread block for each row.
-template <typename T>
-__global__ void __launch_bounds__(128) normalize(const Normalize a) {
+// The sum over a thread block of whole warps, the same in each thread.
+PRIM float sum_of_block(float x) {
   SHARED_BYTES(shared);
-  float* const sums = (float*)shared;  // of each warp
-  const long long start = (long long)blockIdx.x * a.size;
-  T* const x = (T*)a.x + start;
-  const T *const added = (const T*)a.added + start, *const weight = (const T*)a.weight;
-  float sum = 0;
-  for (int i = threadIdx.x; i < a.size; i += 128) {
-    T value = x[i];
-    if (a.added) x[i] = value = narrow<T>(widen(value) + widen(added[i]));
-    sum += widen(value) * widen(value);
-  }
-  for (int mask = 16; mask; mask /= 2) sum += from_lane_xor(sum, mask);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  float* const sums = (float*)shared;  // one of each warp
+  const int lane = threadIdx.x % 32;
+  for (int mask = 16; mask; mask /= 2) x += from_lane_xor(x, mask);
+  if (lane == 0) sums[threadIdx.x / 32] = x;
   __syncthreads();
-  const float total = sums[0] + sums[1] + sums[2] + sums[3];
-  const float scale = 1.f / sqrtf(total / a.size + a.eps);
-  for (int i = threadIdx.x; i < a.size; i += 128)  // each thread what it wrote itself
-    ((T*)a.out + start)[i] = narrow<T>(widen(x[i]) * scale * widen(weight[i]));
+  x = lane < blockDim.x / 32 ? sums[lane] : 0;
+  for (int mask = 16; mask; mask /= 2) x += from_lane_xor(x, mask);
+  return x;
+}
+
+// Make out = x / sqrt(mean(x^2) + eps) * weight; a thread block for each row.  With y, x += y comes
+// first and is rounded as it is stored, so that what is normed is what the next layer adds to.
+template <typename T, int WIDE>
+__global__ void __launch_bounds__(512) rms_norm(const Norm a) {
+  typedef Wide<T, WIDE> Unit;
+  const int units = a.size / WIDE;
+  const long long row = (long long)blockIdx.x * units;
+  Unit* const x = (Unit*)a.x + row;
+  float squares = 0;
+  for (int i = threadIdx.x; i < units; i += blockDim.x) {
+    Unit here = x[i];
+    if (a.y) {
+      Unit more = ((const Unit*)a.y)[row + i];
+#pragma unroll
+      for (int k = 0; k < WIDE; k++)
+        here.values[k] = narrow<T>(widen(here.values[k]) + widen(more.values[k]));
+      x[i] = here;
+    }
+#pragma unroll
+    for (int k = 0; k < WIDE; k++) squares += widen(here.values[k]) * widen(here.values[k]);
+  }
+  const float scale = 1.f / sqrtf(sum_of_block(squares) / a.size + a.eps);
+  for (int i = threadIdx.x; i < units; i += blockDim.x) {  // each thread those that it wrote
+    Unit from = x[i], weight = ((const Unit*)a.weight)[i], to;
+#pragma unroll
+    for (int k = 0; k < WIDE; k++)
+      to.values[k] = narrow<T>(widen(from.values[k]) * scale * widen(weight.values[k]));
+    ((Unit*)a.out)[row + i] = to;
+  }
 }
 
 struct Gate {
-  const void* gate_up;  // [R, 2 K]: gate, then up
-  void* out;            // [R, K]
-  int size;             // K
+  const void* gate_up;  // [T, 2 K]: gate, then up
+  void* out;            // [T, K]
+  int rows, size;       // T, K
 };
 
-// out = silu(gate) * up, one value a thread; blockIdx.y is the row.
-template <typename T>
-__global__ void __launch_bounds__(128) gate(const Gate a) {
-  const int i = blockIdx.x * 128 + threadIdx.x;
-  if (i >= a.size) return;
-  const T* row = (const T*)a.gate_up + (long long)blockIdx.y * 2 * a.size;
-  const float x = widen(row[i]), up = widen(row[a.size + i]);
-  const float sigmoid = 1.f / (1.f + power_of_two(x * -1.4426950408889634f));
-  ((T*)a.out)[(long long)blockIdx.y * a.size + i] = narrow<T>(x * sigmoid * up);
+// Make out = silu(gate) * up; the grid spans a row by x and strides over the rows by y.
+template <typename T, int WIDE>
+__global__ void __launch_bounds__(256) silu_gate(const Gate a) {
+  typedef Wide<T, WIDE> Unit;
+  const int units = a.size / WIDE, i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= units) return;
+  for (long long row = blockIdx.y; row < a.rows; row += gridDim.y) {
+    const Unit* const gates = (const Unit*)a.gate_up + row * 2 * units;
+    Unit gate = gates[i], up = gates[units + i], to;
+#pragma unroll
+    for (int k = 0; k < WIDE; k++) {
+      float x = widen(gate.values[k]);
+      // Of a far negative x the exponential is infinite and the quotient -0, as it should be.
+      to.values[k] = narrow<T>(x / (1.f + expf(-x)) * widen(up.values[k]));
+    }
+    ((Unit*)a.out)[row * units + i] = to;
+  }
 }

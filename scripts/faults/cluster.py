@@ -7,6 +7,7 @@ again at once, as systemd would, until `rest` says not to.
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import threading
@@ -16,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 import psutil
 
 from scripts.faults.relay import Relay, Relays, free_port
+from scripts.faults.statuses import Statuses
 from tests.cluster import START_S, Cluster, until
 
 Key = tuple[str, int]  # role and rank
@@ -31,6 +34,8 @@ class Usage:
     rss_bytes: int
     num_fds: int
     num_threads: int
+    num_tasks: int
+    python_blocks: int = 0  # the router's only
 
 
 class FaultyCluster(Cluster):
@@ -62,12 +67,15 @@ class FaultyCluster(Cluster):
         self._worker_args = worker_args
         self._router_index = 0
         self._relays = Relays()
+        self._statuses = Statuses()
+        self.environ["NOTIFY_SOCKET"] = self._statuses.address
         self._is_supervised = is_supervised
         self._is_resting = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor")
 
     def __enter__(self) -> Self:
         self._relays.__enter__()
+        self._statuses.__enter__()
         super().__enter__()  # cleans up after itself
         try:
             self._start_workers()
@@ -87,6 +95,7 @@ class FaultyCluster(Cluster):
         for process in self.workers.values():
             process.kill()
         super().__exit__(*args)
+        self._statuses.__exit__()
         self._relays.__exit__()
 
     @property
@@ -133,9 +142,17 @@ class FaultyCluster(Cluster):
 
     def usage(self, names: Iterable[str]) -> dict[str, Usage]:
         """What these processes ("router", "decode-0") hold now."""
-        processes = {"router": self.router}
-        processes |= {f"{role}-{rank}": self.workers[role, rank] for role, rank in self.keys}
-        return {name: _usage(processes[name].pid) for name in names}
+        pids = {f"{role}-{rank}": self.workers[role, rank].pid for role, rank in self.keys}
+        return {name: self._usage_of(name, pids.get(name)) for name in names}
+
+    def _usage_of(self, name: str, worker_pid: int | None) -> Usage:
+        if worker_pid is None:
+            told = metrics(self)
+            counts = int(told["baton_tasks"]), int(told["baton_python_blocks"])
+            return _usage(self.router.pid, *counts)
+        num_tasks = re.search(r"(\d+) tasks", self._statuses.of(worker_pid))
+        assert num_tasks is not None, f"{name} has not said how many tasks it has"
+        return _usage(worker_pid, int(num_tasks[1]))
 
     def _start_workers(self) -> None:
         host, _, port = self.bus.removeprefix("tcp://").rpartition(":")
@@ -169,10 +186,19 @@ class FaultyCluster(Cluster):
                     self._start_worker(key)
 
 
-def _usage(pid: int) -> Usage:
+def metrics(cluster: Cluster) -> dict[str, float]:
+    """The router's own figures without labels, by name."""
+    text = httpx.get(cluster.http + "/metrics", trust_env=False).text
+    lines = (line.split() for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in lines if "{" not in name}
+
+
+def _usage(pid: int, num_tasks: int, python_blocks: int = 0) -> Usage:
     process = psutil.Process(pid)
     with process.oneshot():
-        return Usage(process.memory_info().rss, process.num_fds(), process.num_threads())
+        memory = process.memory_info().rss
+        held = process.num_fds(), process.num_threads()
+    return Usage(memory, *held, num_tasks, python_blocks)
 
 
 def timed_until_idle(cluster: Cluster) -> float:

@@ -13,9 +13,8 @@ import socket
 from dataclasses import dataclass, field
 from typing import Final
 
-import httpx
-
 from scripts.faults.clients import Record
+from scripts.faults.cluster import metrics
 from scripts.faults.load import draw_requests, send_all
 from tests.cluster import Cluster, until
 
@@ -70,9 +69,7 @@ class SlowClient:
 
 def num_cut(cluster: Cluster) -> int:
     """How many clients the router has cut off because they did not read."""
-    text = httpx.get(cluster.http + "/metrics", trust_env=False).text
-    (line,) = [line for line in text.splitlines() if line.startswith("baton_slow_clients_total")]
-    return int(float(line.rpartition(" ")[2]))
+    return int(metrics(cluster)["baton_slow_clients_total"])
 
 
 @dataclass

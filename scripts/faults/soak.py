@@ -88,7 +88,8 @@ async def _hurt(
 async def _look(cluster: FaultyCluster, result: Soak, stop: asyncio.Event) -> None:
     start = time.monotonic()
     while not await _sleep(stop, SAMPLE_S):
-        result.samples.append((time.monotonic() - start, cluster.usage(SURVIVORS)))
+        held = await asyncio.to_thread(cluster.usage, SURVIVORS)
+        result.samples.append((time.monotonic() - start, held))
 
 
 async def _kill(cluster: FaultyCluster, draw: random.Random) -> None:

@@ -51,9 +51,7 @@ def staging_parts(settings: Settings) -> dict[str, Part]:
 
 def launch_parts(settings: Settings) -> dict[str, Part]:
     """What a launch costs Python, and what is left of it in a graph."""
-    return {
-        kernel: partial(_launch, kernel) for kernel in ("attend", "append", "move", "normalize")
-    }
+    return {kernel: partial(_launch, kernel) for kernel in ("attend", "append", "move", "rms_norm")}
 
 
 def pages(lens: list[tuple[int, int]], heads: tuple[int, int, int], num_layers: int = 1) -> Paged:
@@ -159,7 +157,7 @@ def _launch(kernel: str) -> Figures:
         "attend": lambda: _attend(it),
         "append": lambda: cuda.append_kv(it.pool, 0, values, it.batch),
         "move": _moves(it, range(1), range(64))[0],
-        "normalize": lambda: cuda.add_rms_norm(rows, rows, weight, 1e-5),
+        "rms_norm": lambda: cuda.add_rms_norm(rows, rows, weight, 1e-5),
     }
     call = calls[kernel]
     return {f"launch_{kernel}_us": launch_s(call) * 1e6, f"graph_{kernel}_us": replay_s(call) * 1e6}

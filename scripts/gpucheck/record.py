@@ -30,7 +30,7 @@ COVERED_BY: Final[dict[str, tuple[str, ...]]] = {
     "plain": ("attend_plain",),
     "append": ("append",),
     "move": ("move",),
-    "rows": ("normalize", "gate"),
+    "rows": ("rms_norm", "silu_gate"),
 }
 
 

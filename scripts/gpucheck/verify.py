@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from kernels import launch, launch_rows, reference, staging
+from kernels import launch, launch_rowwise, reference, staging
 from kernels.staging import Way
 from scripts.gpucheck.inputs import TOLERANCE, Shape, error, formula, lengths, paged
 from scripts.gpucheck.settings import Part, Settings, all_moves, kernels_of, lane_of
@@ -35,7 +35,7 @@ def kv_parts(settings: Settings) -> dict[str, Part]:
 
 
 def row_parts(settings: Settings) -> dict[str, Part]:
-    """`normalize` and `gate`: every dtype; see `_rows`."""
+    """`rms_norm` and `silu_gate`: every dtype; see `_rows`."""
     return {f"rows {_name(dtype)}": partial(_rows, settings, dtype) for dtype in launch.POOL_DTYPES}
 
 
@@ -123,7 +123,7 @@ def _rotated(
 def _rows(settings: Settings, dtype: torch.dtype) -> Figures:
     """Norms, with and without something to add, and gates, of any width."""
     draw = settings.random(f"rows {dtype}")
-    it = kernels_of(settings, {"rowwise": launch_rows.row_kernels(dtype)})
+    it = kernels_of(settings, {"rowwise": launch_rowwise.rowwise_kernels(dtype)})
     sizes = [1, 7, 576, 4096, draw.randint(1, 9000)]
     for size in sizes:
         num_rows = draw.randint(1, 40)

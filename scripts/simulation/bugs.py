@@ -25,7 +25,8 @@ from worker.blocks import BlockPool
 from worker.decode import DecodeRole
 from worker.handover import HandOver
 from worker.prefill import PrefillRole
-from worker.reception import Reception, Receptions
+from worker.reception import Receptions
+from worker.turns import Reception, Turns
 
 
 class Bug(NamedTuple):
@@ -121,11 +122,12 @@ def _keep_promise(sound: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leak_budget(sound: Callable[..., Any]) -> Callable[..., Any]:
-    def return_share(self: Receptions, reception: Reception) -> None:
-        if not reception.is_dropped:  # only the successful ones pay back
+    def end(self: Turns, reception: Reception) -> None:
+        # Of those that had their turn, only the successful ones pay back.
+        if reception in self or not reception.is_dropped:
             sound(self, reception)
 
-    return return_share
+    return end
 
 
 def _keep_unclaimed(sound: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,7 +223,7 @@ BUGS: dict[str, Bug] = {
     "keep-promise": Bug(Placement, "release_decode", _keep_promise),
     "no-digest": Bug(KVReceiver, "verify", _nothing),
     "no-drain-echo": Bug(Flights, "let_go", _nothing),
-    "leak-budget": Bug(Receptions, "_return_share", _leak_budget),
+    "leak-budget": Bug(Turns, "end", _leak_budget),
     "no-deadline": Bug(Flights, "fail_overdue", _nothing),
     "ignore-router-loss": Bug(DecodeRole, "on_router_lost", _nothing),
     "keep-unclaimed": Bug(DecodeRole, "on_router_lost", _keep_unclaimed),

@@ -41,8 +41,8 @@ def check(world: World, process: Process) -> None:
 def _check_receptions(world: World, worker: WorkerProcess, role: DecodeRole) -> None:
     receptions, limit = role._receptions, worker.config.max_kv_inflight_bytes
     shares = sum(one.share_bytes for one in receptions._receptions.values())
-    if receptions._budget_bytes + shares != limit:
-        world.violate(f"{worker.name}: {receptions._budget_bytes} + {shares} bytes != {limit}")
+    if receptions.turns.free_bytes + shares != limit:
+        world.violate(f"{worker.name}: {receptions.turns.free_bytes} + {shares} bytes != {limit}")
     if receptions.inflight_bytes > limit:
         world.violate(f"{worker.name}: {receptions.inflight_bytes} bytes in flight, over {limit}")
 
@@ -181,7 +181,7 @@ def _left_at_worker(one: WorkerProcess) -> list[str]:
     else:
         receptions = role._receptions
         things["receptions"] = len(receptions)
-        things["waiting offers"] = len(receptions._waiting)
+        things["waiting offers"] = len(receptions.turns)
         things["stores"] = len(receptions._stores)
-        things["missing budget"] = one.config.max_kv_inflight_bytes - receptions._budget_bytes
+        things["missing budget"] = one.config.max_kv_inflight_bytes - receptions.turns.free_bytes
     return [f"{count} {what}" for what, count in things.items() if count]

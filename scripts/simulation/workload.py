@@ -12,6 +12,7 @@ from functools import cache
 from random import Random
 from typing import Final
 
+from router.request import RequestEnd
 from wire.errors import ErrorCode, WireError
 from wire.options import Options
 from wire.payloads import Logprobs, PrefillResult, Usage
@@ -96,6 +97,7 @@ class Client:
         self.end: str | None = None
         self.tokens: list[int] = []
         self.is_begun = False
+        self.is_on_the_books = False
         self._expected = job.text
         self._violate = violate
 
@@ -130,6 +132,11 @@ class Client:
         self.finish(error.code.label)
         if error.code not in FAIR_CODES:
             self._violate(f"request {self.job.name}: {error.code.label}: {error.message}")
+
+    def on_end(self, end: RequestEnd) -> None:
+        if self.is_on_the_books:
+            self._violate(f"request {self.job.name}: entered twice, at last as {end.outcome}")
+        self.is_on_the_books = True
 
     def _take(self, token_id: int) -> None:
         index = len(self.tokens)

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from kernels import KernelError, cuda, launch, launch_rows
+from kernels import KernelError, cuda, launch, launch_rowwise
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def test_a_pool_that_no_kernel_serves(
         ("attention", "Attention", launch.ATTENTION),
         ("kv", "Append", launch.APPEND),
         ("kv", "Move", launch.MOVE),
-        ("rowwise", "Normalize", launch_rows.NORMALIZE),
-        ("rowwise", "Gate", launch_rows.GATE),
+        ("rowwise", "Norm", launch_rowwise.NORM),
+        ("rowwise", "Gate", launch_rowwise.GATE),
     ],
 )
 def test_the_structs_have_the_fields_of_the_source(source: str, name: str, struct: object) -> None:

@@ -1,6 +1,6 @@
 """Whole models through the CUDA kernels, compiled for the CPU: the same logits as the reference's.
 
-What is dispatched is the real thing: `kernels.append_kv`, `paged_attention` and their plans.
+All of `kernels.cuda` but the start of a kernel is the real thing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import launch, launch_rows, reference
+from kernels import cuda, launch, launch_rowwise, reference
 from kernels.contract import Backend
 from scripts.make_model import make_model
 from tests.kernels.shim.backend import Shim, why_not
@@ -40,6 +40,10 @@ def served_by(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def serve(backend: Backend) -> None:
         monkeypatch.setattr(kernels, "backend_of", lambda _: backend)
+        if isinstance(backend, Shim):
+            monkeypatch.setattr(kernels, "backend_of", lambda _: cuda)
+            monkeypatch.setattr(cuda, "start", lambda _, launches: backend.run(launches))
+            monkeypatch.setattr(cuda, "_multiprocessors", lambda _: 12)
 
     return serve
 
@@ -80,7 +84,7 @@ def test_logits_are_those_of_the_reference(name: str, served_by: Any, tmp_path: 
     needed = {
         "attention": launch.attention_kernels(kind, head_dim),
         "kv": launch.kv_kernels(kind, kind),
-        "rowwise": launch_rows.row_kernels(kind),
+        "rowwise": launch_rowwise.rowwise_kernels(kind),
     }
     served_by(Shim(needed))
     got, segment = run(path, dtype)

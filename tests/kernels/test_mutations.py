@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernels.shim.backend import CSRC, ROOT, why_not
 
-MUTATIONS = {
+ATTENTION = {
     "no barrier before a tile": ("    __syncthreads();  // everybody's", "    // everybody's"),
     "the wait is one group too weak": ("copies_wait<STAGES - 2>", "copies_wait<STAGES - 1>"),
     "one key too many": ("key <= position &&", "key <= position + 1 &&"),
@@ -23,15 +23,40 @@ MUTATIONS = {
     "parts are not weighted": ("a.logs[place(part)] - highest)", "0.f)"),
     "values for keys": ("T* values = keys + BN * LD", "T* values = keys"),
 }
-ROW_MUTATIONS = {
-    "the sum of one warp": ("sums[0] + sums[1] + sums[2] + sums[3]", "sums[0] * 4.f"),
-    "no barrier before the sum": ("  __syncthreads();\n  const float total", "  const float total"),
-    "what is added is not kept": ("x[i] = value = narrow", "value = narrow"),
-    "one value too many": ("i >= a.size", "i > a.size"),
-    "gate for up": ("widen(row[a.size + i])", "widen(row[i])"),
+ROWWISE = {
+    "no barrier in the sum": ("  __syncthreads();\n", ""),
+    "one warp is left out": ("lane < blockDim.x / 32 ?", "lane < blockDim.x / 32 - 1 ?"),
+    "half a warp is summed": (
+        "mask = 16; mask; mask /= 2) x += from_lane_xor(x, mask);\n  if",
+        "mask = 8; mask; mask /= 2) x += from_lane_xor(x, mask);\n  if",
+    ),
+    "y is normed and not stored": ("      x[i] = here;\n", ""),
+    "y is of the first row": ("a.y)[row + i]", "a.y)[i]"),
+    "no eps": (" + a.eps)", ")"),
+    "the sum is no mean": ("sum_of_block(squares) / a.size", "sum_of_block(squares)"),
+    "only the first of a unit is squared": (
+        "widen(here.values[k]) * widen(here.values[k])",
+        "widen(here.values[0]) * widen(here.values[0])",
+    ),
+    "one weight for all": ("a.weight)[i]", "a.weight)[0]"),
+    "a unit too many": (
+        "i = threadIdx.x; i < units; i += blockDim.x) {  //",
+        "i = threadIdx.x; i <= units; i += blockDim.x) {  //",
+    ),
+    "every second turn is left out": ("i += blockDim.x) {  //", "i += 2 * blockDim.x) {  //"),
+    "one row a block": ("row += gridDim.y", "row += a.rows"),
+    "up is beside gate": ("gates[units + i]", "gates[i + 1]"),
+    "a sigmoid turned over": ("expf(-x)", "expf(x)"),
+    "a gate too many": ("if (i >= units)", "if (i > units)"),
+}
+MUTATIONS = {
+    f"{source}: {bug}": (source, *texts)
+    for source, bugs in (("attention", ATTENTION), ("rowwise", ROWWISE))
+    for bug, texts in bugs.items()
 }
 # A process of its own: a broken kernel may abort.
-PROGRAM = """
+PROGRAMS = {
+    "attention": """
 import sys, torch
 from kernels import launch
 from tests.kernels.scenes import check, scene
@@ -41,37 +66,32 @@ it = Shim({"attention": launch.attention_kernels(torch.bfloat16, 64)},
 for lens in ([(70, 33), (129, 64), (17, 1)], [(700, 1), (66, 3)]):
     for window in (None, 24):
         check(scene(lens, head_dim=64, dtype=torch.bfloat16), window, it)
-"""
-ROW_PROGRAM = """
+""",
+    "rowwise": """
 import sys, torch
-from kernels import launch_rows, reference
+from kernels import launch_rowwise
+from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.shim.backend import Shim
-it = Shim({"rowwise": launch_rows.row_kernels(torch.float32)}, texts={"rowwise": sys.stdin.read()})
-for size in (130, 1000):
-    x, added, weight = torch.randn(3, size), torch.randn(3, size), torch.randn(size)
-    copy, both = x.clone(), torch.cat((x, added), dim=1)
-    want = reference.add_rms_norm(copy, added, weight, 1e-5)
-    torch.testing.assert_close(it.add_rms_norm(x, added, weight, 1e-5), want)
-    torch.testing.assert_close(x, copy)
-    # Room behind the last row, to see who writes there.
-    out = torch.full((4, size), 7.0)
-    it.run(launch_rows.gate(both, out[:3]))
-    torch.testing.assert_close(out[:3], reference.silu_gate(both))
-    assert (out[3] == 7.0).all()
-"""
+it = Shim({"rowwise": launch_rowwise.rowwise_kernels(torch.bfloat16)},
+          texts={"rowwise": sys.stdin.read()})
+for size in (7, 576, 4104):
+    check_all(it, torch.bfloat16, size)
+""",
+}
 
 
-def survives(text: str, program: str = PROGRAM) -> bool:
-    command = [sys.executable, "-c", program]
+def survives(source: str, text: str) -> bool:
+    command = [sys.executable, "-c", PROGRAMS[source]]
     return (
         subprocess.run(command, input=text.encode(), cwd=ROOT, capture_output=True).returncode == 0
     )
 
 
-def test_the_scenes_pass_what_is_whole() -> None:
+@pytest.mark.parametrize("source", PROGRAMS)
+def test_the_scenes_pass_what_is_whole(source: str) -> None:
     if reason := why_not():
         pytest.skip(reason)
-    assert survives((CSRC / "attention.cu").read_text())
+    assert survives(source, (CSRC / f"{source}.cu").read_text())
 
 
 @pytest.mark.parametrize("bug", MUTATIONS)
@@ -80,21 +100,7 @@ def test_a_bug_is_caught(bug: str, pytestconfig: pytest.Config) -> None:
         pytest.skip(reason)
     if list(MUTATIONS).index(bug) % 4 and not pytestconfig.getoption("--full"):
         pytest.skip("a compile of several seconds: with --full")
-    text, (old, new) = (CSRC / "attention.cu").read_text(), MUTATIONS[bug]
+    source, old, new = MUTATIONS[bug]
+    text = (CSRC / f"{source}.cu").read_text()
     assert text.count(old) == 1, "the mutation no longer fits the source"
-    assert not survives(text.replace(old, new))
-
-
-def test_rows_pass_what_is_whole() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-    assert survives((CSRC / "rowwise.cu").read_text(), ROW_PROGRAM)
-
-
-@pytest.mark.parametrize("bug", ROW_MUTATIONS)
-def test_a_bug_in_rows_is_caught(bug: str) -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-    text, (old, new) = (CSRC / "rowwise.cu").read_text(), ROW_MUTATIONS[bug]
-    assert text.count(old) == 1, "the mutation no longer fits the source"
-    assert not survives(text.replace(old, new), ROW_PROGRAM)
+    assert not survives(source, text.replace(old, new))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from router.bus import Bus
 from router.fleet import Fleet
 from router.flight import Limits
-from router.inflight import InFlight, RequestEnd
-from router.request import Request
+from router.inflight import InFlight
+from router.request import Request, RequestEnd
 from router.worker import Worker
 from wire.aio.zmq import Link
 from wire.errors import WireError
@@ -73,6 +73,7 @@ class RecordingSink:
     """Writes down what it hears; `ends` must never be more than one."""
 
     events: list[tuple[str, object]] = field(default_factory=list)
+    books: list[RequestEnd] = field(default_factory=list)
 
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
         self._note("prefill", result)
@@ -85,6 +86,9 @@ class RecordingSink:
 
     def on_error(self, error: WireError) -> None:
         self._note("error", error)
+
+    def on_end(self, end: RequestEnd) -> None:
+        self.books.append(end)
 
     def _note(self, kind: str, what: object) -> None:
         assert not self.ends, f"{kind} after {self.ends}"

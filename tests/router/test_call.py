@@ -7,6 +7,7 @@ from typing import Any
 from router.call import Call
 from tests.router.test_exchange import Core, started
 from tests.router.test_http import Wire, scope
+from tests.router.test_metrics import ended
 from wire.errors import ErrorCode, WireError
 from wire.payloads import PrefillResult, Usage
 
@@ -29,21 +30,40 @@ def test_the_client_is_an_address_or_nothing() -> None:
     assert call(Wire(), client=None).client == ""
 
 
+def test_who_asks_is_the_key_or_else_the_address() -> None:
+    subject = call(Wire(), client=("10.0.0.1", 5))
+    assert subject.asker == "10.0.0.1"
+    subject.key_name = "key-0123456789ab"
+    assert subject.asker == "key-0123456789ab"
+
+
 def test_what_a_completion_came_to() -> None:
     core, subject = Core(), call(Wire())
     exchange, _ = started(core, 1)
     core.sinks[0].on_prefill(PrefillResult(token_id=5, cached_tokens=2), 0)
+    core.sinks[0].on_end(
+        ended(
+            "length",
+            prompt_tokens=3,
+            cached_tokens=2,
+            completion_tokens=1,
+            kv_bytes=64,
+            queue_s=None,
+            num_attempts=2,
+        )
+    )
     core.sinks[0].on_done(Usage(finish_reason="length", kv_bytes=64))
     exchange.take()
     subject.note(exchange)
     assert subject.outcome == "length"
     assert subject.facts == {
         "choices": 1,
+        "attempts": 2,
         "prompt_tokens": 3,
         "cached_tokens": 2,
         "completion_tokens": 1,
         "kv_bytes": 64,
-        "client": "",
+        "kv_skipped_tokens": 0,
     }
 
 

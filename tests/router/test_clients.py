@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from router.apikeys import ApiKeys
 from router.clients import MAX_ENDED, serve_clients
 from router.flight import Limits
 from tests.router.scripted import Router, first, usage
+from wire.aio.apikeys import ApiKeys
 from wire.aio.tcp import Client, connect
 from wire.aio.tcp import Limits as TcpLimits
 from wire.errors import ErrorCode
@@ -52,6 +52,7 @@ class Router2(Router):
 
     def __init__(self, limits: Limits | None = None) -> None:
         super().__init__(limits)
+        self.port = 0
         self.changed = asyncio.Event()
         transmit = self.bus._transmit
 
@@ -88,6 +89,7 @@ async def face(
     )
     try:
         async with await connect("127.0.0.1", server.port) as client:
+            router.port = server.port
             yield router, client
     finally:
         await server.close(1.0)
@@ -373,3 +375,54 @@ async def test_without_keys_hello_is_allowed() -> None:
         hello(client, KEY)
         ask(client, 1)
         await router.request_id()
+
+
+async def heard(client: Client) -> None:
+    """Return when the router has taken all that this client said."""
+    client.send(DecodeRequest(99, 1))
+    assert (await error(client))[:2] == (99, ErrorCode.UNKNOWN_REQUEST)
+
+
+async def turns(router: Router2, count: int) -> list[int]:
+    """Answer each prompt with its only token, one after another; return their lengths in turn."""
+    lengths = []
+    for _ in range(count):
+        [(_, message)] = await router.hear(Tag.PREFILL_REQUEST)
+        assert isinstance(message.frame, PrefillRequest)
+        lengths.append(message.frame.seq_len)
+        router.say(P, PrefillDone(message.frame.request_id, 0), first(finish_reason="length"))
+    return lengths
+
+
+async def test_a_key_that_floods_by_many_connections_leaves_the_other_its_turns(
+    key_file: Path,
+) -> None:
+    limits = Limits(max_running_per_worker=1)
+    async with (
+        face(limits, api_keys=ApiKeys(key_file)) as (router, flood),
+        await connect("127.0.0.1", router.port) as same_key,
+        await connect("127.0.0.1", router.port) as other_key,
+    ):
+        for client, key in ((flood, KEY), (same_key, KEY), (other_key, OTHER)):
+            hello(client, key)
+        for prompt in (11, 12, 13):
+            ask(flood, prompt, prompt)
+        await heard(flood)
+        ask(same_key, 14, 14)
+        await heard(same_key)
+        for prompt in (21, 22):
+            ask(other_key, prompt, prompt)
+        await heard(other_key)
+        assert await turns(router, 6) == [11, 12, 21, 13, 22, 14]
+
+
+async def test_without_keys_an_address_is_one_client_whatever_its_ports() -> None:
+    async with (
+        face() as (router, one),
+        await connect("127.0.0.1", router.port) as other,
+    ):
+        for client in (one, other):
+            hello(client, KEY)  # nobody has checked what it says
+            ask(client, 1)
+            await heard(client)
+    assert [end.client for end in router.ends.ends] == ["127.0.0.1"] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from router import body, exchange, gateway
-from router.apikeys import ApiKeys
 from router.flight import Limits
+from tests.router.scripted import Ends
 from tests.router.site import Answer, Site, events, ids, listening, write_model
+from wire.aio.apikeys import ApiKeys, digest, name_of
 from wire.errors import ErrorCode
 from wire.frames import Cancel, PrefillRequest
 from wire.payloads import decode_prompt
@@ -306,6 +308,8 @@ async def test_metrics_count_it(site: Site) -> None:
         text = (await client.get("/metrics")).text
     assert 'baton_http_requests_total{endpoint="completions",outcome="stop"} 1.0' in text
     assert 'baton_requests_total{outcome="stop"} 1.0' in text
+    assert re.search(r"^baton_tasks [1-9]", text, re.M)
+    assert re.search(r"^baton_python_blocks [1-9]", text, re.M)
 
 
 # On a real server.
@@ -438,6 +442,18 @@ async def test_with_a_key_there_is_everything_until_it_is_revoked(
         await asyncio.to_thread(guarded.write_text, "sk-another-key-of-another\n")
         answer = await client.post("/v1/completions", json=body, headers=headers)
         assert answer.status_code == 401
+
+
+@pytest.mark.usefixtures("guarded")
+async def test_requests_are_their_key_s_wherever_they_come_from(site: Site) -> None:
+    site.bus.inflight.observers.append(ends := Ends())
+    key = "sk-0123456789abcdef"
+    async with site.client() as client:
+        body = {"model": "letters", "prompt": "x", "max_tokens": 5}
+        headers = {"authorization": f"Bearer {key}"}
+        assert (await client.post("/v1/completions", json=body, headers=headers)).is_success
+    [end] = ends.ends
+    assert end.client == name_of(digest(key.encode())) and "0123456789abcdef" not in end.client
 
 
 @pytest.mark.usefixtures("guarded")

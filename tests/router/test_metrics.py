@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.flight import RequestEnd
-from router.metrics import Distribution, Metrics
+from router.metrics import Metrics
+from router.request import RequestEnd
 from tests.router.scripted import Router, first, load
 from wire.errors import ErrorCode, WireError
 from wire.frames import PrefillDone, Role
@@ -86,6 +86,8 @@ def test_workers_and_blocks() -> None:
     router.bus.on_lost(prefill)
     found = samples(metrics)
     assert found["baton_workers{role=prefill,state=lost}"] == 1
+    assert found["baton_peer_up{rank=0,role=prefill}"] == 0
+    assert found["baton_peer_up{rank=0,role=decode}"] == 1
     assert found["baton_workers{role=decode,state=ready}"] == 1
     assert found["baton_workers{role=decode,state=draining}"] == 0
     assert found["baton_blocks{rank=0,role=decode,state=cached}"] == 10
@@ -128,15 +130,6 @@ def test_names_and_units() -> None:
     names = {name.partition("{")[0] for name in samples(metrics)}
     assert all(re.fullmatch(r"baton_[a-z_]+", name) for name in names)
     assert not [name for name in names if re.search(r"_(ms|mb|gb|percent|created)$", name)]
-
-
-def test_a_distribution_is_cumulative() -> None:
-    distribution = Distribution("d", "help", (1, 2))
-    for value, times in ((1.0, 1), (1.5, 2), (9.0, 1)):
-        distribution.observe(value, times)
-    [family] = distribution.collect()
-    buckets = [(s.labels["le"], s.value) for s in family.samples if s.name == "d_bucket"]
-    assert buckets == [("1.0", 1), ("2.0", 3), ("+Inf", 4)]
 
 
 def ended(outcome: str, **changes: Any) -> RequestEnd:

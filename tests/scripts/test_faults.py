@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from scripts.faults.checks import problem
 from scripts.faults.clients import Record
 from scripts.faults.relay import Relays
+from scripts.faults.statuses import Statuses
 from tests.cluster import until
+from wire.aio.process import notify
 from wire.options import Options
 
 TEXT = [5, 6, 7, 8]
@@ -68,3 +71,16 @@ def test_a_relay_passes_holds_and_cuts() -> None:
                     while near.recv(100):
                         pass
                     raise ConnectionResetError  # closed: a reset with nothing unread may say so
+
+
+def test_statuses_are_heard_by_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Statuses() as statuses:
+        monkeypatch.setenv("NOTIFY_SOCKET", statuses.address)
+        pid = os.fork()
+        if not pid:
+            os._exit(not notify("STATUS=the other one"))
+        assert os.waitpid(pid, 0)[1] == 0
+        notify("READY=1", "STATUS=first")
+        notify("STATUS=second")
+        until(lambda: statuses.of(os.getpid()) == "second", "it is heard")
+        assert statuses.of(pid) == "the other one" and statuses.of(1) == ""

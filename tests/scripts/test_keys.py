@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from router.apikeys import ApiKeys, digest
 from tests.cluster import ROOT
+from wire.aio.apikeys import ApiKeys, digest
 from wire.aio.keys import Keys
 
 

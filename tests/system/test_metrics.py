@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 class Figures:
     """One reading of /metrics; every series by its name and labels."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        text = httpx.get(cluster.http + "/metrics", trust_env=False).text
+    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
+        text = httpx.get(url + "/metrics", trust_env=False, headers=headers).text
         self.samples = [
             sample for each in text_string_to_metric_families(text) for sample in each.samples
         ]
@@ -55,6 +56,15 @@ class Figures:
             for sample in self.samples
             if sample.name == name and labels.items() <= sample.labels.items() and sample.value
         }
+
+    def one(self, name: str, **labels: str) -> float:
+        """The one sample of this name and these labels."""
+        (value,) = [
+            sample.value
+            for sample in self.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+        return value
 
     @property
     def busy(self) -> list[Any]:
@@ -128,7 +138,7 @@ async def test_each_outcome_is_counted_exactly(cluster: Cluster) -> None:
     assert {answer.status_code for answer in answers} == {503}
     await asyncio.to_thread(until, lambda: cluster.find("decode", 0), "decode-0 is back")
     await asyncio.to_thread(cluster.until_idle)
-    figures = Figures(cluster)
+    figures = Figures(cluster.http)
     assert figures.by("outcome", "baton_requests_total") == {
         "length": N + 1,
         "stop": 2 * N,
@@ -150,3 +160,109 @@ async def test_each_outcome_is_counted_exactly(cluster: Cluster) -> None:
         "kv_transfer_too_large": N,
     }
     assert figures.busy == []
+
+
+def eos_of(prompt: list[int]) -> int:
+    """How many tokens the oracle gives until it ends by itself; every prompt has its own."""
+    return len(hash_oracle(prompt, 400, Options()))
+
+
+async def announce(cluster: Cluster, key: str, body_bytes: int) -> bytes:
+    """Say how large a body will be, send none of it, and return how the answer begins."""
+    host, _, port = cluster.http.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+    writer.write(f"{head}content-length: {body_bytes}\r\n\r\n".encode())
+    answer = await reader.read()
+    writer.close()
+    return answer[:12]
+
+
+async def test_requests_that_get_nowhere_are_counted_too(tmp_path: Path) -> None:
+    """Over the limits, without a key; and some that end by themselves."""
+    key = "sk-" + "7" * 40
+    (tmp_path / "keys").write_text(key + "\n")
+    (tmp_path / "keys").chmod(0o600)
+    args = ("--api-keys", str(tmp_path / "keys"), "--max-waiting", "0")
+    args += ("--max-running-per-worker", "1", "--queue-timeout-ms", "500")
+    args += ("--worker-args", "--hash-step-ms 10")
+    natural = next(p for n in range(1, 400) if eos_of(p := [n, n + 1]) < 64)
+    with Cluster(tmp_path, local="1,1", executor="hash", args=args, api_key=key) as cluster:
+        async with httpx.AsyncClient(
+            base_url=cluster.http, timeout=60, trust_env=False, headers=cluster.headers
+        ) as client:
+            for _ in range(N):
+                await ask(client, 200, prompt=natural, max_tokens=400, ignore_eos=False)
+                assert await announce(cluster, key, 17 << 20) == b"HTTP/1.1 413"
+                answer = await client.post(
+                    "/v1/completions", json=completion(), headers={"authorization": "Bearer no"}
+                )
+                assert answer.status_code == 401
+            endless = asyncio.create_task(
+                client.post("/v1/completions", json=completion(max_tokens=LONG))
+            )
+            await asyncio.to_thread(until, lambda: cluster.find("decode", 0)["placed"], "placed")
+            for _ in range(N):
+                await ask(client, 429)
+            endless.cancel()
+            await asyncio.to_thread(cluster.until_idle)
+            figures = Figures(cluster.http, cluster.headers)
+    assert figures.by("outcome", "baton_http_requests_total", endpoint="completions") == {
+        "stop": N,
+        "body_too_large": N,
+        "overloaded": N,
+        "cancelled": 1,
+    }
+    assert figures.one("baton_http_requests_total", outcome="invalid_api_key") == N
+    assert figures.by("code", "baton_requests_rejected_total") == {"overloaded": N}
+    assert figures.by("outcome", "baton_requests_total") == {"stop": N, "cancelled": 1}
+
+
+async def test_without_a_worker_every_request_is_counted_as_such(tmp_path: Path) -> None:
+    with Cluster(tmp_path, local="", executor="hash") as cluster:
+        async with httpx.AsyncClient(base_url=cluster.http, timeout=60, trust_env=False) as client:
+            for _ in range(N):
+                await ask(client, 503)
+        figures = Figures(cluster.http)
+    assert figures.by("outcome", "baton_http_requests_total") == {"no_worker": N}
+
+
+async def test_a_workers_own_port_says_what_it_did_and_is_at_rest_after_aborts(
+    tmp_path: Path,
+) -> None:
+    worker_args = ("--worker-args", "--hash-step-ms 5 --metrics 127.0.0.1:0")
+    with Cluster(tmp_path, local="1,1", executor="hash", args=worker_args) as cluster:
+        async with httpx.AsyncClient(base_url=cluster.http, timeout=60, trust_env=False) as client:
+            for number in range(N):
+                await ask(client, 200, prompt=[number + 1] * 20)
+            for task in await start_endless(cluster, client):
+                task.cancel()
+            await asyncio.to_thread(cluster.until_idle)
+        urls = [
+            event["url"].removesuffix("/metrics")
+            for event in map(json.loads, cluster.log().splitlines())
+            if event["event"] == "metrics"
+        ]
+        assert len(urls) == 2
+        each = [Figures(url) for url in urls]
+        router = Figures(cluster.http)
+    assert [figures.busy for figures in each] == [[], []]
+    by_role = {figures.one("baton_peers_up", kind="decode"): figures for figures in each}
+    decode, prefill = by_role[0], by_role[1]
+    assert [figures.one("baton_peers_up", kind="router") for figures in each] == [1, 1]
+    for figures in each:
+        assert figures.one("baton_hand_overs_total", outcome="done") == 2 * N
+        assert figures.one("baton_step_seconds_count") == figures.one("baton_worker_steps_total")
+        assert figures.one("baton_kv_inflight_limit_bytes") > 0
+    sent = prefill.one("baton_hand_over_bytes_total")
+    assert sent == decode.one("baton_hand_over_bytes_total") > 0
+    offers = prefill.one("baton_frames_total", plane="kv", tag="kv_cache", direction="sent")
+    assert offers >= 4 * N  # at least an offer and a segment each
+    came = decode.one("baton_frames_total", plane="kv", tag="kv_cache", direction="received")
+    assert came == offers
+    asked = {"plane": "bus", "tag": "prefill_request"}
+    assert router.one("baton_frames_total", direction="sent", **asked) == 2 * N
+    assert prefill.one("baton_frames_total", direction="received", **asked) == 2 * N
+    tokens = {"plane": "bus", "tag": "decode_token"}
+    got = router.one("baton_frames_total", direction="received", **tokens)
+    assert got == decode.one("baton_frames_total", direction="sent", **tokens)

@@ -1,7 +1,9 @@
 """The systemd units: clean, locked down, and what their own ExecStart lines start really works.
 
-No service manager is booted here: this environment has none (PID 1 is another program, and there is
-no user bus).  A socket of our own hears what the processes would tell it.
+No service manager is booted here.  As root a systemd comes up in namespaces of its own, but it runs
+the machine's start-up units on the machine's directories (tmpfiles empties /tmp) unless all those
+are hidden from it first, and nothing here does that.  A socket of our own hears what the processes
+would tell it.
 """
 
 from __future__ import annotations
@@ -194,6 +196,8 @@ def test_the_units_own_lines_serve_and_drain(root: Path, tmp_path: Path) -> None
         extended, ready = decode.index("EXTEND_TIMEOUT_USEC="), decode.index("READY=1")
         assert extended is not None and ready is not None and extended < ready
 
+        ready_status = "STATUS=0 running, 0 waiting, 1 prefill and 1 decode workers ready"
+        until(lambda: ready_status in router.said, "live figures")
         body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 40, "stream": True}
         body |= {"ignore_eos": True}
         url = f"http://127.0.0.1:{http}/v1/completions"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -187,7 +188,8 @@ async def test_systemd_hears_when_it_is_ready_and_how_it_is(
                 data = await asyncio.get_running_loop().sock_recv(systemd, 1000)
                 heard.append(data.decode())
         assert heard.count("READY=1") <= 2  # of each worker once
-        assert any(line.startswith("STATUS=0 running") for line in heard)
+        [figures] = {line for line in heard if line.startswith("STATUS=0 running")}
+        assert re.fullmatch(r"STATUS=0 running, 0 waiting, 0 blocks used, [1-9]\d* tasks", figures)
 
 
 def run_worker(*args: str) -> subprocess.CompletedProcess[str]:

@@ -61,6 +61,17 @@ def test_keys_open_the_kv_port_and_so_do_credentials(
         Config(kv_bind="tcp://10.0.0.5:5600", rank=4)
 
 
+def test_metrics_are_for_this_machine_unless_somebody_says_otherwise(tmp_path: Path) -> None:
+    assert Config(metrics="127.0.0.1:0").metrics and Config(metrics="[::1]:9100").metrics
+    with pytest.raises(ValidationError, match="scripts/keys --api-key"):
+        Config(metrics="0.0.0.0:9100")
+    assert Config(metrics="0.0.0.0:9100", insecure=True).metrics
+    assert Config(metrics="0.0.0.0:9100", api_keys=tmp_path / "keys").metrics
+    for wrong in ("9100", ":9100", "127.0.0.1:x", "127.0.0.1:65536"):
+        with pytest.raises(ValidationError, match="HOST:PORT"):
+            Config(metrics=wrong)
+
+
 def test_a_draft_model_is_for_who_generates() -> None:
     config = Config(speculate="draft:3:/models/a:b")
     assert (config.draft_model, config.num_drafts) == ("/models/a:b", 3)

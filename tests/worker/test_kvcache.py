@@ -98,7 +98,11 @@ def test_a_pool_that_the_host_cannot_read_goes_through_staging() -> None:
     plain.pool.copy_(torch.randn(plain.pool.shape, generator=torch.Generator().manual_seed(1)))
     lane = CpuLane()
     staged = TorchKVCache(
-        layout, 8, 16, torch.device("cpu"), lambda pool: Staging(pool, lane, (512, 2048))
+        layout,
+        8,
+        16,
+        torch.device("cpu"),
+        make_staging=lambda pool: Staging(pool, lane, (512, 2048)),
     )
     rectangle, num_moved = Rectangle(1, 2, 7, 26), len(lane.moved)
     sent = plain.pack([6, 1, 3], rectangle)

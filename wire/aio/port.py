@@ -28,9 +28,9 @@ REFUSED: Final = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-_EVENTS: Final = (
-    zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSED
-)
+# A connection ended, or did not even begin.
+ENDED: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | ENDED | REFUSED
 Options = Mapping[str, int | bytes]
 
 
@@ -131,6 +131,12 @@ class Port:
                     self.context.term()
             raise OSError(error.errno, f"cannot {verb} {endpoint}: {error.strerror}") from error
         return bytes(self.socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def connect_again(self, endpoint: str) -> None:
+        """Connect to where a connection has ended."""
+        with suppress(zmq.ZMQError):  # after a handshake libzmq has forgotten it by itself
+            self.socket.disconnect(endpoint)
+        self.socket.connect(endpoint)
 
     def read(self, frame: zmq.Frame) -> tuple[list[Buffer], int]:
         """Return the parts of the message `frame` begins, and their bytes; none if too many."""

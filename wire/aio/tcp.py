@@ -22,6 +22,7 @@ from wire.frames import Error, Frame
 from wire.parts import Buffer, Message
 from wire.payloads import ErrorDetail, encode_map
 from wire.stream import DEFAULT_MAX_FRAME_BYTES, StreamDecoder, encode
+from wire.traffic import Traffic
 
 __all__ = ["Client", "Connection", "Handler", "Limits", "Server", "connect", "serve"]
 
@@ -71,6 +72,7 @@ class Connection(asyncio.Protocol):
         make_handler: Callable[[Connection], Handler],
         limits: Limits,
         connections: set[Connection],
+        traffic: Traffic,
     ) -> None:
         self.peer_name = ""
         self.is_closing = False
@@ -79,6 +81,7 @@ class Connection(asyncio.Protocol):
         self._handler: Handler | None = None
         self._limits = limits
         self._connections = connections
+        self._traffic = traffic
         self._decoder = StreamDecoder(max_frame_bytes=limits.max_frame_bytes)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
@@ -101,6 +104,7 @@ class Connection(asyncio.Protocol):
         if self.is_closing:
             return
         self._active_at = self._loop.time()
+        self._traffic.sent[frame.tag] += 1
         self._transport.write(b"".join(encode(frame, *payload)))
         if self.buffered_bytes > self._limits.max_write_bytes:
             self.abort(WireError(ErrorCode.OVERLOADED, f"{self.peer_name} does not read"))
@@ -152,6 +156,7 @@ class Connection(asyncio.Protocol):
         try:
             while not self.is_closing and (message := self._decoder.next_message()) is not None:
                 self._message_began_at = None
+                self._traffic.received[message.tag] += 1
                 if self._handler is not None:
                     self._handler.on_message(message)
         except WireError as error:
@@ -261,12 +266,17 @@ async def serve(
     make_handler: Callable[[Connection], Handler],
     limits: Limits | None = None,
     tls: ssl.SSLContext | None = None,
+    traffic: Traffic | None = None,
 ) -> Server:
-    """Listen on `host`:`port` (0: any) and give each client a handler.  Raises OSError."""
+    """Listen on `host`:`port` (0: any) and give each client a handler.  Raises OSError.
+
+    `traffic` counts the frames of all of them.
+    """
     connections: set[Connection] = set()
     allowed = limits or Limits()
+    counts = traffic or Traffic()
     server = await asyncio.get_running_loop().create_server(
-        lambda: Connection(make_handler, allowed, connections),
+        lambda: Connection(make_handler, allowed, connections, counts),
         host,
         port,
         backlog=1024,

@@ -15,16 +15,27 @@ not handled here.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
 import zmq
 
+from wire.aio.dial import Dial
 from wire.aio.keys import Keys
 from wire.aio.outbox import Limits, Outbox, Sending
 from wire.aio.peers import Peers
-from wire.aio.port import LAST, REFUSED, Context, Port, link_options, server_options, terminate
+from wire.aio.port import (
+    ENDED,
+    LAST,
+    REFUSED,
+    Context,
+    Port,
+    link_options,
+    server_options,
+    terminate,
+)
 from wire.aio.pump import Pump, guarded
 from wire.aio.zap import Gate, prove
 from wire.errors import PeerLost
@@ -189,6 +200,8 @@ class Link:
         self._port.socket.setsockopt(zmq.ROUTING_ID, identity)
         self._port.attach("connect", endpoint)
         self._outbox = Outbox(endpoint, limits, partial(self._port.transmit, b""))
+        later = asyncio.get_running_loop().call_later
+        self._dial = Dial(partial(self._port.connect_again, endpoint), later)
         self._pump = Pump(self._port, self._receive, self._events.append, self._settle, self._flush)
 
     @property
@@ -210,6 +223,7 @@ class Link:
 
     async def close(self, linger_s: float = 0.0) -> None:
         """As `Hub.close`."""
+        self._dial.stop()
         await self._pump.close(linger_s)
         self.is_up = False
         self._outbox.drop()
@@ -228,17 +242,23 @@ class Link:
             kind, _ = self._events.pop(0)
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.is_up, self._is_greeting, self._was_refused = True, True, False
+                self._dial.succeed()
                 self._on_up()
                 self._is_greeting = False
-            elif kind == zmq.EVENT_DISCONNECTED and self.is_up:
-                self.is_up = False
-                self._outbox.drop()
-                self._on_down()
+            elif kind & ENDED:
+                self._end()
             elif kind & REFUSED and not self._was_refused:
                 self._was_refused = True
                 _LOG.error(
                     "refused: are its keys and ours in both authorized_keys?", by=self.endpoint
                 )
+
+    def _end(self) -> None:
+        self._dial.fail()
+        if self.is_up:
+            self.is_up = False
+            self._outbox.drop()
+            self._on_down()
 
     def _flush(self) -> float | None:
         return self._outbox.flush() if self.is_up else None

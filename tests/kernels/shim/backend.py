@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import math
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from kernels import launch, launch_rows
+from kernels import launch, launch_rowwise
 from kernels.contract import PagedBatch
 from kernels.launch import Launch
 
@@ -27,6 +28,8 @@ CSRC = ROOT / "kernels" / "csrc"
 BUILD = ROOT / ".pytest_cache" / "shim"
 # How many thread blocks the host believes the device to want: small, so that keys are split.
 WANTED_BLOCKS = 24
+# What a thread block must leave alone stands on both sides of a result.
+MARGIN, UNTOUCHED = 64, 768.0
 
 
 def cuda_headers() -> list[Path]:
@@ -53,7 +56,7 @@ def why_not() -> str | None:
 def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None) -> ctypes.CDLL:
     """Compile instantiations of one file of csrc/, or of `text` in its place."""
     text = text or (CSRC / f"{source}.cu").read_text()
-    struct = {"append": "Append", "move": "Move", "normalize": "Normalize", "gate": "Gate"}
+    struct = {"append": "Append", "move": "Move", "rms_norm": "Norm", "silu_gate": "Gate"}
     entries = "".join(
         f'extern "C" void run{number}(unsigned x, unsigned y, int threads, size_t bytes, '
         f"int order, int seed, int late, const void* a) {{\n"
@@ -75,6 +78,19 @@ def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None
         assert done.returncode == 0, done.stderr[:4000]
         mine.replace(target)
     return ctypes.CDLL(str(target))
+
+
+def between_margins(shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (a run with margins, the tensor of that shape in its midst); all is UNTOUCHED."""
+    size = math.prod(shape)
+    whole = torch.full((MARGIN + size + MARGIN,), UNTOUCHED, dtype=dtype)
+    return whole, whole[MARGIN : MARGIN + size].view(*shape)
+
+
+def checked(whole: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return `out`, whose margins nothing may have written to."""
+    assert (whole[:MARGIN] == UNTOUCHED).all() and (whole[-MARGIN:] == UNTOUCHED).all()
+    return out
 
 
 class Shim:
@@ -161,21 +177,22 @@ class Shim:
         self.run(launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.full_like(x, float("nan"))
-        self.run(launch_rows.normalize(x, None, weight, eps, out))
-        return out
+        whole, out = between_margins(x.shape, x.dtype)
+        self.run(launch_rowwise.norm(x, weight, eps, out))
+        return checked(whole, out)
 
     def add_rms_norm(
         self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        out = torch.full_like(x, float("nan"))
-        self.run(launch_rows.normalize(x, added, weight, eps, out))
-        return out
+        whole, out = between_margins(x.shape, x.dtype)
+        self.run(launch_rowwise.norm(x, weight, eps, out, added))
+        return checked(whole, out)
 
     def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        out = gate_up.new_full((gate_up.shape[0], gate_up.shape[1] // 2), float("nan"))
-        self.run(launch_rows.gate(gate_up, out))
-        return out
+        shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        whole, out = between_margins(shape, gate_up.dtype)
+        self.run(launch_rowwise.gate(gate_up, out, wanted_blocks=WANTED_BLOCKS))
+        return checked(whole, out)
 
     def run(self, launches: list[Launch]) -> None:
         for it in launches:

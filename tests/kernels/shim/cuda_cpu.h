@@ -52,7 +52,7 @@ struct Thread {
 };
 
 inline Thread* current;
-inline Index block, grid;
+inline Index block, block_size, grid;
 inline unsigned char* shared;
 inline size_t shared_bytes;
 inline ucontext_t scheduler;
@@ -183,6 +183,7 @@ void launch(Kernel kernel, unsigned grid_x, unsigned grid_y, int num_threads, si
   shared = (unsigned char*)(((size_t)memory.data() + 127) & ~(size_t)127);
   shared_bytes = bytes;
   grid = {grid_x, grid_y, 1};
+  block_size = {(unsigned)num_threads, 1, 1};
   late = late_copies;
   body = kernel;
   std::mt19937 random(seed);
@@ -210,6 +211,8 @@ void launch(Kernel kernel, unsigned grid_x, unsigned grid_y, int num_threads, si
 
 #define threadIdx (shim::current->index)
 #define blockIdx (shim::block)
+#define blockDim (shim::block_size)
+#define gridDim (shim::grid)
 inline void __syncthreads() { shim::leave(shim::AT_BARRIER); }
 
 static inline void copy_async(void* to, const void* from, bool valid) {

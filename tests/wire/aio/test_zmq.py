@@ -154,6 +154,29 @@ async def test_a_link_tells_when_it_is_down_and_up_again(bus: Bus) -> None:
     assert await bus.messages.get() == (b"decode-0-1", [b"again", b""])
 
 
+async def test_a_link_tries_again_where_connections_are_taken_and_closed() -> None:
+    taken = asyncio.Semaphore(0)
+
+    def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+        taken.release()
+
+    # As a proxy with nobody behind it: libzmq's own back-off would begin anew each time.
+    proxy = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    endpoint = f"tcp://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+    up = asyncio.Event()
+    link = Link(b"decode-0-1", endpoint, lambda parts: None, on_up=up.set)
+    for _ in range(3):
+        await taken.acquire()
+    proxy.close()
+    await proxy.wait_closed()
+    hub = Hub(lambda peer, parts: None)
+    hub.bind(endpoint)
+    await up.wait()
+    await link.close()
+    await hub.close()
+
+
 async def test_large_parts_cross_without_a_copy_when_asked(bus: Bus) -> None:
     await bus.replace_hub(bus.new_hub(zero_copy=True))
     link, told = await bus.link(b"prefill-0-1", zero_copy=True)

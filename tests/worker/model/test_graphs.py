@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import PagedBatch, launch, launch_rows
+from kernels import PagedBatch, launch, launch_rowwise
 from kernels.launch import Launch
 from scripts.make_model import make_model
 from tests.kernels.shim.backend import WANTED_BLOCKS, Shim, why_not
@@ -40,7 +40,7 @@ class Watched(Shim):
             {
                 "attention": launch.attention_kernels(dtype, head_dim),
                 "kv": launch.kv_kernels(dtype, dtype),
-                "rowwise": launch_rows.row_kernels(dtype),
+                "rowwise": launch_rowwise.rowwise_kernels(dtype),
             }
         )
         self.started: list[tuple[str, tuple[int, int]]] = []

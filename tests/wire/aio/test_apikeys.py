@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from router.apikeys import ApiKeys, bearer, digest, open_api_keys
+from wire.aio.apikeys import ApiKeys, bearer, digest, name_of, open_api_keys
 from wire.aio.settings import ConfigError
 
 ONE, TWO = "sk-" + "1" * 40, "sk-" + "2" * 40
@@ -71,6 +71,11 @@ def test_a_file_that_cannot_work_is_refused_by_name(
     with pytest.raises(ConfigError, match=sentence) as caught:
         ApiKeys(path)
     assert str(path) in str(caught.value) and "short" not in str(caught.value)
+
+
+def test_a_name_tells_keys_apart_and_tells_none() -> None:
+    names = {name_of(digest(key.encode())) for key in (ONE, ONE + "x", ONE.upper())}
+    assert len(names) == 3 and not any(ONE in name for name in names)
 
 
 def test_only_digests_are_kept(path: Path) -> None:

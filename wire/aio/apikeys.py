@@ -17,7 +17,7 @@ import structlog
 from wire.aio.keys import credential, read_secret
 from wire.aio.settings import ConfigError
 
-log = structlog.get_logger("router")
+log = structlog.get_logger(__name__)
 
 MIN_CHARS: Final = 16
 BEARER: Final = b"bearer "
@@ -64,6 +64,11 @@ class ApiKeys:
 def digest(key: bytes) -> bytes:
     """Return what is kept of a key.  Keys are random and long: no salt, no stretching."""
     return hashlib.sha256(key).digest()
+
+
+def name_of(key_digest: bytes) -> str:
+    """Return what a key is called in logs and queues: enough of its digest to tell it apart."""
+    return f"key-{key_digest.hex()[:12]}"
 
 
 def bearer(header: bytes | None) -> bytes:

@@ -1,0 +1,77 @@
+"""The log of a real cluster: one line a request, whichever face, and a reader that stalls."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.cluster import ROOT, Cluster, until
+from wire.aio.tcp import connect
+from wire.errors import ErrorCode
+from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, PrefillRequest
+from wire.options import Options
+from wire.payloads import encode_prompt
+
+SAME = ("outcome", "attempts", "prompt_tokens", "completion_tokens", "cached_tokens", "kv_bytes")
+TIMES = ("queue_s", "ttft_s", "decode_s", "kv_s", "total_s")
+
+
+def lines(cluster: Cluster) -> list[dict[str, Any]]:
+    events = map(json.loads, cluster.log().splitlines())
+    return [event for event in events if event["event"] == "request"]
+
+
+async def ask_over_tcp(cluster: Cluster, decode_rank: int) -> None:
+    client = await connect(*cluster.tcp)
+    payload = encode_prompt([7, 8, 9], Options(ignore_eos=True))
+    client.send(PrefillRequest(5, 3, decode_rank), payload)
+    client.send(DecodeRequest(5, 7))
+    async for message in client:
+        if isinstance(message.frame, DecodeDone | Error):
+            break
+    await client.close()
+
+
+async def test_a_request_is_one_line_on_either_face(tmp_path: Path) -> None:
+    with Cluster(tmp_path, executor="hash") as cluster:
+        async with httpx.AsyncClient(base_url=cluster.http, trust_env=False) as client:
+            body = {"prompt": [4, 5, 6], "max_tokens": 8, "ignore_eos": True}
+            await client.post("/v1/completions", json=body)
+        await ask_over_tcp(cluster, ANY_RANK)
+        await ask_over_tcp(cluster, 3)  # the router chooses, not the client
+        until(lambda: len(lines(cluster)) >= 3, "three lines")
+        over_http, over_tcp, refused = lines(cluster)
+    assert [over_http["face"], over_tcp["face"], refused["face"]] == ["http", "tcp", "tcp"]
+    assert {name: over_http[name] for name in SAME} == {name: over_tcp[name] for name in SAME}
+    assert (over_http["outcome"], over_http["attempts"]) == ("length", 1)
+    assert (over_http["prompt_tokens"], over_http["completion_tokens"]) == (3, 8)
+    for line in (over_http, over_tcp):
+        assert all(0 <= line[name] <= line["total_s"] for name in TIMES)
+    assert (over_tcp["request_id"], refused["request_id"]) == (5, 5)
+    assert refused["outcome"] == ErrorCode.INVALID_REQUEST.label
+
+
+def test_a_reader_that_stalls_stops_nothing(tmp_path: Path) -> None:
+    """Nobody reads stderr: its pipe is full after 64 KiB, and the router answers all the same."""
+    ready = tmp_path / "ready.json"
+    endpoints = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0")
+    command = [sys.executable, "-m", "router", *endpoints, "--ready-file", str(ready)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as router:
+        assert router.stderr is not None
+        try:
+            until(ready.exists, "listening")
+            url = json.loads(ready.read_text())["http"]
+            with httpx.Client(base_url=url, trust_env=False) as client:
+                for _ in range(600):  # each a line of some 200 bytes
+                    assert client.get("/nothing").status_code == 404
+                assert client.get("/livez").status_code == 200
+            router.terminate()
+            assert router.wait(20) == 0
+            assert router.stderr.read().count(b"\n") < 600, "the pipe was never full"
+        finally:
+            router.kill()

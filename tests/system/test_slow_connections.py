@@ -1,0 +1,61 @@
+"""Idle and dribbling connections cost the others nothing and are closed by their timers, each face.
+
+`scripts/bench_slow_clients.py` measures 2,200 of them; here are 220, and timers of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.cluster import ROOT, Cluster, until
+from wire.aio.tcp import connect
+from wire.frames import NO_RANK, PrefillDone, PrefillRequest
+from wire.options import Options
+from wire.payloads import encode_prompt
+
+IDLE, DRIBBLING = 200, 20
+
+
+async def ask(cluster: Cluster, face: str) -> None:
+    """Ask for one token, over a connection that is closed again."""
+    if face == "http":
+        body = {"prompt": [1, 2], "max_tokens": 1}
+        async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+            answer = await client.post(cluster.http + "/v1/completions", json=body)
+        assert answer.status_code == 200
+        return
+    client = await connect(*cluster.tcp)
+    client.send(PrefillRequest(1, 2, NO_RANK), encode_prompt([1, 2], Options(max_tokens=1)))
+    message = await client.next_message()
+    assert message is not None and isinstance(message.frame, PrefillDone)
+    await client.close()
+
+
+@pytest.mark.parametrize("face", ["http", "tcp"])
+async def test_a_crowd_is_closed_and_leaves_nothing(tmp_path: Path, face: str) -> None:
+    with Cluster(tmp_path, executor="hash", args=("--grace-s", "1")) as cluster:
+        host, _, port = cluster.endpoints[face].rpartition("//")[2].rpartition(":")
+        router = psutil.Process(cluster.router.pid)
+        before = router.num_fds()
+        crowd = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(ROOT / "scripts/crowd.py"), host, port, "--face", face),
+            *("--idle", str(IDLE), "--dribbling", str(DRIBBLING), "--interval-s", "0.4"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert crowd.stdout is not None
+        turns = [json.loads(await crowd.stdout.readline())]
+        await ask(cluster, face)
+        turns += [json.loads(line) async for line in crowd.stdout]
+        assert await crowd.wait() == 0
+        assert [turn["turn"] for turn in turns] == ["connected", "first closed", "all closed"]
+        assert (turns[-1]["refused"], turns[-1]["left"]) == (0, 0)
+        until(
+            lambda: router.num_fds() <= before + 1, "descriptors are back, less the one that asks"
+        )

@@ -1,0 +1,80 @@
+"""/metrics of a worker: what its engine and its hand-overs came to, in names the router has too."""
+
+from __future__ import annotations
+
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from wire.options import Options
+from wire.traffic import Traffic
+from worker.config import Config
+from worker.engine import Engine
+from worker.executor.hash import create
+from worker.metrics import HandOvers, Metrics
+from worker.sequence import Sequence
+
+
+class Books:
+    """A role that has handed one prompt over and failed once."""
+
+    kv_inflight_bytes = 5
+
+    def __init__(self) -> None:
+        self.hand_overs = HandOvers()
+        self.hand_overs.end("done", 640, 64, 0.02)
+        self.hand_overs.end("failed", 0, 0, None)
+
+
+def served(engine: Engine) -> Metrics:
+    config = Config(max_kv_inflight_bytes=32 << 20)
+    return Metrics(engine.stats, Books(), config, {"bus": Traffic()}, lambda: {"router": 1})
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def engine() -> Engine:
+    return Engine(create(), num_blocks=16, block_size=4)
+
+
+def test_what_an_engine_did() -> None:
+    subject = engine()
+    metrics = served(subject)
+    subject.add(Sequence(1, (1, 2, 3, 4, 5), Options(max_tokens=3, ignore_eos=True)))
+    subject.step()
+    found = samples(metrics)
+    assert (found["baton_worker_running"], found["baton_blocks{state=used}"]) == (1, 2)
+    while subject.has_work():
+        subject.step()
+    found = samples(metrics)
+    assert (found["baton_worker_running"], found["baton_blocks{state=used}"]) == (0, 0)
+    assert found["baton_worker_tokens_total{kind=prefill}"] == 5
+    assert found["baton_worker_tokens_total{kind=decode}"] == 3
+    assert found["baton_worker_sequences_total{outcome=finished}"] == 1
+    assert found["baton_step_seconds_count"] == found["baton_worker_steps_total"] == 3
+    assert found["baton_step_seconds_sum"] > 0
+
+
+def test_what_was_handed_over() -> None:
+    found = samples(served(engine()))
+    assert found["baton_hand_overs_total{outcome=done}"] == 1
+    assert found["baton_hand_overs_total{outcome=failed}"] == 1
+    assert found["baton_hand_over_bytes_total"] == 640
+    assert found["baton_hand_over_skipped_bytes_total"] == 64
+    assert found["baton_hand_over_seconds_bucket{le=0.02}"] == 1
+    assert found["baton_kv_inflight_bytes"] == 5
+    assert found["baton_kv_inflight_limit_bytes"] == 32 << 20
+    assert found["baton_peers_up{kind=router}"] == 1
+
+
+def test_names_and_units() -> None:
+    names = {name.partition("{")[0] for name in samples(served(engine()))}
+    assert all(re.fullmatch(r"baton_[a-z_]+", name) for name in names)
+    assert not [name for name in names if re.search(r"_(ms|mb|gb|percent)$", name)]

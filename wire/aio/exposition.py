@@ -1,0 +1,87 @@
+"""What the metrics of routers and workers have in common, for Prometheus.
+
+Base units, prefix ``baton_``, bounded labels, never a request id.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Final
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from wire.traffic import Traffic
+
+CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class Distribution(Collector):
+    """A histogram that many equal observations enter at once."""
+
+    def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
+        self._name = name
+        self._help = help_text
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count `times` observations of `value`."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterable[Metric]:
+        yield histogram(self._name, self._help, self._bounds, self._counts, self._sum)
+
+
+def histogram(
+    name: str, help_text: str, bounds: Sequence[float], counts: Sequence[int], total: float
+) -> Metric:
+    """Return a histogram of `counts` between `bounds`, one more than those; `name` is whole."""
+    edges = [*map(str, map(float, bounds)), "+Inf"]
+    buckets = list(zip(edges, map(float, accumulate(counts)), strict=True))
+    return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=total)
+
+
+def gauge(name: str, help_text: str, value: float) -> Metric:
+    """Return one gauge without labels."""
+    return GaugeMetricFamily(f"baton_{name}", help_text, value=value)
+
+
+def counter(name: str, help_text: str, value: float) -> Metric:
+    """Return one counter without labels."""
+    return CounterMetricFamily(f"baton_{name}", help_text, value=value)
+
+
+def tally(name: str, help_text: str, label: str, counts: Mapping[str, float]) -> Metric:
+    """Return a counter by one label."""
+    family = CounterMetricFamily(f"baton_{name}", help_text, labels=[label])
+    for key, count in tuple(counts.items()):
+        family.add_metric([key], count)
+    return family
+
+
+def frames(planes: Mapping[str, Traffic]) -> Iterator[Metric]:
+    """Yield the frames of every plane by tag, and those that could not be sent."""
+    family = CounterMetricFamily(
+        "baton_frames", "Frames by tag.", labels=["plane", "tag", "direction"]
+    )
+    for plane, traffic in planes.items():
+        for tag, direction, count in traffic.rows():
+            family.add_metric([plane, tag, direction], count)
+    yield family
+    unsent = CounterMetricFamily(
+        "baton_frames_unsent", "Frames that could not be sent.", labels=["plane", "reason"]
+    )
+    for plane, traffic in planes.items():
+        for reason, count in tuple(traffic.dropped.items()):
+            unsent.add_metric([plane, reason], count)
+    yield unsent

@@ -1,0 +1,145 @@
+"""GET /metrics of a worker: what it knows better than its heartbeats say.
+
+Everything is read when it is asked for; what is not kept anywhere else is in `HandOvers`.  Names
+that the router has too mean the same here, less `role` and `rank`: Prometheus names the instance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from wire.aio.exposition import Distribution, counter, frames, gauge, histogram, tally
+from wire.traffic import Traffic
+from worker.config import Config
+from worker.stats import STEP_S, Stats
+
+# From a few blocks within one machine to a long prompt over a slow network.
+HAND_OVER_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 40)
+
+
+class HandOvers:
+    """The hand-overs that ended at this end of theirs.
+
+    Attributes:
+        ends: How many, by how: done, failed, cancelled.
+        kv_bytes: Bytes of KV that crossed the network.
+        skipped_bytes: Bytes that did not have to: the decode worker held them.
+    """
+
+    def __init__(self) -> None:
+        self.ends: Counter[str] = Counter()
+        self.kv_bytes = 0
+        self.skipped_bytes = 0
+        self.seconds = Distribution(
+            "baton_hand_over_seconds", "From the accepted offer to the end.", HAND_OVER_S
+        )
+
+    def end(self, how: str, kv_bytes: int, skipped_bytes: int, seconds: float | None) -> None:
+        """Enter one; `seconds` from its acceptance, None if it did not get so far."""
+        self.ends[how] += 1
+        self.kv_bytes += kv_bytes
+        self.skipped_bytes += skipped_bytes
+        if seconds is not None:
+            self.seconds.observe(seconds)
+
+
+class Role(Protocol):
+    """What of a role is read here."""
+
+    hand_overs: HandOvers
+
+    @property
+    def kv_inflight_bytes(self) -> int: ...
+
+
+class Metrics(Collector):
+    """One worker's registry; `loop_lag_s` is set by whoever watches the loop."""
+
+    def __init__(
+        self,
+        stats: Callable[[], Stats],
+        role: Role,
+        config: Config,
+        planes: Mapping[str, Traffic],
+        peers_up: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self.loop_lag_s = 0.0
+        self._stats, self._role = stats, role
+        self._config, self._planes, self._peers_up = config, planes, peers_up
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._registry.register(role.hand_overs.seconds)
+
+    def render(self) -> bytes:
+        """Return the text exposition."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        """Nothing beforehand: a registry would otherwise collect once to find the names."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        yield from _engine(stats)
+        yield from _steps(stats)
+        yield from self._hand_overs()
+        yield from frames(self._planes)
+        yield _labelled("peers_up", "Connections that are up.", "kind", self._peers_up())
+        yield gauge(
+            "event_loop_lag_seconds", "How late the last timer of the loop was.", self.loop_lag_s
+        )
+
+    def _hand_overs(self) -> Iterator[Metric]:
+        books = self._role.hand_overs
+        yield tally("hand_overs", "Hand-overs that ended here.", "outcome", books.ends)
+        yield counter("hand_over_bytes", "KV that crossed the network.", books.kv_bytes)
+        yield counter(
+            "hand_over_skipped_bytes", "KV the decode worker held already.", books.skipped_bytes
+        )
+        yield gauge("kv_inflight_bytes", "KV under way.", self._role.kv_inflight_bytes)
+        for name in ("kv_inflight", "kv_transfer"):
+            limit = getattr(self._config, f"max_{name}_bytes")
+            yield gauge(f"{name}_limit_bytes", f"max_{name}_bytes.", limit)
+
+
+def _engine(stats: Stats) -> Iterator[Metric]:
+    counters = stats.counters
+    yield gauge("worker_running", "Sequences that run.", stats.num_running)
+    yield gauge("worker_waiting", "Sequences without blocks.", stats.num_waiting)
+    yield gauge("worker_reserving", "KV that waits for blocks.", stats.num_reserving)
+    yield gauge("worker_swapped", "Sequences in host memory.", stats.num_swapped)
+    yield gauge("swap_bytes", "Host memory of swapped KV.", stats.swap_bytes)
+    states = ("used", "cached", "free")
+    blocks = {state: getattr(stats, f"blocks_{state}") for state in states}
+    yield _labelled("blocks", "KV blocks.", "state", blocks)
+    yield counter("worker_preemptions", "Sequences that had to yield.", counters.preemptions)
+    ends = ("finished", "failed", "cancelled")
+    yield tally(
+        "worker_sequences", "Ended ones.", "outcome", {end: getattr(counters, end) for end in ends}
+    )
+    kinds = ("prefill", "decode", "cached", "drafted", "accepted")
+    tokens = {kind: getattr(counters, f"{kind}_tokens") for kind in kinds}
+    yield tally("worker_tokens", "Tokens read, sampled, found, guessed.", "kind", tokens)
+
+
+def _steps(stats: Stats) -> Iterator[Metric]:
+    counters = stats.counters
+    parts = {part: getattr(counters, f"{part}_s") for part in ("forward", "draft", "overhead")}
+    yield counter("worker_steps", "Engine steps.", counters.steps)
+    yield histogram(
+        "baton_step_seconds", "One step.", STEP_S, counters.step_counts, sum(parts.values())
+    )
+    yield tally("step_parts_seconds", "Where the time of steps went.", "part", parts)
+
+
+def _labelled(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(f"baton_{name}", help_text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
