@@ -218,23 +218,21 @@ class Engine:
 
     def _append(self, sequence: Sequence, tokens: Many[SampledToken]) -> None:
         """Append tokens, up to the first that is the sequence's last."""
-        scores = None if sequence.scores is None else sequence.take_prompt_logprobs()
-        sequence.drafts, request_id = [], sequence.request_id
-        for index, (token_id, logprobs) in enumerate(tokens, sequence.num_new_tokens):
-            self.counters.decode_tokens += 1
-            sequence.token_ids.append(token_id)
-            reason = sequence.finish_reason(self.info.max_model_len)
-            self._outputs.append(Token(request_id, token_id, index, logprobs, reason, scores))
-            scores = None
-            if reason is not None or sequence.hand_over:
-                self._end(sequence)
-                return
-
-    def _end(self, sequence: Sequence) -> None:
-        self.counters.finished += 1
+        request_id, first = sequence.request_id, sequence.num_new_tokens
+        ids = [token_id for token_id, _ in tokens]
+        count, reason = sequence.append(ids, self.info.max_model_len)
+        outputs = [
+            Token(request_id, token_id, index, logprobs, None)
+            for index, (token_id, logprobs) in enumerate(tokens[:count], first)
+        ]
+        outputs[-1].finish_reason = reason
+        if sequence.scores is not None:
+            outputs[0].prompt_logprobs = sequence.take_prompt_logprobs()
+        self._outputs += outputs
+        self.counters.count_tokens(count, is_end=reason is not None or sequence.hand_over)
         if sequence.hand_over and not sequence.is_released:
             self.scheduler.hold(sequence)
-        else:
+        elif reason is not None or sequence.hand_over:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
