@@ -13,7 +13,9 @@ from kernels import PagedBatch, contract, reference
 from kernels.contract import Backend
 
 NUM_LAYERS = 3
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+# A score of the loud head below is up to about 100 and float32 keeps 1e-5 of that, which its
+# exponential turns into as large a share of a weight.  A wrong key or mask is an error of about 1.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 class Scene(NamedTuple):

@@ -59,7 +59,7 @@ def test_an_empty_program_does_nothing() -> None:
 def test_a_program_can_be_run_again_and_after_a_sleep() -> None:
     end, operations = steps(20)
     program = Program(operations)
-    for _ in range(300):
+    for _ in range(100):
         operations[0].kept[0][:] = 0
         program.run(3)
         assert end.tolist() == after(20)
@@ -75,7 +75,7 @@ def test_two_programs_at_a_time() -> None:
     def work() -> bool:
         end, operations = steps(20)
         program = Program(operations)
-        for _ in range(200):
+        for _ in range(80):
             operations[0].kept[0][:] = 0
             program.run(2)
             if end.tolist() != after(20):
