@@ -9,7 +9,7 @@ must go.  A request that cannot be served alone fails alone, with an output.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from itertools import count, islice
 from typing import Any
@@ -195,44 +195,46 @@ class Engine:
         drawn = iter(sampled)
         for sequence, num_tokens, drafts in chunks:
             sequence.num_computed_tokens += num_tokens
+            is_last = sequence.num_computed_tokens == len(sequence.token_ids)
+            register(sequence, self.pool)
             if sequence.hand_over:
                 self._outputs.append(Computed(sequence.request_id, sequence.num_computed_tokens))
             if drafts:
-                self._append(sequence, self._verified(sequence, drafts, drawn))
-                if sequence.status is not Status.FINISHED:
-                    self.scheduler.trim(sequence)
-            elif sequence.num_computed_tokens == len(sequence.token_ids):
+                self._verify(sequence, drafts, tuple(islice(drawn, len(drafts) + 1)))
+            elif is_last:
                 self._append(sequence, (next(drawn),))
-            else:
-                register(sequence, self.pool)
 
-    def _verified(
-        self, sequence: Sequence, x: Many[int], drawn: Iterator[SampledToken]
-    ) -> Many[SampledToken]:
-        """Return the tokens that the target stands for."""
-        y = accepted(x, tuple(islice(drawn, len(x) + 1)))
-        sequence.adapt(len(x), len(y) - 1)
-        self.counters.verified(len(x), len(y) - 1)
-        return y
+    def _verify(self, sequence: Sequence, x: Many[int], y: Many[SampledToken]) -> None:
+        """Append what the target stands for; the KV of accepted drafts is that of their tokens."""
+        tokens = accepted(x, y)
+        num_accepted = len(tokens) - 1
+        sequence.adapt(len(x), num_accepted)
+        self.counters.verified(len(x), num_accepted)
+        self._append(sequence, tokens)
+        if sequence.status is not Status.FINISHED:
+            sequence.num_computed_tokens += num_accepted
+            register(sequence, self.pool)
+            self.scheduler.trim(sequence)
 
     def _append(self, sequence: Sequence, tokens: Many[SampledToken]) -> None:
-        """Append tokens, up to the first that is the sequence's last; all but the last have KV."""
-        request_id, first = sequence.request_id, sequence.num_new_tokens
-        ids = [token_id for token_id, _ in tokens]
-        count, reason = sequence.append(ids, self.info.max_model_len)
-        register(sequence, self.pool)
-        outputs = [
-            Token(request_id, token_id, index, logprobs, None)
-            for index, (token_id, logprobs) in enumerate(tokens[:count], first)
-        ]
-        outputs[-1].finish_reason = reason
-        if sequence.scores is not None:
-            outputs[0].prompt_logprobs = sequence.take_prompt_logprobs()
-        self._outputs += outputs
-        self.counters.count_tokens(count, is_end=reason is not None or sequence.hand_over)
+        """Append tokens, up to the first that is the sequence's last."""
+        scores = None if sequence.scores is None else sequence.take_prompt_logprobs()
+        sequence.drafts, request_id = [], sequence.request_id
+        for index, (token_id, logprobs) in enumerate(tokens, sequence.num_new_tokens):
+            self.counters.decode_tokens += 1
+            sequence.token_ids.append(token_id)
+            reason = sequence.finish_reason(self.info.max_model_len)
+            self._outputs.append(Token(request_id, token_id, index, logprobs, reason, scores))
+            scores = None
+            if reason is not None or sequence.hand_over:
+                self._end(sequence)
+                return
+
+    def _end(self, sequence: Sequence) -> None:
+        self.counters.finished += 1
         if sequence.hand_over and not sequence.is_released:
             self.scheduler.hold(sequence)
-        elif reason is not None or sequence.hand_over:
+        else:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:

@@ -264,27 +264,15 @@ class Sequence:
             return ErrorCode.CONTEXT_LENGTH_EXCEEDED, message
         return None
 
-    def append(self, token_ids: list[int], max_model_len: int) -> tuple[int, FinishReason | None]:
-        """Append tokens up to the last it may have; return how many, and why it ends if it does.
-
-        Each was drawn after those before it were computed: only the last lacks its KV.
-        """
-        self.drafts = []
-        room = min(self.max_new_tokens + self.num_given_tokens, max_model_len) - self.num_tokens
-        if len(token_ids) < room and self.stop_ids.isdisjoint(token_ids):
-            self.token_ids += token_ids
-            self.num_computed_tokens += len(token_ids) - 1
-            return len(token_ids), None
-        self.num_computed_tokens -= 1
-        for count, token_id in enumerate(token_ids, 1):
-            self.num_computed_tokens += 1
-            self.token_ids.append(token_id)
-            is_stop = token_id in self.stop_ids
-            if is_stop and self.num_output_tokens > self.options.min_tokens:
-                return count, "stop"
-            if count >= room:
-                return count, "length"
-        return len(token_ids), None
+    def finish_reason(self, max_model_len: int) -> FinishReason | None:
+        """Say why the token at the end is the last, if it is."""
+        token_ids = self.token_ids
+        if token_ids[-1] in self.stop_ids and self.num_output_tokens > self.options.min_tokens:
+            return "stop"
+        num_tokens = len(token_ids)
+        if num_tokens - self.num_given_tokens >= self.max_new_tokens or num_tokens >= max_model_len:
+            return "length"
+        return None
 
     def tokens_per_second(self, now: float) -> float:
         """Return the rate since the sequence started, 0 before (seed 002)."""

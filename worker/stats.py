@@ -60,11 +60,6 @@ class Counters:
         self.forward_s += forward_s
         self.overhead_s += step_s - forward_s
 
-    def count_tokens(self, num_tokens: int, *, is_end: bool) -> None:
-        """Add up what was sampled of one sequence."""
-        self.decode_tokens += num_tokens
-        self.finished += is_end
-
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Add up the drafts of one sequence."""
         self.drafted_tokens += num_drafts

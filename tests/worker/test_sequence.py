@@ -88,9 +88,8 @@ def test_a_prompt_just_under_the_context_is_fine() -> None:
 def finish(options: Options, output: list[int], max_new_tokens: int = 100) -> str | None:
     sequence = Sequence(1, [1, 1], options, max_new_tokens)
     sequence.stop_ids = frozenset({2})
-    count, reason = sequence.append(output, max_model_len=10)
-    assert count == len(output) and sequence.token_ids == [1, 1, *output]
-    return reason
+    sequence.token_ids += output
+    return sequence.finish_reason(max_model_len=10)
 
 
 def test_a_stop_token_ends_it_from_min_tokens_on() -> None:
@@ -105,14 +104,6 @@ def test_a_limit_ends_it_and_a_stop_token_at_the_limit_is_a_stop() -> None:
     assert finish(Options(), [5, 5, 5], 3) == "length"
     assert finish(Options(), [5, 5, 2], 3) == "stop"
     assert finish(Options(), [5] * 8) == "length"
-
-
-def test_tokens_after_the_last_are_left_out() -> None:
-    for output, count, reason in (([5, 2, 6], 2, "stop"), ([5, 6, 7, 8, 9], 4, "length")):
-        sequence = Sequence(1, [1, 1], max_new_tokens=4)
-        sequence.stop_ids = frozenset({2})
-        assert sequence.append(output, max_model_len=100) == (count, reason)
-        assert sequence.token_ids == [1, 1, *output[:count]]
 
 
 def test_block_keys_are_what_prefix_hashes_hash() -> None:
