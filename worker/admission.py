@@ -53,7 +53,7 @@ def tell(plan: Plan, pool: BlockPool) -> list[Output]:
 
 
 def _allocation(sequence: Sequence) -> tuple[int, tuple[int, ...], int]:
-    return sequence.request_id, sequence.block_table.snapshot(), sequence.num_cached_tokens
+    return sequence.request_id, tuple(sequence.block_table), sequence.num_cached_tokens
 
 
 def _out_of_blocks(sequence: Sequence, pool: BlockPool) -> Problem:

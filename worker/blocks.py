@@ -17,8 +17,6 @@ from itertools import count
 from threading import Lock
 from typing import Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 # Hashes told in one heartbeat, each way: 64 KiB of msgpack.  What is over waits for the next.
@@ -35,42 +33,6 @@ class Prefix(NamedTuple):
 ROOT: Final = Prefix(0, 0)
 
 _Key = tuple[int, bytes]
-
-
-class BlockTable:
-    """The physical blocks of one sequence, in order, as an int32 array that grows."""
-
-    __slots__ = ("_blocks", "num_blocks")
-
-    def __init__(self) -> None:
-        self._blocks: npt.NDArray[np.int32] = np.empty(8, np.int32)
-        self.num_blocks = 0
-
-    @property
-    def blocks(self) -> npt.NDArray[np.int32]:
-        """[num_blocks] a view that the next `extend` may leave behind."""
-        return self._blocks[: self.num_blocks]
-
-    def extend(self, blocks: Sequence[int]) -> None:
-        num_blocks = self.num_blocks + len(blocks)
-        if num_blocks > len(self._blocks):
-            grown = np.empty(max(num_blocks, 2 * len(self._blocks)), np.int32)
-            grown[: self.num_blocks] = self.blocks
-            self._blocks = grown
-        self._blocks[self.num_blocks : num_blocks] = blocks
-        self.num_blocks = num_blocks
-
-    def truncate(self, num_blocks: int) -> list[int]:
-        """Drop the blocks from `num_blocks` on and return them."""
-        dropped: list[int] = self.blocks[num_blocks:].tolist()
-        self.num_blocks -= len(dropped)
-        return dropped
-
-    def clear(self) -> None:
-        self.num_blocks = 0
-
-    def snapshot(self) -> tuple[int, ...]:
-        return tuple(self.blocks.tolist())
 
 
 class Journal:

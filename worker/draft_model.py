@@ -62,11 +62,11 @@ class ModelDrafter:
         """See `Drafter`."""
         shadow = self._shadows.pop(request_id, None)
         if shadow is not None:
-            self.pool.free(shadow.block_table.snapshot())
+            self.pool.free(shadow.block_table)
 
     def check(self) -> None:
         """Assert that every block is accounted for."""
-        self.pool.check(shadow.block_table.snapshot() for shadow in self._shadows.values())
+        self.pool.check(shadow.block_table for shadow in self._shadows.values())
 
     def _follow(self, sequence: Sequence) -> Sequence:
         """Return the shadow with the sequence's tokens; KV of others counts as not computed."""
@@ -83,7 +83,7 @@ class ModelDrafter:
 
     def _make_room(self, shadow: Sequence, num_drafts: int) -> bool:
         num_tokens = shadow.num_tokens + num_drafts - 1  # the last guess needs no KV
-        num_blocks = self.pool.blocks_for(num_tokens) - shadow.block_table.num_blocks
+        num_blocks = self.pool.blocks_for(num_tokens) - len(shadow.block_table)
         if num_blocks > 0:
             if not self.pool.can_allocate(num_blocks):
                 return False
@@ -106,8 +106,8 @@ class ModelDrafter:
             tokens = self._executor.sample(logits, batch) if batch.samplings else []
             for sampling, token in zip(batch.samplings, tokens, strict=True):
                 drawn[sampling.request_id] = token
-            for shadow, num_tokens, _ in chunks:
-                shadow.num_computed_tokens += num_tokens
+            for chunk in chunks:
+                chunk.sequence.num_computed_tokens += chunk.num_tokens
             waiting = [shadow for shadow in waiting if shadow.num_uncomputed_tokens]
         return [drawn[shadow.request_id] for shadow in shadows]
 

@@ -126,8 +126,7 @@ class Engine:
     def release(self, request_id: int) -> None:
         """End a hand-over: its blocks go back as soon as its first token is there."""
         self._is_stalled = False
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
+        if (sequence := self._sequences.get(request_id)) is None:
             return
         sequence.is_released = True
         if sequence.status is Status.HANDING_OVER:
@@ -136,8 +135,7 @@ class Engine:
     def cancel(self, request_id: int) -> None:
         """Drop a sequence in any state and free what it holds; an unknown id is ignored."""
         self._is_stalled = False
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
+        if (sequence := self._sequences.get(request_id)) is not None:
             self.counters.cancelled += 1
             self._finish(sequence)
 
@@ -193,14 +191,15 @@ class Engine:
 
     def _commit(self, chunks: list[Chunk], sampled: list[SampledToken]) -> None:
         drawn = iter(sampled)
-        for sequence, num_tokens, drafts in chunks:
-            sequence.num_computed_tokens += num_tokens
+        for chunk in chunks:
+            sequence, drafts = chunk.sequence, chunk.drafts
+            sequence.num_computed_tokens += chunk.num_tokens
             is_last = sequence.num_computed_tokens == len(sequence.token_ids)
             register(sequence, self.pool)
             if sequence.hand_over:
                 self._outputs.append(Computed(sequence.request_id, sequence.num_computed_tokens))
             if drafts:
-                self._verify(sequence, drafts, tuple(islice(drawn, len(drafts) + 1)))
+                self._verify(sequence, drafts, list(islice(drawn, len(drafts) + 1)))
             elif is_last:
                 self._append(sequence, (next(drawn),))
 
@@ -218,17 +217,17 @@ class Engine:
 
     def _append(self, sequence: Sequence, tokens: Many[SampledToken]) -> None:
         """Append tokens, up to the first that is the sequence's last."""
-        scores = None if sequence.scores is None else sequence.take_prompt_logprobs()
-        sequence.drafts, request_id = [], sequence.request_id
-        for index, (token_id, logprobs) in enumerate(tokens, sequence.num_new_tokens):
+        scores, sequence.drafts = sequence.take_prompt_logprobs(), ()
+        request_id, max_model_len = sequence.request_id, self.info.max_model_len
+        for index, it in enumerate(tokens, sequence.num_new_tokens):
             self.counters.decode_tokens += 1
-            sequence.token_ids.append(token_id)
-            reason = sequence.finish_reason(self.info.max_model_len)
-            self._outputs.append(Token(request_id, token_id, index, logprobs, reason, scores))
-            scores = None
+            sequence.token_ids.append(it.token_id)
+            reason = sequence.finish_reason(max_model_len)
+            self._outputs.append(Token(request_id, it.token_id, index, it.logprobs, reason, scores))
             if reason is not None or sequence.hand_over:
                 self._end(sequence)
                 return
+            scores = None
 
     def _end(self, sequence: Sequence) -> None:
         self.counters.finished += 1
@@ -296,5 +295,5 @@ class Engine:
 
     def check(self) -> None:
         """Assert that every block is accounted for; call it when idle, or after any step."""
-        self.pool.check(sequence.block_table.snapshot() for sequence in self._sequences.values())
+        self.pool.check(sequence.block_table for sequence in self._sequences.values())
         self.swap.check(sequence.request_id for sequence in self.scheduler.waiting)

@@ -131,7 +131,7 @@ class Scheduler:
                 break
             if sequence.status is not Status.RUNNING:
                 continue  # preempted by one before it
-            room = sequence.block_table.num_blocks * block_size
+            room = len(sequence.block_table) * block_size
             if len(sequence.token_ids) <= room or self._grow(sequence, plan):
                 stepped.append(sequence)
         return stepped
@@ -143,7 +143,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, plan: Plan) -> bool:
         """Get the blocks that its tokens need; say whether the sequence still runs."""
-        num_blocks = self.pool.blocks_for(sequence.num_tokens) - sequence.block_table.num_blocks
+        num_blocks = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
         if not self.pool.can_ever_fit(sequence.num_tokens):
             self.finish(sequence)
             plan.failed.append(sequence)
@@ -163,7 +163,7 @@ class Scheduler:
         num_tokens = sequence.num_computed_tokens
         if self.swap.accepts(num_tokens):
             self.swap.hold(sequence.request_id, num_tokens)
-            blocks = sequence.block_table.snapshot()
+            blocks = tuple(sequence.block_table)
             plan.swapped_out.append(Swap(sequence, blocks, 0, num_tokens))
         self._give_back(sequence)
         insort(self.waiting, sequence, key=self._order)
@@ -188,20 +188,20 @@ class Scheduler:
 
     def _add_drafts(self, plan: Plan) -> None:
         """Have drafts verified as far as tokens and blocks are left: nobody waits for them."""
-        if not any(sequence.drafts for sequence, _, _ in plan.decode):
+        if not any(chunk.sequence.drafts for chunk in plan.decode):
             return
         budget = self.config.max_ubatch_tokens - plan.num_tokens
-        for index, (sequence, num_tokens, _) in enumerate(plan.decode):
+        for index, chunk in enumerate(plan.decode):
+            sequence = chunk.sequence
             if sequence.drafts and budget > 0:
-                drafts = sequence.drafts[:budget]
-                drafts = drafts[: self._make_room(sequence, len(drafts))]
-                plan.decode[index] = Chunk(sequence, num_tokens, tuple(drafts))
-                budget -= len(drafts)
+                num_drafts = self._make_room(sequence, min(len(sequence.drafts), budget))
+                plan.decode[index] = Chunk(sequence, chunk.num_tokens, sequence.drafts[:num_drafts])
+                budget -= num_drafts
 
     def _make_room(self, sequence: Sequence, num_drafts: int) -> int:
         """Get blocks for the KV of drafts; return how many of them have room."""
         table, pool = sequence.block_table, self.pool
-        room = table.num_blocks * pool.block_size - len(sequence.token_ids)
+        room = len(table) * pool.block_size - len(sequence.token_ids)
         if room < num_drafts and pool.can_allocate(pool.blocks_for(num_drafts - room)):
             table.extend(pool.allocate(pool.blocks_for(num_drafts - room)))
             return num_drafts
@@ -210,8 +210,9 @@ class Scheduler:
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks that only rejected drafts needed."""
         num_blocks = self.pool.blocks_for(len(sequence.token_ids))
-        if sequence.block_table.num_blocks > num_blocks:
-            self.pool.free(sequence.block_table.truncate(num_blocks))
+        if len(sequence.block_table) > num_blocks:
+            self.pool.free(sequence.block_table[num_blocks:])
+            del sequence.block_table[num_blocks:]
 
     def _admit(self, plan: Plan, budget: int) -> None:
         may_start = self.config.dynamic_batching or not self.running
@@ -226,8 +227,7 @@ class Scheduler:
                 sequence.move_to(Status.RESERVED)
                 plan.reserved.append(sequence)
                 continue
-            num_running = len(self.running) + num_later
-            if not may_start or budget == 0 or num_running >= self.max_running:
+            if not may_start or budget == 0 or len(self.running) + num_later >= self.max_running:
                 return
             if self._is_better_later(sequence, plan):
                 num_later += 1
@@ -288,13 +288,13 @@ class Scheduler:
         """Plan to put back what was swapped out and is not in the prefix cache any more."""
         start, end = sequence.num_computed_tokens, self.swap.num_tokens(sequence.request_id)
         if end > start:
-            blocks = sequence.block_table.snapshot()
+            blocks = tuple(sequence.block_table)
             plan.swapped_in.append(Swap(sequence, blocks, start, end - start))
             sequence.num_computed_tokens = end
         else:
             self.swap.drop(sequence.request_id)
 
     def _give_back(self, sequence: Sequence) -> None:
-        self.pool.free(sequence.block_table.blocks.tolist())
-        sequence.block_table.clear()
+        self.pool.free(sequence.block_table)
+        del sequence.block_table[:]
         sequence.num_computed_tokens = 0

@@ -6,6 +6,7 @@ them have KV, and which blocks hold it; it decides nothing.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from enum import StrEnum
 from struct import Struct
@@ -14,7 +15,7 @@ from typing import Final
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.logprobs import prompt_logprobs_problem
 from wire.options import Options
-from worker.blocks import ROOT, BlockTable, Prefix
+from worker.blocks import ROOT, Prefix
 from worker.occurrences import Occurrences
 from worker.outputs import FinishReason
 from worker.scores import PromptScores
@@ -114,9 +115,9 @@ class Sequence:
         self.num_preemptions = 0
         self.block_keys: list[bytes] = []
         self.draft_window = MAX_DRAFTS
-        self.drafts: list[int] = []  # guesses of what follows `token_ids`, until one is appended
+        self.drafts: tuple[int, ...] = ()  # guesses of what follows, until a token is appended
         # What it holds: from one admission to the next preemption.
-        self.block_table = BlockTable()
+        self.block_table = array("i")  # the physical blocks, in order
         self.slot: int | None = None
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0

@@ -18,7 +18,7 @@ def register(sequence: Sequence, pool: BlockPool) -> None:
     if num_full == sequence.num_registered_blocks:
         return
     keys = sequence.keys(num_full, pool.block_size)
-    blocks = sequence.block_table.blocks.tolist()
+    blocks = sequence.block_table
     for index in range(sequence.num_registered_blocks, num_full):
         sequence.prefix = pool.register(sequence.prefix, keys[index], blocks[index])
     sequence.num_registered_blocks = num_full

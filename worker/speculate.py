@@ -139,7 +139,7 @@ class Speculation:
             return
         drafts = self._drafter.draft(decoding, limits)
         for sequence, guesses, limit in zip(decoding, drafts, limits, strict=True):
-            sequence.drafts = guesses[:limit]
+            sequence.drafts = tuple(guesses[:limit])
 
     def forget(self, request_id: int) -> None:
         """A sequence has ended."""

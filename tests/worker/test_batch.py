@@ -32,7 +32,7 @@ def test_the_arrays_say_what_a_plain_loop_says() -> None:
         for position in range(start, start + chunk.num_tokens):
             token_ids.append(chunk.sequence.token_ids[position])
             positions.append(position)
-            block = chunk.sequence.block_table.snapshot()[position // 4]
+            block = chunk.sequence.block_table[position // 4]
             slots.append(block * 4 + position % 4)
     assert batch.kind is BatchType.MIXED
     assert batch.token_ids.tolist() == token_ids

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from wire.prefix import prefix_hashes
-from worker.blocks import MAX_JOURNAL, ROOT, BlockPool, BlockTable, Journal
+from worker.blocks import MAX_JOURNAL, ROOT, BlockPool, Journal
 
 Tokens = tuple[int, int]
 
@@ -153,17 +153,6 @@ def test_a_block_is_not_freed_twice() -> None:
         pool.free(table)
 
 
-def test_a_block_table_grows_and_its_snapshot_does_not() -> None:
-    table = BlockTable()
-    table.extend([3])
-    snapshot = table.snapshot()
-    table.extend(list(range(50)))
-    assert snapshot == (3,) and table.snapshot() == (3, *range(50))
-    assert table.blocks.tolist() == [3, *range(50)]
-    table.clear()
-    assert table.num_blocks == 0 and table.snapshot() == ()
-
-
 def test_the_journal_leaves_out_what_cancels_out() -> None:
     journal = Journal()
     journal.store(1)
@@ -261,10 +250,3 @@ def test_the_told_hashes_are_the_cached_ones() -> None:
         assert [h in told for h in prefix_hashes(flat, 2)] == [
             index < known for index in range(len(following))
         ]
-
-
-def test_a_table_is_cut_from_its_end() -> None:
-    table = BlockTable()
-    table.extend([4, 7, 3])
-    assert table.truncate(1) == [7, 3] and table.snapshot() == (4,)
-    assert table.truncate(1) == [] and table.num_blocks == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -139,7 +140,7 @@ def test_draws_follow_the_penalized_distribution() -> None:
     base = asked(token_ids, 3, temperature=1.0, seed=9, logit_bias=((8, 1.5),), **options)
     weights = np.exp(plain(logits[0].numpy(), base).astype(np.float64))
     expected = weights / weights.sum() * 4000
-    batch = [base._replace(position=position) for position in range(4000)]
+    batch = [msgspec.structs.replace(base, position=position) for position in range(4000)]
     drawn = [token.token_id for token in sample(logits.expand(4000, -1), batch, frozenset())]
     observed = np.bincount(drawn, minlength=VOCAB)
     chi_square = float(((observed - expected) ** 2 / expected).sum())

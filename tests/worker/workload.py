@@ -159,7 +159,7 @@ class Workload:
             self.drafter.pool.audit()
         for sequence in self.engine.scheduler.running:
             room = self.engine.pool.blocks_for(sequence.num_tokens + 1)
-            assert sequence.block_table.num_blocks <= room, "more blocks than tokens need"
+            assert len(sequence.block_table) <= room, "more blocks than tokens need"
 
     def _rest(self) -> None:
         """Nothing is left anywhere."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
 
 from wire.parts import Buffer
 from wire.payloads import KVLayout, Logprobs
@@ -109,7 +111,7 @@ class Capabilities:
         return min(num_sequences, self.max_batch_sequences or num_sequences)
 
 
-class SampledToken(NamedTuple):
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """The next token of one sampled row."""
 
     token_id: int

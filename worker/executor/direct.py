@@ -54,8 +54,8 @@ class Direct:
 
     def release_cache(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; it cannot go on."""
-        self._pool.free(sequence.block_table.blocks.tolist())
-        sequence.block_table.clear()
+        self._pool.free(sequence.block_table)
+        del sequence.block_table[:]
         sequence.move_to(Status.FINISHED)
 
     def _step(self, kind: BatchType, sequences: Many[Sequence]) -> list[SampledToken]:
@@ -70,7 +70,7 @@ class Direct:
 
     def _allocate(self, sequences: Many[Sequence]) -> None:
         wanted = [
-            self._pool.blocks_for(sequence.num_tokens) - sequence.block_table.num_blocks
+            self._pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
             for sequence in sequences
         ]
         if not self._pool.can_allocate(sum(wanted)):
