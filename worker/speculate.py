@@ -86,22 +86,17 @@ class _NgramIndex:
         """Return what follows the latest earlier occurrence of the longest known ending."""
         if len(token_ids) < 3:
             return []
-        x, y, z = token_ids[-3:]
-        self._extend(token_ids)
-        # A triple is seldom there by chance; a pair is the last resort.
-        start = self._after.get((x, y, z)) or self._after.get((y, z))
-        return token_ids[start : start + limit] if start is not None else []
-
-    def _extend(self, token_ids: list[int]) -> None:
-        """Index what something follows: the n-grams that end before the last token."""
-        after, start = self._after, self._num_indexed
-        x = token_ids[start - 3] if start > 2 else -1  # no token: nobody looks for this triple
-        y = token_ids[start - 2]
-        for end in range(start, len(token_ids)):
-            z = token_ids[end - 1]
+        after, end = self._after, self._num_indexed
+        x = token_ids[end - 3] if end > 2 else -1  # no token: nobody looks for this triple
+        y = token_ids[end - 2]
+        # Index what something follows: the n-grams that end before the last token.
+        for z in token_ids[end - 1 : -1]:
             after[x, y, z] = after[y, z] = end
-            x, y = y, z
-        self._num_indexed = len(token_ids)
+            x, y, end = y, z, end + 1
+        self._num_indexed, z = end, token_ids[-1]
+        # A triple is seldom there by chance; a pair is the last resort.
+        start = after.get((x, y, z)) or after.get((y, z))
+        return token_ids[start : start + limit] if start is not None else []
 
 
 def accepted(x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
