@@ -166,7 +166,7 @@ def test_notify_without_systemd_does_nothing(monkeypatch: pytest.MonkeyPatch, pa
         ("0", "", None),
         ("soon", "", None),
         ("15000000", "1", None),
-        ("15000000", str(os.getpid()), 15.0),
+        pytest.param("15000000", str(os.getpid()), 15.0, id="ours"),
     ],
 )
 def test_the_watchdog_is_ours_only(
