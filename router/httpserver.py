@@ -7,7 +7,7 @@ answers as an API should.  `GuardedProtocol` adds them around its protocol:
                 within MAX_HEADER_BYTES
     bodies      the gateway's business, which reads them; what comes after the answer is not read
     answers     a client that does not take the end of one is cut off
-    connections `max_connections`; one more gets 503 and Retry-After
+    connections `max_connections`; one more gets 503 and Retry-After; as many TLS handshakes
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.http import HttpError, retry_after
+from wire.aio.listener import bind, listen
 from wire.errors import ErrorCode
 
 MAX_HEADER_BYTES: Final = 64 << 10
@@ -136,14 +137,12 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                backlog=1024,
                 timeout_keep_alive=cast(int, limits.idle_s),
                 timeout_graceful_shutdown=round(FLUSH_S),
             )
         )
         self._guarded, self._limits, self._tls = guarded, limits, tls
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=1024)
+        self._socket = bind(host, port)
         bound_host, self.port = self._socket.getsockname()[:2]
         shown = f"[{bound_host}]" if ":" in bound_host else bound_host
         self.url = f"{'https' if tls else 'http'}://{shown}:{self.port}"
@@ -154,15 +153,15 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; uvicorn's own does not bound the time of a TLS handshake."""
-        server = await asyncio.get_running_loop().create_server(
+        """Listen; uvicorn's own bounds neither the time nor the number of TLS handshakes."""
+        server = await listen(
             lambda: self._guarded(self.config, self.server_state, {}),
-            sock=self._socket,
-            ssl=self._tls,
-            ssl_handshake_timeout=self._limits.grace_s if self._tls else None,
-            backlog=1024,
+            self._socket,
+            self._tls,
+            handshake_s=self._limits.grace_s,
+            max_handshakes=self._limits.max_connections,
         )
-        self.servers = [server]
+        self.servers = [cast(asyncio.Server, server)]
         self.started = True
 
     async def run_on_loop(self) -> None:

@@ -167,3 +167,13 @@ async def test_tls(tmp_path: Path) -> None:
         with pytest.raises(httpx.ConnectError):
             async with httpx.AsyncClient(trust_env=False) as client:
                 await client.get(f"{server.url}/1")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
+async def test_tls_handshakes_have_a_limit_too(tmp_path: Path) -> None:
+    made = certificate.make(tmp_path)
+    limits, tls = Limits(max_connections=1), server_context(made.cert, made.key)
+    async with serving(limits, tls) as server:
+        _, silent = await asyncio.open_connection("127.0.0.1", server.port)
+        assert await ask(server, b"") == b"", "one handshake is under way"
+        silent.close()

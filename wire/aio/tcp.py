@@ -16,6 +16,7 @@ from typing import Final, Protocol, cast
 
 import structlog
 
+from wire.aio.listener import Listener, bind, listen
 from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Error, Frame
@@ -233,10 +234,12 @@ class Connection(asyncio.Protocol):
 class Server:
     """A listening server; `port` is the actual one."""
 
-    def __init__(self, server: asyncio.Server, connections: set[Connection]) -> None:
-        self._server = server
+    def __init__(
+        self, listener: Listener, address: tuple[str, int], connections: set[Connection]
+    ) -> None:
+        self._listener = listener
         self._connections = connections
-        self.host, self.port = server.sockets[0].getsockname()[:2]
+        self.host, self.port = address
 
     @property
     def num_connections(self) -> int:
@@ -244,11 +247,11 @@ class Server:
 
     def stop_accepting(self) -> None:
         """Refuse new connections; those there are go on."""
-        self._server.close()
+        self._listener.close()
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Stop accepting, close every connection, and cut those that linger after `grace_s`."""
-        self._server.close()
+        self._listener.close()
         for connection in list(self._connections):
             connection.close()
         closing = [connection.closed for connection in self._connections]
@@ -257,7 +260,7 @@ class Server:
         for connection in list(self._connections):
             connection.abort()
         await asyncio.gather(*closing)
-        await self._server.wait_closed()
+        await self._listener.wait_closed()
 
 
 async def serve(
@@ -275,12 +278,13 @@ async def serve(
     connections: set[Connection] = set()
     allowed = limits or Limits()
     counts = traffic or Traffic()
-    server = await asyncio.get_running_loop().create_server(
+    sock = bind(host, port)
+    address = sock.getsockname()[:2]
+    listener = await listen(
         lambda: Connection(make_handler, allowed, connections, counts),
-        host,
-        port,
-        backlog=1024,
-        ssl=tls,
-        ssl_handshake_timeout=allowed.message_s if tls else None,
+        sock,
+        tls,
+        handshake_s=allowed.message_s,
+        max_handshakes=allowed.max_connections,
     )
-    return Server(server, connections)
+    return Server(listener, address, connections)

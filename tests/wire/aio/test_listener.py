@@ -1,0 +1,156 @@
+"""Handshakes that never end are counted and timed; nobody else waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import cast
+
+import pytest
+import uvloop
+
+from tests import certificate
+from wire.aio.listener import bind, listen
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
+
+
+class Echo(asyncio.Protocol):
+    """Says back what it hears, and hangs up when the client does."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.write(data)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> certificate.Certificate:
+    return certificate.make(tmp_path_factory.mktemp("certificate"))
+
+
+def context_of(made: certificate.Certificate) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.cert, made.key)
+    return context
+
+
+@asynccontextmanager
+async def listening(
+    tls: ssl.SSLContext | None, *, handshake_s: float = 10.0, max_handshakes: int = 2
+) -> AsyncIterator[int]:
+    """Listen and give the port."""
+    sock = bind("127.0.0.1", 0)
+    port: int = sock.getsockname()[1]
+    listener = await listen(Echo, sock, tls, handshake_s=handshake_s, max_handshakes=max_handshakes)
+    try:
+        yield port
+    finally:
+        listener.close()
+        await listener.wait_closed()
+
+
+async def echo(port: int, trust: ssl.SSLContext | None) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+    writer.write(b"hello")
+    said = await reader.readexactly(5)
+    writer.close()
+    await writer.wait_closed()
+    return said
+
+
+async def silent(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client that connects and does not begin its handshake."""
+    return await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_without_tls_it_is_a_plain_server() -> None:
+    async with listening(None) as port:
+        assert await echo(port, None) == b"hello"
+
+
+async def test_one_handshake_too_many_is_hung_up_on(made: certificate.Certificate) -> None:
+    async with listening(context_of(made)) as port:
+        waiting = [await silent(port) for _ in range(2)]
+        reader, writer = await silent(port)
+        assert await reader.read() == b""
+        writer.close()
+        for _, kept in waiting:
+            kept.close()
+            await kept.wait_closed()
+        # They are gone when the listener has seen it; until then a client may be one too many.
+        while True:
+            try:
+                assert await echo(port, made.trust) == b"hello"
+                break
+            except (ConnectionError, asyncio.IncompleteReadError):
+                continue
+
+
+async def test_connections_after_their_handshake_are_not_counted(
+    made: certificate.Certificate,
+) -> None:
+    async with listening(context_of(made)) as port:
+        writers = []
+        for _ in range(4):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=made.trust)
+            writer.write(b"x")
+            assert await reader.read(1) == b"x"
+            writers.append(writer)
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+
+
+@pytest.mark.parametrize("begun", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"])
+async def test_a_handshake_has_its_time_and_its_form(
+    made: certificate.Certificate, begun: bytes
+) -> None:
+    async with listening(context_of(made), handshake_s=0.1, max_handshakes=1) as port:
+        reader, writer = await silent(port)
+        writer.write(begun)
+        await reader.read()  # an alert or nothing, then the end
+        writer.close()
+        assert await echo(port, made.trust) == b"hello"
+
+
+async def test_closing_ends_handshakes_and_frees_the_port(made: certificate.Certificate) -> None:
+    async with listening(context_of(made)) as port:
+        reader, writer = await silent(port)
+        await asyncio.sleep(0)
+    assert await reader.read() == b""
+    writer.close()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_having_no_descriptor_left_is_waited_out(
+    made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wire.aio.listener._PAUSE_S", 0.01)
+    loop, failures = asyncio.get_running_loop(), 2
+    accept = loop.sock_accept
+
+    async def fail_twice(sock: socket.socket) -> tuple[socket.socket, object]:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise OSError(24, "Too many open files")
+        return await accept(sock)
+
+    monkeypatch.setattr(loop, "sock_accept", fail_twice)
+    async with listening(context_of(made)) as port:
+        assert await echo(port, made.trust) == b"hello"
+    assert not failures
+
+
+def test_the_same_on_the_loop_that_processes_use(made: certificate.Certificate) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(test_one_handshake_too_many_is_hung_up_on(made))
+        runner.run(test_a_handshake_has_its_time_and_its_form(made, b""))
+        runner.run(test_closing_ends_handshakes_and_frees_the_port(made))

@@ -1,0 +1,123 @@
+"""Listening: a socket, and who is accepted on it, TLS or not.
+
+asyncio's own server tells nobody of a TLS client before its handshake is over: whoever opens many
+connections and says nothing would cost a descriptor and a handshake's buffers each, and no cap
+would count them.  So TLS clients are accepted here, with a cap and a timer for handshakes alone;
+what follows is counted by the protocol, as without TLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import structlog
+
+BACKLOG: Final = 1024
+# After an accept that failed: the process has no descriptor left, which takes a while to change.
+_PAUSE_S: Final = 1.0
+
+_LOG = structlog.get_logger(__name__)
+
+MakeProtocol = Callable[[], asyncio.Protocol]
+
+
+class Listener(Protocol):
+    """What `asyncio.Server` and `TlsListener` have in common."""
+
+    def close(self) -> None:
+        """Accept nobody from here on."""
+
+    async def wait_closed(self) -> None:
+        """Wait until that is so."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on `host`:`port` (0: any).  Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+async def listen(
+    make_protocol: MakeProtocol,
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
+    *,
+    handshake_s: float,
+    max_handshakes: int,
+) -> Listener:
+    """Give each client of a listening socket a protocol, under TLS once its handshake is over.
+
+    At most `max_handshakes` may be under way, each for `handshake_s`; one more is hung up on.
+    """
+    if tls is not None:
+        return TlsListener(make_protocol, sock, tls, handshake_s, max_handshakes)
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(make_protocol, sock=sock, backlog=BACKLOG)
+
+
+class TlsListener:
+    """Accepts TLS clients, one in a turn of the loop."""
+
+    def __init__(
+        self,
+        make_protocol: MakeProtocol,
+        sock: socket.socket,
+        tls: ssl.SSLContext,
+        handshake_s: float,
+        max_handshakes: int,
+    ) -> None:
+        sock.setblocking(False)
+        self._make_protocol, self._socket, self._tls = make_protocol, sock, tls
+        self._handshake_s, self._max_handshakes = handshake_s, max_handshakes
+        self._handshakes: dict[asyncio.Task[None], socket.socket] = {}
+        self._accepting = asyncio.create_task(self._accept())
+
+    def close(self) -> None:
+        """Accept nobody any more, and hang up on handshakes under way."""
+        for task in (self._accepting, *self._handshakes):
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until the socket is closed and no handshake is left."""
+        await asyncio.wait((self._accepting, *self._handshakes))
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        with self._socket:
+            while True:
+                try:
+                    client, _ = await loop.sock_accept(self._socket)
+                except OSError as error:
+                    _LOG.warning("cannot accept a connection", error=str(error))
+                    await asyncio.sleep(_PAUSE_S)
+                    continue
+                if len(self._handshakes) < self._max_handshakes:
+                    self._start(client)
+                else:
+                    client.close()
+                await asyncio.sleep(0)  # where many come at once, everybody else has a turn too
+
+    def _start(self, client: socket.socket) -> None:
+        task = asyncio.create_task(self._shake_hands(client))
+        self._handshakes[task] = client
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        client = self._handshakes.pop(task)
+        if task.cancelled():  # perhaps before it began
+            client.close()
+
+    async def _shake_hands(self, client: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # it speaks no TLS, took too long, or went away
+            await loop.connect_accepted_socket(
+                self._make_protocol,
+                client,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._handshake_s,
+            )
