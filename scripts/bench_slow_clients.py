@@ -17,14 +17,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import resource
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,63 +28,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.paired import Pairs
+from scripts.sides import ROOT, START_S, Side, router, share_cores
 from wire.aio.tcp import connect
 from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, PrefillRequest
 from wire.options import Options
 from wire.payloads import encode_prompt
 
-ROOT = Path(__file__).resolve().parent.parent
 PROMPT, NUM_TOKENS = list(range(1, 33)), 4
-START_S, WARM_UP_S = 120.0, 3.0
+WARM_UP_S = 3.0
 P99_RATIO = 1.1
 
 Ask = Callable[[], Awaitable[None]]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the router listens, and which process it is."""
-
-    host: str
-    port: int
-    pid: int
-
-    @property
-    def num_fds(self) -> int:
-        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
-
-    @property
-    def cpu_s(self) -> float:
-        """What the router has used, without its workers."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-@contextmanager
-def router(face: str, grace_s: float) -> Iterator[Place]:
-    """A router with one prefill and one decode worker."""
-    with tempfile.TemporaryDirectory() as directory:
-        ready = Path(directory) / "ready"
-        endpoints = ["--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0"]
-        flags = ["--local", "1,1", "--executor", "hash", "--log-level", "error"]
-        limits = ["--grace-s", str(grace_s), "--ready-file", str(ready)]
-        command = [sys.executable, "-m", "router", *endpoints, *flags, *limits]
-        process = subprocess.Popen(command, cwd=ROOT)
-        try:
-            deadline = time.monotonic() + START_S
-            while not ready.exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            url = json.loads(ready.read_text())[face]
-            host, port = url.rpartition("//")[2].rsplit(":", 1)
-            yield Place(host, int(port), process.pid)
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-async def http_client(place: Place) -> Ask:
+async def http_client(side: Side) -> Ask:
     """A client that asks over one kept connection."""
-    reader, writer = await asyncio.open_connection(place.host, place.port)
+    reader, writer = await asyncio.open_connection(side.host, side.port)
     body = json.dumps({"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -104,9 +59,9 @@ async def http_client(place: Place) -> Ask:
     return ask
 
 
-async def tcp_client(place: Place) -> Ask:
+async def tcp_client(side: Side) -> Ask:
     """The same over raw TCP."""
-    client = await connect(place.host, place.port)
+    client = await connect(side.host, side.port)
     payload, ids = encode_prompt(PROMPT, Options(ignore_eos=True)), iter(range(1, 1 << 32))
 
     async def ask() -> None:
@@ -123,12 +78,12 @@ async def tcp_client(place: Place) -> Ask:
     return ask
 
 
-async def until_served(make_client: Callable[[Place], Awaitable[Ask]], place: Place) -> Ask:
+async def until_served(make_client: Callable[[Side], Awaitable[Ask]], side: Side) -> Ask:
     """A client whose first request has been answered: the workers are there."""
     deadline = time.monotonic() + START_S
     while True:
         try:
-            ask = await make_client(place)
+            ask = await make_client(side)
             await ask()
             return ask
         except (RuntimeError, IndexError, OSError):
@@ -179,12 +134,12 @@ class Crowd:
 
 
 async def beside_crowd(
-    clients: list[list[Ask]], face: str, place: Place, given: argparse.Namespace
+    clients: list[list[Ask]], face: str, side: Side, given: argparse.Namespace
 ) -> Crowd:
-    """Ask while a crowd comes to that place and goes."""
+    """Ask while a crowd comes to that side and goes."""
     flags = ("idle", "dribbling", "interval_s", "rate")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(ROOT / "scripts/crowd.py"), place.host, str(place.port)),
+        *(sys.executable, str(ROOT / "scripts/crowd.py"), side.host, str(side.port)),
         *("--face", face),
         *(f"--{flag.replace('_', '-')}={getattr(given, flag)}" for flag in flags),
         stdout=asyncio.subprocess.PIPE,
@@ -234,11 +189,12 @@ class Books:
         return self.parts["beside"].ratio(0.99).value <= P99_RATIO
 
 
-async def run(face: str, places: list[Place], given: argparse.Namespace) -> bool:
+async def run(face: str, sides: list[Side], given: argparse.Namespace) -> bool:
     make_client = http_client if face == "http" else tcp_client
     clients = [
-        [await until_served(make_client, place) for place in places] for _ in range(given.clients)
+        [await until_served(make_client, side) for side in sides] for _ in range(given.clients)
     ]
+    share_cores(sides)
     books, is_well = Books(), True
     print(f"{face}: {given.idle} idle and {given.dribbling} dribbling connections")
 
@@ -250,22 +206,22 @@ async def run(face: str, places: list[Place], given: argparse.Namespace) -> bool
     for index in range(given.rounds):
         crowded = index % 2
         books.enter(await alone(given.seconds), crowded, part="control")
-        num_fds, before = places[crowded].num_fds, [place.cpu_s for place in places]
-        crowd = await beside_crowd(clients, face, places[crowded], given)
-        used = [place.cpu_s - cpu_s for place, cpu_s in zip(places, before, strict=True)]
+        num_fds, before = sides[crowded].num_fds, [side.cpu_s for side in sides]
+        crowd = await beside_crowd(clients, face, sides[crowded], given)
+        used = [side.cpu_s - cpu_s for side, cpu_s in zip(sides, before, strict=True)]
         books.enter_crowd(crowd, crowded, used)
-        is_well &= await is_undone(places[crowded], num_fds, crowd)
+        is_well &= await is_undone(sides[crowded], num_fds, crowd)
     return books.report(given.idle + given.dribbling) and is_well
 
 
-async def is_undone(place: Place, num_fds: int, crowd: Crowd) -> bool:
+async def is_undone(side: Side, num_fds: int, crowd: Crowd) -> bool:
     """Whether nothing of a crowd is left."""
     end = crowd.turns["all closed"]
     for _ in range(100):  # the router closes its side a moment after ours
-        if place.num_fds <= num_fds:
+        if side.num_fds <= num_fds:
             break
         await asyncio.sleep(0.05)
-    left = place.num_fds - num_fds
+    left = side.num_fds - num_fds
     print(
         f"  a crowd that took {crowd.cpu_share:.1%} of a core: refused {end['refused']}, not "
         f"closed by the router {end['left']}, file descriptors over the baseline {left}"

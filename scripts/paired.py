@@ -2,8 +2,8 @@
 
 A shared machine's speed drifts by more than the effects looked for, so "before" and "after" mostly
 compare the neighbours.  Here both sides run at once and each sample says when it was taken.  The
-ratio of a quantile gets an interval from a bootstrap over blocks of a second: samples of the same
-second are not independent of each other.
+ratio of a quantile gets an interval from a bootstrap over blocks of two seconds: samples of the
+same moment are not independent of each other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK_S: Final = 1.0
+BLOCK_S: Final = 2.0
 RESAMPLES: Final = 2000
 CONFIDENCE: Final = 0.95
 
@@ -83,7 +83,7 @@ class Pairs:
         )
 
     def _sides(self) -> tuple[list[list[float]], list[list[float]]]:
-        """Both sides' blocks, of the seconds in which both have samples."""
+        """Both sides' blocks, of the times at which both have samples."""
         shared = [sides for sides in self._blocks.values() if all(sides)]
         return [tried for tried, _ in shared], [calm for _, calm in shared]
 
