@@ -194,7 +194,8 @@ async def run(face: str, sides: list[Side], given: argparse.Namespace) -> bool:
     clients = [
         [await until_served(make_client, side) for side in sides] for _ in range(given.clients)
     ]
-    share_cores(sides)
+    workers = [pid for side in sides for pid in side.workers]
+    share_cores([side.pid for side in sides], workers)
     books, is_well = Books(), True
     print(f"{face}: {given.idle} idle and {given.dribbling} dribbling connections")
 

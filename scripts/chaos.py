@@ -30,6 +30,7 @@ from scripts.faults.clients import Record
 from scripts.faults.cluster import FaultyCluster, timed_until_idle
 from scripts.faults.load import draw_requests
 from scripts.paired import Pairs
+from scripts.sides import share_cores
 from tests.cluster import Cluster
 from wire.options import Options
 
@@ -147,6 +148,10 @@ def slow_clients(args: argparse.Namespace, directory: Path) -> list[str]:
     found: list[str] = []
     with ExitStack() as stack:
         clusters = [stack.enter_context(_quiet(directory / name)) for name in ("one", "other")]
+        share_cores(
+            [cluster.router.pid for cluster in clusters],
+            [worker.pid for cluster in clusters for worker in cluster.workers.values()],
+        )
         before = [cluster.usage(["router"])["router"] for cluster in clusters]
         for index in range(args.rounds):
             tried, calm = clusters[index % 2], clusters[1 - index % 2]

@@ -33,6 +33,10 @@ class Side:
     pid: int
 
     @property
+    def workers(self) -> list[int]:
+        return [child.pid for child in psutil.Process(self.pid).children(recursive=True)]
+
+    @property
     def num_fds(self) -> int:
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
@@ -65,15 +69,10 @@ def router(face: str, grace_s: float) -> Iterator[Side]:
             process.wait(60)
 
 
-def share_cores(sides: Iterable[Side]) -> None:
-    """Put both routers on one core and their workers, which must be there, on another."""
+def share_cores(routers: Iterable[int], workers: Iterable[int]) -> None:
+    """Put these processes with all their threads on one core, those on another."""
     cores = sorted(os.sched_getaffinity(0))
-    for side in sides:
-        _pin(side.pid, cores[0])
-        for worker in psutil.Process(side.pid).children(recursive=True):
-            _pin(worker.pid, cores[-1])
-
-
-def _pin(pid: int, core: int) -> None:
-    for thread in psutil.Process(pid).threads():
-        os.sched_setaffinity(thread.id, {core})
+    for core, pids in ((cores[0], routers), (cores[-1], workers)):
+        for pid in pids:
+            for thread in psutil.Process(pid).threads():
+                os.sched_setaffinity(thread.id, {core})
