@@ -1,0 +1,28 @@
+"""A router process before it serves: what it imports, and what its collector leaves alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from wire.aio.settings import EX_CONFIG
+
+TOLD = """
+import gc, json, sys
+from router.__main__ import main
+
+status = main(["--model", "/nowhere", "--log-level", "error"])
+print(json.dumps([status, gc.isenabled(), gc.get_freeze_count(), len(gc.get_objects())]))
+print(json.dumps([name for name in sys.modules if name.startswith("rich.")]))
+"""
+
+
+def test_what_is_imported_is_left_alone_by_the_collector_and_is_not_more_than_needed() -> None:
+    said = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, check=True, timeout=60)
+    [status, is_enabled, num_frozen, num_watched], unneeded = map(
+        json.loads, said.stdout.splitlines()[-2:]
+    )
+    assert status == EX_CONFIG and is_enabled
+    assert num_frozen > 10 * num_watched
+    assert unneeded == []
