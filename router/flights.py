@@ -57,7 +57,8 @@ class Flights:
         """Place a flight, or let it wait behind those that wait already.
 
         Raises:
-            WireError: It can never be served, or OVERLOADED: too many are waiting.
+            WireError: It can never be served, or too many are waiting: OVERLOADED, or NO_WORKER if
+                it is a worker that is missing, not its room.
         """
         self._placement.check(flight, self._clock())
         if self.waiting.is_behind(flight) or not self._place(flight):
@@ -222,8 +223,8 @@ class Flights:
         overloaded = WireError(ErrorCode.OVERLOADED, message)
         displaced = self.waiting.displaced_by(flight)
         if displaced is None:
-            raise overloaded
-        self.fail(displaced, overloaded)
+            raise self._missing_worker(flight) or overloaded
+        self.fail(displaced, self._missing_worker(displaced) or overloaded)
 
     def _no_retry(self, flight: Flight, error: WireError, now: float) -> str | None:
         """Return why there is no further attempt, empty when that needs no words; None: there is.

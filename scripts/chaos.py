@@ -18,6 +18,7 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +29,8 @@ from scripts.faults.checks import problems
 from scripts.faults.clients import Record
 from scripts.faults.cluster import FaultyCluster, timed_until_idle
 from scripts.faults.load import draw_requests
-from scripts.faults.slow import SlowClient
+from scripts.paired import Pairs
+from scripts.sides import share_cores
 from tests.cluster import Cluster
 from wire.options import Options
 
@@ -138,47 +140,52 @@ def head_of_line(args: argparse.Namespace, directory: Path) -> list[str]:
 
 
 def slow_clients(args: argparse.Namespace, directory: Path) -> list[str]:
-    """Eight clients that read at once, beside 65 that do too, 65 that do not, and the former again.
+    """Two clusters, the same streams at both: slow clients come to one, then to the other.
 
-    A machine's speed drifts by more than the bound: what is compared is the middle with both ends.
+    Before each, as the control, all clients of both read at once.
     """
+    control, beside = Pairs(), Pairs()
     found: list[str] = []
-    with FaultyCluster(
-        directory, router_args=slow.ROUTER_ARGS, worker_args=slow.WORKER_ARGS
-    ) as cluster:
-        before = cluster.usage(["router"])["router"]
-
-        def run(others: list[SlowClient]) -> float:
-            result = asyncio.run(
-                slow.beside(cluster, others, seed=args.seed, clients=8, answer=1200)
-            )
-            found.extend(problems(result.records, processes=2))
-            return result.p99_gap_s
-
-        def run_beside_fast() -> float:
-            return run([SlowClient(10_000_000, 8), *[SlowClient(10_000_000) for _ in range(64)]])
-
-        before_s = run_beside_fast()
-        cluster.until_idle(30)
-        slow_s = run([SlowClient(0, num_choices=8), *[SlowClient(2000) for _ in range(64)]])
-        num_cut = slow.num_cut(cluster)
-        after = cluster.usage(["router"])["router"]
-        idle_s = timed_until_idle(cluster)
-        after_s = run_beside_fast()
-    fast_s = (before_s + after_s) / 2
+    with ExitStack() as stack:
+        clusters = [stack.enter_context(_quiet(directory / name)) for name in ("one", "other")]
+        share_cores(
+            [cluster.router.pid for cluster in clusters],
+            [worker.pid for cluster in clusters for worker in cluster.workers.values()],
+        )
+        before = [cluster.usage(["router"])["router"] for cluster in clusters]
+        for index in range(args.rounds):
+            tried, calm = clusters[index % 2], clusters[1 - index % 2]
+            for pairs, others in ((control, slow.readers()), (beside, slow.slow_ones())):
+                sides = asyncio.run(slow.side_by_side(tried, calm, others, seed=args.seed + index))
+                for records, is_tried in zip(sides, (True, False), strict=True):
+                    slow.enter(pairs, records, is_tried=is_tried)
+                    found += problems(records, processes=2)
+                idle_s = max(map(timed_until_idle, clusters))
+        after = [cluster.usage(["router"])["router"] for cluster in clusters]
+        num_cut = sum(map(slow.num_cut, clusters))
+    print(f"  between tokens, 65 others read:      {control.summary()}")
+    print(f"  between tokens, 65 others are slow:  {beside.summary()}")
+    grown = [(b.rss_bytes - a.rss_bytes) >> 20 for a, b in zip(before, after, strict=True)]
     print(
-        f"  p99 between tokens: {1000 * before_s:.1f} and {1000 * after_s:.1f} ms beside 65 that "
-        f"read, {1000 * slow_s:.1f} ms beside 64 that read 2 kB/s and one that does not"
+        f"  {num_cut} clients were cut; the routers grew by {grown} MiB; free {idle_s:.2f} s later"
     )
-    print(
-        f"  {num_cut} clients were cut; the router "
-        f"grew by {(after.rss_bytes - before.rss_bytes) >> 20} MiB; free {idle_s:.2f} s later"
-    )
-    if not num_cut:
-        found.append("the client that does not read was not cut")
-    if slow_s > P99_RATIO * fast_s:
-        found.append(f"p99 is {slow_s / fast_s:.2f} of what it is beside clients that read")
+    if num_cut < args.rounds:
+        found.append("a client that does not read was not cut")
+    ratio = beside.ratio(0.99).value
+    if ratio > P99_RATIO:
+        found.append(f"p99 is {ratio:.2f} of what it is beside clients that read")
     return found
+
+
+def _quiet(directory: Path) -> FaultyCluster:
+    directory.mkdir()
+    return FaultyCluster(
+        directory,
+        prefills=1,
+        decodes=1,
+        router_args=slow.ROUTER_ARGS,
+        worker_args=slow.WORKER_ARGS,
+    )
 
 
 def soaked(args: argparse.Namespace, directory: Path) -> list[str]:
@@ -236,6 +243,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--soak", type=float, default=0, metavar="MINUTES", help="load and faults")
     parser.add_argument("--seed", type=int, default=5, help="of the load and of the faults")
     parser.add_argument("--requests", type=int, default=800, help="of the kill sweep")
+    parser.add_argument("--rounds", type=int, default=2, help="of --slow-clients")
     parser.add_argument("--model", default="demo", help="of --head-of-line")
     parser.add_argument("--long", type=int, default=1900, help="tokens of its long prompts")
     parser.add_argument("--logs", type=Path, help="keep the processes' logs in this directory")

@@ -10,21 +10,29 @@ import asyncio
 import contextlib
 import json
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from scripts.faults.clients import Record
 from scripts.faults.cluster import metrics
 from scripts.faults.load import draw_requests, send_all
+from scripts.paired import Pairs
 from tests.cluster import Cluster, until
 
 ROUTER_ARGS: Final = ("--heartbeat-ms", "200")
-WORKER_ARGS: Final = ("--hash-step-ms", "20")
+# Two clusters with 74 streams each must leave room on two cores.
+WORKER_ARGS: Final = ("--hash-step-ms", "50")
+CLIENTS: Final = 8
+ANSWER: Final = 600
+CHOICES: Final = 2
 RECEIVE_BYTES: Final = 4096
+# Who never reads asks for small segments: the kernel bounds its side by them, by megabytes else.
+SEGMENT_BYTES: Final = 536
 READ_EVERY_S: Final = 0.1
 # Far more than is read before the run is over.
 ENDLESS: Final = 30_000
-# Megabytes of the kernel's buffers fill first, then the router's timer runs.
+# The buffers on the way fill first, then the router's timer runs.
 CUT_IN_S: Final = 90.0
 BODY: Final[dict[str, object]] = {
     "prompt": [1, 2, 3],
@@ -50,6 +58,8 @@ class SlowClient:
         loop = asyncio.get_running_loop()
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+            if not self.bytes_per_s:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
             sock.setblocking(False)
             await loop.sock_connect(sock, (host, int(port)))
             await loop.sock_sendall(sock, _request(host, self.num_choices))
@@ -72,39 +82,55 @@ def num_cut(cluster: Cluster) -> int:
     return int(metrics(cluster)["baton_slow_clients_total"])
 
 
-@dataclass
-class Beside:
-    """What the clients that read at once saw."""
-
-    records: list[Record] = field(default_factory=list)
-
-    @property
-    def p99_gap_s(self) -> float:
-        gaps = sorted(gap for record in self.records for gap in record.gaps_s)
-        return gaps[int(0.99 * len(gaps))]
+def enter(pairs: Pairs, records: list[Record], *, is_tried: bool) -> None:
+    """Enter the time between one token and the next, at the second of the latter."""
+    for record in records:
+        for at, gap_s in zip(record.token_s[1:], record.gaps_s, strict=True):
+            pairs.add(at, gap_s, is_tried=is_tried)
 
 
 async def beside(
     cluster: Cluster, others: list[SlowClient], *, seed: int, clients: int, answer: int
-) -> Beside:
+) -> list[Record]:
     """Run `clients` that read at once beside `others`; each gets one text of `answer` tokens.
 
     If one of the others never reads, this returns when somebody has been cut, or gives up on it.
     """
+    num_before = num_cut(cluster)
     tasks = [asyncio.create_task(other.run(cluster)) for other in others]
     try:
         if tasks:
             await asyncio.sleep(2.0)  # their streams run, and the first buffers are full
-        result = Beside(draw_requests(seed, clients, prompt=(20, 40), answer=(answer, answer)))
-        await send_all(cluster, result.records, clients=clients)
+        records = draw_requests(seed, clients, prompt=(20, 40), answer=(answer, answer))
+        await send_all(cluster, records, clients=clients)
         if any(not other.bytes_per_s for other in others):
             with contextlib.suppress(TimeoutError):
-                await asyncio.to_thread(until, lambda: num_cut(cluster), "one is cut", CUT_IN_S)
-        return result
+                await asyncio.to_thread(
+                    until, lambda: num_cut(cluster) > num_before, "one is cut", CUT_IN_S
+                )
+        return records
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def side_by_side(
+    tried: Cluster, calm: Cluster, others: list[SlowClient], *, seed: int
+) -> tuple[list[Record], list[Record]]:
+    """The same texts at both in the same seconds: beside `others`, beside as many that read."""
+    one = partial(beside, seed=seed, clients=CLIENTS, answer=ANSWER)
+    return await asyncio.gather(one(tried, others), one(calm, readers()))
+
+
+def readers() -> list[SlowClient]:
+    """Sixty-five that read all there is."""
+    return [SlowClient(10_000_000, CHOICES), *[SlowClient(10_000_000) for _ in range(64)]]
+
+
+def slow_ones() -> list[SlowClient]:
+    """One that never reads and 64 that read 2 kB/s; they ask for the same as `readers`."""
+    return [SlowClient(0, CHOICES), *[SlowClient(2000) for _ in range(64)]]
 
 
 def _request(host: str, num_choices: int) -> bytes:

@@ -7,10 +7,12 @@ import socket
 
 import pytest
 
+from scripts.faults import slow
 from scripts.faults.checks import problem
 from scripts.faults.clients import Record
 from scripts.faults.relay import Relays
 from scripts.faults.statuses import Statuses
+from scripts.paired import Pairs
 from tests.cluster import until
 from wire.aio.process import notify
 from wire.options import Options
@@ -50,6 +52,17 @@ def test_an_error_is_right_only_where_it_is_allowed_and_after_a_prefix() -> None
     assert problem(record(TEXT[:2], error="lost"), TEXT) == "lost"
     assert problem(record(TEXT[:2], error="lost"), TEXT, may_fail=True) == ""
     assert "prefix" in problem(record([5, 7], error="lost"), TEXT, may_fail=True)
+
+
+def test_time_between_tokens_is_entered_for_the_side_that_saw_it() -> None:
+    pairs = Pairs()
+    for is_tried, gap_s in ((True, 0.3), (False, 0.2)):
+        made = record([])
+        made.token_s = [10.0, 10.0 + gap_s, 10.0 + 2 * gap_s]
+        slow.enter(pairs, [made], is_tried=is_tried)
+    ratio = pairs.ratio(0.5)
+    assert pairs.size == 2
+    assert (ratio.tried_s, ratio.calm_s) == (pytest.approx(0.3), pytest.approx(0.2))
 
 
 def test_a_relay_passes_holds_and_cuts() -> None:

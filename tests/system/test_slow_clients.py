@@ -24,7 +24,7 @@ async def test_a_client_that_does_not_read_is_cut_and_its_blocks_are_free(tmp_pa
         stalled, slowly = SlowClient(0, num_choices=8), SlowClient(20_000)
         tasks = [asyncio.create_task(client.run(cluster)) for client in (stalled, slowly)]
         try:
-            result = await slow.beside(cluster, [], seed=1, clients=2, answer=100)
+            records = await slow.beside(cluster, [], seed=1, clients=2, answer=100)
             await asyncio.to_thread(until, lambda: slow.num_cut(cluster) == 1, "one is cut")
             assert not slowly.was_cut
         finally:
@@ -33,4 +33,4 @@ async def test_a_client_that_does_not_read_is_cut_and_its_blocks_are_free(tmp_pa
             await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(cluster.until_idle)
     assert slowly.read_bytes > 0
-    assert problems(result.records) == []
+    assert problems(records) == []

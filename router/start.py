@@ -1,0 +1,27 @@
+"""What `python -m router` does once everything is imported."""
+
+from __future__ import annotations
+
+import structlog
+
+from router.app import serve
+from router.config import WORKER_SETTINGS, Config
+from wire.aio.log import configure
+from wire.aio.process import run
+from wire.aio.settings import EX_CONFIG, parse
+from wire.errors import WireError
+from wire.model import fingerprint, locate
+
+log = structlog.get_logger("router")
+
+
+def start(argv: list[str]) -> int:
+    """Run to the end and return the exit status; 78 when the settings cannot work."""
+    config = parse(Config, argv, also_known=WORKER_SETTINGS)
+    configure(config.log_level)
+    try:
+        path = locate(config.model)
+    except WireError as error:
+        log.error("no such model", reason=error.message)
+        return EX_CONFIG
+    return run(lambda stop: serve(config, path, fingerprint(path), stop))
