@@ -24,6 +24,7 @@ import gc
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,8 @@ from typing import Any
 
 import httpx
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.make_model import make_model
 from wire.options import Options

@@ -21,6 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from router.http import HttpError
 from router.openai import ChatBody, CompletionBody, parse
 from scripts import framing
