@@ -1,9 +1,7 @@
 """The systemd units: clean, locked down, and what their own ExecStart lines start really works.
 
-No service manager is booted here.  As root a systemd comes up in namespaces of its own, but it runs
-the machine's start-up units on the machine's directories (tmpfiles empties /tmp) unless all those
-are hidden from it first, and nothing here does that.  A socket of our own hears what the processes
-would tell it.
+No service manager is booted here (`test_systemd.py` does that, where root may): a socket of our own
+hears what the processes would tell it.
 """
 
 from __future__ import annotations
