@@ -26,10 +26,12 @@ def find_problem(
     return problem
 
 
-def stop_ids(options: Options, info: ModelInfo) -> frozenset[int]:
-    """Return the tokens that end a sequence."""
+def bind(sequence: Sequence, info: ModelInfo) -> None:
+    """Have the model's EOS tokens and context end the sequence, besides what its options say."""
+    options = sequence.options
     eos = frozenset[int]() if options.ignore_eos else info.eos_token_ids
-    return eos.union(options.stop_token_ids)
+    sequence.stop_ids = eos.union(options.stop_token_ids)
+    sequence.max_len = min(sequence.max_len, info.max_model_len)
 
 
 def resume(

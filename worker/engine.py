@@ -17,7 +17,7 @@ from typing import Any
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
 from wire.payloads import Load
-from worker.admission import Problem, find_problem, resume, stop_ids, tell
+from worker.admission import Problem, bind, find_problem, resume, tell
 from worker.batch import Chunk, build
 from worker.blocks import BlockPool
 from worker.executor.contract import Executor, SampledToken, Scorer
@@ -81,7 +81,7 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a prompt, to be continued here or, with `hand_over`, held; ignore a known id."""
-        sequence.stop_ids = stop_ids(sequence.options, self.info)
+        bind(sequence, self.info)
         self._accept(sequence, find_problem(sequence, self.info, self.pool))
 
     def reserve(self, request_id: int, token_ids: Many[int]) -> None:
@@ -119,7 +119,7 @@ class Engine:
             return
         sequence.started_s = self._clock()
         sequence.set_deadline(sequence.started_s)
-        sequence.stop_ids = stop_ids(options, self.info)
+        bind(sequence, self.info)
         register(sequence, self.pool)
         self.scheduler.run(sequence)
 
@@ -218,11 +218,11 @@ class Engine:
     def _append(self, sequence: Sequence, tokens: Many[SampledToken]) -> None:
         """Append tokens, up to the first that is the sequence's last."""
         scores, sequence.drafts = sequence.take_prompt_logprobs(), ()
-        request_id, max_model_len = sequence.request_id, self.info.max_model_len
+        request_id, token_ids = sequence.request_id, sequence.token_ids
         for index, it in enumerate(tokens, sequence.num_new_tokens):
             self.counters.decode_tokens += 1
-            sequence.token_ids.append(it.token_id)
-            reason = sequence.finish_reason(max_model_len)
+            token_ids.append(it.token_id)
+            reason = sequence.finish_reason()
             self._outputs.append(Token(request_id, it.token_id, index, it.logprobs, reason, scores))
             if reason is not None or sequence.hand_over:
                 self._end(sequence)

@@ -64,6 +64,7 @@ class Sequence:
         "drafts",
         "hand_over",
         "is_released",
+        "max_len",
         "max_new_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -143,6 +144,7 @@ class Sequence:
         if max_new_tokens is None and options.max_tokens is not None:
             max_new_tokens = options.max_tokens - self.num_output_tokens
         self.max_new_tokens = UNLIMITED if max_new_tokens is None else max_new_tokens
+        self.max_len = self.num_given_tokens + self.max_new_tokens
 
     def resume(self, token_ids: list[int], options: Options, max_new_tokens: int | None) -> None:
         """Go on from the KV of all reserved tokens; `token_ids` are those and the ones after.
@@ -190,12 +192,9 @@ class Sequence:
         """Generated tokens of this worker."""
         return len(self.token_ids) - self.num_given_tokens
 
-    def max_drafts(self, max_model_len: int) -> int:
+    def max_drafts(self) -> int:
         """How many guessed tokens could be of use: the one after the last guess is drawn too."""
-        limit = self.max_new_tokens + self.num_given_tokens
-        if limit > max_model_len:
-            limit = max_model_len
-        num_drafts = limit - len(self.token_ids) - 1
+        num_drafts = self.max_len - len(self.token_ids) - 1
         if num_drafts > self.draft_window:
             return self.draft_window
         return num_drafts if num_drafts > 0 else 0
@@ -265,15 +264,12 @@ class Sequence:
             return ErrorCode.CONTEXT_LENGTH_EXCEEDED, message
         return None
 
-    def finish_reason(self, max_model_len: int) -> FinishReason | None:
+    def finish_reason(self) -> FinishReason | None:
         """Say why the token at the end is the last, if it is."""
         token_ids = self.token_ids
         if token_ids[-1] in self.stop_ids and self.num_output_tokens > self.options.min_tokens:
             return "stop"
-        num_tokens = len(token_ids)
-        if num_tokens - self.num_given_tokens >= self.max_new_tokens or num_tokens >= max_model_len:
-            return "length"
-        return None
+        return "length" if len(token_ids) >= self.max_len else None
 
     def tokens_per_second(self, now: float) -> float:
         """Return the rate since the sequence started, 0 before (seed 002)."""

@@ -117,7 +117,6 @@ class Speculation:
 
     def __init__(self, setting: str | Drafter | None, info: ModelInfo) -> None:
         self._drafter = create(setting)
-        self._max_model_len = info.max_model_len
         if self._drafter is not None and self._drafter.vocab_size not in (None, info.vocab_size):
             raise ValueError(
                 f"the drafter's vocabulary has {self._drafter.vocab_size} tokens, "
@@ -129,7 +128,7 @@ class Speculation:
         if self._drafter is None:
             return
         decoding = [s for s in running if s.is_decoding and not s.drafts]
-        limits = [sequence.max_drafts(self._max_model_len) for sequence in decoding]
+        limits = [sequence.max_drafts() for sequence in decoding]
         if not any(limits):
             return
         drafts = self._drafter.draft(decoding, limits)

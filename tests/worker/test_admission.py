@@ -4,7 +4,7 @@ import pytest
 
 from wire.errors import ErrorCode
 from wire.options import Options
-from worker.admission import find_problem, resume, stop_ids, tell
+from worker.admission import bind, find_problem, resume, tell
 from worker.blocks import BlockPool
 from worker.executor.hash import create
 from worker.outputs import Failed, Reserved, Started
@@ -38,8 +38,19 @@ def test_a_continuation_is_checked() -> None:
 
 
 def test_stops_are_the_model_s_and_the_request_s() -> None:
-    assert stop_ids(Options(stop_token_ids=(7,)), INFO) == {2, 7}
-    assert stop_ids(Options(stop_token_ids=(7,), ignore_eos=True), INFO) == {7}
+    sequence = Sequence(1, [5], Options(stop_token_ids=(7,)))
+    bind(sequence, INFO)
+    assert sequence.stop_ids == {2, 7}
+    sequence = Sequence(1, [5], Options(stop_token_ids=(7,), ignore_eos=True))
+    bind(sequence, INFO)
+    assert sequence.stop_ids == {7}
+
+
+def test_the_context_ends_what_its_own_limit_does_not() -> None:
+    short, long = Sequence(1, [5] * 4, max_new_tokens=3), Sequence(2, [5] * 4, max_new_tokens=300)
+    for sequence in (short, long):
+        bind(sequence, INFO)
+    assert (short.max_len, long.max_len) == (7, INFO.max_model_len)
 
 
 def test_a_plan_is_told() -> None:

@@ -88,8 +88,9 @@ def test_a_prompt_just_under_the_context_is_fine() -> None:
 def finish(options: Options, output: list[int], max_new_tokens: int = 100) -> str | None:
     sequence = Sequence(1, [1, 1], options, max_new_tokens)
     sequence.stop_ids = frozenset({2})
+    sequence.max_len = min(sequence.max_len, 10)
     sequence.token_ids += output
-    return sequence.finish_reason(max_model_len=10)
+    return sequence.finish_reason()
 
 
 def test_a_stop_token_ends_it_from_min_tokens_on() -> None:
@@ -129,10 +130,9 @@ def test_the_deadline_counts_from_the_arrival() -> None:
 
 def test_drafts_are_of_use_only_before_the_last_token() -> None:
     sequence = Sequence(1, [1, 2, 3], max_new_tokens=5)
-    assert sequence.max_drafts(max_model_len=100) == 4
-    assert sequence.max_drafts(max_model_len=6) == 2
+    assert sequence.max_drafts() == 4
     sequence.token_ids += [4, 5, 6, 7]
-    assert sequence.max_drafts(max_model_len=100) == 0
+    assert sequence.max_drafts() == 0
 
 
 def test_as_many_drafts_as_were_right_before() -> None:
@@ -140,9 +140,9 @@ def test_as_many_drafts_as_were_right_before() -> None:
 
     def window_after(num_drafts: int, num_accepted: int) -> int:
         sequence.adapt(num_drafts, num_accepted)
-        return sequence.max_drafts(max_model_len=2000)
+        return sequence.max_drafts()
 
-    assert sequence.max_drafts(max_model_len=2000) == MAX_DRAFTS
+    assert sequence.max_drafts() == MAX_DRAFTS
     assert window_after(8, 3) == 4
     assert window_after(4, 0) == 1
     assert window_after(1, 1) == 2
