@@ -126,7 +126,7 @@ class Router:
             )
         self.endpoints["tcp"] = _url("tcp", self._tcp.host, self._tcp.port)
         with _named(config.http):
-            bounds = HttpLimits(config.max_connections, config.grace_s)
+            bounds = HttpLimits(config.max_connections, config.grace_s, config.idle_s)
             self._http = HttpServer(self.gateway, *_address(config.http), bounds, self._tls)
         self.endpoints["http"] = self._http.url
         self._tasks = [

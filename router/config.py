@@ -143,7 +143,7 @@ class Config(Settings):
         default=120.0,
         gt=0.0,
         le=86_400.0,
-        description="silence of a raw TCP client with no request",
+        description="silence of a client with no request; keep it longer than clients do (5 s)",
     )
     drain_s: float = Field(
         default=30.0, ge=0.0, le=3600.0, description="grace for open requests on SIGTERM"

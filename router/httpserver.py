@@ -34,11 +34,15 @@ FLUSH_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one HTTP client may cost; `idle_s` is between two requests."""
+    """What one HTTP client may cost.
+
+    `idle_s` is between two requests.  It is longer than clients keep an idle connection (5 s, say
+    httpx and openai): who hangs up first must not be us, just as they send the next request.
+    """
 
     max_connections: int = 4096
     grace_s: float = 5.0
-    idle_s: float = 5.0
+    idle_s: float = 120.0
 
 
 class GuardedProtocol(HttpToolsProtocol):

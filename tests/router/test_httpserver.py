@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from router.config import Config
 from router.http import Receive, Scope, Send, read_body, respond
 from router.httpserver import MAX_HEADER_BYTES, HttpServer, Limits
 from router.tls import server_context
@@ -84,6 +85,12 @@ async def test_a_second_request_has_its_own_time_and_silence_its_end() -> None:
     async with serving(Limits(grace_s=0.2, idle_s=0.2)) as server:
         answer = await ask(server, GET % 1 + GET % 2)
         assert answer.count(b"HTTP/1.1 200") == 2 and answer.endswith(b"/2")
+
+
+def test_who_hangs_up_first_is_the_client() -> None:
+    """Else it may send its next request just as we do, and sees its connection reset."""
+    expiry_s = httpx.Limits().keepalive_expiry
+    assert expiry_s is not None and expiry_s < Limits().idle_s == Config().idle_s
 
 
 async def test_empty_lines_do_not_keep_a_connection() -> None:
