@@ -50,8 +50,9 @@ class NullExecutor:
 
     def sample(self, logits: None, batch: Batch) -> list[SampledToken]:
         start_s = time.thread_time()
-        start = len(batch.samplings) * 7 % 1024
-        tokens = self._drawn[start : start + len(batch.samplings)]
+        num_rows = len(batch.sample_rows)
+        start = num_rows * 7 % 1024
+        tokens = self._drawn[start : start + num_rows]
         self.elapsed_s += time.thread_time() - start_s
         return tokens
 

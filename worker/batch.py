@@ -7,6 +7,7 @@ each step is a `msgspec.Struct`: a third of a tuple's cost, and no work for the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -84,7 +85,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 class Sampling(msgspec.Struct, frozen=True, gc=False):
     """How to draw the next token of one sequence: `position` is the index that token will have.
 
-    Before it come `token_ids` (prompt and output, `prompt_len` of them prompt) and `drafts`.
+    Before it come `token_ids` (prompt and output, `prompt_len` of them prompt).  With D `drafts`
+    it stands for D + 1 rows: row d draws the token after the first d of them, d positions later.
     `occurrences` may keep the numbers of `token_ids` from step to step, for whoever has penalties.
     """
 
@@ -95,6 +97,36 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     token_ids: list[int]
     occurrences: Occurrences | None = None
     drafts: tuple[int, ...] = ()
+
+
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """One sampled row: where its logits are, and after how many of the drafts it draws."""
+
+    index: int
+    sampling: Sampling
+    num_drafts: int
+
+    @property
+    def options(self) -> Options:
+        return self.sampling.options
+
+    @property
+    def position(self) -> int:
+        return self.sampling.position + self.num_drafts
+
+
+def rows_of(
+    samplings: Many[Sampling], is_wanted: Callable[[Sampling], bool] = lambda _: True
+) -> list[Row]:
+    """Return the rows of the wanted ones among all samplings of a step."""
+    rows: list[Row] = []
+    start = 0
+    for sampling in samplings:
+        count = 1 + len(sampling.drafts)
+        if is_wanted(sampling):
+            rows += [Row(start + d, sampling, d) for d in range(count)]
+        start += count
+    return rows
 
 
 class Scoring(NamedTuple):
@@ -120,7 +152,7 @@ class Batch:
         context_lens: [S] tokens each sequence attends to, this step's included.
         block_tables: [S, max blocks] physical block of each logical block, padded with 0.
         sample_rows: [R] rows of T whose logits are wanted, ascending.
-        samplings: R entries, one for each sampled row.
+        samplings: One for each sequence that is sampled; together they have R rows.
         score_rows: [Q] rows of T whose logits are wanted to score prompts; nearly always none.
         scorings: Together they have Q next tokens, in the order of the rows.
     """
@@ -226,13 +258,8 @@ def _samplings(chunks: Many[Chunk], ends: list[int]) -> tuple[list[int], list[Sa
             continue
         request_id, options, prompt_len = sequence.request_id, sequence.options, sequence.prompt_len
         seen = sequence.occurrences
-        samplings.append(Sampling(request_id, options, position, prompt_len, token_ids, seen))
-        if not drafts:
-            rows.append(end - 1)
-            continue
+        samplings.append(
+            Sampling(request_id, options, position, prompt_len, token_ids, seen, drafts)
+        )
         rows.extend(range(end - len(drafts) - 1, end))
-        samplings += [
-            Sampling(request_id, options, position + n, prompt_len, token_ids, None, drafts[:n])
-            for n in range(1, len(drafts) + 1)
-        ]
     return rows, samplings

@@ -19,34 +19,35 @@ import numpy as np
 import torch
 
 from wire.options import Options
-from worker.batch import Sampling
+from worker.batch import Row, Sampling, rows_of
 from worker.occurrences import Occurrences
 
 
 def adjust(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Return [R, vocab] logits after penalties and biases: the same tensor if nobody asked."""
-    penalized = [row for row, it in enumerate(samplings) if it.options.has_penalties]
-    biased = [row for row, it in enumerate(samplings) if it.options.logit_bias]
+    penalized = rows_of(samplings, lambda it: it.options.has_penalties)
+    biased = rows_of(samplings, lambda it: bool(it.options.logit_bias))
     if not penalized and not biased:
         return logits
     logits = logits.clone(memory_format=torch.contiguous_format)
     if penalized:
-        _penalize(logits, penalized, samplings)
+        _penalize(logits, penalized)
     if biased:
-        _bias(logits, biased, samplings)
+        _bias(logits, biased)
     return logits
 
 
-def _penalize(logits: torch.Tensor, rows: list[int], samplings: Sequence[Sampling]) -> None:
-    found = [_occurrences(samplings[row]) for row in rows]
+def _penalize(logits: torch.Tensor, rows: list[Row]) -> None:
+    found = [_occurrences(row) for row in rows]
     sizes = [len(occurrences.token_ids) for occurrences in found]
 
     def spread(field: Callable[[Options], float]) -> torch.Tensor:
-        values = np.array([field(samplings[row].options) for row in rows], np.float64)
+        values = np.array([field(row.options) for row in rows], np.float64)
         return torch.from_numpy(np.repeat(values, sizes)).to(logits.device)
 
     places = np.concatenate([occurrences.token_ids for occurrences in found])
-    places += np.repeat(np.array(rows, np.int64) * logits.shape[1], sizes)
+    starts = np.array([row.index for row in rows], np.int64) * logits.shape[1]
+    places += np.repeat(starts, sizes)
     where = torch.from_numpy(places).to(logits.device)
     counts = np.concatenate([occurrences.counts for occurrences in found]).astype(np.float64)
     count = torch.from_numpy(counts).to(logits.device)
@@ -59,13 +60,13 @@ def _penalize(logits: torch.Tensor, rows: list[int], samplings: Sequence[Samplin
     flat[where] = values.to(logits.dtype)
 
 
-def _bias(logits: torch.Tensor, rows: list[int], samplings: Sequence[Sampling]) -> None:
+def _bias(logits: torch.Tensor, rows: list[Row]) -> None:
     vocab = logits.shape[1]
     places: dict[int, float] = {}
     for row in rows:
-        for token_id, bias in samplings[row].options.logit_bias:
+        for token_id, bias in row.options.logit_bias:
             if token_id < vocab:  # a client may name ids the vocabulary does not have
-                place = row * vocab + token_id
+                place = row.index * vocab + token_id
                 places[place] = places.get(place, 0.0) + bias
     where = torch.tensor(list(places), dtype=torch.int64, device=logits.device)
     bias_of = torch.tensor(list(places.values()), dtype=torch.float64, device=logits.device)
@@ -73,9 +74,10 @@ def _bias(logits: torch.Tensor, rows: list[int], samplings: Sequence[Sampling]) 
     flat[where] = (flat[where].double() + bias_of).to(logits.dtype)
 
 
-def _occurrences(sampling: Sampling) -> Occurrences:
-    occurrences = sampling.occurrences
-    if occurrences is None:
-        return Occurrences([*sampling.token_ids, *sampling.drafts], sampling.prompt_len)
-    occurrences.update(sampling.token_ids)
-    return occurrences
+def _occurrences(row: Row) -> Occurrences:
+    sampling, num_drafts = row.sampling, row.num_drafts
+    if sampling.occurrences is None or num_drafts:
+        text = [*sampling.token_ids, *sampling.drafts[:num_drafts]]
+        return Occurrences(text, sampling.prompt_len)
+    sampling.occurrences.update(sampling.token_ids)
+    return sampling.occurrences

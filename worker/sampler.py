@@ -33,7 +33,7 @@ import numpy.typing as npt
 import torch
 
 from wire.payloads import Logprobs
-from worker.batch import Sampling, Scoring
+from worker.batch import Row, Sampling, Scoring, rows_of
 from worker.executor.contract import SampledToken
 from worker.penalties import adjust
 
@@ -57,28 +57,25 @@ def sample(
 
     Args:
         logits: [R, vocab] float32; not changed.
-        samplings: R entries.
+        samplings: Together they have R rows.
         eos_token_ids: Masked, with a request's own stop ids, until its min_tokens are reached.
     """
     if not samplings:
         return []
     allowed = _mask_stops(adjust(logits, samplings), samplings, eos_token_ids)
     token_ids: list[int] = allowed.argmax(dim=-1).tolist()
-    random_rows = [
-        row for row, sampling in enumerate(samplings) if sampling.options.temperature > 0
-    ]
-    if random_rows:
-        chosen = [samplings[row] for row in random_rows]
-        part = allowed if len(chosen) == len(samplings) else allowed[random_rows]
-        for row, token_id in zip(random_rows, _draw(part, chosen), strict=True):
-            token_ids[row] = token_id
+    if random_rows := rows_of(samplings, lambda it: it.options.temperature > 0):
+        places = [row.index for row in random_rows]
+        part = allowed if len(places) == len(token_ids) else allowed[places]
+        for place, token_id in zip(places, _draw(part, random_rows), strict=True):
+            token_ids[place] = token_id
     tokens = [SampledToken(token_id) for token_id in token_ids]
-    asked = [row for row, sampling in enumerate(samplings) if sampling.options.logprobs is not None]
-    if asked:
-        numbers = [samplings[row].options.logprobs or 0 for row in asked]
-        kept = [token_ids[row] for row in asked]
-        for row, logprobs in zip(asked, _logprobs(logits[asked], kept, numbers), strict=True):
-            tokens[row] = SampledToken(token_ids[row], logprobs)
+    if asked := rows_of(samplings, lambda it: it.options.logprobs is not None):
+        places = [row.index for row in asked]
+        numbers = [row.options.logprobs or 0 for row in asked]
+        kept = [token_ids[place] for place in places]
+        for place, logprobs in zip(places, _logprobs(logits[places], kept, numbers), strict=True):
+            tokens[place] = SampledToken(token_ids[place], logprobs)
     return tokens
 
 
@@ -122,12 +119,12 @@ def _mask_stops(
     """Return the logits, as a changed copy if any row may not stop yet."""
     rows: list[int] = []
     columns: list[int] = []
-    for row, sampling in enumerate(samplings):
-        if sampling.position - sampling.prompt_len < sampling.options.min_tokens:
-            stops = eos_token_ids.union(sampling.options.stop_token_ids)
+    for row in rows_of(samplings, lambda it: it.position - it.prompt_len < it.options.min_tokens):
+        if row.position - row.sampling.prompt_len < row.options.min_tokens:
+            stops = eos_token_ids.union(row.options.stop_token_ids)
             # A client may name ids the vocabulary does not have.
             known = [token_id for token_id in stops if token_id < logits.shape[1]]
-            rows += [row] * len(known)
+            rows += [row.index] * len(known)
             columns += known
     if not rows:
         return logits
@@ -136,9 +133,9 @@ def _mask_stops(
     return masked
 
 
-def _draw(logits: torch.Tensor, samplings: Sequence[Sampling]) -> list[int]:
+def _draw(logits: torch.Tensor, rows: list[Row]) -> list[int]:
     """Draw a token id for each row, all with a temperature over 0."""
-    options = [sampling.options for sampling in samplings]
+    options = [row.options for row in rows]
     device = logits.device
 
     def column(values: list[float]) -> torch.Tensor:
@@ -156,7 +153,7 @@ def _draw(logits: torch.Tensor, samplings: Sequence[Sampling]) -> list[int]:
     uniform = uniforms(
         [option.seed for option in options],
         [option.choice for option in options],
-        [sampling.position for sampling in samplings],
+        [row.position for row in rows],
     )
     target = torch.from_numpy(uniform).to(device)[:, None] * cumulated[:, -1:]
     first = torch.searchsorted(cumulated, target, right=True)[:, 0]

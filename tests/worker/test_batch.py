@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from wire.options import Options
-from worker.batch import BatchConfig, BatchType, Chunk, build
+from worker.batch import BatchConfig, BatchType, Chunk, Row, build, rows_of
 from worker.sequence import Sequence
 
 
@@ -64,10 +64,11 @@ def test_drafts_follow_their_sequence_and_are_sampled_with_it() -> None:
     assert batch.query_starts.tolist() == [0, 3, 10, 13]
     assert batch.context_lens.tolist() == [8, 9, 3]
     assert batch.sample_rows.tolist() == [0, 1, 2, 12]
-    assert [sampling.position for sampling in batch.samplings] == [6, 7, 8, 3]
-    prompt = [100 + i for i in range(6)]
-    assert all(sampling.token_ids == prompt for sampling in batch.samplings[:3])
-    assert [sampling.drafts for sampling in batch.samplings[:3]] == [(), (71,), (71, 72)]
+    first, last = batch.samplings
+    assert first.token_ids == [100 + i for i in range(6)] and first.drafts == (71, 72)
+    rows = rows_of(batch.samplings)
+    assert [(row.index, row.position) for row in rows] == [(0, 6), (1, 7), (2, 8), (3, 3)]
+    assert rows_of(batch.samplings, lambda it: it is last) == [Row(3, last, 0)]
 
 
 def test_no_ageing_is_refused() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from wire.options import Options
 from worker import sampler
 from worker.batch import Sampling
+from worker.occurrences import Occurrences
 from worker.sampler import sample, uniforms
 
 NO_EOS: frozenset[int] = frozenset()
@@ -174,6 +175,36 @@ def test_a_row_does_not_depend_on_its_batch_mates(
     assert shuffled == [together[i] for i in order]
     alone = [ids(logits[i : i + 1], [samplings[i]])[0] for i in range(len(rows))]
     assert alone == together
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    options=options_strategy | st.just({"temperature": 0.0}),
+    more=st.fixed_dictionaries(
+        {
+            "min_tokens": st.integers(0, 4),
+            "repetition_penalty": st.sampled_from([1.0, 1.7]),
+            "presence_penalty": st.sampled_from([0.0, 1.2]),
+            "logprobs": st.none() | st.integers(0, 3),
+        }
+    ),
+    drafts=st.lists(st.integers(0, VOCAB - 1), max_size=4).map(tuple),
+)
+def test_a_row_after_drafts_is_that_of_the_text_with_them(
+    options: dict[str, Any], more: dict[str, Any], drafts: tuple[int, ...]
+) -> None:
+    asked_for = Options(**options, **more)
+    text, prompt_len, eos = [5, 9, 5, 11], 3, frozenset({2})
+
+    def sampling(tokens: list[int], guesses: tuple[int, ...] = ()) -> Sampling:
+        kept = Occurrences(text, prompt_len) if guesses else None
+        return Sampling(1, asked_for, len(tokens), prompt_len, tokens, kept, guesses)
+
+    other = Sampling(2, Options(), 7, 3, [])
+    logits = logits_of(len(drafts) + 3, seed=6)
+    together = sample(logits, [other, sampling(text, drafts), other], eos)
+    alone = [sampling([*text, *drafts[:d]]) for d in range(len(drafts) + 1)]
+    assert together == sample(logits, [other, *alone, other], eos)
 
 
 def test_a_draw_of_zero_takes_the_first_token_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,7 @@ def test_what_comes_out_is_distributed_as_the_target_says(guess: int) -> None:
         samplings = []
         for seed in range(start, start + 500):
             options = Options(temperature=0.8, top_k=6, top_p=0.9, seed=seed)
-            samplings += [Sampling(seed, options, 5, 5, [1] * 5), Sampling(seed, options, 6, 5, [])]
+            samplings.append(Sampling(seed, options, 5, 5, [1] * 5, drafts=(x,)))
         y = sample(logits.repeat(500, 1), samplings, frozenset())
         for row in range(0, 1000, 2):
             emitted = accepted([x], y[row : row + 2])

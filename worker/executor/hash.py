@@ -28,7 +28,7 @@ from wire.logprobs import pack_logprobs
 from wire.options import Options
 from wire.payloads import KVLayout, Logprobs
 from wire.segment import Rectangle
-from worker.batch import Batch, Sampling, Scoring
+from worker.batch import Batch, Row, Sampling, Scoring, rows_of
 from worker.executor.contract import Capabilities, MemoryRequirements, ModelInfo, SampledToken
 from worker.executor.hostcache import HostKVCache
 
@@ -157,8 +157,8 @@ class HashExecutor:
     def sample(self, logits: list[int], batch: Batch) -> list[SampledToken]:
         vocabulary = _Vocabulary(self.info.vocab_size, self.info.eos_token_ids)
         return [
-            vocabulary.draw(digest, sampling)
-            for digest, sampling in zip(logits, batch.samplings, strict=True)
+            vocabulary.draw(digest, row)
+            for digest, row in zip(logits, rows_of(batch.samplings), strict=True)
         ]
 
     def score(self, logits: list[int], batch: Batch) -> list[bytes]:
@@ -174,13 +174,13 @@ class _Vocabulary:
     size: int
     eos_token_ids: frozenset[int]
 
-    def draw(self, digest: int, sampling: Sampling) -> SampledToken:
+    def draw(self, digest: int, row: Row) -> SampledToken:
         """Map a digest of the context to a token, as the module's docstring says."""
-        options = sampling.options
+        options = row.options
         if options.temperature > 0.0:
-            key = np.array([options.seed, options.choice, sampling.position], "<u8").tobytes()
+            key = np.array([options.seed, options.choice, row.position], "<u8").tobytes()
             digest = xxh3_64_intdigest(key, seed=digest)
-        may_stop = sampling.position - sampling.prompt_len >= options.min_tokens
+        may_stop = row.position - row.sampling.prompt_len >= options.min_tokens
         may_end = may_stop and not options.ignore_eos and bool(self.eos_token_ids)
         choice, rest = digest % EOS_PERIOD, digest // EOS_PERIOD
         if may_end and choice == 0:
@@ -247,8 +247,8 @@ def oracle(
         position = len(token_ids)
         words = _kv_words(np.array(token_ids, np.int32), np.arange(position, dtype=np.int32))
         digest = xxh3_64_intdigest(words.transpose(1, 2, 3, 0).tobytes())
-        sampling = Sampling(0, options, position, prompt_len, token_ids)
-        token_id = vocabulary.draw(digest, sampling).token_id
+        row = Row(0, Sampling(0, options, position, prompt_len, token_ids), 0)
+        token_id = vocabulary.draw(digest, row).token_id
         if token_id in stop_ids and position - prompt_len >= options.min_tokens:
             break
         token_ids.append(token_id)

@@ -137,7 +137,7 @@ class MeasuredExecutor:
         self._last_step_s = self._clock()
         stopwatch = self._decode if batch.kind is BatchType.DECODE else self._prefill
         stopwatch.add(self._last_step_s - self._started_s)
-        self._num_sampled += len(batch.samplings)
+        self._num_sampled += len(batch.sample_rows)
         self._num_sequences += self._batch_sequences
         self._state, self._batch_sequences = State.READY, 0
 

@@ -162,12 +162,12 @@ class TorchExecutor:
 
     def sample(self, logits: torch.Tensor, batch: Batch) -> list[SampledToken]:
         """Draw one token per sampled row; see `worker.sampler`."""
-        logits = logits[: len(batch.samplings)]
+        logits = logits[: len(batch.sample_rows)]
         return sampler.sample(logits, batch.samplings, self.info.eos_token_ids)
 
     def score(self, logits: torch.Tensor, batch: Batch) -> list[bytes]:
         """Score the prompts of the batch's scorings; see `worker.sampler`."""
-        return sampler.score(logits[len(batch.samplings) :], batch.scorings)
+        return sampler.score(logits[len(batch.sample_rows) :], batch.scorings)
 
     def shutdown(self) -> None:
         """Drop the weights and the cache."""
