@@ -134,8 +134,8 @@ class BlockPool:
     def can_allocate(self, num_blocks: int, prefix_blocks: Sequence[int] = ()) -> bool:
         """Whether `num_blocks` fresh blocks can be had besides sharing `prefix_blocks`."""
         available = len(self._free) + len(self._cached)
-        if available < num_blocks:
-            return False
+        if available < num_blocks or not prefix_blocks:
+            return available >= num_blocks
         cached = self._cached
         return available - sum(block in cached for block in prefix_blocks) >= num_blocks
 

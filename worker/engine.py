@@ -28,7 +28,7 @@ from worker.sequence import Sequence, Status
 from worker.settings import EngineSettings
 from worker.sharing import register
 from worker.slots import Slots
-from worker.speculate import Speculation, accepted
+from worker.speculate import Speculation, verify
 from worker.stats import Counters, Stats, load_of
 from worker.swap import SwapSpace
 
@@ -194,40 +194,41 @@ class Engine:
         for chunk in chunks:
             sequence, drafts = chunk.sequence, chunk.drafts
             sequence.num_computed_tokens += chunk.num_tokens
-            is_last = sequence.num_computed_tokens == len(sequence.token_ids)
-            register(sequence, self.pool)
             if sequence.hand_over:
                 self._outputs.append(Computed(sequence.request_id, sequence.num_computed_tokens))
             if drafts:
-                self._verify(sequence, drafts, list(islice(drawn, len(drafts) + 1)))
-            elif is_last:
+                tokens = verify(sequence, drafts, list(islice(drawn, len(drafts) + 1)))
+                self.counters.verified(len(drafts), len(tokens) - 1)
+                self._append(sequence, tokens)
+                self.scheduler.trim(sequence)
+            elif sequence.num_computed_tokens == len(sequence.token_ids):
                 self._append(sequence, (next(drawn),))
-
-    def _verify(self, sequence: Sequence, x: Many[int], y: Many[SampledToken]) -> None:
-        """Append what the target stands for; the KV of accepted drafts is that of their tokens."""
-        tokens = accepted(x, y)
-        num_accepted = len(tokens) - 1
-        sequence.adapt(len(x), num_accepted)
-        self.counters.verified(len(x), num_accepted)
-        self._append(sequence, tokens)
-        if sequence.status is not Status.FINISHED:
-            sequence.num_computed_tokens += num_accepted
-            register(sequence, self.pool)
-            self.scheduler.trim(sequence)
+            else:
+                register(sequence, self.pool)
 
     def _append(self, sequence: Sequence, tokens: Many[SampledToken]) -> None:
-        """Append tokens, up to the first that is the sequence's last."""
+        """Append tokens, up to the first that is the sequence's last.
+
+        Then all but one have KV: that of accepted drafts is that of their tokens.
+        """
         scores, sequence.drafts = sequence.take_prompt_logprobs(), ()
-        request_id, token_ids = sequence.request_id, sequence.token_ids
+        request_id, token_ids, outputs = sequence.request_id, sequence.token_ids, self._outputs
+        stop_ids, last = sequence.stop_ids, sequence.max_len - sequence.num_given_tokens - 1
+        reason = None
         for index, it in enumerate(tokens, sequence.num_new_tokens):
-            self.counters.decode_tokens += 1
-            token_ids.append(it.token_id)
-            reason = sequence.finish_reason()
-            self._outputs.append(Token(request_id, it.token_id, index, it.logprobs, reason, scores))
-            if reason is not None or sequence.hand_over:
-                self._end(sequence)
-                return
+            token_id = it.token_id
+            token_ids.append(token_id)
+            if index >= last or token_id in stop_ids:  # seldom; a call for each token adds up
+                reason = sequence.finish_reason()
+            outputs.append(Token(request_id, token_id, index, it.logprobs, reason, scores))
+            if reason is not None:
+                break
             scores = None
+        self.counters.decode_tokens += len(token_ids) - sequence.num_computed_tokens
+        sequence.num_computed_tokens = len(token_ids) - 1
+        register(sequence, self.pool)
+        if reason is not None or sequence.hand_over:
+            self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         self.counters.finished += 1

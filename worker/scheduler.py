@@ -202,10 +202,13 @@ class Scheduler:
         """Get blocks for the KV of drafts; return how many of them have room."""
         table, pool = sequence.block_table, self.pool
         room = len(table) * pool.block_size - len(sequence.token_ids)
-        if room < num_drafts and pool.can_allocate(pool.blocks_for(num_drafts - room)):
-            table.extend(pool.allocate(pool.blocks_for(num_drafts - room)))
+        if room >= num_drafts:
             return num_drafts
-        return min(num_drafts, room)
+        num_blocks = pool.blocks_for(num_drafts - room)
+        if not pool.can_allocate(num_blocks):
+            return room
+        table.extend(pool.allocate(num_blocks))
+        return num_drafts
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks that only rejected drafts needed."""

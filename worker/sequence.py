@@ -7,8 +7,9 @@ them have KV, and which blocks hold it; it decides nothing.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
+from functools import cache
 from struct import Struct
 from typing import Final
 
@@ -24,6 +25,11 @@ from worker.scores import PromptScores
 UNLIMITED: Final = 2**31 - 1
 # The most tokens that may be guessed at a time (`worker.speculate`).
 MAX_DRAFTS: Final = 64
+
+
+@cache
+def _packer(block_size: int) -> Callable[..., bytes]:
+    return Struct(f"<{block_size}I").pack
 
 
 class Status(StrEnum):
@@ -235,7 +241,7 @@ class Sequence:
         """Return the tokens of the first `num_blocks` full blocks, u32 little-endian each."""
         known = len(self.block_keys)
         if known < num_blocks:
-            pack = Struct(f"<{block_size}I").pack
+            pack = _packer(block_size)
             self.block_keys += [
                 pack(*self.token_ids[start : start + block_size])
                 for start in range(known * block_size, num_blocks * block_size, block_size)

@@ -44,8 +44,8 @@ class Drafter(Protocol):
 class NgramDrafter:
     """Prompt lookup: what followed the last time the text's last tokens occurred.
 
-    Each sequence has an index from n-grams to the position after their latest occurrence, which
-    grows with it: a draft costs what is new, not what is long.
+    Each sequence has an index from n-grams to the position after an occurrence, the latest that
+    was no mere repetition.  It grows with the text: a draft costs what is new, not what is long.
     """
 
     vocab_size: int | None = None
@@ -74,29 +74,45 @@ class NgramDrafter:
 
 
 class _NgramIndex:
-    """Where each pair and each triple of a growing text occurred last, or where it goes on."""
+    """Where each pair and each triple of a growing text occurred, and where it goes on.
 
-    __slots__ = ("_after", "_num_indexed")
+    As long as the text repeats what followed an occurrence, there is nothing to look up, and
+    nothing to index that is not known.
+    """
+
+    __slots__ = ("_after", "_num_seen", "_start")
 
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], int] = {}
-        self._num_indexed = 2
+        self._num_seen = 2
+        self._start = 0  # what the next token may repeat; 0 for nothing
 
     def find(self, token_ids: list[int], limit: int) -> list[int]:
-        """Return what follows the latest earlier occurrence of the longest known ending."""
+        """Return what followed an earlier occurrence of the longest known ending."""
+        new, start = token_ids[self._num_seen :], self._start
+        if start and token_ids[start : start + len(new)] == new:
+            start += len(new)
+        else:
+            start = self._look_up(token_ids)
+        self._start, self._num_seen = start, max(2, len(token_ids))
+        return token_ids[start : start + limit] if start else []
+
+    def _look_up(self, token_ids: list[int]) -> int:
         if len(token_ids) < 3:
-            return []
-        after, end = self._after, self._num_indexed
+            return 0
+        after, end = self._after, self._num_seen
         x = token_ids[end - 3] if end > 2 else -1  # no token: nobody looks for this triple
         y = token_ids[end - 2]
         # Index what something follows: the n-grams that end before the last token.
         for z in token_ids[end - 1 : -1]:
             after[x, y, z] = after[y, z] = end
             x, y, end = y, z, end + 1
-        self._num_indexed, z = end, token_ids[-1]
+        z = token_ids[-1]
         # A triple is seldom there by chance; a pair is the last resort.
-        start = after.get((x, y, z)) or after.get((y, z))
-        return token_ids[start : start + limit] if start is not None else []
+        start = after.get((x, y, z)) or after.get((y, z), 0)
+        if start:  # nothing is indexed while the text repeats what follows: this triple is now
+            after.setdefault((x, y, z), end)
+        return start
 
 
 def accepted(x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
@@ -110,6 +126,13 @@ def accepted(x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
         if y[num_accepted].token_id != guess:
             return y[: num_accepted + 1]
     return y
+
+
+def verify(sequence: Sequence, x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
+    """Return what the target stands for, and let that say how much is guessed next time."""
+    tokens = accepted(x, y)
+    sequence.adapt(len(x), len(tokens) - 1)
+    return tokens
 
 
 class Speculation:

@@ -36,15 +36,37 @@ def test_a_run_is_guessed_to_go_on() -> None:
     assert NgramDrafter(4).draft([Sequence(1, [5, 5, 5])], [4]) == [[5]]
 
 
-def test_the_index_grows_with_the_text() -> None:
+def continuations(text: list[int], number: int) -> list[list[int]]:
+    """What followed each earlier occurrence of the last three tokens, or else of the last two."""
+    for size in (3, 2):
+        ends = [e for e in range(size, len(text)) if text[e - size : e] == text[-size:]]
+        if ends:
+            return [text[end : end + number] for end in ends]
+    return [[]]
+
+
+@pytest.mark.parametrize("vocab_size", [2, 4, 12])
+def test_a_guess_follows_the_longest_ending_while_the_text_grows(vocab_size: int) -> None:
     drafter = NgramDrafter(4)
     draw = np.random.default_rng(0)
     sequence = Sequence(1, [1])
     for _ in range(300):
-        sequence.token_ids.append(int(draw.integers(4)))
-        assert drafter.draft([sequence], [4]) == NgramDrafter(4).draft([sequence], [4])
+        (guess,) = drafter.draft([sequence], [4])
+        assert guess in continuations(sequence.token_ids, 4)
+        kept = guess[: draw.integers(5)]  # some guesses are right, from none to all of them
+        sequence.token_ids += [*kept, int(draw.integers(vocab_size))]
     drafter.forget(1)
     assert not drafter._indexes
+
+
+def test_a_text_that_repeats_itself_is_followed_where_it_went_on() -> None:
+    drafter = NgramDrafter(2)
+    sequence = Sequence(1, [1, 2, 3, 4, 5, 6, 7, 1, 2])
+    assert drafter.draft([sequence], [8]) == [[3, 4]]
+    sequence.token_ids += [3, 4, 5]
+    assert drafter.draft([sequence], [8]) == [[6, 7]]
+    sequence.token_ids += [9, 2, 3, 4, 5]
+    assert drafter.draft([sequence], [8]) == [[9, 2]], "after what was new, the latest occurrence"
 
 
 def tokens(*token_ids: int) -> list[SampledToken]:
