@@ -16,7 +16,8 @@ tokens in and out; text, stop strings and HTTP are the router's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -24,6 +25,7 @@ from typing import Any, Final, Self
 from wire.errors import ErrorCode, LocalProtocolError, WireError
 from wire.options import Options
 from wire.payloads import Load
+from worker.arguments import checked_ids, checked_options
 from worker.engine import Engine
 from worker.executor.contract import Executor
 from worker.executor.measured import ExecutorStatus, measured
@@ -107,12 +109,9 @@ class ServingEngine:
             raise LocalProtocolError("the engine's own thread runs the iterations")
         if self._ledger.closed is not None:
             raise self._ledger.closed
-        try:
+        with self._crashing():
             outputs = self._engine.step() if self._engine.has_work() else []
             return self._tell(outputs)
-        except BaseException as error:
-            self._crash(error)
-            raise
 
     def close(self) -> None:
         """End every request that is left as cancelled, and give back what the executor took."""
@@ -147,9 +146,11 @@ class ServingEngine:
         A prompt the model cannot take ends with an error like any other request.
 
         Raises:
+            TypeError: The ids are not integers, the options no `Options`.
+            ValueError: An option is out of its range.  In both cases nothing was queued.
             WireError: The engine is closed, or broke.
         """
-        sequence = EngineSequence(0, token_ids, options)  # first: what raises here was never open
+        sequence = EngineSequence(0, checked_ids(token_ids), checked_options(options))
         sequence.request_id = self._ledger.open(sequence.prompt_len, callback)
         self._post(lambda engine: engine.add(sequence))
         return sequence.request_id
@@ -227,10 +228,11 @@ class ServingEngine:
         )
 
     def _post(self, call: Callable[[Engine], object]) -> None:
-        if self._thread is None:
-            call(self._engine)
-        else:
+        if self._thread is not None:
             self._thread.post(call)
+        else:
+            with self._crashing():
+                call(self._engine)
 
     # Where the engine steps.
 
@@ -252,6 +254,15 @@ class ServingEngine:
                     error = WireError(code, message)
                     told.append(self._ledger.end(request_id, "error", error))
         return [output for output in told if output is not None]
+
+    @contextmanager
+    def _crashing(self) -> Iterator[None]:
+        """Have what raises in the caller's thread end every request, as it would in our own."""
+        try:
+            yield
+        except BaseException as error:
+            self._crash(error)
+            raise
 
     def _crash(self, error: BaseException) -> None:
         broken = WireError(ErrorCode.INTERNAL, f"the engine broke: {error!r}")

@@ -11,6 +11,7 @@ import pytest
 from wire.errors import ErrorCode, LocalProtocolError, WireError
 from wire.options import Options
 from worker.batch import Batch
+from worker.engine import Engine
 from worker.executor.hash import HashExecutor, create, oracle
 from worker.executor.measured import State
 from worker.ledger import TokenOutput
@@ -132,6 +133,68 @@ def test_what_is_no_prompt_is_never_submitted() -> None:
     with pytest.raises(TypeError):
         serving.submit(5)  # type: ignore[arg-type]
     assert serving.metrics().submitted == 0
+
+
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    ("hello", {}, r"token_ids\[0\] is 'h', not an integer"),
+    ([1.0, 2.0], {}, r"token_ids\[0\] is 1.0, not an integer"),
+    (PROMPT, {"seed": -1, "temperature": 1.0}, "seed is -1: Expected `int` >= 0"),
+    (PROMPT, {"logit_bias": ((-1, 100.0),)}, "logit_bias is .*Expected `int` >= 0"),
+    (PROMPT, {"stop_token_ids": None}, "stop_token_ids is None: Expected `array`"),
+    (PROMPT, {"prompt_logprobs": -1}, "prompt_logprobs is -1: Expected `int` >= 0"),
+]
+
+
+@pytest.mark.parametrize(("token_ids", "options", "message"), BAD)
+def test_what_the_wire_would_refuse_harms_nobody(
+    token_ids: Any, options: dict[str, Any], message: str
+) -> None:
+    serving = stepped()
+    neighbour = serving.submit(PROMPT, GREEDY)
+    serving.run_iteration()
+    heard: list[TokenOutput] = []
+    with pytest.raises((TypeError, ValueError), match=message):
+        serving.submit(token_ids, Options(max_tokens=3, **options), heard.append)
+    while not serving.is_complete(neighbour):
+        serving.run_iteration()
+    result = serving.get_result(neighbour)
+    assert result is not None and list(result.token_ids) == TEXT
+    metrics = serving.metrics()
+    assert (metrics.submitted, metrics.completed, metrics.failed, heard) == (1, 1, 0, [])
+
+
+@pytest.mark.parametrize(("token_ids", "options", "message"), BAD)
+async def test_nor_does_it_where_a_thread_steps(
+    serving: ServingEngine, token_ids: Any, options: dict[str, Any], message: str
+) -> None:
+    stream = serving.stream(PROMPT, ENDLESS)
+    await anext(stream)
+    with pytest.raises((TypeError, ValueError), match=message):
+        await serving.submit_async(token_ids, Options(max_tokens=3, **options))
+    assert list((await serving.submit_async(PROMPT, GREEDY)).token_ids) == TEXT
+    await stream.aclose()  # type: ignore[attr-defined]
+    await until(lambda: serving.metrics().cancelled == 1)
+    assert serving.metrics().submitted == 2
+
+
+def test_what_breaks_the_engine_between_steps_ends_every_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serving = stepped()
+    request_id = serving.submit(PROMPT, GREEDY)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(Engine, "add", broken)
+    with pytest.raises(RuntimeError, match="a bug of ours"):
+        serving.submit(PROMPT)
+    result = serving.get_result(request_id)
+    assert result is not None and result.finish_reason == "error"
+    metrics = serving.metrics()
+    assert (metrics.submitted, metrics.failed) == (2, 2)  # none is left open
+    with pytest.raises(WireError, match="a bug of ours"):
+        serving.submit(PROMPT)
 
 
 def test_logprobs_of_the_prompt_come_with_the_first_token() -> None:
