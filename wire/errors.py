@@ -52,6 +52,7 @@ class ErrorCode(IntEnum):
     UNKNOWN_PEER = 17
     MISMATCH = 18
     FENCED = 19
+    MODEL_FAILED = 20
 
     @classmethod
     def _missing_(cls, value: object) -> ErrorCode | None:

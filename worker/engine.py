@@ -3,7 +3,7 @@
 Synchronous and single-threaded: whoever calls `step` owns it (`worker.thread`).  It serves both
 roles: `add` reads prompts, `reserve` and `begin_decode` take over what another worker computed.
 An exception of the executor leaves `step`: the state of the device is unknown then, the process
-must go.  A request that cannot be served alone fails alone, with an output.
+must go; unless it is `SequenceFailed`.  What cannot be served alone fails alone, with an output.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from worker.admission import Problem, bind, find_problem, resume, tell
 from worker.batch import Chunk, build
 from worker.blocks import BlockPool
 from worker.executor.contract import Executor, SampledToken, Scorer
+from worker.executor.step import compute
 from worker.outputs import Computed, Failed, Output, Token
 from worker.plan import Plan
 from worker.scheduler import Scheduler
@@ -50,10 +51,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> None:
-        """Allocate the KV cache.
-
-        Args:
-            settings: Those of `worker.settings.EngineSettings`.
+        """Allocate the KV cache; `settings` are those of `worker.settings.EngineSettings`.
 
         Raises:
             TypeError: There is no such setting.
@@ -69,7 +67,6 @@ class Engine:
         self.counters = Counters()
         self.announce: Callable[[list[Output]], None] | None = None
         self._executor = executor
-        self._scorer = executor if isinstance(executor, Scorer) else None
         self._speculation = Speculation(self.config.speculate, self.info)
         self._clock = clock
         self._arrivals = count()
@@ -153,14 +150,16 @@ class Engine:
         if chunks:
             batch = build(plan.kind, chunks, self.pool.block_size)
             forward_s = self._clock()
-            logits = self._executor.forward(batch)
-            tokens = self._executor.sample(logits, batch) if batch.samplings else []
-            if batch.scorings and self._scorer is not None:
-                batch.keep_scores(self._scorer.score(logits, batch))
+            tokens, failure = compute(self._executor, batch)
             commit_s = self._clock()
-            self._commit(chunks, tokens)
+            if tokens is not None:
+                self._commit(chunks, tokens)
+            elif failure is not None:  # nothing counts as computed: the others are planned again
+                sequence = chunks[failure.index].sequence
+                self._fail(sequence.request_id, ErrorCode.MODEL_FAILED, failure.message)
+                self._end(sequence)
             self.counters.measure(draft_s - start_s, commit_s - forward_s, self._clock() - draft_s)
-            if plan.prefill:
+            if plan.prefill and failure is None:
                 self.swap.costs.observe_prefill(plan.num_tokens, commit_s - forward_s)
         self._is_stalled = not plan.is_progress
         return self._take_outputs()
@@ -228,10 +227,10 @@ class Engine:
         sequence.num_computed_tokens = len(token_ids) - 1
         register(sequence, self.pool)
         if reason is not None or sequence.hand_over:
+            self.counters.finished += 1
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        self.counters.finished += 1
         if sequence.hand_over and not sequence.is_released:
             self.scheduler.hold(sequence)
         else:
@@ -253,7 +252,7 @@ class Engine:
         self._is_stalled = False
         if sequence.request_id in self._sequences:
             return
-        if sequence.scores and self._scorer is None:
+        if sequence.scores and not isinstance(self._executor, Scorer):
             problem = ErrorCode.INVALID_REQUEST, "this model gives no prompt_logprobs"
         if problem is not None:
             self._fail(sequence.request_id, *problem)

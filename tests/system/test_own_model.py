@@ -5,14 +5,17 @@ process is what DecodeStepFn was given in another.
 """
 
 import inspect
+import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests import example_model
 from tests.cluster import Cluster
+from tests.poisoned_model import POISON
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,29 @@ def test_text_comes_out(own_cluster: Cluster) -> None:
     prompt = "Mia found a lantern. Tom lost a boat. Mia found"
     text = complete(own_cluster, prompt, 4)["text"]
     assert isinstance(text, str) and text and text in prompt
+
+
+def test_a_bug_of_the_model_ends_one_request_once(tmp_path: Path) -> None:
+    """It shows when the prompt is read, and when the text comes to it: on either worker."""
+    prompt = [20, 21, 22, 20]
+    with Cluster(tmp_path, local="2,2", executor="tests.poisoned_model:create") as cluster:
+        for poison in ([1, 2, POISON], [7, POISON, 8, 7]):
+            body = {"model": "demo", "prompt": poison, "max_tokens": 9}
+            url = cluster.http + "/v1/completions"
+            response = httpx.post(url, json=body, trust_env=False, timeout=30)
+            assert response.status_code == 500
+            assert response.json()["error"]["code"] == "model_failed"
+            assert complete(cluster, prompt, 20)["token_ids"] == continuation(prompt, 20)
+        assert len(cluster.until_idle()["workers"]) == 4
+        events = [json.loads(line) for line in cluster.log().splitlines()]
+    assert len([event for event in events if event["event"] == "local worker started"]) == 4
+    assert not [event for event in events if event["event"] == "local worker died"]
+    refusals = [event for event in events if event["event"] == "request failed"]
+    assert [event["stage"] for event in refusals] == ["prefill", "decode"], "tried once each"
+    faults = [event for event in events if event["event"] == "a sequence cannot be computed"]
+    for fault in faults:
+        assert fault["exception"][-1]["exc_type"] == "ZeroDivisionError"
+    assert len(faults) == 2
 
 
 def test_it_takes_about_thirty_lines() -> None:

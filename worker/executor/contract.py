@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -118,6 +118,28 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
     logprobs: Logprobs | None = None
 
 
+class SequenceFailed(Exception):
+    """One sequence of a batch cannot be computed, for a reason that is its own.
+
+    `forward`, `sample` and `score` may raise it.  The engine ends that sequence and no other, with
+    an error that is not tried again elsewhere.  The step counts for nobody: the others are planned
+    again, their tokens computed again, their KV written again to the same slots.  So whoever raises
+    it vouches that the KV of all earlier tokens is as it was, and that the next step can be.  What
+    leaves the device in doubt is any other exception, and ends the process.
+
+    Attributes:
+        index: Of the sequence in the batch, 0 to S - 1.
+        message: What is wrong, cut to `MAX_MESSAGE` characters; whoever asked may read it.
+    """
+
+    MAX_MESSAGE: Final = 500
+
+    def __init__(self, index: int, message: str) -> None:
+        self.index = index
+        self.message = message[: self.MAX_MESSAGE]
+        super().__init__(self.message)
+
+
 class KVCache(Protocol):
     """The paged KV of one worker."""
 
@@ -151,10 +173,18 @@ class Executor(Protocol):
         """Make the paged KV cache that later batches address."""
 
     def forward(self, batch: Batch) -> Any:
-        """Run the batch, write its KV, return logits (opaque to the engine) of `sample_rows`."""
+        """Run the batch, write its KV, return logits (opaque to the engine) of `sample_rows`.
+
+        Raises:
+            SequenceFailed: One of the sequences cannot be computed.
+        """
 
     def sample(self, logits: Any, batch: Batch) -> list[SampledToken]:
-        """Draw one token per sampled row; a pure function of logits and `Sampling`."""
+        """Draw one token per sampled row; a pure function of logits and `Sampling`.
+
+        Raises:
+            SequenceFailed: What comes next in one of the sequences cannot be said.
+        """
 
     def shutdown(self) -> None:
         """Give back what `allocate` and loading took."""

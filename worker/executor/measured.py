@@ -1,6 +1,7 @@
 """Any executor, with what seed 003 wants around it: status, metrics and a warmup.
 
-A step is `forward` and, if anything is sampled, the `sample` after it.  The engine calls from its
+A step is `forward` and, if anything is sampled, the `sample` after it; one that a sequence fails is
+logged and not counted.  The engine calls from its
 thread; `status` and `metrics` may be asked from any.
 """
 
@@ -14,10 +15,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import structlog
+
 from worker.batch import Batch, BatchType
-from worker.executor.contract import Executor, KVCache, SampledToken, Scorer
+from worker.executor.contract import Executor, KVCache, SampledToken, Scorer, SequenceFailed
 from worker.executor.direct import Direct
 from worker.executor.metrics import Metrics, Stopwatch
+
+log = structlog.get_logger("worker")
 
 
 class State(StrEnum):
@@ -129,6 +134,10 @@ class MeasuredExecutor:
     def _watched(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
             return call(*args)
+        except SequenceFailed as failure:  # nothing is wrong but with that sequence
+            self._state, self._batch_sequences = State.READY, 0
+            log.warning("a sequence cannot be computed", exc_info=failure)
+            raise
         except BaseException:
             self._state = State.ERROR
             raise

@@ -2,11 +2,13 @@
 
 Such a model reads a whole prompt, or takes all KV so far and one token more.  KV lives in the paged
 cache and nowhere else: each call reads it from the blocks, so what another worker computed and sent
-is what the model sees.  A model keeps nothing of a sequence between calls.
+is what the model sees.  A model keeps nothing of a sequence between calls, so what goes wrong with
+one harms no other: a model that raises, or returns what it may not, ends the sequence at hand.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Protocol
 
@@ -22,6 +24,7 @@ from worker.executor.contract import (
     MemoryRequirements,
     ModelInfo,
     SampledToken,
+    SequenceFailed,
 )
 from worker.executor.hostcache import Bytes, HostKVCache
 
@@ -60,34 +63,44 @@ class StepwiseExecutor:
         return self._cache
 
     def forward(self, batch: Batch) -> list[Answer]:
-        """Write the batch's KV; return the answers of the sampled rows."""
+        """Write the batch's KV; return the answers of the sampled rows.
+
+        Raises:
+            SequenceFailed: The model raised, which is the cause, or gave no KV or answer of use.
+        """
         assert self._cache is not None, "allocate comes first"
         answers: list[Answer] = []
         ends = batch.query_starts[1:].tolist()
         wanted = set(batch.sample_rows.tolist())
         for index, (start, end) in enumerate(zip(batch.query_starts.tolist(), ends, strict=False)):
-            token_ids = batch.token_ids[start:end]
+            token_ids, first = batch.token_ids[start:end], int(batch.positions[start])
             is_sampled = end - 1 in wanted
-            rows, answer = self._read(
-                batch.block_tables[index], token_ids, int(batch.positions[start]), is_sampled
-            )
-            self._cache.write(batch.slots[start:end], rows)
-            if is_sampled:
-                assert answer is not None
-                answers.append(answer)
+            try:
+                rows, answer = self._read(batch.block_tables[index], token_ids, first, is_sampled)
+                self._cache.write(batch.slots[start:end], rows)
+                if is_sampled:
+                    answers.append(self._checked(answer))
+            except Exception as error:
+                raise SequenceFailed(index, f"{type(error).__name__}: {error}") from error
         return answers
 
     def sample(self, logits: list[Answer], batch: Batch) -> list[SampledToken]:
         """Take the ids that the model chose; draw from the logits of one that leaves it to us."""
-        if not any(isinstance(answer, np.ndarray) for answer in logits):
-            return [SampledToken(self._checked(answer)) for answer in logits]
+        places = [place for place, it in enumerate(logits) if isinstance(it, np.ndarray)]
+        if not places:
+            return [SampledToken(int(answer)) for answer in logits]
         # Imported here: a model that chooses by itself needs no torch.
         import torch
 
         from worker import sampler
 
-        rows = torch.from_numpy(np.stack([np.asarray(answer) for answer in logits]))
-        return sampler.sample(rows, batch.samplings, self.info.eos_token_ids)
+        rows = torch.from_numpy(np.stack([np.asarray(logits[place]) for place in places]))
+        samplings = [batch.samplings[place] for place in places]
+        drawn = iter(sampler.sample(rows, samplings, self.info.eos_token_ids))
+        return [
+            next(drawn) if isinstance(answer, np.ndarray) else SampledToken(answer)
+            for answer in logits
+        ]
 
     def shutdown(self) -> None:
         self._cache = None
@@ -110,12 +123,29 @@ class StepwiseExecutor:
             kv[position], answer = self._model.step(kv[:position], token_id, position)
         return kv[first:], answer
 
-    def _checked(self, answer: Answer) -> int:
-        if not 0 <= answer < self.info.vocab_size:
-            raise ValueError(
-                f"the model chose token {answer}, not one of 0 to {self.info.vocab_size - 1}"
-            )
-        return int(answer)
+    def _checked(self, answer: object) -> Answer:
+        """Return an id as int, or logits as float32 [vocab].
+
+        Raises:
+            TypeError: It is neither.
+            ValueError: It is not of this vocabulary, or nothing can be drawn from it.
+        """
+        vocab_size = self.info.vocab_size
+        if isinstance(answer, np.ndarray) and answer.ndim:
+            logits = np.asarray(answer, np.float32)
+            if logits.shape != (vocab_size,):
+                raise ValueError(f"the model's logits are {logits.shape}, not ({vocab_size},)")
+            if not np.isfinite(highest := logits.max()):
+                raise ValueError(f"the highest of the model's logits is {highest}")
+            return logits
+        try:
+            token_id = operator.index(answer)  # type: ignore[arg-type]
+        except TypeError:
+            kind = type(answer).__name__
+            raise TypeError(f"the model chose a {kind}, not the id of a token") from None
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"the model chose token {token_id}, not one of 0 to {vocab_size - 1}")
+        return token_id
 
 
 def describe(

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 
 from wire.options import Options
-from worker.executor.contract import Attention
+from worker.executor.contract import Attention, SequenceFailed
 from worker.executor.direct import Direct
 from worker.executor.forward import Float32, GetKV, serve_forward
 from worker.executor.stepwise import StepwiseExecutor
@@ -94,7 +94,7 @@ def test_the_wrong_number_of_layers_is_named() -> None:
     prefiller = Prefiller()
     prefiller.num_layers = 3
     executor = pair(prefiller)
-    with pytest.raises(ValueError, match="the prefiller has 3 layers, the layout 2"):
+    with pytest.raises(SequenceFailed, match="the prefiller has 3 layers, the layout 2"):
         Direct(executor, executor.allocate(8, 4)).prefill([1, 2])
 
 
@@ -102,7 +102,7 @@ def test_the_wrong_number_of_logits_is_named() -> None:
     model = ForwardModel()
     model.vocab_size = 49
     executor = pair(model=model)
-    with pytest.raises(ValueError, match=r"logits are \(49,\), not \(50,\)"):
+    with pytest.raises(SequenceFailed, match=r"logits are \(49,\), not \(50,\)"):
         Direct(executor, executor.allocate(8, 4)).prefill([1, 2])
 
 
@@ -111,5 +111,5 @@ def test_the_wrong_number_of_values_is_named() -> None:
     model.num_rows = 2
     executor = pair(model=model)
     expected = "the forward model gave 16 values for k of layer 0, not 1 tokens x 2 x 4"
-    with pytest.raises(ValueError, match=expected):
+    with pytest.raises(SequenceFailed, match=expected):
         Direct(executor, executor.allocate(8, 4)).prefill([1, 2])

@@ -3,10 +3,11 @@
 import pytest
 
 from tests import example_model
+from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.options import Options
 from worker.batch import Batch
 from worker.engine import Engine
-from worker.executor.contract import Executor, Scorer
+from worker.executor.contract import Executor, Scorer, SequenceFailed
 from worker.executor.direct import Direct
 from worker.executor.hash import HashExecutor, create, oracle
 from worker.executor.measured import MeasuredExecutor, State, measured
@@ -91,6 +92,20 @@ def test_a_step_that_raises_is_an_error_state() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         direct.prefill([1])
     assert around.status().state is State.ERROR
+
+
+def test_a_sequence_that_fails_leaves_it_ready_and_is_not_counted() -> None:
+    executor = PoisonedExecutor()
+    around = measured(executor)
+    direct = Direct(around, around.allocate(8, 4))
+    for place in ("forward", "sample"):
+        executor.place = place
+        with pytest.raises(SequenceFailed, match="token 13"):
+            direct.prefill([POISON])
+        assert around.status().state is State.READY and around.status().batch_sequences == 0
+    assert around.metrics().num_steps == 0
+    direct.prefill([5])
+    assert around.metrics().num_steps == 1
 
 
 def test_metrics_count_steps_time_and_tokens() -> None:

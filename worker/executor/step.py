@@ -1,0 +1,26 @@
+"""One step of an executor: what it draws and scores, or who keeps it from being computed."""
+
+from __future__ import annotations
+
+from worker.batch import Batch
+from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFailed
+
+
+def compute(
+    executor: Executor, batch: Batch
+) -> tuple[list[SampledToken], None] | tuple[None, SequenceFailed]:
+    """Run, sample and score a batch.
+
+    Scores are kept when all is done, and so once: a step that one sequence fails counts for none.
+
+    Returns:
+        The token of each sampled row; or, instead, whose fault it is that there are none.
+    """
+    try:
+        logits = executor.forward(batch)
+        tokens = executor.sample(logits, batch) if batch.samplings else []
+        if batch.scorings and isinstance(executor, Scorer):
+            batch.keep_scores(executor.score(logits, batch))
+    except SequenceFailed as failure:
+        return None, failure
+    return tokens, None
