@@ -31,6 +31,8 @@ WORKER_SETTINGS: Final = (
     "kv_cache_bytes",
     "max_ubatch_tokens",
     "max_sbatch_sequences",
+    "prefer_pure_decode",
+    "dynamic_batching",
     "prefix_cache",
     "ageing_s",
     "swap_bytes",

@@ -91,7 +91,7 @@ class Worker:
             for endpoint in config.router
         ]
         planes = {"bus": connect.traffic, "kv": self._plane.traffic}
-        self._metrics = Metrics(self._engine.stats, self._role, config, planes, self._peers_up)
+        self._metrics = Metrics(self._engine, self._role, config, planes, self._peers_up)
         api_keys = open_api_keys(config.api_keys) if config.metrics else None
         self._scrape = ScrapePort(self._metrics.render, api_keys)
         # What wakes `run` and the heartbeat.

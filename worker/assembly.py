@@ -49,6 +49,8 @@ def make_engine(
         block_size=config.block_size,
         max_ubatch_tokens=config.max_ubatch_tokens,
         max_sbatch_sequences=config.max_sbatch_sequences,
+        prefer_pure_decode=config.prefer_pure_decode,
+        dynamic_batching=config.dynamic_batching,
         enable_prefix_cache=config.prefix_cache,
         ageing_s=config.ageing_s,
         swap_bytes=config.swap_bytes,

@@ -75,6 +75,13 @@ class Config(Settings):
     kv_cache_bytes: int = Field(default=256 * MIB, ge=1, description="memory for the KV cache")
     max_ubatch_tokens: int = Field(default=512, ge=1, description="most tokens in one step")
     max_sbatch_sequences: int = Field(default=256, ge=1, description="most sequences in one step")
+    prefer_pure_decode: bool = Field(
+        default=False,
+        description="no prompts in a step that generates: while something does, they take turns",
+    )
+    dynamic_batching: bool = Field(
+        default=True, description="new requests join running ones; off: all have to end first"
+    )
     prefix_cache: bool = Field(
         default=True, description="keep the KV of ended requests for shared prefixes"
     )

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from wire.aio.exposition import Distribution, counter, frames, gauge, histogram, tally
 from wire.traffic import Traffic
 from worker.config import Config
+from worker.slots import Slots
 from worker.stats import STEP_S, Stats
 
 # From a few blocks within one machine to a long prompt over a slow network.
@@ -49,6 +50,14 @@ class HandOvers:
             self.seconds.observe(seconds)
 
 
+class Served(Protocol):
+    """What of an engine is read here, from any thread."""
+
+    def stats(self) -> Stats: ...
+
+    def slots(self) -> Slots: ...
+
+
 class Role(Protocol):
     """What of a role is read here."""
 
@@ -63,14 +72,14 @@ class Metrics(Collector):
 
     def __init__(
         self,
-        stats: Callable[[], Stats],
+        engine: Served,
         role: Role,
         config: Config,
         planes: Mapping[str, Traffic],
         peers_up: Callable[[], Mapping[str, int]],
     ) -> None:
         self.loop_lag_s = 0.0
-        self._stats, self._role = stats, role
+        self._engine, self._role = engine, role
         self._config, self._planes, self._peers_up = config, planes, peers_up
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -85,8 +94,9 @@ class Metrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
+        stats = self._engine.stats()
         yield from _engine(stats)
+        yield from _slots(self._engine.slots())
         yield from _steps(stats)
         yield from self._hand_overs()
         yield from frames(self._planes)
@@ -126,6 +136,17 @@ def _engine(stats: Stats) -> Iterator[Metric]:
     kinds = ("prefill", "decode", "cached", "drafted", "accepted")
     tokens = {kind: getattr(counters, f"{kind}_tokens") for kind in kinds}
     yield tally("worker_tokens", "Tokens read, sampled, found, guessed.", "kind", tokens)
+
+
+def _slots(slots: Slots) -> Iterator[Metric]:
+    yield gauge(
+        "worker_utilization_ratio", "Sequences that run, of those that may.", slots.utilization
+    )
+    yield gauge(
+        "worker_tokens_per_second",
+        "What the running sequences generate together, each since it started here.",
+        slots.tokens_per_second,
+    )
 
 
 def _steps(stats: Stats) -> Iterator[Metric]:

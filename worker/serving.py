@@ -34,6 +34,7 @@ from worker.ledger import Callback, Ledger, Result, TokenOutput
 from worker.outputs import Failed, Output, Token
 from worker.sequence import Sequence as EngineSequence
 from worker.settings import EngineSettings
+from worker.slots import Slots
 from worker.thread import EngineThread
 
 DEFAULT_MEMORY_BYTES: Final = 1 << 30
@@ -226,6 +227,10 @@ class ServingEngine:
             executor=self._executor.metrics(),
             status=self._executor.status(),
         )
+
+    def slots(self) -> Slots:
+        """Return which requests run at this moment, how far each is, and how fast."""
+        return self._engine.slots()
 
     def _post(self, call: Callable[[Engine], object]) -> None:
         if self._thread is not None:

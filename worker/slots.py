@@ -2,6 +2,7 @@
 
 A sequence takes the lowest free number when it starts to run and keeps it until it stops running,
 so that a line of a display stays with its sequence.  The view is a snapshot that decides nothing.
+It may be taken from any thread; a sequence that stops at that very moment is in it or not.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Slots:
 
     @classmethod
     def of(cls, running: Iterable[Sequence], total: int, now: float) -> Slots:
-        slots = [_slot(sequence, now) for sequence in running]
+        numbered = [(sequence.slot, sequence) for sequence in tuple(running)]
+        slots = [_slot(n, sequence, now) for n, sequence in numbered if n is not None]
         return cls(tuple(sorted(slots, key=lambda slot: slot.number)), total)
 
     @property
@@ -82,10 +84,9 @@ class Slots:
         return sum(slot.tokens_per_second for slot in self.active)
 
 
-def _slot(sequence: Sequence, now: float) -> Slot:
-    assert sequence.slot is not None, "a running sequence has a slot"
+def _slot(number: int, sequence: Sequence, now: float) -> Slot:
     return Slot(
-        number=sequence.slot,
+        number=number,
         request_id=sequence.request_id,
         state=SlotState.GENERATING if sequence.is_decoding else SlotState.PROCESSING,
         num_tokens=sequence.num_tokens,

@@ -1,11 +1,15 @@
 """What the flags say is what the engine has."""
 
+from dataclasses import fields, replace
+
 import pytest
 
+from wire.aio.settings import parse
 from worker.assembly import make_engine
 from worker.config import Config
 from worker.draft_model import ModelDrafter
 from worker.executor.hash import LAYOUT, create
+from worker.settings import EngineSettings
 
 
 def test_the_flags_reach_the_engine() -> None:
@@ -25,6 +29,26 @@ def test_the_flags_reach_the_engine() -> None:
     assert (settings.max_ubatch_tokens, settings.max_sbatch_sequences) == (9, 3)
     assert (settings.enable_prefix_cache, settings.ageing_s, settings.swap_bytes) == (False, 2, 5)
     assert settings.speculate == "ngram:3"
+
+
+def test_every_setting_of_an_engine_has_a_flag() -> None:
+    flags = [
+        *("--num-blocks=7", "--max-ubatch-tokens=9", "--max-sbatch-sequences=3", "--ageing-s=2"),
+        *("--prefer-pure-decode", "--no-dynamic-batching", "--no-prefix-cache"),
+        *("--swap-bytes=5", "--speculate=ngram:3"),
+    ]
+    default, chosen = EngineSettings(), make_engine(parse(Config, flags), create()).config
+    untouched = [
+        field.name
+        for field in fields(EngineSettings)
+        if getattr(chosen, field.name) == getattr(default, field.name)
+    ]
+    assert untouched == []
+
+
+def test_the_defaults_of_the_flags_are_the_engine_s() -> None:
+    config = make_engine(Config(num_blocks=7), create()).config
+    assert replace(config, speculate=None) == EngineSettings()
 
 
 def test_a_draft_model_shares_the_memory_for_kv() -> None:

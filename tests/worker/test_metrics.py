@@ -28,7 +28,7 @@ class Books:
 
 def served(engine: Engine) -> Metrics:
     config = Config(max_kv_inflight_bytes=32 << 20)
-    return Metrics(engine.stats, Books(), config, {"bus": Traffic()}, lambda: {"router": 1})
+    return Metrics(engine, Books(), config, {"bus": Traffic()}, lambda: {"router": 1})
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -51,15 +51,32 @@ def test_what_an_engine_did() -> None:
     subject.step()
     found = samples(metrics)
     assert (found["baton_worker_running"], found["baton_blocks{state=used}"]) == (1, 2)
+    assert found["baton_worker_utilization_ratio"] == 1 / 256
     while subject.has_work():
         subject.step()
     found = samples(metrics)
     assert (found["baton_worker_running"], found["baton_blocks{state=used}"]) == (0, 0)
+    assert found["baton_worker_utilization_ratio"] == found["baton_worker_tokens_per_second"] == 0
     assert found["baton_worker_tokens_total{kind=prefill}"] == 5
     assert found["baton_worker_tokens_total{kind=decode}"] == 3
     assert found["baton_worker_sequences_total{outcome=finished}"] == 1
     assert found["baton_step_seconds_count"] == found["baton_worker_steps_total"] == 3
     assert found["baton_step_seconds_sum"] > 0
+
+
+def test_how_full_and_how_fast_it_is() -> None:
+    now = [0.0]
+    settings = {"max_sbatch_sequences": 4, "clock": lambda: now[0]}
+    subject = Engine(create(), num_blocks=16, block_size=4, **settings)
+    metrics = served(subject)
+    for request_id in (1, 2):
+        subject.add(Sequence(request_id, (1, 2, request_id), Options(ignore_eos=True)))
+    for _ in range(6):
+        subject.step()
+    now[0] = 0.5
+    found = samples(metrics)
+    assert found["baton_worker_utilization_ratio"] == 0.5
+    assert found["baton_worker_tokens_per_second"] == 24.0
 
 
 def test_what_was_handed_over() -> None:

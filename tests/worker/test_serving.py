@@ -266,6 +266,21 @@ def test_metrics_add_up() -> None:
     assert serving.metrics().submitted == 2
 
 
+def test_slots_say_what_runs() -> None:
+    serving = stepped()
+    assert serving.slots().active == ()
+    first, second = serving.submit(PROMPT, GREEDY), serving.submit(PROMPT[:2], ENDLESS)
+    for _ in range(3):
+        serving.run_iteration()
+    slots = serving.slots()
+    assert [slot.request_id for slot in slots.active] == [first, second]
+    assert [slot.num_new_tokens for slot in slots.generating] == [3, 3]
+    assert (slots.total, slots.utilization) == (256, 2 / 256)
+    while not serving.is_complete(first):
+        serving.run_iteration()
+    assert [slot.request_id for slot in serving.slots().active] == [second]
+
+
 # Stepped by its thread.
 
 

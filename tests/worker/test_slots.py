@@ -31,6 +31,13 @@ def test_the_view_says_what_each_slot_does() -> None:
     assert (slots.num_idle, slots.utilization, slots.tokens_per_second) == (2, 0.5, 2.0)
 
 
+def test_who_stops_while_the_view_is_taken_is_not_in_it() -> None:
+    stopped = running(1, 9, 4)
+    stopped.slot = None
+    slots = Slots.of([running(0, 9, 4), stopped], 4, now=3.0)
+    assert [slot.number for slot in slots.active] == [0]
+
+
 def test_no_slot_in_use() -> None:
     slots = Slots.of([], 4, now=3.0)
     assert (slots.num_idle, slots.utilization, slots.tokens_per_second) == (4, 0.0, 0.0)
