@@ -14,6 +14,7 @@ from wire.aio.settings import parse
 from wire.errors import WireError
 from wire.model import fingerprint, locate
 from worker.app import EXIT_CONFIG, Worker
+from worker.assembly import check_speculation
 from worker.config import ROUTER_SETTINGS, Config
 from worker.executor.contract import Executor
 from worker.executor.registry import create
@@ -28,21 +29,32 @@ def load(config: Config) -> Executor:
         WireError: There is no such model.
         ValueError: There is no such executor, or it cannot run this model here.
     """
-    # Read by the thread pools of torch and NumPy when they are first imported.
-    os.environ.setdefault("OMP_NUM_THREADS", str(config.num_threads))
+    _set_threads(config.threads)
     extra = {"step_delay_s": config.hash_step_ms / 1000} if config.executor == "hash" else {}
     limit = config.max_model_len or None
     return _create(config, config.model, max_model_len=limit, **extra)
 
 
-def load_draft(config: Config) -> Executor | None:
+def load_draft(config: Config, executor: Executor) -> Executor | None:
     """Make the executor of the draft model that the configuration names, if it names one.
 
     Raises:
         WireError: There is no such model.
-        ValueError: The executor cannot run it here.
+        ValueError: It cannot run here, or `executor` could not verify what it guesses.
     """
+    check_speculation(config, executor)
     return None if config.draft_model is None else _create(config, config.draft_model)
+
+
+def _set_threads(num_threads: int) -> None:
+    """Say how large torch's thread pools are to be; they read it when an executor imports torch.
+
+    NumPy is loaded by now: its own pool is as large as the environment said at the start.
+    """
+    if num_threads:  # of the two the smaller counts, so both have to go
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
+    else:
+        os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 
 
 def _create(config: Config, model: str, **settings: Any) -> Executor:
@@ -77,7 +89,8 @@ def main() -> int:
     log.info("loading", model=config.model, executor=config.executor)
     try:
         with slow_start(f"loading {config.model}"):
-            executor, draft = load(config), load_draft(config)
+            executor = load(config)
+            draft = load_draft(config, executor)
     except (WireError, ValueError) as error:
         log.error("cannot serve this model", reason=str(error))
         return EXIT_CONFIG

@@ -13,6 +13,19 @@ from worker.memory import count_blocks, free_bytes
 from worker.speculate import Drafter
 
 
+def check_speculation(config: Config, executor: Executor) -> None:
+    """Refuse guesses that nobody could verify; the engine would leave them out without a word.
+
+    Raises:
+        ValueError: The message says which setting to leave out.
+    """
+    if config.role == "decode" and config.speculate and not executor.capabilities.speculative:
+        raise ValueError(
+            f"--speculate {config.speculate}: the executor {config.executor!r} samples one token "
+            "of a sequence in a step and cannot verify guesses; leave --speculate out"
+        )
+
+
 def make_engine(
     config: Config,
     executor: Executor,
@@ -24,6 +37,7 @@ def make_engine(
     Raises:
         ValueError: The settings do not fit the model or the machine.
     """
+    check_speculation(config, executor)
     memory = executor.capabilities.memory
     num_blocks = count_blocks(
         memory if draft is None else memory + draft.capabilities.memory,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final, Literal, Self
 
@@ -64,7 +63,12 @@ class Config(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="compute and KV type; auto is the checkpoint's own"
     )
-    threads: int = Field(default=0, ge=0, le=1024, description="compute threads; 0 is one a core")
+    threads: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="threads of torch; 0 is what OMP_NUM_THREADS says, and without it one a core",
+    )
     max_model_len: int = Field(
         default=0, ge=0, description="longest sequence in tokens; 0 is what the model was made for"
     )
@@ -86,7 +90,7 @@ class Config(Settings):
         default=True, description="keep the KV of ended requests for shared prefixes"
     )
     ageing_s: float = Field(
-        default=1.0, ge=0, le=3600, description="seconds of waiting that outweigh one priority step"
+        default=1.0, gt=0, le=3600, description="seconds of waiting that outweigh one priority step"
     )
     swap_bytes: int = Field(
         default=0, ge=0, description="host memory for the KV of preempted requests; 0: recompute"
@@ -230,10 +234,6 @@ class Config(Settings):
     def num_drafts(self) -> int:
         """K of `speculate`, 0 if it is off."""
         return int(self.speculate.split(":")[1]) if self.speculate else 0
-
-    @property
-    def num_threads(self) -> int:
-        return self.threads or os.cpu_count() or 1
 
 
 def _check_endpoint(endpoint: str) -> None:

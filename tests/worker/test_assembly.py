@@ -4,11 +4,13 @@ from dataclasses import fields, replace
 
 import pytest
 
+from tests import example_model
 from wire.aio.settings import parse
 from worker.assembly import make_engine
 from worker.config import Config
 from worker.draft_model import ModelDrafter
 from worker.executor.hash import LAYOUT, create
+from worker.executor.stepwise import StepwiseExecutor
 from worker.settings import EngineSettings
 
 
@@ -64,6 +66,17 @@ def test_a_draft_model_shares_the_memory_for_kv() -> None:
 def test_who_only_reads_prompts_has_no_drafter() -> None:
     config = Config(role="prefill", num_blocks=4, speculate="draft:3:demo")
     assert make_engine(config, create()).config.speculate is None
+
+
+@pytest.mark.parametrize("speculate", ["ngram:4", "draft:3:demo"])
+def test_guesses_that_nobody_verifies_are_refused(speculate: str) -> None:
+    executor = example_model.create()
+    assert isinstance(executor, StepwiseExecutor)
+    config = Config(num_blocks=4, executor="tests.example_model:create", speculate=speculate)
+    with pytest.raises(ValueError, match=r"tests\.example_model:create.*leave --speculate out"):
+        make_engine(config, executor)
+    reader = Config(role="prefill", num_blocks=4, speculate=speculate)  # who guesses nothing
+    assert make_engine(reader, executor).config.speculate is None
 
 
 def test_a_draft_model_needs_the_vocabulary_of_the_model() -> None:

@@ -1,0 +1,59 @@
+"""What the worker's process does before it serves: threads, the model, the draft model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from wire.errors import WireError
+from worker.__main__ import load, load_draft
+from worker.config import Config
+
+COUNT = """
+from worker.__main__ import load
+from worker.config import Config
+load(Config(executor="hash", threads={threads}))
+import torch
+print(torch.get_num_threads())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _keep_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # put back what it was, whatever `load` does
+
+
+def count_threads(threads: int, **environ: str) -> int:
+    """How many threads torch has in a worker that is started so."""
+    plain = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
+    command = [sys.executable, "-c", COUNT.format(threads=threads)]
+    done = subprocess.run(command, env=plain | environ, capture_output=True, check=True)
+    return int(done.stdout)
+
+
+def test_a_flag_wins_over_the_environment() -> None:
+    assert count_threads(1, OMP_NUM_THREADS="2") == 1
+    if (os.cpu_count() or 1) > 1:
+        assert count_threads(2, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1") == 2
+
+
+def test_without_a_flag_the_environment_is_left_alone() -> None:
+    assert count_threads(0, OMP_NUM_THREADS="1") == 1
+
+
+@pytest.mark.parametrize("speculate", ["ngram:4", "draft:3:no such model"])
+def test_a_draft_model_that_would_be_of_no_use_is_not_loaded(speculate: str) -> None:
+    config = Config(executor="tests.example_model:create", speculate=speculate)
+    with pytest.raises(ValueError, match="leave --speculate out"):
+        load_draft(config, load(config))
+
+
+def test_a_draft_model_is_loaded_where_its_guesses_are_verified() -> None:
+    executor = load(config := Config(executor="hash"))
+    assert load_draft(config, executor) is None
+    assert load_draft(Config(executor="hash", speculate="draft:3:demo"), executor) is not None
+    with pytest.raises(WireError, match="no such model"):
+        load_draft(Config(executor="hash", speculate="draft:3:no such model"), executor)
