@@ -61,7 +61,8 @@ class Config(Settings):
         default="auto", description="where the model runs"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="compute and KV type; auto is the checkpoint's own"
+        default="auto",
+        description="type of the KV; auto is float32 on a CPU and the checkpoint's own on a GPU",
     )
     threads: int = Field(
         default=0,

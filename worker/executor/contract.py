@@ -3,8 +3,7 @@
 An executor computes and nothing else: no queues, no network, no threads of its own.  The engine
 calls it from one thread.  What the seed wants besides (status, metrics, warmup, prefill and decode
 by hand) is the same for every executor and is put around it: `worker.executor.measured` and
-`worker.executor.direct`.  `KVCache.pack` and `unpack` alone are called from the transfer thread,
-and only on blocks that no step writes at that moment.
+`worker.executor.direct`.  Only a `KVCache` hears from two threads: it says what that asks of it.
 """
 
 from __future__ import annotations
@@ -141,7 +140,16 @@ class SequenceFailed(Exception):
 
 
 class KVCache(Protocol):
-    """The paged KV of one worker."""
+    """The paged KV of one worker.
+
+    `pack` and `unpack` are called from two threads, perhaps at the same moment: the transfer thread
+    takes KV from and to other workers while steps run, and the engine's thread swaps KV out and in
+    between two steps.  So each call needs buffers of its own, and a lock around what calls share.
+
+    The callers see to the blocks.  What one call or step writes, no other touches meanwhile, with
+    one exception: a `pack` may find that its blocks were given back and are written to again.  It
+    must bear that; what it returns then is thrown away.
+    """
 
     num_blocks: int
     block_size: int

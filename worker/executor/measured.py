@@ -53,10 +53,6 @@ class ExecutorStatus:
     memory: MemoryUsage
     last_step_s: float | None
 
-    @property
-    def is_ready(self) -> bool:
-        return self.state in (State.READY, State.BUSY)
-
 
 class MeasuredExecutor:
     """An executor that knows how it is; implements `worker.executor.contract.Executor`."""

@@ -1,5 +1,8 @@
 """What every executor's KV cache must do, shown on the one that needs no model."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -95,6 +98,29 @@ def test_packed_bytes_do_not_change_when_the_blocks_do() -> None:
     before = bytes(packed)
     cache.unpack([1], rectangle, random_bytes(len(before), 5))
     assert packed == before
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_two_threads_may_copy_at_a_time(block_size: int) -> None:
+    """Each out of and into blocks of its own, as the transfer thread and the engine's do."""
+    cache = cache_of(40, block_size)
+    whole = Rectangle(0, cache.layout.num_layers, 0, 18)
+    num_blocks = -(-18 // block_size)
+    size = whole.num_bytes(cache.layout)
+    start = threading.Barrier(2)
+
+    def copy(first: int) -> bool:
+        table = range(first, first + num_blocks)
+        segments = [random_bytes(size, first + number) for number in range(20)]
+        start.wait(20)
+        for segment in segments:
+            cache.unpack(table, whole, segment)
+            if cache.pack(table, whole) != segment:
+                return False
+        return True
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(copy, (0, 20))) == [True, True]
 
 
 @pytest.mark.parametrize(
