@@ -95,8 +95,9 @@ def http_error(error: WireError) -> HttpError:
     headers: tuple[Header, ...] = ()
     if status in (429, 503):
         headers = (retry_after(),)
-    elif status == 408:
-        # The deadline has passed; clients that retry 408 by themselves would only add load.
+    elif status == 408 or error.code is ErrorCode.MODEL_FAILED:
+        # The deadline has passed, or the model cannot; clients that retry 408 and 500 by themselves
+        # would only add load.
         headers = ((b"x-should-retry", b"false"),)
     message = error.message if status != 500 else f"the request failed: {error.code.label}"
     return HttpError(status, message, code=error.code.label, headers=headers)

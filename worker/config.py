@@ -62,7 +62,8 @@ class Config(Settings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="type of the KV; auto is float32 on a CPU and the checkpoint's own on a GPU",
+        description="type of the KV, and on a GPU of all computing; auto is the checkpoint's own "
+        "on a GPU and float32 on a CPU",
     )
     threads: int = Field(
         default=0,

@@ -51,6 +51,13 @@ def test_the_status_of_each_failure() -> None:
     )
 
 
+def test_nobody_is_to_ask_again_what_the_model_cannot_answer() -> None:
+    error = http_error(WireError(ErrorCode.MODEL_FAILED, "KeyError: '/home/me/secret'"))
+    assert (error.status, error.code) == (500, "model_failed")
+    assert error.headers == ((b"x-should-retry", b"false"),)
+    assert error.message == "the request failed: model_failed"
+
+
 def test_words_of_our_own_faults_stay_in_the_log() -> None:
     error = http_error(WireError(ErrorCode.PROTOCOL, "decode-3 said /etc/secret"))
     assert error.status == 500

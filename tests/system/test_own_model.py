@@ -68,6 +68,7 @@ def test_a_bug_of_the_model_ends_one_request_once(tmp_path: Path) -> None:
             url = cluster.http + "/v1/completions"
             response = httpx.post(url, json=body, trust_env=False, timeout=30)
             assert response.status_code == 500
+            assert response.headers["x-should-retry"] == "false"
             assert response.json()["error"]["code"] == "model_failed"
             assert complete(cluster, prompt, 20)["token_ids"] == continuation(prompt, 20)
         assert len(cluster.until_idle()["workers"]) == 4

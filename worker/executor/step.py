@@ -15,6 +15,9 @@ def compute(
 
     Returns:
         The token of each sampled row; or, instead, whose fault it is that there are none.
+
+    Raises:
+        SequenceFailed: It names no sequence of the batch: a bug of the executor.
     """
     try:
         logits = executor.forward(batch)
@@ -22,5 +25,7 @@ def compute(
         if batch.scorings and isinstance(executor, Scorer):
             batch.keep_scores(executor.score(logits, batch))
     except SequenceFailed as failure:
+        if not 0 <= failure.index < len(batch.context_lens):
+            raise
         return None, failure
     return tokens, None

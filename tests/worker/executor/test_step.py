@@ -45,6 +45,18 @@ def test_the_sequence_at_fault_is_named_and_no_score_is_kept(place: str) -> None
     assert [it.scores.num_scored for it in sequences if it.scores is not None] == [0, 0]
 
 
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_sequence_that_there_is_not_is_a_bug(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise SequenceFailed(index, "not me")
+
+    executor = PoisonedExecutor()
+    executor.allocate(4, 4)
+    monkeypatch.setattr(executor, "forward", broken)
+    with pytest.raises(SequenceFailed, match="not me"):
+        compute(executor, batch_of([5], [6])[0])
+
+
 def test_a_long_reason_is_cut() -> None:
     failure = SequenceFailed(0, "x" * 10_000)
     assert len(failure.message) == len(str(failure)) == SequenceFailed.MAX_MESSAGE
