@@ -46,8 +46,7 @@ class SideStream:
     """The lane of a CUDA device: a stream of high priority.
 
     It waits for the device's default stream, on which steps run: a block may have been given back
-    while a kernel that was asked for before still writes to it.  CUDA graphs are captured before
-    the first copy: capturing forbids other threads to allocate.
+    while a kernel that was asked for before still writes to it.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -7,6 +7,7 @@ request cost, and stops everything again.
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import signal
@@ -224,6 +225,9 @@ def rate(num_tokens: int, times: list[float]) -> float:
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     print("Starting 1 router, 2 prefill and 2 decode workers ...", flush=True)
     random = Random(1)
     told = make_story(random, "held_out")  # nothing like it was in the training data

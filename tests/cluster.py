@@ -168,16 +168,18 @@ class Cluster:
 
     def _start(self) -> None:
         self._client = httpx.Client(timeout=30, trust_env=False, headers=self.headers)
-        endpoints = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0")
         local = ("--local", self._local) if self._local else ()
         self._spawn(
-            *("router", *endpoints, *local, "--ready-file", str(self._ready_file)),
+            *("router", *self._listen_flags(), *local, "--ready-file", str(self._ready_file)),
             *("--model", self._model, "--executor", self._executor, *self._args),
         )
         until(self._is_listening, "router listening", START_S)
         self.endpoints = json.loads(self._ready_file.read_text())
         if self._local and "0" not in self._local.split(","):
             until(self._is_ready, "workers ready", START_S)
+
+    def _listen_flags(self) -> tuple[str, ...]:
+        return ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0")
 
     def _is_listening(self) -> bool:
         if self.router.poll() is not None:

@@ -1,4 +1,4 @@
-"""`python -m worker --role decode --rank 3`: load the model, join the routers, serve until told."""
+"""`python -m worker --role decode --rank 3`: load the model, warm up, join the routers, serve."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from worker.assembly import check_speculation
 from worker.config import ROUTER_SETTINGS, Config
 from worker.executor.contract import Executor
 from worker.executor.registry import create
+from worker.thread import is_computing
 
 log = structlog.get_logger("worker")
 
@@ -85,7 +86,7 @@ async def serve(config: Config, executor: Executor, draft: Executor | None, stop
 
 def main() -> int:
     config = parse(Config, sys.argv[1:], also_known=ROUTER_SETTINGS)
-    configure(config.log_level)
+    lines = configure(config.log_level)
     log.info("loading", model=config.model, executor=config.executor)
     try:
         with slow_start(f"loading {config.model}"):
@@ -98,7 +99,13 @@ def main() -> int:
         reason = f"{type(error).__name__}: {error}"
         log.exception("the executor failed to load", executor=config.executor, reason=reason)
         return EXIT_CONFIG
-    return run(lambda stop: serve(config, executor, draft, stop))
+    status = run(lambda stop: serve(config, executor, draft, stop))
+    if is_computing():
+        # Told to stop in its warmup.  Python itself cannot end under a thread that computes: it
+        # would take the thread away in the middle of native code, which may abort the process.
+        lines.close()
+        os._exit(status)
+    return status
 
 
 if __name__ == "__main__":

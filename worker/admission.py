@@ -50,8 +50,14 @@ def tell(plan: Plan, pool: BlockPool) -> list[Output]:
     outputs: list[Output] = [Started(*_allocation(sequence)) for sequence in plan.started]
     outputs += [Reserved(*_allocation(sequence)) for sequence in plan.reserved]
     outputs += [Failed(s.request_id, *_out_of_blocks(s, pool)) for s in plan.failed]
-    outputs += [Failed(s.request_id, *_overdue(s)) for s in plan.overdue]
+    outputs += [Failed(s.request_id, *overdue(s.options)) for s in plan.overdue]
     return outputs
+
+
+def overdue(options: Options) -> Problem:
+    """Say that the deadline of the options has passed."""
+    message = f"not finished within the {options.deadline_ms} ms that were asked for"
+    return ErrorCode.DEADLINE_EXCEEDED, message
 
 
 def _allocation(sequence: Sequence) -> tuple[int, tuple[int, ...], int]:
@@ -62,8 +68,3 @@ def _out_of_blocks(sequence: Sequence, pool: BlockPool) -> Problem:
     room = f"{pool.num_blocks} blocks of {pool.block_size} tokens"
     message = f"{sequence.num_tokens} tokens do not fit this worker's {room}"
     return ErrorCode.OUT_OF_BLOCKS, message
-
-
-def _overdue(sequence: Sequence) -> Problem:
-    message = f"not finished within the {sequence.options.deadline_ms} ms that were asked for"
-    return ErrorCode.DEADLINE_EXCEEDED, message

@@ -1,6 +1,6 @@
 """One worker process: an engine on its thread, a role, and a connection to each router.
 
-`serve` is the life of the process: start, register, beat until told to stop, drain, close.  The
+`run` is the life of the process: warm up, register, beat until told to stop, drain, close.  The
 event loop only moves bytes; the engine thread only computes (`worker.thread`), and the transfer
 thread only copies (`worker.copies`).
 """
@@ -31,8 +31,9 @@ from worker.metered import MeteredConnect, MeteredPlane
 from worker.metrics import Metrics
 from worker.outputs import Output
 from worker.prefill import PrefillRole
-from worker.pulse import Pulse
+from worker.pulse import Pulse, Standstill
 from worker.surroundings import Surroundings
+from worker.warmup import Warmup
 
 log = structlog.get_logger("worker")
 
@@ -67,7 +68,8 @@ class Worker:
         self._clock = outside.clock
         self._loop = asyncio.get_running_loop()
         self._thread = outside.make_thread(self._engine, self._deliver, self._crash)
-        self._thread.post(lambda _: self._executor.warmup())  # first of all: no block is used yet
+        self._warmup = Warmup(self._executor, outside.clock, self._end_warmup)
+        self._thread.post(self._warmup.run)  # first of all: no block is used yet
         self._copies = outside.make_copies()
         keys = open_keys(config.keys, config.party)
         self._plane = MeteredPlane(outside.make_plane(info.max_model_len, keys))
@@ -100,9 +102,8 @@ class Worker:
         self._is_beat_due = asyncio.Event()
         self._was_busy = False
         self._is_announced = False
-        self._steps_ticked = 0
-        self._step_s = 0.0  # of the step under way
         self._pulse = Pulse(self._thread)
+        self._standstill = Standstill()
 
     def _detail(self, info: ModelInfo) -> HelloDetail:
         return HelloDetail(
@@ -122,7 +123,6 @@ class Worker:
         Raises:
             OSError: The address for metrics is taken.
         """
-        self._thread.start()
         chores = [
             asyncio.create_task(self._watched(chore))
             for chore in (self._beat(), self._tick(), keep_watchdog(self._pulse.is_felt))
@@ -138,10 +138,14 @@ class Worker:
     async def _serve(self, stop: Stop) -> int:
         if self._config.metrics:
             await self._scrape.listen(self._config.metrics)
-        for router in self._routers:
-            router.open()
+        self._thread.start()
         stopping = asyncio.create_task(stop.wait())
         try:
+            while not (self._warmup.is_over or stopping.done()):
+                await self._wait_for_change(stopping)
+            if self._warmup.is_done:
+                for router in self._routers:
+                    router.open()
             while not stopping.done():
                 if self._crashed is not None:
                     return EXIT_CRASHED
@@ -186,11 +190,12 @@ class Worker:
         await self._plane.close()
         for router in self._routers:
             await router.close(1.0)
-        self._thread.stop()
+        self._thread.stop(wait=self._warmup.is_over)
         self._copies.close()
-        self._executor.shutdown()
-        if self._draft is not None:
-            self._draft.shutdown()
+        if self._warmup.is_over:
+            self._executor.shutdown()
+            if self._draft is not None:
+                self._draft.shutdown()
         metrics = self._executor.metrics()
         log.info(
             "worker stopped",
@@ -202,7 +207,10 @@ class Worker:
             accepted_tokens=self._engine.counters.accepted_tokens,
         )
 
-    # The engine's thread calls these two.
+    # The engine's thread calls these three.
+
+    def _end_warmup(self) -> None:
+        self._loop.call_soon_threadsafe(self._changed.set)
 
     def _deliver(self, outputs: list[Output]) -> None:
         self._loop.call_soon_threadsafe(self._on_outputs, outputs)
@@ -237,8 +245,7 @@ class Worker:
             self._is_beat_due.set()
             if not self._is_announced:
                 self._is_announced = True
-                # Through the engine's thread: it has warmed up before it takes this.
-                self._thread.post(lambda _: notify("READY=1"))
+                notify("READY=1")
         self._changed.set()
 
     async def _tick(self) -> None:
@@ -249,18 +256,12 @@ class Worker:
             self._role.tick(self._clock())
             for router in self._routers:
                 await router.tick(TICK_S)
-            self._look_at_step()
-            is_busy = self._is_busy
-            if self._was_busy and not is_busy:
+            is_stepping = self._warmup.is_over and self._thread.is_busy
+            self._standstill.tick(TICK_S, self._engine.steps, is_busy=is_stepping)
+            was_busy, self._was_busy = self._was_busy, self._is_busy
+            if was_busy and not self._was_busy:
                 self._is_beat_due.set()  # let the router see at once that everything is free
-            self._was_busy = is_busy
             self._changed.set()  # a drain looks again at what is unfinished
-
-    def _look_at_step(self) -> None:
-        """Count how long a step takes, in ticks: a pause of the process is not the engine's."""
-        is_same = self._thread.is_busy and self._engine.steps == self._steps_ticked
-        self._step_s = self._step_s + TICK_S if is_same else 0.0
-        self._steps_ticked = self._engine.steps
 
     @property
     def _is_busy(self) -> bool:
@@ -273,7 +274,7 @@ class Worker:
             load = msgspec.structs.replace(
                 load,
                 kv_inflight_bytes=self._role.kv_inflight_bytes,
-                step_ms=round(1000 * self._step_s),
+                step_ms=round(1000 * self._standstill.seconds),
             )
             running, waiting = self._engine.num_running, self._engine.num_waiting
             heartbeat, payload = Heartbeat(self._engine.steps, running, waiting), encode_map(load)
@@ -295,4 +296,5 @@ class Worker:
             notify(f"STATUS={figures}")
         else:
             extend_start()
-            notify(f"STATUS=joining {', '.join(self._config.router)}")
+            joining = f"joining {', '.join(self._config.router)}"
+            notify(f"STATUS={joining if self._warmup.is_over else 'warming up'}")

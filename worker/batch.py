@@ -72,11 +72,6 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     drafts: tuple[int, ...] = ()
 
     @property
-    def is_last(self) -> bool:
-        """Whether every token has KV after it, so that the next one can be sampled."""
-        return self.num_tokens == self.sequence.num_uncomputed_tokens
-
-    @property
     def num_rows(self) -> int:
         """Rows of the batch: drafts are computed like tokens."""
         return self.num_tokens + len(self.drafts)

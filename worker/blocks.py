@@ -96,6 +96,9 @@ class BlockPool:
         ] = {}  # unreferenced and in the trie, least recently used first
         self._trie: dict[_Key, tuple[int, Prefix]] = {}
         self._keys: dict[int, _Key] = {}  # the block's place in the trie
+        # Blocks in the trie by prefix hash.  Two, when one was computed again behind a parent that
+        # was evicted meanwhile: the hash is gone when both are.
+        self._holders = Counter[int]()
         self._serials = count(1)
 
     @property
@@ -184,7 +187,9 @@ class BlockPool:
         prefix = Prefix(next(self._serials), xxh3_64_intdigest(key, parent.hash))
         self._trie[place] = block, prefix
         self._keys[block] = place
-        self.journal.store(prefix.hash)
+        self._holders[prefix.hash] += 1
+        if self._holders[prefix.hash] == 1:
+            self.journal.store(prefix.hash)
         return prefix
 
     def republish(self) -> None:
@@ -195,7 +200,10 @@ class BlockPool:
         block = next(iter(self._cached))
         del self._cached[block]
         _, prefix = self._trie.pop(self._keys.pop(block))
-        self.journal.evict(prefix.hash)
+        self._holders[prefix.hash] -= 1
+        if not self._holders[prefix.hash]:
+            del self._holders[prefix.hash]
+            self.journal.evict(prefix.hash)
         self._free.append(block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:

@@ -18,6 +18,7 @@ from wire.options import Options
 from wire.parts import Message
 from wire.payloads import Logprobs, PeerDetail, Usage, decode_continuation, encode_map
 from wire.transfer import KVReceiver
+from worker.admission import overdue
 from worker.config import Config
 from worker.engine import Engine
 from worker.executor.contract import KVCache, ModelInfo
@@ -34,7 +35,8 @@ class Generation:
     """One DECODE_REQUEST, from its arrival to its end."""
 
     __slots__ = (
-        "deadline",
+        "asked_s",
+        "kv_deadline_s",
         "max_new_tokens",
         "num_tokens",
         "options",
@@ -50,19 +52,29 @@ class Generation:
         frame: DecodeRequest,
         token_ids: tuple[int, ...],
         options: Options,
-        deadline: float,
+        asked_s: float,
+        lease_s: float,
     ) -> None:
         self.router = router
         self.request_id = frame.request_id
         self.max_new_tokens = frame.max_new_tokens
         self.token_ids = token_ids
         self.options = options
-        self.deadline = deadline  # of the KV
+        self.asked_s = asked_s
+        self.kv_deadline_s = asked_s + lease_s
         self.receiver: KVReceiver | None = None  # once the KV is there
         self.num_tokens = 0
 
     def begin(self, engine: Engine) -> None:
-        engine.begin_decode(self.request_id, self.token_ids, self.options, self.max_new_tokens)
+        engine.begin_decode(
+            self.request_id, self.token_ids, self.options, self.max_new_tokens, self.asked_s
+        )
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether its own deadline passed before the KV was here; after that the engine looks."""
+        deadline_ms = self.options.deadline_ms
+        is_over = deadline_ms is not None and now >= self.asked_s + deadline_ms / 1000
+        return is_over and self.receiver is None
 
     def usage(self, finish_reason: str) -> Usage:
         receiver = self.receiver
@@ -140,9 +152,8 @@ class DecodeRole:
             log.warning("request id used twice, frame dropped", request=frame.request_id)
             return
         token_ids, options = decode_continuation(message.body())
-        deadline = self._clock() + self._receptions.lease_s
         self._generations[frame.request_id] = Generation(
-            router, frame, token_ids, options, deadline
+            router, frame, token_ids, options, self._clock(), self._receptions.lease_s
         )
         self._begin_if_ready(frame.request_id)
 
@@ -186,13 +197,16 @@ class DecodeRole:
             step.send(router)
 
     def tick(self, now: float) -> None:
-        """End what has waited a lease for its other half."""
+        """End what has waited a lease for its other half, or past its own deadline."""
         self._receptions.tick(now)
-        for generation in list(self._generations.values()):
-            is_alone = generation.receiver is None and generation.request_id not in self._receptions
-            if is_alone and now >= generation.deadline:
+        for request_id, generation in list(self._generations.items()):
+            is_alone = generation.receiver is None and request_id not in self._receptions
+            if generation.is_overdue(now):
+                self._receptions.cancel(request_id)
+                self._refuse(request_id, WireError(*overdue(generation.options)), "transfer")
+            elif is_alone and now >= generation.kv_deadline_s:
                 error = TransferFailed("the prefill worker", "its KV never came")
-                self._on_transfer_failed(generation.request_id, error)
+                self._on_transfer_failed(request_id, error)
 
     async def close(self) -> None:
         for request_id in list(self._generations):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 from wire.errors import ErrorCode, LocalProtocolError
@@ -20,16 +20,16 @@ from wire.payloads import Load
 from worker.admission import Problem, bind, find_problem, resume, tell
 from worker.batch import Chunk, build
 from worker.blocks import BlockPool
+from worker.commit import commit
 from worker.executor.contract import Executor, SampledToken, Scorer
 from worker.executor.step import compute
-from worker.outputs import Computed, Failed, Output, Token
+from worker.outputs import Failed, Output
 from worker.plan import Plan
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence, Status
 from worker.settings import EngineSettings
-from worker.sharing import register
 from worker.slots import Slots
-from worker.speculate import Speculation, verify
+from worker.speculate import Speculation
 from worker.stats import Counters, Stats, load_of
 from worker.swap import SwapSpace
 
@@ -86,16 +86,24 @@ class Engine:
         sequence = Sequence(request_id, token_ids, status=Status.RESERVING)
         self._accept(sequence, find_problem(sequence, self.info, self.pool, 1))
 
+    def complete(self, request_id: int) -> None:
+        """All KV of a reservation is here; others may share it, even if nobody continues it."""
+        self._is_stalled = False
+        if (sequence := self._sequences.get(request_id)) is not None:
+            self.scheduler.reserving.complete(sequence)
+
     def begin_decode(
         self,
         request_id: int,
         token_ids: Many[int],
         options: Options,
         max_new_tokens: int | None = None,
+        asked_s: float | None = None,
     ) -> None:
         """Generate from a reservation whose KV is complete.
 
-        `token_ids` are the reserved tokens and at least one more, the token drawn after them.
+        `token_ids` are the reserved tokens and at least one more, the token drawn after them.  The
+        deadline counts from `asked_s` on the engine's clock, by default from now.
 
         Raises:
             LocalProtocolError: The sequence is known, but is not a reservation that was granted.
@@ -109,15 +117,15 @@ class Engine:
             raise LocalProtocolError(
                 f"request {request_id} cannot begin to decode while {sequence.status}"
             )
+        self.complete(request_id)
         problem = resume(sequence, list(token_ids), options, max_new_tokens)
         if problem := problem or find_problem(sequence, self.info, self.pool):
             self._finish(sequence)
             self._fail(request_id, *problem)
             return
         sequence.started_s = self._clock()
-        sequence.set_deadline(sequence.started_s)
+        sequence.set_deadline(sequence.started_s if asked_s is None else asked_s)
         bind(sequence, self.info)
-        register(sequence, self.pool)
         self.scheduler.run(sequence)
 
     def release(self, request_id: int) -> None:
@@ -154,10 +162,8 @@ class Engine:
             commit_s = self._clock()
             if tokens is not None:
                 self._commit(chunks, tokens)
-            elif failure is not None:  # nothing counts as computed: the others are planned again
-                sequence = chunks[failure.index].sequence
-                self._fail(sequence.request_id, ErrorCode.MODEL_FAILED, failure.message)
-                self._end(sequence)
+            elif failure is not None:
+                self._give_up(chunks[failure.index].sequence, failure.message)
             self.counters.measure(draft_s - start_s, commit_s - forward_s, self._clock() - draft_s)
             if plan.prefill and failure is None:
                 self.swap.costs.observe_prefill(plan.num_tokens, commit_s - forward_s)
@@ -189,46 +195,16 @@ class Engine:
             self.announce(self._take_outputs())
 
     def _commit(self, chunks: list[Chunk], sampled: list[SampledToken]) -> None:
-        drawn = iter(sampled)
-        for chunk in chunks:
-            sequence, drafts = chunk.sequence, chunk.drafts
-            sequence.num_computed_tokens += chunk.num_tokens
-            if sequence.hand_over:
-                self._outputs.append(Computed(sequence.request_id, sequence.num_computed_tokens))
-            if drafts:
-                tokens = verify(sequence, drafts, list(islice(drawn, len(drafts) + 1)))
-                self.counters.verified(len(drafts), len(tokens) - 1)
-                self._append(sequence, tokens)
-                self.scheduler.trim(sequence)
-            elif sequence.num_computed_tokens == len(sequence.token_ids):
-                self._append(sequence, (next(drawn),))
-            else:
-                register(sequence, self.pool)
-
-    def _append(self, sequence: Sequence, tokens: Many[SampledToken]) -> None:
-        """Append tokens, up to the first that is the sequence's last.
-
-        Then all but one have KV: that of accepted drafts is that of their tokens.
-        """
-        scores, sequence.drafts = sequence.take_prompt_logprobs(), ()
-        request_id, token_ids, outputs = sequence.request_id, sequence.token_ids, self._outputs
-        stop_ids, last = sequence.stop_ids, sequence.max_len - sequence.num_given_tokens - 1
-        reason = None
-        for index, it in enumerate(tokens, sequence.num_new_tokens):
-            token_id = it.token_id
-            token_ids.append(token_id)
-            if index >= last or token_id in stop_ids:  # seldom; a call for each token adds up
-                reason = sequence.finish_reason()
-            outputs.append(Token(request_id, token_id, index, it.logprobs, reason, scores))
-            if reason is not None:
-                break
-            scores = None
-        self.counters.decode_tokens += len(token_ids) - sequence.num_computed_tokens
-        sequence.num_computed_tokens = len(token_ids) - 1
-        register(sequence, self.pool)
-        if reason is not None or sequence.hand_over:
-            self.counters.finished += 1
+        outputs, ended = commit(chunks, sampled, self.pool, self.counters)
+        self._outputs += outputs
+        self.counters.finished += len(ended)
+        for sequence in ended:
             self._end(sequence)
+
+    def _give_up(self, sequence: Sequence, why: str) -> None:
+        """End one; nothing of the step counts as computed, so the others are planned again."""
+        self._fail(sequence.request_id, ErrorCode.MODEL_FAILED, why)
+        self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.hand_over and not sequence.is_released:

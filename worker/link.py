@@ -9,7 +9,7 @@ so we end it too.  SPEC 5.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
@@ -126,7 +126,7 @@ class RouterLink:
     _silent_s: float = 0.0
     _hello_due_s: float = 0.0
     _is_stuck: bool = False
-    _link: Connection = field(init=False)
+    _link: Connection | None = None
 
     def open(self) -> None:
         """Connect; HELLO goes out as soon as the router is there.  Raises OSError."""
@@ -140,7 +140,7 @@ class RouterLink:
         )
 
     async def close(self, linger_s: float) -> None:
-        if hasattr(self, "_link"):  # it was opened
+        if self._link is not None:
             await self._link.close(linger_s)
 
     async def tick(self, elapsed_s: float) -> None:
@@ -155,7 +155,7 @@ class RouterLink:
             if is_silent or self._is_stuck:
                 self._lose("it says nothing" if is_silent else "it does not read")
                 await self._reopen()
-        elif self.state is LinkState.JOINING and self._link.is_up:
+        elif self.state is LinkState.JOINING and self._link is not None and self._link.is_up:
             if self._silent_s > REOPEN_S:
                 await self._reopen()
             elif self._hello_due_s <= 0:
@@ -166,6 +166,7 @@ class RouterLink:
         """Send to the router; what a dead router would have got is of no use to anyone."""
         if self._is_stuck:
             return  # a frame is missing already: nothing may follow it
+        assert self._link is not None, "open comes first"
         try:
             self._link.send(encode(frames, *payload))
         except PeerLost:
@@ -211,7 +212,7 @@ class RouterLink:
 
     async def _reopen(self) -> None:
         log.warning("connecting to the router anew", router=self.endpoint)
-        await self._link.close()
+        await self.close(0.0)
         self.open()
 
     def _become(self, state: LinkState) -> None:

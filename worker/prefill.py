@@ -115,8 +115,8 @@ class PrefillRole:
         if frame.decode_rank != NO_RANK:
             hand_over = self._offer_to(router, frame, token_ids)
         self._prefills[frame.request_id] = Prefill(router, frame.request_id, hand_over)
-        # With a hand-over the engine is told the whole limit and stops after the first token.
-        limit = 1 if hand_over is None else options.max_tokens
+        # With a hand-over the whole limit is the options', and the engine stops after a token.
+        limit = 1 if hand_over is None else None
         sequence = Sequence(
             frame.request_id, token_ids, options, limit, hand_over=hand_over is not None
         )

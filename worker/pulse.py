@@ -1,7 +1,8 @@
-"""Whether an engine's thread still gets anything done: what systemd's watchdog is fed for.
+"""Whether an engine's thread still gets anything done: what systemd and the routers are told.
 
-The thread takes calls between steps, and at once when it is idle.  So a call that does nothing is
-answered exactly as long as steps end, and an idle engine proves itself like a busy one.
+`Pulse` feeds systemd's watchdog.  The thread takes calls between steps, and at once when it is
+idle.  So a call that does nothing is answered exactly as long as steps end, and an idle engine
+proves itself like a busy one.
 """
 
 from __future__ import annotations
@@ -33,3 +34,20 @@ class Pulse:
 
     def _answer(self, _: object) -> None:
         self._is_answered = True
+
+
+class Standstill:
+    """For how many `seconds` the engine has been in one step.
+
+    Counted in ticks: a pause of the whole process is not the engine's.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._steps = 0
+
+    def tick(self, elapsed_s: float, steps: int, *, is_busy: bool) -> None:
+        """Look again, `elapsed_s` after the last time; `steps` is how many have ended."""
+        is_same = is_busy and steps == self._steps
+        self.seconds = self.seconds + elapsed_s if is_same else 0.0
+        self._steps = steps

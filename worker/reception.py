@@ -1,9 +1,10 @@
 """The receiving side of KV hand-overs: `wire.receiver` with socket, engine and cache.  SPEC 6.
 
-An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine; only then
-is a byte let in.  Segments are verified and unpacked on the transfer thread.  Blocks of a transfer
-that ended early are given back when no copy writes to them any more.  A transfer that is complete
-waits, for a lease at most, until the decode role claims it.
+An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine, or for the
+same text that is on its way already (`worker.reservations`); only then is a byte let in.  Segments
+are verified and unpacked on the transfer thread.  Blocks of a transfer that ended early are given
+back when no copy writes to them any more.  A transfer that is complete waits, for a lease at most,
+until the decode role claims it.
 """
 
 from __future__ import annotations
@@ -232,6 +233,7 @@ class Receptions:
         self._send(reception.peer, frame, credit.pack())
         if credit.ready and reception.share_bytes:
             self.turns.end(reception)
+            self._engine.post(lambda engine: engine.complete(frame.request_id))
             self._on_complete(frame.request_id)
 
     def _end(self, reception: Reception, error: WireError) -> None:

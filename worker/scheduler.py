@@ -24,13 +24,13 @@ empty pool is failed.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
 from typing import Final
 
 from worker.batch import BatchConfig, BatchType, Chunk
 from worker.blocks import BlockPool
 from worker.deadlines import Deadlines
 from worker.plan import Plan
+from worker.reservations import Reservations
 from worker.sequence import Sequence, Status
 from worker.sharing import filled, missing
 from worker.slots import SlotNumbers
@@ -51,7 +51,7 @@ class Scheduler:
         # Generation alone must never fill the budget, or prompts under way would starve.
         self.max_running = min(config.max_sbatch_sequences, config.max_ubatch_tokens)
         self.waiting: list[Sequence] = []  # in order
-        self.reserving: deque[Sequence] = deque()
+        self.reserving = Reservations(pool)
         self.running: list[Sequence] = []  # in order
         self._slots = SlotNumbers()
         self._last_kind = BatchType.PREFILL
@@ -59,7 +59,7 @@ class Scheduler:
     def enqueue(self, sequence: Sequence) -> None:
         """Take a new sequence, or a reservation; both must be able to fit."""
         if sequence.status is Status.RESERVING:
-            self.reserving.append(sequence)
+            self.reserving.add(sequence)
         else:
             insort(self.waiting, sequence, key=self._order)
         self.deadlines.add(sequence)
@@ -82,7 +82,7 @@ class Scheduler:
         """End a sequence in whatever state it is and give back its blocks."""
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
-        elif sequence.status is Status.RESERVING:
+        elif sequence.status in (Status.RESERVING, Status.RESERVED):
             self.reserving.remove(sequence)
         elif sequence.status is Status.RUNNING:
             self._stop(sequence)
@@ -199,7 +199,10 @@ class Scheduler:
                 budget -= num_drafts
 
     def _make_room(self, sequence: Sequence, num_drafts: int) -> int:
-        """Get blocks for the KV of drafts; return how many of them have room."""
+        """Get blocks for the KV of drafts; return how many of them have room.
+
+        Cached blocks too: what drafts are right about would take them in the next step.
+        """
         table, pool = sequence.block_table, self.pool
         room = len(table) * pool.block_size - len(sequence.token_ids)
         if room >= num_drafts:
@@ -210,13 +213,6 @@ class Scheduler:
         table.extend(pool.allocate(num_blocks))
         return num_drafts
 
-    def trim(self, sequence: Sequence) -> None:
-        """Give back the blocks that only rejected drafts needed."""
-        num_blocks = self.pool.blocks_for(len(sequence.token_ids))
-        if len(sequence.block_table) > num_blocks:
-            self.pool.free(sequence.block_table[num_blocks:])
-            del sequence.block_table[num_blocks:]
-
     def _admit(self, plan: Plan, budget: int) -> None:
         may_start = self.config.dynamic_batching or not self.running
         num_later, blocks_later = 0, 0  # of sequences that will start in the next step
@@ -226,7 +222,7 @@ class Scheduler:
                 num_tokens = sequence.num_tokens
                 if not self._allocate(sequence, num_tokens + 1, num_tokens, blocks_later):
                     return
-                self.reserving.popleft()
+                self.reserving.grant(sequence)
                 sequence.move_to(Status.RESERVED)
                 plan.reserved.append(sequence)
                 continue
@@ -259,7 +255,7 @@ class Scheduler:
     def _head(self, num_later: int) -> Sequence | None:
         """Who is next to get blocks; whoever is behind waits even if it would fit."""
         waiting = self.waiting[num_later] if len(self.waiting) > num_later else None
-        reserving = self.reserving[0] if self.reserving else None
+        reserving = self.reserving.head()
         if reserving is None or waiting is None:
             return reserving or waiting
         was_first = waiting.num_preemptions and waiting.arrival < reserving.arrival

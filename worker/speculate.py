@@ -128,13 +128,6 @@ def accepted(x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
     return y
 
 
-def verify(sequence: Sequence, x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
-    """Return what the target stands for, and let that say how much is guessed next time."""
-    tokens = accepted(x, y)
-    sequence.adapt(len(x), len(tokens) - 1)
-    return tokens
-
-
 class Speculation:
     """The engine's side: asks the drafter for guesses, if there is a drafter."""
 

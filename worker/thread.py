@@ -11,11 +11,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from worker.engine import Engine
 from worker.outputs import Output
 
 Call = Callable[[Engine], object]
+_NAME: Final = "engine"
 
 
 class EngineThread:
@@ -39,7 +41,7 @@ class EngineThread:
         self._calls: deque[Call] = deque()
         self._is_stopping = False
         self._is_busy = False
-        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._main, name=_NAME, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -54,12 +56,12 @@ class EngineThread:
             self._is_busy = True
             self._wake.notify()
 
-    def stop(self) -> None:
-        """End after the step under way and wait for that; calls not yet taken are dropped."""
+    def stop(self, *, wait: bool = True) -> None:
+        """End after the call or step under way, and `wait` for that; later calls are dropped."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if wait and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     @property
@@ -106,3 +108,8 @@ class EngineThread:
                 self._is_busy = False
                 self._wake.wait(self.engine.idle_s())
             self._is_busy = True
+
+
+def is_computing() -> bool:
+    """Whether an engine's thread of this process is still there."""
+    return any(thread.name == _NAME for thread in threading.enumerate())

@@ -20,7 +20,8 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from scripts.faults.relay import Relay, Relays, free_port
+from scripts.faults.ports import free_port
+from scripts.faults.relay import Relay, Relays
 from scripts.faults.statuses import Statuses
 from tests.cluster import START_S, Cluster, until
 
@@ -153,6 +154,11 @@ class FaultyCluster(Cluster):
         num_tasks = re.search(r"(\d+) tasks", self._statuses.of(worker_pid))
         assert num_tasks is not None, f"{name} has not said how many tasks it has"
         return _usage(worker_pid, int(num_tasks[1]))
+
+    def _listen_flags(self) -> tuple[str, ...]:
+        # `start_router` wants the very same ports again.
+        http, tcp, bus = (f"127.0.0.1:{free_port()}" for _ in range(3))
+        return ("--http", http, "--tcp", tcp, "--bus", f"tcp://{bus}")
 
     def _start_workers(self) -> None:
         host, _, port = self.bus.removeprefix("tcp://").rpartition(":")

@@ -118,11 +118,14 @@ async def sweep(
 
 
 async def kill_at(
-    cluster: FaultyCluster, name: str, records: list[Record], draw: random.Random
+    cluster: FaultyCluster,
+    name: str,
+    records: list[Record],
+    draw: random.Random,
+    is_over: Callable[[], bool],
 ) -> Key | None:
-    """Wait until some worker is in the state of this name, and kill it; None: it did not come."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
+    """Wait until some worker is in this state, and kill it; None: `is_over` came first."""
+    while not is_over():
         rows = await asyncio.to_thread(cluster.rows)
         if victims := POINTS[name](cluster, rows, records):
             victim = draw.choice(sorted(victims))
@@ -145,7 +148,13 @@ async def _kill_on(
         # The least covered state first; ties are the seed's.
         names = sorted(POINTS, key=lambda name: (result.kills[name], draw.random()))
         for name in names:
-            if await kill_at(cluster, name, records, draw):
+            if await kill_at(cluster, name, records, draw, _timer(PATIENCE_S)):
                 result.open_requests.append(sum(record.is_open for record in records))
                 result.kills[name] += 1
                 break
+
+
+def _timer(seconds: float) -> Callable[[], bool]:
+    """Return what says whether so much time has passed since now."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() >= end

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import socket
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -27,12 +26,6 @@ CHUNK_BYTES: Final = 16 << 10
 MAX_HELD_BYTES: Final = 256 << 10
 POLL_S: Final = 0.005
 _NAME: Final = re.compile(rb"(prefill|decode)-(\d+)-\d+")
-
-
-def free_port() -> int:
-    """Return a port of this machine that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @dataclass(eq=False)

@@ -82,7 +82,7 @@ class EventThread:
         self.is_busy = True
         self._plan(self._random.uniform(0.0, 0.0005))
 
-    def stop(self) -> None:
+    def stop(self, *, wait: bool = True) -> None:
         self._is_over = True
 
     def _plan(self, delay_s: float) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 RUNNABLE = [path for path in sorted(SCRIPTS.glob("*.py")) if "__main__" in path.read_text()]
-# Everything but the last lines: `demo.py` takes no --help, it shows what it shows.
+# Everything but the last lines: not every script takes --help.
 LOAD = "import runpy, sys; runpy.run_path(sys.argv[1])"
 
 

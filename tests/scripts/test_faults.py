@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from scripts.faults import slow
 from scripts.faults.checks import problem
 from scripts.faults.clients import Record
+from scripts.faults.ports import BLOCK, free_port, kernels_range
 from scripts.faults.relay import Relays
 from scripts.faults.statuses import Statuses
 from scripts.paired import Pairs
-from tests.cluster import until
+from tests.cluster import ROOT, until
 from wire.aio.process import notify
 from wire.options import Options
 
@@ -97,3 +100,24 @@ def test_statuses_are_heard_by_process(monkeypatch: pytest.MonkeyPatch) -> None:
         notify("STATUS=second")
         until(lambda: statuses.of(os.getpid()) == "second", "it is heard")
         assert statuses.of(pid) == "the other one" and statuses.of(1) == ""
+
+
+def test_two_processes_never_draw_the_same_port() -> None:
+    # The other one begins to look where we did.
+    code = f"""
+import os
+os.getpid = lambda: {os.getpid()}
+from scripts.faults.ports import BLOCK, free_port
+print(*(free_port() for _ in range(BLOCK)))
+"""
+    ours = {free_port() for _ in range(BLOCK)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    theirs = {int(port) for port in done.stdout.split()}
+    low, high = kernels_range()
+    assert theirs and not theirs & ours, done.stderr
+    assert all(not low <= port <= high for port in theirs | ours)
+
+
+def test_a_port_that_somebody_listens_on_is_passed_over() -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as server:
+        assert server.getsockname()[1] not in {free_port() for _ in range(2 * BLOCK)}

@@ -33,7 +33,7 @@ async def test_a_worker_killed_while(cluster: FaultyCluster, name: str) -> None:
     await asyncio.to_thread(cluster.until_whole)
     records = draw_requests(len(name), 24, prompt=(500, 2500), answer=(20, 80))
     load = asyncio.create_task(send_all(cluster, records, clients=6, hold_s=kills.HOLD_S))
-    victim = await kills.kill_at(cluster, name, records, random.Random(name))
+    victim = await kills.kill_at(cluster, name, records, random.Random(name), load.done)
     await load
     assert victim is not None, "no worker was in this state"
     assert problems(records) == []

@@ -62,9 +62,5 @@ def test_a_worker_that_beats_but_makes_no_step_is_not_ready(tmp_path: Path) -> N
         body = {"prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
         answer = httpx.post(cluster.http + "/v1/completions", json=body, timeout=30)
         assert answer.status_code == 503, answer.text
-
-        def is_named() -> bool:  # The decode worker may be too, in its warmup.
-            return any("prefill-0 is suspect" in reason for reason in readiness(cluster)[1])
-
-        until(is_named, "prefill-0 is suspect")
+        assert "prefill-0 is suspect" in unready(cluster, "prefill")[0]
         until(lambda: readiness(cluster) == (200, []), "the step ended")

@@ -6,6 +6,7 @@ hears what the processes would tell it.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -15,21 +16,26 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
 import pytest
 
+from scripts.faults.ports import free_port
 from tests.cluster import ROOT, until
 
 UNITS = ROOT / "scripts" / "systemd"
 PLUGIN = """
+import os
 import threading
+from pathlib import Path
 from worker.executor import hash
 
 class Wedged(hash.HashExecutor):
     def forward(self, batch):
         if 1299 in list(batch.token_ids):
+            Path(os.environ["WEDGED"]).touch()
             threading.Event().wait()
         return super().forward(batch)
 
@@ -159,16 +165,8 @@ class Service:
         self.process.wait()
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def test_the_units_own_lines_serve_and_drain(root: Path, tmp_path: Path) -> None:
-    http, tcp, bus = free_ports(3)
+    http, tcp, bus = (free_port() for _ in range(3))
     ours = {"BATON_ROUTER": f"tcp://127.0.0.1:{bus}", "BATON_EXECUTOR": "hash"}
     slow = ours | {"BATON_HASH_STEP_MS": "20"}
     services: list[Service] = []
@@ -223,9 +221,11 @@ def test_a_worker_whose_engine_is_wedged_stops_feeding_its_watchdog(
     root: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "wedged_executor.py").write_text(PLUGIN)
-    http, tcp, bus = free_ports(3)
+    http, tcp, bus = (free_port() for _ in range(3))
     endpoints = {"BATON_HTTP": f"127.0.0.1:{http}", "BATON_TCP": f"127.0.0.1:{tcp}"}
     plugin = {"BATON_EXECUTOR": "wedged_executor:create", "BATON_ROUTER": f"tcp://127.0.0.1:{bus}"}
+    plugin["WEDGED"] = str(tmp_path / "wedged")
+    client = HTTPConnection("127.0.0.1", http)
     services: list[Service] = []
     try:
         services.append(
@@ -238,12 +238,16 @@ def test_a_worker_whose_engine_is_wedged_stops_feeding_its_watchdog(
         fed = wedged.said.count("WATCHDOG=1")
         until(lambda: wedged.said.count("WATCHDOG=1") > fed + 1, "fed while idle")
         body = {"model": "demo", "prompt": [1, 2, 1299], "max_tokens": 1}
-        with httpx.Client(trust_env=False) as client, pytest.raises(httpx.ReadTimeout):
-            client.post(f"http://127.0.0.1:{http}/v1/completions", json=body, timeout=1.5)
+        headers = {"content-type": "application/json"}
+        client.request("POST", "/v1/completions", json.dumps(body), headers)  # no answer will come
+        until((tmp_path / "wedged").exists, "the engine hangs")
+        reports = wedged.statuses
+        until(lambda: wedged.statuses >= reports + 2, "the last feeding is past")
         # Its loop is well: it says how it is, once a second, and never again that all is.
         fed, reports = wedged.said.count("WATCHDOG=1"), wedged.statuses
         until(lambda: wedged.statuses >= reports + 3, "three more reports")
         assert wedged.said.count("WATCHDOG=1") == fed
     finally:
+        client.close()
         for service in services:
             service.kill()

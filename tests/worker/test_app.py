@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from tests.worker.scripted import (
     PATIENCE_S,
@@ -29,10 +31,28 @@ from wire.frames import Cancel, Error, Role, Tag
 from wire.options import Options
 from wire.payloads import decode_prefill_result
 from worker.app import EXIT_CONFIG, EXIT_CRASHED
+from worker.batch import Batch
+from worker.thread import is_computing
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(100))
 OPTIONS = Options(max_tokens=50, ignore_eos=True)
+
+
+class Waiting(GatedExecutor):
+    """Its steps wait at a gate, the warmup's first, and say that they have come to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.is_reached = threading.Event(), threading.Event()
+
+    def forward(self, batch: Batch) -> list[int]:
+        self.is_reached.set()
+        assert self.gate.wait(PATIENCE_S)
+        return super().forward(batch)
+
+    async def until_reached(self) -> None:
+        assert await asyncio.to_thread(self.is_reached.wait, PATIENCE_S)
 
 
 async def first_token(router: ScriptedRouter, request_id: int) -> int:
@@ -54,6 +74,55 @@ async def test_a_worker_says_who_it_is_and_how_it_is() -> None:
         assert (detail.num_blocks, detail.block_size) == (64, 16)
         assert detail.kv_endpoint.startswith("tcp://127.0.0.1:")
         assert (load.total, load.free, load.used) == (64, 64, 0)
+
+
+async def test_no_router_knows_a_worker_before_its_warmup_is_over() -> None:
+    executor = Waiting()
+    async with scripted_router() as router:
+        process = Process(router, "prefill", executor=executor, metrics="127.0.0.1:0")
+        try:
+            await executor.until_reached()
+            async with httpx.AsyncClient(trust_env=False) as client:
+                answer = await client.get(f"http://127.0.0.1:{process.worker._scrape.port}/metrics")
+            assert 'baton_peers_up{kind="router"} 0.0' in answer.text
+            async with running(router, "decode"):  # who dials now is known by now
+                assert [hello.role for hello in router.hellos] == [Role.DECODE.value]
+                executor.gate.set()
+                await router.until_joined(Role.PREFILL)
+                # Nor does it say that it stood still meanwhile.
+                assert router.loads_by_role[Role.PREFILL].step_ms == 0
+                await first_token(router, 1)
+        finally:
+            executor.gate.set()
+            process.stop.set()
+            assert await ended(process) == 0
+
+
+async def test_a_warmup_that_fails_ends_the_process() -> None:
+    async with scripted_router() as router:
+        with capture_logs() as logs:
+            process = Process(router, "prefill", executor=GatedExecutor(fail_at=0))
+            assert await ended(process) == EXIT_CRASHED
+        assert router.hellos == []
+    [failure] = [line for line in logs if line["event"] == "the warmup failed"]
+    assert failure["reason"] == "RuntimeError: the device is gone"
+
+
+async def test_who_is_told_to_stop_in_its_warmup_does_not_wait_for_it() -> None:
+    executor = Waiting()
+    async with scripted_router() as router:
+        process = Process(router, "decode", executor=executor)
+        await executor.until_reached()
+        process.stop.set()
+        try:
+            assert await ended(process) == 0
+            assert is_computing() and not executor.gate.is_set()
+        finally:
+            executor.gate.set()
+        for thread in threading.enumerate():
+            if thread.name == "engine":
+                await asyncio.to_thread(thread.join, PATIENCE_S)
+        assert router.hellos == []
 
 
 async def test_a_router_is_told_again_what_the_cache_holds_when_it_comes_back() -> None:
@@ -204,6 +273,43 @@ def run_worker(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+SLOW_WARMUP = """
+import threading
+from worker.executor import hash
+
+class Warming(hash.HashExecutor):
+    def forward(self, batch):
+        print("warming up", flush=True)
+        threading.Event().wait()
+
+def create(**settings):
+    executor = hash.create(**settings)
+    executor.__class__ = Warming
+    return executor
+"""
+
+
+def test_a_signal_ends_a_process_in_its_warmup(tmp_path: Path) -> None:
+    (tmp_path / "slow_warmup.py").write_text(SLOW_WARMUP)
+    with subprocess.Popen(
+        [sys.executable, "-m", "worker", "--executor", "slow_warmup:create"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "warming up\n"
+        process.send_signal(signal.SIGTERM)
+        try:
+            _, log = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert '"worker stopped"' in log  # the last line was written
+
+
 def test_what_cannot_be_loaded_is_said_in_a_line() -> None:
     ended = run_worker("--executor", "json:loads", "--log-level", "info")
     assert ended.returncode == EXIT_CONFIG
@@ -238,14 +344,7 @@ def test_an_address_that_is_taken_is_said_in_a_line() -> None:
 
 
 async def test_a_worker_says_how_long_its_engine_stands_in_one_step() -> None:
-    class Standing(GatedExecutor):
-        gate = threading.Event()
-
-        def forward(self, batch: Any) -> list[int]:
-            assert self.gate.wait(PATIENCE_S)
-            return super().forward(batch)
-
-    executor = Standing()
+    executor = Waiting()
     async with scripted_router() as router:
         executor.gate.set()  # for the warmup
         async with running(router, "prefill", executor=executor):

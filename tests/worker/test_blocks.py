@@ -115,6 +115,23 @@ def test_a_child_of_an_evicted_twin_is_not_found_under_the_new_one() -> None:
     assert pool.match_prefix(keys_of([A, B]))[0] == table[:1]
 
 
+def test_a_prefix_is_told_gone_when_its_last_block_is() -> None:
+    pool = BlockPool(4, 2)
+    twin = pool.allocate(1)
+    register(pool, [A], twin)
+    table = pool.allocate(2)
+    register(pool, [A, B], table)  # B stands behind the twin
+    pool.free(twin)
+    pool.free(pool.allocate(2))  # evicts the twin: nobody finds that B any more
+    register(pool, [A, B], again := pool.allocate(2))
+    pool.journal.read()
+    pool.free(table)
+    evicting = pool.allocate(2)
+    assert pool.match_prefix(keys_of([A, B]))[0] == again
+    assert pool.journal.read() == ((), ()), "the one that is found is still there"
+    pool.free(evicting)
+
+
 def test_without_a_prefix_cache_nothing_is_found_or_kept() -> None:
     pool = BlockPool(3, 2, enable_prefix_cache=False)
     table = pool.allocate(2)
@@ -220,6 +237,7 @@ class PoolMachine(RuleBasedStateMachine):
         stored, evicted = self.pool.journal.read()
         assert not set(stored) & set(evicted)
         self.told = (self.told | set(stored)) - set(evicted)
+        assert self.told == {prefix.hash for _, prefix in self.pool._trie.values()}
 
     @invariant()
     def blocks_are_conserved(self) -> None:

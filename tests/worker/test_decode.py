@@ -60,6 +60,24 @@ async def test_blocks_that_are_held_already_are_not_sent() -> None:
             assert usage.kv_bytes == 64 * (len(PROMPT) - skipped)
 
 
+async def test_choices_of_one_prompt_share_one_transfer_and_its_blocks() -> None:
+    choices = [Options(max_tokens=20, ignore_eos=True, choice=choice) for choice in range(4)]
+    async with pair() as router:
+        for choice, options in enumerate(choices):
+            router.prefill(choice, PROMPT, options)
+        skipped: list[int] = []
+        while len(skipped) < len(choices):
+            message = await router.receive_any()
+            choice = message.frame.request_id  # type: ignore[attr-defined]
+            if message.tag is Tag.PREFILL_DONE:
+                token = decode_prefill_result(message.body()).token_id
+                router.decode(choice, [*PROMPT, token], 1, choices[choice])
+            elif message.tag is Tag.DECODE_DONE:
+                skipped.append(decode_map(Usage, message.body()).kv_skipped_tokens)
+        assert sorted(skipped) == [0, 192, 192, 192]
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
 async def test_a_prompt_held_completely_is_ready_before_its_first_token() -> None:
     prompt = PROMPT[:192]  # whole blocks only
     async with pair(prefill={"prefix_cache": False}) as router:
@@ -130,6 +148,14 @@ async def test_kv_that_never_comes_ends_the_request() -> None:
         message = await router.receive(Tag.ERROR)
         assert message.frame == Error(1, ErrorCode.TRANSFER_FAILED)
         assert decode_map(ErrorDetail, message.body()).stage == "transfer"
+
+
+async def test_the_deadline_counts_while_kv_is_awaited() -> None:
+    async with scripted_router() as router, running(router, "decode"):
+        router.decode(1, [*PROMPT, 5], 3, Options(deadline_ms=50))
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.DEADLINE_EXCEEDED)
+        assert "50 ms" in decode_map(ErrorDetail, message.body()).message
 
 
 async def test_kv_that_nobody_claims_is_freed_when_its_lease_ends() -> None:

@@ -293,6 +293,36 @@ def test_a_complete_reservation_is_in_the_prefix_cache_at_once() -> None:
     assert engine.load().stored == tuple(prefix_hashes(range(9), 4))
 
 
+def test_the_kv_of_a_reservation_is_shared_before_anybody_continues_it() -> None:
+    engine = engine_of()
+    engine.reserve(1, range(9))
+    engine.reserve(2, range(9))
+    assert [output.request_id for output in of_kind(run(engine), Reserved)] == [1]
+    engine.complete(1)
+    (second,) = of_kind(run(engine), Reserved)
+    assert (second.request_id, second.cached_tokens) == (2, 8)
+    engine.check()
+    engine.complete(2)
+    for request_id in (1, 2):
+        engine.begin_decode(request_id, range(10), GREEDY, 3)
+    run(engine)
+    assert engine.load().used == 0
+
+
+def test_a_deadline_counts_from_when_it_was_asked_for() -> None:
+    now = [0.0]
+    engine = engine_of(clock=lambda: now[0])
+    engine.reserve(1, range(9))
+    run(engine)
+    now[0] = 1.0
+    engine.begin_decode(1, range(10), Options(ignore_eos=True, deadline_ms=300), 40, asked_s=0.8)
+    engine.step()
+    now[0] = 1.2
+    assert [failed.code for failed in of_kind(engine.step(), Failed)] == [
+        ErrorCode.DEADLINE_EXCEEDED
+    ]
+
+
 def test_corrupt_kv_changes_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = engine_of(), engine_of()
     pack = source.cache.pack

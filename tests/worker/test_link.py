@@ -84,6 +84,16 @@ async def generating(router: ScriptedRouter, request_id: int = 1) -> None:
     assert {frame.request_id for frame in message.frames} == {request_id}  # type: ignore[attr-defined]
 
 
+async def test_time_may_pass_before_it_is_opened() -> None:
+    async with scripted_router() as router:
+        identity = Identity(Role.PREFILL, 0, 5)
+        link = RouterLink(router.endpoint, identity, DETAIL, Recorder(), lambda link: None)
+        await link.tick(REOPEN_S + 1)
+        link.drain(1.0)
+        assert link.is_drained  # nobody has anything here
+        await link.close(0)
+
+
 async def test_an_unknown_peer_says_hello_once_and_its_requests_have_ended() -> None:
     async with pair(decode={"num_blocks": 2000, "step_delay_s": 0.002}) as router:
         await generating(router)

@@ -134,9 +134,9 @@ def test_a_hand_over_that_is_over_keeps_nothing() -> None:
 def test_a_continuation_fails_and_a_reservation_beside_it_does_not() -> None:
     engine = engine_of()
     for request_id in (1, 2):
-        engine.reserve(request_id, PROMPTS[0])
+        engine.reserve(request_id, PROMPTS[request_id])
     assert [type(output) for output in run(engine)] == [Reserved, Reserved]
-    engine.begin_decode(1, [*PROMPTS[0], POISON], GREEDY, 5)
+    engine.begin_decode(1, [*PROMPTS[1], POISON], GREEDY, 5)
     (failed,) = run(engine)
     assert isinstance(failed, Failed) and failed.request_id == 1
     assert engine.num_running == 1

@@ -1,4 +1,7 @@
-"""A pulse is felt while the engine's thread takes calls, and not while a call or a step hangs."""
+"""A pulse is felt while the engine's thread takes calls, and not while a call or a step hangs.
+
+A standstill is as long as the step under way, and there is none between steps.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable
 
 from worker.engine import Engine
 from worker.executor.hash import create
-from worker.pulse import Pulse
+from worker.pulse import Pulse, Standstill
 from worker.thread import EngineThread
 
 
@@ -55,3 +58,12 @@ def test_a_real_engine_that_hangs_in_a_call_and_comes_back() -> None:
     finally:
         go_on.set()
         thread.stop()
+
+
+def test_a_standstill_grows_with_the_step_and_ends_with_it() -> None:
+    standstill = Standstill()
+    seconds = []
+    for steps, is_busy in ((0, False), (0, True), (0, True), (1, True), (1, True), (1, False)):
+        standstill.tick(0.5, steps, is_busy=is_busy)
+        seconds.append(standstill.seconds)
+    assert seconds == [0.0, 0.5, 1.0, 0.0, 0.5, 0.0]

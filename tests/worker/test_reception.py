@@ -249,7 +249,7 @@ async def test_offers_take_turns_at_the_bytes_in_flight() -> None:
         prefill.offer(1, PROMPT * 250)  # 4.6 MiB: all there is
         await prefill.ack()
         for request_id in (2, 3):
-            prefill.offer(request_id, PROMPT)
+            prefill.offer(request_id, [request_id, *PROMPT])
             prefill.send(KvCache(request_id, 0, 0))
             ack, credit = await prefill.ack()
             assert (ack.request_id, credit) == (request_id, (0, 0, 0))

@@ -12,7 +12,7 @@ from worker.engine import Engine
 from worker.executor.hash import HashExecutor, create, oracle
 from worker.outputs import Failed, Output, Reserved, Started, Token
 from worker.sequence import Sequence
-from worker.thread import EngineThread
+from worker.thread import EngineThread, is_computing
 
 TIMEOUT_S = 20.0
 GREEDY = Options(ignore_eos=True)
@@ -186,6 +186,25 @@ def test_stop_waits_for_the_step_under_way_and_takes_no_more_calls() -> None:
 
 def test_stopping_what_never_started_is_fine() -> None:
     Owner().thread.stop()
+
+
+def test_who_stops_need_not_wait_for_a_call_under_way(owner: Owner) -> None:
+    assert not is_computing()
+    entered, go_on, late = threading.Event(), threading.Event(), threading.Event()
+
+    def hang(_: Engine) -> None:
+        entered.set()
+        go_on.wait(TIMEOUT_S)
+
+    owner.thread.start()
+    owner.thread.post(hang)
+    assert entered.wait(TIMEOUT_S)
+    owner.thread.post(lambda _: late.set())
+    owner.thread.stop(wait=False)
+    assert is_computing()
+    go_on.set()
+    owner.thread.stop()
+    assert not is_computing() and not late.is_set()
 
 
 class BrokenExecutor(HashExecutor):

@@ -1,0 +1,64 @@
+"""Reservations: sequences whose KV another worker computes.  They wait for blocks, then for the KV.
+
+Who waits goes in order, except that a text whose beginning is on its way already, as with n choices
+of one prompt, lets others pass until that is here, and shares its blocks then: neither bytes nor
+blocks are spent twice.  It waits for nothing that its own KV would not wait for: the other is no
+longer than itself, and came first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from worker.blocks import BlockPool
+from worker.sequence import Sequence
+from worker.sharing import register
+
+
+class Reservations:
+    """Those that wait for blocks, in order, and those whose KV arrives."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._waiting: deque[Sequence] = deque()
+        self._arriving: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        """How many wait for blocks."""
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def head(self) -> Sequence | None:
+        """Return who is next to get blocks, if anybody is."""
+        return next((s for s in self._waiting if not self._is_on_its_way(s)), None)
+
+    def grant(self, sequence: Sequence) -> None:
+        """It has its blocks: now its KV arrives."""
+        self._waiting.remove(sequence)
+        self._arriving[sequence.request_id] = sequence
+
+    def complete(self, sequence: Sequence) -> None:
+        """All its KV is here: others may share it.  Once is enough."""
+        if self._arriving.pop(sequence.request_id, None) is not None:
+            sequence.num_computed_tokens = sequence.num_tokens
+            register(sequence, self._pool)
+
+    def remove(self, sequence: Sequence) -> None:
+        """It ended, wherever it was."""
+        if self._arriving.pop(sequence.request_id, None) is None and sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def _is_on_its_way(self, sequence: Sequence) -> bool:
+        """Whether KV arrives of a text that this one begins with, or that it equals."""
+        if not self._pool.enable_prefix_cache:
+            return False
+        return any(_begins_with(sequence.token_ids, other) for other in self._arriving.values())
+
+
+def _begins_with(token_ids: list[int], other: Sequence) -> bool:
+    count = other.num_tokens
+    # The last token first: texts that begin alike for long are compared at length only if need be.
+    is_likely = count <= len(token_ids) and token_ids[count - 1] == other.token_ids[-1]
+    return is_likely and token_ids[:count] == other.token_ids
