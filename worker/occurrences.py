@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+Int64 = npt.NDArray[np.int64]
+
 
 class Occurrences:
     """The distinct tokens of prompt and answer with their number in the answer."""
@@ -39,12 +41,33 @@ class Occurrences:
             self._counts[slot] += 1
         self._num_seen = len(token_ids)
 
+    def along(self, drafts: Sequence[int]) -> list[tuple[Int64, Int64]]:
+        """Return [U] distinct tokens and their counts of the text with 0, 1, ... all of `drafts`.
+
+        Nothing of it is kept: each of these pairs costs one more increment, not one more text.
+        The first is what is kept, only to be read before the next update.
+        """
+        ids, counts = self.token_ids, self.counts
+        new: dict[int, int] = {}  # the slots of tokens that only drafts have
+        found = [(ids, counts)]
+        for token_id in drafts:
+            slot = self._slots.get(token_id)
+            if slot is None:
+                slot = new.setdefault(token_id, len(ids))
+            if slot == len(ids):
+                ids, counts = np.append(ids, token_id), np.append(counts, 1)
+            else:
+                counts = counts.copy()
+                counts[slot] += 1
+            found.append((ids, counts))
+        return found
+
     @property
-    def token_ids(self) -> npt.NDArray[np.int64]:
+    def token_ids(self) -> Int64:
         """[U] distinct tokens, in the order in which they first came."""
         return self._ids[: len(self._slots)]
 
     @property
-    def counts(self) -> npt.NDArray[np.int64]:
+    def counts(self) -> Int64:
         """[U] how often the answer has each."""
         return self._counts[: len(self._slots)]
