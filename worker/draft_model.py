@@ -1,9 +1,10 @@
-"""A small model that guesses for a large one; any executor, with a paged KV cache of its own.
+"""A small model that drafts for a large one; any executor, with a paged KV cache of its own.
 
 Each sequence has a shadow here: the same tokens, other blocks.  A round computes what is new since
 the last one, in chunks, then one token after the other, all sequences side by side.  What the
-target did not accept is cut off the shadow before the next round.  A shadow draws with the keys of
-its sequence (seed, choice, position): where the models agree, they draw the same token.
+target did not accept is cut off the shadow before the next round.  A shadow draws as its sequence
+does, with the same keys (seed, choice, position) and the same penalties of the same text: where the
+models agree, they draw the same token.
 
 When its blocks run out a sequence gets no drafts, that is all.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
+import msgspec
+
 from worker.batch import BatchType, Chunk, build
 from worker.blocks import BlockPool
 from worker.executor.contract import Executor, SampledToken
@@ -19,7 +22,7 @@ from worker.sequence import Sequence
 
 
 class ModelDrafter:
-    """Guesses `num_drafts` tokens with an executor; implements `worker.speculate.Drafter`."""
+    """Drafts `num_drafts` tokens with an executor; implements `worker.speculate.Drafter`."""
 
     def __init__(
         self,
@@ -43,20 +46,19 @@ class ModelDrafter:
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
         """See `Drafter`."""
-        drafts: list[list[int]] = [[] for _ in sequences]
-        guessing: list[tuple[Sequence, list[int], int]] = []
-        for sequence, limit, guesses in zip(sequences, limits, drafts, strict=True):
+        drafting: list[tuple[Sequence, int]] = []
+        for sequence, limit in zip(sequences, limits, strict=True):
             limit = min(limit, self.num_drafts, self._max_model_len - sequence.num_tokens)
             shadow = self._follow(sequence)
             if limit > 0 and self._make_room(shadow, limit):
-                guessing.append((shadow, guesses, limit))
-        while guessing:
-            drawn = self._advance([shadow for shadow, _, _ in guessing])
-            for (shadow, guesses, _), token in zip(guessing, drawn, strict=True):
+                drafting.append((shadow, limit))
+        while drafting:
+            drawn = self._advance([shadow for shadow, _ in drafting])
+            for (shadow, _), token in zip(drafting, drawn, strict=True):
                 shadow.token_ids.append(token.token_id)
-                guesses.append(token.token_id)
-            guessing = [entry for entry in guessing if len(entry[1]) < entry[2]]
-        return drafts
+                shadow.drafts += (token.token_id,)
+            drafting = [(shadow, limit) for shadow, limit in drafting if len(shadow.drafts) < limit]
+        return [list(self._shadows[sequence.request_id].drafts) for sequence in sequences]
 
     def forget(self, request_id: int) -> None:
         """See `Drafter`."""
@@ -72,17 +74,21 @@ class ModelDrafter:
         """Return the shadow with the sequence's tokens; KV of others counts as not computed."""
         shadow = self._shadows.get(sequence.request_id)
         if shadow is None:
-            shadow = Sequence(sequence.request_id, [], sequence.options)
-            self._shadows[sequence.request_id] = shadow
-        shadow.prompt_len = sequence.prompt_len
-        known = _num_common(shadow.token_ids, sequence.token_ids, shadow.num_computed_tokens)
-        shadow.token_ids = list(sequence.token_ids)
-        # The last token is always computed: the guess is drawn from its logits.
-        shadow.num_computed_tokens = min(known, sequence.num_tokens - 1)
+            shadow = self._shadows[sequence.request_id] = _shadow_of(sequence)
+        # A sequence only grows, so what was followed the last time is the same now.
+        followed = shadow.num_tokens - len(shadow.drafts)
+        known = followed + _num_common(shadow.drafts, sequence.token_ids[followed:])
+        if shadow.occurrences is not None:
+            shadow.occurrences.rewind(shadow.token_ids, known)
+        shadow.token_ids[known:] = sequence.token_ids[known:]
+        shadow.drafts = ()
+        # The last token is always computed: the draft after it is drawn from its logits.
+        known = min(known, sequence.num_tokens - 1)
+        shadow.num_computed_tokens = min(shadow.num_computed_tokens, known)
         return shadow
 
     def _make_room(self, shadow: Sequence, num_drafts: int) -> bool:
-        num_tokens = shadow.num_tokens + num_drafts - 1  # the last guess needs no KV
+        num_tokens = shadow.num_tokens + num_drafts - 1  # the last draft needs no KV
         num_blocks = self.pool.blocks_for(num_tokens) - len(shadow.block_table)
         if num_blocks > 0:
             if not self.pool.can_allocate(num_blocks):
@@ -112,9 +118,22 @@ class ModelDrafter:
         return [drawn[shadow.request_id] for shadow in shadows]
 
 
-def _num_common(left: list[int], right: list[int], limit: int) -> int:
-    """Return how many leading tokens, of `limit` at most, the two share."""
-    limit = min(limit, len(left), len(right))
-    if left[:limit] == right[:limit]:
-        return limit
-    return next(index for index in range(limit) if left[index] != right[index])
+def _shadow_of(sequence: Sequence) -> Sequence:
+    """Return a sequence that draws as this one does, with nothing computed."""
+    options = msgspec.structs.replace(
+        sequence.options,
+        # What was generated is no prompt: penalties and min_tokens count it.
+        generated_tokens=sequence.num_output_tokens,
+        # Nobody reads the logprobs of drafts.
+        logprobs=None,
+        prompt_logprobs=None,
+    )
+    return Sequence(sequence.request_id, sequence.token_ids, options)
+
+
+def _num_common(left: Many[int], right: Many[int]) -> int:
+    """Return how many leading tokens the two share."""
+    for index, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return index
+    return min(len(left), len(right))

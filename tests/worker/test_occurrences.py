@@ -50,3 +50,17 @@ def test_along_drafts_they_are_those_of_the_text_with_them(
         expected = plain(prompt, answer + drafts[:number])
         assert dict(zip(token_ids.tolist(), counts.tolist(), strict=True)) == expected
     assert counted(kept) == plain(prompt, answer), "drafts are not kept"
+
+
+@given(prompt=TOKENS, answer=TOKENS, drafts=TOKENS, more=TOKENS, later=TOKENS)
+def test_what_is_taken_back_was_never_counted(
+    prompt: list[int], answer: list[int], drafts: list[int], more: list[int], later: list[int]
+) -> None:
+    text = prompt + answer
+    occurrences = Occurrences(text, len(prompt))
+    occurrences.update(text + drafts)
+    occurrences.rewind(text + drafts + more, len(text))
+    assert counted(occurrences) == plain(prompt, answer)
+    occurrences.rewind(text + more, len(text) + len(more))
+    occurrences.update(text + later)
+    assert counted(occurrences) == plain(prompt, answer + later)
