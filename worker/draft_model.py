@@ -1,12 +1,14 @@
 """A small model that drafts for a large one; any executor, with a paged KV cache of its own.
 
 Each sequence has a shadow here: the same tokens, other blocks.  A round computes what is new since
-the last one, in chunks, then one token after the other, all sequences side by side.  What the
-target did not accept is cut off the shadow before the next round.  A shadow draws as its sequence
-does, with the same keys (seed, choice, position) and the same penalties of the same text: where the
-models agree, they draw the same token.
+the last one, then one token after the other, all sequences side by side.  What the target did not
+accept is cut off the shadow before the next round.  A shadow draws as its sequence does, with the
+same keys (seed, choice, position) and the same penalties of the same text: where the models agree,
+they draw the same token.
 
-When its blocks run out a sequence gets no drafts, that is all.
+A round has as many batches as drafts, none over `max_ubatch_tokens`: everybody waits for it.  So a
+long prompt is read over many rounds; until its shadow has caught up, or when the blocks run out, a
+sequence gets no drafts, that is all.
 """
 
 from __future__ import annotations
@@ -52,12 +54,15 @@ class ModelDrafter:
             shadow = self._follow(sequence)
             if limit > 0 and self._make_room(shadow, limit):
                 drafting.append((shadow, limit))
+        # Who lacks least goes first: what a long prompt needs is read with what the others leave.
+        drafting.sort(key=lambda it: it[0].num_uncomputed_tokens)
         while drafting:
             drawn = self._advance([shadow for shadow, _ in drafting])
-            for (shadow, _), token in zip(drafting, drawn, strict=True):
+            for shadow, token in drawn:
                 shadow.token_ids.append(token.token_id)
                 shadow.drafts += (token.token_id,)
-            drafting = [(shadow, limit) for shadow, limit in drafting if len(shadow.drafts) < limit]
+            # Whoever has no draft after the first batch has not caught up.
+            drafting = [it for it in drafting if 0 < len(it[0].drafts) < it[1]]
         return [list(self._shadows[sequence.request_id].drafts) for sequence in sequences]
 
     def forget(self, request_id: int) -> None:
@@ -96,26 +101,21 @@ class ModelDrafter:
             shadow.block_table.extend(self.pool.allocate(num_blocks))
         return True
 
-    def _advance(self, shadows: list[Sequence]) -> list[SampledToken]:
-        """Compute all tokens of the shadows, in batches of bounded size; draw the next of each."""
-        drawn: dict[int, SampledToken] = {}
-        waiting = shadows
-        while waiting:
-            budget, chunks = self._max_ubatch_tokens, list[Chunk]()
-            for shadow in waiting:
-                num_tokens = min(budget, shadow.num_uncomputed_tokens)
-                if num_tokens:
-                    chunks.append(Chunk(shadow, num_tokens))
-                    budget -= num_tokens
-            batch = build(BatchType.MIXED, chunks, self.pool.block_size)
-            logits = self._executor.forward(batch)
-            tokens = self._executor.sample(logits, batch) if batch.samplings else []
-            for sampling, token in zip(batch.samplings, tokens, strict=True):
-                drawn[sampling.request_id] = token
-            for chunk in chunks:
-                chunk.sequence.num_computed_tokens += chunk.num_tokens
-            waiting = [shadow for shadow in waiting if shadow.num_uncomputed_tokens]
-        return [drawn[shadow.request_id] for shadow in shadows]
+    def _advance(self, shadows: list[Sequence]) -> list[tuple[Sequence, SampledToken]]:
+        """Compute one batch of what the shadows lack; draw the next token of who lacks no more."""
+        budget, chunks = self._max_ubatch_tokens, list[Chunk]()
+        for shadow in shadows:
+            num_tokens = min(budget, shadow.num_uncomputed_tokens)
+            if num_tokens:
+                chunks.append(Chunk(shadow, num_tokens))
+                budget -= num_tokens
+        batch = build(BatchType.MIXED, chunks, self.pool.block_size)
+        logits = self._executor.forward(batch)
+        tokens = self._executor.sample(logits, batch) if batch.samplings else []
+        for chunk in chunks:
+            chunk.sequence.num_computed_tokens += chunk.num_tokens
+        ready = [chunk.sequence for chunk in chunks if not chunk.sequence.num_uncomputed_tokens]
+        return list(zip(ready, tokens, strict=True))
 
 
 def _shadow_of(sequence: Sequence) -> Sequence:

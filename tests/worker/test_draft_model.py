@@ -20,7 +20,7 @@ from worker.occurrences import Occurrences
 from worker.sequence import Sequence
 
 
-def drafter(num_blocks: int = 40, num_drafts: int = 3, max_ubatch_tokens: int = 8) -> ModelDrafter:
+def drafter(num_blocks: int = 40, num_drafts: int = 3, max_ubatch_tokens: int = 64) -> ModelDrafter:
     return ModelDrafter(
         hash_executor(),
         num_drafts,
@@ -52,6 +52,46 @@ def test_a_wrong_draft_is_cut_off_and_forgotten() -> None:
     model.forget(1)
     model.forget(1)
     assert model.pool.num_used == 0
+
+
+class SizingExecutor(HashExecutor):
+    """The hash executor, remembering how many tokens its batches had."""
+
+    def __init__(self) -> None:
+        super().__init__(hash_executor().info)
+        self.sizes: list[int] = []
+
+    def forward(self, batch: Batch) -> list[int]:
+        self.sizes.append(len(batch.token_ids))
+        return super().forward(batch)
+
+
+def test_a_long_prompt_is_read_over_many_rounds_and_nobody_waits_for_it() -> None:
+    executor = SizingExecutor()
+    model = ModelDrafter(executor, 3, num_blocks=40, block_size=3, max_ubatch_tokens=8)
+    long, short = Sequence(1, [3, 4, 5] * 10, GREEDY), Sequence(2, [3, 4], GREEDY)
+    for wanted in ([0, 3], [0, 3], [0, 3], [0, 3], [0, 3], [3, 3]):
+        executor.sizes.clear()
+        drafts = model.draft([long, short], [3, 3])
+        assert [len(drafted) for drafted in drafts] == wanted
+        assert len(executor.sizes) == 3, "a batch for each draft, whatever is read"
+        assert executor.sizes[0] <= 8
+        for sequence, drafted in zip([long, short], drafts, strict=True):
+            text = tuple(sequence.token_ids)
+            assert tuple(drafted) == full_text(text, len(drafted), GREEDY)
+            sequence.token_ids += full_text(text, len(drafted) + 1, GREEDY)
+    model.check()
+
+
+def test_who_fits_no_batch_is_drafted_for_another_time() -> None:
+    """More sequences than a batch has tokens: no batch gets larger for that."""
+    executor = SizingExecutor()
+    model = ModelDrafter(executor, 3, num_blocks=40, block_size=3, max_ubatch_tokens=2)
+    sequences = [Sequence(number, [3], GREEDY) for number in range(3)]
+    assert [len(drafted) for drafted in model.draft(sequences, [3] * 3)] == [3, 3, 0]
+    assert executor.sizes == [2, 2, 2]
+    assert [len(drafted) for drafted in model.draft(sequences[2:], [3])] == [3]
+    model.check()
 
 
 def test_without_room_there_are_no_drafts() -> None:
