@@ -182,14 +182,25 @@ def _keep_top_p(weights: torch.Tensor, shares: list[float]) -> None:
     share = torch.tensor([shares[row] for row in rows], dtype=weights.dtype, device=weights.device)
     # A cumulated sum adds each row in order; a plain sum's rounding depends on the batch's shape.
     wanted = part.cumsum(dim=-1)[:, -1:] * share[:, None]
-    largest = None
     if part.shape[1] > _LARGE_VOCABULARY:
-        largest = part.topk(_CANDIDATES).values
-    if largest is None or bool((largest.cumsum(dim=-1)[:, -1:] < wanted).any()):
-        largest = _descending(part)
+        candidates = part.topk(_CANDIDATES).values
+        border = _border(candidates, wanted)
+        is_short = (candidates.cumsum(dim=-1)[:, -1:] < wanted)[:, 0]
+        # Flat rows only: one of them does not make the others' whole vocabulary be sorted.
+        if flat := is_short.nonzero()[:, 0].tolist():
+            border[flat] = _border(_descending(part[flat]), wanted[flat])
+    else:
+        border = _border(_descending(part), wanted)
+    weights[rows] = part.masked_fill_(part < border, 0.0)
+
+
+def _border(largest: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return [R, 1] the weight with which the [R, N] largest, descending, reach the [R, 1] wanted.
+
+    The last of them where they do not.
+    """
     last = (largest.cumsum(dim=-1) < wanted).sum(dim=-1, keepdim=True)
-    last.clamp_(max=largest.shape[1] - 1)
-    weights[rows] = part.masked_fill_(part < largest.gather(1, last), 0.0)
+    return largest.gather(1, last.clamp_(max=largest.shape[1] - 1))
 
 
 def _descending(values: torch.Tensor) -> torch.Tensor:

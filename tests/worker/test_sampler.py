@@ -159,6 +159,25 @@ def test_top_p_of_a_large_vocabulary(top_p: float) -> None:
         assert ids(logits, samplings) == want
 
 
+def test_only_flat_rows_have_their_whole_vocabulary_sorted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = logits_of(5, vocab=sampler._LARGE_VOCABULARY + 1, scale=4.0)
+    logits[1] /= 40
+    logits[3] /= 60
+    samplings = [asked(temperature=1.0, top_p=0.95, seed=i) for i in range(5)]
+    want = [plain_draw(row.numpy(), it) for row, it in zip(logits, samplings, strict=True)]
+    shapes = []
+
+    def descending(values: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(values.shape))
+        return values.sort(dim=-1, descending=True).values
+
+    monkeypatch.setattr(sampler, "_descending", descending)
+    assert ids(logits, samplings) == want
+    assert shapes == [(2, sampler._LARGE_VOCABULARY + 1)]
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(options_strategy | st.just({"temperature": 0.0}), min_size=2, max_size=8),
