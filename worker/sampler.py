@@ -119,8 +119,10 @@ def _mask_stops(
     """Return the logits, as a changed copy if any row may not stop yet."""
     rows: list[int] = []
     columns: list[int] = []
+    # Who may stop before any draft may stop after drafts, but not the other way round.
     for row in rows_of(samplings, lambda it: it.position - it.prompt_len < it.options.min_tokens):
-        if row.position - row.sampling.prompt_len < row.options.min_tokens:
+        num_generated = row.position - row.sampling.prompt_len  # with the drafts before this row
+        if num_generated < row.options.min_tokens:
             stops = eos_token_ids.union(row.options.stop_token_ids)
             # A client may name ids the vocabulary does not have.
             known = [token_id for token_id in stops if token_id < logits.shape[1]]

@@ -268,6 +268,12 @@ def test_stops_are_out_until_min_tokens(temperature: float) -> None:
     assert logits[0, 3] == 50.0, "the caller's logits are left alone"
 
 
+def test_a_row_after_enough_drafts_may_stop() -> None:
+    it = Sampling(1, Options(min_tokens=2), 3, 3, [], drafts=(1, 1, 1))
+    logits = torch.tensor([[9.0, 1.0]]).expand(4, -1)
+    assert ids(logits, [it], frozenset({0})) == [1, 1, 0, 0]
+
+
 def test_only_the_rows_that_may_not_stop_are_masked() -> None:
     logits = torch.tensor([[9.0, 1.0], [9.0, 1.0]])
     samplings = [asked(position=3, min_tokens=1), asked(position=3)]
