@@ -68,7 +68,7 @@ class Counters:
     def count(self, plan: Plan) -> None:
         """Add up what a plan says."""
         self.steps += bool(plan.chunks)
-        self.prefill_tokens += sum(chunk.num_tokens for chunk in plan.prefill)
+        self.prefill_tokens += plan.num_prefill_tokens
         self.preemptions += len(plan.preempted)
         self.swaps_out += len(plan.swapped_out)
         self.swaps_in += len(plan.swapped_in)
