@@ -21,6 +21,7 @@ from worker.batch import BatchType, Chunk, build
 from worker.blocks import BlockPool
 from worker.executor.contract import Executor, SampledToken
 from worker.sequence import Sequence
+from worker.speculate import checked
 
 
 class ModelDrafter:
@@ -35,9 +36,7 @@ class ModelDrafter:
         block_size: int = 16,
         max_ubatch_tokens: int = 512,
     ) -> None:
-        if num_drafts < 1:
-            raise ValueError(f"{num_drafts} drafts are not at least 1")
-        self.num_drafts = num_drafts
+        self.num_drafts = checked(num_drafts)
         self.vocab_size: int | None = executor.info.vocab_size
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=False)
         self._executor = executor

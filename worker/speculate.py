@@ -51,7 +51,7 @@ class NgramDrafter:
     vocab_size: int | None = None
 
     def __init__(self, num_drafts: int) -> None:
-        self.num_drafts = _checked(num_drafts)
+        self.num_drafts = checked(num_drafts)
         self._indexes: dict[int, _NgramIndex] = {}
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
@@ -168,7 +168,7 @@ def create(setting: str | Drafter | None) -> Drafter | None:
     """Make the drafter a setting names: "" or None for none, "ngram:K" for K guessed tokens.
 
     Raises:
-        ValueError: It names nothing.
+        ValueError: It names nothing, or too many tokens.
     """
     if setting is None or setting == "":
         return None
@@ -180,7 +180,12 @@ def create(setting: str | Drafter | None) -> Drafter | None:
     return NgramDrafter(int(number))
 
 
-def _checked(num_drafts: int) -> int:
+def checked(num_drafts: int) -> int:
+    """Return how many tokens a drafter is to guess at a time.
+
+    Raises:
+        ValueError: They are none, or over `MAX_DRAFTS`.
+    """
     if not 1 <= num_drafts <= MAX_DRAFTS:
-        raise ValueError(f"{num_drafts} drafts are not between 1 and {MAX_DRAFTS}")
+        raise ValueError(f"num_drafts is {num_drafts}, not between 1 and {MAX_DRAFTS}")
     return num_drafts

@@ -17,7 +17,7 @@ from worker.executor.contract import ModelInfo, SampledToken
 from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor
 from worker.executor.torch import TorchExecutor
 from worker.occurrences import Occurrences
-from worker.sequence import Sequence
+from worker.sequence import MAX_DRAFTS, Sequence
 
 
 def drafter(num_blocks: int = 40, num_drafts: int = 3, max_ubatch_tokens: int = 64) -> ModelDrafter:
@@ -110,9 +110,10 @@ def test_nothing_is_drafted_beyond_the_context_of_the_draft_model() -> None:
     assert [len(drafted) for drafted in model.draft(sequences, [3] * 3)] == [2, 0, 0]
 
 
-def test_no_drafts_asked_for_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="0 drafts"):
-        drafter(num_drafts=0)
+@pytest.mark.parametrize("num_drafts", [0, MAX_DRAFTS + 1])
+def test_no_drafts_or_too_many_are_a_mistake(num_drafts: int) -> None:
+    with pytest.raises(ValueError, match=f"num_drafts is {num_drafts}, not between 1 and 64"):
+        drafter(num_drafts=num_drafts)
 
 
 @pytest.mark.parametrize("eos_token_ids", [frozenset({2}), frozenset({3, 4})])
