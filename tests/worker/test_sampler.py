@@ -215,9 +215,9 @@ def test_a_row_after_drafts_is_that_of_the_text_with_them(
     asked_for = Options(**options, **more)
     text, prompt_len, eos = [5, 9, 5, 11], 3, frozenset({2})
 
-    def sampling(tokens: list[int], guesses: tuple[int, ...] = ()) -> Sampling:
-        kept = Occurrences(text, prompt_len) if guesses else None
-        return Sampling(1, asked_for, len(tokens), prompt_len, tokens, kept, guesses)
+    def sampling(tokens: list[int], drafted: tuple[int, ...] = ()) -> Sampling:
+        kept = Occurrences(text, prompt_len) if drafted else None
+        return Sampling(1, asked_for, len(tokens), prompt_len, tokens, kept, drafted)
 
     other = Sampling(2, Options(), 7, 3, [])
     logits = logits_of(len(drafts) + 3, seed=6)
