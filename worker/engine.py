@@ -168,8 +168,8 @@ class Engine:
             commit_s = self._clock()
             self._commit(chunks, tokens)
             self.counters.measure(draft_s - start_s, commit_s - forward_s, self._clock() - draft_s)
-            if plan.prefill:
-                self.swap.costs.observe_prefill(plan.num_tokens, commit_s - forward_s)
+            if plan.prefill and plan.is_mostly_prefill(self.config.max_ubatch_tokens):
+                self.swap.costs.observe_prefill(plan.num_prefill_tokens, commit_s - forward_s)
         self._is_stalled = not plan.is_progress
         return self._take_outputs()
 
