@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from re import fullmatch
 from typing import Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from wire.aio.keys import credential
 from wire.aio.settings import Settings
+from worker.sequence import MAX_DRAFTS
+from worker.speculate import checked
 
 MIB: Final = 1 << 20
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
@@ -99,9 +102,9 @@ class Config(Settings):
     )
     speculate: str = Field(
         default="",
-        pattern=r"^(ngram:[1-9][0-9]?|draft:[1-9][0-9]?:.+)?$",
-        description="guess up to K tokens a step: ngram:K from the text so far, draft:K:MODEL with "
-        "a smaller model of the same tokenizer (a decode worker loads it); empty: off",
+        description=f"draft up to K tokens a step, {MAX_DRAFTS} at most: ngram:K from the text so "
+        "far, draft:K:MODEL with a smaller model of the same tokenizer (a decode worker loads it); "
+        "empty: off",
     )
     kv_bind: str = Field(
         default="tcp://127.0.0.1:0", description="where a decode worker takes KV in"
@@ -175,6 +178,16 @@ class Config(Settings):
         if endpoint:
             _check_endpoint(endpoint)
         return endpoint
+
+    @field_validator("speculate")
+    @classmethod
+    def _check_speculate(cls, setting: str) -> str:
+        found = fullmatch(r"ngram:([0-9]+)|draft:([0-9]+):.+", setting)
+        if found is not None:
+            checked(int(found[1] or found[2]))
+        elif setting:
+            raise ValueError("neither ngram:K nor draft:K:MODEL")
+        return setting
 
     @model_validator(mode="after")
     def _check_metrics(self) -> Self:

@@ -1,25 +1,31 @@
-"""A small model that guesses for a large one; any executor, with a paged KV cache of its own.
+"""A small model that drafts for a large one; any executor, with a paged KV cache of its own.
 
 Each sequence has a shadow here: the same tokens, other blocks.  A round computes what is new since
-the last one, in chunks, then one token after the other, all sequences side by side.  What the
-target did not accept is cut off the shadow before the next round.  A shadow draws with the keys of
-its sequence (seed, choice, position): where the models agree, they draw the same token.
+the last one, then one token after the other, all sequences side by side.  What the target did not
+accept is cut off the shadow before the next round.  A shadow draws as its sequence does, with the
+same keys (seed, choice, position) and the same penalties of the same text: where the models agree,
+they draw the same token.
 
-When its blocks run out a sequence gets no drafts, that is all.
+A round has as many batches as drafts, none over `max_ubatch_tokens`: everybody waits for it.  So a
+long prompt is read over many rounds; until its shadow has caught up, or when the blocks run out, a
+sequence gets no drafts, that is all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
+import msgspec
+
 from worker.batch import BatchType, Chunk, build
 from worker.blocks import BlockPool
 from worker.executor.contract import Executor, SampledToken
 from worker.sequence import Sequence
+from worker.speculate import checked
 
 
 class ModelDrafter:
-    """Guesses `num_drafts` tokens with an executor; implements `worker.speculate.Drafter`."""
+    """Drafts `num_drafts` tokens with an executor; implements `worker.speculate.Drafter`."""
 
     def __init__(
         self,
@@ -30,9 +36,7 @@ class ModelDrafter:
         block_size: int = 16,
         max_ubatch_tokens: int = 512,
     ) -> None:
-        if num_drafts < 1:
-            raise ValueError(f"{num_drafts} drafts are not at least 1")
-        self.num_drafts = num_drafts
+        self.num_drafts = checked(num_drafts)
         self.vocab_size: int | None = executor.info.vocab_size
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=False)
         self._executor = executor
@@ -43,20 +47,22 @@ class ModelDrafter:
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
         """See `Drafter`."""
-        drafts: list[list[int]] = [[] for _ in sequences]
-        guessing: list[tuple[Sequence, list[int], int]] = []
-        for sequence, limit, guesses in zip(sequences, limits, drafts, strict=True):
+        drafting: list[tuple[Sequence, int]] = []
+        for sequence, limit in zip(sequences, limits, strict=True):
             limit = min(limit, self.num_drafts, self._max_model_len - sequence.num_tokens)
             shadow = self._follow(sequence)
             if limit > 0 and self._make_room(shadow, limit):
-                guessing.append((shadow, guesses, limit))
-        while guessing:
-            drawn = self._advance([shadow for shadow, _, _ in guessing])
-            for (shadow, guesses, _), token in zip(guessing, drawn, strict=True):
+                drafting.append((shadow, limit))
+        # Who lacks least goes first: what a long prompt needs is read with what the others leave.
+        drafting.sort(key=lambda it: it[0].num_uncomputed_tokens)
+        while drafting:
+            drawn = self._advance([shadow for shadow, _ in drafting])
+            for shadow, token in drawn:
                 shadow.token_ids.append(token.token_id)
-                guesses.append(token.token_id)
-            guessing = [entry for entry in guessing if len(entry[1]) < entry[2]]
-        return drafts
+                shadow.drafts += (token.token_id,)
+            # Whoever has no draft after the first batch has not caught up.
+            drafting = [it for it in drafting if 0 < len(it[0].drafts) < it[1]]
+        return [list(self._shadows[sequence.request_id].drafts) for sequence in sequences]
 
     def forget(self, request_id: int) -> None:
         """See `Drafter`."""
@@ -72,17 +78,21 @@ class ModelDrafter:
         """Return the shadow with the sequence's tokens; KV of others counts as not computed."""
         shadow = self._shadows.get(sequence.request_id)
         if shadow is None:
-            shadow = Sequence(sequence.request_id, [], sequence.options)
-            self._shadows[sequence.request_id] = shadow
-        shadow.prompt_len = sequence.prompt_len
-        known = _num_common(shadow.token_ids, sequence.token_ids, shadow.num_computed_tokens)
-        shadow.token_ids = list(sequence.token_ids)
-        # The last token is always computed: the guess is drawn from its logits.
-        shadow.num_computed_tokens = min(known, sequence.num_tokens - 1)
+            shadow = self._shadows[sequence.request_id] = _shadow_of(sequence)
+        # A sequence only grows, so what was followed the last time is the same now.
+        followed = shadow.num_tokens - len(shadow.drafts)
+        known = followed + _num_common(shadow.drafts, sequence.token_ids[followed:])
+        if shadow.occurrences is not None:
+            shadow.occurrences.rewind(shadow.token_ids, known)
+        shadow.token_ids[known:] = sequence.token_ids[known:]
+        shadow.drafts = ()
+        # The last token is always computed: the draft after it is drawn from its logits.
+        known = min(known, sequence.num_tokens - 1)
+        shadow.num_computed_tokens = min(shadow.num_computed_tokens, known)
         return shadow
 
     def _make_room(self, shadow: Sequence, num_drafts: int) -> bool:
-        num_tokens = shadow.num_tokens + num_drafts - 1  # the last guess needs no KV
+        num_tokens = shadow.num_tokens + num_drafts - 1  # the last draft needs no KV
         num_blocks = self.pool.blocks_for(num_tokens) - len(shadow.block_table)
         if num_blocks > 0:
             if not self.pool.can_allocate(num_blocks):
@@ -90,31 +100,39 @@ class ModelDrafter:
             shadow.block_table.extend(self.pool.allocate(num_blocks))
         return True
 
-    def _advance(self, shadows: list[Sequence]) -> list[SampledToken]:
-        """Compute all tokens of the shadows, in batches of bounded size; draw the next of each."""
-        drawn: dict[int, SampledToken] = {}
-        waiting = shadows
-        while waiting:
-            budget, chunks = self._max_ubatch_tokens, list[Chunk]()
-            for shadow in waiting:
-                num_tokens = min(budget, shadow.num_uncomputed_tokens)
-                if num_tokens:
-                    chunks.append(Chunk(shadow, num_tokens))
-                    budget -= num_tokens
-            batch = build(BatchType.MIXED, chunks, self.pool.block_size)
-            logits = self._executor.forward(batch)
-            tokens = self._executor.sample(logits, batch) if batch.samplings else []
-            for sampling, token in zip(batch.samplings, tokens, strict=True):
-                drawn[sampling.request_id] = token
-            for chunk in chunks:
-                chunk.sequence.num_computed_tokens += chunk.num_tokens
-            waiting = [shadow for shadow in waiting if shadow.num_uncomputed_tokens]
-        return [drawn[shadow.request_id] for shadow in shadows]
+    def _advance(self, shadows: list[Sequence]) -> list[tuple[Sequence, SampledToken]]:
+        """Compute one batch of what the shadows lack; draw the next token of who lacks no more."""
+        budget, chunks = self._max_ubatch_tokens, list[Chunk]()
+        for shadow in shadows:
+            num_tokens = min(budget, shadow.num_uncomputed_tokens)
+            if num_tokens:
+                chunks.append(Chunk(shadow, num_tokens))
+                budget -= num_tokens
+        batch = build(BatchType.MIXED, chunks, self.pool.block_size)
+        logits = self._executor.forward(batch)
+        tokens = self._executor.sample(logits, batch) if batch.samplings else []
+        for chunk in chunks:
+            chunk.sequence.num_computed_tokens += chunk.num_tokens
+        ready = [chunk.sequence for chunk in chunks if not chunk.sequence.num_uncomputed_tokens]
+        return list(zip(ready, tokens, strict=True))
 
 
-def _num_common(left: list[int], right: list[int], limit: int) -> int:
-    """Return how many leading tokens, of `limit` at most, the two share."""
-    limit = min(limit, len(left), len(right))
-    if left[:limit] == right[:limit]:
-        return limit
-    return next(index for index in range(limit) if left[index] != right[index])
+def _shadow_of(sequence: Sequence) -> Sequence:
+    """Return a sequence that draws as this one does, with nothing computed."""
+    options = msgspec.structs.replace(
+        sequence.options,
+        # What was generated is no prompt: penalties and min_tokens count it.
+        generated_tokens=sequence.num_output_tokens,
+        # Nobody reads the logprobs of drafts.
+        logprobs=None,
+        prompt_logprobs=None,
+    )
+    return Sequence(sequence.request_id, sequence.token_ids, options)
+
+
+def _num_common(left: Many[int], right: Many[int]) -> int:
+    """Return how many leading tokens the two share."""
+    for index, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return index
+    return min(len(left), len(right))

@@ -165,8 +165,9 @@ class Engine:
             elif failure is not None:
                 self._give_up(chunks[failure.index].sequence, failure.message)
             self.counters.measure(draft_s - start_s, commit_s - forward_s, self._clock() - draft_s)
-            if plan.prefill and failure is None:
-                self.swap.costs.observe_prefill(plan.num_tokens, commit_s - forward_s)
+            is_told = plan.prefill and plan.is_mostly_prefill(self.config.max_ubatch_tokens)
+            if is_told and failure is None:
+                self.swap.costs.observe_prefill(plan.num_prefill_tokens, commit_s - forward_s)
         self._is_stalled = not plan.is_progress
         return self._take_outputs()
 

@@ -38,26 +38,29 @@ def adjust(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
 
 
 def _penalize(logits: torch.Tensor, rows: list[Row]) -> None:
-    found = [_occurrences(row) for row in rows]
-    sizes = [len(occurrences.token_ids) for occurrences in found]
+    # The rows of one sampling come together, and the first is the one without drafts.
+    firsts = [row.sampling for row in rows if not row.num_drafts]
+    found = [pair for it in firsts for pair in _occurrences(it).along(it.drafts)]
+    sizes = [len(token_ids) for token_ids, _ in found]
 
     def spread(field: Callable[[Options], float]) -> torch.Tensor:
         values = np.array([field(row.options) for row in rows], np.float64)
         return torch.from_numpy(np.repeat(values, sizes)).to(logits.device)
 
-    places = np.concatenate([occurrences.token_ids for occurrences in found])
+    places = np.concatenate([token_ids for token_ids, _ in found])
     starts = np.array([row.index for row in rows], np.int64) * logits.shape[1]
     places += np.repeat(starts, sizes)
     where = torch.from_numpy(places).to(logits.device)
-    counts = np.concatenate([occurrences.counts for occurrences in found]).astype(np.float64)
+    counts = np.concatenate([counts for _, counts in found]).astype(np.float64)
     count = torch.from_numpy(counts).to(logits.device)
     flat = logits.view(-1)
-    values = flat[where].double()
+    # No place is there twice: these two are exact, and four times as fast as flat[where].
+    values = flat.index_select(0, where).double()
     repetition = spread(lambda options: options.repetition_penalty)
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= count * spread(lambda options: options.frequency_penalty)
     values -= (count > 0) * spread(lambda options: options.presence_penalty)
-    flat[where] = values.to(logits.dtype)
+    flat.index_copy_(0, where, values.to(logits.dtype))
 
 
 def _bias(logits: torch.Tensor, rows: list[Row]) -> None:
@@ -74,10 +77,9 @@ def _bias(logits: torch.Tensor, rows: list[Row]) -> None:
     flat[where] = (flat[where].double() + bias_of).to(logits.dtype)
 
 
-def _occurrences(row: Row) -> Occurrences:
-    sampling, num_drafts = row.sampling, row.num_drafts
-    if sampling.occurrences is None or num_drafts:
-        text = [*sampling.token_ids, *sampling.drafts[:num_drafts]]
-        return Occurrences(text, sampling.prompt_len)
+def _occurrences(sampling: Sampling) -> Occurrences:
+    """Return those of the text without drafts, brought up to date or made."""
+    if sampling.occurrences is None:
+        return Occurrences(sampling.token_ids, sampling.prompt_len)
     sampling.occurrences.update(sampling.token_ids)
     return sampling.occurrences

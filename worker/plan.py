@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from worker.batch import BatchType, Chunk
 from worker.sequence import Sequence
 from worker.sharing import Place
 from worker.swap import Swap
+
+# In a step of so many tokens, what any step costs is little beside what its tokens cost.
+LARGE_STEP_TOKENS: Final = 512
 
 
 @dataclass(slots=True)
@@ -52,6 +56,15 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_rows for chunk in self.chunks)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.prefill)
+
+    def is_mostly_prefill(self, max_ubatch_tokens: int) -> bool:
+        """Whether prompts fill at least half of the step, and half of what makes a step large."""
+        large = min(max_ubatch_tokens, LARGE_STEP_TOKENS)
+        return 2 * self.num_prefill_tokens >= max(self.num_tokens, large)
 
     @property
     def is_progress(self) -> bool:

@@ -119,8 +119,10 @@ def _mask_stops(
     """Return the logits, as a changed copy if any row may not stop yet."""
     rows: list[int] = []
     columns: list[int] = []
+    # Who may stop before any draft may stop after drafts, but not the other way round.
     for row in rows_of(samplings, lambda it: it.position - it.prompt_len < it.options.min_tokens):
-        if row.position - row.sampling.prompt_len < row.options.min_tokens:
+        num_generated = row.position - row.sampling.prompt_len  # with the drafts before this row
+        if num_generated < row.options.min_tokens:
             stops = eos_token_ids.union(row.options.stop_token_ids)
             # A client may name ids the vocabulary does not have.
             known = [token_id for token_id in stops if token_id < logits.shape[1]]
@@ -182,14 +184,25 @@ def _keep_top_p(weights: torch.Tensor, shares: list[float]) -> None:
     share = torch.tensor([shares[row] for row in rows], dtype=weights.dtype, device=weights.device)
     # A cumulated sum adds each row in order; a plain sum's rounding depends on the batch's shape.
     wanted = part.cumsum(dim=-1)[:, -1:] * share[:, None]
-    largest = None
     if part.shape[1] > _LARGE_VOCABULARY:
-        largest = part.topk(_CANDIDATES).values
-    if largest is None or bool((largest.cumsum(dim=-1)[:, -1:] < wanted).any()):
-        largest = _descending(part)
+        candidates = part.topk(_CANDIDATES).values
+        border = _border(candidates, wanted)
+        is_short = (candidates.cumsum(dim=-1)[:, -1:] < wanted)[:, 0]
+        # Flat rows only: one of them does not make the others' whole vocabulary be sorted.
+        if flat := is_short.nonzero()[:, 0].tolist():
+            border[flat] = _border(_descending(part[flat]), wanted[flat])
+    else:
+        border = _border(_descending(part), wanted)
+    weights[rows] = part.masked_fill_(part < border, 0.0)
+
+
+def _border(largest: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return [R, 1] the weight with which the [R, N] largest, descending, reach the [R, 1] wanted.
+
+    The last of them where they do not.
+    """
     last = (largest.cumsum(dim=-1) < wanted).sum(dim=-1, keepdim=True)
-    last.clamp_(max=largest.shape[1] - 1)
-    weights[rows] = part.masked_fill_(part < largest.gather(1, last), 0.0)
+    return largest.gather(1, last.clamp_(max=largest.shape[1] - 1))
 
 
 def _descending(values: torch.Tensor) -> torch.Tensor:

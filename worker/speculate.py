@@ -1,11 +1,11 @@
-"""Speculative decoding: guess the next tokens cheaply, verify all guesses in one forward.
+"""Speculative decoding: draft the next tokens cheaply, verify all drafts in one forward.
 
 In the letters of the paper (Leviathan et al. 2023): x_1 ... x_K are drafts, drawn from p; q_i is
 the target's distribution after x_1 ... x_i; y_i, for i from 0 to K, is drawn from q_i.  The rule is
 
     accept x_i with probability min(1, q(x_i) / p(x_i)), else draw from norm(max(0, q - p))
 
-and here p is a point at x_i, whoever guessed it.  Then the first is q(x_i), the second is q without
+and here p is a point at x_i, whoever drafted it.  Then the first is q(x_i), the second is q without
 x_i, and drawing y ~ q and comparing does both at once: y = x_i has probability q(x_i), and a y that
 differs is distributed as q without x_i.  So the sampler's own draw is the verification, and as its
 generator is keyed by (seed, choice, position), what comes out is not just distributed like the
@@ -27,7 +27,7 @@ from worker.sequence import MAX_DRAFTS, Sequence
 
 
 class Drafter(Protocol):
-    """Guesses how sequences go on.  Wrong guesses cost time, never correctness.
+    """Drafts how sequences go on.  Wrong drafts cost time, never correctness.
 
     `vocab_size` is that of the tokens it may come up with; None if it only repeats what it saw.
     """
@@ -51,7 +51,7 @@ class NgramDrafter:
     vocab_size: int | None = None
 
     def __init__(self, num_drafts: int) -> None:
-        self.num_drafts = _checked(num_drafts)
+        self.num_drafts = checked(num_drafts)
         self._indexes: dict[int, _NgramIndex] = {}
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
@@ -122,14 +122,14 @@ def accepted(x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
         x: K drafts.
         y: K + 1 tokens of the target; y[i] follows the drafts before x[i].
     """
-    for num_accepted, guess in enumerate(x):
-        if y[num_accepted].token_id != guess:
+    for num_accepted, draft in enumerate(x):
+        if y[num_accepted].token_id != draft:
             return y[: num_accepted + 1]
     return y
 
 
 class Speculation:
-    """The engine's side: asks the drafter for guesses, if there is a drafter."""
+    """The engine's side: asks the drafter for drafts, if there is one."""
 
     def __init__(self, setting: str | Drafter | None, info: ModelInfo) -> None:
         self._drafter = create(setting)
@@ -140,7 +140,7 @@ class Speculation:
             )
 
     def draft(self, running: Many[Sequence]) -> None:
-        """Have the next tokens guessed of everything that generates."""
+        """Have the next tokens drafted of everything that generates."""
         if self._drafter is None:
             return
         decoding = [s for s in running if s.is_decoding and not s.drafts]
@@ -148,8 +148,8 @@ class Speculation:
         if not any(limits):
             return
         drafts = self._drafter.draft(decoding, limits)
-        for sequence, guesses, limit in zip(decoding, drafts, limits, strict=True):
-            sequence.drafts = tuple(guesses[:limit])
+        for sequence, drafted, limit in zip(decoding, drafts, limits, strict=True):
+            sequence.drafts = tuple(drafted[:limit])
 
     def forget(self, request_id: int) -> None:
         """A sequence has ended."""
@@ -158,10 +158,10 @@ class Speculation:
 
 
 def create(setting: str | Drafter | None) -> Drafter | None:
-    """Make the drafter a setting names: "" or None for none, "ngram:K" for K guessed tokens.
+    """Make the drafter a setting names: "" or None for none, "ngram:K" for K drafts.
 
     Raises:
-        ValueError: It names nothing.
+        ValueError: It names nothing, or too many drafts.
     """
     if setting is None or setting == "":
         return None
@@ -173,7 +173,12 @@ def create(setting: str | Drafter | None) -> Drafter | None:
     return NgramDrafter(int(number))
 
 
-def _checked(num_drafts: int) -> int:
+def checked(num_drafts: int) -> int:
+    """Return how many drafts a sequence is to get at a time.
+
+    Raises:
+        ValueError: They are none, or over `MAX_DRAFTS`.
+    """
     if not 1 <= num_drafts <= MAX_DRAFTS:
-        raise ValueError(f"{num_drafts} drafts are not between 1 and {MAX_DRAFTS}")
+        raise ValueError(f"num_drafts is {num_drafts}, not between 1 and {MAX_DRAFTS}")
     return num_drafts

@@ -28,7 +28,7 @@ class Counters:
         cached_tokens: Found in the prefix cache instead of being computed or received.
         finished: All their tokens are sampled; a handed-over sequence has one.
         failed: Ended with an error, `overdue` ones included.
-        drafted_tokens: Guesses that were verified; `accepted_tokens` of them were right.
+        drafted_tokens: Drafts that were verified; `accepted_tokens` of them were right.
         step_counts: Steps between the bounds of `STEP_S`, and those over the last.
         forward_s: Time in the executor, `draft_s` in the drafter; `overhead_s` is the rest of the
             steps.
@@ -68,7 +68,7 @@ class Counters:
     def count(self, plan: Plan) -> None:
         """Add up what a plan says."""
         self.steps += bool(plan.chunks)
-        self.prefill_tokens += sum(chunk.num_tokens for chunk in plan.prefill)
+        self.prefill_tokens += plan.num_prefill_tokens
         self.preemptions += len(plan.preempted)
         self.swaps_out += len(plan.swapped_out)
         self.swaps_in += len(plan.swapped_in)

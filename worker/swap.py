@@ -5,10 +5,17 @@ A preempted sequence can be read again or its KV can be kept elsewhere meanwhile
     copy_s      = 2 * bytes / copy rate         out now, in later
     recompute_s = tokens / prefill rate         computed tokens, all to be read again
 
-it is swapped when copy_s < recompute_s and the bytes still fit.  Both rates are averages of what
-was measured here, later measurements counting more.  Blocks that the prefix cache still holds when
-the sequence comes back are shared, not copied in; the formula does not count on it, as a pool that
-preempts evicts soon.
+it is swapped when copy_s < recompute_s and the bytes still fit.  Both rates are sums of what was
+measured here, bytes or tokens over seconds, that decay with time; so a short measurement, which
+shows what a call costs rather than what it moves, weighs little.
+
+Of steps, only those that are large and mostly prefill tell the prefill rate, as a recompute's are.
+Others would tell the fixed cost of a step, or the speed of those that generate: most of a prompt
+that the prefix cache holds, or one beside a crowd.  Only prompt tokens count, but the whole time: a
+recompute, too, shares its steps.
+
+Blocks that the prefix cache still holds when the sequence comes back are shared, not copied in; the
+formula does not count on it, as a pool that preempts evicts soon.
 
 The scheduler decides and accounts; the engine has the copies made before anything is computed,
 out before in, so that no block is overwritten before it is saved.
@@ -30,8 +37,8 @@ from worker.sequence import Sequence
 # What is assumed until something was measured: a slow copy, a fast model.
 COPY_BYTES_PER_S: Final = 1e9
 PREFILL_TOKENS_PER_S: Final = 10_000.0
-# Weight of the newest measurement: after ten of them the first counts for a ninth.
-_SHARE: Final = 0.2
+# The sums hold so many seconds: a measurement that took as long weighs as much as all before it.
+_MEMORY_S: Final = 0.5
 
 
 @dataclass(slots=True)
@@ -42,17 +49,21 @@ class Costs:
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
 
     def observe_copy(self, num_bytes: int, elapsed_s: float) -> None:
-        if elapsed_s > 0:
-            self.copy_bytes_per_s += _SHARE * (num_bytes / elapsed_s - self.copy_bytes_per_s)
+        self.copy_bytes_per_s = _updated(self.copy_bytes_per_s, num_bytes, elapsed_s)
 
     def observe_prefill(self, num_tokens: int, elapsed_s: float) -> None:
-        if elapsed_s > 0:
-            rate = num_tokens / elapsed_s
-            self.prefill_tokens_per_s += _SHARE * (rate - self.prefill_tokens_per_s)
+        self.prefill_tokens_per_s = _updated(self.prefill_tokens_per_s, num_tokens, elapsed_s)
 
     def prefers_swap(self, num_bytes: int, num_tokens: int) -> bool:
         """Whether moving the bytes out and in is quicker than reading the tokens again."""
         return 2 * num_bytes / self.copy_bytes_per_s < num_tokens / self.prefill_tokens_per_s
+
+
+def _updated(rate: float, amount: int, elapsed_s: float) -> float:
+    """Return the rate after one more measurement: the sums before it were rate * memory, memory."""
+    if elapsed_s <= 0:  # a clock that did not move says nothing
+        return rate
+    return (rate * _MEMORY_S + amount) / (_MEMORY_S + elapsed_s)
 
 
 class Swap(NamedTuple):

@@ -35,7 +35,11 @@ def test_the_defaults_serve_the_demo_on_this_machine() -> None:
         ({"lease_s": -1}, "lease_s"),
         ({"ageing_s": 0}, "ageing_s"),
         ({"speculate": "draft:demo"}, "speculate"),
-        ({"speculate": "ngram:0"}, "speculate"),
+        ({"speculate": "ngram"}, "neither ngram:K nor draft:K:MODEL"),
+        ({"speculate": "draft:3:"}, "neither ngram:K nor draft:K:MODEL"),
+        ({"speculate": "ngram:0"}, "num_drafts is 0, not between 1 and 64"),
+        ({"speculate": "ngram:65"}, "num_drafts is 65, not between 1 and 64"),
+        ({"speculate": "draft:99:demo"}, "num_drafts is 99, not between 1 and 64"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], sentence: str) -> None:
@@ -79,6 +83,15 @@ def test_a_draft_model_is_for_who_generates() -> None:
     ngram = Config(speculate="ngram:12")
     assert (ngram.draft_model, ngram.num_drafts) == (None, 12)
     assert (Config().draft_model, Config().num_drafts) == (None, 0)
+
+
+def test_too_many_drafts_are_refused_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Config(speculate="ngram:64").num_drafts == 64
+    with pytest.raises(SystemExit, match="78"):
+        parse(Config, ["--speculate", "draft:99:demo"])
+    (line,) = capsys.readouterr().err.splitlines()
+    setting = "--speculate (BATON_SPECULATE) = 'draft:99:demo'"
+    assert line.endswith(f"{setting}: num_drafts is 99, not between 1 and 64")
 
 
 def test_the_settings_of_a_router_are_known() -> None:

@@ -36,3 +36,31 @@ def test_counts_are_those_of_the_answer(
     assert counted(occurrences) == plain(prompt, answer)
     # Another worker begins with prompt and answer at once.
     assert counted(Occurrences(prompt + answer, len(prompt))) == plain(prompt, answer)
+
+
+@given(prompt=TOKENS, answer=TOKENS, drafts=TOKENS)
+def test_along_drafts_they_are_those_of_the_text_with_them(
+    prompt: list[int], answer: list[int], drafts: list[int]
+) -> None:
+    kept = Occurrences(prompt + answer, len(prompt))
+    found = kept.along(drafts)
+    assert len(found) == len(drafts) + 1
+    for number, (token_ids, counts) in enumerate(found):
+        assert len(token_ids) == len(set(token_ids.tolist()))
+        expected = plain(prompt, answer + drafts[:number])
+        assert dict(zip(token_ids.tolist(), counts.tolist(), strict=True)) == expected
+    assert counted(kept) == plain(prompt, answer), "drafts are not kept"
+
+
+@given(prompt=TOKENS, answer=TOKENS, drafts=TOKENS, more=TOKENS, later=TOKENS)
+def test_what_is_taken_back_was_never_counted(
+    prompt: list[int], answer: list[int], drafts: list[int], more: list[int], later: list[int]
+) -> None:
+    text = prompt + answer
+    occurrences = Occurrences(text, len(prompt))
+    occurrences.update(text + drafts)
+    occurrences.rewind(text + drafts + more, len(text))
+    assert counted(occurrences) == plain(prompt, answer)
+    occurrences.rewind(text + more, len(text) + len(more))
+    occurrences.update(text + later)
+    assert counted(occurrences) == plain(prompt, answer + later)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wire.options import Options
+from worker import penalties
 from worker.batch import Sampling
 from worker.occurrences import Occurrences
 from worker.penalties import adjust
@@ -86,6 +87,40 @@ def test_no_row_depends_on_another(batch: list[Sampling], seed: int) -> None:
     together = adjust(logits, batch)
     for row, it in enumerate(batch):
         assert torch.equal(together[row], adjust(logits[row : row + 1], [it])[0])
+
+
+DRAFTED = st.tuples(samplings(), st.lists(st.integers(0, VOCAB - 1), max_size=6).map(tuple))
+
+
+@settings(max_examples=200)
+@given(batch=st.lists(DRAFTED, min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_rows_after_drafts_are_those_of_the_texts_with_them(
+    batch: list[tuple[Sampling, tuple[int, ...]]], seed: int
+) -> None:
+    """Bit by bit, whether occurrences were kept or not."""
+    drafted = [msgspec.structs.replace(it, drafts=drafts) for it, drafts in batch]
+    alone = [
+        msgspec.structs.replace(it, token_ids=[*it.token_ids, *drafts[:d]], occurrences=None)
+        for it, drafts in batch
+        for d in range(len(drafts) + 1)
+    ]
+    logits = logits_of(len(alone), seed)
+    assert torch.equal(adjust(logits, drafted), adjust(logits, alone))
+    # The next step finds what is kept as if no drafts had been there.
+    fewer = logits[: len(batch)]
+    expected = adjust(fewer, [msgspec.structs.replace(it, occurrences=None) for it, _ in batch])
+    assert torch.equal(adjust(fewer, [it for it, _ in batch]), expected)
+
+
+def test_the_text_is_not_counted_again_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = [*range(9), 3, 3]
+    it = Sampling(
+        1, Options(frequency_penalty=1.0), 11, 9, text, Occurrences(text, 9), drafts=(3, 5, 20)
+    )
+    logits = logits_of(4, 0)
+    expected = adjust(logits, [msgspec.structs.replace(it, occurrences=None)])
+    monkeypatch.setattr(penalties, "Occurrences", None)
+    assert torch.equal(adjust(logits, [it]), expected)
 
 
 def asked(token_ids: list[int], prompt_len: int, **options: Any) -> Sampling:

@@ -15,6 +15,26 @@ def test_drafts_count_as_tokens() -> None:
     assert plan.num_tokens == 7 and plan.chunks == plan.decode + plan.prefill
 
 
+@pytest.mark.parametrize(
+    ("num_decode", "num_prefill", "max_ubatch_tokens", "is_mostly"),
+    [
+        (0, 32, 64, True),
+        (32, 32, 64, True),
+        (0, 31, 64, False),  # small
+        (300, 256, 1024, False),  # most of it generates
+        (0, 256, 1024, True),  # large enough, though the budget is larger
+        (0, 1, 1, True),
+    ],
+)
+def test_only_large_steps_are_mostly_prefill(
+    num_decode: int, num_prefill: int, max_ubatch_tokens: int, is_mostly: bool
+) -> None:
+    long = Sequence(2, range(num_prefill))
+    plan = Plan([Chunk(SEQUENCE, 1)] * num_decode, [Chunk(long, num_prefill)])
+    assert plan.num_prefill_tokens == num_prefill
+    assert plan.is_mostly_prefill(max_ubatch_tokens) is is_mostly
+
+
 def test_its_kind_is_what_it_holds() -> None:
     decode, prefill = [Chunk(SEQUENCE, 1)], [Chunk(SEQUENCE, 4)]
     assert Plan(decode=decode).kind is BatchType.DECODE

@@ -159,6 +159,25 @@ def test_top_p_of_a_large_vocabulary(top_p: float) -> None:
         assert ids(logits, samplings) == want
 
 
+def test_only_flat_rows_have_their_whole_vocabulary_sorted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = logits_of(5, vocab=sampler._LARGE_VOCABULARY + 1, scale=4.0)
+    logits[1] /= 40
+    logits[3] /= 60
+    samplings = [asked(temperature=1.0, top_p=0.95, seed=i) for i in range(5)]
+    want = [plain_draw(row.numpy(), it) for row, it in zip(logits, samplings, strict=True)]
+    shapes = []
+
+    def descending(values: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(values.shape))
+        return values.sort(dim=-1, descending=True).values
+
+    monkeypatch.setattr(sampler, "_descending", descending)
+    assert ids(logits, samplings) == want
+    assert shapes == [(2, sampler._LARGE_VOCABULARY + 1)]
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(options_strategy | st.just({"temperature": 0.0}), min_size=2, max_size=8),
@@ -196,9 +215,9 @@ def test_a_row_after_drafts_is_that_of_the_text_with_them(
     asked_for = Options(**options, **more)
     text, prompt_len, eos = [5, 9, 5, 11], 3, frozenset({2})
 
-    def sampling(tokens: list[int], guesses: tuple[int, ...] = ()) -> Sampling:
-        kept = Occurrences(text, prompt_len) if guesses else None
-        return Sampling(1, asked_for, len(tokens), prompt_len, tokens, kept, guesses)
+    def sampling(tokens: list[int], drafted: tuple[int, ...] = ()) -> Sampling:
+        kept = Occurrences(text, prompt_len) if drafted else None
+        return Sampling(1, asked_for, len(tokens), prompt_len, tokens, kept, drafted)
 
     other = Sampling(2, Options(), 7, 3, [])
     logits = logits_of(len(drafts) + 3, seed=6)
@@ -247,6 +266,12 @@ def test_stops_are_out_until_min_tokens(temperature: float) -> None:
 
     assert [at(0), at(1), at(2)] == [6, 6, 3]
     assert logits[0, 3] == 50.0, "the caller's logits are left alone"
+
+
+def test_a_row_after_enough_drafts_may_stop() -> None:
+    it = Sampling(1, Options(min_tokens=2), 3, 3, [], drafts=(1, 1, 1))
+    logits = torch.tensor([[9.0, 1.0]]).expand(4, -1)
+    assert ids(logits, [it], frozenset({0})) == [1, 1, 0, 0]
 
 
 def test_only_the_rows_that_may_not_stop_are_masked() -> None:

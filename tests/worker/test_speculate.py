@@ -1,4 +1,4 @@
-"""Guesses change how fast a text comes, never the text, never its distribution."""
+"""Drafts change how fast a text comes, never the text, never its distribution."""
 
 from collections import Counter
 
@@ -28,11 +28,11 @@ def test_a_repeated_ending_is_continued_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("token_ids", [[1], [1, 1], [1, 2, 3, 4], [1, 2, 1]])
-def test_what_was_never_there_is_not_guessed(token_ids: list[int]) -> None:
+def test_what_was_never_there_is_not_drafted(token_ids: list[int]) -> None:
     assert NgramDrafter(4).draft([Sequence(1, token_ids)], [4]) == [[]]
 
 
-def test_a_run_is_guessed_to_go_on() -> None:
+def test_a_run_is_drafted_to_go_on() -> None:
     assert NgramDrafter(4).draft([Sequence(1, [5, 5, 5])], [4]) == [[5]]
 
 
@@ -46,14 +46,14 @@ def continuations(text: list[int], number: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("vocab_size", [2, 4, 12])
-def test_a_guess_follows_the_longest_ending_while_the_text_grows(vocab_size: int) -> None:
+def test_a_draft_follows_the_longest_ending_while_the_text_grows(vocab_size: int) -> None:
     drafter = NgramDrafter(4)
     draw = np.random.default_rng(0)
     sequence = Sequence(1, [1])
     for _ in range(300):
-        (guess,) = drafter.draft([sequence], [4])
-        assert guess in continuations(sequence.token_ids, 4)
-        kept = guess[: draw.integers(5)]  # some guesses are right, from none to all of them
+        (draft,) = drafter.draft([sequence], [4])
+        assert draft in continuations(sequence.token_ids, 4)
+        kept = draft[: draw.integers(5)]  # some drafts are right, from none to all of them
         sequence.token_ids += [*kept, int(draw.integers(vocab_size))]
     drafter.forget(1)
     assert not drafter._indexes
@@ -73,16 +73,16 @@ def tokens(*token_ids: int) -> list[SampledToken]:
     return [SampledToken(token_id) for token_id in token_ids]
 
 
-def test_tokens_count_up_to_the_first_wrong_guess() -> None:
+def test_tokens_count_up_to_the_first_wrong_draft() -> None:
     assert accepted([], tokens(7)) == tokens(7)
     assert accepted([7, 8], tokens(7, 8, 9)) == tokens(7, 8, 9)
     assert accepted([7, 5], tokens(7, 8, 9)) == tokens(7, 8)
-    assert accepted([5, 8], tokens(7, 8, 9)) == tokens(7), "what follows a wrong guess is void"
+    assert accepted([5, 8], tokens(7, 8, 9)) == tokens(7), "what follows a wrong draft is void"
 
 
 @pytest.mark.parametrize("setting", ["ngram", "ngram:0", f"ngram:{MAX_DRAFTS + 1}", "magic:3"])
 def test_what_is_no_drafter_is_refused(setting: str) -> None:
-    with pytest.raises(ValueError, match=r"ngram|drafts"):
+    with pytest.raises(ValueError, match=r"ngram:K|num_drafts"):
         create(setting)
 
 
@@ -117,18 +117,18 @@ def test_the_text_is_the_plain_one(options: Options, num_drafts: int) -> None:
     assert engine.load().used == 0
 
 
-def test_accepted_guesses_save_steps_and_are_counted() -> None:
+def test_accepted_drafts_save_steps_and_are_counted() -> None:
     engine = fortunate()
     engine.add(Sequence(1, [3, 4], GREEDY, 25))
     run(engine)
     counters, stats = engine.stats().counters, engine.stats()
     assert counters.steps < 20 and counters.decode_tokens == 25
     assert 0 < counters.accepted_tokens < counters.drafted_tokens
-    assert counters.accepted_tokens + counters.steps == 25, "a step is a token and its guesses"
+    assert counters.accepted_tokens + counters.steps == 25, "a step is a token and its drafts"
     assert stats.acceptance_rate == counters.accepted_tokens / counters.drafted_tokens
 
 
-def test_rejected_guesses_never_enter_the_prefix_cache() -> None:
+def test_rejected_drafts_never_enter_the_prefix_cache() -> None:
     engine = fortunate()
     engine.add(Sequence(1, [3, 4], GREEDY, 25))
     run(engine)
@@ -140,8 +140,8 @@ def test_rejected_guesses_never_enter_the_prefix_cache() -> None:
         assert tuple(text(outputs, length)) == full_text(whole[:length], 3, GREEDY)
 
 
-def test_guesses_wait_for_everyone_else() -> None:
-    """Prompts have the budget before them; what is left is for guesses."""
+def test_drafts_wait_for_everyone_else() -> None:
+    """Prompts have the budget before them; what is left is for drafts."""
     engine = fortunate(max_ubatch_tokens=6)
     engine.add(Sequence(1, [3, 4], GREEDY, 25))
     engine.step()
@@ -153,7 +153,7 @@ def test_guesses_wait_for_everyone_else() -> None:
     assert engine.stats().counters.drafted_tokens == 1
 
 
-def test_guesses_never_preempt_and_hold_no_block_after_the_step() -> None:
+def test_drafts_never_preempt_and_hold_no_block_after_the_step() -> None:
     engine = Engine(hash_executor(), num_blocks=3, block_size=2, speculate=Fortune(9))
     engine.add(Sequence(1, [3, 4], GREEDY, 4))
     outputs = run(engine)
@@ -188,13 +188,13 @@ def target(logits: torch.Tensor, options: Options) -> np.ndarray[tuple[int], np.
     return (weights / weights.sum()).numpy()
 
 
-@pytest.mark.parametrize("guess", [0, 1, 2, 9])
-def test_what_comes_out_is_distributed_as_the_target_says(guess: int) -> None:
-    """Whatever is guessed: its own share when right, the rest of q in proportion when wrong."""
+@pytest.mark.parametrize("draft", [0, 1, 2, 9])
+def test_what_comes_out_is_distributed_as_the_target_says(draft: int) -> None:
+    """Whatever is drafted: its own share when right, the rest of q in proportion when wrong."""
     logits = torch.randn(2, 12, generator=torch.Generator().manual_seed(5))
     logits[1] = logits[1].flip(0)
     order = logits[0].argsort(descending=True)
-    x = int(order[guess])
+    x = int(order[draft])
     q_0, q_1 = (target(row, FILTERED) for row in logits)
     number = 6000
     first, second = Counter[int](), Counter[int]()

@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
+from wire.options import Options
 from wire.segment import Rectangle
-from worker.executor.hash import LAYOUT, HashKVCache
+from worker.batch import Batch
+from worker.engine import Engine
+from worker.executor.hash import LAYOUT, HashExecutor, HashKVCache, create
 from worker.sequence import Sequence
 from worker.swap import Costs, Swap, SwapSpace
 
@@ -90,6 +93,61 @@ def test_rates_follow_what_is_measured() -> None:
     assert costs.prefill_tokens_per_s == pytest.approx(500, rel=0.01)
 
 
+def test_a_measurement_weighs_the_time_that_it_took() -> None:
+    costs = Costs(copy_bytes_per_s=1e9, prefill_tokens_per_s=10_000.0)
+    for _ in range(20):  # alone, each would say 100 a second
+        costs.observe_prefill(1, 0.010)
+        costs.observe_copy(1000, 0.00001)
+        costs.observe_copy(10**8, 0.1)
+    assert costs.prefill_tokens_per_s > 6700
+    assert costs.copy_bytes_per_s == pytest.approx(1e9, rel=0.001)
+
+
+class TimedExecutor(HashExecutor):
+    """The hash executor with a clock: 10 ms a step and 0.1 ms a token."""
+
+    def __init__(self) -> None:
+        super().__init__(create().info)
+        self.now = 0.0
+
+    def forward(self, batch: Batch) -> list[int]:
+        self.now += 0.010 + 0.0001 * len(batch.token_ids)
+        return super().forward(batch)
+
+
+def timed_engine() -> tuple[Engine, TimedExecutor]:
+    executor = TimedExecutor()
+    return Engine(executor, num_blocks=100, block_size=16, clock=lambda: executor.now), executor
+
+
+def test_prompts_that_the_prefix_cache_holds_say_nothing_of_reading() -> None:
+    engine, _ = timed_engine()
+    for request_id in range(21):
+        engine.add(Sequence(request_id, range(3, 404), Options(ignore_eos=True), 2))
+        while engine.has_work():
+            engine.step()
+        if request_id == 0:
+            first = engine.swap.costs.prefill_tokens_per_s
+            assert first == pytest.approx((5000 + 401) / (0.5 + 0.0501))
+    assert engine.stats().counters.cached_tokens == 20 * 400
+    assert engine.swap.costs.prefill_tokens_per_s == first
+
+
+def test_those_that_generate_are_not_counted_as_read() -> None:
+    engine, _ = timed_engine()
+    for request_id in range(40):
+        engine.add(Sequence(request_id, [3 + request_id], Options(ignore_eos=True), 50))
+    engine.step()
+    engine.add(Sequence(40, range(100, 110), Options(ignore_eos=True), 2))
+    engine.step()
+    assert engine.swap.costs.prefill_tokens_per_s == 10_000, "mostly decode"
+    engine.add(Sequence(41, range(200, 500), Options(ignore_eos=True), 2))
+    engine.step()
+    step_s = 0.010 + 0.0001 * (300 + 41)
+    expected = (5000 + 300) / (0.5 + step_s)
+    assert engine.swap.costs.prefill_tokens_per_s == pytest.approx(expected)
+
+
 def test_copies_are_measured() -> None:
     now = iter(range(100))
     cache = HashKVCache(16, 4)
@@ -97,7 +155,8 @@ def test_copies_are_measured() -> None:
     before = swap.costs.copy_bytes_per_s
     swap.hold(1, 4)
     swap.carry_out([Swap(Sequence(1, range(5)), (0,), 0, 4)], [])
-    assert swap.costs.copy_bytes_per_s == pytest.approx(0.8 * before + 0.2 * 4 * TOKEN_BYTES)
+    expected = (0.5 * before + 4 * TOKEN_BYTES) / (0.5 + 1.0)  # one second: twice what is known
+    assert swap.costs.copy_bytes_per_s == pytest.approx(expected)
 
 
 def test_what_is_held_for_nobody_is_noticed() -> None:
