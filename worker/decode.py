@@ -192,7 +192,7 @@ class DecodeRole:
                 case Reserved():
                     self._receptions.on_reserved(output)
                 case Failed():
-                    self._on_failed(output.request_id, WireError(output.code, output.message))
+                    self._on_failed(output.request_id, output.for_peers())
         for router, step in steps.items():
             step.send(router)
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from wire.errors import ErrorCode
+from wire.errors import ErrorCode, WireError
 from wire.payloads import Logprobs
 
 FinishReason = Literal["stop", "length"]
@@ -62,6 +62,14 @@ class Failed:
     request_id: int
     code: ErrorCode
     message: str
+
+    def for_peers(self) -> WireError:
+        """Return what the network is told: what a model says may be of paths or prompts."""
+        if self.code is ErrorCode.MODEL_FAILED:
+            return WireError(
+                self.code, "the model failed on this request; the worker's log has why"
+            )
+        return WireError(self.code, self.message)
 
 
 Output = Started | Computed | Token | Reserved | Failed

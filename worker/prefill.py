@@ -152,7 +152,7 @@ class PrefillRole:
                 case Token():
                     self._on_first_token(prefill, output)
                 case Failed():
-                    self._fail(prefill, WireError(output.code, output.message), "prefill")
+                    self._fail(prefill, output.for_peers(), "prefill")
 
     def _on_started(self, prefill: Prefill, started: Started, now: float) -> None:
         prefill.cached_tokens = started.cached_tokens

@@ -177,7 +177,8 @@ async def test_a_prompt_that_fails_while_it_is_handed_over(prompt: list[int]) ->
         message = await router.receive(Tag.ERROR)
         assert message.frame == Error(1, ErrorCode.MODEL_FAILED)
         detail = decode_map(ErrorDetail, message.body())
-        assert (detail.stage, detail.message) == ("prefill", "token 13 is too much")
+        assert detail.stage == "prefill"
+        assert "the worker's log" in detail.message and "13" not in detail.message
         await router.until_free(Role.PREFILL, Role.DECODE)
         router.prefill(2, LONG, GREEDY_9)
         token = decode_prefill_result((await router.receive(Tag.PREFILL_DONE)).body()).token_id

@@ -128,7 +128,8 @@ class SequenceFailed(Exception):
 
     Attributes:
         index: Of the sequence in the batch, 0 to S - 1.
-        message: What is wrong, cut to `MAX_MESSAGE` characters; whoever asked may read it.
+        message: What is wrong, cut to `MAX_MESSAGE` characters: for logs and the program that runs
+            the engine.  The network is told only that the model failed.
     """
 
     MAX_MESSAGE: Final = 500
