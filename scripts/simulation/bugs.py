@@ -256,10 +256,10 @@ CAUGHT_BY: dict[str, int] = {
     "keep-unclaimed": 18,
     "ack-early": 0,
     "keep-blocks": 0,
-    "evict-half": 27,
+    "evict-half": 29,
     "double-token": 11,
     "forget-tokens": 0,
     "keep-attempt": 0,
     "miss-wake": 2,
-    "cancelled-by-nobody": 225,
+    "cancelled-by-nobody": 84,
 }
