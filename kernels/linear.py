@@ -19,7 +19,7 @@ import torch
 
 from kernels import simd
 from kernels.program import Operation
-from kernels.scalars import fetch_add, floats_at
+from kernels.scalars import fetch_add, floats_at, read
 from kernels.simd import PANEL, panel_product
 from kernels.team import compiled, inner
 
@@ -97,7 +97,7 @@ def linear(
         int(is_added),
         0 if bias is None else bias.data_ptr(),
     )
-    return Operation(task(), words, (x, weight.panels, y, bias))
+    return Operation(task(), words, (x, weight.panels, y, bias), weight.panels.data_ptr())
 
 
 @cache
@@ -128,27 +128,10 @@ def _multiply_panels(words):  # type: ignore[no-untyped-def]
             panel = first
             while panel < last:
                 w, to = weight + panel * apart, to_y + panel * PANEL * 4
-                if count == 1 and panel + 4 <= last:
-                    _product_of_one(
-                        element, w, size, from_x, x_stride, to, y_stride, depth, 1, is_kept, apart
-                    )
-                    panel += 4
-                elif count <= 2 and panel + 2 <= last:
-                    _product_of_two(
-                        element,
-                        w,
-                        size,
-                        from_x,
-                        x_stride,
-                        to,
-                        y_stride,
-                        depth,
-                        count,
-                        is_kept,
-                        apart,
-                    )
-                    panel += 2
-                else:
+                width = _num_together(count, last - panel)
+                panel += width
+                later = w + width * apart if panel < last else _next_piece(words, apart)
+                if width == 1:
                     _multiply_rows(
                         element,
                         w,
@@ -160,9 +143,40 @@ def _multiply_panels(words):  # type: ignore[no-untyped-def]
                         depth,
                         count,
                         is_kept,
-                        apart,
+                        later,
                     )
-                    panel += 1
+                else:
+                    _multiply_few(
+                        width,
+                        element,
+                        w,
+                        size,
+                        from_x,
+                        x_stride,
+                        to,
+                        y_stride,
+                        depth,
+                        count,
+                        is_kept,
+                        later,
+                    )
+
+
+@inner
+def _num_together(rows, panels):  # type: ignore[no-untyped-def]
+    """Return how many panels meet so many rows at a time."""
+    if rows == 1 and panels >= 4:
+        return 4
+    return 2 if rows <= 2 and panels >= 2 else 1
+
+
+@inner
+def _next_piece(words, apart):  # type: ignore[no-untyped-def]
+    """Return where the panels lie that are likely the next: in this matrix or in the one after."""
+    panel, num_panels = read(words[0]), words[3]
+    return (
+        words[5] + panel * apart if panel < num_panels else words[13] + (panel - num_panels) * apart
+    )
 
 
 @inner
@@ -176,12 +190,32 @@ def _begin_with_bias(y, y_stride, bias, rows, first, last, is_added):  # type: i
 
 
 @inner
-def _multiply_rows(element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart):  # type: ignore[no-untyped-def]
+def _multiply_few(width, element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, later):  # type: ignore[no-untyped-def]
+    """Multiply one or two rows of x with four or two panels."""
+    apart = depth * size
+    if width == 4:
+        _product_of_one(
+            element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart, later, size
+        )
+    else:
+        _product_of_two(
+            element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart, later, size
+        )
+
+
+@inner
+def _multiply_rows(element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, later):  # type: ignore[no-untyped-def]
     """Multiply rows of x with one panel, in groups of one size or one less."""
     groups = -(-rows // MAX_ROWS)
+    apart = depth * size
+    # The first two groups ask for half of the next panel each: so memory is busy during both.
+    parts = min(groups, 2)
     row = 0
     for group in range(groups):
         count = (rows - row) // (groups - group)
         at, to = x + row * x_stride, y + row * y_stride
-        _product(element, w, size, at, x_stride, to, y_stride, depth, count, is_added, apart)
+        half, each = later + apart // parts * min(group, parts - 1), size // parts
+        _product(
+            element, w, size, at, x_stride, to, y_stride, depth, count, is_added, apart, half, each
+        )
         row += count

@@ -30,12 +30,15 @@ _FUNCTION, _INSIDE, _TASK, _ROW = 0, 1, 8, 40
 class Operation(NamedTuple):
     """A task and its own words: addresses, sizes and strides in bytes.
 
-    `kept` is whatever owns the memory behind the addresses.
+    `kept` is whatever owns the memory behind the addresses.  `weights`, if any, is the address of
+    what it reads once and nobody has read before: the word after the own words of each operation is
+    that of the next one that has some, to be asked for early.
     """
 
     task: Any
     words: tuple[int, ...]
     kept: tuple[Any, ...]
+    weights: int = 0
 
 
 class Program:
@@ -47,10 +50,13 @@ class Program:
         memory = np.zeros(((len(operations) + 1) * _ROW,), np.int64)
         skipped = -(memory.ctypes.data // 8) % 8
         rows = memory[skipped : skipped + len(operations) * _ROW].reshape(-1, _ROW)
-        for row, (task, words, _) in zip(rows, operations, strict=True):
-            row[_FUNCTION] = task.address
+        # From the last to the first; the next of the last are those of the next run.
+        following = next((it.weights for it in operations if it.weights), 0)
+        for row, it in zip(rows[::-1], reversed(operations), strict=True):
+            row[_FUNCTION] = it.task.address
             row[_TASK] = row.ctypes.data + (_TASK + 1) * 8
-            row[_TASK + 2 : _TASK + 2 + len(words)] = words
+            row[_TASK + 2 : _TASK + 3 + len(it.words)] = *it.words, following
+            following = it.weights or following
         self._counters = rows[:, _TASK + 1]
         self._words = np.array([rows.ctypes.data, len(rows)], np.int64)
 

@@ -40,28 +40,43 @@ def panel_product(max_rows: int, num_panels: int = 1, *, fetch: bool = False) ->
     """Return y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL], plus what y was.
 
     The intrinsic takes (element, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added,
-    apart): strides are bytes from k to k + 1 in w and from row to row in x and y, `apart` from
-    panel to panel in w; x and y are float32, and y's panels lie side by side.  It computes the
-    first min(rows, max_rows) rows, depth is positive.  Every row is summed in the order of k,
-    however many there are: a row alone is the same bits as that row among others.  `fetch` asks
-    for the panels after these meanwhile.
+    apart, later, later_stride): strides are bytes from k to k + 1 in w and from row to row in x and
+    y, `apart` from panel to panel in w; x and y are float32, and y's panels lie side by side.  It
+    computes the first min(rows, max_rows) rows, depth is positive.  Every row is summed in the
+    order of k, however many there are: a row alone is the same bits as that row among others.  With
+    `fetch` it asks meanwhile for what is at `later` and as many panels, `later_stride` bytes on
+    with each k.
     """
 
     @intrinsic
     def product(  # type: ignore[no-untyped-def]
-        _context, element, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added, apart
+        _context,
+        element,
+        w,
+        w_stride,
+        x,
+        x_stride,
+        y,
+        y_stride,
+        depth,
+        rows,
+        is_added,
+        apart,
+        later,
+        later_stride,
     ):
         def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-            element, *operands, rows, is_added, apart = args
+            element, *operands, rows, is_added, apart, later, later_stride = args
             is_added = b.icmp_signed("!=", is_added, _i64(0))
+            fetched = (later, later_stride) if fetch else None
 
             def write(kind: str, num_rows: int) -> None:
-                _product(b, kind, (num_rows, num_panels), operands, is_added, apart, fetch)
+                _product(b, kind, (num_rows, num_panels), operands, is_added, apart, fetched)
 
             _write_each(b, element, rows, max_rows, write)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 11), generate
+        return types.void(*[types.int64] * 13), generate
 
     return product
 
@@ -94,7 +109,7 @@ def _product(
     operands: Any,
     is_added: Any,
     apart: Any,
-    fetch: bool,
+    fetched: tuple[Any, Any] | None,
 ) -> None:
     """Write the loop of `panel_product` for one size: (rows, panels)."""
     w, w_stride, x, x_stride, y, y_stride, depth = operands
@@ -109,10 +124,10 @@ def _product(
     sums = [loop.carry(start) for start in starts]
     step = b.mul(loop.index, w_stride)
     weights = [_load(b, b.add(p, step), c, element) for p in panels for c in range(num_vectors)]
-    if fetch:
-        next_panels = b.add(step, b.mul(apart, _i64(num_panels)))
-        for panel in panels:
-            prefetch(b, b.add(panel, next_panels))
+    if fetched is not None:
+        later = b.add(fetched[0], b.mul(loop.index, fetched[1]))
+        for p in range(num_panels):
+            prefetch(b, b.add(later, b.mul(apart, _i64(p))))
     offset = b.mul(loop.index, _i64(4))
     values = [_broadcast(b, b.add(row, offset)) for row in x_rows]
     totals = [

@@ -107,7 +107,7 @@ def _score_many(panels, num_keys, rows, x, stride, scores):  # type: ignore[no-u
         panel = panels + key * stride
         for row in range(0, rows, _GROUP):
             at, to, left = x + row * stride, scores + (row * SCORES + key) * 4, rows - row
-            _product(0, panel, PANEL * 4, at, stride, to, SCORES * 4, stride // 4, left, 0, 0)
+            _product(0, panel, PANEL * 4, at, stride, to, SCORES * 4, stride // 4, left, 0, 0, 0, 0)
 
 
 @inner
@@ -135,7 +135,7 @@ def _add(element, values, row_bytes, head_dim, count, rows, scores, y):  # type:
             x, to, left = scores + row * SCORES * 4, column + row * stride, rows - row
             if is_few:
                 _product_of_two(
-                    element, v, row_bytes, x, SCORES * 4, to, stride, count, left, 1, apart
+                    element, v, row_bytes, x, SCORES * 4, to, stride, count, left, 1, apart, 0, 0
                 )
             else:
-                _product(element, v, row_bytes, x, SCORES * 4, to, stride, count, left, 1, 0)
+                _product(element, v, row_bytes, x, SCORES * 4, to, stride, count, left, 1, 0, 0, 0)
