@@ -12,6 +12,9 @@ Floors: a decode step reads every weight once, however many streams there are (w
 measured read bandwidth), and multiplies every weight with every stream, as a prompt does with every
 token (products over the measured matrix rate).
 
+OpenMP's threads sleep between two operations, as in a worker.  OMP_WAIT_POLICY=ACTIVE lets them
+spin, which is torch's default: say so to see what transformers makes of it.
+
 The dtypes of transformers to compare with are --against; bfloat16 and float32 differ a lot on a CPU
 without bfloat16 instructions.
 """
@@ -22,6 +25,7 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import random
 import statistics
 import sys
@@ -34,6 +38,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as a worker does, before torch is there
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -48,7 +48,7 @@ def load_draft(config: Config, executor: Executor) -> Executor | None:
 
 
 def _set_threads(num_threads: int) -> None:
-    """Say how large torch's thread pools are to be; they read it when an executor imports torch.
+    """Say what torch's thread pools are to be like; they read it when an executor imports torch.
 
     NumPy is loaded by now: its own pool is as large as the environment said at the start.
     """
@@ -56,6 +56,9 @@ def _set_threads(num_threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+    # Else OpenMP's threads spin until their next work, on the cores that `kernels.team` needs: a
+    # quarter of a step is lost to the few operations that are torch's, the sampler's.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _create(config: Config, model: str, **settings: Any) -> Executor:

@@ -23,7 +23,9 @@ print(torch.get_num_threads())
 
 @pytest.fixture(autouse=True)
 def _keep_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # put back what it was, whatever `load` does
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):  # put back, whatever `load` does
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
 
 
 def count_threads(threads: int, **environ: str) -> int:
@@ -42,6 +44,16 @@ def test_a_flag_wins_over_the_environment() -> None:
 
 def test_without_a_flag_the_environment_is_left_alone() -> None:
     assert count_threads(0, OMP_NUM_THREADS="1") == 1
+
+
+@pytest.mark.parametrize(("said", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_the_threads_of_torch_do_not_spin_unless_told_to(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, policy: str
+) -> None:
+    if said is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", said)
+    load(Config(executor="hash"))
+    assert os.environ["OMP_WAIT_POLICY"] == policy
 
 
 @pytest.mark.parametrize("speculate", ["ngram:4", "draft:3:no such model"])
