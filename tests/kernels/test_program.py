@@ -84,3 +84,22 @@ def test_two_programs_at_a_time() -> None:
 
     with ThreadPoolExecutor(3) as pool:
         assert all(future.result() for future in [pool.submit(work) for _ in range(3)])
+
+
+def note_next(words):  # type: ignore[no-untyped-def]
+    """Write down, for operation words[2], the word after its own."""
+    if fetch_add(words[0], 1) == 0:
+        ints_at(words[3])[words[2]] = words[4]
+
+
+def test_each_operation_hears_of_the_weights_that_come_next() -> None:
+    heard = np.zeros(4, np.int32)
+    task = team.compiled(note_next)
+    weights = (7, 0, 8, 9)
+    Program(
+        [
+            Operation(task, (index, heard.ctypes.data), (heard,), own)
+            for index, own in enumerate(weights)
+        ]
+    ).run()
+    assert heard.tolist() == [8, 8, 9, 7], "the last one of those of the next run"

@@ -28,7 +28,7 @@ def test_a_panel_product(element: str) -> None:
             call(
                 CODES[element],
                 w.data_ptr(), w.stride(0) * w.itemsize, x.data_ptr(), 40, y.data_ptr(), 80, 10,
-                rows, is_added, 0,
+                rows, is_added, 0, 0, 0,
             )  # fmt: skip
             want = torch.ones(4, 20)
             count = min(rows, 3)
@@ -52,7 +52,7 @@ def test_several_panels_at_a_time(element: str, fetch: bool) -> None:
         call(
             CODES[element],
             w.data_ptr(), 16 * w.itemsize, x.data_ptr(), 40, y.data_ptr(), 200, 10, rows, 0,
-            160 * w.itemsize,
+            160 * w.itemsize, w.data_ptr(), 8 * w.itemsize,
         )  # fmt: skip
         want = torch.ones(3, 50)
         want[:rows, :48] = torch.cat([x[:rows] @ panel.float() for panel in w[:3]], dim=1)
