@@ -131,35 +131,20 @@ def _multiply_panels(words):  # type: ignore[no-untyped-def]
                 width = _num_together(count, last - panel)
                 panel += width
                 later = w + width * apart if panel < last else _next_piece(words, apart)
-                if width == 1:
-                    _multiply_rows(
-                        element,
-                        w,
-                        size,
-                        from_x,
-                        x_stride,
-                        to,
-                        y_stride,
-                        depth,
-                        count,
-                        is_kept,
-                        later,
-                    )
-                else:
-                    _multiply_few(
-                        width,
-                        element,
-                        w,
-                        size,
-                        from_x,
-                        x_stride,
-                        to,
-                        y_stride,
-                        depth,
-                        count,
-                        is_kept,
-                        later,
-                    )
+                _multiply(
+                    width,
+                    element,
+                    w,
+                    size,
+                    from_x,
+                    x_stride,
+                    to,
+                    y_stride,
+                    depth,
+                    count,
+                    is_kept,
+                    later,
+                )
 
 
 @inner
@@ -173,10 +158,10 @@ def _num_together(rows, panels):  # type: ignore[no-untyped-def]
 @inner
 def _next_piece(words, apart):  # type: ignore[no-untyped-def]
     """Return where the panels lie that are likely the next: in this matrix or in the one after."""
-    panel, num_panels = read(words[0]), words[3]
-    return (
-        words[5] + panel * apart if panel < num_panels else words[13] + (panel - num_panels) * apart
-    )
+    panel, num_panels, weight, following = read(words[0]), words[3], words[5], words[13]
+    if panel < num_panels:
+        return weight + panel * apart
+    return following + (panel - num_panels) * apart
 
 
 @inner
@@ -190,24 +175,27 @@ def _begin_with_bias(y, y_stride, bias, rows, first, last, is_added):  # type: i
 
 
 @inner
-def _multiply_few(width, element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, later):  # type: ignore[no-untyped-def]
-    """Multiply one or two rows of x with four or two panels."""
+def _multiply(width, element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, later):  # type: ignore[no-untyped-def]
+    """Multiply rows of x with so many panels, and ask for those at `later` meanwhile."""
     apart = depth * size
     if width == 4:
         _product_of_one(
             element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart, later, size
         )
-    else:
+    elif width == 2:
         _product_of_two(
             element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart, later, size
+        )
+    else:
+        _multiply_rows(
+            element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart, later
         )
 
 
 @inner
-def _multiply_rows(element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, later):  # type: ignore[no-untyped-def]
+def _multiply_rows(element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart, later):  # type: ignore[no-untyped-def]
     """Multiply rows of x with one panel, in groups of one size or one less."""
     groups = -(-rows // MAX_ROWS)
-    apart = depth * size
     # The first two groups ask for half of the next panel each: so memory is busy during both.
     parts = min(groups, 2)
     row = 0

@@ -68,7 +68,7 @@ class Worker:
         self._clock = outside.clock
         self._loop = asyncio.get_running_loop()
         self._thread = outside.make_thread(self._engine, self._deliver, self._crash)
-        self._warmup = Warmup(self._executor, outside.clock, self._end_warmup)
+        self._warmup = Warmup(self._executor.warmup, outside.clock, self._end_warmup)
         self._thread.post(self._warmup.run)  # first of all: no block is used yet
         self._copies = outside.make_copies()
         keys = open_keys(config.keys, config.party)

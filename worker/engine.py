@@ -21,7 +21,7 @@ from worker.admission import Problem, bind, find_problem, resume, tell
 from worker.batch import Chunk, build
 from worker.blocks import BlockPool
 from worker.commit import commit
-from worker.executor.contract import Executor, SampledToken, Scorer
+from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFailed
 from worker.executor.step import compute
 from worker.outputs import Failed, Output
 from worker.plan import Plan
@@ -158,16 +158,15 @@ class Engine:
         if chunks:
             batch = build(plan.kind, chunks, self.pool.block_size)
             forward_s = self._clock()
-            tokens, failure = compute(self._executor, batch)
+            tokens = compute(self._executor, batch)
             commit_s = self._clock()
-            if tokens is not None:
+            if isinstance(tokens, SequenceFailed):
+                self._give_up(chunks[tokens.index].sequence, tokens.message)
+            else:
                 self._commit(chunks, tokens)
-            elif failure is not None:
-                self._give_up(chunks[failure.index].sequence, failure.message)
+                if plan.is_mostly_prefill(self.config.max_ubatch_tokens):
+                    self.swap.costs.observe_prefill(plan.num_prefill_tokens, commit_s - forward_s)
             self.counters.measure(draft_s - start_s, commit_s - forward_s, self._clock() - draft_s)
-            is_told = plan.prefill and plan.is_mostly_prefill(self.config.max_ubatch_tokens)
-            if is_told and failure is None:
-                self.swap.costs.observe_prefill(plan.num_prefill_tokens, commit_s - forward_s)
         self._is_stalled = not plan.is_progress
         return self._take_outputs()
 

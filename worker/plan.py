@@ -64,7 +64,7 @@ class Plan:
     def is_mostly_prefill(self, max_ubatch_tokens: int) -> bool:
         """Whether prompts fill at least half of the step, and half of what makes a step large."""
         large = min(max_ubatch_tokens, LARGE_STEP_TOKENS)
-        return 2 * self.num_prefill_tokens >= max(self.num_tokens, large)
+        return bool(self.prefill) and 2 * self.num_prefill_tokens >= max(self.num_tokens, large)
 
     @property
     def is_progress(self) -> bool:

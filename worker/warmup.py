@@ -7,21 +7,14 @@ is told to stop does not wait for it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import structlog
 
 log = structlog.get_logger("worker")
 
 
-class Executor(Protocol):
-    """What of `worker.executor.measured.MeasuredExecutor` is used here."""
-
-    def warmup(self) -> None: ...
-
-
 class Warmup:
-    """One warmup; `on_end` is called where it ran, however it ended.
+    """One `warm_up` of an executor; `on_end` is called where it ran, however it ended.
 
     Attributes:
         is_over: Whether it has returned or raised.
@@ -29,16 +22,16 @@ class Warmup:
     """
 
     def __init__(
-        self, executor: Executor, clock: Callable[[], float], on_end: Callable[[], None]
+        self, warm_up: Callable[[], None], clock: Callable[[], float], on_end: Callable[[], None]
     ) -> None:
         self.is_over = self.is_done = False
-        self._executor, self._clock, self._on_end = executor, clock, on_end
+        self._warm_up, self._clock, self._on_end = warm_up, clock, on_end
 
     def run(self, _: object = None) -> None:
         """Warm up, on the engine's thread.  Raises what the executor does."""
         started_s = self._clock()
         try:
-            self._executor.warmup()
+            self._warm_up()
             self.is_done = True
             log.info("warmed up", seconds=round(self._clock() - started_s, 3))
         except Exception as error:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from tests.worker.scripted import pair
+from tests.worker.test_engine import GREEDY, run
 from wire.errors import ErrorCode
 from wire.frames import Error, Role, Tag
 from wire.options import Options
@@ -17,7 +18,6 @@ from worker.outputs import Failed, Output, Reserved, Started, Token
 from worker.sequence import Sequence
 from worker.serving import ServingEngine
 
-GREEDY = Options(ignore_eos=True)
 GREEDY_9 = Options(ignore_eos=True, max_tokens=9)
 PROMPTS = [[seed + 20, 5, 6, 7, 8, seed + 30] for seed in range(4)]
 POISONED = [20, 5, 6, 7, 8, POISON, 9, 10]  # begins like the first of them
@@ -25,17 +25,6 @@ POISONED = [20, 5, 6, 7, 8, POISON, 9, 10]  # begins like the first of them
 
 def engine_of(place: str = "forward", **settings: object) -> Engine:
     return Engine(PoisonedExecutor(place), **{"num_blocks": 64, "block_size": 4} | settings)  # type: ignore[arg-type]
-
-
-def run(engine: Engine, max_steps: int = 500) -> list[Output]:
-    outputs: list[Output] = []
-    for _ in range(max_steps):
-        if not engine.has_work():
-            return outputs
-        outputs += engine.step()
-        engine.check()
-        engine.pool.audit()
-    raise AssertionError("the engine does not come to rest")
 
 
 def text(outputs: list[Output], request_id: int) -> list[int]:

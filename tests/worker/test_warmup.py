@@ -14,23 +14,23 @@ class Stage:
     def __init__(self, error: BaseException | None = None) -> None:
         self.now_s = 100.0
         self.heard: list[tuple[bool, bool]] = []
-        self.warmup_ = Warmup(self, lambda: self.now_s, self._on_end)
+        self.warmup = Warmup(self._warm_up, lambda: self.now_s, self._on_end)
         self._error = error
 
-    def warmup(self) -> None:
-        assert not self.warmup_.is_over
+    def _warm_up(self) -> None:
+        assert not self.warmup.is_over
         self.now_s += 2.5
         if self._error is not None:
             raise self._error
 
     def _on_end(self) -> None:
-        self.heard.append((self.warmup_.is_over, self.warmup_.is_done))
+        self.heard.append((self.warmup.is_over, self.warmup.is_done))
 
 
 def test_it_is_done_when_the_executor_returns() -> None:
     stage = Stage()
     with capture_logs() as logs:
-        stage.warmup_.run()
+        stage.warmup.run()
     assert stage.heard == [(True, True)]
     assert logs == [{"event": "warmed up", "seconds": 2.5, "log_level": "info"}]
 
@@ -38,7 +38,7 @@ def test_it_is_done_when_the_executor_returns() -> None:
 def test_one_that_raises_is_over_and_not_done() -> None:
     stage = Stage(MemoryError("no room"))
     with capture_logs() as logs, pytest.raises(MemoryError):
-        stage.warmup_.run()
+        stage.warmup.run()
     assert stage.heard == [(True, False)]
     [line] = logs
     assert (line["event"], line["reason"]) == ("the warmup failed", "MemoryError: no room")
@@ -47,5 +47,5 @@ def test_one_that_raises_is_over_and_not_done() -> None:
 def test_even_one_that_is_ended_from_outside() -> None:
     stage = Stage(SystemExit(3))
     with pytest.raises(SystemExit):
-        stage.warmup_.run()
+        stage.warmup.run()
     assert stage.heard == [(True, False)]

@@ -1,8 +1,8 @@
 """Any executor, with what seed 003 wants around it: status, metrics and a warmup.
 
 A step is `forward` and, if anything is sampled, the `sample` after it; one that a sequence fails is
-logged and not counted.  The engine calls from its
-thread; `status` and `metrics` may be asked from any.
+logged and not counted.  The engine calls from its thread; `status` and `metrics` may be asked from
+any.
 """
 
 from __future__ import annotations

@@ -6,15 +6,10 @@ from worker.batch import Batch
 from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFailed
 
 
-def compute(
-    executor: Executor, batch: Batch
-) -> tuple[list[SampledToken], None] | tuple[None, SequenceFailed]:
-    """Run, sample and score a batch.
+def compute(executor: Executor, batch: Batch) -> list[SampledToken] | SequenceFailed:
+    """Run, sample and score a batch; return the token of each sampled row, or who failed it.
 
     Scores are kept when all is done, and so once: a step that one sequence fails counts for none.
-
-    Returns:
-        The token of each sampled row; or, instead, whose fault it is that there are none.
 
     Raises:
         SequenceFailed: It names no sequence of the batch: a bug of the executor.
@@ -27,5 +22,5 @@ def compute(
     except SequenceFailed as failure:
         if not 0 <= failure.index < len(batch.context_lens):
             raise
-        return None, failure
-    return tokens, None
+        return failure
+    return tokens

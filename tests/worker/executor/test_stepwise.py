@@ -30,17 +30,27 @@ def functions() -> StepwiseExecutor:
 
 def texts(executor: StepwiseExecutor, prompts: list[list[int]], **settings: int) -> list[list[int]]:
     engine = Engine(executor, **{"num_blocks": 64, "block_size": 4} | settings)  # type: ignore[arg-type]
+    generated, failed = generate(engine, prompts)
+    assert not failed
+    if "num_blocks" in settings:
+        assert engine.load().preemptions
+    return generated
+
+
+def generate(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[Failed]]:
+    """Return the text of each prompt, and who failed."""
     generated: list[list[int]] = [[] for _ in prompts]
+    failed: list[Failed] = []
     for index, prompt in enumerate(prompts):
         engine.add(Sequence(index, prompt, Options(), 9))
     while engine.has_work():
         for output in engine.step():
             if isinstance(output, Token):
                 generated[output.request_id].append(output.token_id)
+            elif isinstance(output, Failed):
+                failed.append(output)
         engine.check()
-    if "num_blocks" in settings:
-        assert engine.load().preemptions
-    return generated
+    return generated, failed
 
 
 PROMPTS = [random.Random(seed).choices(range(50), k=11) for seed in range(3)]
@@ -102,17 +112,7 @@ def test_a_fault_of_the_model_ends_one_sequence(fault: str, max_ubatch_tokens: i
     executor = serve_functions(prefill, poisoned, layout=LAYOUT, vocab_size=100)
     engine = Engine(executor, num_blocks=64, block_size=4, max_ubatch_tokens=max_ubatch_tokens)
     prompts = [[1, 2, POISON], *PROMPTS, [3, 4, POISON]]
-    generated: list[list[int]] = [[] for _ in prompts]
-    failed: list[Failed] = []
-    for index, prompt in enumerate(prompts):
-        engine.add(Sequence(index, prompt, Options(), 9))
-    while engine.has_work():
-        for output in engine.step():
-            if isinstance(output, Token):
-                generated[output.request_id].append(output.token_id)
-            elif isinstance(output, Failed):
-                failed.append(output)
-        engine.check()
+    generated, failed = generate(engine, prompts)
     assert generated == [[], *ALONE[functions], []]
     assert {output.request_id for output in failed} == {0, len(prompts) - 1}
     for output in failed:
