@@ -67,7 +67,7 @@ def task() -> Any:
     return compiled(_attend)
 
 
-def _attend(words):  # type: ignore[no-untyped-def]
+def _attend(words, _thread):  # type: ignore[no-untyped-def]
     """The task: words as in `attend`."""
     num_kv_heads, head_dim, block_size, window = words[9], words[10], words[13], words[14]
     num_units, units = read(words[3]) * num_kv_heads, ints_at(read(words[3] + 8))

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from kernels import simd
+from kernels.pieces import compiled_next_piece, next_piece, take
 from kernels.program import Operation
-from kernels.scalars import fetch_add, floats_at, read
+from kernels.scalars import floats_at, read
 from kernels.simd import PANEL, panel_product
 from kernels.team import compiled, inner
 
@@ -82,13 +83,14 @@ def linear(
     """
     num_panels, depth, _ = weight.panels.shape
     assert x.shape[1] == depth and y.shape == (x.shape[0], weight.num_columns)
-    # Pieces large enough to be worth taking, small enough to share evenly.
-    step = max(1, min(8, num_panels // 16 // 4 * 4 or num_panels // 16))
+    num_threads = torch.get_num_threads()
+    begins = [next_piece(0, num_panels, num_threads, thread)[0] for thread in range(2)]
+    address, each = weight.panels.data_ptr(), weight.panels[:1].nbytes
     words = (
         ELEMENTS[weight.panels.dtype],
         num_panels,
-        step,
-        weight.panels.data_ptr(),
+        num_threads,
+        address,
         x.data_ptr(),
         y.data_ptr(),
         depth,
@@ -97,7 +99,8 @@ def linear(
         int(is_added),
         0 if bias is None else bias.data_ptr(),
     )
-    return Operation(task(), words, (x, weight.panels, y, bias), weight.panels.data_ptr())
+    weights = (address + begins[0] * each, address + begins[1] * each)
+    return Operation(task(), words, (x, weight.panels, y, bias), weights)
 
 
 @cache
@@ -106,8 +109,8 @@ def task() -> Any:
     return compiled(_multiply_panels)
 
 
-def _multiply_panels(words):  # type: ignore[no-untyped-def]
-    element, num_panels, step = words[2], words[3], words[4]
+def _multiply_panels(words, thread):  # type: ignore[no-untyped-def]
+    element, num_panels, num_threads = words[2], words[3], words[4]
     weight, x, y = words[5], words[6], words[7]
     depth, rows, y_stride, is_added, bias = words[8], words[9], words[10], words[11], words[12]
     size = PANEL * (4 if element == 0 else 2)
@@ -115,22 +118,22 @@ def _multiply_panels(words):  # type: ignore[no-untyped-def]
     # Rows of x that stay in the second cache while a piece's panels pass by.
     block = max(MAX_ROWS, _BLOCK_BYTES // x_stride // MAX_ROWS * MAX_ROWS)
     while True:
-        first = fetch_add(words[0], step)
-        if first >= num_panels:
+        first, count = take(words[0], num_panels, num_threads, thread)
+        if count == 0:
             return
-        last = min(first + step, num_panels)
+        last = first + count
         if bias:
             _begin_with_bias(y, y_stride, bias, rows, first * PANEL, last * PANEL, is_added)
         is_kept = 1 if bias else is_added
         for begin in range(0, rows, block):
-            count = min(block, rows - begin)
+            num_rows = min(block, rows - begin)
             from_x, to_y = x + begin * x_stride, y + begin * y_stride
             panel = first
             while panel < last:
                 w, to = weight + panel * apart, to_y + panel * PANEL * 4
-                width = _num_together(count, last - panel)
+                width = _num_together(num_rows, last - panel)
                 panel += width
-                later = w + width * apart if panel < last else _next_piece(words, apart)
+                later = w + width * apart if panel < last else _next_weights(words, apart, thread)
                 _multiply(
                     width,
                     element,
@@ -141,7 +144,7 @@ def _multiply_panels(words):  # type: ignore[no-untyped-def]
                     to,
                     y_stride,
                     depth,
-                    count,
+                    num_rows,
                     is_kept,
                     later,
                 )
@@ -156,12 +159,10 @@ def _num_together(rows, panels):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _next_piece(words, apart):  # type: ignore[no-untyped-def]
+def _next_weights(words, apart, thread):  # type: ignore[no-untyped-def]
     """Return where the panels lie that are likely the next: in this matrix or in the one after."""
-    panel, num_panels, weight, following = read(words[0]), words[3], words[5], words[13]
-    if panel < num_panels:
-        return weight + panel * apart
-    return following + (panel - num_panels) * apart
+    first, count = compiled_next_piece(read(words[0]), words[3], words[4], thread)
+    return words[5] + first * apart if count else words[13 + thread % 2]
 
 
 @inner

@@ -30,15 +30,16 @@ _FUNCTION, _INSIDE, _TASK, _ROW = 0, 1, 8, 40
 class Operation(NamedTuple):
     """A task and its own words: addresses, sizes and strides in bytes.
 
-    `kept` is whatever owns the memory behind the addresses.  `weights`, if any, is the address of
-    what it reads once and nobody has read before: the word after the own words of each operation is
-    that of the next one that has some, to be asked for early.
+    `kept` is whatever owns the memory behind the addresses.  `weights`, if any, are the addresses
+    where threads begin (even numbers, odd numbers) to read what nobody has read before: the words
+    after the own words of each operation are those of the next one that has some, to be asked for
+    early.
     """
 
     task: Any
     words: tuple[int, ...]
     kept: tuple[Any, ...]
-    weights: int = 0
+    weights: tuple[int, int] | None = None
 
 
 class Program:
@@ -51,11 +52,11 @@ class Program:
         skipped = -(memory.ctypes.data // 8) % 8
         rows = memory[skipped : skipped + len(operations) * _ROW].reshape(-1, _ROW)
         # From the last to the first; the next of the last are those of the next run.
-        following = next((it.weights for it in operations if it.weights), 0)
+        following = next((it.weights for it in operations if it.weights), (0, 0))
         for row, it in zip(rows[::-1], reversed(operations), strict=True):
             row[_FUNCTION] = it.task.address
             row[_TASK] = row.ctypes.data + (_TASK + 1) * 8
-            row[_TASK + 2 : _TASK + 3 + len(it.words)] = *it.words, following
+            row[_TASK + 2 : _TASK + 4 + len(it.words)] = *it.words, *following
             following = it.weights or following
         self._counters = rows[:, _TASK + 1]
         self._words = np.array([rows.ctypes.data, len(rows)], np.int64)
@@ -72,11 +73,11 @@ def task() -> Any:
     return compiled(_run)
 
 
-def _run(words):  # type: ignore[no-untyped-def]
+def _run(words, thread):  # type: ignore[no-untyped-def]
     for index in range(words[1]):
         row = words[0] + index * _ROW * 8
         fetch_add(row + _INSIDE * 8, 1)
-        call(read(row + _FUNCTION * 8), row + _TASK * 8)
+        call(read(row + _FUNCTION * 8), row + _TASK * 8, thread)
         fetch_add(row + _INSIDE * 8, -1)
         # No share is left: when nobody is inside, all are done.
         wait_for_none(row + _INSIDE * 8, -1)

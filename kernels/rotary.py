@@ -71,7 +71,7 @@ def task() -> Any:
     return compiled(_place)
 
 
-def _place(words):  # type: ignore[no-untyped-def]
+def _place(words, _thread):  # type: ignore[no-untyped-def]
     rows = words[2]
     while True:
         row = fetch_add(words[0], 1)

@@ -101,7 +101,7 @@ def task() -> Any:
     return compiled(_rows)
 
 
-def _rows(words):  # type: ignore[no-untyped-def]
+def _rows(words, _thread):  # type: ignore[no-untyped-def]
     operation, rows, step = words[2], words[3], words[5]
     while True:
         first = fetch_add(words[0], step)

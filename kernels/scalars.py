@@ -203,12 +203,13 @@ def pause(_context):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def call(_context, function, argument):  # type: ignore[no-untyped-def]
-    """Call the native function at an address with another address."""
+def call(_context, function, words, thread):  # type: ignore[no-untyped-def]
+    """Call the task at an address on the words at another one, as thread number `thread`."""
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_I64.as_pointer()])
-        b.call(b.inttoptr(args[0], kind.as_pointer()), [b.inttoptr(args[1], _I64.as_pointer())])
+        kind = ir.FunctionType(ir.VoidType(), [_I64.as_pointer(), _I64])
+        words = b.inttoptr(args[1], _I64.as_pointer())
+        b.call(b.inttoptr(args[0], kind.as_pointer()), [words, args[2]])
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), generate
+    return types.void(types.int64, types.int64, types.int64), generate

@@ -1,8 +1,8 @@
 """Compiled loops on several threads.
 
-A task is a native function of one address, that of an int64 array: word 0 is the address of a
-counter (word 1, from 0) from which the threads take their shares until it reaches the end; the
-words from 2 are the task's own.
+A task is a native function of an address, that of an int64 array, and the number of the thread it
+runs on, 0 for the caller.  Word 0 is the address of a counter (word 1, from 0) from which the
+threads take their shares until it reaches the end; the words from 2 are the task's own.
 
 The caller works too and waits for no one who has not begun: a helper that the system runs late, on
 cores that others want as well, finds the gate closed and costs nothing.  OpenMP's teams (torch's)
@@ -31,7 +31,7 @@ from numba import cfunc, njit, types
 
 from kernels.scalars import call, exchange, fetch_add, pause, read, replaced
 
-TASK = types.void(types.CPointer(types.int64))
+TASK = types.void(types.CPointer(types.int64), types.int64)
 # A product and a sum may be rounded once, sums reordered.
 FASTMATH = {"contract", "reassoc", "nsz"}
 # Division as NumPy has it: a check for zero in a loop keeps it from being vectorized.
@@ -89,7 +89,7 @@ def run(task: Any, argument: int, num_threads: int = 0) -> None:
         finally:
             team.lock.release()
     else:
-        _native(task)(argument)
+        _native(task)(argument, 0)
 
 
 @cache
@@ -112,16 +112,16 @@ class Team:
         helper = array("q", [board])
         help_ = _native(_help_task())
 
-        def live() -> None:
-            help_(helper.buffer_info()[0])
+        def live(thread: int) -> None:
+            help_(helper.buffer_info()[0], thread)
 
-        for _ in range(num_helpers):
-            Thread(target=live, name="kernels", daemon=True).start()
+        for thread in range(1, num_helpers + 1):
+            Thread(target=live, args=(thread,), name="kernels", daemon=True).start()
 
     def run(self, task: Any, argument: int) -> None:
         """Run a task here and on every helper that comes in time."""
         self._words[1], self._words[2] = task.address, argument
-        self._lead(self._words.buffer_info()[0])
+        self._lead(self._words.buffer_info()[0], 0)
 
 
 @inner
@@ -136,8 +136,8 @@ def wait_for_none(address, mask):  # type: ignore[no-untyped-def]
 
 
 @cache
-def _native(task: Any) -> Callable[[int], None]:
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(task.address)
+def _native(task: Any) -> Callable[[int, int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(task.address)
 
 
 @cache
@@ -150,7 +150,7 @@ def _help_task() -> Any:
     return compiled(_help)
 
 
-def _lead(words):  # type: ignore[no-untyped-def]
+def _lead(words, thread):  # type: ignore[no-untyped-def]
     """Open the gate, work, close it, wait for those inside."""
     board, function, argument = words[0], words[1], words[2]
     gate = read(board + _GATE)
@@ -159,12 +159,12 @@ def _lead(words):  # type: ignore[no-untyped-def]
     exchange(board + _GATE, gate + _NEXT + _OPEN)
     for _ in range(exchange(board + _SLEEPERS, 0)):
         _sem_post(board + _SEMAPHORE)
-    call(function, argument)
+    call(function, argument, thread)
     fetch_add(board + _GATE, -_OPEN)
     wait_for_none(board + _GATE, _INSIDE)
 
 
-def _help(words):  # type: ignore[no-untyped-def]
+def _help(words, thread):  # type: ignore[no-untyped-def]
     """Enter whenever the gate is open for a task not seen yet; for ever."""
     board = words[0]
     seen, waited = 0, 0
@@ -172,7 +172,7 @@ def _help(words):  # type: ignore[no-untyped-def]
         gate = read(board + _GATE)
         if gate & _OPEN and gate // _NEXT != seen:
             if replaced(board + _GATE, gate, gate + 1):
-                call(read(board + _FUNCTION), read(board + _ARGUMENT))
+                call(read(board + _FUNCTION), read(board + _ARGUMENT), thread)
                 fetch_add(board + _GATE, -1)
                 seen = gate // _NEXT
                 waited = 0

@@ -17,7 +17,7 @@ SIZE = 100
 Numbers = npt.NDArray[np.int32]
 
 
-def add_next(words):  # type: ignore[no-untyped-def]
+def add_next(words, _thread):  # type: ignore[no-untyped-def]
     """To[i] = from[i] + from[i + 1] + 1 for words[2] integers; from words[3] to words[4]."""
     source, target = ints_at(words[3]), ints_at(words[4])
     while True:
@@ -86,20 +86,21 @@ def test_two_programs_at_a_time() -> None:
         assert all(future.result() for future in [pool.submit(work) for _ in range(3)])
 
 
-def note_next(words):  # type: ignore[no-untyped-def]
-    """Write down, for operation words[2], the word after its own."""
+def note_next(words, _thread):  # type: ignore[no-untyped-def]
+    """Write down, for operation words[2], the two words after its own."""
     if fetch_add(words[0], 1) == 0:
-        ints_at(words[3])[words[2]] = words[4]
+        ints_at(words[3])[2 * words[2]] = words[4]
+        ints_at(words[3])[2 * words[2] + 1] = words[5]
 
 
 def test_each_operation_hears_of_the_weights_that_come_next() -> None:
-    heard = np.zeros(4, np.int32)
+    heard = np.zeros((4, 2), np.int32)
     task = team.compiled(note_next)
-    weights = (7, 0, 8, 9)
+    weights = ((7, 70), None, (8, 80), (9, 90))
     Program(
         [
             Operation(task, (index, heard.ctypes.data), (heard,), own)
             for index, own in enumerate(weights)
         ]
     ).run()
-    assert heard.tolist() == [8, 8, 9, 7], "the last one of those of the next run"
+    assert heard.tolist() == [[8, 80], [8, 80], [9, 90], [7, 70]], "the last: of the next run"

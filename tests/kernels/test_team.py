@@ -14,7 +14,7 @@ from kernels import team
 from kernels.scalars import fetch_add, ints_at
 
 
-def count(words):  # type: ignore[no-untyped-def]
+def count(words, _thread):  # type: ignore[no-untyped-def]
     """Add one to each of words[2] integers at words[3]."""
     numbers = ints_at(words[3])
     while True:
