@@ -19,7 +19,7 @@ from kernels.program import Operation
 from kernels.scalars import bits_of, exp2, fetch_add, float_of_bits, floats_at, ints_at, read
 from kernels.team import comparing, compiled, inner
 from kernels.tiles import SCORES, TILE, gather, score
-from kernels.units import MAX_ROWS, UNIT_WORDS, Units
+from kernels.units import COLUMNS, COUNT, MAX_ROWS, TABLES, UNIT_WORDS, UNITS, Units
 
 
 def attend(
@@ -70,8 +70,11 @@ def task() -> Any:
 def _attend(words, _thread):  # type: ignore[no-untyped-def]
     """The task: words as in `attend`."""
     num_kv_heads, head_dim, block_size, window = words[9], words[10], words[13], words[14]
-    num_units, units = read(words[3]) * num_kv_heads, ints_at(read(words[3] + 8))
-    tables, columns = read(words[3] + 16), read(words[3] + 24)
+    num_units, units = (
+        read(words[3] + COUNT * 8) * num_kv_heads,
+        ints_at(read(words[3] + UNITS * 8)),
+    )
+    tables, columns = read(words[3] + TABLES * 8), read(words[3] + COLUMNS * 8)
     rows, max_rows = 0, words[16]
     memory = np.empty(max_rows * (2 * head_dim + SCORES + 2) + TILE * head_dim, np.float32)
     x = memory.ctypes.data

@@ -56,7 +56,8 @@ def paged_attention(
             heads = heads.contiguous()
         units = batch.scratch.get(shared)
         if units is None:
-            units = batch.scratch[shared] = Units()
-            units.set(batch, shared)
+            units = batch.scratch[shared] = Units(shared)
+            units.set(batch)
+            Program([units.cut()]).run()
         Program([attend(heads, pool, layer, units, out, scale=scale, window=window)]).run()
     return out.to(query.dtype)

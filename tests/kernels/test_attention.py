@@ -13,10 +13,10 @@ from tests.kernels.scenes import scene
 
 def test_an_operation_made_once_follows_its_units() -> None:
     it = scene([(40, 1), (70, 1), (9, 1)])
-    units, out = Units(), torch.empty(3, 4, 16)
-    query = it.query.contiguous()
-    shared = query.shape[1] // it.pool.shape[3]
-    program = Program([attend(query, it.pool, 1, units, out, scale=0.25, window=None)])
+    query, out = it.query.contiguous(), torch.empty(3, 4, 16)
+    units = Units(query.shape[1] // it.pool.shape[3])
+    attention = attend(query, it.pool, 1, units, out, scale=0.25, window=None)
+    program = Program([units.cut(), attention])
     for lens in ([40, 70, 9], [1, 3, 2], [39, 64, 8]):
         batch = PagedBatch(
             slots=it.batch.slots,
@@ -24,7 +24,7 @@ def test_an_operation_made_once_follows_its_units() -> None:
             context_lens=torch.tensor(lens, dtype=torch.int32),
             block_tables=it.batch.block_tables.clone(),
         )
-        units.set(batch, shared)
+        units.set(batch)
         program.run()
         want = reference.paged_attention(query, it.pool, 1, batch, 0.25, None)
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +68,7 @@ def sampling(text: Text) -> Sampling:
 
 
 def advance(executor: Any, chunks: Sequence[tuple[Text, int]], block_size: int) -> Any:
-    """Run one step, append what was sampled, return the logits."""
+    """Run one step, append what was sampled, return the logits to keep."""
     batch = batch_of(chunks, block_size)
     logits = executor.forward(batch)
     sampled = iter(executor.sample(logits, batch))
@@ -75,4 +76,4 @@ def advance(executor: Any, chunks: Sequence[tuple[Text, int]], block_size: int) 
         text.computed += count
         if text.computed == len(text.token_ids):
             text.token_ids.append(next(sampled).token_id)
-    return logits
+    return deepcopy(logits)

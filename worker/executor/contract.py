@@ -184,6 +184,8 @@ class Executor(Protocol):
     def forward(self, batch: Batch) -> Any:
         """Run the batch, write its KV, return logits (opaque to the engine) of `sample_rows`.
 
+        They are good until the next `forward`, which may write where they lie.
+
         Raises:
             SequenceFailed: One of the sequences cannot be computed.
         """

@@ -136,7 +136,8 @@ class TorchExecutor:
         """Run the batch and write its KV.
 
         Returns:
-            [R + Q, vocab] float32 logits of `sample_rows`, then of `score_rows`, on the device.
+            [R + Q, vocab] float32 logits of `sample_rows`, then of `score_rows`, on the device;
+            valid until the next step.
         """
         assert self._model is not None and self._cache is not None, "forward before allocate"
         rows = batch.sample_rows

@@ -14,6 +14,7 @@ import torch
 
 from kernels import PagedBatch
 from kernels.attention import attend
+from kernels.intake import Intake
 from kernels.linear import ELEMENTS, PackedWeight, linear
 from kernels.program import Operation, Program
 from kernels.rotary import place
@@ -43,8 +44,10 @@ class CompiledForward:
         self._embedding = self._head if config.tied_embeddings else model.embed
         model.head = model.embed = model.head.new_empty(0)
         self._frequencies = inverse_frequencies(config.rope, model.device)
-        self._units = Units()
-        self._buffers = _Buffers(config, 1)
+        self._units = Units(config.num_heads // config.num_kv_heads)
+        self._buffers = _Buffers(config, 0)
+        self._intake = Intake(0, self._frequencies)
+        self._logits = torch.empty(0, self._head.num_columns)
         self._pool: torch.Tensor | None = None
         self._programs: OrderedDict[tuple[int, int], Program] = OrderedDict()
 
@@ -65,25 +68,13 @@ class CompiledForward:
         """See `Transformer.forward`."""
         num_tokens, num_rows = len(token_ids), len(rows)
         program = self._program(pool, num_tokens, num_rows)
-        buffers = self._buffers
-        buffers.token_ids[:num_tokens] = token_ids
-        buffers.slots[:num_tokens] = batch.slots
-        buffers.rows[:num_rows] = rows
-        angles = positions.float()[:, None] * self._frequencies
-        torch.cos(angles, out=buffers.rotation[:num_tokens, 0])
-        torch.sin(angles, out=buffers.rotation[:num_tokens, 1])
-        self._units.set(batch, self._config.num_heads // self._config.num_kv_heads)
+        self._intake.set(token_ids.int(), positions.int(), batch.slots, rows.int())
+        self._units.set(batch)
         program.run()
-        logits = torch.empty(num_rows, self._head.num_columns)
-        Program([linear(buffers.normed[:num_rows], self._head, logits)]).run()
-        return logits[:, : self._config.vocab_size]
+        return self._logits[:num_rows, : self._config.vocab_size]
 
     def _program(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> Program:
-        if pool is not self._pool or num_tokens > self._buffers.num_tokens:
-            self._programs.clear()
-            self._pool = pool
-            if num_tokens > self._buffers.num_tokens:
-                self._buffers = _Buffers(self._config, num_tokens)
+        self._make_room(pool, num_tokens, num_rows)
         program = self._programs.get((num_tokens, num_rows))
         if program is None:
             program = Program(self._written_down(pool, num_tokens, num_rows))
@@ -93,16 +84,34 @@ class CompiledForward:
         self._programs.move_to_end((num_tokens, num_rows))
         return program
 
+    def _make_room(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> None:
+        """Forget the programs if what they read or write lies elsewhere from now on."""
+        if pool is not self._pool:
+            self._programs.clear()
+            self._pool = pool
+        if num_tokens > self._buffers.num_tokens:
+            self._programs.clear()
+            self._buffers = _Buffers(self._config, num_tokens)
+            self._intake = Intake(num_tokens, self._frequencies)
+        if num_rows > len(self._logits):
+            self._programs.clear()
+            # In powers of two: streams come one by one.
+            self._logits = torch.empty(1 << (num_rows - 1).bit_length(), self._head.num_columns)
+
     def _written_down(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> list[Operation]:
-        """Return the operations from token ids to the normalized rows whose logits are wanted."""
-        config, buffers = self._config, self._buffers
+        """Return the operations from token ids to logits."""
+        config, buffers, intake = self._config, self._buffers, self._intake
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         heads, attended = buffers.heads[:num_tokens], buffers.attended[:num_tokens]
         gate_up, gated = buffers.gate_up[:num_tokens], buffers.gated[:num_tokens]
         projected, mixed = heads.flatten(1), attended.flatten(1)
-        slots, rotation = buffers.slots[:num_tokens], buffers.rotation[:num_tokens]
+        slots, rotation = intake.slots[:num_tokens], intake.rotation[:num_tokens]
         eps, scale = config.norm_eps, config.head_dim**-0.5
-        program = [embed(buffers.token_ids[:num_tokens], self._embedding, hidden)]
+        program = [
+            self._units.cut(),
+            intake.take_in(num_tokens, num_rows),
+            embed(intake.token_ids[:num_tokens], self._embedding, hidden),
+        ]
         for index, layer in enumerate(self._layers):
             window = config.windows[index]
             query = heads[:, : config.num_heads]
@@ -117,8 +126,12 @@ class CompiledForward:
                 silu_gate(gate_up, gated),
                 layer.down.added(gated, hidden),
             ]
-        rows = buffers.rows[:num_rows]
-        return [*program, norm(hidden, self._norm, eps, buffers.normed[:num_rows], rows)]
+        last = buffers.normed[:num_rows]
+        return [
+            *program,
+            norm(hidden, self._norm, eps, last, intake.rows[:num_rows]),
+            linear(last, self._head, self._logits[:num_rows]),
+        ]
 
 
 class _Projection(NamedTuple):
@@ -166,8 +179,6 @@ class _Buffers:
     def __init__(self, config: ModelConfig, num_tokens: int) -> None:
         num_heads, head_dim = config.num_heads, config.head_dim
         self.num_tokens = num_tokens
-        self.token_ids, self.slots, self.rows = torch.empty(3, num_tokens, dtype=torch.int32)
-        self.rotation = torch.empty(num_tokens, 2, head_dim // 2)
         self.hidden, self.normed = torch.empty(2, num_tokens, config.hidden_size)
         self.heads = torch.empty(num_tokens, num_heads + 2 * config.num_kv_heads, head_dim)
         self.attended = torch.empty(num_tokens, num_heads, head_dim)

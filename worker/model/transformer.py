@@ -133,7 +133,7 @@ class Transformer:
             rows: [R] tokens whose logits are wanted.
 
         Returns:
-            [R, vocab] float32 logits.
+            [R, vocab] float32 logits, valid until the next step.
         """
         if self._compiled is not None:
             return self._compiled(token_ids, positions, pool, batch, rows)

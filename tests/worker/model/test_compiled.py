@@ -106,10 +106,12 @@ def test_another_cache_is_used_from_its_first_step(tmp_path: Path) -> None:
     assert torch.equal(run(executor, 1), want)
 
 
-def test_logits_outlive_the_next_step(tmp_path: Path) -> None:
-    executor = load(make_model(tmp_path))
-    text = Text([1, 2, 3], [0, 1])
-    first = advance(executor, [(text, 3)], BLOCK_SIZE)
-    kept = first.clone()
-    advance(executor, [(text, 1)], BLOCK_SIZE)
-    assert torch.equal(first, kept)
+def test_more_rows_than_any_step_before(tmp_path: Path) -> None:
+    path = make_model(tmp_path)
+    executor = load(path)
+    for count in (1, 2, 3, 5, 4, 1):
+        them = [Text([7, 8, 9], [2 * i, 2 * i + 1]) for i in range(count)]
+        logits = advance(executor, [(text, 3) for text in them], BLOCK_SIZE)
+        assert len(logits) == count
+        alone = advance(load(path), [(Text([7, 8, 9], [0, 1]), 3)], BLOCK_SIZE)
+        assert all(torch.equal(row, alone[0]) for row in logits)
