@@ -16,8 +16,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_F32 = ir.FloatType()
-_SERIES = [np.float32(math.log(2) ** k / math.factorial(k)).item() for k in range(8)]
+_F32, _F64 = ir.FloatType(), ir.DoubleType()
+# Terms of e^(x ln 2) that float64 can tell apart where |x| <= 1/2, and of them float32.
+_SERIES = [math.log(2) ** k / math.factorial(k) for k in range(15)]
+_FLOAT_SERIES = [np.float32(term).item() for term in _SERIES[:8]]
 
 
 def bits_of(value: float) -> int:
@@ -53,18 +55,37 @@ def exp2(_context, x):  # type: ignore[no-untyped-def]
     """
 
     def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-        least = ir.Constant(_F32, -126.0)
-        x = b.select(b.fcmp_ordered(">", args[0], least), args[0], least)
-        whole = b.fptosi(b.fsub(x, ir.Constant(_F32, 0.5)), _I32)
-        part = b.fsub(x, b.sitofp(whole, _F32))
-        # The series of e^(part ln 2), |part| <= 1/2.
-        power = ir.Constant(_F32, _SERIES[-1])
-        for coefficient in reversed(_SERIES[:-1]):
-            power = b.fadd(b.fmul(power, part), ir.Constant(_F32, coefficient))
-        exponent = b.shl(b.add(whole, ir.Constant(_I32, 127)), ir.Constant(_I32, 23))
-        return b.fmul(power, b.bitcast(exponent, _F32))
+        return _power_of_two(b, args[0], _F32, _I32, 23, _FLOAT_SERIES)
 
     return types.float32(types.float32), generate
+
+
+@intrinsic
+def exp2_double(_context, x):  # type: ignore[no-untyped-def]
+    """Return 2^x for float64 x <= 0 within two units in the last place, 2^-1022 below that."""
+
+    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return _power_of_two(b, args[0], _F64, _I64, 52, _SERIES)
+
+    return types.float64(types.float64), generate
+
+
+def _power_of_two(
+    b: ir.IRBuilder, x: Any, floats: ir.Type, bits: ir.Type, fraction: int, series: list[float]
+) -> Any:
+    """Write 2^x for numbers whose fraction has so many bits."""
+    bias = (1 << (bits.width - 2 - fraction)) - 1
+    least = ir.Constant(floats, 1.0 - bias)
+    x = b.select(b.fcmp_ordered(">", x, least), x, least)
+    whole = b.fptosi(b.fsub(x, ir.Constant(floats, 0.5)), _I32)
+    part = b.fsub(x, b.sitofp(whole, floats))
+    power = ir.Constant(floats, series[-1])
+    for coefficient in reversed(series[:-1]):
+        power = b.fadd(b.fmul(power, part), ir.Constant(floats, coefficient))
+    biased = b.add(whole, ir.Constant(_I32, bias))
+    wide = biased if bits is _I32 else b.sext(biased, bits)
+    exponent = b.shl(wide, ir.Constant(bits, fraction))
+    return b.fmul(power, b.bitcast(exponent, floats))
 
 
 @intrinsic
@@ -126,6 +147,26 @@ def floats_at(_context, address):  # type: ignore[no-untyped-def]
         return b.inttoptr(args[0], _F32.as_pointer())
 
     return types.CPointer(types.float32)(types.int64), generate
+
+
+@intrinsic
+def doubles_at(_context, address):  # type: ignore[no-untyped-def]
+    """Return an address as a pointer to float64."""
+
+    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return b.inttoptr(args[0], _F64.as_pointer())
+
+    return types.CPointer(types.float64)(types.int64), generate
+
+
+@intrinsic
+def longs_at(_context, address):  # type: ignore[no-untyped-def]
+    """Return an address as a pointer to int64."""
+
+    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return b.inttoptr(args[0], _I64.as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), generate
 
 
 @intrinsic

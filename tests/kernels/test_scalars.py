@@ -15,6 +15,14 @@ from kernels import scalars
 
 
 @njit
+def power_double(x):  # type: ignore[no-untyped-def]
+    out = np.empty_like(x)
+    for i in range(len(x)):
+        out[i] = scalars.exp2_double(x[i])
+    return out
+
+
+@njit
 def power(x):  # type: ignore[no-untyped-def]
     out = np.empty_like(x)
     for i in range(len(x)):
@@ -29,6 +37,15 @@ def test_powers_of_two_are_good_to_the_last_place_or_two() -> None:
     want = np.exp2(x.astype(np.float64))
     assert (np.abs(power(x) - want) / want).max() < 2.0**-22
     assert power(np.zeros(1, np.float32))[0] == 1.0
+
+
+def test_powers_of_two_in_float64() -> None:
+    x = np.concatenate((np.linspace(-1021.9, 0, 50_001), [-0.5, -1.5, -1e-9, -64.0]))
+    want = np.exp2(x)
+    assert (np.abs(power_double(x) - want) / want).max() < 2.0**-51
+    assert power_double(np.zeros(1))[0] == 1.0
+    tiny = power_double(np.array([-1023.0, -1e300, -math.inf]))
+    assert ((tiny >= 0) & (tiny <= 2.0**-1022)).all()
 
 
 def test_powers_far_below_are_almost_nothing() -> None:

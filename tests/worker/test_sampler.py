@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,15 @@ from worker.sampler import sample, uniforms
 
 NO_EOS: frozenset[int] = frozenset()
 VOCAB = 48
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"], scope="module")
+def _way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Draw as on the CPU, and as on any other device."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(sampler, "draw", sampler._draw_by_torch)
+        yield
 
 
 def asked(position: int = 7, prompt_len: int = 3, **options: Any) -> Sampling:
@@ -174,6 +184,7 @@ def test_only_flat_rows_have_their_whole_vocabulary_sorted(
         return values.sort(dim=-1, descending=True).values
 
     monkeypatch.setattr(sampler, "_descending", descending)
+    monkeypatch.setattr(sampler, "draw", sampler._draw_by_torch)
     assert ids(logits, samplings) == want
     assert shapes == [(2, sampler._LARGE_VOCABULARY + 1)]
 
