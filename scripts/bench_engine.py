@@ -3,6 +3,7 @@
     python scripts/bench_engine.py                       # a random model of SmolLM2-135M's shape
     python scripts/bench_engine.py --model DIR --dtype float32 --json result.json
     python scripts/bench_engine.py --peer http://127.0.0.1:8001   # and any OpenAI server with it
+    python scripts/bench_engine.py --temperature 1 --top-p 0.95   # tokens drawn, not the likeliest
 
 Everything is measured in turns in one run, several rounds, the best of each: on a shared machine a
 figure alone means little, a ratio something.  First our greedy tokens are checked against the
@@ -10,7 +11,8 @@ float32 logits of transformers; a wrong one ends the run without figures.
 
 Floors: a decode step reads every weight once, however many streams there are (weight bytes over the
 measured read bandwidth), and multiplies every weight with every stream, as a prompt does with every
-token (products over the measured matrix rate).
+token (products over the measured matrix rate).  A step is the middle one of a round, a floor the
+best of some readings; for the weights the middle reading of the best round is given too.
 
 OpenMP's threads sleep between two operations, as in a worker.  OMP_WAIT_POLICY=ACTIVE lets them
 spin, which is torch's default: say so to see what transformers makes of it.
@@ -35,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import httpx
 
@@ -55,6 +57,16 @@ from worker.sequence import Sequence as Text
 CONTEXT = 32  # prompt tokens of each stream
 BLOCK_SIZE = 16
 Prompts = list[list[int]]
+
+
+class Drawing(TypedDict):
+    """How every system chooses its tokens."""
+
+    temperature: float
+    top_p: float
+
+
+GREEDY: Drawing = {"temperature": 0.0, "top_p": 1.0}
 
 
 class Timed:
@@ -89,7 +101,7 @@ class Ours:
 
     name = "baton"
 
-    def __init__(self, path: Path, dtype: str, prompt_tokens: int) -> None:
+    def __init__(self, path: Path, dtype: str, prompt_tokens: int, drawing: Drawing) -> None:
         executor = TorchExecutor.load(path, name="bench", device="cpu", dtype=dtype)
         self.executor = Timed(executor)
         blocks = 32 * (CONTEXT + 256) // BLOCK_SIZE + prompt_tokens // BLOCK_SIZE + 64
@@ -102,10 +114,13 @@ class Ours:
         )
         self.overhead_ms: dict[int, float] = {}
         self._ids = 0
+        self._options = Options(ignore_eos=True, seed=1, **drawing)
 
-    def generate(self, prompts: Prompts, count: int) -> tuple[float, list[float], Prompts]:
+    def generate(
+        self, prompts: Prompts, count: int, options: Options | None = None
+    ) -> tuple[float, list[float], Prompts]:
         """Return seconds of the prompts' step, of each decode step, and the tokens."""
-        options = Options(temperature=0, ignore_eos=True)
+        options = options or self._options
         first = self._ids
         for prompt in prompts:
             self.engine.add(Text(self._ids, prompt, options, max_new_tokens=count))
@@ -137,12 +152,16 @@ class Ours:
 class Theirs:
     """generate() of transformers."""
 
-    def __init__(self, path: Path, dtype: str) -> None:
+    def __init__(self, path: Path, dtype: str, drawing: Drawing) -> None:
         from transformers import AutoModelForCausalLM
 
         self.name = f"transformers {dtype}"
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
         self.model.generation_config.eos_token_id = None
+        is_drawn = drawing["temperature"] > 0
+        self._drawing: dict[str, Any] = {"do_sample": is_drawn}
+        if is_drawn:
+            self._drawing |= {**drawing, "top_k": 0}
 
     def _times(self, prompts: Prompts, count: int) -> list[float]:
         """Return the seconds from the start to each token."""
@@ -158,10 +177,10 @@ class Theirs:
             self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                do_sample=False,
                 max_new_tokens=count,
                 pad_token_id=0,
                 stopping_criteria=[stop],
+                **self._drawing,
             )
         return times
 
@@ -176,8 +195,8 @@ class Theirs:
 class Peer:
     """An OpenAI server that is running already."""
 
-    def __init__(self, url: str) -> None:
-        self.name = url
+    def __init__(self, url: str, drawing: Drawing) -> None:
+        self.name, self._drawing = url, drawing
         self._model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
 
     def prompt_s(self, prompts: Prompts) -> float:
@@ -199,9 +218,9 @@ class Peer:
             "model": self._model,
             "prompt": prompt,
             "max_tokens": count,
-            "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            **self._drawing,
         }
         times: list[float] = []
         start = time.perf_counter()
@@ -220,8 +239,8 @@ def check(ours: Ours, path: Path, vocab_size: int) -> float:
         SystemExit: Further than 16-bit KV explains.
     """
     prompts = draw(3, CONTEXT - 7, vocab_size)
-    tokens = ours.generate(prompts, 12)[2]
-    reference = Theirs(path, "float32").model
+    tokens = ours.generate(prompts, 12, Options(temperature=0, ignore_eos=True))[2]
+    reference = Theirs(path, "float32", GREEDY).model
     worst = 0.0
     for prompt, generated in zip(prompts, tokens, strict=True):
         ids = torch.tensor([prompt + generated[:-1]])
@@ -240,29 +259,31 @@ def draw(num_prompts: int, length: int, vocab_size: int) -> Prompts:
     return [[random_ids.randrange(vocab_size) for _ in range(length)] for _ in range(num_prompts)]
 
 
-def best(measure: Callable[[], Any], rounds: int) -> float:
-    """Return the least seconds of one call."""
+def seconds_of(measure: Callable[[], Any], count: int) -> list[float]:
+    """Return the seconds of each of some calls."""
     seconds = []
-    for _ in range(rounds):
+    for _ in range(count):
         start = time.perf_counter()
         measure()
         seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return seconds
 
 
-def read_bandwidth() -> float:
-    """Return bytes a second that all cores together read from memory."""
+def read_bandwidth() -> tuple[float, float]:
+    """Return bytes a second that all cores together read from memory: at best, in the middle."""
     from kernels.linear import PackedWeight, linear
     from kernels.program import Program
 
     memory = torch.ones(1 << 26)
     weight = PackedWeight(torch.ones(1 << 17, 1024, dtype=torch.bfloat16))
     program = Program([linear(torch.ones(1, 1024), weight, torch.empty(1, 1 << 17))])
+    sums, products = seconds_of(memory.sum, 10), seconds_of(program.run, 10)
     # Whichever reads faster: a floor has to be one.
-    return max(
-        memory.nbytes / best(memory.sum, 10),
-        weight.panels.nbytes / best(program.run, 10),
+    at_best, middle = (
+        max(memory.nbytes / of(sums), weight.panels.nbytes / of(products))
+        for of in (min, statistics.median)
     )
+    return at_best, middle
 
 
 def matrix_rate(dtype: torch.dtype) -> float:
@@ -271,7 +292,7 @@ def matrix_rate(dtype: torch.dtype) -> float:
     for kind in {dtype, torch.float32}:
         x, w = torch.ones(1024, 1024, dtype=kind), torch.ones(1024, 1024, dtype=kind)
         torch.mm(x, w)
-        rates.append(1024**3 / best(lambda x=x, w=w: torch.mm(x, w), 5))  # type: ignore[misc]
+        rates.append(1024**3 / min(seconds_of(lambda x=x, w=w: torch.mm(x, w), 5)))  # type: ignore[misc]
     return max(rates)
 
 
@@ -283,12 +304,13 @@ def floors(path: Path, dtype: str, prompt_tokens: int) -> dict[str, float]:
     head = config["vocab_size"] * config["hidden_size"]
     # A tied matrix is multiplied once a prompt, as the output; an untied embedding never is.
     matrices = size // stored - head * (1 if config["tie_word_embeddings"] else 2)
-    bandwidth, rate = read_bandwidth(), matrix_rate(getattr(torch, dtype))
+    (bandwidth, middle), rate = read_bandwidth(), matrix_rate(getattr(torch, dtype))
     decode_bytes = (matrices + head) * stored
     return {
         "bandwidth_GB_s": bandwidth / 1e9,
         "matrix_GFLOP_s": 2 * rate / 1e9,
         "decode_s": decode_bytes / bandwidth,
+        "decode_middle_s": decode_bytes / middle,
         "products_s": (matrices + head) / rate,
         "prompt_s": (matrices * prompt_tokens + head) / rate,
     }
@@ -297,12 +319,13 @@ def floors(path: Path, dtype: str, prompt_tokens: int) -> dict[str, float]:
 def run(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Check, then measure in turns; seconds, the best of all rounds."""
     vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
-    ours = Ours(path, args.dtype, args.prompt)
+    drawing: Drawing = {"temperature": args.temperature, "top_p": args.top_p}
+    ours = Ours(path, args.dtype, args.prompt, drawing)
     gap = check(ours, path, vocab_size)
     gc.collect()
     print(f"tokens checked: at most {gap:.4f} deviations below the best of transformers float32")
-    systems: list[Any] = [ours, *[Theirs(path, dtype) for dtype in args.against]]
-    systems += [Peer(args.peer)] if args.peer else []
+    systems: list[Any] = [ours, *[Theirs(path, dtype, drawing) for dtype in args.against]]
+    systems += [Peer(args.peer, drawing)] if args.peer else []
     floor = floors(path, args.dtype, args.prompt)
     result: dict[str, Any] = {"floor": floor, "gap": gap, "systems": {}}
     for _ in range(args.rounds):
@@ -331,9 +354,9 @@ def show(result: dict[str, Any], args: argparse.Namespace) -> None:
     rows: list[tuple[str, dict[str, float]]] = list(result["systems"].items())
     ours = rows[0][1]
     floor = result["floor"]
-    reading = {f"decode_{streams}": floor["decode_s"] for streams in args.streams}
+    for name, key in (("weights read once", "decode_s"), ("in the middle", "decode_middle_s")):
+        rows.append((name, {f"decode_{streams}": floor[key] for streams in args.streams}))
     products = {f"decode_{streams}": floor["products_s"] * streams for streams in args.streams}
-    rows.append(("weights read once", reading))
     rows.append(("every product", {**products, "prompt": floor["prompt_s"]}))
     print(f"{'ms (x ours)':>28}" + "".join(f"{name:>20}" for name in ours))
     for name, figures in rows:
@@ -356,6 +379,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of the long prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each stream")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: greedy")
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--peer", metavar="URL", help="an OpenAI server to measure as well")
     parser.add_argument("--json", type=Path, help="write the result here")
     args = parser.parse_args(argv)
