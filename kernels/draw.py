@@ -34,11 +34,14 @@ def draw(logits: torch.Tensor, settings: npt.NDArray[np.float64]) -> list[int]:
     """Draw a token id for each row.
 
     Args:
-        logits: [R, V] float32 on the CPU, rows contiguous.
+        logits: [R, V] of a float dtype on the CPU.
         settings: [R, 5]: temperature (over 0), top_k (0 for none), top_p, min_p, and the number in
             [0, 1) that decides.
     """
     settings = np.ascontiguousarray(settings)
+    logits = logits.float()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
     drawn = np.empty(len(logits), np.int64)
     words = (
         len(logits),

@@ -63,6 +63,12 @@ def test_equal_weights_are_drawn_in_proportion() -> None:
     assert draw(rows, np.array([[*ROW[:4], number] for number in numbers])) == list(range(size))
 
 
+def test_logits_of_any_dtype_and_layout() -> None:
+    logits = torch.randn(700, 3).bfloat16().t()
+    rows = np.array([ROW] * 3)
+    assert draw(logits, rows) == draw(logits.float().contiguous(), rows)
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_a_row_without_a_largest_keeps_to_the_vocabulary(broken: float) -> None:
     for part in (1, 600):
