@@ -17,6 +17,7 @@ from typing import Any
 
 import structlog
 
+from wire.options import Options
 from worker.batch import Batch, BatchType
 from worker.executor.contract import Executor, KVCache, SampledToken, Scorer, SequenceFailed
 from worker.executor.direct import Direct
@@ -85,7 +86,8 @@ class MeasuredExecutor:
         assert self._cache is not None, "allocate comes first"
         room = min(self._cache.num_blocks * self._cache.block_size, self.info.max_model_len)
         direct = Direct(self._executor, self._cache)
-        sequence = direct.prefill([0] * min(2, room))
+        # Tokens are drawn: there is more to compile for that than for the likeliest.
+        sequence = direct.prefill([0] * min(2, room), Options(temperature=1.0))
         if room > 2:
             direct.decode(sequence)
         direct.release_cache(sequence)

@@ -7,7 +7,7 @@ from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.options import Options
 from worker.batch import Batch
 from worker.engine import Engine
-from worker.executor.contract import Executor, Scorer, SequenceFailed
+from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFailed
 from worker.executor.direct import Direct
 from worker.executor.hash import HashExecutor, create, oracle
 from worker.executor.measured import MeasuredExecutor, State, measured
@@ -36,6 +36,7 @@ class SlowExecutor(HashExecutor):
         self.seen: list[State] = []
         self.owner: MeasuredExecutor | None = None
         self.is_broken = False
+        self.temperatures: list[float] = []
 
     def forward(self, batch: Batch) -> list[int]:
         if self.is_broken:
@@ -46,6 +47,10 @@ class SlowExecutor(HashExecutor):
             assert status.batch_sequences == len(batch.context_lens)
         self.clock.now += 1.0 + 0.5 * (len(batch.token_ids) - len(batch.context_lens))
         return super().forward(batch)
+
+    def sample(self, logits: list[int], batch: Batch) -> list[SampledToken]:
+        self.temperatures += [it.options.temperature for it in batch.samplings]
+        return super().sample(logits, batch)
 
 
 def slow() -> tuple[SlowExecutor, MeasuredExecutor]:
@@ -139,6 +144,7 @@ def test_the_warmup_fits_any_cache_and_is_not_counted(num_blocks: int, block_siz
     around.allocate(num_blocks, block_size)
     around.warmup()
     assert executor.clock.now > 100.0
+    assert executor.temperatures and all(it > 0 for it in executor.temperatures)
     assert around.metrics().num_steps == 0 and around.status().state is State.READY
 
 
