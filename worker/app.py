@@ -62,13 +62,13 @@ class Worker:
         outside = surroundings or Surroundings()
         info = executor.info
         self._config = config
-        self._draft = draft
         self._executor = measured(executor)
-        self._engine = make_engine(config, self._executor, draft, outside.clock)
+        self._draft = None if draft is None else measured(draft)
+        self._engine = make_engine(config, self._executor, self._draft, outside.clock)
         self._clock = outside.clock
         self._loop = asyncio.get_running_loop()
         self._thread = outside.make_thread(self._engine, self._deliver, self._crash)
-        self._warmup = Warmup(self._executor.warmup, outside.clock, self._end_warmup)
+        self._warmup = Warmup(self._warm_up, outside.clock, self._end_warmup)
         self._thread.post(self._warmup.run)  # first of all: no block is used yet
         self._copies = outside.make_copies()
         keys = open_keys(config.keys, config.party)
@@ -207,7 +207,12 @@ class Worker:
             accepted_tokens=self._engine.counters.accepted_tokens,
         )
 
-    # The engine's thread calls these three.
+    # The engine's thread calls these four.
+
+    def _warm_up(self) -> None:
+        self._executor.warmup()
+        if self._draft is not None:
+            self._draft.warmup()
 
     def _end_warmup(self) -> None:
         self._loop.call_soon_threadsafe(self._changed.set)

@@ -8,7 +8,7 @@ they draw the same token.
 
 A round has as many batches as drafts, none over `max_ubatch_tokens`: everybody waits for it.  So a
 long prompt is read over many rounds; until its shadow has caught up, or when the blocks run out, a
-sequence gets no drafts, that is all.
+sequence gets no drafts, that is all.  Nor does one that the small model cannot compute.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import msgspec
+import structlog
 
 from worker.batch import BatchType, Chunk, build
 from worker.blocks import BlockPool
-from worker.executor.contract import Executor, SampledToken
+from worker.executor.contract import Executor, SampledToken, SequenceFailed
 from worker.sequence import Sequence
 from worker.speculate import checked
+
+log = structlog.get_logger("worker")
 
 
 class ModelDrafter:
@@ -43,12 +46,15 @@ class ModelDrafter:
         self._max_ubatch_tokens = max_ubatch_tokens
         self._max_model_len = executor.info.max_model_len
         self._shadows: dict[int, Sequence] = {}
+        self._given_up: set[int] = set()
         executor.allocate(num_blocks, block_size)
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
         """See `Drafter`."""
         drafting: list[tuple[Sequence, int]] = []
         for sequence, limit in zip(sequences, limits, strict=True):
+            if sequence.request_id in self._given_up:
+                continue
             limit = min(limit, self.num_drafts, self._max_model_len - sequence.num_tokens)
             shadow = self._follow(sequence)
             if limit > 0 and self._make_room(shadow, limit):
@@ -62,17 +68,32 @@ class ModelDrafter:
                 shadow.drafts += (token.token_id,)
             # Whoever has no draft after the first batch has not caught up.
             drafting = [it for it in drafting if 0 < len(it[0].drafts) < it[1]]
-        return [list(self._shadows[sequence.request_id].drafts) for sequence in sequences]
+        shadows = [self._shadows.get(sequence.request_id) for sequence in sequences]
+        return [[] if shadow is None else list(shadow.drafts) for shadow in shadows]
 
     def forget(self, request_id: int) -> None:
         """See `Drafter`."""
-        shadow = self._shadows.pop(request_id, None)
-        if shadow is not None:
-            self.pool.free(shadow.block_table)
+        self._given_up.discard(request_id)
+        self._free(request_id)
 
     def check(self) -> None:
         """Assert that every block is accounted for."""
         self.pool.check(shadow.block_table for shadow in self._shadows.values())
+
+    def _give_up(self, failure: SequenceFailed, shadows: list[Sequence]) -> None:
+        """Draft no more for whose fault it is; the others go on with the next round."""
+        if not 0 <= failure.index < len(shadows):
+            raise failure
+        request_id = shadows[failure.index].request_id
+        log.warning("the draft model failed", request=request_id, reason=failure.message)
+        shadows[failure.index].drafts = ()
+        self._free(request_id)
+        self._given_up.add(request_id)
+
+    def _free(self, request_id: int) -> None:
+        shadow = self._shadows.pop(request_id, None)
+        if shadow is not None:
+            self.pool.free(shadow.block_table)
 
     def _follow(self, sequence: Sequence) -> Sequence:
         """Return the shadow with the sequence's tokens; KV of others counts as not computed."""
@@ -101,7 +122,10 @@ class ModelDrafter:
         return True
 
     def _advance(self, shadows: list[Sequence]) -> list[tuple[Sequence, SampledToken]]:
-        """Compute one batch of what the shadows lack; draw the next token of who lacks no more."""
+        """Compute one batch of what the shadows lack; draw the next token of who lacks no more.
+
+        Nobody's if one cannot be computed: then nothing counts as computed.
+        """
         budget, chunks = self._max_ubatch_tokens, list[Chunk]()
         for shadow in shadows:
             num_tokens = min(budget, shadow.num_uncomputed_tokens)
@@ -109,8 +133,12 @@ class ModelDrafter:
                 chunks.append(Chunk(shadow, num_tokens))
                 budget -= num_tokens
         batch = build(BatchType.MIXED, chunks, self.pool.block_size)
-        logits = self._executor.forward(batch)
-        tokens = self._executor.sample(logits, batch) if batch.samplings else []
+        try:
+            logits = self._executor.forward(batch)
+            tokens = self._executor.sample(logits, batch) if batch.samplings else []
+        except SequenceFailed as failure:
+            self._give_up(failure, [chunk.sequence for chunk in chunks])
+            return []
         for chunk in chunks:
             chunk.sequence.num_computed_tokens += chunk.num_tokens
         ready = [chunk.sequence for chunk in chunks if not chunk.sequence.num_uncomputed_tokens]

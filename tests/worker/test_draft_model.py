@@ -5,16 +5,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from scripts.make_model import make_model
+from tests.worker.poisoned import POISON, PoisonedExecutor
 from tests.worker.test_engine import GREEDY, run, text
 from tests.worker.workload import MAX_MODEL_LEN, VOCAB_SIZE, full_text, hash_executor
 from wire.options import Options
 from worker.batch import Batch
 from worker.draft_model import ModelDrafter
 from worker.engine import Engine
-from worker.executor.contract import ModelInfo, SampledToken
-from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor
+from worker.executor.contract import ModelInfo, SampledToken, SequenceFailed
+from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor, create, oracle
 from worker.executor.torch import TorchExecutor
 from worker.occurrences import Occurrences
 from worker.sequence import MAX_DRAFTS, Sequence
@@ -92,6 +94,34 @@ def test_who_fits_no_batch_is_drafted_for_another_time() -> None:
     assert executor.sizes == [2, 2, 2]
     assert [len(drafted) for drafted in model.draft(sequences[2:], [3])] == [3]
     model.check()
+
+
+@pytest.mark.parametrize("place", ["forward", "sample"])
+def test_who_fails_the_draft_model_gets_no_drafts_and_nobody_else_suffers(place: str) -> None:
+    model = ModelDrafter(PoisonedExecutor(place), 3, num_blocks=40, block_size=3)
+    engine = Engine(create(), num_blocks=40, block_size=3, speculate=model)
+    prompts = [[3, 4, 5], [6, POISON, 7], [8, 9]]
+    with capture_logs() as logs:
+        for number, prompt in enumerate(prompts):
+            engine.add(Sequence(number, prompt, GREEDY, 12))
+        outputs = run(engine)
+    for number, prompt in enumerate(prompts):
+        assert text(outputs, number) == oracle(prompt, 12, GREEDY)
+    failures = [line for line in logs if line["event"] == "the draft model failed"]
+    assert [line["request"] for line in failures] == [1]
+    assert engine.counters.accepted_tokens > 10
+    model.check()
+    assert model.pool.num_used == 0 and not model._given_up
+
+
+def test_a_failure_of_nobody_is_a_bug() -> None:
+    class Confused(HashExecutor):
+        def forward(self, batch: Batch) -> list[int]:
+            raise SequenceFailed(7, "somebody")
+
+    model = ModelDrafter(Confused(hash_executor().info), 3, num_blocks=4)
+    with pytest.raises(SequenceFailed):
+        model.draft([Sequence(1, [3, 4], GREEDY)], [3])
 
 
 def test_without_room_there_are_no_drafts() -> None:
