@@ -195,11 +195,11 @@ class Process:
     """A worker and its stop signal."""
 
     def __init__(self, router: ScriptedRouter, role: str, /, **settings: Any) -> None:
-        executor = settings.pop("executor", None)
+        executor, draft = settings.pop("executor", None), settings.pop("draft", None)
         executor = executor or create(step_delay_s=settings.pop("step_delay_s", 0.0))
         settings = {"num_blocks": 256, "router": (router.endpoint,), **settings}
         self.stop = Stop()
-        self.worker = Worker(Config(role=cast(Any, role), **settings), executor)
+        self.worker = Worker(Config(role=cast(Any, role), **settings), executor, draft=draft)
         self.task = asyncio.create_task(self.worker.run(self.stop))
 
 

@@ -98,10 +98,13 @@ async def test_no_router_knows_a_worker_before_its_warmup_is_over() -> None:
             assert await ended(process) == 0
 
 
-async def test_a_warmup_that_fails_ends_the_process() -> None:
+@pytest.mark.parametrize("broken", ["executor", "draft"])
+async def test_a_warmup_that_fails_ends_the_process(broken: str) -> None:
+    models = {"executor": GatedExecutor(), "draft": GatedExecutor()}
+    models[broken] = GatedExecutor(fail_at=0)
     async with scripted_router() as router:
         with capture_logs() as logs:
-            process = Process(router, "prefill", executor=GatedExecutor(fail_at=0))
+            process = Process(router, "decode", speculate="draft:3:small", **models)
             assert await ended(process) == EXIT_CRASHED
         assert router.hellos == []
     [failure] = [line for line in logs if line["event"] == "the warmup failed"]
