@@ -290,7 +290,7 @@ def control_plane() -> list[dict[str, Any]]:
             "welcome", Welcome(EPOCH, 1000, 30_000), WelcomeDetail(max_kv_transfer_bytes=1 << 30)
         ),
         mapped("heartbeat", Heartbeat(1234, 2, 1), load),
-        frame("heartbeat_router", Heartbeat(0, 2, 1)),
+        frame("heartbeat_router", Heartbeat(0, 2, 0)),
         mapped("peers", Peers(EPOCH, 1), [peer]),
         frame("cancel", Cancel(REQUEST, ErrorCode.CANCELLED)),
         mapped(

@@ -56,7 +56,9 @@ def tell(plan: Plan, pool: BlockPool) -> list[Output]:
 
 def overdue(options: Options) -> Problem:
     """Say that the deadline of the options has passed."""
-    message = f"not finished within the {options.deadline_ms} ms that were asked for"
+    message = (
+        f"not finished by its deadline_ms, of which {options.deadline_ms} were left for this worker"
+    )
     return ErrorCode.DEADLINE_EXCEEDED, message
 
 

@@ -62,13 +62,14 @@ class Worker:
         outside = surroundings or Surroundings()
         info = executor.info
         self._config = config
-        self._executor = measured(executor)
-        self._draft = None if draft is None else measured(draft)
-        self._engine = make_engine(config, self._executor, self._draft, outside.clock)
+        self._models = [measured(model) for model in (executor, draft) if model is not None]
+        self._executor = self._models[0]
+        self._engine = make_engine(config, *self._models, clock=outside.clock)
         self._clock = outside.clock
         self._loop = asyncio.get_running_loop()
         self._thread = outside.make_thread(self._engine, self._deliver, self._crash)
-        self._warmup = Warmup(self._warm_up, outside.clock, self._end_warmup)
+        warm_ups = [model.warmup for model in self._models]
+        self._warmup = Warmup(warm_ups, outside.clock, self._end_warmup)
         self._thread.post(self._warmup.run)  # first of all: no block is used yet
         self._copies = outside.make_copies()
         keys = open_keys(config.keys, config.party)
@@ -193,9 +194,8 @@ class Worker:
         self._thread.stop(wait=self._warmup.is_over)
         self._copies.close()
         if self._warmup.is_over:
-            self._executor.shutdown()
-            if self._draft is not None:
-                self._draft.shutdown()
+            for model in self._models:
+                model.shutdown()
         metrics = self._executor.metrics()
         log.info(
             "worker stopped",
@@ -207,12 +207,7 @@ class Worker:
             accepted_tokens=self._engine.counters.accepted_tokens,
         )
 
-    # The engine's thread calls these four.
-
-    def _warm_up(self) -> None:
-        self._executor.warmup()
-        if self._draft is not None:
-            self._draft.warmup()
+    # The engine's thread calls these three.
 
     def _end_warmup(self) -> None:
         self._loop.call_soon_threadsafe(self._changed.set)

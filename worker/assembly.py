@@ -30,6 +30,7 @@ def make_engine(
     config: Config,
     executor: Executor,
     draft: Executor | None = None,
+    *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """Make the engine that the configuration asks for; a draft model has as many blocks.

@@ -1,4 +1,4 @@
-"""The executor's warmup: the engine thread's first job, before any router knows the worker.
+"""The warmup of the models: the engine thread's first job, before any router knows the worker.
 
 It may compile for minutes, and nothing can interrupt that.  So the loop goes on meanwhile, and who
 is told to stop does not wait for it.
@@ -6,7 +6,7 @@ is told to stop does not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -14,7 +14,7 @@ log = structlog.get_logger("worker")
 
 
 class Warmup:
-    """One `warm_up` of an executor; `on_end` is called where it ran, however it ended.
+    """All `warm_ups` in turn; `on_end` is called where they ran, however they ended.
 
     Attributes:
         is_over: Whether it has returned or raised.
@@ -22,16 +22,20 @@ class Warmup:
     """
 
     def __init__(
-        self, warm_up: Callable[[], None], clock: Callable[[], float], on_end: Callable[[], None]
+        self,
+        warm_ups: Sequence[Callable[[], None]],
+        clock: Callable[[], float],
+        on_end: Callable[[], None],
     ) -> None:
         self.is_over = self.is_done = False
-        self._warm_up, self._clock, self._on_end = warm_up, clock, on_end
+        self._warm_ups, self._clock, self._on_end = warm_ups, clock, on_end
 
     def run(self, _: object = None) -> None:
-        """Warm up, on the engine's thread.  Raises what the executor does."""
+        """Warm up, on the engine's thread.  Raises what a model does."""
         started_s = self._clock()
         try:
-            self._warm_up()
+            for warm_up in self._warm_ups:
+                warm_up()
             self.is_done = True
             log.info("warmed up", seconds=round(self._clock() - started_s, 3))
         except Exception as error:

@@ -31,7 +31,8 @@ async def measure(
 ) -> Waits:
     """Time a short prompt on the idle cluster, then after `num_cancelled` of `long` tokens.
 
-    They are cancelled when the first of them is being read: before any first token.
+    They are cancelled when the first of them is being read: before any first token, or the round
+    does not count.
     """
     draw = random.Random(seed)
     tcp = await TcpClient.connect(*cluster.tcp)
@@ -49,16 +50,19 @@ async def measure(
         await first_token(16)  # the first one warms up what the warmup did not
         idle_s = statistics.median([await first_token(16) for _ in range(5)])
         chunk_s = await first_token(long) / (long / chunk)
-        after = []
-        for _ in range(rounds):
+        after: list[float] = []
+        for _ in range(5 * rounds):
             records = [_record(draw, long) for _ in range(num_cancelled)]
             request_ids = [await tcp.begin(record) for record in records]
             await asyncio.to_thread(_until_reading, cluster)
-            assert not any(record.tokens for record in records), "too late to cancel"
+            is_late = any(record.tokens for record in records)
             for request_id in request_ids:
                 tcp.cancel(request_id)
-            after.append(await first_token(16))
-        return Waits(idle_s, after, chunk_s)
+            wait_s = await first_token(16)
+            after += [] if is_late else [wait_s]
+            if len(after) == rounds:
+                return Waits(idle_s, after, chunk_s)
+        raise RuntimeError("a prompt was read before it could be cancelled, time and again")
     finally:
         await tcp.close()
 

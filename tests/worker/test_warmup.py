@@ -9,13 +9,16 @@ from worker.warmup import Warmup
 
 
 class Stage:
-    """An executor and a clock that goes on while it warms up, and what the warmup was then."""
+    """Two models and a clock that goes on while they warm up, and what the warmup was then."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.now_s = 100.0
         self.heard: list[tuple[bool, bool]] = []
-        self.warmup = Warmup(self._warm_up, lambda: self.now_s, self._on_end)
+        self.warmup = Warmup([self._load, self._warm_up], lambda: self.now_s, self._on_end)
         self._error = error
+
+    def _load(self) -> None:
+        self.now_s += 0.5
 
     def _warm_up(self) -> None:
         assert not self.warmup.is_over
@@ -32,7 +35,7 @@ def test_it_is_done_when_the_executor_returns() -> None:
     with capture_logs() as logs:
         stage.warmup.run()
     assert stage.heard == [(True, True)]
-    assert logs == [{"event": "warmed up", "seconds": 2.5, "log_level": "info"}]
+    assert logs == [{"event": "warmed up", "seconds": 3.0, "log_level": "info"}]
 
 
 def test_one_that_raises_is_over_and_not_done() -> None:
