@@ -70,10 +70,8 @@ def task() -> Any:
 def _attend(words, _thread):  # type: ignore[no-untyped-def]
     """The task: words as in `attend`."""
     num_kv_heads, head_dim, block_size, window = words[9], words[10], words[13], words[14]
-    num_units, units = (
-        read(words[3] + COUNT * 8) * num_kv_heads,
-        ints_at(read(words[3] + UNITS * 8)),
-    )
+    num_units = read(words[3] + COUNT * 8) * num_kv_heads
+    units = ints_at(read(words[3] + UNITS * 8))
     tables, columns = read(words[3] + TABLES * 8), read(words[3] + COLUMNS * 8)
     rows, max_rows = 0, words[16]
     memory = np.empty(max_rows * (2 * head_dim + SCORES + 2) + TILE * head_dim, np.float32)

@@ -1,7 +1,7 @@
 """One token of each row of logits, drawn by a number: `worker.sampler` on the CPU, in a few passes.
 
 Torch makes a tensor of float64 for each step of the way and sorts for top_p: with 32 rows longer
-than the model takes.  Here a row is one share.  Its weights stay in the second cache; the weight at
+than the model takes.  Here a row is one share, and its weights stay in a cache.  The weight at
 which a filter's border lies is found digit by digit, from histograms of their bits, not by sorting:
 so no row, however flat, takes much longer than another.
 """
@@ -21,7 +21,7 @@ from kernels.scalars import doubles_at, exp2_double, fetch_add, floats_at, longs
 from kernels.team import comparing, compiled, inner
 
 # Of each row, float64: its columns in `draw`.
-_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _UNIFORM = range(5)
+_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _UNIFORM, _COLUMNS = range(6)
 _LOG2_E = math.log2(math.e)
 # A weight is at most 1, its bits at most 62: digits of 11, the last one of 7.
 _DIGIT, _FIRST_SHIFT = 11, 51
@@ -69,7 +69,7 @@ def _draw_rows(words, _thread):  # type: ignore[no-untyped-def]
         row = fetch_add(words[0], 1)
         if row >= rows:
             return
-        settings = doubles_at(words[6] + row * 5 * 8)
+        settings = doubles_at(words[6] + row * _COLUMNS * 8)
         _weigh(words[4] + row * words[5], settings[_TEMPERATURE], weights, size)
         _filter(weights, size, settings, histogram)
         longs_at(words[7])[row] = _find(weights, size, settings[_UNIFORM])

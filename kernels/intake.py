@@ -27,7 +27,6 @@ class Intake:
 
     def __init__(self, num_tokens: int, frequencies: torch.Tensor) -> None:
         """`frequencies`: [D / 2] float32 angles per position."""
-        self.num_tokens = num_tokens
         self.token_ids, self.slots, self.rows = torch.empty(3, num_tokens, dtype=torch.int32)
         self.rotation = torch.empty(num_tokens, 2, len(frequencies))
         self._frequencies = frequencies.contiguous()
@@ -83,12 +82,8 @@ def _take_in(words, _thread):  # type: ignore[no-untyped-def]
 @inner
 def _rotate(rotation, position, frequencies, size):  # type: ignore[no-untyped-def]
     """Write the cosines, then the sines, of a position."""
-    cosines, sines, frequency = (
-        floats_at(rotation),
-        floats_at(rotation + size * 4),
-        floats_at(frequencies),
-    )
+    cosines, sines = floats_at(rotation), floats_at(rotation + size * 4)
     for i in range(size):
-        angle = np.float32(position) * frequency[i]
+        angle = np.float32(position) * floats_at(frequencies)[i]
         cosines[i] = np.cos(angle)
         sines[i] = np.sin(angle)

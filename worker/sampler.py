@@ -153,9 +153,9 @@ def _draw(logits: torch.Tensor, rows: list[Row]) -> list[int]:
         [option.choice for option in options],
         [row.position for row in rows],
     )
-    return (
-        draw(logits, settings) if logits.device.type == "cpu" else _draw_by_torch(logits, settings)
-    )
+    if logits.device.type == "cpu":
+        return draw(logits, settings)
+    return _draw_by_torch(logits, settings)
 
 
 def _draw_by_torch(logits: torch.Tensor, settings: npt.NDArray[np.float64]) -> list[int]:

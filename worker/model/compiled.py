@@ -95,7 +95,8 @@ class CompiledForward:
             self._intake = Intake(num_tokens, self._frequencies)
         if num_rows > len(self._logits):
             self._programs.clear()
-            # In powers of two: streams come one by one.
+            # In powers of two: streams come one by one.  Made anew each step, 32 rows of a large
+            # vocabulary were a thousand fresh pages.
             self._logits = torch.empty(1 << (num_rows - 1).bit_length(), self._head.num_columns)
 
     def _written_down(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> list[Operation]:
