@@ -21,10 +21,11 @@ def next_piece(taken: int, total: int, num_threads: int, thread: int) -> tuple[i
     """Return (first, count) of what a thread is to take, or count 0 if nothing is left."""
     front, back = taken % _BACK, taken // _BACK
     left = total - front - back
-    count = min(MAX_PIECE, left)
-    # In powers of two: a product does not meet an odd number of panels at once.
-    while count > 1 and num_threads * count > left:
-        count = (count + 1) // 2
+    # A power of two: a product does not meet an odd number of panels at once.
+    count = MAX_PIECE
+    while num_threads * count > left and count > 1:
+        count //= 2
+    count = min(count, left)
     return (total - back - count if thread % 2 else front), count
 
 

@@ -56,9 +56,8 @@ def tell(plan: Plan, pool: BlockPool) -> list[Output]:
 
 def overdue(options: Options) -> Problem:
     """Say that the deadline of the options has passed."""
-    message = (
-        f"not finished by its deadline_ms, of which {options.deadline_ms} were left for this worker"
-    )
+    # What the client asked for, less what had passed when the request came here.
+    message = f"not finished within the {options.deadline_ms} ms that its deadline_ms left"
     return ErrorCode.DEADLINE_EXCEEDED, message
 
 
