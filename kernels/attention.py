@@ -16,8 +16,9 @@ import torch
 
 from kernels.linear import ELEMENTS
 from kernels.program import Operation
+from kernels.rowwise import largest
 from kernels.scalars import bits_of, exp2, fetch_add, float_of_bits, floats_at, ints_at, read
-from kernels.team import comparing, compiled, inner
+from kernels.team import compiled, inner
 from kernels.tiles import SCORES, TILE, gather, score
 from kernels.units import COLUMNS, COUNT, MAX_ROWS, TABLES, UNIT_WORDS, UNITS, Units
 
@@ -133,7 +134,7 @@ def _weigh(words, first, num_keys, rows, position, scores, state, y):  # type: i
         start = max(0, last - window + 1 - first) if window else 0
         weights = floats_at(scores + row * SCORES * 4)
         before = maximum_total[2 * row]
-        maximum = _largest(weights, start, stop, before)
+        maximum = largest(weights, start, stop, before)
         total = np.float32(0)
         for j in range(start, stop):
             weight = exp2(weights[j] - maximum)
@@ -151,13 +152,6 @@ def _weigh(words, first, num_keys, rows, position, scores, state, y):  # type: i
             for d in range(head_dim):
                 sums[d] *= kept
         maximum_total[2 * row + 1] += total
-
-
-@comparing
-def _largest(numbers, start, stop, largest):  # type: ignore[no-untyped-def]
-    for j in range(start, stop):
-        largest = numbers[j] if numbers[j] > largest else largest
-    return largest
 
 
 @inner

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.program import Operation, Program
+from kernels import team
+from kernels.rowwise import largest
 from kernels.scalars import doubles_at, exp2_double, fetch_add, floats_at, longs_at
-from kernels.team import comparing, compiled, inner
+from kernels.team import compiled, inner
 
 # Of each row, float64: its columns in `draw`.
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _UNIFORM, _COLUMNS = range(6)
@@ -43,7 +44,7 @@ def draw(logits: torch.Tensor, settings: npt.NDArray[np.float64]) -> list[int]:
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     drawn = np.empty(len(logits), np.int64)
-    words = (
+    own = (
         len(logits),
         logits.shape[1],
         logits.data_ptr(),
@@ -51,7 +52,10 @@ def draw(logits: torch.Tensor, settings: npt.NDArray[np.float64]) -> list[int]:
         settings.ctypes.data,
         drawn.ctypes.data,
     )
-    Program([Operation(task(), words, (logits, settings, drawn))]).run()
+    # A program, to be run once, would take longer to write down than a short row to draw.
+    words = np.array((0, 0, *own), np.int64)
+    words[0] = words[1:].ctypes.data
+    team.run(task(), words.ctypes.data)
     return drawn.tolist()
 
 
@@ -79,19 +83,11 @@ def _draw_rows(words, _thread):  # type: ignore[no-untyped-def]
 def _weigh(logits, temperature, weights, size):  # type: ignore[no-untyped-def]
     """Write exp((logit - largest) / temperature); 0 for what is not a number."""
     logit, weight = floats_at(logits), doubles_at(weights)
-    largest = np.float64(_largest(logit, size))
+    most = np.float64(largest(logit, 0, size, np.float32(-np.inf)))
     for i in range(size):
         # Relative to the largest, no temperature is small enough to overflow.
-        x = (np.float64(logit[i]) - largest) / temperature * _LOG2_E
+        x = (np.float64(logit[i]) - most) / temperature * _LOG2_E
         weight[i] = exp2_double(x) if x > -1022.0 else 0.0
-
-
-@comparing
-def _largest(numbers, size):  # type: ignore[no-untyped-def]
-    largest = np.float32(-np.inf)
-    for i in range(size):
-        largest = numbers[i] if numbers[i] > largest else largest
-    return largest
 
 
 @inner

@@ -24,7 +24,7 @@ from kernels.scalars import (
     ints_at,
 )
 from kernels.simd import PANEL
-from kernels.team import compiled, inner
+from kernels.team import comparing, compiled, inner
 
 _NORM, _GATE, _EMBED = range(3)
 _STEP = 8
@@ -114,6 +114,14 @@ def _rows(words, _thread):  # type: ignore[no-untyped-def]
                 _gate_row(words, row)
             else:
                 _embed_row(words, row)
+
+
+@comparing
+def largest(numbers, start, stop, least):  # type: ignore[no-untyped-def]
+    """Return the largest of some numbers, but not less than `least`."""
+    for i in range(start, stop):
+        least = numbers[i] if numbers[i] > least else least
+    return least
 
 
 @inner

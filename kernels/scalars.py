@@ -139,44 +139,21 @@ def put_half(_context, address, x):  # type: ignore[no-untyped-def]
     return types.void(types.int64, types.float32), generate
 
 
-@intrinsic
-def floats_at(_context, address):  # type: ignore[no-untyped-def]
-    """Return an address as a pointer to float32, which is indexed like an array."""
+def _pointers_to(kind: Any, stored: ir.Type) -> Any:
+    """Return the intrinsic that turns an address into a pointer, which is indexed like an array."""
 
-    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-        return b.inttoptr(args[0], _F32.as_pointer())
+    @intrinsic
+    def at(_context, address):  # type: ignore[no-untyped-def]
+        def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+            return b.inttoptr(args[0], stored.as_pointer())
 
-    return types.CPointer(types.float32)(types.int64), generate
+        return types.CPointer(kind)(types.int64), generate
 
-
-@intrinsic
-def doubles_at(_context, address):  # type: ignore[no-untyped-def]
-    """Return an address as a pointer to float64."""
-
-    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-        return b.inttoptr(args[0], _F64.as_pointer())
-
-    return types.CPointer(types.float64)(types.int64), generate
+    return at
 
 
-@intrinsic
-def longs_at(_context, address):  # type: ignore[no-untyped-def]
-    """Return an address as a pointer to int64."""
-
-    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-        return b.inttoptr(args[0], _I64.as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), generate
-
-
-@intrinsic
-def ints_at(_context, address):  # type: ignore[no-untyped-def]
-    """Return an address as a pointer to int32."""
-
-    def generate(_target: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-        return b.inttoptr(args[0], _I32.as_pointer())
-
-    return types.CPointer(types.int32)(types.int64), generate
+floats_at, doubles_at = _pointers_to(types.float32, _F32), _pointers_to(types.float64, _F64)
+ints_at, longs_at = _pointers_to(types.int32, _I32), _pointers_to(types.int64, _I64)
 
 
 @intrinsic

@@ -14,20 +14,20 @@ from numba import njit
 from kernels import scalars
 
 
-@njit
-def power_double(x):  # type: ignore[no-untyped-def]
-    out = np.empty_like(x)
-    for i in range(len(x)):
-        out[i] = scalars.exp2_double(x[i])
-    return out
+def over(function: Any) -> Any:
+    """Return the function over arrays."""
+
+    @njit
+    def each(x):  # type: ignore[no-untyped-def]
+        out = np.empty_like(x)
+        for i in range(len(x)):
+            out[i] = function(x[i])
+        return out
+
+    return each
 
 
-@njit
-def power(x):  # type: ignore[no-untyped-def]
-    out = np.empty_like(x)
-    for i in range(len(x)):
-        out[i] = scalars.exp2(x[i])
-    return out
+power, power_double = over(scalars.exp2), over(scalars.exp2_double)
 
 
 def test_powers_of_two_are_good_to_the_last_place_or_two() -> None:
