@@ -168,7 +168,7 @@ def decode_map(kind: type[_M], buffer: Buffer) -> _M:
         decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
     try:
         decoded = decoder.decode(buffer)
-        check_keys(buffer)
+        check_keys(buffer, *_NESTED.get(kind, ()))
         return decoded  # type: ignore[no-any-return]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
         # An unknown key is quoted in the message: cut it, the peer chose its length.
@@ -268,6 +268,14 @@ class Offer(_Map, frozen=True, kw_only=True):
     total_bytes: Count
     token_ids: bytes
     digest: Annotated[str, msgspec.Meta(pattern="^xxh3_64$")] = "xxh3_64"
+
+
+# The keys whose values are maps themselves.
+_NESTED: Final[dict[type, tuple[str, ...]]] = {
+    HelloDetail: ("layout",),
+    PrefillRest: ("logprobs",),
+    Offer: ("layout",),
+}
 
 
 class Credit(NamedTuple):

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.cluster import ROOT, until
@@ -139,16 +140,17 @@ def test_a_router_says_what_it_waits_for_and_then_what_to_try(tmp_path: Path) ->
         [waits] = until(lambda: events("waiting for workers"), "it says that it waits")
         assert waits["reasons"] == ["no prefill worker is ready", "no decode worker is ready"]
         http = json.loads(ready.read_text())["http"]
-        assert not subprocess.run(["curl", "-s", http + "/readyz"], capture_output=True).returncode
+        assert httpx.get(http + "/readyz", trust_env=False).status_code == 503
         with (
             running(tmp_path / "prefill", *worker, "prefill"),
             running(tmp_path / "decode", *worker, "decode"),
         ):
             [is_ready] = until(lambda: events("ready; try "), "it says that it is ready")
-            command = shlex.split(is_ready["event"].removeprefix("ready; try "))
-            assert command[:2] == ["curl", f"{http}/v1/completions"]
-            answer = subprocess.run([*command, "-s"], capture_output=True, timeout=30)
-            assert json.loads(answer.stdout)["choices"][0]["text"]
+            words = shlex.split(is_ready["event"].removeprefix("ready; try "))
+            assert words[:2] == ["curl", f"{http}/v1/completions"] and words[2::2] == ["-H", "-d"]
+            headers = [words[3].split(": ")]
+            answer = httpx.post(words[1], headers=headers, content=words[5], trust_env=False)
+            assert answer.json()["choices"][0]["text"]
             time.sleep(1.5)  # the next look at the workers
             assert len(events("ready; try ")) == 1
         until(lambda: len(events("waiting for workers")) >= 2, "it waits again")
