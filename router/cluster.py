@@ -84,7 +84,7 @@ class Readiness:
 
     def __init__(self, try_this: str) -> None:
         self._ready = f"ready; try {try_this}"
-        self._is_ready = False
+        self._is_ready = self._has_been_ready = False
         self._next_at = 0.0
 
     def on_look(self, reasons: Sequence[str], now: float) -> None:
@@ -92,10 +92,12 @@ class Readiness:
         if not reasons:
             if not self._is_ready:
                 log.info(self._ready)
-            self._is_ready = True
+            self._is_ready = self._has_been_ready = True
         elif self._is_ready or now >= self._next_at:
             self._is_ready, self._next_at = False, now + AGAIN_S
-            log.warning("waiting for workers", reasons=list(reasons))
+            # Every start begins so: nothing to worry about.
+            note = log.warning if self._has_been_ready else log.info
+            note("waiting for workers", reasons=list(reasons))
 
 
 def try_this(url: str, model: str, *, has_text: bool, has_keys: bool) -> str:

@@ -62,15 +62,16 @@ def said(reasons: list[list[str]], times: list[float]) -> list[str]:
     with structlog.testing.capture_logs() as lines:
         for why, now in zip(reasons, times, strict=True):
             readiness.on_look(why, now)
-    return [line["event"] for line in lines]
+    return [f"{line['log_level']}: {line['event']}" for line in lines]
 
 
 def test_it_says_that_it_waits_now_and_then_and_that_it_is_ready_once() -> None:
-    waits, ready = "waiting for workers", "ready; try curl x"
+    waits, ready = "info: waiting for workers", "info: ready; try curl x"
+    misses = "warning: waiting for workers"
     assert said([["no"]] * 3, [5.0, 6.0, 4.9 + AGAIN_S]) == [waits]
     assert said([["no"]] * 3, [5.0, 5.0 + AGAIN_S, 5.1 + AGAIN_S]) == [waits, waits]
     assert said([["no"], [], []], [5.0, 6.0, 60.0]) == [waits, ready]
-    assert said([[], ["no"], ["no"], []], [5.0, 6.0, 7.0, 8.0]) == [ready, waits, ready]
+    assert said([[], ["no"], ["no"], []], [5.0, 6.0, 7.0, 8.0]) == [ready, misses, ready]
 
 
 def test_what_to_try_is_a_command_for_this_router() -> None:
