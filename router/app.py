@@ -23,6 +23,7 @@ import structlog
 
 from router.bus import Bus
 from router.clients import serve_clients
+from router.cluster import Readiness, try_this, unready
 from router.config import Config, split_endpoint
 from router.fleet import Fleet
 from router.flight import Limits
@@ -36,9 +37,11 @@ from router.tls import server_context
 from wire.aio.apikeys import open_api_keys
 from wire.aio.keys import open_keys
 from wire.aio.process import Stop, keep_watchdog, notify
+from wire.aio.settings import EX_CONFIG
 from wire.aio.tcp import Limits as TcpLimits
 from wire.aio.tcp import Server
 from wire.aio.zmq import Hub
+from wire.checkpoint import ModelError
 from wire.errors import ErrorCode, WireError
 from wire.frames import Role
 from wire.parts import Buffer
@@ -194,8 +197,17 @@ class Router:
             await asyncio.sleep(min(MAX_TICK_S, self.fleet.heartbeat_s / 4))
 
     async def _report(self) -> None:
+        command = try_this(
+            self.endpoints["http"],
+            self.config.model_name,
+            has_text=self.gateway.has_text,
+            has_keys=self._api_keys is not None,
+        )
+        readiness = Readiness(command)
         while True:
             notify(f"STATUS={self.status}")
+            if not self.gateway.draining:
+                readiness.on_look(unready(self.fleet, is_draining=False), time.monotonic())
             await asyncio.sleep(REPORT_S)
 
 
@@ -237,7 +249,11 @@ def limits(config: Config) -> Limits:
 async def serve(config: Config, model_path: Path, model_fingerprint: str, stop: Stop) -> int:
     """Run a router until it is asked to stop, and return the exit status."""
     allow_many_files()
-    router = Router(config, model_path, model_fingerprint)
+    try:
+        router = Router(config, model_path, model_fingerprint)
+    except ModelError as error:
+        log.error("cannot serve this model", reason=str(error))
+        return EX_CONFIG
     watchdog = asyncio.create_task(keep_watchdog(lambda: True))
     try:
         await router.start()

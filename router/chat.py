@@ -17,6 +17,7 @@ import jinja2
 import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from wire.checkpoint import ModelError
 from wire.errors import ErrorCode, WireError
 
 Chat = Sequence[Mapping[str, Any]]
@@ -54,8 +55,8 @@ class ChatTemplate:
         """Read the template of a model directory; one without any refuses to render.
 
         Raises:
-            ValueError: tokenizer_config.json is not what it should be.
-            jinja2.TemplateError: The template does not compile.
+            ModelError: tokenizer_config.json is not what it should be, or the template does not
+                compile.
         """
         config = _read_config(model_path / "tokenizer_config.json")
         variables = {}
@@ -65,7 +66,10 @@ class ChatTemplate:
                 variables[name] = token if isinstance(token, str) else str(token.get("content", ""))
         file = model_path / "chat_template.jinja"
         source = file.read_text(encoding="utf-8") if file.is_file() else _source(config)
-        return cls(source, variables)
+        try:
+            return cls(source, variables)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"{model_path}: the chat template: {error}") from error
 
     @property
     def exists(self) -> bool:
@@ -107,7 +111,7 @@ def _read_config(path: Path) -> _Config:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Config)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ModelError(f"{path}: {error}") from error
 
 
 def _source(config: _Config) -> str | None:

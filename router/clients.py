@@ -97,6 +97,7 @@ class Client:
         self._inflight = inflight
         self._max_requests = max_requests
         self._api_keys = api_keys
+        self._has_begun = False
         self._key_digest = b""
         self._asker = connection.peer_name.rpartition(":")[0]  # until a key says who it is
         self._open: dict[int, ClientRequest] = {}
@@ -116,7 +117,10 @@ class Client:
             WireError: UNAUTHORIZED; so does it then.
         """
         frame = message.frame
+        is_first, self._has_begun = not self._has_begun, True
         if isinstance(frame, Hello):
+            if not is_first:
+                raise RemoteProtocolError("HELLO is the first frame of a connection, or none")
             self._on_hello(frame, message)
             return
         if not self._key_digest and self._api_keys is not None:
@@ -134,8 +138,10 @@ class Client:
             self._on_cancel(frame)
 
     def _on_hello(self, frame: Hello, message: Message) -> None:
-        if frame.role != Role.CLIENT or frame.version != VERSION:
-            raise RemoteProtocolError(f"HELLO of a client has role 3 and version {VERSION}")
+        if frame != Hello(0, 0, Role.CLIENT):
+            raise RemoteProtocolError(
+                f"HELLO of a client has epoch 0, rank 0, role 3 and version {VERSION}"
+            )
         self._key_digest = digest(bytes(message.body()))
         self._check_key()
         if self._api_keys is not None:

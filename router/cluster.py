@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import json
+from collections.abc import Sequence
+from shlex import quote
+from typing import Any, Final, Protocol
+
+import structlog
 
 from router.fleet import Fleet
 from router.worker import Worker
 from wire.frames import Role
 from wire.payloads import Load
+
+log = structlog.get_logger("router")
+
+# A person who looks at the log sees soon enough what is missing, and a log is not flooded.
+AGAIN_S: Final = 10.0
 
 
 class Counts(Protocol):
@@ -63,6 +73,39 @@ def unready(fleet: Fleet, *, is_draining: bool) -> list[str]:
         if not fleet.ready(role)
     ]
     return [*reasons, "the router is draining"] if is_draining else reasons
+
+
+class Readiness:
+    """Which line the log gets: that the router waits, and for what, every `AGAIN_S`; or that it is
+    ready, once each time.
+
+    `try_this` is a command that asks for a completion.
+    """
+
+    def __init__(self, try_this: str) -> None:
+        self._ready = f"ready; try {try_this}"
+        self._is_ready = self._has_been_ready = False
+        self._next_at = 0.0
+
+    def on_look(self, reasons: Sequence[str], now: float) -> None:
+        """Take what `unready` says; call it about once a second."""
+        if not reasons:
+            if not self._is_ready:
+                log.info(self._ready)
+            self._is_ready = self._has_been_ready = True
+        elif self._is_ready or now >= self._next_at:
+            self._is_ready, self._next_at = False, now + AGAIN_S
+            # Every start begins so: nothing to worry about.
+            note = log.warning if self._has_been_ready else log.info
+            note("waiting for workers", reasons=list(reasons))
+
+
+def try_this(url: str, model: str, *, has_text: bool, has_keys: bool) -> str:
+    """Return a shell command for a first completion."""
+    prompt = '"Once upon a time"' if has_text else "[1, 2, 3]"
+    key = " -H 'authorization: Bearer '$API_KEY" if has_keys else ""
+    body = f'{{"model": {json.dumps(model)}, "prompt": {prompt}, "max_tokens": 16}}'
+    return f"curl {url}/v1/completions{key} -H 'content-type: application/json' -d {quote(body)}"
 
 
 def _others(fleet: Fleet, role: Role) -> str:

@@ -11,7 +11,13 @@ import ipaddress
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import SettingsConfigDict
 
 from wire.aio.keys import credential
@@ -169,6 +175,17 @@ class Config(Settings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="debug shows every frame"
     )
+
+    @field_validator("local", mode="wrap")
+    @classmethod
+    def _explain_local(cls, value: object, read: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return read(value)
+        except ValidationError:
+            raise ValueError(
+                "it is P,D: how many prefill and how many decode workers to run here, each from 0 "
+                "to 64; --local 1,1 is one of each"
+            ) from None
 
     @model_validator(mode="after")
     def _refuse_open_ports(self) -> Self:

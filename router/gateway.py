@@ -96,6 +96,11 @@ class Gateway:
             "/metrics": ("metrics", "GET", status.metrics),
         }
 
+    @property
+    def has_text(self) -> bool:
+        """Whether prompts may be text: the model has a tokenizer."""
+        return self._intake.has_text
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await http.lifespan(receive, send)
@@ -135,7 +140,8 @@ class Gateway:
 
     def _note(self, call: Call) -> None:
         self.metrics.on_response(call.endpoint, call.outcome)
-        is_work = call.scope["method"] == "POST" or call.status >= 400
+        is_poll = call.scope["path"] in OPEN_PATHS  # every second, and 503 while workers start
+        is_work = not is_poll and (call.scope["method"] == "POST" or call.status >= 400)
         (log.info if is_work else log.debug)(
             "request",
             face="http",

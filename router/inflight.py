@@ -26,6 +26,7 @@ from router.progress import Progress
 from router.request import Request, Sink
 from router.worker import Worker
 from wire.errors import ErrorCode, WireError
+from wire.frames import AS_MANY_AS_FIT
 from wire.parts import Message
 from wire.payloads import Usage
 
@@ -121,9 +122,11 @@ class InFlight:
         if flight is None or flight.is_decode_asked:
             return
         flight.is_decode_asked = True
-        if flight.new_tokens is None or max_new_tokens < flight.new_tokens:
-            flight.new_tokens = max_new_tokens
         try:
+            if max_new_tokens == AS_MANY_AS_FIT and flight.new_tokens is None:
+                flight.new_tokens = self._placement.num_that_fit(flight)
+            elif flight.new_tokens is None or max_new_tokens < flight.new_tokens:
+                flight.new_tokens = max_new_tokens
             self._placement.check_length(flight)
         except WireError as error:
             self._flights.fail(flight, error)

@@ -26,6 +26,7 @@ from router.openai import (
 from router.request import Request
 from router.stops import StopAutomaton
 from router.tokens import Tokenizer
+from wire.checkpoint import ModelError
 from wire.options import TokenId
 
 # Variables of a chat template that are the server's to set.
@@ -93,6 +94,10 @@ class Intake:
         self._tokenizer = Tokenizer.load(model_path)
         self._template = ChatTemplate.load(model_path)
         self._vocab_size = _vocab_size(model_path) or self._tokenizer.vocab_size
+
+    @property
+    def has_text(self) -> bool:
+        return self._tokenizer.has_text
 
     def completion(self, raw: bytes, asker: Asker) -> Order:
         """Read the body of /v1/completions.
@@ -222,4 +227,4 @@ def _vocab_size(model_path: Path) -> int | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Model).vocab_size
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ModelError(f"{path}: {error}") from error

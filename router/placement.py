@@ -75,6 +75,17 @@ class Placement:
                 f"{wanted} more are asked for, {seq_len + wanted} in all",
             )
 
+    def num_that_fit(self, flight: Flight) -> int:
+        """Return how many tokens fit into the model's context after the first.
+
+        Raises:
+            WireError: NO_WORKER; the context's length is not known without one.
+        """
+        limit = self._fleet.max_model_len
+        if limit is None:
+            raise no_worker(Role.PREFILL)
+        return max(0, limit - len(flight.request.token_ids) - 1)
+
     def place(self, flight: Flight) -> Attempt | None:
         """Choose workers and charge them; None when there is no room now."""
         num_left = flight.num_left

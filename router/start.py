@@ -9,6 +9,7 @@ from router.config import WORKER_SETTINGS, Config
 from wire.aio.log import configure
 from wire.aio.process import run
 from wire.aio.settings import EX_CONFIG, parse
+from wire.checkpoint import ModelError, check_files, check_weights
 from wire.errors import WireError
 from wire.model import fingerprint, locate
 
@@ -21,7 +22,20 @@ def start(argv: list[str]) -> int:
     configure(config.log_level)
     try:
         path = locate(config.model)
+        check_files(path)
+        if has_own_weights(config):
+            check_weights(path)
     except WireError as error:
         log.error("no such model", reason=error.message)
         return EX_CONFIG
+    except ModelError as error:
+        log.error("cannot serve this model", reason=str(error))
+        return EX_CONFIG
     return run(lambda stop: serve(config, path, fingerprint(path), stop))
+
+
+def has_own_weights(config: Config) -> bool:
+    """Whether local workers will load this model's weights into our own transformer."""
+    return (
+        any(config.local) and config.executor == "torch" and "--executor" not in config.worker_args
+    )

@@ -22,6 +22,7 @@ from typing import Final, Protocol
 import tokenizers
 from tokenizers import decoders
 
+from wire.checkpoint import ModelError
 from wire.errors import ErrorCode, WireError
 
 REPLACEMENT: Final = "\ufffd"
@@ -59,9 +60,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_path: Path) -> Tokenizer:
-        """Read ``model_path/tokenizer.json`` if it is there."""
+        """Read ``model_path/tokenizer.json`` if it is there.
+
+        Raises:
+            ModelError: It is no tokenizer.
+        """
         path = model_path / "tokenizer.json"
-        return cls(tokenizers.Tokenizer.from_file(str(path)) if path.is_file() else None)
+        if not path.is_file():
+            return cls(None)
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises no other kind
+            raise ModelError(f"{path}: {error}") from error
 
     @property
     def has_text(self) -> bool:

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -23,6 +24,7 @@ from wire import parts, stream
 from wire.errors import ErrorCode, TransferFailed
 from wire.frames import (
     ANY_RANK,
+    AS_MANY_AS_FIT,
     NO_RANK,
     Cancel,
     DecodeDone,
@@ -42,6 +44,7 @@ from wire.frames import (
     Welcome,
 )
 from wire.logprobs import join_prompt_logprobs, pack_logprobs, unpack_prompt_logprobs
+from wire.model import fingerprint
 from wire.options import Options
 from wire.payloads import (
     Credit,
@@ -113,11 +116,13 @@ def prompt(name: str, rank: int, token_ids: list[int], options: Options) -> dict
     )
 
 
-def continuation(name: str, token_ids: list[int], options: Options) -> dict[str, Any]:
+def continuation(
+    name: str, token_ids: list[int], options: Options, max_new_tokens: int = 16
+) -> dict[str, Any]:
     payload = [encode_continuation(token_ids, options)] if token_ids else []
     return frame(
         name,
-        DecodeRequest(REQUEST, 16),
+        DecodeRequest(REQUEST, max_new_tokens),
         payload,
         kind="continuation",
         content={"token_ids": token_ids, "options": msgspec.to_builtins(options)},
@@ -235,6 +240,7 @@ def data_plane() -> list[dict[str, Any]]:
         ),
         continuation("decode_request", [11, 12, 13, 17], Options(max_tokens=17)),
         continuation("decode_request_bare", [], Options()),
+        continuation("decode_request_as_many_as_fit", [], Options(), AS_MANY_AS_FIT),
         frame("decode_token", DecodeToken(REQUEST, 19)),
         frame(
             "decode_token_step",
@@ -325,7 +331,7 @@ def malformed() -> list[dict[str, Any]]:
     def payload(kind: str, wire: bytes, why: str) -> dict[str, Any]:
         return {"payload": kind, "wire": wire.hex(), "why": why}
 
-    return [
+    cases: list[dict[str, Any]] = [
         {"zmq": zmq(u32(44)), "why": "no header part"},
         {"zmq": zmq(b"\x2c\x00", bytes(16)), "why": "the tag is not 4 bytes"},
         {"zmq": zmq(u32(44), bytes(15)), "why": "the header is not 16 bytes"},
@@ -354,6 +360,7 @@ def malformed() -> list[dict[str, Any]]:
             "a bias over 100",
         ),
         payload("prompt:1", u32(11) + b"\x80\x00", "bytes after the options"),
+        payload("prompt:1", u32(11) + b"\x82\xa4seed\x01\xa4seed\x01", "an option twice"),
         payload("continuation", b"\x00", "payload below 4 bytes"),
         payload("continuation", u32(2) + u32(11), "fewer token ids than the count"),
         payload("PrefillResult", bytes(7), "no i64"),
@@ -379,30 +386,73 @@ def malformed() -> list[dict[str, Any]]:
         payload("segment", bytes(39), "no descriptor"),
         payload("Offer", b"\x80", "required fields are missing"),
         payload("Usage", b"\x81\xadfinish_reason\x01", "wrong type"),
+        payload("Usage", b"\x82\xadfinish_reason\xa4stop\xadfinish_reason\xa4stop", "a key twice"),
+        payload(
+            "Logprobs[]",
+            b"\x91\x82" + (b"\xa7logprob\xcb" + struct.pack(">d", -1.0)) * 2,
+            "a key twice in a map of an array",
+        ),
         payload("ErrorDetail", b"\xc1", "no msgpack at all"),
         payload("Load", b"\xdd\xff\xff\xff\xff", "an array of four billion that is not there"),
         payload("Logprobs[]", b"\x91\x01", "no map and no nil"),
     ]
+    return [{"name": _malformed_name(case), **case} for case in cases]
+
+
+def _malformed_name(case: dict[str, Any]) -> str:
+    where = "zmq" if "zmq" in case else "tcp" if "tcp" in case else case["payload"]
+    return f"{where}: {case['why']}"
 
 
 def prefixes() -> list[dict[str, Any]]:
-    cases: list[tuple[list[int], int]] = [
-        ([], 16),
-        ([1, 2, 3], 4),
-        ([1, 2, 3, 4], 4),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 4),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 1),
-        ([4294967295, 0], 2),
-        (list(range(40)), 16),
+    cases: list[tuple[str, list[int], int]] = [
+        ("no tokens", [], 16),
+        ("less than a block", [1, 2, 3], 4),
+        ("one block", [1, 2, 3, 4], 4),
+        ("two blocks and a rest", [1, 2, 3, 4, 5, 6, 7, 8, 9], 4),
+        ("blocks of one token", [1, 2, 3, 4, 5, 6, 7, 8, 9], 1),
+        ("the largest id", [4294967295, 0], 2),
+        ("blocks of 16 tokens", list(range(40)), 16),
     ]
     return [
         {
+            "name": name,
             "token_ids": token_ids,
             "block_size": block_size,
             "hashes": [f"{one:016x}" for one in prefix_hashes(token_ids, block_size)],
         }
-        for token_ids, block_size in cases
+        for name, token_ids, block_size in cases
     ]
+
+
+# Name, what config.json and tokenizer.json hold, and the bytes of each file of weights.
+MODELS: Final[list[tuple[str, dict[str, str], dict[str, int]]]] = [
+    (
+        "one file of weights",
+        {"config.json": '{"model_type": "llama"}\n', "tokenizer.json": "{}"},
+        {"model.safetensors": 1000},
+    ),
+    (
+        "two files of weights, no tokenizer",
+        {"config.json": '{"model_type": "qwen3"}\n'},
+        {"model-00002-of-00002.safetensors": 7, "model-00001-of-00002.safetensors": 5_000_000},
+    ),
+]
+
+
+def fingerprints() -> list[dict[str, Any]]:
+    """Of directories made for it: fingerprints go by the names and sizes of weights only."""
+    found = []
+    for name, files, weights in MODELS:
+        with TemporaryDirectory() as directory:
+            for file, content in files.items():
+                (Path(directory) / file).write_text(content)
+            for file, size in weights.items():
+                with (Path(directory) / file).open("wb") as sparse:
+                    sparse.truncate(size)
+            digest = fingerprint(Path(directory))
+        found.append({"name": name, "files": files, "weights": weights, "fingerprint": digest})
+    return found
 
 
 def kv_of(layer_start: int, num_layers: int, token_start: int, num_tokens: int) -> bytes:
@@ -531,6 +581,7 @@ def vectors() -> dict[str, Any]:
         "frames": data_plane() + control_plane(),
         "malformed": malformed(),
         "prefix": prefixes(),
+        "fingerprint": fingerprints(),
         "transfer": transfers(),
         "sessions": sessions(),
     }

@@ -24,6 +24,8 @@ VERSION: Final = 1
 ANY_RANK: Final = 0xFFFFFFFF
 # PREFILL_REQUEST.decode_rank: no decode worker; the first token is also the last.
 NO_RANK: Final = 0xFFFFFFFE
+# DECODE_REQUEST.max_new_tokens of a client: to the end of the context.  A worker gets a number.
+AS_MANY_AS_FIT: Final = 0xFFFFFFFF
 # DECODE_DONE.token_id, reserved by seed 000 as the end-of-generation marker.
 END_OF_GENERATION: Final = -1
 

@@ -11,6 +11,7 @@ from typing import Annotated, Final
 import msgspec
 
 from wire.errors import ErrorCode, RemoteProtocolError
+from wire.maps import check_keys
 from wire.parts import Buffer
 
 MAX_OPTIONS_BYTES: Final = 64 * 1024
@@ -102,7 +103,9 @@ def decode_options(buffer: Buffer) -> Options:
             ErrorCode.INVALID_REQUEST,
         )
     try:
-        return _DECODER.decode(buffer)
+        options = _DECODER.decode(buffer)
+        check_keys(buffer)
+        return options
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         # An unknown key is quoted in the message: cut it, the peer chose its length.
         raise RemoteProtocolError(f"options: {error}"[:300], ErrorCode.INVALID_REQUEST) from error

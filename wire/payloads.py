@@ -15,6 +15,7 @@ import msgspec
 from wire.errors import LocalProtocolError, RemoteProtocolError
 from wire.logprobs import Logprobs as Logprobs
 from wire.logprobs import check_prompt_logprobs
+from wire.maps import check_keys
 from wire.options import Options, decode_options, encode_options
 from wire.parts import Buffer
 
@@ -166,7 +167,9 @@ def decode_map(kind: type[_M], buffer: Buffer) -> _M:
     if decoder is None:
         decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
     try:
-        return decoder.decode(buffer)  # type: ignore[no-any-return]
+        decoded = decoder.decode(buffer)
+        check_keys(buffer, *_NESTED.get(kind, ()))
+        return decoded  # type: ignore[no-any-return]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
         # An unknown key is quoted in the message: cut it, the peer chose its length.
         name = getattr(kind, "__name__", kind)
@@ -265,6 +268,14 @@ class Offer(_Map, frozen=True, kw_only=True):
     total_bytes: Count
     token_ids: bytes
     digest: Annotated[str, msgspec.Meta(pattern="^xxh3_64$")] = "xxh3_64"
+
+
+# The keys whose values are maps themselves.
+_NESTED: Final[dict[type, tuple[str, ...]]] = {
+    HelloDetail: ("layout",),
+    PrefillRest: ("logprobs",),
+    Offer: ("layout",),
+}
 
 
 class Credit(NamedTuple):

@@ -11,6 +11,7 @@ import structlog
 from wire.aio.log import configure
 from wire.aio.process import Stop, run, slow_start
 from wire.aio.settings import parse
+from wire.checkpoint import check_files, check_weights
 from wire.errors import WireError
 from wire.model import fingerprint, locate
 from worker.app import EXIT_CONFIG, Worker
@@ -63,6 +64,9 @@ def _set_threads(num_threads: int) -> None:
 
 def _create(config: Config, model: str, **settings: Any) -> Executor:
     path = locate(model)
+    check_files(path)
+    if config.executor == "torch":  # here, for importing torch takes seconds
+        check_weights(path)
     return create(
         config.executor,
         model_path=path,

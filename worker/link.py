@@ -62,6 +62,9 @@ MIN_SILENCE_S: Final = 3.0
 # the second connection of one identity, and needs 25 to 30 s to see that a vanished one is gone.
 HELLO_AGAIN_S: Final = 3.0
 REOPEN_S: Final = 10.0
+# A router that cannot be reached is named this often.
+UNREACHED_AGAIN_S: Final = 5.0
+HINT: Final = "is it running, is --router its --bus, do --keys fit? trying on"
 
 
 class Requests(Protocol):
@@ -131,6 +134,7 @@ class RouterLink:
     def open(self) -> None:
         """Connect; HELLO goes out as soon as the router is there.  Raises OSError."""
         self._silent_s, self._is_stuck = 0.0, False
+        self._hello_due_s = HELLO_AGAIN_S
         self._link = self.connect(
             self.identity.name,
             self.endpoint,
@@ -155,8 +159,10 @@ class RouterLink:
             if is_silent or self._is_stuck:
                 self._lose("it says nothing" if is_silent else "it does not read")
                 await self._reopen()
-        elif self.state is LinkState.JOINING and self._link is not None and self._link.is_up:
-            if self._silent_s > REOPEN_S:
+        elif self.state is LinkState.JOINING and self._link is not None:
+            if not self._link.is_up:
+                self._complain()
+            elif self._silent_s > REOPEN_S:
                 await self._reopen()
             elif self._hello_due_s <= 0:
                 log.warning("no WELCOME from the router yet", router=self.endpoint)
@@ -198,6 +204,13 @@ class RouterLink:
         self._hello_due_s = HELLO_AGAIN_S
         hello = Hello(self.identity.epoch, self.identity.rank, self.identity.role)
         self.send(hello, encode_map(self.detail))
+
+    def _complain(self) -> None:
+        """Say from time to time which router cannot be reached; the connection is tried on."""
+        if self._hello_due_s <= 0:
+            self._hello_due_s = UNREACHED_AGAIN_S
+            waited = f"{self._silent_s:.0f} s"
+            log.warning("cannot reach the router", router=self.endpoint, waited=waited, hint=HINT)
 
     def _on_down(self) -> None:
         self._silent_s, self._is_stuck = 0.0, False

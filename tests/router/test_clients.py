@@ -18,11 +18,13 @@ from wire.aio.tcp import Limits as TcpLimits
 from wire.errors import ErrorCode
 from wire.frames import (
     ANY_RANK,
+    AS_MANY_AS_FIT,
     NO_RANK,
     Cancel,
     DecodeDone,
     DecodeRequest,
     DecodeToken,
+    Drain,
     Error,
     Frame,
     Hello,
@@ -37,6 +39,7 @@ from wire.payloads import (
     ErrorDetail,
     Logprobs,
     Usage,
+    decode_continuation,
     decode_map,
     decode_prefill_result,
     encode_map,
@@ -271,6 +274,8 @@ async def test_a_hold_without_decode_request_ends_with_the_lease() -> None:
         (PrefillRequest(1, 9, ANY_RANK), b"short"),
         (Hello(1, 2, Role.DECODE), b""),
         (Hello(0, 0, Role.CLIENT, version=2), b"key"),
+        (Hello(0, 0, Role.CLIENT), b"key"),  # late
+        (Drain(1, 1), b""),
         (DecodeToken(1, 1), b""),
     ],
 )
@@ -299,6 +304,47 @@ async def test_a_second_decode_request_is_a_breach() -> None:
         client.send(DecodeRequest(5, 1))
         client.send(DecodeRequest(5, 1))
         assert (await error(client))[:2] == (0, ErrorCode.PROTOCOL)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "count"),
+    [(3, {}, 996), (998, {}, 1), (3, {"max_tokens": 5}, 4), (3, {"max_tokens": 997}, 996)],
+)
+@pytest.mark.parametrize("is_pipelined", [True, False])
+async def test_a_client_may_ask_for_as_many_tokens_as_fit(
+    prompt: int, options: dict[str, int], count: int, is_pipelined: bool
+) -> None:
+    """The context has 1000 tokens; a worker is told a number."""
+    async with face() as (router, client):
+        ask(client, 1, prompt, **options)
+        if is_pipelined:
+            client.send(DecodeRequest(1, AS_MANY_AS_FIT))
+        request_id = await router.request_id()
+        router.say(P, PrefillDone(request_id, 64 * prompt), first(5))
+        assert (await hear(client)).tag is Tag.PREFILL_DONE
+        if not is_pipelined:
+            client.send(DecodeRequest(1, AS_MANY_AS_FIT))
+        [(_, message)] = await router.hear(Tag.DECODE_REQUEST)
+        assert message.frame == DecodeRequest(request_id, count)
+        _, told = decode_continuation(message.body())
+        assert told.max_tokens == count + 1
+
+
+async def test_what_fits_where_nothing_more_does_is_the_first_token_alone() -> None:
+    async with face() as (router, client):
+        ask(client, 1, 999)
+        client.send(DecodeRequest(1, AS_MANY_AS_FIT))
+        router.say(P, PrefillDone(await router.request_id(), 64 * 999), first(5))
+        assert (await hear(client)).tag is Tag.PREFILL_DONE
+        assert (await hear(client)).frame == DecodeDone(1)
+        router.assert_idle()
+
+
+async def test_one_more_than_as_many_as_fit_is_a_number_like_any_other() -> None:
+    async with face() as (_, client):
+        ask(client, 1)
+        client.send(DecodeRequest(1, AS_MANY_AS_FIT - 1))
+        assert (await error(client))[:2] == (1, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
 
 
 async def test_what_is_remembered_of_ended_requests_is_bounded() -> None:
@@ -375,6 +421,31 @@ async def test_without_keys_hello_is_allowed() -> None:
         hello(client, KEY)
         ask(client, 1)
         await router.request_id()
+
+
+@pytest.mark.parametrize("frame", [Hello(5, 0, Role.CLIENT), Hello(0, 5, Role.CLIENT)])
+async def test_hello_of_a_client_has_neither_epoch_nor_rank(frame: Hello, key_file: Path) -> None:
+    for api_keys in (None, ApiKeys(key_file)):
+        async with face(api_keys=api_keys) as (_, client):
+            client.send(frame, KEY.encode())
+            request_id, code, detail = await error(client)
+            assert (request_id, code) == (0, ErrorCode.PROTOCOL)
+            assert "epoch 0, rank 0, role 3" in detail.message
+            assert await client.next_message() is None
+
+
+async def test_hello_comes_once(key_file: Path) -> None:
+    for api_keys in (None, ApiKeys(key_file)):
+        async with face(api_keys=api_keys) as (router, client):
+            hello(client, KEY)
+            ask(client, 1)
+            await router.request_id()
+            hello(client, OTHER)
+            request_id, code, detail = await error(client)
+            assert (request_id, code) == (0, ErrorCode.PROTOCOL)
+            assert "first frame" in detail.message
+            await router.hear(Tag.CANCEL)
+            router.assert_idle()
 
 
 async def heard(client: Client) -> None:

@@ -54,6 +54,15 @@ def placed(placement: Placement, each: Flight | None = None) -> Attempt:
     return attempt
 
 
+def test_what_fits_is_what_the_context_leaves_after_the_first_token() -> None:
+    _, placement = cluster(Role.PREFILL, Role.DECODE)
+    assert placement.num_that_fit(flight(3)) == 996
+    assert placement.num_that_fit(flight(999)) == placement.num_that_fit(flight(1001)) == 0
+    with pytest.raises(WireError) as caught:
+        cluster()[1].num_that_fit(flight())
+    assert caught.value.code is ErrorCode.NO_WORKER
+
+
 def test_both_workers_are_charged_and_released() -> None:
     table, placement = cluster(Role.PREFILL, Role.DECODE)
     attempt = placed(placement)

@@ -6,6 +6,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+from router.config import Config
+from router.start import has_own_weights
 from wire.aio.settings import EX_CONFIG
 
 TOLD = """
@@ -22,3 +26,21 @@ def test_what_is_imported_is_left_alone_by_the_collector() -> None:
     status, is_enabled, num_frozen, num_watched = json.loads(said.stdout.splitlines()[-1])
     assert status == EX_CONFIG and is_enabled
     assert num_frozen > 10 * num_watched
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_them"),
+    [
+        ({"local": (1, 1)}, True),
+        ({"local": (0, 1)}, True),
+        ({}, False),
+        ({"local": (1, 1), "executor": "hash"}, False),
+        ({"local": (1, 1), "worker_args": "--executor mine:create"}, False),
+        ({"local": (1, 1), "worker_args": "--num-blocks 9"}, True),
+    ],
+)
+def test_weights_are_looked_at_for_local_workers_of_ours(
+    settings: dict[str, object], has_them: bool
+) -> None:
+    """Others may be on another machine, or need none: a user's own executor, hash."""
+    assert has_own_weights(Config(**settings)) == has_them  # type: ignore[arg-type]

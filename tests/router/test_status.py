@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.router.site import Site, write_model
 from wire.frames import Role
@@ -52,3 +53,13 @@ async def test_cluster_metrics_and_version(site: Site) -> None:
         assert answer.headers["content-type"].startswith("text/plain; version=")
         assert "baton_requests_running 0.0" in answer.text
         assert isinstance((await client.get("/version")).json()["version"], str)
+
+
+async def test_polls_are_debug_lines_whatever_they_are_told(tmp_path: Path) -> None:
+    site = Site(write_model(tmp_path), join=False)
+    async with site.client() as client:
+        with capture_logs() as lines:
+            assert (await client.get("/readyz")).status_code == 503
+            assert (await client.get("/health")).status_code == 503
+            assert (await client.get("/v1/models/other")).status_code == 404
+    assert [line["log_level"] for line in lines] == ["debug", "debug", "info"]

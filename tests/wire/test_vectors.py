@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from hashlib import sha256
 from pathlib import Path
 from struct import pack, unpack
 from typing import Any
@@ -15,6 +16,7 @@ from wire import parts, payloads, stream
 from wire.errors import LocalProtocolError, RemoteProtocolError, TransferFailed
 from wire.frames import FRAMES, Frame, KvCache, KvCacheAck, Tag
 from wire.logprobs import join_prompt_logprobs, pack_logprobs, unpack_prompt_logprobs
+from wire.model import fingerprint
 from wire.options import Options
 from wire.parts import Buffer
 from wire.payloads import Credit, KVLayout, Offer, decode_map, encode_map
@@ -164,7 +166,7 @@ def complete(kind: str, content: Any) -> Any:
     return {**content, "digest": "xxh3_64"} if kind == "Offer" else content
 
 
-@pytest.mark.parametrize("vector", VECTORS["malformed"], ids=lambda v: v["why"])
+@named("malformed")
 def test_malformed_bytes_are_refused(vector: dict[str, Any]) -> None:
     with pytest.raises(RemoteProtocolError):
         if "zmq" in vector:
@@ -176,6 +178,28 @@ def test_malformed_bytes_are_refused(vector: dict[str, Any]) -> None:
         else:
             kind, _, seq_len = vector["payload"].partition(":")
             decode_payload(kind, bytes.fromhex(vector["wire"]), int(seq_len or 0))
+
+
+@pytest.mark.parametrize("entries", [each for each in VECTORS.values() if isinstance(each, list)])
+def test_every_entry_has_a_name_of_its_own(entries: list[dict[str, Any]]) -> None:
+    names = [entry.get("name") for entry in entries]
+    assert all(names) and len(set(names)) == len(names)
+
+
+@named("fingerprint")
+def test_fingerprints(vector: dict[str, Any], tmp_path: Path) -> None:
+    """As SPEC 5.1 says it, without the code that makes ours."""
+    digest = sha256()
+    for name in ("config.json", "tokenizer.json"):
+        content = vector["files"].get(name, "")
+        digest.update(f"{name} {len(content)}\n{content}".encode())
+        if name in vector["files"]:
+            (tmp_path / name).write_text(content)
+    for name, size in sorted(vector["weights"].items()):
+        digest.update(f"{name} {size}\n".encode())
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    assert digest.hexdigest()[:16] == vector["fingerprint"] == fingerprint(tmp_path)
 
 
 @named("prefix")

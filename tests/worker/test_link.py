@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.worker.scripted import PATIENCE_S, ScriptedRouter, pair, scripted_router
 from wire.aio.zmq import Link
@@ -17,7 +19,15 @@ from wire.options import Options
 from wire.parts import Message
 from wire.payloads import HelloDetail, PeerDetail, decode_prefill_result, encode_map
 from worker.executor.hash import LAYOUT
-from worker.link import HELLO_AGAIN_S, MIN_SILENCE_S, REOPEN_S, Identity, LinkState, RouterLink
+from worker.link import (
+    HELLO_AGAIN_S,
+    MIN_SILENCE_S,
+    REOPEN_S,
+    UNREACHED_AGAIN_S,
+    Identity,
+    LinkState,
+    RouterLink,
+)
 
 PROMPT = list(range(100))
 OPTIONS = Options(max_tokens=20_000, ignore_eos=True)
@@ -209,3 +219,29 @@ async def test_a_drain_waits_for_no_router_that_is_away() -> None:
         async with stage(router) as alone:
             alone.link.drain(1)
             assert alone.link.is_drained
+
+
+async def test_a_router_that_is_not_there_is_named_from_time_to_time(tmp_path: Path) -> None:
+    """Counted in ticks: 3 s after the start, for it is a worker's way to be early, then every 5."""
+    endpoint = f"ipc://{tmp_path}/nobody"
+    identity = Identity(Role.DECODE, 3, 5)
+    link = RouterLink(endpoint, identity, DETAIL, Recorder(), lambda link: None)
+    link.open()
+    try:
+        with capture_logs() as lines:
+            for elapsed_s, count in [(2.9, 0), (0.2, 1), (4.9, 1), (0.2, 2), (5.1, 3)]:
+                await link.tick(elapsed_s)
+                assert len(lines) == count
+        assert {(line["event"], line["router"]) for line in lines} == {
+            ("cannot reach the router", endpoint)
+        }
+    finally:
+        await link.close(0)
+
+
+async def test_a_router_that_is_there_is_not_complained_of() -> None:
+    async with scripted_router() as router, stage(router) as alone:
+        assert await alone.state() is LinkState.READY
+        with capture_logs() as lines:
+            await alone.link.tick(UNREACHED_AGAIN_S)
+        assert "cannot reach the router" not in {line["event"] for line in lines}

@@ -12,10 +12,9 @@ nothing; every token of a prompt is as likely as any other.
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from wire.checkpoint import read_json
 from wire.logprobs import pack_logprobs
 from wire.options import Options
 from wire.payloads import KVLayout, Logprobs
@@ -92,13 +92,8 @@ def _read_vocabulary(path: Path) -> tuple[int, frozenset[int]]:
     return vocab_size, frozenset(eos_token_ids)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return content
+def _read_json(path: Path) -> Mapping[str, Any]:
+    return read_json(path) if path.exists() else {}
 
 
 class HashKVCache(HostKVCache):

@@ -7,19 +7,16 @@ module does not know how to honour is refused with an error that names the key, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from wire.checkpoint import ModelError as ModelError
+from wire.checkpoint import check_family, read_json
 from worker.model.rope import Rope, read_rope
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
-
-
-class ModelError(ValueError):
-    """A model directory cannot be served; the message names the file and the key or tensor."""
 
 
 class Family(NamedTuple):
@@ -78,9 +75,9 @@ def read_config(path: Path) -> ModelConfig:
         ModelError: A file is missing or no JSON object, a key is missing, of the wrong type, out of
             range, or asks for something this transformer does not do.
     """
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     generation = path / "generation_config.json"
-    eos = _eos_token_ids(_read_json(generation), generation) if generation.is_file() else None
+    eos = _eos_token_ids(read_json(generation), generation) if generation.is_file() else None
     if eos is None:
         eos = _eos_token_ids(config, path / "config.json") or frozenset()
     try:
@@ -90,11 +87,8 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def _parse(config: Mapping[str, Any], eos_token_ids: frozenset[int]) -> ModelConfig:
-    name = config.get("model_type")
-    family = FAMILIES.get(name) if isinstance(name, str) else None
-    if family is None:
-        raise ModelError(f"model_type is {name!r}, not one of {', '.join(FAMILIES)}")
-    assert isinstance(name, str)
+    name = check_family(config.get("model_type"))
+    family = FAMILIES[name]
     _refuse_unknown(config)
     hidden_size = _count(config, "hidden_size")
     num_heads = _count(config, "num_attention_heads")
@@ -239,15 +233,3 @@ def _count(
     if type(value) is not int or value < minimum:
         raise ModelError(f"{key} is {value!r}, not an integer of at least {minimum}")
     return value
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing; not a Hugging Face model directory") from None
-    except ValueError as error:
-        raise ModelError(f"{path}: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return parsed

@@ -7,20 +7,16 @@ noise.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from worker.model.config import ModelError, read_config
+from wire.checkpoint import ModelError, checkpoint_files
+from worker.model.config import read_config
 from worker.model.ops import Tensors
 from worker.model.transformer import Transformer
-
-INDEX: Final = "model.safetensors.index.json"
-SINGLE: Final = "model.safetensors"
 
 
 def load_model(
@@ -49,28 +45,6 @@ def load_model(
     if compiled:
         model.compile()
     return model
-
-
-def checkpoint_files(path: Path) -> Sequence[Path]:
-    """Return the safetensors files of a model directory.
-
-    Raises:
-        ModelError: There are none, or the index names files that are not there.
-    """
-    index = path / INDEX
-    if not index.is_file():
-        if not (path / SINGLE).is_file():
-            raise ModelError(f"{path} has neither {SINGLE} nor {INDEX}")
-        return [path / SINGLE]
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index}: no weight_map from tensors to files") from error
-    files = [path / str(name) for name in sorted(names, key=str)]
-    absent = [file.name for file in files if file.parent != path or not file.is_file()]
-    if absent or not files:
-        raise ModelError(f"{index} names files that are not beside it: {_some(absent)}")
-    return files
 
 
 def _load_file(file: Path, missing: Tensors, ignored: frozenset[str]) -> None:

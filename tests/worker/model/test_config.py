@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from wire import checkpoint
 from worker.model.config import FAMILIES, ModelConfig, ModelError, read_config
 
 MINIMAL: dict[str, Any] = {
@@ -137,3 +138,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 
 def test_every_family_is_known() -> None:
     assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3"}
+
+
+def test_the_families_are_those_that_a_router_lets_pass() -> None:
+    assert tuple(FAMILIES) == checkpoint.FAMILIES

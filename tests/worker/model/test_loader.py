@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scripts.make_model import make_model
-from worker.model.config import ModelError
-from worker.model.loader import INDEX, SINGLE, checkpoint_files, load_model
+from wire.checkpoint import INDEX, SINGLE, ModelError, checkpoint_files
+from worker.model.loader import load_model
 from worker.model.transformer import Transformer
 
 CPU = torch.device("cpu")

@@ -1,0 +1,158 @@
+"""What a newcomer reads: a start that cannot work ends with 78 and one line, any other says why it
+waits and, when all is there, what to try.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster import ROOT, until
+from wire.model import DEMO
+
+PORTS = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0")
+
+
+def damaged(directory: Path, name: str, change: Callable[[bytes], bytes | None]) -> Path:
+    """A copy of the demo model, one file of it changed or, for None, taken away."""
+    model = Path(shutil.copytree(DEMO, directory / "model"))
+    content = change((model / name).read_bytes())
+    if content is None:
+        (model / name).unlink()
+    else:
+        (model / name).write_bytes(content)
+    return model
+
+
+def half(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+# File, what happens to it, and what the line says; the last needs the weights to matter.
+DAMAGES: list[tuple[str, Callable[[bytes], bytes | None], str]] = [
+    ("config.json", half, r"config\.json.*is the file whole"),
+    ("config.json", lambda _: None, r"has no config\.json"),
+    ("tokenizer.json", half, r"tokenizer\.json.*is the file whole"),
+    ("config.json", lambda c: c.replace(b'"llama"', b'"gpt2"'), "model_type is 'gpt2', not one of"),
+    ("model.safetensors", lambda _: None, r"neither model\.safetensors nor"),
+    ("model.safetensors", lambda _: b"", "no safetensors header"),
+    ("model.safetensors", half, "its header says"),
+]
+
+
+def ends_with_78_and_one_line(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 78, done.stderr
+    lines = [line for line in done.stderr.splitlines() if '"event": "loading"' not in line]
+    assert len(lines) == 1 and "Traceback" not in lines[0] and "exc_type" not in lines[0], lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(("name", "change", "words"), DAMAGES)
+def test_a_model_that_cannot_be_served_is_one_line(
+    tmp_path: Path, name: str, change: Callable[[bytes], bytes | None], words: str
+) -> None:
+    model = str(damaged(tmp_path, name, change))
+    bus = f"ipc://{tmp_path}/bus"
+    router = ("router", "--model", model, "--local", "1,1", "--bus", bus, *PORTS)
+    assert re.search(words, ends_with_78_and_one_line(*router))
+    worker = ("worker", "--model", model, "--role", "decode", "--rank", "0", "--router", bus)
+    assert re.search(words, ends_with_78_and_one_line(*worker))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.json", b"{}", "tokenizer.json"),
+        ("tokenizer_config.json", b'{"chat_template": "{% if"}', "chat template"),
+        ("tokenizer_config.json", b'{"chat_template": 7}', "tokenizer_config.json"),
+        ("config.json", b'{"vocab_size": "many"}', "config.json"),
+    ],
+)
+def test_what_only_the_router_reads_is_one_line_too(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    """Without local workers neither: such a router could not read a prompt."""
+    model = str(damaged(tmp_path, name, lambda _: content))
+    bus = f"ipc://{tmp_path}/bus"
+    assert words in ends_with_78_and_one_line("router", "--model", model, "--bus", bus, *PORTS)
+
+
+@pytest.mark.parametrize("given", ["1", "1,2,3", "a,b", "1,65", "-1,1"])
+def test_local_explains_itself(given: str) -> None:
+    line = ends_with_78_and_one_line("router", f"--local={given}")
+    assert "P,D" in line and "--local 1,1" in line and f"'{given}'" in line
+
+
+@contextmanager
+def running(log: Path, *command: str) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """A process, and what its log says so far."""
+    with log.open("w") as stderr:
+        process = subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, stderr=stderr)
+
+    def lines() -> list[dict[str, Any]]:
+        whole = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
+        return [json.loads(line) for line in whole]
+
+    try:
+        yield lines
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def test_a_worker_that_reaches_no_router_says_which(tmp_path: Path) -> None:
+    bus = f"ipc://{tmp_path}/nobody"
+    command = ("worker", "--executor", "hash", "--role", "decode", "--rank", "0", "--router", bus)
+    with running(tmp_path / "log", *command) as lines:
+
+        def complaints() -> list[dict[str, Any]]:
+            return [line for line in lines() if line["event"] == "cannot reach the router"]
+
+        until(lambda: len(complaints()) == 2, "it says so again")
+        assert {line["router"] for line in complaints()} == {bus}
+        assert "--router" in complaints()[0]["hint"]
+
+
+def test_a_router_says_what_it_waits_for_and_then_what_to_try(tmp_path: Path) -> None:
+    ready, bus = tmp_path / "ready.json", f"ipc://{tmp_path}/bus"
+    router = ("router", "--executor", "hash", "--bus", bus, *PORTS, "--ready-file", str(ready))
+    worker = ("worker", "--executor", "hash", "--rank", "0", "--router", bus, "--role")
+    with running(tmp_path / "router", *router) as lines:
+
+        def events(begin: str) -> list[dict[str, Any]]:
+            return [line for line in lines() if line["event"].startswith(begin)]
+
+        [waits] = until(lambda: events("waiting for workers"), "it says that it waits")
+        assert waits["reasons"] == ["no prefill worker is ready", "no decode worker is ready"]
+        http = json.loads(ready.read_text())["http"]
+        assert httpx.get(http + "/readyz", trust_env=False).status_code == 503
+        with (
+            running(tmp_path / "prefill", *worker, "prefill"),
+            running(tmp_path / "decode", *worker, "decode"),
+        ):
+            [is_ready] = until(lambda: events("ready; try "), "it says that it is ready")
+            words = shlex.split(is_ready["event"].removeprefix("ready; try "))
+            assert words[:2] == ["curl", f"{http}/v1/completions"] and words[2::2] == ["-H", "-d"]
+            headers = [words[3].split(": ")]
+            answer = httpx.post(words[1], headers=headers, content=words[5], trust_env=False)
+            assert answer.json()["choices"][0]["text"]
+            time.sleep(1.5)  # the next look at the workers
+            assert len(events("ready; try ")) == 1
+        until(lambda: len(events("waiting for workers")) >= 2, "it waits again")
+        polls = [line for line in events("request") if line.get("endpoint") == "readyz"]
+        assert not polls, "a poll is a debug line"

@@ -1,0 +1,95 @@
+"""A map says each key once: two readers of a key twice would go by different values."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire import payloads
+from wire.errors import RemoteProtocolError
+from wire.maps import check_keys
+from wire.options import Options, decode_options
+from wire.payloads import (
+    HelloDetail,
+    Load,
+    Logprobs,
+    Offer,
+    PeerDetail,
+    PrefillResult,
+    Usage,
+    decode_map,
+    decode_prefill_result,
+    encode_map,
+)
+
+encode = msgspec.msgpack.encode
+VALUES = st.recursive(
+    st.none() | st.integers(0, 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(), inner, max_size=20),
+    max_leaves=60,
+)
+# One map head for each of msgpack's three widths of a count.
+HEADS = {
+    "fixmap": lambda count: bytes([0x80 | count]),
+    "map 16": lambda count: b"\xde" + count.to_bytes(2, "big"),
+    "map 32": lambda count: b"\xdf" + count.to_bytes(4, "big"),
+}
+
+
+def pairs(*items: tuple[str, object], head: str = "fixmap") -> bytes:
+    return HEADS[head](len(items)) + b"".join(encode(key) + encode(value) for key, value in items)
+
+
+@given(VALUES)
+def test_whatever_has_each_key_once_passes(value: object) -> None:
+    check_keys(encode(value))
+
+
+@pytest.mark.parametrize("head", HEADS)
+@given(content=st.dictionaries(st.text(), st.integers(-9, 2**63), min_size=1, max_size=14))
+def test_a_key_twice_is_refused_whatever_the_head(head: str, content: dict[str, int]) -> None:
+    check_keys(pairs(*content.items(), head=head))
+    key, value = next(iter(content.items()))
+    for again in (value, value + 1):
+        with pytest.raises(msgspec.ValidationError, match="twice"):
+            check_keys(pairs(*content.items(), (key, again), head=head))
+
+
+def test_every_map_within_a_map_is_known() -> None:
+    """Of every payload there is: a key that holds a map has to be looked into."""
+    for kind in vars(payloads).values():
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            fields = msgspec.inspect.type_info(kind).fields  # type: ignore[attr-defined]
+            maps = [field.name for field in fields if "StructType" in repr(field.type)]
+            assert tuple(maps) == payloads._NESTED.get(kind, ()) or kind is PrefillResult, kind
+
+
+def test_a_key_twice_is_refused_in_every_payload() -> None:
+    layout = pairs(("num_layers", 1), ("num_layers", 2), ("num_kv_heads", 1), ("head_dim", 2))
+    layout = b"\x85" + layout[1:] + encode("dtype") + encode("uint8")
+    hello = {"model": "m", "fingerprint": "f", "block_size": 16, "num_blocks": 1}
+    hello |= {"max_model_len": 9, "max_kv_transfer_bytes": 9}
+    fields = b"".join(encode(key) + encode(value) for key, value in hello.items())
+    offer = pairs(("num_tokens", 1), ("total_bytes", 4), ("token_ids", bytes(4)))[1:]
+    peer = [("rank", 1), ("epoch", 1), ("kv_endpoint", "x"), ("rank", 2)]
+    token = pairs(("logprob", -1.0), ("logprob", -2.0))
+    load = [("total", 1), ("used", 0), ("cached", 0), ("free", 1), ("free", 2)]
+    for kind, buffer in [
+        (Usage, pairs(("finish_reason", "stop"), ("finish_reason", "length"))),
+        (Load, pairs(*load)),
+        (HelloDetail, b"\x87" + fields + encode("layout") + layout),
+        (Offer, b"\x84" + offer + encode("layout") + layout),
+        (list[PeerDetail], b"\x91" + pairs(*peer)),
+        (list[Logprobs | None], b"\x93" + b"\xc0" + encode_map(Logprobs(logprob=-1.0)) + token),
+        (list[Logprobs | None], b"\xdc\x00\x01" + token),
+        (list[Logprobs | None], b"\xdd\x00\x00\x00\x01" + token),
+    ]:
+        with pytest.raises(RemoteProtocolError, match="twice"):
+            decode_map(kind, buffer)  # type: ignore[arg-type]
+    with pytest.raises(RemoteProtocolError, match="twice"):
+        decode_prefill_result(bytes(8) + b"\x81" + encode("logprobs") + token)
+    with pytest.raises(RemoteProtocolError, match="twice"):
+        decode_options(pairs(("max_tokens", 2), ("max_tokens", 2)))
+    assert decode_options(pairs(("max_tokens", 2))) == Options(max_tokens=2)
