@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import psutil
 
 from wire.model import locate
 from wire.options import Options
@@ -43,6 +44,13 @@ def hash_oracle(prompt: list[int], num_tokens: int, options: Options) -> list[in
         eos_token_ids=info.eos_token_ids,
         max_model_len=info.max_model_len,
     )
+
+
+def kv_endpoint(worker: subprocess.Popen[bytes]) -> str:
+    """Where a decode worker takes KV in: the only port it listens on."""
+    connections = psutil.Process(worker.pid).net_connections("tcp")
+    (port,) = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+    return f"tcp://127.0.0.1:{port}"
 
 
 class Cluster:

@@ -8,8 +8,9 @@ admitted before, then handed out once to be verified and unpacked.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from struct import unpack
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from wire.errors import (
     ErrorCode,
@@ -35,6 +36,13 @@ from wire.segment import (
 
 Ack = tuple[KvCacheAck, Credit]
 
+# Blocks are reserved from the grant on.  A sender that keeps SPEC 6.6 offers when its first chunk
+# is computed, or when it expects that within a tenth of this time: 10 s of a lease of 30 s.
+FIRST_SEGMENT_LEASES: Final = 1 / 3
+# A router asks for KV when the whole prompt is read, and gives a request 600 s unless told
+# otherwise: 20 leases of 30 s.  Whoever reads longer prompts needs a longer lease.
+UNCLAIMED_LEASES: Final = 20
+
 
 class Segment(NamedTuple):
     """An admitted segment: verify it, unpack it, then tell the receiver `stored` or `broken`."""
@@ -52,7 +60,8 @@ class KVReceiver(Transfer):
     """The decode worker's end.
 
     Reserve blocks for `token_ids`, then `accept`.  Give every KV_CACHE to `on_segment` (with a
-    payload) or `on_keepalive` (without), and send every ACK that comes back.
+    payload) or `on_keepalive` (without), and send every ACK that comes back.  Say `claim` when a
+    router asks for it: until then its time is short.
     """
 
     def __init__(
@@ -91,6 +100,7 @@ class KVReceiver(Transfer):
         self.layout = layout
         self.num_tokens = offer.num_tokens
         self.token_ids: tuple[int, ...] = unpack(f"<{offer.num_tokens}I", offer.token_ids)
+        self.is_claimed = False  # a router has asked for it
         self.cached_tokens = 0
         self.kv_bytes = 0  # stored
         self.transfer_s = 0.0
@@ -102,6 +112,7 @@ class KVReceiver(Transfer):
         self._unpacking: set[int] = set()
         self._coverage = Coverage(layout, 0, 0)
         self._heard_at = now
+        self._claim_by = inf
 
     @property
     def is_complete(self) -> bool:
@@ -112,6 +123,17 @@ class KVReceiver(Transfer):
     def num_unpacking(self) -> int:
         """Segments handed out and not yet back: while there are any, the blocks are not free."""
         return len(self._unpacking)
+
+    @property
+    def overdue(self) -> str:
+        """Say what did not happen in time, when `expired` is true."""
+        if self.is_complete:
+            return "nobody claimed it for a lease"
+        if self.state is TransferState.RECEIVING and not self._admitted_bytes:
+            return "its first segment did not come in time"
+        if self._deadline == self._claim_by:
+            return f"nobody claimed it for {UNCLAIMED_LEASES} leases"
+        return "silence for a lease"
 
     @property
     def inflight_bytes(self) -> int:
@@ -143,16 +165,30 @@ class KVReceiver(Transfer):
         self._expected_bytes = (self.num_tokens - cached_tokens) * self.layout.token_bytes
         self._coverage = Coverage(self.layout, cached_tokens, self.num_tokens)
         self.accepted_at = self._heard_at = now
-        self._deadline = now + self._lease_s
+        if self.is_claimed:
+            self._renew(now)
+        else:
+            self._claim_by = now + UNCLAIMED_LEASES * self._lease_s
+            self._deadline = now + FIRST_SEGMENT_LEASES * self._lease_s
         self._move(TransferState.RECEIVING)
         self._finish_if_complete(now)
         return self._ack()
 
+    def claim(self, now: float) -> None:
+        """Note that a router asks for it: from here on it has the lease, and no other limit."""
+        self.is_claimed, self._claim_by = True, inf
+        if not self.is_over:
+            self._renew(now)
+
     def on_keepalive(self, now: float) -> Ack | None:
-        """Take a KV_CACHE without payload, or the offer again: answer with where we are."""
+        """Take a KV_CACHE without payload, or the offer again: answer with where we are.
+
+        It does not prolong the wait for the first segment: words alone hold no blocks.
+        """
         if self.is_over:
             return None
-        self._deadline = now + self._lease_s
+        if self.is_claimed or self._admitted_bytes or self.state is TransferState.OFFERED:
+            self._renew(now)
         return self._ack()
 
     def on_segment(self, frame: KvCache, payload: Sequence[Buffer], now: float) -> Segment | None:
@@ -174,7 +210,7 @@ class KVReceiver(Transfer):
         except RemoteProtocolError as error:
             self.fail(error)
             raise
-        self._deadline = now + self._lease_s
+        self._renew(now)
         if segment is not None:
             self._count_time(now, segment.descriptor.idle_us)
         return segment
@@ -234,15 +270,20 @@ class KVReceiver(Transfer):
         if self._admitted_bytes + num_bytes > self._granted_bytes:
             raise RemoteProtocolError(f"KV_CACHE: segment {segment.number} is over the credit")
         self._coverage.admit(segment.rectangle)
-        self._admitted_bytes += num_bytes
+        count, admitted = len(self._segments) + 1, self._admitted_bytes + num_bytes
+        if (count == num_segments) != (admitted == self._expected_bytes):
+            raise RemoteProtocolError(
+                f"KV_CACHE: {count} of {num_segments} segments came, but "
+                f"{admitted} of {self._expected_bytes} bytes"
+            )
+        # Nothing may raise from here on: what is noted as being unpacked is waited for.
+        self._admitted_bytes = admitted
         self._num_segments = num_segments
         self._segments[segment.number] = segment.descriptor
         self._unpacking.add(segment.number)
-        if (len(self._segments) == num_segments) != (self._admitted_bytes == self._expected_bytes):
-            raise RemoteProtocolError(
-                f"KV_CACHE: {len(self._segments)} of {num_segments} segments came, but "
-                f"{self._admitted_bytes} of {self._expected_bytes} bytes"
-            )
+
+    def _renew(self, now: float) -> None:
+        self._deadline = min(now + self._lease_s, self._claim_by)
 
     def _back(self, segment: Segment) -> None:
         if segment.number not in self._unpacking:

@@ -25,7 +25,7 @@ from worker.executor.contract import KVCache, ModelInfo
 from worker.link import RouterLink
 from worker.metrics import HandOvers
 from worker.outputs import Failed, Output, Reserved, Token
-from worker.reception import Receptions
+from worker.reception import Receptions, unknown
 from worker.surroundings import Computing, Copying, Plane
 
 log = structlog.get_logger("worker")
@@ -69,6 +69,13 @@ class Generation:
         engine.begin_decode(
             self.request_id, self.token_ids, self.options, self.max_new_tokens, self.asked_s
         )
+
+    def check(self, receiver: KVReceiver) -> None:
+        """Raise RemoteProtocolError unless the KV is that of all tokens but the last ones."""
+        num_tokens = receiver.num_tokens
+        is_short = len(self.token_ids) <= num_tokens
+        if is_short or self.token_ids[:num_tokens] != receiver.token_ids:
+            raise RemoteProtocolError("the KV offered is not that of the tokens asked for")
 
     def is_overdue(self, now: float) -> bool:
         """Whether its own deadline passed before the KV was here; after that the engine looks."""
@@ -115,6 +122,7 @@ class DecodeRole:
             engine,
             copies,
             plane,
+            self._is_asked_for,
             self._begin_if_ready,
             self._on_transfer_failed,
             clock,
@@ -152,9 +160,16 @@ class DecodeRole:
             log.warning("request id used twice, frame dropped", request=frame.request_id)
             return
         token_ids, options = decode_continuation(message.body())
-        self._generations[frame.request_id] = Generation(
+        self._generations[frame.request_id] = generation = Generation(
             router, frame, token_ids, options, self._clock(), self._receptions.lease_s
         )
+        if (receiver := self._receptions.get(frame.request_id)) is not None:
+            try:
+                generation.check(receiver)
+            except RemoteProtocolError as error:
+                self._receptions.fail(frame.request_id, error)
+                return
+            self._receptions.claim(frame.request_id)
         self._begin_if_ready(frame.request_id)
 
     def on_cancel(self, request_id: int) -> None:
@@ -213,10 +228,20 @@ class DecodeRole:
             self.on_cancel(request_id)
         await self._receptions.close()
 
+    def _is_asked_for(self, receiver: KVReceiver) -> bool:
+        """Whether a router has asked for what is offered; raise WireError for what it has not."""
+        generation = self._generations.get(receiver.request_id)
+        if generation is None:
+            return False
+        if generation.receiver is not None:
+            raise unknown()  # its KV is here, whoever offers it again
+        generation.check(receiver)
+        return True
+
     def _begin_if_ready(self, request_id: int) -> None:
         generation = self._generations.get(request_id)
         if generation is not None and self._receptions.is_complete(request_id):
-            generation.receiver = receiver = self._receptions.claim(request_id)
+            generation.receiver = receiver = self._receptions.take(request_id)
             skipped_bytes = receiver.cached_tokens * receiver.layout.token_bytes
             self.hand_overs.end("done", receiver.kv_bytes, skipped_bytes, receiver.kv_seconds)
             self._engine.post(generation.begin)

@@ -81,16 +81,24 @@ class Engine:
         bind(sequence, self.info)
         self._accept(sequence, find_problem(sequence, self.info, self.pool))
 
-    def reserve(self, request_id: int, token_ids: Many[int]) -> None:
+    def reserve(
+        self,
+        request_id: int,
+        token_ids: Many[int],
+        offered_by: str = "",
+        *,
+        is_claimed: bool = False,
+    ) -> None:
         """Queue for blocks into which the KV of these tokens will be unpacked."""
-        sequence = Sequence(request_id, token_ids, status=Status.RESERVING)
+        sequence = Sequence(request_id, token_ids, offered_by=offered_by, status=Status.RESERVING)
+        sequence.is_claimed = is_claimed
         self._accept(sequence, find_problem(sequence, self.info, self.pool, 1))
 
-    def complete(self, request_id: int) -> None:
-        """All KV of a reservation is here; others may share it, even if nobody continues it."""
+    def claim(self, request_id: int) -> None:
+        """A router has asked for the KV of a reservation; an unknown id is ignored."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is not None:
-            self.scheduler.reserving.complete(sequence)
+            self.scheduler.reserving.claim(sequence)
 
     def begin_decode(
         self,
@@ -100,7 +108,7 @@ class Engine:
         max_new_tokens: int | None = None,
         asked_s: float | None = None,
     ) -> None:
-        """Generate from a reservation whose KV is complete.
+        """Generate from a reservation whose KV is complete; others may share it from here on.
 
         `token_ids` are the reserved tokens and at least one more, the token drawn after them.  The
         deadline counts from `asked_s` on the engine's clock, by default from now.
@@ -117,7 +125,6 @@ class Engine:
             raise LocalProtocolError(
                 f"request {request_id} cannot begin to decode while {sequence.status}"
             )
-        self.complete(request_id)
         problem = resume(sequence, list(token_ids), options, max_new_tokens)
         if problem := problem or find_problem(sequence, self.info, self.pool):
             self._finish(sequence)
@@ -141,7 +148,8 @@ class Engine:
         """Drop a sequence in any state and free what it holds; an unknown id is ignored."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is not None:
-            self.counters.cancelled += 1
+            # What is handed over has ended already, and was counted then.
+            self.counters.cancelled += sequence.status is not Status.HANDING_OVER
             self._finish(sequence)
 
     # The step.

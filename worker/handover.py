@@ -50,7 +50,7 @@ class HandOver:
         self._clock = clock
         self._on_end = on_end
         self._block_table: tuple[int, ...] = ()
-        self._is_offered = False
+        self.is_offered = False
         self._num_heard = 0  # of the peer, before the offer
         self._sendings: list[Sending] = []
         self._wake = asyncio.Event()
@@ -68,9 +68,10 @@ class HandOver:
         self.sender = self._make_sender(now)
         self._block_table = block_table
         self._num_heard = self.peer.num_heard
-        self._is_offered = True
+        offer = self.sender.offer()
+        self.is_offered = True
         self.peer.receivers[self.request_id] = self
-        self.peer.tell(*self.sender.offer())
+        self.peer.tell(*offer)
         if cached_tokens:
             self.sender.advance(cached_tokens, now)
 
@@ -120,7 +121,7 @@ class HandOver:
             self._take_back(ErrorCode.CANCELLED)
 
     def tick(self, now: float) -> None:
-        if not self._is_offered or self.sender.is_over:
+        if not self.is_offered or self.sender.is_over:
             return
         if self.sender.expired(now):
             self.peer.is_mute = self.peer.num_heard == self._num_heard
@@ -130,7 +131,7 @@ class HandOver:
 
     def _take_back(self, code: int) -> None:
         """Have the decode worker free what it reserved."""
-        if self._is_offered:
+        if self.is_offered:
             self.peer.tell(Cancel(self.request_id, code))
         self._wake.set()
 

@@ -1,7 +1,8 @@
 """The prefill role: read a prompt, hand its KV to a decode worker, answer with the first token.
 
 PREFILL_REQUEST puts a sequence into the engine.  When the engine has blocks for it, the KV is
-offered to the decode worker; while chunks are computed, segments leave within the credit
+offered to the decode worker; where a chunk takes long, only when the first is computed, so that no
+blocks are held there meanwhile.  While chunks are computed, segments leave within the credit
 (`worker.handover`); the first token goes to the router as soon as it is drawn, whether or not the
 last segment has left.  The blocks are held until the hand-over has ended, however it ends.
 SPEC 4.1, 4.2.
@@ -12,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from math import inf
+from typing import Final
 
 import structlog
 
@@ -32,24 +35,33 @@ from worker.surroundings import Computing, Copying, Plane
 
 log = structlog.get_logger("worker")
 
+# An offer before the first chunk saves the wait for a step of the decode worker's.  It is made if
+# the last prompt's first chunk took less than so many leases: a tenth of what a decode worker waits
+# for a segment (SPEC 6.6).  Above that, a second with a lease of 30, there is little to save.
+EARLY_OFFER_LEASES: Final = 1 / 30
+
 
 class Prefill:
     """One PREFILL_REQUEST, until its blocks are given back."""
 
     __slots__ = (
-        "cached_tokens",
         "hand_over",
         "is_answered",
+        "is_computing",
         "is_handed_over",
         "request_id",
         "router",
+        "started",
+        "started_s",
     )
 
     def __init__(self, router: RouterLink, request_id: int, hand_over: HandOver | None) -> None:
         self.router = router
         self.request_id = request_id
         self.hand_over = hand_over
-        self.cached_tokens = 0
+        self.started: Started | None = None
+        self.started_s = 0.0
+        self.is_computing = False  # its first chunk is there
         # It is over when both are true, in either order: a decode worker that holds the whole
         # prompt already is ready before the first token is drawn.
         self.is_answered = False
@@ -81,6 +93,7 @@ class PrefillRole:
         self._peers = DecodePeers(identity, plane, clock)
         self.hand_overs = HandOvers()
         self._prefills: dict[int, Prefill] = {}
+        self.first_chunk_s = inf  # how long the last one took
         self._hand_overs: set[asyncio.Task[None]] = set()  # until their buffers are back
 
     @property
@@ -147,27 +160,41 @@ class PrefillRole:
                 case Started():
                     self._on_started(prefill, output, now)
                 case Computed():
-                    assert prefill.hand_over is not None
-                    prefill.hand_over.advance(output.num_tokens, now)
+                    self._on_computed(prefill, output, now)
                 case Token():
                     self._on_first_token(prefill, output)
                 case Failed():
                     self._fail(prefill, output.for_peers(), "prefill")
 
     def _on_started(self, prefill: Prefill, started: Started, now: float) -> None:
-        prefill.cached_tokens = started.cached_tokens
-        if prefill.hand_over is not None:
-            prefill.hand_over.offer(started.block_table, started.cached_tokens, now)
-            task = asyncio.create_task(prefill.hand_over.run())
-            self._hand_overs.add(task)
-            task.add_done_callback(self._hand_overs.discard)
+        prefill.started, prefill.started_s = started, now
+        lease_s = self._config.lease_s or prefill.router.lease_s
+        if prefill.hand_over is not None and self.first_chunk_s < EARLY_OFFER_LEASES * lease_s:
+            self._offer(prefill.hand_over, started, now)
+
+    def _on_computed(self, prefill: Prefill, computed: Computed, now: float) -> None:
+        hand_over, started = prefill.hand_over, prefill.started
+        assert hand_over is not None and started is not None
+        if not prefill.is_computing:
+            prefill.is_computing = True
+            self.first_chunk_s = now - prefill.started_s
+            if not hand_over.is_offered:
+                self._offer(hand_over, started, now)
+        hand_over.advance(computed.num_tokens, now)
+
+    def _offer(self, hand_over: HandOver, started: Started, now: float) -> None:
+        hand_over.offer(started.block_table, started.cached_tokens, now)
+        task = asyncio.create_task(hand_over.run())
+        self._hand_overs.add(task)
+        task.add_done_callback(self._hand_overs.discard)
 
     def _on_first_token(self, prefill: Prefill, token: Token) -> None:
+        assert prefill.started is not None
         hand_over, reason = prefill.hand_over, token.finish_reason
         kv_bytes = hand_over.sender.total_bytes if hand_over is not None and not reason else 0
         result = PrefillResult(
             token_id=token.token_id,
-            cached_tokens=prefill.cached_tokens,
+            cached_tokens=prefill.started.cached_tokens,
             finish_reason=reason,
             logprobs=token.logprobs,
             prompt_logprobs=token.prompt_logprobs,

@@ -4,12 +4,16 @@ An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the 
 same text that is on its way already (`worker.reservations`); only then is a byte let in.  Segments
 are verified and unpacked on the transfer thread.  Blocks of a transfer that ended early are given
 back when no copy writes to them any more.  A transfer that is complete waits, for a lease at most,
-until the decode role claims it.
+until the decode role takes it.
+
+Only prefill workers may offer, and what they offer counts for nothing until a router has asked for
+it (`claim`): nobody shares it, it holds a part of the memory at most, and its time is short.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -31,6 +35,11 @@ log = structlog.get_logger("worker")
 
 # More than can end while an offer is under way; 100 bytes each.
 MAX_ENDED: Final = 4096
+# Offers of one peer at a time, those that only wait included.  A router places 256 requests on a
+# prefill worker by default: four such routers.
+MAX_OFFERS: Final = 1024
+# With keys, `wire.aio.zap` lets nobody use the identity of another party.
+_PREFILL: Final = re.compile(rb"prefill-(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,19})")
 
 
 class Receptions:
@@ -44,6 +53,7 @@ class Receptions:
         engine: Computing,
         copies: Copying,
         plane: Plane,
+        is_asked_for: Callable[[KVReceiver], bool],
         on_complete: Callable[[int], None],
         on_failed: Callable[[int, WireError], None],
         clock: Callable[[], float] = time.monotonic,
@@ -55,6 +65,7 @@ class Receptions:
         self._engine = engine
         self._copies = copies
         self._clock = clock
+        self._is_asked_for = is_asked_for  # or WireError: the offer is refused
         self._on_complete = on_complete
         self._on_failed = on_failed
         self._receptions: dict[int, Reception] = {}
@@ -84,9 +95,20 @@ class Receptions:
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._receptions
 
-    def claim(self, request_id: int) -> KVReceiver:
+    def claim(self, request_id: int) -> None:
+        """Note that a router asks for this transfer, wherever it is."""
+        reception = self._receptions[request_id]
+        reception.receiver.claim(self._clock())
+        self.turns.claim(reception)
+        self._engine.post(lambda engine: engine.claim(request_id))
+
+    def take(self, request_id: int) -> KVReceiver:
         """Take a complete transfer over; its blocks are the engine's sequence from now on."""
         return self._receptions.pop(request_id).receiver
+
+    def get(self, request_id: int) -> KVReceiver | None:
+        reception = self._receptions.get(request_id)
+        return None if reception is None else reception.receiver
 
     def on_reserved(self, reserved: Reserved) -> None:
         """The engine has blocks: let the KV come."""
@@ -115,10 +137,9 @@ class Receptions:
 
     def tick(self, now: float) -> None:
         for request_id, reception in list(self._receptions.items()):
-            if reception.receiver.expired(now):
-                silent = "nobody claimed it" if reception.receiver.is_complete else "silence"
-                error = TransferFailed(reception.receiver.peer, f"{silent} for a lease")
-                self.fail(request_id, error)
+            receiver = reception.receiver
+            if receiver.expired(now):
+                self.fail(request_id, TransferFailed(receiver.peer, receiver.overdue))
 
     async def close(self) -> None:
         leaving = WireError(ErrorCode.DRAINING, "the decode worker is leaving")
@@ -132,6 +153,8 @@ class Receptions:
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
         request_id = 0
         try:
+            if _PREFILL.fullmatch(peer) is None:
+                raise RemoteProtocolError("only prefill workers speak here: prefill-<rank>-<epoch>")
             message = decode(parts)
             match frame := message.frame:
                 case KvCache():
@@ -152,7 +175,7 @@ class Receptions:
         if reception is None and frame.segment == 0 and message.payload:
             self._on_offer(peer, frame.request_id, message)
         elif reception is None or reception.peer != peer:
-            raise _unknown()
+            raise unknown()
         elif frame.segment == 0:
             self._answer(reception, reception.receiver.on_keepalive(self._clock()))
         else:
@@ -173,7 +196,9 @@ class Receptions:
 
     def _on_offer(self, peer: bytes, request_id: int, message: Message) -> None:
         if request_id in self._ended or request_id >> 32 in self.lost_epochs.values():
-            raise _unknown()
+            raise unknown()
+        if sum(reception.peer == peer for reception in self._receptions.values()) >= MAX_OFFERS:
+            raise WireError(ErrorCode.OVERLOADED, f"{MAX_OFFERS} offers of yours are here already")
         receiver = KVReceiver(
             request_id,
             decode_map(Offer, message.body()),
@@ -182,8 +207,10 @@ class Receptions:
             credit_bytes=self._config.credit_bytes,
             lease_s=self.lease_s,
             now=self._clock(),
-            peer=peer.decode(errors="replace").rpartition("-")[0],
+            peer=peer.decode().rpartition("-")[0],
         )
+        if self._is_asked_for(receiver):
+            receiver.claim(self._clock())
         reception = Reception(peer, receiver, self._config.credit_bytes)
         self._receptions[request_id] = reception
         self.turns.wait(reception)
@@ -203,8 +230,12 @@ class Receptions:
 
     def _reserve(self, reception: Reception) -> None:
         """Its turn has come: now it waits for blocks."""
-        receiver = reception.receiver
-        self._engine.post(lambda engine: engine.reserve(receiver.request_id, receiver.token_ids))
+        receiver, peer = reception.receiver, reception.peer.decode()
+        self._engine.post(
+            lambda engine: engine.reserve(
+                receiver.request_id, receiver.token_ids, peer, is_claimed=receiver.is_claimed
+            )
+        )
 
     async def _store(self, reception: Reception, segment: Segment) -> None:
         receiver = reception.receiver
@@ -233,7 +264,6 @@ class Receptions:
         self._send(reception.peer, frame, credit.pack())
         if credit.ready and reception.share_bytes:
             self.turns.end(reception)
-            self._engine.post(lambda engine: engine.complete(frame.request_id))
             self._on_complete(frame.request_id)
 
     def _end(self, reception: Reception, error: WireError) -> None:
@@ -264,5 +294,5 @@ class Receptions:
             log.debug("frame dropped", tag=frame.tag.name, reason=error.message)
 
 
-def _unknown() -> WireError:
+def unknown() -> WireError:
     return WireError(ErrorCode.UNKNOWN_REQUEST, "there is no such transfer here")

@@ -3,7 +3,10 @@
 Who waits goes in order, except that a text whose beginning is on its way already, as with n choices
 of one prompt, lets others pass until that is here, and shares its blocks then: neither bytes nor
 blocks are spent twice.  It waits for nothing that its own KV would not wait for: the other is no
-longer than itself, and came first.
+longer than itself, came first, and from the same peer.
+
+Until a router has asked for it, KV is only what a peer says it is: it is shared with nobody, goes
+behind what was asked for, and holds a part of the pool at most, by peer and in all.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections import deque
 from worker.blocks import BlockPool
 from worker.sequence import Sequence
 from worker.sharing import register
+from worker.unclaimed import Unclaimed
 
 
 class Reservations:
@@ -22,6 +26,7 @@ class Reservations:
         self._pool = pool
         self._waiting: deque[Sequence] = deque()
         self._arriving: dict[int, Sequence] = {}
+        self._unclaimed = Unclaimed(pool.num_blocks)  # blocks, but those shared with others
 
     def __len__(self) -> int:
         """How many wait for blocks."""
@@ -32,29 +37,46 @@ class Reservations:
 
     def head(self) -> Sequence | None:
         """Return who is next to get blocks, if anybody is."""
-        return next((s for s in self._waiting if not self._is_on_its_way(s)), None)
+        claimed = (s for s in self._waiting if s.is_claimed and not self._is_on_its_way(s))
+        if (sequence := next(claimed, None)) is not None:
+            return sequence
+        may_hold = self._unclaimed.may_hold
+        unclaimed = (s for s in self._waiting if not s.is_claimed and may_hold(s.offered_by))
+        return next((s for s in unclaimed if not self._is_on_its_way(s)), None)
 
     def grant(self, sequence: Sequence) -> None:
         """It has its blocks: now its KV arrives."""
         self._waiting.remove(sequence)
         self._arriving[sequence.request_id] = sequence
+        if not sequence.is_claimed:
+            num_shared = sequence.num_cached_tokens // self._pool.block_size
+            num_blocks = len(sequence.block_table) - num_shared
+            self._unclaimed.hold(sequence.request_id, sequence.offered_by, num_blocks)
 
-    def complete(self, sequence: Sequence) -> None:
-        """All its KV is here: others may share it.  Once is enough."""
-        if self._arriving.pop(sequence.request_id, None) is not None:
-            sequence.num_computed_tokens = sequence.num_tokens
-            register(sequence, self._pool)
+    def claim(self, sequence: Sequence) -> None:
+        """A router has asked for it."""
+        sequence.is_claimed = True
+        self._unclaimed.release(sequence.request_id)
+
+    def begin(self, sequence: Sequence) -> None:
+        """All its KV is here, and it is what a router asked for: others may share it."""
+        self.remove(sequence)
+        register(sequence, self._pool)
 
     def remove(self, sequence: Sequence) -> None:
         """It ended, wherever it was."""
+        self._unclaimed.release(sequence.request_id)
         if self._arriving.pop(sequence.request_id, None) is None and sequence in self._waiting:
             self._waiting.remove(sequence)
 
     def _is_on_its_way(self, sequence: Sequence) -> bool:
-        """Whether KV arrives of a text that this one begins with, or that it equals."""
+        """Whether KV arrives, from its own peer, of a text that it begins with or equals."""
         if not self._pool.enable_prefix_cache:
             return False
-        return any(_begins_with(sequence.token_ids, other) for other in self._arriving.values())
+        return any(
+            other.offered_by == sequence.offered_by and _begins_with(sequence.token_ids, other)
+            for other in self._arriving.values()
+        )
 
 
 def _begins_with(token_ids: list[int], other: Sequence) -> bool:

@@ -67,6 +67,7 @@ class Scheduler:
     def run(self, sequence: Sequence) -> None:
         """Let a sequence that has its blocks take part in steps."""
         if sequence.status is Status.RESERVED:
+            self.reserving.begin(sequence)
             self.deadlines.add(sequence)
         sequence.move_to(Status.RUNNING)
         sequence.slot = self._slots.take()

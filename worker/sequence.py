@@ -69,6 +69,7 @@ class Sequence:
         "draft_window",
         "drafts",
         "hand_over",
+        "is_claimed",
         "is_released",
         "max_len",
         "max_new_tokens",
@@ -78,6 +79,7 @@ class Sequence:
         "num_preemptions",
         "num_registered_blocks",
         "occurrences",
+        "offered_by",
         "options",
         "prefix",
         "prompt_len",
@@ -98,6 +100,7 @@ class Sequence:
         max_new_tokens: int | None = None,
         *,
         hand_over: bool = False,
+        offered_by: str = "",
         status: Status = Status.WAITING,
     ) -> None:
         # What is asked.
@@ -107,6 +110,7 @@ class Sequence:
         self.prompt_len = len(self.token_ids) - (options.generated_tokens if options else 0)
         self.num_given_tokens = len(self.token_ids)
         self.hand_over = hand_over
+        self.offered_by = offered_by  # who sends the KV of a reservation
         self.stop_ids: frozenset[int] = frozenset()
         self.scores: PromptScores | None = None
         self.ask(options or Options(), max_new_tokens)
@@ -118,6 +122,7 @@ class Sequence:
         self.arrival_s = 0.0
         self.deadline_s: float | None = None
         self.started_s: float | None = None
+        self.is_claimed = False  # of a reservation: a router has asked for it
         self.is_released = False
         self.num_preemptions = 0
         self.block_keys: list[bytes] = []

@@ -2,7 +2,8 @@
 
 Each takes a share when its turn comes, as much as may ever be on its way at once, and gives it back
 after its last byte.  The oldest comes first: a small one does not overtake a large one for ever.
-Pure.
+But what a router has asked for goes first, and what none has asked for holds a part of the bytes:
+whoever offers and sends nothing stops nobody else.  Pure.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from wire.transfer import KVReceiver
+from worker.unclaimed import Unclaimed
 
 
 class Reception:
@@ -37,6 +39,7 @@ class Turns:
     def __init__(self, budget_bytes: int, start: Callable[[Reception], None]) -> None:
         self.free_bytes = budget_bytes
         self._start = start
+        self._unclaimed = Unclaimed(budget_bytes)
         self._waiting: deque[Reception] = deque()
 
     def __len__(self) -> int:
@@ -48,8 +51,13 @@ class Turns:
         return reception in self._waiting
 
     def wait(self, reception: Reception) -> None:
-        """Start it as soon as it is the oldest and its share is to be had: now, if it can be."""
+        """Start it as soon as it is the oldest that may and its share is to be had, perhaps now."""
         self._waiting.append(reception)
+        self._start_next()
+
+    def claim(self, reception: Reception) -> None:
+        """A router has asked for it."""
+        self._unclaimed.release(reception.receiver.request_id)
         self._start_next()
 
     def end(self, reception: Reception) -> None:
@@ -58,11 +66,21 @@ class Turns:
             self._waiting.remove(reception)
         self.free_bytes += reception.share_bytes
         reception.share_bytes = 0
+        self._unclaimed.release(reception.receiver.request_id)
         self._start_next()
 
     def _start_next(self) -> None:
-        while self._waiting and self._waiting[0].wanted_bytes <= self.free_bytes:
-            reception = self._waiting.popleft()
+        while (reception := self._next()) and reception.wanted_bytes <= self.free_bytes:
+            self._waiting.remove(reception)
             reception.share_bytes = reception.wanted_bytes
             self.free_bytes -= reception.share_bytes
+            if not reception.receiver.is_claimed:
+                request_id = reception.receiver.request_id
+                self._unclaimed.hold(request_id, reception.peer, reception.share_bytes)
             self._start(reception)
+
+    def _next(self) -> Reception | None:
+        claimed = (each for each in self._waiting if each.receiver.is_claimed)
+        if (reception := next(claimed, None)) is not None:
+            return reception
+        return next((e for e in self._waiting if self._unclaimed.may_hold(e.peer)), None)

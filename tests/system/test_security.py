@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 import subprocess
@@ -15,9 +16,10 @@ import psutil
 import pytest
 import zmq
 
-from tests.cluster import ROOT, Cluster, hash_oracle, until
+from tests.cluster import ROOT, Cluster, hash_oracle, kv_endpoint, until
 from tests.scripts.test_keys import keys as scripts_keys
-from wire.aio.keys import KeyPair, read_key_pair
+from tests.worker.scripted import ScriptedPrefill
+from wire.aio.keys import KeyPair, Keys, read_key_pair
 from wire.aio.port import client_options, new_key_pair
 from wire.aio.tcp import Client, connect
 from wire.errors import ErrorCode
@@ -28,7 +30,7 @@ from wire.payloads import encode_prompt
 
 MIB = 1 << 20
 MAX_GROWTH = 16 * MIB
-PARTIES = ("router", "prefill-0", "decode-0", "decode-1")
+PARTIES = ("router", "prefill-0", "decode-0", "decode-1", "decode-2")
 
 
 class Locked(Cluster):
@@ -201,6 +203,32 @@ def test_a_revoked_api_key_is_refused_from_the_next_request_on(locked: Locked) -
     locked.api_keys.write_text(f"{locked.key}\n")
     assert locked.complete(locked.other_key).status_code == 401
     assert locked.complete(locked.key).status_code == 200
+
+
+async def test_a_key_lets_a_prefill_worker_offer_kv_and_nobody_else(locked: Locked) -> None:
+    worker = locked.worker("decode", 2, "--keys", str(locked.keys))
+    endpoint = kv_endpoint(worker)
+
+    def peer(party: str, identity: bytes) -> ScriptedPrefill:
+        keys = Keys(locked.keys, party)
+        return ScriptedPrefill(endpoint, identity, keys=keys, server="decode-2")
+
+    prompt = [1] * 40
+    async with peer("prefill-0", b"prefill-0-5") as good:
+        good.offer(1, prompt)
+        assert (await good.ack())[0].request_id == 1
+        good.cancel(1)
+    async with peer("decode-1", b"decode-1-5") as bad:
+        bad.offer(2, prompt)
+        assert await bad.error() == (0, ErrorCode.PROTOCOL)
+    for party, identity in (("decode-1", b"prefill-0-6"), ("prefill-0", b"prefill-01-6")):
+        async with peer(party, identity) as bad:
+            bad.offer(3, prompt)
+            await asyncio.wait_for(bad.is_refused.wait(), 10)
+            assert bad.is_quiet
+    locked.until_idle()
+    worker.terminate()
+    worker.wait(30)
 
 
 def test_a_revoked_worker_is_out(locked: Locked) -> None:

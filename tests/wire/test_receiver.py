@@ -184,6 +184,32 @@ def test_a_wrong_segment_ends_the_transfer(
     with pytest.raises(RemoteProtocolError, match=reason) as caught:
         one.on_segment(KvCache(ID, number, of), parts, 2.0)
     assert one.state is TransferState.FAILED and one.error is caught.value
+    assert one.num_unpacking == 1, "the first only: nobody brings the wrong one back"
+
+
+@given(st.data())
+def test_after_any_violation_nothing_is_waited_for_but_what_was_handed_out(
+    data: st.DataObject,
+) -> None:
+    """Blocks are given back when `num_unpacking` is 0: a segment that nobody has would keep them.
+
+    A transfer of 8 tokens in 1 to 4 segments, of which one is wrong somehow.
+    """
+    one, of = accepted(8, data.draw(st.sampled_from((0, 4)))), data.draw(st.integers(1, 4))
+    handed_out: list[Segment] = []
+    for number in range(1, of + 1):
+        start, tokens = data.draw(st.integers(0, 8)), data.draw(st.integers(0, 8))
+        parts = payload(*data.draw(st.sampled_from(((0, 2), (0, 1), (1, 1)))), start, tokens)
+        try:
+            segment = one.on_segment(KvCache(ID, number, of), parts, 2.0)
+        except RemoteProtocolError:
+            break
+        if segment is not None:
+            handed_out.append(segment)
+    assert one.num_unpacking == len(handed_out)
+    for segment in handed_out:
+        one.stored(segment, 3.0)
+    assert one.num_unpacking == 0
 
 
 def test_a_transfer_that_is_whole_too_early_is_wrong() -> None:
@@ -250,13 +276,39 @@ def test_every_frame_renews_the_lease_and_so_does_the_last_byte() -> None:
     assert one.expired(9.0)
     one.on_keepalive(8.0)
     assert not one.expired(16.9)
+    one.claim(9.0)
+    assert not one.expired(17.9) and one.expired(18.0)
     one.accept(0, 10.0)
     assert not one.expired(18.9) and one.expired(19.0)
+    one.on_keepalive(11.0)
+    assert not one.expired(19.9) and one.expired(20.0)
     segment = take(one, 1, 1, *payload(0, 2, 0, 2), now=15.0)
     assert not one.expired(23.9)
     one.stored(segment, 20.0)
     assert one.is_complete
     assert not one.expired(28.9) and one.expired(29.0), "nobody came to decode"
+
+
+def test_the_first_segment_has_a_time_of_its_own_that_words_do_not_prolong() -> None:
+    one = receiver()
+    for now in range(0, 100, 5):  # it waits for blocks, and holds none
+        assert not one.expired(now) and one.on_keepalive(now)
+    one.accept(0, 100.0)
+    one.on_keepalive(102.0)
+    assert not one.expired(102.9) and one.expired(103.0)
+    assert one.overdue == "its first segment did not come in time"
+    one.claim(102.5)
+    assert not one.expired(111.4) and one.expired(111.5) and one.overdue != "silence for a lease"
+
+
+def test_kv_that_is_never_claimed_has_twenty_leases_whatever_is_said() -> None:
+    one = accepted(4)  # at 1.0; a lease is 9 s
+    one.stored(take(one, 1, 2, *payload(0, 2, 0, 2)), 2.0)
+    for now in range(2, 181, 3):
+        assert not one.expired(now) and one.on_keepalive(now)
+    assert one.expired(181.0) and one.overdue == "nobody claimed it for 20 leases"
+    one.claim(180.5)
+    assert not one.expired(189.4) and one.expired(189.5) and one.overdue == "silence for a lease"
 
 
 def test_times_leave_out_what_the_sender_was_idle() -> None:

@@ -124,6 +124,12 @@ class ScriptedRouter:
         self.loads.clear()  # what was said before does not count
         await self.until(is_free)
 
+    async def load(self, role: Role) -> Load:
+        """What the next heartbeat says."""
+        del self.loads[self.peers[role]]
+        await self.until_joined(role)
+        return self.loads_by_role[role]
+
     async def until_joined(self, *roles: Role) -> None:
         await self.until(lambda: all(role in self.loads_by_role for role in roles))
 
@@ -297,10 +303,13 @@ class ScriptedDecode:
 class ScriptedPrefill:
     """The KV socket of a prefill worker, connected to a decode worker."""
 
-    def __init__(self, router: ScriptedRouter, name: bytes = b"prefill-0-1") -> None:
+    def __init__(
+        self, to: ScriptedRouter | str, name: bytes = b"prefill-0-1", **security: Any
+    ) -> None:
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
-        endpoint = router.details[Role.DECODE].kv_endpoint
-        self._link = Link(name, endpoint, self._on_message)
+        self.is_refused = asyncio.Event()  # or its connection ended otherwise
+        endpoint = to if isinstance(to, str) else to.details[Role.DECODE].kv_endpoint
+        self._link = Link(name, endpoint, self._on_message, on_down=self.is_refused.set, **security)
 
     async def __aenter__(self) -> Self:
         return self
@@ -322,6 +331,10 @@ class ScriptedPrefill:
 
     async def receive(self) -> Message:
         return await asyncio.wait_for(self._messages.get(), PATIENCE_S)
+
+    @property
+    def is_quiet(self) -> bool:
+        return self._messages.empty()
 
     async def error(self) -> tuple[int, int]:
         """Request id and code of the next message, which must be an ERROR."""

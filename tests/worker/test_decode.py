@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.worker.scripted import EPOCH, ScriptedRouter, pair, running, scripted_router
 from wire.errors import ErrorCode
-from wire.frames import Cancel, DecodeDone, Error, PrefillRequest, Role, Tag
+from wire.frames import Cancel, DecodeDone, DecodeRequest, Error, PrefillRequest, Role, Tag
 from wire.options import Options
 from wire.payloads import (
     ErrorDetail,
@@ -17,7 +19,10 @@ from wire.payloads import (
     encode_map,
     encode_prompt,
 )
-from worker.executor.hash import oracle
+from worker.decode import Generation
+from worker.engine import Engine
+from worker.executor.hash import create, oracle
+from worker.outputs import Failed, Token
 
 PROMPT = [(11 * i) % 1000 for i in range(200)]
 OPTIONS = Options(max_tokens=20, ignore_eos=True)
@@ -158,6 +163,22 @@ async def test_the_deadline_counts_while_kv_is_awaited() -> None:
         assert "50 ms" in decode_map(ErrorDetail, message.body()).message
 
 
+def test_the_deadline_counts_from_the_request_not_from_the_end_of_its_hand_over() -> None:
+    now = [0.0]
+    engine = Engine(create(), num_blocks=32, block_size=16, clock=lambda: now[0])
+    engine.reserve(1, PROMPT)
+    engine.step()
+    now[0] = 1.0
+    router: Any = None  # nothing is said to it
+    options = Options(ignore_eos=True, deadline_ms=300)
+    frame, tokens = DecodeRequest(1, 40), (*PROMPT, 5)
+    Generation(router, frame, tokens, options, asked_s=0.8, lease_s=30.0).begin(engine)
+    assert [type(output) for output in engine.step()] == [Token]
+    now[0] = 1.15
+    (failed,) = engine.step()
+    assert isinstance(failed, Failed) and failed.code is ErrorCode.DEADLINE_EXCEEDED
+
+
 async def test_kv_that_nobody_claims_is_freed_when_its_lease_ends() -> None:
     async with pair(decode={"lease_s": 0.2}) as router:
         await first_token(router, 1, PROMPT)
@@ -244,11 +265,8 @@ async def test_a_cancel_that_overtakes_the_offer_is_remembered() -> None:
 @pytest.mark.parametrize(
     ("tokens", "num_tokens"),
     [
-        (PROMPT, 3),  # without the first token
-        ([*PROMPT[:-1], 999, 5], 3),  # another prompt
         ([*PROMPT, 40_000], 3),  # not in the vocabulary
         ([*PROMPT, 5], 0),
-        ([], 3),
     ],
 )
 async def test_a_continuation_of_something_else_is_refused(
@@ -263,22 +281,42 @@ async def test_a_continuation_of_something_else_is_refused(
         await router.until_free(Role.PREFILL, Role.DECODE)
 
 
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        PROMPT,  # without the first token
+        [*PROMPT[:-1], 999, 5],  # another prompt
+        [],
+    ],
+)
+async def test_kv_of_other_tokens_than_those_asked_for_is_not_used(tokens: list[int]) -> None:
+    """Whoever is at fault, the client is not; and the text is in no prefix cache."""
+    async with pair() as router:
+        await first_token(router, 1, PROMPT)
+        await router.until_free(Role.PREFILL)
+        router.decode(1, tokens, 3, OPTIONS)
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.TRANSFER_FAILED)
+        assert decode_map(ErrorDetail, message.body()).stage == "transfer"
+        await router.until_free(Role.PREFILL, Role.DECODE)
+        load = router.loads_by_role[Role.DECODE]
+        assert (load.free, load.cached) == (load.total, 0)
+
+
 async def test_a_text_that_is_preempted_goes_on_as_if_it_had_not_been() -> None:
     prompts = [[start] * 64 for start in range(1, 5)]
     options = Options(max_tokens=60, ignore_eos=True)
     async with pair(decode={"num_blocks": 22, "prefix_cache": False}) as router:
         texts: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            router.prefill(i, prompt, options)
-            result = decode_prefill_result((await router.receive(Tag.PREFILL_DONE)).body())
-            texts[i] = [result.token_id]
-            await router.until_free(Role.PREFILL)  # the KV is over there
-        for i, prompt in enumerate(prompts):
+            texts[i] = oracle(prompt, 1, options)
             router.decode(i, [*prompt, *texts[i]], 59, options)
+        for i, prompt in enumerate(prompts):
+            router.prefill(i, prompt, options)
         num_done = 0
         while num_done < len(prompts):
             message = await router.receive_any()
-            assert message.tag in (Tag.DECODE_TOKEN, Tag.DECODE_DONE), message
+            assert message.tag in (Tag.PREFILL_DONE, Tag.DECODE_TOKEN, Tag.DECODE_DONE), message
             num_done += message.tag is Tag.DECODE_DONE
             if message.tag is Tag.DECODE_TOKEN:
                 for frame in message.frames:

@@ -293,19 +293,54 @@ def test_a_complete_reservation_is_in_the_prefix_cache_at_once() -> None:
     assert engine.load().stored == tuple(prefix_hashes(range(9), 4))
 
 
-def test_the_kv_of_a_reservation_is_shared_before_anybody_continues_it() -> None:
+def test_the_kv_of_a_reservation_is_shared_when_a_router_has_asked_for_it() -> None:
     engine = engine_of()
     engine.reserve(1, range(9))
     engine.reserve(2, range(9))
     assert [output.request_id for output in of_kind(run(engine), Reserved)] == [1]
-    engine.complete(1)
+    engine.claim(1)
+    assert not of_kind(run(engine), Reserved), "asked for, but not here yet"
+    engine.begin_decode(1, range(10), GREEDY, 3)
     (second,) = of_kind(run(engine), Reserved)
     assert (second.request_id, second.cached_tokens) == (2, 8)
     engine.check()
-    engine.complete(2)
-    for request_id in (1, 2):
-        engine.begin_decode(request_id, range(10), GREEDY, 3)
+    engine.begin_decode(2, range(10), GREEDY, 3)
     run(engine)
+    assert engine.load().used == 0
+
+
+def test_kv_that_is_claimed_for_other_tokens_is_not_shared() -> None:
+    engine = engine_of()
+    engine.reserve(1, range(9))
+    run(engine)
+    engine.begin_decode(1, range(5, 15), GREEDY, 3)
+    (failed,) = of_kind(run(engine), Failed)
+    assert failed.code is ErrorCode.INVALID_REQUEST
+    assert engine.load().cached == 0 and engine.load().stored == ()
+    engine.check()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 9], ids=["it was the last", "the transfer failed"])
+def test_a_hand_over_that_is_cancelled_after_its_first_token_counts_once(max_tokens: int) -> None:
+    engine = engine_of()
+    engine.add(Sequence(1, range(9), Options(max_tokens=max_tokens), hand_over=True))
+    engine.step()
+    engine.cancel(1)
+    counters = engine.counters
+    assert (counters.finished, counters.failed, counters.cancelled) == (1, 0, 0)
+    assert engine.load().used == 0
+
+
+def test_a_hand_over_that_is_overdue_and_then_cancelled_counts_once() -> None:
+    now = [0.0]
+    engine = engine_of(clock=lambda: now[0], max_ubatch_tokens=4)
+    engine.add(Sequence(1, range(9), Options(deadline_ms=300), hand_over=True))
+    engine.step()
+    now[0] = 0.5
+    assert of_kind(run(engine), Failed)
+    engine.cancel(1)
+    counters = engine.counters
+    assert (counters.finished, counters.failed, counters.cancelled) == (0, 1, 0)
     assert engine.load().used == 0
 
 

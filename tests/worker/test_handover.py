@@ -289,6 +289,27 @@ class HoldingPeer:
         return self.sendings[-1]
 
 
+@pytest.mark.parametrize("num_heard", [0, 1])
+def test_a_peer_that_answers_others_is_not_mute(num_heard: int) -> None:
+    """Its link is closed for nothing else: all transfers on it would end."""
+    peer: Any = HoldingPeer()
+
+    def make_sender(now: float) -> KVSender:
+        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
+
+    copies: Any = None  # nothing is packed
+    clock = iter(range(100))
+    hand_over = HandOver(
+        make_sender, peer, HashKVCache(20, 16), copies, lambda _: None, lambda: next(clock)
+    )
+    peer.num_heard = 7
+    hand_over.offer(tuple(range(20)), 0, 0.0)
+    peer.num_heard += num_heard
+    hand_over.tick(31.0)
+    assert hand_over.sender.state is TransferState.FAILED
+    assert peer.is_mute == (num_heard == 0)
+
+
 async def test_it_is_not_forgotten_before_every_buffer_is_back() -> None:
     peer, copies = HoldingPeer(), Copies()
     end = asyncio.get_running_loop().create_future()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from math import inf
 
 import pytest
 
-from tests.worker.scripted import PATIENCE_S, pair, running, scripted_router
+from tests.worker.scripted import PATIENCE_S, ScriptedDecode, pair, running, scripted_router
 from wire.errors import ErrorCode
 from wire.frames import Cancel, DecodeRequest, Error, PrefillDone, PrefillRequest, Role, Tag
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_map, decode_prefill_result, encode_prompt
 from worker.batch import Batch
 from worker.executor.hash import HashExecutor, create, oracle
+from worker.prefill import PrefillRole
 
 PROMPT = [(7 * i) % 1000 for i in range(300)]
 OPTIONS = Options(max_tokens=20, ignore_eos=True)
@@ -53,6 +55,38 @@ async def test_the_first_token_comes_with_the_bytes_handed_over() -> None:
         result = decode_prefill_result(message.body())
         assert [result.token_id] == oracle(PROMPT, 1, OPTIONS)
         assert result.finish_reason is None
+        await router.until_free(Role.PREFILL)
+
+
+async def test_kv_is_offered_early_only_where_a_chunk_is_quick() -> None:
+    """A decode worker keeps blocks from the offer on, and waits for a third of a lease."""
+    executor = GatedSteps()
+    async with (
+        scripted_router() as router,
+        ScriptedDecode() as decode,
+        running(router, "prefill", executor=executor, lease_s=30.0) as process,
+    ):
+        router.announce(decode.endpoint)
+        role = process.worker._role
+        assert isinstance(role, PrefillRole)
+        # How long the last prompt's first chunk took, and whether the next is offered before its.
+        for request_id, seconds, is_early in ((1, inf, False), (2, 0.1, True), (3, 1.0, False)):
+            role.first_chunk_s = seconds
+            executor.gate.clear()
+            executor.is_reached.clear()
+            router.prefill(request_id, [request_id, *PROMPT], OPTIONS)
+            assert await asyncio.to_thread(executor.is_reached.wait, PATIENCE_S)
+            if not is_early:
+                router.send(Role.PREFILL, DecodeRequest(9, 1))  # what was to be said was said
+                assert (await router.receive(Tag.ERROR)).frame == Error(9, ErrorCode.PROTOCOL)
+                assert decode.is_quiet
+                executor.gate.set()
+            await decode.offered(request_id)
+            executor.gate.set()
+            await router.receive(Tag.PREFILL_DONE)
+            assert role.first_chunk_s != seconds, "measured anew"
+            router.send(Role.PREFILL, Cancel(request_id, ErrorCode.CANCELLED))
+            assert (await decode.receive()).frame == Cancel(request_id, ErrorCode.CANCELLED)
         await router.until_free(Role.PREFILL)
 
 

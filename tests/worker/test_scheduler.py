@@ -47,8 +47,12 @@ class Queue:
         )
 
     def reserve(self, request_id: int, num_tokens: int) -> Sequence:
-        prompt = self._prompt(request_id, num_tokens)
-        return self._enqueue(Sequence(request_id, prompt, status=Status.RESERVING))
+        """Queue for KV that a router has asked for."""
+        sequence = Sequence(
+            request_id, self._prompt(request_id, num_tokens), status=Status.RESERVING
+        )
+        sequence.is_claimed = True
+        return self._enqueue(sequence)
 
     def _prompt(self, request_id: int, num_tokens: int) -> list[int]:
         return [1000 * request_id + index for index in range(num_tokens)]

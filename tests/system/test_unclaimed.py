@@ -1,0 +1,98 @@
+"""KV that no router asked for, offered to a real decode worker by a prefill worker gone bad.
+
+There are no keys: whoever reaches the KV socket of this cluster may call itself a prefill worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster import Cluster, hash_oracle, kv_endpoint
+from tests.worker.scripted import ScriptedPrefill
+from wire.aio.tcp import connect
+from wire.errors import ErrorCode
+from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, DecodeToken, PrefillRequest
+from wire.options import Options
+from wire.payloads import decode_prefill_result, encode_prompt
+
+OPTIONS = Options(ignore_eos=True)
+PROMPT = [(13 * i) % 1000 for i in range(200)]
+NUM_BLOCKS = 512
+LEASE_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, str]]:
+    """A cluster, and where its one decode worker takes KV in."""
+    with Cluster(tmp_path_factory.mktemp("unclaimed"), local="1,0", executor="hash") as cluster:
+        settings = ("--num-blocks", str(NUM_BLOCKS), "--lease-s", str(LEASE_S))
+        yield cluster, kv_endpoint(cluster.worker("decode", 0, *settings))
+
+
+async def answer(cluster: Cluster, prompt: list[int], num_tokens: int) -> list[int]:
+    """What a client gets for this prompt."""
+    tokens: list[int] = []
+    async with await connect(*cluster.tcp) as client:
+        client.send(PrefillRequest(1, len(prompt), ANY_RANK), encode_prompt(prompt, OPTIONS))
+        client.send(DecodeRequest(1, num_tokens - 1))
+        first = await client.next_message()
+        assert first is not None
+        tokens.append(decode_prefill_result(first.body()).token_id)
+        async for message in client:
+            if isinstance(message.frame, DecodeDone):
+                break
+            assert isinstance(message.frame, DecodeToken), message
+            tokens.append(message.frame.token_id)
+    return tokens
+
+
+def blocks_at_rest(cluster: Cluster) -> dict[str, int]:
+    """The decode worker's blocks when nothing is under way; every one is somewhere."""
+    cluster.until_idle()
+    worker = cluster.find("decode", 0)
+    assert worker is not None
+    blocks: dict[str, int] = worker["blocks"]
+    assert blocks["free"] + blocks["cached"] + blocks["used"] == blocks["total"] == NUM_BLOCKS
+    return blocks
+
+
+async def test_kv_under_an_id_that_nobody_issued_reaches_nobody(
+    target: tuple[Cluster, str],
+) -> None:
+    cluster, endpoint = target
+    before = blocks_at_rest(cluster)
+    async with ScriptedPrefill(endpoint, b"prefill-9-1") as bad:
+        bad.offer(77, PROMPT)
+        await bad.ack()
+        bad.segment(77, range(len(PROMPT)))  # zeros, which are the KV of no text
+        assert (await bad.ack())[1].ready
+        for _ in range(2):
+            assert await answer(cluster, PROMPT, 8) == hash_oracle(PROMPT, 8, OPTIONS)
+        assert await bad.error() == (77, ErrorCode.TRANSFER_FAILED)
+    after = blocks_at_rest(cluster)
+    assert after["cached"] - before["cached"] == (len(PROMPT) + 7) // 16, "the client's, once"
+
+
+async def test_offers_without_bytes_keep_nobody_waiting(target: tuple[Cluster, str]) -> None:
+    cluster, endpoint = target
+    async with ScriptedPrefill(endpoint, b"prefill-9-2") as bad:
+        for request_id in range(100, 164):  # 8 blocks each: all that there are
+            bad.offer(request_id, [request_id] * 127)
+        for _ in range(16):  # a quarter
+            await bad.ack()
+        prompt = [5, *PROMPT]
+        assert await answer(cluster, prompt, 8) == hash_oracle(prompt, 8, OPTIONS)
+        assert bad.is_quiet, "none of them had to end for it"
+        ended = [await bad.error() for _ in range(16)]
+        assert {code for _, code in ended} == {ErrorCode.TRANSFER_FAILED}
+    blocks_at_rest(cluster)
+
+
+async def test_a_decode_worker_may_not_offer(target: tuple[Cluster, str]) -> None:
+    cluster, endpoint = target
+    async with ScriptedPrefill(endpoint, b"decode-9-1") as bad:
+        bad.offer(200, PROMPT)
+        assert await bad.error() == (0, ErrorCode.PROTOCOL)
+    blocks_at_rest(cluster)
