@@ -140,7 +140,11 @@ def check(it: Scene, window: int | None, backend: Backend = reference) -> None:
         got = backend.paged_attention(it.query, it.pool, layer, it.batch, scale, window)
         assert got.dtype == it.query.dtype and got.shape == it.query.shape
         want = dense_attention(it, layer, scale, window)
-        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+        # The mean of n values is about 1 / sqrt(n): a tolerance that is no share of a row's size
+        # would let a long context lack keys.
+        size = want.square().mean(-1, keepdim=True).sqrt()
+        one = torch.zeros_like(want)
+        torch.testing.assert_close((got - want) / (want.abs() + size), one, rtol=0, atol=tolerance)
 
 
 def check_moves(
@@ -160,7 +164,7 @@ def check_moves(
         reference.append_kv(wanted, layer, values, fresh(it.batch), rotation)
         backend.append_kv(got, layer, values.to(device), fresh(it.batch), turned)
         compare()
-    table, layers, tokens = it.batch.block_tables[0].tolist()[:3], range(1, 3), range(5, 37)
+    table, layers, tokens = it.batch.block_tables[0].tolist()[:3], range(1, 3), range(5, 36)
     sent = reference.pack_kv(wanted, table, layers, tokens, dtype)
     assert sent.any()
     assert torch.equal(sent, backend.pack_kv(got, table, layers, tokens, dtype).cpu())

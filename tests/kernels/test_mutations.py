@@ -22,6 +22,10 @@ ATTENTION = {
     "half a row is summed": ("    sum[h] += from_lane_xor(sum[h], 2);\n", ""),
     "parts are not weighted": ("a.logs[place(part)] - highest)", "0.f)"),
     "values for keys": ("T* values = keys + BN * LD", "T* values = keys"),
+    "a ragged tail of keys is left out": (
+        "(key_end - key_begin + BN - 1) / BN",
+        "(key_end - key_begin) / BN",
+    ),
     "merge forgets which tile it is": (
         "int query = (first_row + row) / group, head = kv_head * group + (first_row + row) % group",
         "int query = row / group, head = kv_head * group + row % group",
