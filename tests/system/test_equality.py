@@ -86,7 +86,6 @@ def generated(model: Any, prompt: list[int]) -> tuple[list[int], float]:
     return output[0, len(prompt) :].tolist(), float((best - second).min())
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore")  # transformers' own deprecations are not our subject
 @pytest.mark.parametrize(("family", "heads", "kv_heads", "prefill_block", "decode_block"), CASES)
 def test_greedy_output_equals_transformers(
