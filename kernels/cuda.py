@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module, resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -154,13 +154,22 @@ def start(place: torch.device, launches: list[Launch]) -> None:
     # Asked anew each time: a stream that is being captured is another one.
     stream = torch.cuda.current_stream(device)
     with _cupy().cuda.Device(device):
-        queue = _cupy().cuda.ExternalStream(stream.cuda_stream)
+        queue = _cupy().cuda.Stream.from_external(_Queue(stream.cuda_stream))
         for it in launches:
             function = _function(it.source, it.kernel, it.shared_bytes, device)
             function(
                 it.grid, (it.threads,), (it.arguments,), shared_mem=it.shared_bytes, stream=queue
             )
     # torch's allocator reuses memory in stream order, so `keep` may go out of scope now.
+
+
+class _Queue(NamedTuple):
+    """A stream for another library; torch's own speaks this protocol in recent releases only."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
 
 
 @cache

@@ -144,19 +144,24 @@ def append(
 
 def move(
     pool: torch.Tensor,
-    block_table: Sequence[int],
+    block_table: Sequence[int] | torch.Tensor,
     layers: range,
     tokens: range,
     segment: torch.Tensor,
     *,
     into_pool: bool,
 ) -> list[Launch]:
-    """Copy a rectangle between a sequence's blocks and a contiguous segment on one device."""
+    """Copy a rectangle between a sequence's blocks and a contiguous segment on one device.
+
+    The block table is uploaded, unless it is int32 on the pool's device already.
+    """
     check_pool(pool)
     if segment.dtype not in DTYPE_NAMES:
         raise KernelError(f"the segment is {segment.dtype}, not float32, 16-bit or float8_e4m3fn")
     assert segment.is_contiguous(), "the kernel takes a segment as one run"
-    table = torch.tensor(block_table, dtype=torch.int32, device=pool.device)
+    table = block_table
+    if not isinstance(table, torch.Tensor):
+        table = torch.tensor(table, dtype=torch.int32, device=pool.device)
     arguments = _arguments(MOVE, pool)
     arguments["first_layer"] = layers.start
     arguments["first_token"], arguments["num_tokens"] = tokens.start, len(tokens)

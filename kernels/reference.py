@@ -141,7 +141,7 @@ def pack_kv(
     segment = torch.empty(shape, dtype=dtype, device=pool.device)
     for index, inside, outside in _pieces(tokens, block_size):
         block = pool[block_table[index], layers.start : layers.stop]
-        segment[:, :, :, outside] = block[:, :, :, inside]
+        segment[:, :, :, outside] = _within(block[:, :, :, inside], dtype)
     return segment
 
 
@@ -156,6 +156,17 @@ def unpack_kv(
     for index, inside, outside in _pieces(tokens, pool.shape[4]):
         block = pool[block_table[index], layers.start : layers.stop]
         block[:, :, :, inside] = segment[:, :, :, outside]
+
+
+def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values as they are converted to `dtype`: what fp8 has no room for is its largest.
+
+    Torch up to 2.11 makes NaN of it, later releases saturate.
+    """
+    if dtype is not torch.float8_e4m3fn:
+        return values
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest)
 
 
 def _pieces(tokens: range, block_size: int) -> Iterator[tuple[int, slice, slice]]:

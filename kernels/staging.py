@@ -6,18 +6,21 @@
 
 Unpacking goes the same ways backwards; what arrived is copied into pinned memory first.  At the
 start every way is timed at a few sizes, and each copy takes the way that was faster near its own.
-Copies run on a lane (`kernels.lane`) beside the one that computes and are done on return; several
-threads may copy at a time, for every copy has buffers of its own.  Nothing here is for pools in the
-host's memory, which `kernels.pack_kv` reads as they lie.
+Copies run on a lane (`kernels.lane`) beside what computes and are done on return; several threads
+may copy at a time, for every copy has buffers of its own.  A copy waits for the step after which it
+may touch its blocks, and for no later one: see `mark`.  Nothing here is for pools in the host's
+memory, which `kernels.pack_kv` reads as they lie.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from statistics import median
+from threading import Lock
 
 import torch
 
@@ -34,6 +37,8 @@ DMA_PATIENCE = 1.1
 # A rectangle larger than this is staged some layers at a time: a bound on memory of the device.
 MAX_BUFFER_BYTES = 32 << 20
 REPEATS = 5
+# Block tables that are kept on the device: of as many transfers as run at a time.
+MAX_TABLES = 256
 
 
 class Way(Enum):
@@ -61,10 +66,19 @@ class Staging:
     def __init__(self, pool: torch.Tensor, lane: Lane, sizes: Sequence[int] = SIZES) -> None:
         self._pool = pool
         self._lane = lane
+        self._tables = Tables(lane)
         self.packing = self.unpacking = ALWAYS_PLAIN
         self.why_plain = _obstacle(pool, lane, sizes[-1])
         if not self.why_plain:
             self.packing, self.unpacking = _measured(pool, lane, sizes)
+        lane.mark()
+
+    def mark(self) -> None:
+        """Say that a step is asked for in full: copies from now on wait for it, not for later ones.
+
+        To be called after each step, before anybody hears which blocks it made or freed.
+        """
+        self._lane.mark()
 
     def pack(self, block_table: Sequence[int], layers: range, tokens: range) -> torch.Tensor:
         """Copy a rectangle of one sequence's KV to the host, in the order of the wire.
@@ -78,7 +92,7 @@ class Staging:
         contract.check_rectangle(self._pool, block_table, layers, tokens)
         num_bytes = segment_shape(self._pool, layers, tokens).numel() * self._pool.itemsize
         way = choose(self.packing, num_bytes)
-        return pack(way, self._lane, self._pool, block_table, layers, tokens)
+        return pack(way, self._lane, self._pool, block_table, layers, tokens, self._tables)
 
     def unpack(
         self, block_table: Sequence[int], layers: range, tokens: range, segment: torch.Tensor
@@ -91,7 +105,30 @@ class Staging:
         contract.check_rectangle(self._pool, block_table, layers, tokens)
         contract.check_segment(self._pool, layers, tokens, segment)
         way = choose(self.unpacking, segment.nbytes)
-        unpack(way, self._lane, self._pool, block_table, layers, tokens, segment)
+        unpack(way, self._lane, self._pool, block_table, layers, tokens, segment, self._tables)
+
+
+class Tables:
+    """Block tables on the device: all segments of a transfer have the same one, the same tuple."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._lock = Lock()
+        # By id, for to compare the contents would take as long as to upload them.
+        self._held: OrderedDict[int, tuple[Sequence[int], torch.Tensor]] = OrderedDict()
+
+    def on_device(self, block_table: Sequence[int]) -> torch.Tensor:
+        with self._lock:
+            found = self._held.get(id(block_table))
+            if found is None:
+                found = block_table, self._lane.upload(block_table)
+                if isinstance(block_table, tuple):  # anything else may change
+                    self._held[id(block_table)] = found  # which keeps the id from being reused
+            else:
+                self._held.move_to_end(id(block_table))
+            if len(self._held) > MAX_TABLES:
+                self._held.popitem(last=False)
+            return found[1]
 
 
 def staging_of(pool: torch.Tensor) -> Staging | None:
@@ -106,6 +143,7 @@ def pack(
     block_table: Sequence[int],
     layers: range,
     tokens: range,
+    tables: Tables | None = None,
 ) -> torch.Tensor:
     """Copy a rectangle to the host this way; plainly where no pinned memory is left."""
     with lane.working():
@@ -114,12 +152,13 @@ def pack(
             segment = _pinned(lane, segment_shape(pool, layers, tokens), pool.dtype)
         if segment is None:
             return kernels.pack_kv(pool, block_table, layers, tokens).cpu()
+        table = (tables or Tables(lane)).on_device(block_table)
         if way is Way.DIRECT:
-            lane.move(pool, block_table, layers, tokens, segment, into_pool=False)
+            lane.move(pool, table, layers, tokens, segment, into_pool=False)
             return segment
         for part, mine in _groups(pool, layers, tokens):
             buffer = lane.buffer(segment[mine].shape, pool.dtype)
-            lane.move(pool, block_table, part, tokens, buffer, into_pool=False)
+            lane.move(pool, table, part, tokens, buffer, into_pool=False)
             segment[mine].copy_(buffer, non_blocking=True)
         return segment
 
@@ -132,6 +171,7 @@ def unpack(
     layers: range,
     tokens: range,
     segment: torch.Tensor,
+    tables: Tables | None = None,
 ) -> None:
     """Copy a segment of the host into blocks this way; plainly where no pinned memory is left."""
     with lane.working():
@@ -142,13 +182,14 @@ def unpack(
             kernels.unpack_kv(pool, block_table, layers, tokens, segment)
             return
         pinned.copy_(segment)
+        table = (tables or Tables(lane)).on_device(block_table)
         if way is Way.DIRECT:
-            lane.move(pool, block_table, layers, tokens, pinned, into_pool=True)
+            lane.move(pool, table, layers, tokens, pinned, into_pool=True)
             return
         for part, mine in _groups(pool, layers, tokens):
             buffer = lane.buffer(pinned[mine].shape, pool.dtype)
             buffer.copy_(pinned[mine], non_blocking=True)
-            lane.move(pool, block_table, part, tokens, buffer, into_pool=True)
+            lane.move(pool, table, part, tokens, buffer, into_pool=True)
 
 
 def choose(table: Table, num_bytes: int) -> Way:
@@ -209,6 +250,7 @@ def _measured(pool: torch.Tensor, lane: Lane, sizes: Sequence[int]) -> tuple[Tab
     # Not in the pool itself: it may be small, and a measurement writes.
     _, tokens = rectangle_of(sizes[-1], pool)
     scratch = pool.new_zeros((-(-len(tokens) // pool.shape[4]), *pool.shape[1:]))
+    lane.mark()
     blocks = range(len(scratch))
     received = torch.zeros(sizes[-1] + scratch[0].nbytes, dtype=torch.uint8)
 

@@ -1,13 +1,19 @@
-"""Verify and measure the CUDA kernels on this machine's GPU, unattended, in under 8 minutes.
+"""Verify and measure the CUDA kernels on this machine's GPU, unattended, in under 9 minutes.
 
     scripts/gpu_check                               everything; writes kernels/verified.json
+    scripts/gpu_check --wheels DIR --out DIR        the same on a machine that has torch, NumPy and
+                                                    CuPy, and no registry for what else it needs
+    scripts/gpu_check --gather-wheels DIR --python 3.12
+                                                    gather those wheels on a machine with a registry
+                                                    and this project's .venv, for that Python
     scripts/gpu_check --seed 17 --only "verify kv"  a stage, on the inputs of an earlier run
     scripts/gpu_check --backend shim --quick        the same kernels compiled by g++, on the CPU:
                                                     tries this script, says nothing about a GPU
     scripts/gpu_check --readme                      write verified.json into the README's table
 
-Kernels run on fresh random inputs; the seed is printed.  Every stage is a process of its own, what
-it finds is written at once to OUT/findings.jsonl, and verified.json after every stage.
+Kernels run on fresh random inputs; the seed is printed.  Every stage is a process of its own.  OUT
+holds findings.jsonl, written at once, log.txt, what the processes said, report.txt, and of a full
+run verified.json, written after every stage there and to kernels/.
 
 Exit status: 0 all right and every target reached; 1 something is wrong or broke; 2 usage; 3 there
 is no GPU or no cupy, so nothing was checked; 4 all right, but a target was missed or not measured.
@@ -16,8 +22,11 @@ is no GPU or no cupy, so nothing was checked; 4 all right, but a target was miss
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -28,13 +37,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from kernels import KernelError, cuda  # noqa: E402
-from scripts.gpucheck import record  # noqa: E402
+from scripts.gpucheck import record, wheels  # noqa: E402
 from scripts.gpucheck.child import run_parts  # noqa: E402
 from scripts.gpucheck.parent import run_process, run_stage, skip  # noqa: E402
-from scripts.gpucheck.report import EXIT_NO_DEVICE, exit_status, render  # noqa: E402
+from scripts.gpucheck.report import EXIT_NO_DEVICE, EXIT_USAGE, exit_status, render  # noqa: E402
 from scripts.gpucheck.settings import Settings  # noqa: E402
-from scripts.gpucheck.stages import STAGES, TOTAL_S, Stage, stage_named  # noqa: E402
-from scripts.gpucheck.trail import Finding, State, Trail, figures_of  # noqa: E402
+from scripts.gpucheck.stages import STAGES, Stage, stage_named  # noqa: E402
+from scripts.gpucheck.trail import Trail, figures_of  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.readme:
         text = record.README.read_text(encoding="utf-8")
         record.README.write_text(record.with_table(text, record.read()), encoding="utf-8")
+        return 0
+    if args.gather_wheels:
+        wheels.gather(args.gather_wheels, args.python)
         return 0
     if args.backend == "cuda":
         try:
@@ -54,22 +66,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.stage:
         stage = stage_named(args.stage)
         return run_parts(stage.name, stage.parts_of(settings), trail, args.first)
-    return _check(args, settings, trail)
+    if args.wheels is None:
+        return _check(args, settings, trail)
+    target = Path(tempfile.mkdtemp(prefix="gpu_check-"))
+    try:
+        wheels.install(args.wheels, target)
+        _put_on_path(target)
+        return _check(args, settings, trail)
+    except ValueError as error:
+        print(f"--wheels {error}", file=sys.stderr)
+        return EXIT_USAGE
+    finally:
+        shutil.rmtree(target)
+
+
+def _put_on_path(packages: Path) -> None:
+    """Have this process, and those that it starts, import from a folder first."""
+    sys.path.insert(1, str(packages))
+    earlier = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), earlier)))
 
 
 def _check(args: argparse.Namespace, settings: Settings, trail: Trail) -> int:
     """Run the stages, keep what they find, report."""
     print(f"seed {settings.seed}, backend {settings.backend}, findings in {trail.path}", flush=True)
-    trail.path.unlink(missing_ok=True)
-    deadline = time.monotonic() + TOTAL_S
+    for name in ("findings.jsonl", "log.txt", "report.txt", "verified.json"):
+        (args.out / name).unlink(missing_ok=True)
+    deadline = time.monotonic()
     is_full = settings.backend == "cuda" and not settings.is_quick
     skip("verify coverage", record.uncovered(), "no part of this check runs it", trail)
     for stage in STAGES:
         if args.only and stage.name not in args.only:
             continue
+        deadline += stage.limit_s
         _run(stage, args, settings, trail, deadline)
         if is_full and not args.only:
-            _keep(trail, settings)
+            _keep(trail, settings, (record.PATH, args.out / "verified.json"))
     is_full = is_full and not args.only
     title = "CUDA kernels on a GPU" if settings.backend == "cuda" else "CUDA kernels, NOT on a GPU"
     report = render(trail.findings(), f"{title}, seed {settings.seed}", is_full=is_full)
@@ -88,29 +120,29 @@ def _run(
     try:
         names = list(stage.parts_of(settings))
     except ImportError as error:  # a machine that has torch and cupy need not have the rest
-        trail.add(Finding(stage.name, "all", State.FAILED, f"{error}: pip install -e '.[dev]'"))
+        skip(stage.name, ["all"], f"{error}: see --wheels, or pip install -e '.[dev]'", trail)
         return
     command = [sys.executable, __file__, "--stage", stage.name, "--out", str(args.out)]
     command += ["--seed", str(settings.seed), "--backend", settings.backend]
     command += ["--quick"] if settings.is_quick else []
-    log = args.out / f"{stage.name.replace(' ', '-')}.log"
 
     def child(first: int, limit_s: float) -> str:
-        return run_process([*command, "--first", str(first)], log, limit_s, ROOT)
+        return run_process([*command, "--first", str(first)], args.out / "log.txt", limit_s, ROOT)
 
-    limit_s = min(stage.limit_s, deadline - time.monotonic())
-    run_stage(stage.name, names, child, trail, limit_s)
+    run_stage(stage.name, names, child, trail, deadline - time.monotonic())
     for finding in trail.findings():
         if finding.stage == stage.name:
             print(f"    {finding.part}: {finding.state} {finding.problem}".rstrip(), flush=True)
 
 
-def _keep(trail: Trail, settings: Settings) -> None:
-    """Bring kernels/verified.json up to date with what is known so far."""
+def _keep(trail: Trail, settings: Settings, places: Sequence[Path]) -> None:
+    """Bring kernels/verified.json up to date with what is known so far; write it to all places."""
     findings = trail.findings()
     device = str(figures_of(findings).get("device", "an unnamed GPU"))
     keep = partial(record.merged, record.read(), findings, device=device, seed=settings.seed)
-    record.write(keep(day=datetime.now(UTC).date().isoformat()))
+    kept = keep(day=datetime.now(UTC).date().isoformat())
+    for path in places:
+        record.write(kept, path)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -121,6 +153,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="of all inputs; drawn if not given")
     parser.add_argument("--quick", action="store_true", help="few, small inputs; nothing is kept")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_check", metavar="DIR")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="packages to use besides")
+    parser.add_argument(
+        "--gather-wheels", type=Path, metavar="DIR", help="only download packages for --wheels"
+    )
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    parser.add_argument("--python", default=here, help="the version that wheels are gathered for")
     parser.add_argument("--readme", action="store_true", help="only write the README's table")
     names = [stage.name for stage in STAGES]
     parser.add_argument(

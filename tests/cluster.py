@@ -94,7 +94,7 @@ class Cluster:
                 process.send_signal(signal.SIGTERM)
         for process in self._processes:
             try:
-                process.wait(30)
+                process.wait(START_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -71,7 +71,7 @@ class Worker:
         warm_ups = [model.warmup for model in self._models]
         self._warmup = Warmup(warm_ups, outside.clock, self._end_warmup)
         self._thread.post(self._warmup.run)  # first of all: no block is used yet
-        self._copies = outside.make_copies()
+        self._copies = outside.make_copies(getattr(self._engine.cache, "copies_at_once", 1))
         keys = open_keys(config.keys, config.party)
         self._plane = MeteredPlane(outside.make_plane(info.max_model_len, keys))
         connect = MeteredConnect(outside.connect, keys)

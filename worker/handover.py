@@ -1,7 +1,7 @@
 """One request's KV on its way to a decode worker: `wire.sender` with a cache and a socket.  SPEC 6.
 
-`run` packs the next segment on the transfer thread and sends it without another copy, as long as
-there is one that is computed and within the credit.  Packing copies, so what libzmq still holds
+`run` packs the next segments on the transfer threads and sends them without another copy, as long
+as there is one that is computed and within the credit.  Packing copies, so what libzmq still holds
 when a transfer is over are our buffers, never blocks; and what was packed of blocks that were given
 back meanwhile is not sent.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 
 import structlog
@@ -24,6 +25,9 @@ from worker.peers import DecodePeer
 from worker.surroundings import Copying
 
 log = structlog.get_logger("worker")
+
+# The bytes of a segment, and their digest.
+Packed = tuple[memoryview, int]
 
 
 class HandOver:
@@ -138,16 +142,27 @@ class HandOver:
     # Segments.
 
     async def _send_all(self) -> None:
-        while not self.sender.is_over:
-            rectangle = self.sender.next_segment()
-            if rectangle is None:
-                self._wake.clear()
-                await self._wake.wait()
-            else:
-                await self._send_segment(rectangle)
+        """Pack as many segments at a time as copies run at once, and send them in their order."""
+        packing: deque[tuple[Rectangle, asyncio.Future[Packed]]] = deque()
+        try:
+            while not self.sender.is_over:
+                while len(packing) < self._copies.num_at_once:
+                    if (rectangle := self.sender.next_segment()) is None:
+                        break
+                    run = self._copies.run(self._pack, rectangle)
+                    packing.append((rectangle, asyncio.ensure_future(run)))
+                if packing:
+                    rectangle, packed = packing.popleft()
+                    self._send_segment(rectangle, *await packed)
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
+        finally:
+            for _, packed in packing:
+                packed.cancel()
+            await asyncio.gather(*(packed for _, packed in packing), return_exceptions=True)
 
-    async def _send_segment(self, rectangle: Rectangle) -> None:
-        kv, digest = await self._copies.run(self._pack, rectangle)
+    def _send_segment(self, rectangle: Rectangle, kv: memoryview, digest: int) -> None:
         segment = self.sender.segment(rectangle, kv, self._clock(), digest=digest)
         if segment is None:
             return  # ended meanwhile; what was packed may be anyone's by now
@@ -156,6 +171,6 @@ class HandOver:
         if sending is not None:
             self._sendings.append(sending)
 
-    def _pack(self, rectangle: Rectangle) -> tuple[memoryview, int]:
+    def _pack(self, rectangle: Rectangle) -> Packed:
         kv = self._cache.pack(self._block_table, rectangle)
         return kv, segment_digest(self.request_id, kv)

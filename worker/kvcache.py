@@ -14,6 +14,7 @@ import structlog
 import torch
 
 import kernels
+from kernels.lane import IN_FLIGHT
 from kernels.staging import Staging, Table, staging_of
 from wire.parts import Buffer
 from wire.payloads import KVLayout
@@ -54,8 +55,15 @@ class TorchKVCache:
             device=device,
         )
         self._staging = make_staging(self.pool)
+        # The host's own copies would take its cores from a step; a device's are only waited for.
+        self.copies_at_once = 1 if self._staging is None else IN_FLIGHT
         if self._staging is not None:
             _tell(self._staging)
+
+    def mark(self) -> None:
+        """Have copies from now on wait for what was asked of the device so far: see `Staging`."""
+        if self._staging is not None:
+            self._staging.mark()
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
         """Copy a rectangle of a sequence's KV out.

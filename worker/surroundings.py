@@ -86,6 +86,8 @@ class Computing(Protocol):
 class Copying(Protocol):
     """Where KV is packed and unpacked (`worker.copies.Copies`)."""
 
+    num_at_once: int
+
     def run(self, copy: Callable[..., Any], *args: Any) -> Awaitable[Any]: ...
     def close(self) -> None: ...
 
@@ -101,4 +103,4 @@ class Surroundings:
     make_thread: Callable[
         [Engine, Callable[[list[Output]], None], Callable[[BaseException], None]], Computing
     ] = EngineThread
-    make_copies: Callable[[], Copying] = Copies
+    make_copies: Callable[[int], Copying] = Copies

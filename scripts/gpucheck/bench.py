@@ -128,6 +128,7 @@ def _staged(settings: Settings) -> Figures:
     it, lane = pages([(4096, 1)], PROMPT_HEADS, num_layers=16), lane_of(settings, BF16)
     table, layers, tokens = it.tables[0], range(16), range(4096)
     pack = partial(staging.pack, Way.STAGED, lane, it.pool, table, layers, tokens)
+    lane.mark()
     num_bytes = pack().nbytes
     return {"pack_pinned_gbs": num_bytes / wall_s(pack) / 1e9, "pack_pinned_bytes": num_bytes}
 
@@ -135,6 +136,7 @@ def _staged(settings: Settings) -> Figures:
 def _ways(settings: Settings, direction: str) -> Figures:
     it, lane = pages([(4096, 1)], PROMPT_HEADS, num_layers=16), lane_of(settings, BF16)
     figures: Figures = {}
+    lane.mark()
     for size in SIZES:
         layers, tokens = staging.rectangle_of(size, it.pool)
         segment = torch.zeros(staging.segment_shape(it.pool, layers, tokens), dtype=BF16)

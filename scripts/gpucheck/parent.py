@@ -61,6 +61,7 @@ def skip(stage: str, names: Sequence[str], why: str, trail: Trail) -> None:
 def run_process(command: Sequence[str], log: Path, limit_s: float, cwd: Path) -> str:
     """Run a command with its children for so long at most; say how it ended."""
     with log.open("ab") as output:
+        before = output.tell()  # others write to it too
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -76,7 +77,7 @@ def run_process(command: Sequence[str], log: Path, limit_s: float, cwd: Path) ->
             ended = f"not done in {limit_s:.0f} s"
         finally:
             _kill_group(process)
-    last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    last = log.read_bytes()[before:].decode(errors="replace").strip().splitlines()[-1:]
     return f"{ended}: {last[0][:300]}" if last else ended
 
 

@@ -29,7 +29,8 @@ def exit_status(findings: list[Finding], *, is_full: bool) -> int:
         return EXIT_WRONG  # nothing was shown to be right
     if not is_full:
         return EXIT_WRONG if bad else EXIT_OK
-    cut = [it for it in findings if it.state is State.SKIPPED and it.stage.startswith("verify")]
+    needed = [it for it in findings if it.stage.startswith(("verify", "system"))]
+    cut = [it for it in needed if it.state is State.SKIPPED]
     short = [it for it in verdicts(findings) if it.reached in (Reached.MISSED, Reached.UNKNOWN)]
     reachable = [it for it in short if it.target.target is not None]
     return EXIT_BELOW if bad or cut or reachable else EXIT_OK

@@ -183,8 +183,10 @@ def _ways(settings: Settings) -> Figures:
             table = draw.sample(range(9), 6)
             layers, tokens = range(draw.randint(0, 2), 3), range(draw.randint(0, 90), 96)
             want = reference.pack_kv(pool.cpu(), table, layers, tokens, BF16)
+            lane.mark()
             _same(staging.pack(way, lane, pool, table, layers, tokens), want, f"pack {way}")
             wanted, filled = torch.zeros_like(pool, device="cpu"), torch.zeros_like(pool)
+            lane.mark()
             reference.unpack_kv(wanted, table, layers, tokens, want)
             staging.unpack(way, lane, filled, table, layers, tokens, want)
             _same(filled.cpu(), wanted, f"unpack {way}")
@@ -193,15 +195,23 @@ def _ways(settings: Settings) -> Figures:
 
 
 def _order(settings: Settings) -> Figures:
-    """Copies must see what was asked for before them, however late it runs."""
+    """Copies must see what was asked for before the mark, however late it runs; and only that."""
     lane = lane_of(settings, BF16)
     for way in Way:
         pool = torch.zeros(4, 2, 2, 2, 16, 64, dtype=BF16, device=settings.device)
+        lane.mark()
+        # The first time compiles and allocates, for which the driver may wait for all streams.
+        staging.pack(way, lane, pool, [1, 2], range(2), range(32))
         torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # cycles
         pool.fill_(3)
+        lane.mark()
+        torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # the next step
         sent = staging.pack(way, lane, pool, [1, 2], range(2), range(32))
         if not bool((sent == 3).all()):
             raise Wrong(f"{way} packed before the step that was asked for earlier had run")
+        if torch.cuda.default_stream(settings.device).query():
+            raise Wrong(f"{way} waited for a step that was asked for later")
+        torch.cuda.synchronize()
     return {"cases": len(Way)}
 
 

@@ -140,6 +140,8 @@ class EventCopies:
     `is_used` says of a block whether a sequence holds it.
     """
 
+    num_at_once = 1
+
     def __init__(
         self,
         timeline: Timeline,

@@ -10,7 +10,7 @@ import torch
 import kernels
 from kernels import KernelError, cuda, launch, launch_rowwise, reference
 from kernels.contract import Backend
-from tests.kernels.scenes import Scene, check, scene
+from tests.kernels.scenes import Scene, check, check_moves, fresh, scene
 from tests.kernels.shim.backend import Shim, why_not
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -29,6 +29,7 @@ BATCHES = {
     "chunks": [(70, 33), (129, 64), (33, 1)],
     "mixed": [(5, 5), (300, 1), (66, 3), (128, 1)],
     "split": [(700, 1), (513, 2)],
+    "split prompts": [(700, 40)],
 }
 
 
@@ -75,13 +76,7 @@ def to_device(it: Scene, name: str) -> Scene:
     if name != "cuda":
         return it
     return it._replace(
-        pool=it.pool.cuda(), query=it.query.cuda(), batch=_fresh(it.batch), dense=it.dense
-    )
-
-
-def _fresh(batch: kernels.PagedBatch) -> kernels.PagedBatch:
-    return kernels.PagedBatch(
-        batch.slots, batch.query_starts, batch.context_lens, batch.block_tables
+        pool=it.pool.cuda(), query=it.query.cuda(), batch=fresh(it.batch), dense=it.dense
     )
 
 
@@ -95,6 +90,13 @@ def test_attention(
     serving = backend(name, head_dim, dtype)
     it = scene(BATCHES[batch], head_dim=head_dim, dtype=dtype, block_size=16)
     check(to_device(it, name), window, serving)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_first_part_of_the_keys_may_outweigh_the_others(name: str) -> None:
+    serving = backend(name, 64, BF16)
+    it = scene([(700, 1), (700, 40)], head_dim=64, dtype=BF16, first_key=8.0)
+    check(to_device(it, name), None, serving)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -125,21 +127,14 @@ def test_any_order_of_threads_and_copies_gives_the_same(order: int, late: bool) 
 
 @pytest.mark.parametrize("name", ["shim", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_append_and_move_are_bit_for_bit(name: str) -> None:
-    serving = backend(name, 64, BF16)
-    device = "cuda" if name == "cuda" else "cpu"
-    it = scene([(37, 37), (20, 2)], head_dim=64, dtype=BF16)
-    pools = [torch.zeros_like(it.pool), torch.zeros_like(it.pool, device=device)]
-    values = torch.randn(len(it.batch.slots), 2, 2, 64).to(BF16)
-    reference.append_kv(pools[0], 1, values, _fresh(it.batch))
-    serving.append_kv(pools[1], 1, values.to(device), _fresh(it.batch))
-    assert torch.equal(pools[0], pools[1].cpu()) and pools[0].any()
+    check_moves(backend(name, 64, BF16), BF16, device="cuda" if name == "cuda" else "cpu")
 
-    table, layers, tokens = it.batch.block_tables[0].tolist()[:3], range(1, 3), range(5, 37)
-    sent = reference.pack_kv(pools[0], table, layers, tokens, BF16)
-    assert torch.equal(sent, serving.pack_kv(pools[1], table, layers, tokens, BF16).cpu())
-    for pool, by in zip(pools, (reference, serving), strict=True):
-        by.unpack_kv(pool, table, layers, tokens, torch.ones_like(sent).to(pool.device))
-    assert torch.equal(pools[0], pools[1].cpu())
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "shim"])
+def test_a_pool_may_have_more_elements_than_32_bits_count(name: str) -> None:
+    serving = backend(name, 64, BF16)
+    check_moves(serving, BF16, is_far=True)
+    check(scene([(40, 20), (70, 1)], head_dim=64, dtype=BF16, is_far=True), None, serving)
 
 
 @pytest.mark.parametrize("held", launch.POOL_DTYPES, ids=str)
@@ -189,12 +184,12 @@ def test_the_rotation_of_keys_is_that_of_the_formula(name: str, dtype: torch.dty
     angles = torch.arange(20)[:, None] / 10000 ** (torch.arange(32) / 32)
     pool, wanted = torch.zeros_like(it.pool, device=device), torch.zeros_like(it.pool)
     rotation = torch.stack((angles.cos(), angles.sin()), dim=1)
-    serving.append_kv(pool, 0, values.to(device), _fresh(it.batch), rotation.to(device))
+    serving.append_kv(pool, 0, values.to(device), fresh(it.batch), rotation.to(device))
     turned = values.clone()
     key = torch.complex(values[:, 0, :, :32].double(), values[:, 0, :, 32:].double())
     key = key * torch.polar(torch.ones(20, 1, 32).double(), angles[:, None].double())
     turned[:, 0] = torch.cat([key.real, key.imag], -1).to(dtype)
-    reference.append_kv(wanted, 0, turned, _fresh(it.batch))
+    reference.append_kv(wanted, 0, turned, fresh(it.batch))
     limit = 1e-5 if dtype is FP32 else 1e-2
     torch.testing.assert_close(pool.cpu(), wanted, rtol=limit, atol=limit)
 

@@ -22,6 +22,72 @@ ATTENTION = {
     "half a row is summed": ("    sum[h] += from_lane_xor(sum[h], 2);\n", ""),
     "parts are not weighted": ("a.logs[place(part)] - highest)", "0.f)"),
     "values for keys": ("T* values = keys + BN * LD", "T* values = keys"),
+    "a ragged tail of keys is left out": (
+        "(key_end - key_begin + BN - 1) / BN",
+        "(key_end - key_begin) / BN",
+    ),
+    "merge forgets which tile it is": (
+        "int query = (first_row + row) / group, head = kv_head * group + (first_row + row) % group",
+        "int query = row / group, head = kv_head * group + row % group",
+    ),
+    "merge goes past the last row": (
+        "if (first_row + row >= num_rows) break",
+        "if (row >= num_rows) break",
+    ),
+    "rows past the first tile are unguarded": (
+        "else if (first_row + row < num_rows)",
+        "else if (row < num_rows)",
+    ),
+    "queries past the first tile are unguarded": (
+        "bool valid = first_row + row < num_rows",
+        "bool valid = row < num_rows",
+    ),
+    "parts of many rows overlap": (
+        "long long place = ((long long)slot * a.num_kv_heads + kv_head) * BM + row;",
+        "long long place = ((long long)slot * a.num_kv_heads + kv_head) * 16 + row;",
+    ),
+    "parts are read as if of few rows": (
+        "return ((long long)(first_slot + part) * a.num_kv_heads + kv_head) * BM + row;",
+        "return ((long long)(first_slot + part) * a.num_kv_heads + kv_head) * 16 + row;",
+    ),
+    "merge leaves out the first part": (
+        "for (int part = 0; part < num_slots; part++) {",
+        "for (int part = 1; part < num_slots; part++) {",
+    ),
+    "the highest is not of the first part": (
+        "for (int part = 0; part < num_slots; part++) highest",
+        "for (int part = 1; part < num_slots; part++) highest",
+    ),
+    "merge leaves out the last part": (
+        "for (int part = 0; part < num_slots; part++) {",
+        "for (int part = 0; part < num_slots - 1; part++) {",
+    ),
+    "offsets into the pool have 32 bits": (
+        "return ((row << a.block_bits) + offset) * head_dim;",
+        "return (u32)(((row << a.block_bits) + offset) * head_dim);",
+    ),
+    "offsets into the pool have a sign": (
+        "return ((row << a.block_bits) + offset) * head_dim;",
+        "return (int)(((row << a.block_bits) + offset) * head_dim);",
+    ),
+}
+KV = {
+    "append: offsets into the pool have 32 bits": (
+        "(T*)a.pool + ((to << a.block_bits) + offset) * a.head_dim",
+        "(T*)a.pool + (u32)(((to << a.block_bits) + offset) * a.head_dim)",
+    ),
+    "append: every layer is the first": ("a.num_layers + a.layer)", "a.num_layers)"),
+    "append: values are rotated too": ("&& row < a.num_kv_heads", ""),
+    "append: half a row": ("    slot_row[half + d] = high;\n", ""),
+    "move: offsets into the pool have 32 bits": (
+        "(Eight<POOL>*)a.pool + ((row << a.block_bits) + offset) * eights + i % eights",
+        "(Eight<POOL>*)a.pool + (int)(((row << a.block_bits) + offset) * eights + i % eights)",
+    ),
+    "move: past the last token": (
+        "if (i >= a.num_tokens * eights)",
+        "if (i > a.num_tokens * eights)",
+    ),
+    "move: the segment is one row": ("(long long)blockIdx.y * a.num_tokens * eights + i", "i"),
 }
 ROWWISE = {
     "no barrier in the sum": ("  __syncthreads();\n", ""),
@@ -51,7 +117,7 @@ ROWWISE = {
 }
 MUTATIONS = {
     f"{source}: {bug}": (source, *texts)
-    for source, bugs in (("attention", ATTENTION), ("rowwise", ROWWISE))
+    for source, bugs in (("attention", ATTENTION), ("kv", KV), ("rowwise", ROWWISE))
     for bug, texts in bugs.items()
 }
 # A process of its own: a broken kernel may abort.
@@ -63,9 +129,24 @@ from tests.kernels.scenes import check, scene
 from tests.kernels.shim.backend import Shim
 it = Shim({"attention": launch.attention_kernels(torch.bfloat16, 64)},
           texts={"attention": sys.stdin.read()})
-for lens in ([(70, 33), (129, 64), (17, 1)], [(700, 1), (66, 3)]):
+# The last two are of several tiles of many rows, whose keys are split.
+for lens in (
+    [(70, 33), (129, 64), (17, 1)], [(700, 1), (66, 3)], [(700, 40)], [(900, 70), (513, 33)]
+):
     for window in (None, 24):
         check(scene(lens, head_dim=64, dtype=torch.bfloat16), window, it)
+check(scene([(40, 20), (70, 1)], head_dim=64, dtype=torch.bfloat16, is_far=True), None, it)
+check(scene([(700, 1), (700, 40)], head_dim=64, dtype=torch.bfloat16, first_key=8.0), None, it)
+""",
+    "kv": """
+import sys, torch
+from kernels import launch
+from tests.kernels.scenes import check_moves
+from tests.kernels.shim.backend import Shim
+it = Shim({"kv": launch.kv_kernels(torch.bfloat16, torch.bfloat16)},
+          texts={"kv": sys.stdin.read()})
+for is_far in (False, True):
+    check_moves(it, torch.bfloat16, is_far=is_far)
 """,
     "rowwise": """
 import sys, torch

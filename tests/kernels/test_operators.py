@@ -45,6 +45,17 @@ def test_attention_over_many_tiles(backend: Backend, window: int | None) -> None
     check(scene([(300, 1), (190, 150), (129, 65)], num_heads=6), window, backend)
 
 
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_a_window_that_begins_beyond_the_keys_at_hand(backend: Backend, block_size: int) -> None:
+    """Keys are taken from a block's border on, so the last queries see none of the first ones.
+
+    What is cleared for them ends with the keys at hand: beyond lie other rows, and their sums.
+    """
+    it = scene([(108, 45), (195, 45), (45, 45)], num_heads=12, block_size=block_size)
+    for window in (1, 9):
+        check(it, window, backend)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lens=st.lists(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import reference
 from tests.kernels.scenes import check, scene
@@ -19,3 +24,26 @@ def test_a_group_never_gathers_more_than_its_limit(monkeypatch: pytest.MonkeyPat
     it = scene([(40, 1)] * 5 + [(50, 4)])
     check(it, None)
     assert [group.shape[0] for group in it.batch.scratch["groups", None]] == [2, 2, 1, 1]
+
+
+class CastsOfTorch211(TorchDispatchMode):
+    """Conversions to fp8 as torch 2.11 makes them: what does not fit becomes NaN."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        done = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and args[0].dtype is torch.float8_e4m3fn:
+            too_large = args[1].abs().float().expand(args[0].shape) > 448
+            args[0].view(torch.uint8).masked_fill_(too_large, 0x7F)
+        return done
+
+
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_fp8_saturates_whatever_torch_makes_of_it(held: torch.dtype) -> None:
+    pool = torch.zeros(2, 1, 2, 1, 8, 8, dtype=held)
+    pool[1, 0, 0, 0, 0] = torch.tensor([1.0, 448, 449, 465, 6e4, -6e4, math.inf, math.nan])
+    with CastsOfTorch211():
+        sent = reference.pack_kv(pool, [1], range(1), range(8), torch.float8_e4m3fn)
+    want = torch.tensor([1.0, 448, 448, 448, 448, -448, 448, math.nan])
+    torch.testing.assert_close(sent[0, 0, 0, 0].float(), want, rtol=0, atol=0, equal_nan=True)

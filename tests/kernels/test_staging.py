@@ -1,10 +1,13 @@
 """The ways between pool and host: each gives the same bytes, and the faster one is taken.
 
 The lane here is of the CPU: "device" and pinned memory are the host's, the kernel is the one of
-csrc/kv.cu through the shim.  Order on a stream and pinned memory itself need a GPU.
+csrc/kv.cu through the shim, and what computes is a list.  Streams themselves need a GPU.
 """
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import ShapeError, reference, staging
+from kernels.lane import IN_FLIGHT
 from kernels.staging import ALWAYS_PLAIN, SIZES, Staging, Table, Way, choose, fastest, measure
 from tests.kernels.shim.backend import why_not
 from tests.kernels.shim.lane import CpuLane
@@ -45,7 +49,7 @@ def test_every_way_gives_the_same_bytes(
     held, filled = pool(), torch.zeros_like(pool())
     want = reference.pack_kv(held, TABLE, LAYERS, TOKENS, BF16)
     sent = staging.pack(way, lane, held, TABLE, LAYERS, TOKENS)
-    assert torch.equal(sent, want) and not lane.is_working
+    assert torch.equal(sent, want) and not lane.num_working
     staging.unpack(way, lane, filled, TABLE, LAYERS, TOKENS, sent)
     assert torch.equal(reference.pack_kv(filled, TABLE, LAYERS, TOKENS, BF16), want)
     # Nothing around the rectangle was written.
@@ -95,6 +99,74 @@ def test_a_staging_measures_and_serves(lane: CpuLane) -> None:
     sent = it.pack(TABLE, LAYERS, TOKENS)
     Staging(filled, lane, SMALL_SIZES).unpack(TABLE, LAYERS, TOKENS, sent)
     assert torch.equal(reference.pack_kv(filled, TABLE, LAYERS, TOKENS, BF16), sent)
+
+
+@pytest.mark.parametrize("way", Way)
+def test_a_copy_waits_for_the_step_that_was_marked_and_for_no_later_one(
+    lane: CpuLane, way: Way
+) -> None:
+    held = torch.zeros_like(pool())
+    lane.compute(lambda: held[:4].fill_(3))  # a step writes the blocks, late
+    lane.mark()
+    lane.compute(lambda: held[4:].fill_(5))  # the one under way writes others
+    sent = staging.pack(way, lane, held, [3, 0, 2, 1], LAYERS, TOKENS)
+    assert (sent == 3).all()
+    assert len(lane.computing) == 1 and not held[4:].any()
+    lane.mark()
+    staging.unpack(way, lane, held, [4, 5], LAYERS, range(16), torch.ones_like(sent)[..., :16, :])
+    assert not lane.computing and (held[4:] == 1).all()  # the step did not overwrite it
+
+
+def test_a_staging_marks_what_there_is_when_it_is_made(lane: CpuLane) -> None:
+    held = torch.zeros_like(pool())
+    lane.compute(lambda: held.fill_(3))
+    it = Staging(held, lane, SMALL_SIZES)
+    assert (it.pack(TABLE, LAYERS, TOKENS) == 3).all()
+    lane.compute(lambda: held.fill_(4))
+    assert (it.pack(TABLE, LAYERS, TOKENS) == 3).all()
+    it.mark()
+    assert (it.pack(TABLE, LAYERS, TOKENS) == 4).all()
+
+
+def test_a_block_table_is_uploaded_once_a_transfer(lane: CpuLane) -> None:
+    held = pool()
+    it = Staging(held, lane, SMALL_SIZES)
+    it.packing = it.unpacking = ((1, Way.DIRECT),)
+    mine, other = tuple(TABLE), tuple(TABLE)  # two transfers, of equal blocks
+    lane.uploaded.clear()
+    for tokens in (range(0, 8), range(8, 16), range(16, 32)):
+        for table in (mine, other):
+            segment = it.pack(table, LAYERS, tokens)
+            assert torch.equal(segment, reference.pack_kv(held, table, LAYERS, tokens, BF16))
+            it.unpack(table, LAYERS, tokens, segment)
+    assert lane.uploaded == [mine, other]
+    # One that can change is uploaded each time.
+    changing = [4, 0]
+    it.pack(changing, LAYERS, range(16))
+    changing.reverse()
+    want = reference.pack_kv(held, changing, LAYERS, range(16), BF16)
+    assert torch.equal(it.pack(changing, LAYERS, range(16)), want)
+
+
+def test_tables_of_transfers_long_gone_are_dropped(
+    lane: CpuLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "MAX_TABLES", 2)
+    tables = staging.Tables(lane)
+    first, second, third = ((number, number + 1) for number in range(3))
+    for table in (first, second, first, third, first, second):
+        assert tables.on_device(table).tolist() == list(table)
+    assert lane.uploaded == [first, second, third, second]
+
+
+def test_copies_of_several_threads_run_at_a_time(lane: CpuLane) -> None:
+    it, together = Staging(pool(), lane, SMALL_SIZES), Barrier(IN_FLIGHT)
+    lane.on_working = lambda: together.wait(10)
+    with ThreadPoolExecutor(IN_FLIGHT) as threads:
+        ranges = [range(5 + number, 29) for number in range(IN_FLIGHT)]
+        sent = list(threads.map(lambda tokens: it.pack(TABLE, LAYERS, tokens), ranges))
+    for tokens, segment in zip(ranges, sent, strict=True):
+        assert torch.equal(segment, reference.pack_kv(pool(), TABLE, LAYERS, tokens, BF16))
 
 
 def test_a_wrong_rectangle_or_segment_is_refused(lane: CpuLane) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ import torch
 from scripts import gpu_check as script
 from scripts.gpucheck import record
 from scripts.gpucheck.settings import Settings
-from scripts.gpucheck.stages import Stage
-from scripts.gpucheck.trail import State, Trail
+from scripts.gpucheck.stages import STAGES, Stage
+from scripts.gpucheck.trail import Finding, State, Trail
 from tests.kernels.shim.backend import why_not
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +59,43 @@ def test_the_shim_runs_the_verification_and_claims_nothing(tmp_path: Path) -> No
     ended = [it for it in map(json.loads, lines) if it["state"] == "ok"]
     assert [it["part"] for it in ended] == ["tiled 64 bfloat16", "plain 24 bfloat16"]
     assert record.PATH.read_bytes() == before
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"findings.jsonl", "log.txt", "report.txt"}  # and verified.json of a full run
+
+
+def test_what_is_known_is_kept_with_the_other_results_too(tmp_path: Path) -> None:
+    trail, places = Trail(tmp_path / "findings.jsonl"), (tmp_path / "kernels", tmp_path / "out")
+    trail.add(Finding("verify kv", "move bfloat16", State.OK))
+    script._keep(trail, Settings("cuda", 7, False), places)
+    assert record.read(places[0]) == record.read(places[1])
+    assert record.read(places[1]).kernels["move"].seed == 7
+
+
+def test_the_stages_end_within_nine_minutes() -> None:
+    assert sum(stage.limit_s for stage in STAGES) < 9 * 60
+
+
+def test_what_a_stage_leaves_over_the_later_ones_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines = {}
+
+    def run(stage: Stage, *rest: Any) -> None:
+        deadlines[stage.name] = rest[-1]
+
+    monkeypatch.setattr(script, "_run", run)
+    script._check(
+        argparse.Namespace(out=tmp_path, only=["verify kv", "system"]),
+        Settings("shim", 1, True),
+        Trail(tmp_path / "findings.jsonl"),
+    )
+    assert list(deadlines) == ["verify kv", "system"]
+    assert deadlines["system"] - deadlines["verify kv"] == pytest.approx(75)
+
+
+def test_a_folder_without_wheels_is_a_usage_error(tmp_path: Path) -> None:
+    done = gpu_check("--backend", "shim", "--wheels", str(tmp_path), "--out", str(tmp_path))
+    assert done.returncode == 2 and f"--wheels {tmp_path} has no wheels" in done.stderr
 
 
 def test_a_stage_whose_packages_are_missing_is_recorded(tmp_path: Path) -> None:
@@ -65,4 +103,5 @@ def test_a_stage_whose_packages_are_missing_is_recorded(tmp_path: Path) -> None:
     stage = Stage("system", "no_such_module:parts", 10, needs_gpu=False)
     script._run(stage, argparse.Namespace(out=tmp_path), settings, trail, 0.0)
     (finding,) = trail.findings()
-    assert finding.state is State.FAILED and "no_such_module" in finding.problem
+    assert finding.state is State.SKIPPED
+    assert "no_such_module" in finding.problem and "--wheels" in finding.problem

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -18,8 +19,10 @@ from tests.cluster import Cluster
 
 PROMPT_LENGTHS = (1, 15, 16, 17, 200, 700)
 NUM_TOKENS = 64
-# Where the two best logits are closer than float32 sums can tell, both tokens are right.
-MIN_MARGIN = 2e-5
+# Where the two best logits are closer than float32 sums can tell, both tokens are right.  About one
+# prompt in a hundred comes that close.
+MIN_MARGIN = 1e-4
+MAX_DRAWS = 10
 VOCAB_SIZE = 512
 
 # family, query heads, KV heads, prefill block size, decode block size
@@ -35,12 +38,39 @@ CASES = [
 ]
 
 
-def reference(directory: Path, prompt: list[int]) -> list[int]:
+class Expected(NamedTuple):
+    """A prompt, and what `transformers` generates from it."""
+
+    prompt: list[int]
+    tokens: list[int]
+
+
+def expectations(directory: Path, draw: random.Random) -> list[Expected]:
+    """Draw a prompt of each length whose every token wins by MIN_MARGIN on this processor.
+
+    How a sum rounds depends on the instruction set, so whether two logits are too near does too.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
+    return [expectation(model, length, draw) for length in PROMPT_LENGTHS]
+
+
+def expectation(model: Any, length: int, draw: random.Random) -> Expected:
+    margins = []
+    for _ in range(MAX_DRAWS):
+        prompt = [draw.randrange(VOCAB_SIZE) for _ in range(length)]
+        tokens, margin = generated(model, prompt)
+        if margin > MIN_MARGIN:
+            return Expected(prompt, tokens)
+        margins.append(margin)
+    raise AssertionError(f"{length} tokens: no prompt has the margin, only {margins}")
+
+
+def generated(model: Any, prompt: list[int]) -> tuple[list[int], float]:
+    """Return the greedy tokens, and by how much the closest of them won."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         output = model.generate(
@@ -53,11 +83,9 @@ def reference(directory: Path, prompt: list[int]) -> list[int]:
         )
         logits = model(output).logits[0, len(prompt) - 1 : -1]
     best, second = logits.topk(2).values.T
-    assert (best - second).min() > MIN_MARGIN, "a tie; take another seed"
-    return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+    return output[0, len(prompt) :].tolist(), float((best - second).min())
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore")  # transformers' own deprecations are not our subject
 @pytest.mark.parametrize(("family", "heads", "kv_heads", "prefill_block", "decode_block"), CASES)
 def test_greedy_output_equals_transformers(
@@ -74,15 +102,14 @@ def test_greedy_output_equals_transformers(
         seed=kv_heads,
     )
     draw = random.Random(f"{family} {heads}")
-    prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(n)] for n in PROMPT_LENGTHS]
-    expected = [reference(model, prompt) for prompt in prompts]
+    expected = expectations(model, draw)
 
     with Cluster(tmp_path, local="0,0", model=str(model)) as cluster:
         cluster.worker("prefill", 0, "--block-size", str(prefill_block), "--dtype", "float32")
         cluster.worker("decode", 0, "--block-size", str(decode_block), "--dtype", "float32")
         body = {
             "model": cluster.model,
-            "prompt": prompts,
+            "prompt": [it.prompt for it in expected],
             "max_tokens": NUM_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
@@ -91,6 +118,6 @@ def test_greedy_output_equals_transformers(
         response = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=120)
         assert response.status_code == 200, response.text
         choices = sorted(response.json()["choices"], key=lambda choice: choice["index"])
-        for prompt, choice, tokens in zip(prompts, choices, expected, strict=True):
-            assert choice["token_ids"] == tokens, f"prompt of {len(prompt)} tokens"
+        for choice, it in zip(choices, expected, strict=True):
+            assert choice["token_ids"] == it.tokens, f"prompt of {len(it.prompt)} tokens"
         cluster.until_idle()

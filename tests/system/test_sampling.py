@@ -371,7 +371,6 @@ def evaluate(choice: dict[str, Any], context_len: int) -> tuple[float, bool]:
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own deprecations are not our subject
-@pytest.mark.timeout(120)
 def test_an_evaluation_gets_what_transformers_says(cluster: Cluster) -> None:
     from transformers import AutoModelForCausalLM
 

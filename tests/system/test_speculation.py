@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from scripts.make_model import make_model
-from tests.cluster import Cluster
+from tests.cluster import START_S, Cluster
 
 VOCAB_SIZE = 512
 
@@ -36,7 +36,6 @@ def answers(cluster: Cluster) -> list[dict[str, Any]]:
     return texts
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_text_is_that_of_a_worker_without_drafts(tmp_path: Path, seed: int) -> None:
     """Drafts of the same model are all right, those of a smaller one with other weights are not."""
@@ -50,12 +49,12 @@ def test_the_text_is_that_of_a_worker_without_drafts(tmp_path: Path, seed: int) 
         plain = cluster.worker("decode", 0, *args)
         expected = answers(cluster)
         plain.send_signal(signal.SIGTERM)
-        assert plain.wait(30) == 0
+        assert plain.wait(START_S) == 0
         drafting = cluster.worker("decode", 1, *args, *drafts)
         assert answers(cluster) == expected
         cluster.until_idle()
         drafting.send_signal(signal.SIGTERM)
-        assert drafting.wait(30) == 0
+        assert drafting.wait(START_S) == 0
         stopped = [
             event
             for event in map(json.loads, cluster.log().splitlines())

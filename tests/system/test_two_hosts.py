@@ -116,7 +116,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.usefixtures("hosts")
-@pytest.mark.timeout(180)
 def test_the_readme_s_commands_make_a_cluster(tmp_path: Path, start: Start) -> None:
     etc = {host: tmp_path / host / "etc" for host in HOSTS}
     for mark in ("keys router", "--api-key "):
@@ -168,7 +167,6 @@ def test_the_readme_s_commands_make_a_cluster(tmp_path: Path, start: Start) -> N
 
 
 @pytest.mark.usefixtures("hosts")
-@pytest.mark.timeout(120)
 def test_the_refusals_the_readme_names(tmp_path: Path) -> None:
     """Without --keys and --api-keys the same commands open no port."""
     for mark, host in (("-m router", "router"), ("--role decode", "decode")):

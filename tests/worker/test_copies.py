@@ -25,6 +25,14 @@ async def test_copies_run_in_order_on_one_thread_of_their_own() -> None:
     copies.close()
 
 
+async def test_as_many_run_at_once_as_were_asked_for() -> None:
+    copies, together = Copies(3), threading.Barrier(3)
+    assert copies.num_at_once == 3
+    found = await asyncio.gather(*(copies.run(together.wait, 10) for _ in range(6)))
+    assert sorted(found) == [0, 0, 1, 1, 2, 2]
+    copies.close()
+
+
 async def test_the_loop_runs_while_a_copy_does() -> None:
     copies, gate = Copies(), threading.Event()
     task = asyncio.create_task(copies.run(gate.wait, 10))

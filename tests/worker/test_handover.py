@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,7 +23,7 @@ from wire.errors import ErrorCode
 from wire.frames import Cancel, DecodeRequest, Error, KvCache, KvCacheAck, PrefillDone, Role, Tag
 from wire.options import Options
 from wire.payloads import Credit, ErrorDetail, decode_map, encode_map
-from wire.transfer import KVSender, TransferState
+from wire.transfer import KVSender, Rectangle, TransferState
 from worker.copies import Copies
 from worker.executor.hash import LAYOUT, HashKVCache
 from worker.handover import HandOver
@@ -308,6 +309,44 @@ def test_a_peer_that_answers_others_is_not_mute(num_heard: int) -> None:
     hand_over.tick(31.0)
     assert hand_over.sender.state is TransferState.FAILED
     assert peer.is_mute == (num_heard == 0)
+
+
+@pytest.mark.parametrize("num_at_once", [1, 3])
+async def test_segments_are_packed_at_a_time_and_sent_in_order(num_at_once: int) -> None:
+    peer, copies, numbers = HoldingPeer(), Copies(num_at_once), list[int]()
+    together = threading.Barrier(num_at_once)
+
+    class Cache(HashKVCache):
+        def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
+            together.wait(20)  # breaks unless so many are packed at the same moment
+            return super().pack(block_table, rectangle)
+
+    def send(frame: KvCache, *rest: Any, **flags: Any) -> Sending:
+        numbers.append(frame.segment)
+        sending = HoldingPeer.send(peer, frame, *rest, **flags)
+        sending.drop()
+        return sending
+
+    def make_sender(now: float) -> KVSender:
+        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
+
+    peer.send = send  # type: ignore[method-assign, assignment]
+    end = asyncio.get_running_loop().create_future()
+    hand_over = HandOver(make_sender, peer, Cache(20, 16), copies, end.set_result)  # type: ignore[arg-type]
+    hand_over.offer(tuple(range(20)), 0, time.monotonic())
+    task = asyncio.create_task(hand_over.run())
+    hand_over.advance(100, time.monotonic())
+    hand_over.advance(200, time.monotonic())
+    hand_over.advance(len(PROMPT), time.monotonic())
+    hand_over.on_ack(KvCacheAck(1, 0), Credit(STEP, 0, 0))
+    hand_over.on_ack(KvCacheAck(1, 0), Credit(2 * STEP, 0, 0))
+    hand_over.on_ack(KvCacheAck(1, 0), Credit(TOTAL, 0, 0))
+    await peer.has_all.wait()
+    hand_over.on_ack(KvCacheAck(1, TOTAL), Credit(TOTAL, 0, 1))
+    assert await end is hand_over and hand_over.sender.state is TransferState.DONE
+    await task
+    assert numbers == [1, 2, 3]
+    copies.close()
 
 
 async def test_it_is_not_forgotten_before_every_buffer_is_back() -> None:

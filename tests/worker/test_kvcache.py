@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kernels
+from kernels.lane import IN_FLIGHT
 from kernels.staging import Staging
 from tests.kernels.shim.backend import why_not
 from tests.kernels.shim.lane import CpuLane
@@ -104,6 +105,7 @@ def test_a_pool_that_the_host_cannot_read_goes_through_staging() -> None:
         torch.device("cpu"),
         make_staging=lambda pool: Staging(pool, lane, (512, 2048)),
     )
+    assert (plain.copies_at_once, staged.copies_at_once) == (1, IN_FLIGHT)
     rectangle, num_moved = Rectangle(1, 2, 7, 26), len(lane.moved)
     sent = plain.pack([6, 1, 3], rectangle)
     staged.unpack([2, 7, 0], rectangle, sent)

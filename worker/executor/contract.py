@@ -143,9 +143,10 @@ class SequenceFailed(Exception):
 class KVCache(Protocol):
     """The paged KV of one worker.
 
-    `pack` and `unpack` are called from two threads, perhaps at the same moment: the transfer thread
-    takes KV from and to other workers while steps run, and the engine's thread swaps KV out and in
-    between two steps.  So each call needs buffers of its own, and a lock around what calls share.
+    `pack` and `unpack` are called from several threads, perhaps at the same moment: the transfer
+    thread takes KV from and to other workers while steps run, and the engine's thread swaps KV out
+    and in between two steps.  So each call needs buffers of its own, and a lock around what calls
+    share.  There are as many transfer threads as an attribute `copies_at_once` says, one without.
 
     The callers see to the blocks.  What one call or step writes, no other touches meanwhile, with
     one exception: a `pack` may find that its blocks were given back and are written to again.  It

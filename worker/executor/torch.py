@@ -151,15 +151,19 @@ class TorchExecutor:
         )
         token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
         if self._graphs is not None and self._graphs.take(len(rows), paged):
-            return self._graphs.forward(token_ids, positions, paged)
-        device = self._model.device
-        return self._model.forward(
-            token_ids.to(device),
-            positions.to(device),
-            self._cache.pool,
-            paged,
-            torch.from_numpy(rows).to(device),
-        )
+            logits = self._graphs.forward(token_ids, positions, paged)
+        else:
+            device = self._model.device
+            logits = self._model.forward(
+                token_ids.to(device),
+                positions.to(device),
+                self._cache.pool,
+                paged,
+                torch.from_numpy(rows).to(device),
+            )
+        # Before anybody hears which blocks this step has made, or frees them.
+        self._cache.mark()
+        return logits
 
     def sample(self, logits: torch.Tensor, batch: Batch) -> list[SampledToken]:
         """Draw one token per sampled row; see `worker.sampler`."""

@@ -1,9 +1,13 @@
-"""A lane made of the CPU: the kernel through the shim, all memory the host's."""
+"""A lane made of the CPU: the kernel through the shim, all memory the host's.
+
+What computes is a list of calls, which run as late as they may: when a copy waits for them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 
 import torch
 
@@ -12,30 +16,58 @@ from tests.kernels.shim.backend import Shim
 
 
 class CpuLane:
-    """A lane of the CPU that knows what was asked of it."""
+    """A lane of the CPU that knows what was asked of it.
+
+    Attributes:
+        computing: what was asked of the stream that computes and has not run.
+        uploaded: every block table that went to the device.
+        on_working: called by each copy when it may begin.
+    """
 
     def __init__(
         self, *, dtype: torch.dtype = torch.bfloat16, num_pinned: int = 1000, obstacle: str = ""
     ) -> None:
         self.buffers: list[int] = []
         self.moved: list[int] = []
-        self.is_working = False
+        self.uploaded: list[tuple[int, ...]] = []
+        self.computing: list[Callable[[], object]] = []
+        self.on_working: Callable[[], object] = lambda: None
+        self.num_working = 0
+        self._num_marked = 0
         self._num_pinned = num_pinned
         self._obstacle = obstacle
+        self._lock = Lock()
         self._shim = Shim({"kv": launch.kv_kernels(dtype, dtype)})
+
+    def compute(self, call: Callable[[], object]) -> None:
+        """Ask for something on the stream that computes."""
+        self.computing.append(call)
 
     def require(self, pool: torch.Tensor) -> None:
         if self._obstacle:
             raise KernelError(self._obstacle)
 
+    def mark(self) -> None:
+        self._num_marked = len(self.computing)
+
     @contextmanager
     def working(self) -> Iterator[None]:
-        assert not self.is_working
-        self.is_working = True
+        with self._lock:
+            for call in self.computing[: self._num_marked]:
+                call()
+            del self.computing[: self._num_marked]
+            self._num_marked = 0
+            self.num_working += 1
+        self.on_working()
         try:
             yield
         finally:
-            self.is_working = False
+            with self._lock:
+                self.num_working -= 1
+
+    def upload(self, block_table: Sequence[int]) -> torch.Tensor:
+        self.uploaded.append(tuple(block_table))
+        return torch.tensor(block_table, dtype=torch.int32)
 
     def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         self._num_pinned -= 1
@@ -51,13 +83,13 @@ class CpuLane:
     def move(
         self,
         pool: torch.Tensor,
-        block_table: Sequence[int],
+        block_table: torch.Tensor,
         layers: range,
         tokens: range,
         segment: torch.Tensor,
         *,
         into_pool: bool,
     ) -> None:
-        assert self.is_working
+        assert self.num_working
         self.moved.append(segment.nbytes)
         self._shim.run(launch.move(pool, block_table, layers, tokens, segment, into_pool=into_pool))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from kernels import reference
 from kernels.contract import Backend
 from scripts.gpucheck import verify
-from scripts.gpucheck.inputs import Shape, error, formula, lengths, paged
+from scripts.gpucheck.inputs import TOLERANCE, Shape, error, formula, lengths, paged
 from scripts.gpucheck.settings import Part, Settings
 from tests.kernels.shim.backend import CSRC, Shim, why_not
 
@@ -86,11 +87,38 @@ def test_the_formula_is_that_of_the_reference() -> None:
         assert error(got, formula(it, 1, 0.25, window), 1e-4) <= 1
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("context", [300, 2980])
+def test_keys_that_are_missing_from_a_long_context_show(dtype: torch.dtype, context: int) -> None:
+    """The mean of 2980 keys is about 0.02: as much as bfloat16 may err about 1."""
+    shape, draw = Shape(8, 2, 64, 16, dtype), SETTINGS.random("long")
+    it = paged([(context, 1)], shape, torch.device("cpu"), draw)
+    it.query[:, 0] = it.query[:, 1]  # the loud head hears a few keys only
+    want = formula(it, 1, 0.125, None)
+
+    def share(dropped: int) -> float:
+        batch = replace(it.batch, context_lens=it.batch.context_lens - dropped, scratch={})
+        got = reference.paged_attention(it.query, it.pool, 1, batch, 0.125, None)
+        return error(got, want, TOLERANCE[dtype])
+
+    assert share(0) <= 1 < share(64)
+
+
+def test_where_a_row_is_zero_nothing_may_differ() -> None:
+    want = torch.zeros(1, 2, dtype=torch.float64)
+    assert error(torch.zeros(1, 2), want, 0.1) == 0
+    assert error(torch.tensor([[0.0, 1e-9]]), want, 0.1) == float("inf")
+
+
 def test_an_error_is_a_share_of_the_tolerance_and_nan_is_infinite() -> None:
-    want = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    assert error(torch.tensor([1.0, 0.0]), want, 0.1) == 0
-    assert error(torch.tensor([1.2, 0.0]), want, 0.1) == pytest.approx(1.0)
-    assert error(torch.tensor([1.0, float("nan")]), want, 0.1) == float("inf")
+    want = torch.tensor([2.0, 2.0], dtype=torch.float64)
+    assert error(torch.tensor([2.0, 2.0]), want, 0.1) == 0
+    assert error(torch.tensor([2.4, 2.0]), want, 0.1) == pytest.approx(1.0)
+    assert error(torch.tensor([2.0, float("nan")]), want, 0.1) == float("inf")
+    # Beside what is large a zero may be off; alone it may not.
+    want = torch.tensor([[1.0, 0.0], [0.01, 0.0]], dtype=torch.float64)
+    assert error(torch.tensor([[1.0, 0.05], [0.01, 0.0]]), want, 0.1) < 1
+    assert error(torch.tensor([[1.0, 0.0], [0.01, 0.05]]), want, 0.1) > 1
 
 
 def test_inputs_are_those_of_the_seed_whatever_else_runs() -> None:
