@@ -49,10 +49,12 @@ class Queue:
             return
         self._size -= 1
         self._num_of_client[client] -= 1
+        if not self._num_of_client[client]:  # It may have flights of other priorities.
+            del self._num_of_client[client]
         if line:
             lines.move_to_end(client)
         else:
-            del lines[client], self._num_of_client[client]
+            del lines[client]
         if not lines:
             del self._by_priority[priority]
 
