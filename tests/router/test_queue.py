@@ -88,18 +88,18 @@ def test_one_that_was_served_before_is_first_of_all() -> None:
 
 def test_the_heaviest_client_gives_way_to_one_with_less() -> None:
     queue = Queue()
-    assert queue.displaced_by(flight(1)) is None
+    assert queue.displaced_by(flight(1), {}) is None
     for handle, priority in ((1, 5), (2, 0), (3, 0), (4, 5)):
         queue.add(flight(handle, priority, "many"))
     queue.add(flight(5, client="few"))
-    displaced = queue.displaced_by(flight(6, client="few"))
+    displaced = queue.displaced_by(flight(6, client="few"), {})
     assert displaced is not None and displaced.handle == 3
-    assert queue.displaced_by(flight(6, client="many")) is None
+    assert queue.displaced_by(flight(6, client="many"), {}) is None
     queue.remove(flight(3, client="many"))
     for _ in range(2):
         queue.remove(flight(2, client="many"))  # Its priority is empty; the other one is not.
-    assert queue.displaced_by(flight(6, client="few")) is None  # It would have as many.
-    displaced = queue.displaced_by(flight(6, client="new"))
+    assert queue.displaced_by(flight(6, client="few"), {}) is None  # It would have as many.
+    displaced = queue.displaced_by(flight(6, client="new"), {})
     assert displaced is not None and displaced.handle == 4
 
 
@@ -160,11 +160,13 @@ class QueueBesideAList(RuleBasedStateMachine):
     def remove_a_stranger(self, priority: int, client: str) -> None:
         self.queue.remove(flight(-1, priority, client))
 
-    @rule(client=CLIENTS)
-    def displace(self, client: str) -> None:
+    @rule(client=CLIENTS, held=st.dictionaries(CLIENTS, st.integers(1, 3)))
+    def displace(self, client: str, held: dict[str, int]) -> None:
         counts = Counter(each.request.client for each in self.waiting())
-        displaced = self.queue.displaced_by(flight(-1, client=client))
-        most = max(counts.values(), default=0)
+        displaced = self.queue.displaced_by(flight(-1, client=client), held)
+        for each in held:  # Counts only for who has a place in the queue to give.
+            counts[each] += held[each] if counts[each] or each == client else 0
+        most = max((counts[each.request.client] for each in self.waiting()), default=0)
         if counts[client] + 1 >= most:
             assert displaced is None
             return
