@@ -10,7 +10,7 @@ from router.request import Request
 from router.worker import WorkerState
 from tests.router.scripted import RecordingSink, Router, first, load
 from wire.errors import ErrorCode, WireError
-from wire.frames import PrefillDone, Role, Tag
+from wire.frames import Drain, PrefillDone, Role, Tag
 from wire.options import Options
 from wire.payloads import Usage
 
@@ -221,3 +221,47 @@ def test_no_attempt_is_made_beyond_the_deadline_of_its_request() -> None:
     router.inflight.tick()
     assert sink.error.code is ErrorCode.DEADLINE_EXCEEDED
     router.assert_idle()
+
+
+def test_what_is_held_ends_with_its_own_deadline_too() -> None:
+    router = Router(Limits(hold_s=30.0, deadline_s=20.0))
+    router.pair()
+    [sink] = prefilled(router, 1, "slow")
+    router.now += 20.0
+    router.inflight.tick()
+    assert sink.error.code is ErrorCode.DEADLINE_EXCEEDED and "within 20 s" in sink.error.message
+
+
+def test_blocks_that_are_only_promised_are_back_at_once() -> None:
+    router = Router()
+    router.pair()
+    hog = prefilled(router, 4, "hog", prompt=250)  # 16 blocks each, of 64, and no heartbeat since
+    router.submit(300, client="new")
+    router.now += HOLD_GRACE_S
+    router.inflight.tick()
+    assert ended(hog) == [0, 1] and len(router.take(Tag.PREFILL_REQUEST)) == 1
+
+
+def test_no_one_gives_way_on_a_worker_that_is_too_small() -> None:
+    router = Router()
+    router.join(Role.PREFILL)
+    router.join(Role.DECODE, num_blocks=16)
+    parked = prefilled(router, 1, "hog", prompt=250)
+    router.beat(router.join(Role.DECODE, 1), load(64, used=64))
+    router.submit(300, client="new")  # 20 blocks
+    router.now += HOLD_GRACE_S
+    router.inflight.tick()
+    assert not ended(parked) and router.inflight.num_waiting == 1
+
+
+def test_no_one_gives_way_on_a_worker_that_leaves() -> None:
+    router = Router()
+    router.join(Role.PREFILL)
+    router.join(Role.DECODE)
+    parked = prefilled(router, 1, "hog")
+    router.say(D, Drain(1, 1000))
+    router.beat(router.join(Role.DECODE, 1), load(64, used=64))
+    router.submit(client="new")
+    router.now += HOLD_GRACE_S
+    router.inflight.tick()
+    assert not ended(parked) and router.inflight.num_waiting == 1
