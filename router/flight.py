@@ -133,7 +133,7 @@ class Flight:
     @property
     def is_parked(self) -> bool:
         """Whether it holds KV on a decode worker and no DECODE_REQUEST has come yet."""
-        return self.phase is Phase.HELD and self.attempt is not None and not self.is_decode_asked
+        return self.phase is Phase.HELD and self.attempt is not None
 
     @property
     def num_left(self) -> int | None:

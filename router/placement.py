@@ -125,7 +125,7 @@ class Placement:
         """
         seq_len, num_left = len(flight.token_ids), flight.num_left
         prefills = self._candidates(Role.PREFILL, flight)
-        if num_left == 1 or pick_prefill(prefills, seq_len, self._max_running) is None:
+        if pick_prefill(prefills, seq_len, self._max_running) is None:
             return []
         workers = {
             worker.identity: worker

@@ -10,7 +10,7 @@ from router.request import Request
 from router.worker import WorkerState
 from tests.router.scripted import RecordingSink, Router, first, load
 from wire.errors import ErrorCode, WireError
-from wire.frames import Drain, PrefillDone, Role, Tag
+from wire.frames import Drain, Error, PrefillDone, Role, Tag
 from wire.options import Options
 from wire.payloads import Usage
 
@@ -265,3 +265,44 @@ def test_no_one_gives_way_on_a_worker_that_leaves() -> None:
     router.now += HOLD_GRACE_S
     router.inflight.tick()
     assert not ended(parked) and router.inflight.num_waiting == 1
+
+
+def test_whoever_holds_most_after_each_step_gives_way_next() -> None:
+    router = Router()
+    router.pair()
+    big, small = (prefilled(router, n, c, prompt=250) for n, c in ((3, "big"), (1, "small")))
+    router.submit(760, client="new")  # 48 blocks, of 4 x 16
+    router.now += HOLD_GRACE_S
+    router.inflight.tick()
+    assert ended(big) == [0, 1] and ended(small) == [0]
+
+
+def test_a_new_request_does_not_pass_one_that_waits_for_more_room() -> None:
+    router = Router()
+    router.pair()
+    router.beat(D, load(64, used=40))
+    router.submit(500)  # 32 blocks, of which 24 are free
+    router.submit(20)
+    assert router.inflight.num_waiting == 2 and router.take(Tag.PREFILL_REQUEST) == []
+
+
+def test_the_time_to_wait_is_not_the_time_to_be_read() -> None:
+    router = Router(Limits(queue_timeout_s=30.0))
+    router.pair()
+    _, sink = router.submit()
+    router.now += 31.0
+    router.inflight.tick()
+    assert not sink.ends and router.inflight.num_running == 1
+
+
+def test_new_requests_earn_another_attempt() -> None:
+    router = Router(Limits(retry_burst=1))
+    router.pair()
+    sinks = []
+    for num_more in (0, 0, 6):  # The first may be tried again; the next only after some more.
+        for _ in range(num_more):
+            router.submit()
+        router.take(Tag.PREFILL_REQUEST)
+        sinks.append(router.submit()[1])
+        router.say(P, Error(router.prefill_id(), ErrorCode.INTERNAL))
+    assert [bool(sink.ends) for sink in sinks] == [False, True, False]
