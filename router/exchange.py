@@ -68,7 +68,7 @@ class Exchange:
         """Submit every request, each with the text to echo before its answer.
 
         Raises:
-            WireError: One was refused; none is left running.
+            WireError: One was refused.  Whatever is raised, none is left running.
         """
         try:
             for index, (request, prefix) in enumerate(requests):
@@ -76,7 +76,7 @@ class Exchange:
                 choice.handle = self._core.submit(request, choice)
                 self.choices.append(choice)
                 self._num_open += 1
-        except WireError:
+        except BaseException:
             self.cancel()
             raise
 

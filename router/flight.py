@@ -131,6 +131,11 @@ class Flight:
         return (*self.request.token_ids, *self.generated)
 
     @property
+    def is_parked(self) -> bool:
+        """Whether it holds KV on a decode worker and no DECODE_REQUEST has come yet."""
+        return self.phase is Phase.HELD and self.attempt is not None
+
+    @property
     def num_left(self) -> int | None:
         """Tokens still to be generated; None while a raw TCP client has set no limit at all."""
         return None if self.new_tokens is None else self.new_tokens + 1 - len(self.generated)

@@ -9,7 +9,8 @@ books.  Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Final
 
 import structlog
 from msgspec import structs
@@ -25,6 +26,10 @@ from wire.frames import NO_RANK, Cancel, Drain, PrefillRequest, Role
 from wire.payloads import Usage, encode_prompt
 
 log = structlog.get_logger("router")
+
+# A prefilled request keeps its room for this long, whoever waits: a client that answers
+# PREFILL_DONE with DECODE_REQUEST needs one way there and back, be it around the world.  SPEC 7
+HOLD_GRACE_S: Final = 1.0
 
 
 class Flights:
@@ -79,6 +84,22 @@ class Flights:
             self._wake()
         while (flight := self.waiting.first()) is not None and self._place(flight):
             self.waiting.remove(flight)
+
+    def make_way(self) -> None:
+        """Place what waits, ending what is held without being asked on where there is no room."""
+        while (flight := self.waiting.first()) is not None:
+            if self._place(flight):
+                self.waiting.remove(flight)
+                continue
+            giving = self._placement.give_way(flight, self._parked_too_long())
+            if not giving:
+                return
+            for each in giving:
+                message = (
+                    "others need the room of the KV cache, and no DECODE_REQUEST came within "
+                    f"{HOLD_GRACE_S:g} s of PREFILL_DONE; send it with PREFILL_REQUEST"
+                )
+                self.fail(each, WireError(ErrorCode.OVERLOADED, message))
 
     def end(
         self,
@@ -216,12 +237,33 @@ class Flights:
         )
         return True
 
+    def _parked(self) -> list[Flight]:
+        flights = [attempt.flight for attempt in self.attempts.values()]
+        return [flight for flight in flights if flight.is_parked]
+
+    def _parked_too_long(self) -> Iterator[Flight]:
+        """Yield what gives way, in order: always the oldest of the client that holds most."""
+        limit = self._clock() - HOLD_GRACE_S
+        parked = self._parked()
+        count = Counter(flight.request.client for flight in parked)
+        lines: dict[str, list[Flight]] = {}
+        for flight in reversed(parked):
+            if flight.first_at is not None and flight.first_at <= limit:
+                lines.setdefault(flight.request.client, []).append(flight)
+        while lines:
+            client = max(lines, key=lambda client: count[client])
+            yield lines[client].pop()
+            count[client] -= 1
+            if not lines[client]:
+                del lines[client]
+
     def _make_room(self, flight: Flight) -> None:
         if len(self.waiting) < self._limits.max_waiting:
             return
         message = f"{len(self.waiting)} requests are waiting for a worker already; try later"
         overloaded = WireError(ErrorCode.OVERLOADED, message)
-        displaced = self.waiting.displaced_by(flight)
+        held = Counter(each.request.client for each in self._parked())
+        displaced = self.waiting.displaced_by(flight, held)
         if displaced is None:
             raise self._missing_worker(flight) or overloaded
         self.fail(displaced, self._missing_worker(displaced) or overloaded)

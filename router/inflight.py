@@ -155,9 +155,13 @@ class InFlight:
             self._flights.fail(flight, WireError(code, message))
 
     def tick(self) -> None:
-        """End what is overdue; call it several times a second."""
+        """End what is overdue, and what holds room that others wait for without need of it.
+
+        Call it several times a second.
+        """
         self._flights.fail_overdue()
         self._flights.place_waiting()
+        self._flights.make_way()
 
     def on_message(self, peer: bytes, message: Message) -> None:
         """Take a message of a registered worker.

@@ -7,11 +7,19 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Iterable
 
 from router.fleet import Fleet
 from router.flight import Attempt, Flight, Limits, no_worker
 from router.index import PrefixIndex
-from router.policy import can_ever_fit, pick_decode, pick_prefill
+from router.policy import (
+    blocks_to_promise,
+    can_ever_fit,
+    num_blocks,
+    pick_decode,
+    pick_prefill,
+)
 from router.worker import Worker
 from wire.errors import ErrorCode, TransferTooLarge, WireError
 from wire.frames import Role
@@ -119,6 +127,52 @@ class Placement:
         prefill.num_active += 1
         prefill.prompt_tokens += attempt.seq_len
         return attempt
+
+    def give_way(self, flight: Flight, parked: Iterable[Flight]) -> list[Flight]:
+        """Return which of `parked`, taken in this order, must end so that `flight` can be placed.
+
+        None of them if that would not help, or if enough have ended already and only the heartbeat
+        is missing that shows it.  The caller ends those that are returned.
+        """
+        seq_len, num_left = len(flight.token_ids), flight.num_left
+        prefills = self._candidates(Role.PREFILL, flight)
+        if pick_prefill(prefills, seq_len, self._max_running) is None:
+            return []
+        workers = {
+            worker.identity: worker
+            for worker in self._candidates(Role.DECODE, flight)
+            if can_ever_fit(worker, seq_len)
+        }
+        new_tokens = None if num_left is None else num_left - 1
+        giving: dict[bytes, list[Flight]] = {identity: [] for identity in workers}
+        # Blocks that come back at once, since they are but promised, and with a heartbeat.
+        promised, held = Counter[bytes](), Counter[bytes]()
+
+        def has_room(worker: Worker) -> bool:
+            key = worker.identity
+            coming = promised[key] + held[key] + worker.returning_blocks
+            return (
+                worker.num_active - len(giving[key]) < self._max_running
+                and blocks_to_promise(worker, seq_len, new_tokens)
+                <= worker.available_blocks + coming
+            )
+
+        if any(map(has_room, workers.values())):
+            return []
+        for each in parked:
+            assert each.attempt is not None and each.attempt.decode is not None
+            key, request_id = each.attempt.decode.identity, each.attempt.request_id
+            if (worker := workers.get(key)) is None:
+                continue
+            giving[key].append(each)
+            if request_id in worker.promised:
+                promised[key] += worker.promised[request_id]
+            else:
+                held[key] += num_blocks(each.attempt.seq_len, worker.detail.block_size)
+            if has_room(worker):
+                worker.returning_blocks += held[key]
+                return giving[key]
+        return []
 
     def _candidates(self, role: Role, flight: Flight) -> list[Worker]:
         """Ready workers; those that failed this flight only if no other could ever serve it."""

@@ -44,6 +44,13 @@ def can_ever_fit(worker: Worker, num_tokens: int) -> bool:
     return num_tokens < min(detail.num_blocks * detail.block_size, detail.max_model_len + 1)
 
 
+def blocks_to_promise(worker: Worker, num_tokens: int, max_new_tokens: int | None) -> int:
+    """Blocks that a decode worker must have to spare for a prompt and what follows it."""
+    new_tokens = UNKNOWN_NEW_TOKENS if max_new_tokens is None else max_new_tokens
+    detail = worker.detail
+    return min(num_blocks(num_tokens + new_tokens, detail.block_size), detail.num_blocks)
+
+
 def pick_prefill(workers: Sequence[Worker], num_tokens: int, max_running: int) -> Worker | None:
     """Return the prefill worker with the least left to read; None when none has room now."""
     candidates = [
@@ -66,7 +73,6 @@ def pick_decode(
     A request that could outgrow a whole worker is let in when that worker has all its blocks to
     spare: most such requests end early, and the worker fails the one that does not.
     """
-    new_tokens = UNKNOWN_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     hashes: dict[int, list[int]] = {}
     best: DecodeChoice | None = None
     least: tuple[int, int, int] | None = None
@@ -76,7 +82,7 @@ def pick_decode(
         if not can_ever_fit(worker, len(token_ids)):
             continue
         size = worker.detail.block_size
-        needed = min(num_blocks(len(token_ids) + new_tokens, size), worker.detail.num_blocks)
+        needed = blocks_to_promise(worker, len(token_ids), max_new_tokens)
         if needed > worker.available_blocks:
             continue
         if size not in hashes:

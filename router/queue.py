@@ -8,6 +8,7 @@ waiting when it does not fit yet: short prompts of the same priority do not star
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 
 from router.flight import Flight
 
@@ -49,10 +50,12 @@ class Queue:
             return
         self._size -= 1
         self._num_of_client[client] -= 1
+        if not self._num_of_client[client]:  # It may have flights of other priorities.
+            del self._num_of_client[client]
         if line:
             lines.move_to_end(client)
         else:
-            del lines[client], self._num_of_client[client]
+            del lines[client]
         if not lines:
             del self._by_priority[priority]
 
@@ -70,16 +73,21 @@ class Queue:
             first.request.options.priority >= flight.request.options.priority
         )
 
-    def displaced_by(self, flight: Flight) -> Flight | None:
+    def displaced_by(self, flight: Flight, held: Mapping[str, int]) -> Flight | None:
         """Return whose place a new flight takes when there is none left; None: its own is denied.
 
         The client with most in the queue gives its last and least important one to another that
-        has fewer, so that nobody can keep others out by asking for much.
+        has fewer, so that nobody can keep others out by asking for much.  What a client has `held`
+        elsewhere without being asked on counts as if it waited here.
         """
         if not self._size:
             return None
-        [(heaviest, most)] = self._num_of_client.most_common(1)
-        if self._num_of_client[flight.request.client] + 1 >= most:
+
+        def weight(client: str) -> int:
+            return self._num_of_client[client] + held.get(client, 0)
+
+        heaviest = max(self._num_of_client, key=weight)
+        if weight(flight.request.client) + 1 >= weight(heaviest):
             return None
         lines = (
             self._by_priority[priority].get(heaviest) for priority in sorted(self._by_priority)

@@ -50,6 +50,8 @@ class Worker:
     # Blocks promised to attempts that no heartbeat has shown as used yet.
     promised: dict[int, int] = field(default_factory=dict)
     promised_blocks: int = 0
+    # Blocks of attempts that were ended to make room, which no heartbeat has shown as free yet.
+    returning_blocks: int = 0
     _settling: set[int] = field(default_factory=set)
 
     @property
@@ -84,6 +86,6 @@ class Worker:
 
     def on_load(self, load: Load) -> None:
         """Take the blocks of a heartbeat; promises settled before it are in `used` now."""
-        self.load = load
+        self.load, self.returning_blocks = load, 0
         for request_id in tuple(self._settling):
             self.unpromise(request_id)

@@ -11,7 +11,7 @@ POISON = 13
 
 def decode_step(kv: bytes, last_token_id: int, position: int) -> tuple[int, bytes]:
     if last_token_id == POISON:
-        raise ZeroDivisionError("unlucky")
+        raise ZeroDivisionError(f"unlucky {last_token_id=}")
     return example_model.decode_step(kv, last_token_id, position)
 
 

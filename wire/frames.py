@@ -75,7 +75,7 @@ class Frame:
         try:
             return self.layout.pack(*[getattr(self, name) for name in names])
         except Exception as error:  # struct.error, or TypeError on a field that is no number
-            raise LocalProtocolError(f"{self!r} does not fit its header: {error}") from error
+            raise LocalProtocolError(f"{self.tag.name} does not fit its header: {error}") from error
 
     @classmethod
     def from_header(cls, header: bytes | memoryview) -> Self:

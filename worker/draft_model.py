@@ -85,7 +85,7 @@ class ModelDrafter:
         if not 0 <= failure.index < len(shadows):
             raise failure
         request_id = shadows[failure.index].request_id
-        log.warning("the draft model failed", request=request_id, reason=failure.message)
+        log.warning("the draft model failed", request=request_id, exc_info=failure)
         shadows[failure.index].drafts = ()
         self._free(request_id)
         self._given_up.add(request_id)

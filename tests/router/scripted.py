@@ -171,11 +171,15 @@ class Router:
         self.say(peer, Heartbeat(1, 0, 0), encode_map(what))
 
     def submit(
-        self, prompt: int | tuple[int, ...] = 20, new: int | None = 5, **options: object
+        self,
+        prompt: int | tuple[int, ...] = 20,
+        new: int | None = 5,
+        client: str = "",
+        **options: object,
     ) -> tuple[int, RecordingSink]:
         token_ids = tuple(range(prompt)) if isinstance(prompt, int) else prompt
         sink = RecordingSink()
-        request = Request(token_ids, Options(**options), new)  # type: ignore[arg-type]
+        request = Request(token_ids, Options(**options), new, client)  # type: ignore[arg-type]
         return self.inflight.submit(request, sink), sink
 
     def take(self, tag: Tag) -> list[tuple[bytes, Message]]:

@@ -25,13 +25,14 @@ class Core:
     """Writes down what is submitted and cancelled; refuses from `capacity` on."""
 
     capacity: int = 99
+    refusal: BaseException = field(default_factory=lambda: WireError(ErrorCode.OVERLOADED, "full"))
     sinks: list[Choice] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)
 
     def submit(self, request: Request, sink: Choice) -> int:
         if len(self.sinks) >= self.capacity:
-            raise WireError(ErrorCode.OVERLOADED, "full")
+            raise self.refusal
         self.sinks.append(sink)
         return len(self.sinks)
 
@@ -65,9 +66,14 @@ def started(
     return subject, writer
 
 
-def test_all_are_submitted_or_none() -> None:
-    core = Core(capacity=2)
-    with pytest.raises(WireError, match="full"):
+@pytest.mark.parametrize(
+    "refusal",
+    [WireError(ErrorCode.OVERLOADED, "full"), ValueError("full"), KeyboardInterrupt("full")],
+    ids=lambda refusal: type(refusal).__name__,
+)
+def test_all_are_submitted_or_none(refusal: BaseException) -> None:
+    core = Core(capacity=2, refusal=refusal)
+    with pytest.raises(type(refusal), match="full"):
         started(core, 3)
     assert core.cancelled == [1, 2]
 

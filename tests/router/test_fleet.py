@@ -145,6 +145,16 @@ def test_a_worker_that_drained_is_not_listed_as_lost() -> None:
     assert table.heartbeat(identity, BEAT, load(), 0.0) is None
 
 
+def test_a_worker_that_leaves_while_requests_need_it_is_listed_as_lost() -> None:
+    table = fleet()
+    identity = hello(table)
+    drained = table.drain(identity)
+    assert drained is not None
+    drained.attempts.add(1)
+    table.lose(identity, 0.0)
+    assert list(table) == [drained] and drained.state is WorkerState.LOST
+
+
 def test_lost_workers_are_bounded() -> None:
     table = fleet()
     for rank in range(MAX_LOST + 10):

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
-from hypothesis import given
+import itertools
+from collections import Counter
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from router.flight import Flight
 from router.queue import Queue
 from router.request import Request
 from tests.router.scripted import RecordingSink
 from wire.options import Options
+
+PRIORITIES = st.integers(-1, 2)
+CLIENTS = st.sampled_from(["a", "b", "c"])
 
 
 def flight(handle: int, priority: int = 0, client: str = "") -> Flight:
@@ -81,13 +88,106 @@ def test_one_that_was_served_before_is_first_of_all() -> None:
 
 def test_the_heaviest_client_gives_way_to_one_with_less() -> None:
     queue = Queue()
-    assert queue.displaced_by(flight(1)) is None
+    assert queue.displaced_by(flight(1), {}) is None
     for handle, priority in ((1, 5), (2, 0), (3, 0), (4, 5)):
         queue.add(flight(handle, priority, "many"))
     queue.add(flight(5, client="few"))
-    displaced = queue.displaced_by(flight(6, client="few"))
+    displaced = queue.displaced_by(flight(6, client="few"), {})
     assert displaced is not None and displaced.handle == 3
-    assert queue.displaced_by(flight(6, client="many")) is None
+    assert queue.displaced_by(flight(6, client="many"), {}) is None
     queue.remove(flight(3, client="many"))
-    queue.remove(flight(2, client="many"))
-    assert queue.displaced_by(flight(6, client="few")) is None  # It would have as many.
+    for _ in range(2):
+        queue.remove(flight(2, client="many"))  # Its priority is empty; the other one is not.
+    assert queue.displaced_by(flight(6, client="few"), {}) is None  # It would have as many.
+    displaced = queue.displaced_by(flight(6, client="new"), {})
+    assert displaced is not None and displaced.handle == 4
+
+
+class QueueBesideAList(RuleBasedStateMachine):
+    """The queue does what a plain list does that is searched from end to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = Queue()
+        self.handles = itertools.count()
+        # By priority, the clients in the order of their turns, and the flights of each in order.
+        self.lines: list[tuple[int, list[tuple[str, list[Flight]]]]] = []
+
+    def waiting(self) -> list[Flight]:
+        return [each for _, lines in self.lines for _, line in lines for each in line]
+
+    def take_in(self, each: Flight, *, first: bool) -> None:
+        priority, client = each.request.options.priority, each.request.client
+        lines = next((lines for at, lines in self.lines if at == priority), None)
+        if lines is None:
+            lines = []
+            self.lines.append((priority, lines))
+            self.lines.sort(key=lambda entry: -entry[0])
+        entry = next((entry for entry in lines if entry[0] == client), None)
+        if entry is None:
+            entry = (client, [])
+            lines.append(entry)
+        if first:
+            entry[1].insert(0, each)
+            lines.remove(entry)
+            lines.insert(0, entry)
+        else:
+            entry[1].append(each)
+
+    @rule(priority=PRIORITIES, client=CLIENTS, first=st.booleans())
+    def add(self, priority: int, client: str, first: bool) -> None:
+        each = flight(next(self.handles), priority, client)
+        (self.queue.add_first if first else self.queue.add)(each)
+        self.take_in(each, first=first)
+
+    @precondition(lambda self: self.lines)
+    @rule(at=st.integers(0, 50), times=st.integers(1, 2))
+    def remove(self, at: int, times: int) -> None:
+        waiting = self.waiting()
+        each = waiting[at % len(waiting)]
+        for _ in range(times):
+            self.queue.remove(each)
+        for entry in self.lines:
+            for line in entry[1]:
+                if each in line[1]:
+                    line[1].remove(each)
+                    entry[1].remove(line)
+                    if line[1]:
+                        entry[1].append(line)
+        self.lines = [entry for entry in self.lines if entry[1]]
+
+    @rule(priority=PRIORITIES, client=CLIENTS)
+    def remove_a_stranger(self, priority: int, client: str) -> None:
+        self.queue.remove(flight(-1, priority, client))
+
+    @rule(client=CLIENTS, held=st.dictionaries(CLIENTS, st.integers(1, 3)))
+    def displace(self, client: str, held: dict[str, int]) -> None:
+        counts = Counter(each.request.client for each in self.waiting())
+        displaced = self.queue.displaced_by(flight(-1, client=client), held)
+        for each in held:  # Counts only for who has a place in the queue to give.
+            counts[each] += held[each] if counts[each] or each == client else 0
+        most = max((counts[each.request.client] for each in self.waiting()), default=0)
+        if counts[client] + 1 >= most:
+            assert displaced is None
+            return
+        assert displaced is not None
+        heaviest = displaced.request.client
+        assert counts[heaviest] == most
+        theirs = [each for each in self.waiting() if each.request.client == heaviest]
+        lowest = min(each.request.options.priority for each in theirs)
+        assert displaced is [e for e in theirs if e.request.options.priority == lowest][-1]
+
+    @rule(priority=PRIORITIES)
+    def look(self, priority: int) -> None:
+        behind = any(each.request.options.priority >= priority for each in self.waiting())
+        assert self.queue.is_behind(flight(-1, priority)) is behind
+
+    @invariant()
+    def agree(self) -> None:
+        waiting = self.waiting()
+        assert len(self.queue) == len(waiting)
+        assert self.queue.first() is (waiting[0] if waiting else None)
+
+
+TestQueueBesideAList = QueueBesideAList.TestCase
+TestQueueBesideAList.settings = settings(max_examples=40, stateful_step_count=25)

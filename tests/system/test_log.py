@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.cluster import ROOT, Cluster, until
+from tests.poisoned_model import POISON
 from wire.aio.tcp import connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, PrefillRequest
@@ -75,3 +80,69 @@ def test_a_reader_that_stalls_stops_nothing(tmp_path: Path) -> None:
             assert router.stderr.read().count(b"\n") < 600, "the pipe was never full"
         finally:
             router.kill()
+
+
+# Python imports this at its start: bugs in a router that is otherwise the real one.
+PLANTED = f"""
+import asyncio, functools, sys, threading
+sys.path.insert(0, {str(ROOT)!r})
+if "router" in sys.orig_argv:
+    from router.intake import Intake
+    read = Intake.completion
+    def fail(secret, *_):
+        raise ValueError(secret)
+    async def fail_later(secret):
+        fail(secret)
+    def completion(self, raw, asker):
+        secret = raw.decode()
+        if "SECRET" in secret:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(functools.partial(fail, secret))
+            loop.create_task(fail_later(secret))
+            threading.Thread(target=fail, args=(secret,)).start()
+            {{}}[secret]
+        return read(self, raw, asker)
+    Intake.completion = completion
+"""
+
+
+class OnTerminal(Cluster):
+    """A cluster whose log is read from a terminal: lines for people."""
+
+    def _spawn(self, *args: str) -> subprocess.Popen[bytes]:
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", *args], cwd=ROOT, stderr=theirs, env=os.environ | self.environ
+        )
+        os.close(theirs)
+        threading.Thread(target=self._copy, args=(ours,), daemon=True).start()
+        self._processes.append(process)
+        return process
+
+    def _copy(self, terminal: int) -> None:
+        with self.log_path.open("ab") as log:
+            try:
+                while chunk := os.read(terminal, 1 << 16):
+                    log.write(chunk)
+                    log.flush()
+            except OSError:  # the last of its writers is gone
+                os.close(terminal)
+
+
+@pytest.mark.parametrize("make", [Cluster, OnTerminal], ids=["json", "terminal"])
+def test_bugs_leave_nothing_of_a_prompt_in_the_log(tmp_path: Path, make: type[Cluster]) -> None:
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    cluster = make(tmp_path, executor="tests.poisoned_model:create", args=("--log-level", "debug"))
+    cluster.environ = {"PYTHONPATH": str(tmp_path)}
+    with cluster, httpx.Client(base_url=cluster.http, trust_env=False, timeout=30) as client:
+        # The worker's model fails on the last token, with it in its text and all in its locals.
+        for prompt in ("my SECRET", [101, 102, 103, POISON]):
+            answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4})
+            assert answer.status_code == 500
+            assert "SECRET" not in answer.text
+        until(lambda: cluster.log().count("ValueError") >= 3, "bugs in the log")
+        until(lambda: "ZeroDivisionError" in cluster.log(), "the bug of the model in the log")
+    log = cluster.log()
+    assert "KeyError" in log and "ValueError" in log
+    for secret in ("SECRET", "101, 102", f"last_token_id={POISON}"):
+        assert secret not in log

@@ -97,11 +97,21 @@ def test_a_bad_prefix_is_refused_before_anything_is_allocated(tag: int, length: 
     assert decoder.buffered_bytes == 0
 
 
-def test_a_large_frame_is_allowed_where_prompts_are() -> None:
+@pytest.mark.parametrize("tag", FRAMES)
+def test_a_large_frame_is_allowed_where_prompts_or_kv_are_and_nowhere_else(tag: Tag) -> None:
+    is_large = tag in (Tag.PREFILL_REQUEST, Tag.DECODE_REQUEST, Tag.KV_CACHE)
+    limit = DEFAULT_MAX_FRAME_BYTES if is_large else MAX_SMALL_FRAME_BYTES
     decoder = StreamDecoder()
-    decoder.receive(pack("<II", Tag.PREFILL_REQUEST, DEFAULT_MAX_FRAME_BYTES))
-    decoder.receive(pack("<II", Tag.PREFILL_REQUEST, DEFAULT_MAX_FRAME_BYTES))
+    decoder.receive(pack("<II", tag, limit))
     assert decoder.next_message() is None
+    decoder = StreamDecoder()
+    decoder.receive(pack("<II", tag, limit + 1))
+    with pytest.raises(RemoteProtocolError, match=f"length {limit + 1} is not 16 to {limit}"):
+        decoder.next_message()
+    decoder = StreamDecoder(max_frame_bytes=100)  # The server's own limit is under both.
+    decoder.receive(pack("<II", tag, 101))
+    with pytest.raises(RemoteProtocolError, match="16 to 100"):
+        decoder.next_message()
 
 
 def test_after_an_error_nothing_is_kept_and_nothing_is_read() -> None:

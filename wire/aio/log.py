@@ -3,6 +3,7 @@
 structlog and the standard library's loggers (uvicorn, huggingface_hub) end in one bounded queue
 that a thread writes out.  When the reader of stderr stalls, lines are dropped and counted; the
 count is logged when it reads again.  Values bound with `structlog.contextvars` are on every line.
+Of an exception there are types and frames, no values (`wire.aio.exceptions`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import threading
 from typing import Any, Final, TextIO
 
 import structlog
-from structlog.typing import EventDict, Processor
+from structlog.processors import ExceptionRenderer
+from structlog.typing import EventDict, ExcInfo, Processor
+
+from wire.aio.exceptions import described, printed
 
 MAX_LINES: Final = 10_000
 # A process that exits gives its last lines this long.
@@ -112,12 +116,12 @@ def configure(
     writer = LogWriter(stream)
     number = logging.getLevelNamesMapping()[level.upper()]
     if stream.isatty() if is_terminal is None else is_terminal:
-        renderers: list[Processor] = [structlog.dev.ConsoleRenderer()]
-    else:
-        renderers = [
-            structlog.processors.dict_tracebacks,
-            structlog.processors.JSONRenderer(),
+        renderers: list[Processor] = [
+            ExceptionRenderer(_printed),
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
         ]
+    else:
+        renderers = [ExceptionRenderer(_described), structlog.processors.JSONRenderer()]
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -136,6 +140,14 @@ def configure(
     logging.basicConfig(level=number, handlers=[_Handler(writer, formatter)], force=True)
     atexit.register(writer.close)
     return writer
+
+
+def _described(exc_info: ExcInfo) -> list[dict[str, Any]]:
+    return described(exc_info[1])
+
+
+def _printed(exc_info: ExcInfo) -> str:
+    return printed(exc_info[1])
 
 
 def _add_name(logger: Any, method: str, event: EventDict) -> EventDict:

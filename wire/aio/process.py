@@ -30,6 +30,7 @@ from typing import Final
 import structlog
 import uvloop
 
+from wire.aio.exceptions import catch_all
 from wire.aio.settings import EX_CONFIG, ConfigError
 
 FORCE_S: Final = 2.0
@@ -89,6 +90,7 @@ class _Force:
 
 async def _live(main: Callable[[Stop], Awaitable[int]], force: _Force) -> int:
     loop = asyncio.get_running_loop()
+    catch_all(loop)
     stop = Stop()
     task = asyncio.ensure_future(main(stop))
 

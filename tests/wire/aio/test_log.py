@@ -75,8 +75,28 @@ def test_an_exception_is_one_json_line_with_its_frames() -> None:
 
     for line in logged(write):
         event = json.loads(line)
-        assert event["exception"][0]["exc_value"] == "broken"
-        assert event["level"] == "error"
+        (fault,) = event["exception"]
+        assert (fault["exc_type"], event["level"]) == ("RuntimeError", "error")
+        assert [frame["name"] for frame in fault["frames"]] == ["write"]
+        assert "exc_info" not in event
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_exception_shows_no_values(is_terminal: bool) -> None:
+    def fail(prompt: str) -> None:
+        raise ValueError(f"cannot read {prompt}")
+
+    def write() -> None:
+        try:
+            fail("SEC" + "RET")
+        except ValueError as error:
+            structlog.get_logger("worker").exception("step failed")
+            structlog.get_logger("worker").warning("step failed", exc_info=error)
+            logging.getLogger("other").exception("so did this")
+
+    lines = "\n".join(logged(write, is_terminal=is_terminal))
+    assert lines.count("ValueError") >= 3 and lines.count(__file__) == 6
+    assert "SECRET" not in lines
 
 
 def test_lines_below_the_level_are_not_written() -> None:

@@ -16,6 +16,8 @@ from wire.payloads import ErrorDetail, decode_map
 from wire.stream import StreamDecoder, encode
 
 KIB = 1024
+# More than the kernel's buffers of a connection hold.
+FLOOD_BYTES = 12 << 20
 
 
 class Told:
@@ -200,6 +202,48 @@ async def test_a_client_that_does_not_read_is_dropped_after_the_stall_time(house
         error = await told.closed
         assert isinstance(error, WireError) and error.code is ErrorCode.DEADLINE_EXCEEDED
         await told.connection.closed
+
+
+async def test_a_second_stall_is_cut_as_the_first_would_have_been(house: House) -> None:
+    def flood(told: Told, message: Message) -> None:
+        for _ in range(16):
+            told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES // 16))
+
+    num_bytes = FLOOD_BYTES
+    limits = Limits(stall_s=1.0, max_write_bytes=64 << 20, high_water_bytes=64 * KIB)
+    server = await house.serve(limits, answer=flood)
+    loop = asyncio.get_running_loop()
+    with deaf_client(server.port) as client:
+        client.setblocking(False)
+        told = await house.handlers.get()
+        await told.messages.get()
+        assert told.connection._write_timer is not None
+        while num_bytes > 0:
+            num_bytes -= len(await loop.sock_recv(client, 1 << 20))
+        assert told.connection._write_timer is None, "it has caught up"
+        for _ in range(2):  # The window has grown: what one answer fills is not known.
+            await loop.sock_sendall(client, b"".join(encode(Cancel(1, 0))))
+        error = await told.closed
+        assert isinstance(error, WireError) and error.code is ErrorCode.DEADLINE_EXCEEDED
+
+
+async def test_a_client_that_catches_up_after_the_end_must_still_hang_up(house: House) -> None:
+    """The timer of a stall is not the timer of a closed connection."""
+
+    def flood(told: Told, message: Message) -> None:
+        for _ in range(16):
+            told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES // 16))
+        told.connection.close()
+
+    limits = Limits(stall_s=1.0, max_write_bytes=64 << 20, high_water_bytes=64 * KIB)
+    server = await house.serve(limits, answer=flood)
+    loop = asyncio.get_running_loop()
+    with deaf_client(server.port) as client:
+        client.setblocking(False)
+        told = await house.handlers.get()
+        while await loop.sock_recv(client, 1 << 20):
+            pass
+        await told.connection.closed  # The client does not close its side.
 
 
 async def test_what_waits_for_a_client_is_bounded(house: House) -> None:

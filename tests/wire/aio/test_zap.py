@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from wire.aio import zap
 from wire.aio.keys import Keys
 from wire.aio.port import Context, client_options, new_key_pair, server_options
 from wire.aio.settings import ConfigError
-from wire.aio.zap import Authenticator
+from wire.aio.zap import Authenticator, Gate
 from wire.aio.zmq import Hub, Link
 from wire.parts import Buffer
 
@@ -111,16 +112,16 @@ async def test_without_an_authenticator_of_its_own_a_socket_admits_nobody(
 ) -> None:
     pairs = write(tmp_path, "router", "prefill-0")
     context, other = Context(), Context()
-    socket = context.socket(zmq.ROUTER)
+    router = context.socket(zmq.ROUTER)
     for name, value in server_options(pairs["router"]).items():
-        socket.setsockopt(getattr(zmq, name), value)
+        router.setsockopt(getattr(zmq, name), value)
     keys, authenticator = Keys(tmp_path, "router"), None
     if where == "another context":
         authenticator = Authenticator(other, keys)
     elif where == "another domain":
         authenticator = Authenticator(context, keys, b"elsewhere")
-    socket.bind(LOOPBACK)
-    endpoint = socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+    router.bind(LOOPBACK)
+    endpoint = router.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
     try:
         known = client_options(pairs["prefill-0"], pairs["router"].public)
         stranger = client_options(new_key_pair(), pairs["router"].public)
@@ -129,7 +130,7 @@ async def test_without_an_authenticator_of_its_own_a_socket_admits_nobody(
     finally:
         if authenticator is not None:
             authenticator.close()
-        socket.close(0)
+        router.close(0)
         context.term()
         other.term()
 
@@ -202,3 +203,23 @@ async def test_refusals_do_not_fill_the_log(
     doorkeeper._quiet_until = 0.0
     assert await knock(house.endpoint, options) == REFUSED
     assert "unknown key" in capsys.readouterr().out
+
+
+async def test_a_revoked_key_costs_no_one_the_connection_that_has_its_descriptor_now(
+    tmp_path: Path,
+) -> None:
+    """Descriptors are used again: who has left is heard of before anyone is cut."""
+    pairs = write(tmp_path, "router", "prefill-0", "decode-0")
+    here, there = socket.socketpair()
+    gone, other = socket.socketpair()
+    with Context() as context, here, there, gone, other:
+        gate = Gate(context, Keys(tmp_path, "router"), lambda: gate.leave(gone.fileno()))
+        for party, its in (("prefill-0", here), ("decode-0", gone)):
+            peer = f"{party}-1".encode()
+            assert gate.admit(peer, pairs[party].public, its.fileno(), is_live=True)
+        (tmp_path / "authorized_keys").write_text(f"{pairs['router'].public} router\n")
+        gate._refresh()
+        assert there.recv(1) == b"", "its key is revoked"
+        gone.send(b"x")
+        assert other.recv(1) == b"x", "it is another's by now"
+        gate.close()
