@@ -20,13 +20,14 @@ from wire.aio.keys import open_keys
 from wire.aio.process import Stop, extend_start, keep_watchdog, notify
 from wire.aio.scrape import ScrapePort
 from wire.frames import Heartbeat, Role
+from wire.identity import Identity
 from wire.payloads import HelloDetail, encode_map
 from worker.assembly import make_engine
 from worker.config import Config
 from worker.decode import DecodeRole
 from worker.executor.contract import Executor, ModelInfo
 from worker.executor.measured import measured
-from worker.link import Identity, LinkState, RouterLink
+from worker.link import LinkState, RouterLink
 from worker.metered import MeteredConnect, MeteredPlane
 from worker.metrics import Metrics
 from worker.outputs import Output

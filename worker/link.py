@@ -27,9 +27,9 @@ from wire.frames import (
     Hello,
     Peers,
     PrefillRequest,
-    Role,
     Welcome,
 )
+from wire.identity import Identity
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import (
     ErrorDetail,
@@ -87,23 +87,6 @@ class LinkState(StrEnum):
     JOINING = "joining"
     READY = "ready"
     REFUSED = "refused"
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Which process of which rank this is."""
-
-    role: Role
-    rank: int
-    epoch: int
-
-    @property
-    def name(self) -> bytes:
-        """The ZeroMQ routing id: a restarted worker is another peer (SPEC 2.1)."""
-        return f"{self}-{self.epoch}".encode()
-
-    def __str__(self) -> str:
-        return f"{self.role.name.lower()}-{self.rank}"
 
 
 @dataclass(eq=False)

@@ -13,11 +13,12 @@ from tests.worker.scripted import PATIENCE_S, ScriptedRouter, pair, scripted_rou
 from wire.aio.zmq import Link
 from wire.errors import ErrorCode
 from wire.frames import Cancel, DecodeToken, Drain, Error, Peers, Role, Tag
+from wire.identity import Identity
 from wire.options import Options
 from wire.parts import Message
 from wire.payloads import HelloDetail, PeerDetail, decode_prefill_result, encode_map
 from worker.executor.hash import LAYOUT
-from worker.link import HELLO_AGAIN_S, MIN_SILENCE_S, REOPEN_S, Identity, LinkState, RouterLink
+from worker.link import HELLO_AGAIN_S, MIN_SILENCE_S, REOPEN_S, LinkState, RouterLink
 
 PROMPT = list(range(100))
 OPTIONS = Options(max_tokens=20_000, ignore_eos=True)
