@@ -32,6 +32,7 @@ from router.httpserver import FLUSH_S, HttpServer
 from router.httpserver import Limits as HttpLimits
 from router.inflight import InFlight
 from router.local import LocalWorkers
+from router.model import vocab_size
 from router.request import RequestEnd
 from router.tls import server_context
 from wire.aio.apikeys import open_api_keys
@@ -43,7 +44,7 @@ from wire.aio.tcp import Server
 from wire.aio.zmq import Hub
 from wire.checkpoint import ModelError
 from wire.errors import ErrorCode, WireError
-from wire.frames import Role
+from wire.frames import MAX_TOKEN_ID, Role
 from wire.parts import Buffer
 from wire.traffic import Traffic
 
@@ -78,7 +79,7 @@ class Router:
             self.fleet,
             transmit=self._transmit,
             forget=self._hub.forget,
-            limits=limits(config),
+            limits=limits(config, vocab_size(model_path)),
             lease_ms=config.lease_ms,
             # Below 2^31, so that 2^32 requests after it still leave ids within 64 bits.
             router_epoch=secrets.randbelow(2**31 - 1) + 1,
@@ -137,7 +138,11 @@ class Router:
             asyncio.create_task(self._tick(), name="tick"),
             asyncio.create_task(self._report(), name="status"),
         ]
-        self._local = LocalWorkers(config, self.endpoints["bus"])
+        self._local = LocalWorkers(
+            config,
+            self.endpoints["bus"],
+            lambda role, rank: self.fleet.is_free(Role[role.upper()], rank),
+        )
         self._local.start()
         if config.ready_file is not None:
             _write_whole(config.ready_file, json.dumps(self.endpoints) + "\n")
@@ -233,8 +238,8 @@ class Idle:
             await self._ended.wait()
 
 
-def limits(config: Config) -> Limits:
-    """Return the bounds of requests that these settings ask for."""
+def limits(config: Config, num_tokens: int | None = None) -> Limits:
+    """Return the bounds of requests that these settings ask for, for a model of `num_tokens`."""
     return Limits(
         max_waiting=config.max_waiting,
         max_running_per_worker=config.max_running_per_worker,
@@ -243,6 +248,7 @@ def limits(config: Config) -> Limits:
         deadline_s=config.deadline_ms / 1000,
         max_attempts=config.max_attempts,
         retry_burst=4 * config.max_running_per_worker,
+        vocab_size=num_tokens or MAX_TOKEN_ID + 1,
     )
 
 

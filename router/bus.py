@@ -8,6 +8,7 @@ knows the socket as two callables, so that it runs without one.  SPEC 5.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import structlog
 
@@ -16,11 +17,20 @@ from router.index import PrefixIndex
 from router.inflight import InFlight, Limits
 from router.worker import Worker, WorkerState
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, WireError
-from wire.frames import Drain, Error, Frame, Heartbeat, Hello, Peers, Role, Welcome
+from wire.frames import Drain, Error, Frame, Heartbeat, Hello, Peers, Role, Tag, Welcome
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import ErrorDetail, HelloDetail, Load, WelcomeDetail, decode_map, encode_map
 
 log = structlog.get_logger("router")
+
+# Whose frames these are: a worker that sends one of the other role's broke the protocol.
+_ANSWERED_BY: Final = {
+    Tag.PREFILL_DONE: Role.PREFILL,
+    Tag.DECODE_TOKEN: Role.DECODE,
+    Tag.DECODE_DONE: Role.DECODE,
+}
+# Of what a worker says in words, in the log.
+MAX_LOGGED: Final = 200
 
 
 class Bus:
@@ -112,15 +122,24 @@ class Bus:
 
     def send_error(self, peer: bytes, code: ErrorCode, message: str) -> None:
         """Tell a peer what is wrong with its connection."""
-        self.send(peer, Error(0, code), encode_map(ErrorDetail(message=message, stage="router")))
+        # Who is fenced by a worker that is dead gets its place when its beats have been missed.
+        again_s = self.fleet.fence_s if code is ErrorCode.FENCED else None
+        detail = ErrorDetail(message=message, stage="router", retry_after_s=again_s)
+        self.send(peer, Error(0, code), encode_map(detail))
 
     def _dispatch(self, peer: bytes, message: Message) -> None:
-        frame = message.frame
+        frame, worker = message.frame, self.fleet.get(peer)
         if isinstance(frame, Hello):
             self._on_hello(peer, frame, decode_map(HelloDetail, message.body()))
-        elif isinstance(frame, Heartbeat):
+            return
+        assert worker is not None  # Only known peers get here.
+        if _ANSWERED_BY.get(frame.tag, worker.role) is not worker.role:
+            raise RemoteProtocolError(f"{worker.name} is not one that sends {frame.tag.name}")
+        if isinstance(frame, Heartbeat):
             self._on_heartbeat(peer, frame, message.body())
         elif isinstance(frame, Drain):
+            if frame.epoch != worker.epoch:
+                raise RemoteProtocolError("DRAIN: the epoch is another worker's")
             self._on_drain(peer)
         elif isinstance(frame, Error) and frame.request_id == 0:
             detail = decode_map(ErrorDetail, message.body()) if message.payload else None
@@ -128,7 +147,7 @@ class Bus:
                 "error from worker",
                 worker=_name(peer),
                 code=frame.code,
-                reason=detail.message if detail else "",
+                reason=detail.message[:MAX_LOGGED] if detail else "",
             )
         else:
             self.inflight.on_message(peer, message)
@@ -136,6 +155,8 @@ class Bus:
     def _on_hello(self, peer: bytes, hello: Hello, detail: HelloDetail) -> None:
         try:
             worker, replaced = self.fleet.hello(peer, hello, detail, self._clock())
+        except RemoteProtocolError:
+            raise
         except WireError as error:
             log.warning("worker refused", worker=_name(peer), reason=error.message)
             self.send_error(peer, error.code, error.message)
@@ -146,7 +167,8 @@ class Bus:
                 self.send_error(
                     replaced.identity,
                     ErrorCode.FENCED,
-                    f"{worker.name} is here with the newer epoch {worker.epoch}; stop this one",
+                    f"{worker.name} fell silent, and another one has its rank now "
+                    f"(epoch {worker.epoch}); stop this one or give it another --rank",
                 )
             self._on_removed(replaced)
         log.info("worker joined", worker=worker.name, epoch=worker.epoch, blocks=detail.num_blocks)

@@ -2,19 +2,22 @@
 
 A worker joins with HELLO, is placed on from its first HEARTBEAT (which says how many blocks are
 free), is suspect while its beats are late or its steps stand still, drains when it asks to, and is
-lost when its beats stop or its socket closes.  The newest epoch of a (role, rank) wins.  Pure: time
-comes in as an argument, nothing is sent from here.
+lost when its beats stop or its socket closes.  Who has a (role, rank) and is alive keeps it,
+whoever else asks.  What a worker says of itself binds that worker only: no limit of one is a limit
+of all.  Pure: time comes in as an argument, nothing is sent from here.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from typing import Final, NamedTuple
 
 from router.worker import Worker, WorkerState
-from wire.errors import ErrorCode, WireError
+from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import NO_RANK, VERSION, Heartbeat, Hello, Role
+from wire.identity import Identity
 from wire.payloads import HelloDetail, KVLayout, Load, PeerDetail
 
 # A peer is dead after this many silent heartbeat intervals (FIELD_NOTES A2).
@@ -29,7 +32,7 @@ MAX_WORKERS: Final = 4096
 
 
 class Joined(NamedTuple):
-    """A HELLO that was accepted; `replaced` is the older epoch, or the same worker come again."""
+    """A HELLO that was accepted; `replaced` had fallen silent, or is the same worker come again."""
 
     worker: Worker
     replaced: Worker | None
@@ -91,15 +94,19 @@ class Fleet:
 
     @property
     def max_kv_transfer_bytes(self) -> int:
-        """The lowest limit of the router and the workers here: what each of them would refuse."""
-        limits = [worker.detail.max_kv_transfer_bytes for worker in self._workers.values()]
+        """Largest KV cache that a worker of each role here takes, within the router's own limit."""
+        limits = self._best(lambda detail: detail.max_kv_transfer_bytes)
         return min([self.own_max_kv_transfer_bytes, *limits])
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest sequence in tokens that every worker here takes; None while there is none."""
-        lengths = [worker.detail.max_model_len for worker in self._workers.values()]
-        return min(lengths, default=None)
+        """Longest sequence in tokens that a worker of each role takes; None while none is here."""
+        return min(self._best(lambda detail: detail.max_model_len), default=None)
+
+    @property
+    def fence_s(self) -> float:
+        """How long a worker that vanished may still have its rank: then its beats are missed."""
+        return MISSED_BEATS * self.heartbeat_s
 
     def peers(self) -> list[PeerDetail]:
         """The decode workers, for PEERS; draining ones included: hand-overs may be under way."""
@@ -117,23 +124,18 @@ class Fleet:
         """Admit a worker.
 
         Raises:
-            WireError: MISMATCH or FENCED; the message says what to fix.
+            WireError: MISMATCH, FENCED or OVERLOADED; the message says what to fix.
+            RemoteProtocolError: It says it is another than its ZeroMQ identity says, which is what
+                its key was checked against.
         """
         if reason := self._mismatch(hello, detail):
             raise WireError(ErrorCode.MISMATCH, reason)
         key = Role(hello.role), hello.rank
+        if Identity.parse(identity) != Identity(*key, hello.epoch):
+            raise RemoteProtocolError("HELLO names another worker than the ZeroMQ identity does")
         replaced = self._ranks.get(key)
-        if replaced is not None and (
-            hello.epoch < replaced.epoch
-            or (hello.epoch == replaced.epoch and identity != replaced.identity)
-        ):
-            raise WireError(
-                ErrorCode.FENCED,
-                f"{replaced.name} is already here with the newer epoch {replaced.epoch}; "
-                "give this worker another --rank or stop the other one",
-            )
-        if replaced is None and identity in self._workers:
-            raise WireError(ErrorCode.MISMATCH, "this connection is another worker's already")
+        if replaced is not None and replaced.identity != identity:
+            self._fence(replaced, now)
         if replaced is None and len(self._workers) >= MAX_WORKERS:
             raise WireError(ErrorCode.OVERLOADED, f"there are {MAX_WORKERS} workers already")
         if replaced is not None:
@@ -146,10 +148,21 @@ class Fleet:
     def heartbeat(
         self, identity: bytes, beat: Heartbeat, load: Load | None, now: float
     ) -> Worker | None:
-        """Note that a worker is alive and how loaded; None when it is unknown."""
+        """Note that a worker is alive and how loaded; None when it is unknown.
+
+        Raises:
+            RemoteProtocolError: It counts other blocks than it has.
+        """
         worker = self._workers.get(identity)
         if worker is None:
             return None
+        if load is not None and not (
+            max(load.used, load.cached, load.free) <= load.total == worker.detail.num_blocks
+        ):
+            raise RemoteProtocolError(
+                f"HEARTBEAT: used {load.used}, cached {load.cached} and free {load.free} of "
+                f"{load.total} blocks, and HELLO said {worker.detail.num_blocks}"
+            )
         worker.last_seen = now
         worker.step, worker.running, worker.waiting = beat.step, beat.running, beat.waiting
         if load is not None:
@@ -190,6 +203,27 @@ class Fleet:
         limit = now - MISSED_BEATS * self.heartbeat_s
         return [worker for worker in self._workers.values() if worker.last_seen < limit]
 
+    def is_free(self, role: Role, rank: int) -> bool:
+        """Whether no worker has this rank."""
+        return (role, rank) not in self._ranks
+
+    def _fence(self, incumbent: Worker, now: float) -> None:
+        """Refuse another worker the place of one that was heard lately."""
+        if now - incumbent.last_seen <= SUSPECT_BEATS * self.heartbeat_s:
+            raise WireError(
+                ErrorCode.FENCED,
+                f"{incumbent.name} is here already and alive (epoch {incumbent.epoch}): give this "
+                "worker another --rank, or stop that one first",
+            )
+
+    def _best(self, limit: Callable[[HelloDetail], int]) -> list[int]:
+        """Of each role that is here the highest limit: what is over it no worker would take."""
+        found = [
+            [limit(worker.detail) for worker in self.live(role)]
+            for role in (Role.PREFILL, Role.DECODE)
+        ]
+        return [max(limits) for limits in found if limits]
+
     def _layout_beside(self, role: Role, rank: int) -> KVLayout | None:
         """The layout of the others: a rank that comes back may bring another one when alone."""
         return next(
@@ -222,11 +256,27 @@ class Fleet:
                 f"KV layout {_sentence(detail.layout)}, the cluster has {_sentence(layout)}; "
                 "start every worker with the same --dtype"
             )
-        if hello.role == Role.DECODE and not detail.kv_endpoint:
-            return "a decode worker without a KV endpoint; set --kv-advertise"
+        if hello.role == Role.DECODE and not _is_reachable(detail.kv_endpoint):
+            return (
+                f"a decode worker with the KV endpoint {detail.kv_endpoint or '(none)'}, where "
+                "nobody can connect to; set --kv-advertise"
+            )
         if detail.num_blocks < 1:
             return "no KV blocks; set --num-blocks or --kv-cache-bytes"
         return ""
+
+
+def _is_reachable(endpoint: str) -> bool:
+    """Whether prefill workers may connect there: no wildcard, no group, a port that exists."""
+    if not endpoint.startswith("tcp://"):
+        return bool(endpoint)
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        address = ip_address(host.strip("[]"))
+    except ValueError:
+        return int(port) < 1 << 16  # A name.
+    is_group = address.is_multicast or address == ip_address("255.255.255.255")
+    return int(port) < 1 << 16 and not (address.is_unspecified or is_group)
 
 
 def _sentence(layout: KVLayout) -> str:

@@ -16,7 +16,7 @@ from msgspec import structs
 from router.request import Request, RequestEnd, Sink
 from router.worker import Worker
 from wire.errors import ErrorCode, WireError
-from wire.frames import Frame, Role
+from wire.frames import MAX_TOKEN_ID, Frame, Role
 from wire.options import Options
 from wire.parts import Buffer
 from wire.payloads import PrefillResult, Usage
@@ -27,7 +27,8 @@ class Limits:
     """What bounds the requests of a router; times in seconds.
 
     `max_attempts` is per request, 1 is no failover; `retry_burst` is what all of them may spend at
-    once (`router.failover`): a few lost workers' worth.
+    once (`router.failover`): a few lost workers' worth.  `vocab_size` is the model's, as far as the
+    router can tell.
     """
 
     max_waiting: int = 1024
@@ -37,6 +38,7 @@ class Limits:
     deadline_s: float = 600.0
     max_attempts: int = 4
     retry_burst: int = 1024
+    vocab_size: int = MAX_TOKEN_ID + 1
 
 
 class Observer(Protocol):
@@ -134,6 +136,11 @@ class Flight:
     def is_parked(self) -> bool:
         """Whether it holds KV on a decode worker and no DECODE_REQUEST has come yet."""
         return self.phase is Phase.HELD and self.attempt is not None
+
+    @property
+    def total_tokens(self) -> int:
+        """The longest it may become, prompt and answer; as far as the client has said by now."""
+        return len(self.request.token_ids) + 1 + (self.new_tokens or 0)
 
     @property
     def num_left(self) -> int | None:

@@ -1,16 +1,20 @@
 """Which decode worker holds the KV of which prefix, as far as the router knows.
 
 Per worker a set of prefix hashes (`wire.prefix`) in least-recently-used order, never more than the
-worker has blocks.  Fed by what heartbeats say was stored and evicted, and at placement by what is
-about to be stored, so that requests in one heartbeat's time already find each other.  It is a hint:
-a wrong entry costs a transfer, never a wrong answer, since the decode worker itself says what it
-holds.
+worker has blocks, or `MAX_HELD`.  Fed by what heartbeats say was stored and evicted, and at
+placement by what is about to be stored, so that requests in one heartbeat's time already find each
+other.  It is a hint: a wrong entry costs a transfer, never a wrong answer, since the decode worker
+itself says what it holds.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Final
+
+# Of one worker, whatever it says it has: 40 MB of the router's memory.
+MAX_HELD: Final = 1 << 18
 
 
 class PrefixIndex:
@@ -23,7 +27,7 @@ class PrefixIndex:
     def add(self, identity: bytes, num_blocks: int) -> None:
         """Start knowing a worker with this many blocks, holding nothing yet."""
         self._held[identity] = OrderedDict()
-        self._capacity[identity] = num_blocks
+        self._capacity[identity] = min(num_blocks, MAX_HELD)
 
     def remove(self, identity: bytes) -> None:
         """Forget a worker; idempotent."""

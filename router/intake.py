@@ -16,6 +16,7 @@ from router.chat import ChatTemplate
 from router.completions import Terms
 from router.http import HttpError
 from router.messages import flat_messages, invalid
+from router.model import vocab_size
 from router.openai import (
     ChatBody,
     CompletionBody,
@@ -26,15 +27,10 @@ from router.openai import (
 from router.request import Request
 from router.stops import StopAutomaton
 from router.tokens import Tokenizer
-from wire.checkpoint import ModelError
 from wire.options import TokenId
 
 # Variables of a chat template that are the server's to set.
 _RESERVED: Final = frozenset({"messages", "add_generation_prompt"})
-
-
-class _Model(msgspec.Struct):
-    vocab_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -93,7 +89,7 @@ class Intake:
         self._model_name = model_name
         self._tokenizer = Tokenizer.load(model_path)
         self._template = ChatTemplate.load(model_path)
-        self._vocab_size = _vocab_size(model_path) or self._tokenizer.vocab_size
+        self._vocab_size = vocab_size(model_path) or self._tokenizer.vocab_size
 
     @property
     def has_text(self) -> bool:
@@ -218,13 +214,3 @@ class Intake:
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=variables,
         )
-
-
-def _vocab_size(model_path: Path) -> int | None:
-    path = model_path / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Model).vocab_size
-    except msgspec.MsgspecError as error:
-        raise ModelError(f"{path}: {error}") from error

@@ -1,7 +1,8 @@
 """Workers on this machine as child processes: `--local P,D`.
 
-Each is started, watched, and started again when it dies, with a growing pause; one that says its
-settings are wrong (exit status 78) is not tried again.  None outlives the router: on shutdown they
+Each is started, watched, and started again when it dies, with a growing pause.  One that says its
+settings are wrong (exit status 78) is not tried again; one that found its rank taken (75) is, as
+soon as the place is free.  None outlives the router: on shutdown they
 get SIGTERM, then SIGKILL; when the router itself is killed, Linux kills them (PR_SET_PDEATHSIG).
 Their logs go to our stderr.
 """
@@ -21,7 +22,7 @@ from typing import Final
 import structlog
 
 from router.config import Config
-from wire.aio.settings import EX_CONFIG
+from wire.aio.settings import EX_CONFIG, EX_TEMPFAIL
 
 log = structlog.get_logger("router")
 
@@ -33,11 +34,15 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class LocalWorkers:
-    """The child processes of one router; `bus` is the endpoint that was really bound."""
+    """The child processes of one router; `bus` is the endpoint that was really bound.
 
-    def __init__(self, config: Config, bus: str) -> None:
+    `is_free(role, rank)` says whether no worker, ours or another, has this place now.
+    """
+
+    def __init__(self, config: Config, bus: str, is_free: Callable[[str, int], bool]) -> None:
         self._config = config
         self._bus = bus
+        self._is_free = is_free
         self._tasks: list[asyncio.Task[None]] = []
         self._processes: dict[tuple[str, int], asyncio.subprocess.Process] = {}
         self._is_stopping = False
@@ -81,10 +86,21 @@ class LocalWorkers:
             if status == EX_CONFIG:
                 log.error("local worker has wrong settings, given up", worker=name)
                 return
+            if status == EX_TEMPFAIL:
+                await self._until_free(role, rank)
+                pause_s = MIN_PAUSE_S
+                continue
             pause_s = MIN_PAUSE_S if loop.time() - started_at > HEALTHY_S else pause_s
             log.warning("local worker died", worker=name, status=status, restart_in_s=pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _until_free(self, role: str, rank: int) -> None:
+        name = f"{role}-{rank}"
+        log.error("another worker has this rank; ours waits until it is free", worker=name)
+        while not self._is_free(role, rank):  # noqa: ASYNC110 - the fleet is pure: no events
+            await asyncio.sleep(MIN_PAUSE_S)
+        log.info("the rank is free again", worker=name)
 
     async def _run(self, role: str, rank: int) -> int:
         # A session of its own: Ctrl-C reaches the router only, which then drains in order.

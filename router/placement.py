@@ -35,6 +35,7 @@ class Placement:
         self._fleet = fleet
         self._index = index
         self._max_running = limits.max_running_per_worker
+        self._vocab_size = limits.vocab_size
         self._request_ids = itertools.count((router_epoch << 32) + 1)
 
     def check(self, flight: Flight, now: float) -> None:
@@ -57,7 +58,13 @@ class Placement:
         problem = prompt_logprobs_problem(seq_len, options.prompt_logprobs)
         if problem is not None:
             raise WireError(ErrorCode.INVALID_REQUEST, problem)
+        # Under the largest length, so that a long prompt is not looked through for nothing.
         self.check_length(flight)
+        if (largest := max(flight.request.token_ids)) >= self._vocab_size:
+            raise WireError(
+                ErrorCode.INVALID_REQUEST,
+                f"token id {largest} is not in the model's vocabulary, 0 to {self._vocab_size - 1}",
+            )
         is_handed_over = flight.num_left != 1
         layout = self._fleet.layout
         if layout is not None and is_handed_over:
@@ -69,7 +76,7 @@ class Placement:
             self._check_role(Role.DECODE, seq_len, now)
 
     def check_length(self, flight: Flight) -> None:
-        """Refuse more tokens than the model's context has.
+        """Refuse more tokens than any workers take.
 
         Raises:
             WireError: CONTEXT_LENGTH_EXCEEDED.
@@ -175,8 +182,8 @@ class Placement:
         return []
 
     def _candidates(self, role: Role, flight: Flight) -> list[Worker]:
-        """Ready workers; those that failed this flight only if no other could ever serve it."""
-        workers = self._fleet.ready(role)
+        """Ready workers that take so much; who failed it only if no other could ever serve it."""
+        workers = [worker for worker in self._fleet.ready(role) if _takes(worker, flight)]
         if not flight.avoided:
             return workers
         seq_len = len(flight.token_ids)
@@ -226,3 +233,14 @@ class Placement:
                 f"no {role.name.lower()} worker has KV blocks for {seq_len + 1} tokens; "
                 "shorten the prompt or raise --num-blocks of the workers",
             )
+
+
+def _takes(worker: Worker, flight: Flight) -> bool:
+    """Whether a request is within what the worker said of itself.
+
+    Compared here and not with the least of all, so that one odd worker gets nothing instead of
+    making every request fail.
+    """
+    detail = worker.detail
+    kv_bytes = 0 if flight.num_left == 1 else len(flight.token_ids) * detail.layout.token_bytes
+    return flight.total_tokens <= detail.max_model_len and kv_bytes <= detail.max_kv_transfer_bytes

@@ -13,16 +13,15 @@ from typing import cast
 
 import structlog
 
-from router.failover import AGAIN
+from router.checks import check_logprobs, check_read, check_token, checked_usage, failure
 from router.flight import Attempt, Flight, Limits, Phase, Send
 from router.flights import Flights
 from router.placement import Placement
 from router.worker import Worker
-from wire.errors import ErrorCode, RemoteProtocolError, RequestFailed, WireError
+from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import DecodeDone, DecodeRequest, DecodeToken, Error, PrefillDone
 from wire.parts import Message
 from wire.payloads import (
-    ErrorDetail,
     Logprobs,
     PrefillResult,
     Usage,
@@ -51,6 +50,7 @@ class Progress:
         self._placement = placement
         self._send = send
         self._hold_s = limits.hold_s
+        self._vocab_size = limits.vocab_size
         self._clock = clock
 
     def on_message(self, peer: bytes, message: Message) -> None:
@@ -106,16 +106,19 @@ class Progress:
         if isinstance(frame, PrefillDone):
             if not attempt.is_reading:
                 raise RemoteProtocolError("PREFILL_DONE came twice")
-            self._on_read(flight, attempt, frame, decode_prefill_result(message.body()))
+            result = decode_prefill_result(message.body())
+            check_read(worker, attempt, frame, result, self._vocab_size)
+            self._on_read(flight, attempt, frame, result)
         elif isinstance(frame, DecodeDone):
             if flight.phase is not Phase.DECODE:
                 raise RemoteProtocolError("DECODE_DONE before DECODE_REQUEST")
             usage = decode_map(Usage, message.body())
+            usage = checked_usage(worker, attempt, usage, self._clock())
             self._flights.release_prefill(attempt)
             self._flights.release_decode(attempt)
             self._flights.finish(flight, usage)
         else:
-            error = _failure(worker, frame, message)
+            error = failure(worker, frame, message)
             self._flights.fail_attempt(attempt, error, blamed=worker, spare=worker)
 
     def _on_read(
@@ -168,8 +171,10 @@ class Progress:
             if decode is None or decode.identity != peer:
                 self.dropped["wrong_worker"] += 1
                 continue
-            if flight.phase is not Phase.DECODE or len(flight.generated) > (flight.new_tokens or 0):
-                error = RemoteProtocolError("a token that was not asked for")
+            scores = None if logprobs is None else logprobs[i]
+            try:
+                self._check_token(flight, frame, scores)
+            except RemoteProtocolError as error:
                 self._on_breach(attempt, decode, error)
                 continue
             if attempt.prefill is not None:
@@ -177,14 +182,25 @@ class Progress:
                 self._flights.release_prefill(attempt)
             flight.generated.append(frame.token_id)
             try:
-                flight.sink.on_token(frame.token_id, None if logprobs is None else logprobs[i])
+                flight.sink.on_token(frame.token_id, scores)
             except Exception:
                 self._flights.drop_sink(flight)
 
+    def _check_token(self, flight: Flight, frame: DecodeToken, scores: Logprobs | None) -> None:
+        if flight.phase is not Phase.DECODE or len(flight.generated) > (flight.new_tokens or 0):
+            raise RemoteProtocolError("a token that was not asked for")
+        check_token(frame.token_id, self._vocab_size)
+        if scores is not None:
+            check_logprobs(scores, flight.request.options.logprobs, self._vocab_size)
+
     def _on_breach(self, attempt: Attempt, worker: Worker, error: RemoteProtocolError) -> None:
-        """The worker broke the rules of one request.  The client did nothing wrong."""
+        """The worker broke the rules of one request.  The client did nothing wrong.
+
+        Nor does it hear what it was: some of that may be the worker's own words.
+        """
+        self.dropped["protocol"] += 1
         log.warning("bad frame", worker=worker.name, reason=error.message)
-        message = f"{worker.name} broke the protocol: {error.message}"
+        message = f"{worker.name} broke the protocol"
         self._flights.fail_attempt(attempt, WireError(ErrorCode.INTERNAL, message), blamed=worker)
 
 
@@ -198,14 +214,3 @@ def _sender(
         if worker is not None and worker.identity == peer:
             return worker
     return None
-
-
-def _failure(worker: Worker, frame: Error, message: Message) -> RequestFailed:
-    """Return what a worker's ERROR says: the reason, and where when it is not the client's."""
-    try:
-        code = ErrorCode(frame.code)
-    except ValueError:  # A later version's.  SPEC 5.6
-        code = ErrorCode.INTERNAL
-    detail = decode_map(ErrorDetail, message.body()) if message.payload else None
-    reason = detail.message if detail else code.label
-    return RequestFailed(code, f"{reason} ({worker.name})" if code in AGAIN else reason)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from router.http import HttpError
 from router.openai import ChatBody, CompletionBody, parse
-from scripts import framing
+from scripts import framing, gone_bad
 from scripts.framing import Framing
 from wire.errors import RemoteProtocolError
 from wire.logprobs import Logprobs, unpack_prompt_logprobs
@@ -267,6 +267,7 @@ def targets() -> dict[str, Target]:
         "segment": Target(feed_segment, segments, wrong),
         "http": Target(feed_http, bodies, HttpError),
         "framing": Target(feed_framing, framing.SEEDS, framing.Refused),
+        **{name: Target(*feed, wrong) for name, feed in gone_bad.feeds().items()},
     }
 
 

@@ -26,6 +26,8 @@ ANY_RANK: Final = 0xFFFFFFFF
 NO_RANK: Final = 0xFFFFFFFE
 # DECODE_REQUEST.max_new_tokens of a client: to the end of the context.  A worker gets a number.
 AS_MANY_AS_FIT: Final = 0xFFFFFFFF
+# Token ids are u32 wherever a prompt is written, so a generated one must fit there too.
+MAX_TOKEN_ID: Final = 2**32 - 1
 # DECODE_DONE.token_id, reserved by seed 000 as the end-of-generation marker.
 END_OF_GENERATION: Final = -1
 
@@ -170,8 +172,8 @@ class DecodeToken(Frame):
     token_id: int
 
     def check(self) -> None:
-        if self.token_id < 0:
-            raise RemoteProtocolError(f"DECODE_TOKEN: token_id {self.token_id} is negative")
+        if not 0 <= self.token_id <= MAX_TOKEN_ID:
+            raise RemoteProtocolError(f"DECODE_TOKEN: token_id {self.token_id} is no u32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,7 @@ class DecodeDone(Frame):
 
 @dataclass(frozen=True, slots=True)
 class Hello(Frame):
-    """A peer introduces itself; the newest `epoch` of a (role, rank) wins.  SPEC 5.1."""
+    """A peer introduces itself, as its ZeroMQ identity says too.  SPEC 5.1."""
 
     tag = Tag.HELLO
     layout = Struct("<QIBBH")

@@ -13,16 +13,36 @@ from typing import Annotated, Final, NamedTuple, TypeVar
 import msgspec
 
 from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.frames import MAX_TOKEN_ID
 from wire.logprobs import Logprobs as Logprobs
-from wire.logprobs import check_prompt_logprobs
+from wire.logprobs import PackedLogprobs, check_prompt_logprobs
 from wire.maps import check_keys
 from wire.options import Options, decode_options, encode_options
 from wire.parts import Buffer
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Hash = Annotated[int, msgspec.Meta(ge=0)]  # msgpack ends at u64
+# What a float holds exactly too, so that sums, JSON and metrics of it are right everywhere.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack ends there
+# \Z: `$` would also match before a line break at the end.
+FinishReason = Annotated[str, msgspec.Meta(pattern=r"^(stop|length)\Z")]
+# The longest deadline there is, in seconds.
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=2**31 / 1000)]
+# Prefix hashes of one heartbeat, each way: half a millisecond of the router's loop.
+MAX_HASHES: Final = 1024
+Hashes = Annotated[tuple[U64, ...], msgspec.Meta(max_length=MAX_HASHES)]
+# Of a host a name or an address, of a socket file a path: what other programs take for more than
+# that (`;`, `*`, spaces) is none of it.
+Endpoint = Annotated[
+    str,
+    msgspec.Meta(
+        max_length=256,
+        pattern=r"^(tcp://([A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\])"
+        r":[1-9][0-9]{0,4}|ipc://[A-Za-z0-9_./@+-]+)?\Z",
+    ),
+]
 
 # PREFILL_DONE: the request ended on a stop token before any text.
 NO_TOKEN: Final = -1
@@ -48,7 +68,7 @@ class KVLayout(_Map, frozen=True, kw_only=True):
     num_layers: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     num_kv_heads: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     head_dim: Annotated[int, msgspec.Meta(ge=1, le=4096)]
-    dtype: Annotated[str, msgspec.Meta(pattern="^(float32|bfloat16|float16|uint8)$")]
+    dtype: Annotated[str, msgspec.Meta(pattern=r"^(float32|bfloat16|float16|uint8)\Z")]
 
     @property
     def token_bytes(self) -> int:
@@ -64,16 +84,16 @@ class HelloDetail(_Map, frozen=True, kw_only=True):
     fingerprint: Name
     layout: KVLayout
     block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)]
-    num_blocks: Count
+    num_blocks: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     max_model_len: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-    max_kv_transfer_bytes: Count
-    kv_endpoint: Name = ""
+    max_kv_transfer_bytes: Size
+    kv_endpoint: Endpoint = ""
 
 
 class WelcomeDetail(_Map, frozen=True, kw_only=True):
     """WELCOME: the router's own settings that bind a worker.  SPEC 5.2."""
 
-    max_kv_transfer_bytes: Count
+    max_kv_transfer_bytes: Size
 
 
 class Load(_Map, frozen=True, kw_only=True):
@@ -89,16 +109,16 @@ class Load(_Map, frozen=True, kw_only=True):
     kv_inflight_bytes: Count = 0
     preemptions: Count = 0
     step_ms: Count = 0
-    stored: tuple[Hash, ...] = ()
-    evicted: tuple[Hash, ...] = ()
+    stored: Hashes = ()
+    evicted: Hashes = ()
 
 
 class PeerDetail(_Map, frozen=True, kw_only=True):
     """One decode worker in PEERS.  SPEC 5.4."""
 
     rank: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-    epoch: Count
-    kv_endpoint: Name
+    epoch: U64
+    kv_endpoint: Endpoint
     block_size: Count = 0
 
 
@@ -106,9 +126,9 @@ class PrefillRest(_Map, frozen=True, kw_only=True):
     """What follows the first token in PREFILL_DONE; `wire.logprobs` reads the last.  SPEC 4.2."""
 
     cached_tokens: Count = 0
-    finish_reason: Name | None = None
+    finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
-    prompt_logprobs: bytes | None = None
+    prompt_logprobs: PackedLogprobs | None = None
 
 
 class PrefillResult(PrefillRest, frozen=True, kw_only=True):
@@ -129,12 +149,12 @@ class Usage(_Map, frozen=True, kw_only=True):
     it in which bytes were under way.
     """
 
-    finish_reason: Name
+    finish_reason: FinishReason
     completion_tokens: Count = 0
     kv_bytes: Count = 0
     kv_skipped_tokens: Count = 0
-    kv_seconds: float = 0.0
-    kv_transfer_seconds: float = 0.0
+    kv_seconds: Seconds = 0.0
+    kv_transfer_seconds: Seconds = 0.0
 
 
 class ErrorDetail(_Map, frozen=True, kw_only=True):
@@ -144,7 +164,7 @@ class ErrorDetail(_Map, frozen=True, kw_only=True):
     param: Name | None = None
     stage: Name | None = None
     worker: Name | None = None
-    retry_after_s: float | None = None
+    retry_after_s: Seconds | None = None
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -180,10 +200,10 @@ def encode_prefill_result(result: PrefillResult) -> bytes:
     """PREFILL_DONE payload: ``i64 token_id`` then the rest as a map, if there is any.  SPEC 4.2.
 
     Raises:
-        LocalProtocolError: `token_id` is no i64, or negative though the request goes on.
+        LocalProtocolError: `token_id` is no u32, though the request goes on.
     """
     token_id = NO_TOKEN if result.finish_reason == STOP else result.token_id
-    if not 0 <= token_id < 2**63 and result.finish_reason != STOP:
+    if not 0 <= token_id <= MAX_TOKEN_ID and result.finish_reason != STOP:
         raise LocalProtocolError(f"PREFILL_DONE: {token_id} is no token id")
     fields = {name: getattr(result, name) for name in PrefillRest.__struct_fields__}
     rest = _ENCODER.encode(PrefillRest(**fields))
@@ -201,7 +221,8 @@ def decode_prefill_result(buffer: Buffer) -> PrefillResult:
         raise RemoteProtocolError(f"PREFILL_DONE payload has {len(buffer)} bytes, not >= 8")
     (token_id,) = _TOKEN.unpack_from(buffer)
     rest = decode_map(PrefillRest, memoryview(buffer)[_TOKEN.size :] or b"\x80")
-    if token_id < NO_TOKEN or (token_id == NO_TOKEN) != (rest.finish_reason == STOP):
+    is_none = token_id == NO_TOKEN
+    if not NO_TOKEN <= token_id <= MAX_TOKEN_ID or is_none != (rest.finish_reason == STOP):
         raise RemoteProtocolError(
             f"PREFILL_DONE: token_id {token_id} with finish_reason {rest.finish_reason}"
         )
@@ -267,7 +288,7 @@ class Offer(_Map, frozen=True, kw_only=True):
     num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     total_bytes: Count
     token_ids: bytes
-    digest: Annotated[str, msgspec.Meta(pattern="^xxh3_64$")] = "xxh3_64"
+    digest: Annotated[str, msgspec.Meta(pattern=r"^xxh3_64\Z")] = "xxh3_64"
 
 
 # The keys whose values are maps themselves.

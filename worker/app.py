@@ -19,14 +19,16 @@ from wire.aio.apikeys import open_api_keys
 from wire.aio.keys import open_keys
 from wire.aio.process import Stop, extend_start, keep_watchdog, notify
 from wire.aio.scrape import ScrapePort
+from wire.aio.settings import EX_TEMPFAIL
 from wire.frames import Heartbeat, Role
+from wire.identity import Identity
 from wire.payloads import HelloDetail, encode_map
 from worker.assembly import make_engine
 from worker.config import Config
 from worker.decode import DecodeRole
 from worker.executor.contract import Executor, ModelInfo
 from worker.executor.measured import measured
-from worker.link import Identity, LinkState, RouterLink
+from worker.link import LinkState, RouterLink
 from worker.metered import MeteredConnect, MeteredPlane
 from worker.metrics import Metrics
 from worker.outputs import Output
@@ -39,6 +41,8 @@ log = structlog.get_logger("worker")
 
 # How often leases are looked at; far below any sensible lease, cheap beside a heartbeat.
 TICK_S: Final = 0.1
+# Between heartbeats while one cannot hold all that the prefix cache has to tell.
+REST_S: Final = 0.1
 EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts it
 EXIT_CONFIG: Final = 78  # EX_CONFIG: a restart would not help
 
@@ -151,7 +155,8 @@ class Worker:
                 if self._crashed is not None:
                     return EXIT_CRASHED
                 if all(router.state is LinkState.REFUSED for router in self._routers):
-                    return EXIT_CONFIG
+                    is_fenced = all(router.is_fenced for router in self._routers)
+                    return EX_TEMPFAIL if is_fenced else EXIT_CONFIG
                 await self._wait_for_change(stopping)
             return await self._drain()
         finally:
@@ -286,8 +291,11 @@ class Worker:
                 f"{running} running, {waiting} waiting, {load.used} blocks used, {tasks} tasks"
             )
             self._is_beat_due.clear()
+            pause_s = min(router.heartbeat_s for router in self._routers)
+            if len(self._engine.pool.journal):
+                pause_s = min(pause_s, REST_S)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(router.heartbeat_s for router in self._routers)):
+                async with asyncio.timeout(pause_s):
                     await self._is_beat_due.wait()
 
     def _report(self, figures: str) -> None:

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import count
+from itertools import count, islice
 from threading import Lock
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-# Hashes told in one heartbeat, each way: 64 KiB of msgpack.  What is over waits for the next.
-MAX_JOURNAL: Final = 4096
+from wire.payloads import MAX_HASHES
 
 
 class Prefix(NamedTuple):
@@ -57,8 +56,12 @@ class Journal:
             if self._stored.pop(prefix_hash, self) is self:
                 self._evicted[prefix_hash] = None
 
+    def __len__(self) -> int:
+        """What is left to tell."""
+        return len(self._stored) + len(self._evicted)
+
     def read(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (stored, evicted), `MAX_JOURNAL` of each at most, oldest first; forget them."""
+        """Return (stored, evicted), `MAX_HASHES` of each at most, oldest first; forget them."""
         with self._lock:
             return _drain(self._stored), _drain(self._evicted)
 
@@ -70,7 +73,7 @@ class Journal:
 
 
 def _drain(hashes: dict[int, None]) -> tuple[int, ...]:
-    told = tuple(hashes)[:MAX_JOURNAL]
+    told = tuple(islice(hashes, MAX_HASHES))
     for prefix_hash in told:
         del hashes[prefix_hash]
     return told

@@ -6,10 +6,12 @@ from pathlib import Path
 from re import fullmatch
 from typing import Final, Literal, Self
 
+import msgspec
 from pydantic import Field, field_validator, model_validator
 
 from wire.aio.keys import credential
 from wire.aio.settings import Settings
+from wire.payloads import Endpoint
 from worker.sequence import MAX_DRAFTS
 from worker.speculate import checked
 
@@ -178,6 +180,17 @@ class Config(Settings):
         if endpoint:
             _check_endpoint(endpoint)
         return endpoint
+
+    @field_validator("kv_advertise")
+    @classmethod
+    def _check_kv_advertise(cls, endpoint: str) -> str:
+        try:  # What HELLO may say, so that the router does not refuse it.
+            return msgspec.convert(endpoint, Endpoint)
+        except msgspec.ValidationError:
+            raise ValueError(
+                f"{endpoint!r} is nowhere to connect to: give tcp://HOST:PORT with a host, no "
+                "wildcard, and a port from 1 to 65535, or ipc://PATH"
+            ) from None
 
     @field_validator("speculate")
     @classmethod

@@ -1,9 +1,10 @@
 """A worker's connection to one router: it registers, stays registered, and passes requests on.
 
 The worker says HELLO whenever the connection comes up or a router that does not know it asks for
-one; WELCOME makes it ready.  A refusal (another model, an older epoch) is fatal: the router said
-what to fix, and trying again would not help.  A router that is lost has ended all it asked of us,
-so we end it too.  SPEC 5.
+one; WELCOME makes it ready.  A refusal (another model) is fatal: the router said what to fix, and
+trying again would not help.  Being fenced is fatal too, but not at once: who has our rank may be
+dead without the router having noticed, and then the place is ours in a moment.  A router that is
+lost has ended all it asked of us, so we end it too.  SPEC 5.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from wire.frames import (
     Hello,
     Peers,
     PrefillRequest,
-    Role,
     Welcome,
 )
+from wire.identity import Identity
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import (
     ErrorDetail,
@@ -45,6 +46,8 @@ from worker.surroundings import Connect, Connection
 log = structlog.get_logger("worker")
 
 FATAL_CODES: Final = frozenset({ErrorCode.MISMATCH, ErrorCode.FENCED, ErrorCode.UNAUTHORIZED})
+# A fenced worker asks so many times while it waits for the place.
+FENCED_TRIES: Final = 3
 # What two workers call each other's fault is not the client's.
 # CANCELLED: the other one has lost the router that asked for it, which knows nothing of it yet.
 BETWEEN_WORKERS: Final = frozenset(
@@ -92,23 +95,6 @@ class LinkState(StrEnum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Which process of which rank this is."""
-
-    role: Role
-    rank: int
-    epoch: int
-
-    @property
-    def name(self) -> bytes:
-        """The ZeroMQ routing id: a restarted worker is another peer (SPEC 2.1)."""
-        return f"{self}-{self.epoch}".encode()
-
-    def __str__(self) -> str:
-        return f"{self.role.name.lower()}-{self.rank}"
-
-
 @dataclass(eq=False)
 class RouterLink:
     """One router, as this worker sees it."""
@@ -124,10 +110,12 @@ class RouterLink:
     heartbeat_s: float = 1.0
     lease_s: float = 30.0
     refusal: str = ""
+    is_fenced: bool = False  # its refusal was FENCED, and no other
     is_drained: bool = False
     _drain_s: float | None = None  # set once we are leaving
     _silent_s: float = 0.0
     _hello_due_s: float = 0.0
+    _fenced_s: float | None = None  # what is left of waiting for a dead worker to be noticed
     _is_stuck: bool = False
     _link: Connection | None = None
 
@@ -154,6 +142,8 @@ class RouterLink:
         """
         self._silent_s += elapsed_s
         self._hello_due_s -= elapsed_s
+        if self._fenced_s is not None:
+            self._fenced_s -= elapsed_s
         if self.state is LinkState.READY:
             is_silent = self._silent_s > max(3 * self.heartbeat_s, MIN_SILENCE_S)
             if is_silent or self._is_stuck:
@@ -165,8 +155,12 @@ class RouterLink:
             elif self._silent_s > REOPEN_S:
                 await self._reopen()
             elif self._hello_due_s <= 0:
-                log.warning("no WELCOME from the router yet", router=self.endpoint)
+                if self._fenced_s is None:
+                    log.warning("no WELCOME from the router yet", router=self.endpoint)
                 self._say_hello()
+        elif self.is_fenced and self._hello_due_s <= 0:
+            # Another router serves us, or this process would have ended: here we stand by.
+            self._say_hello()
 
     def send(self, frames: Frame | list[Frame], *payload: Buffer) -> None:
         """Send to the router; what a dead router would have got is of no use to anyone."""
@@ -199,7 +193,7 @@ class RouterLink:
     # The connection.
 
     def _say_hello(self) -> None:
-        if self.state is LinkState.REFUSED:
+        if self.state is LinkState.REFUSED and not self.is_fenced:
             return
         self._hello_due_s = HELLO_AGAIN_S
         hello = Hello(self.identity.epoch, self.identity.rank, self.identity.role)
@@ -275,11 +269,11 @@ class RouterLink:
         self.requests.on_peers(self, peers)
 
     def _on_welcome(self, frame: Welcome, detail: WelcomeDetail) -> None:
-        if self.state is LinkState.REFUSED:
+        if self.state is LinkState.REFUSED and not self.is_fenced:
             return
         if self.epoch not in (0, frame.epoch):
             self.requests.on_router_lost(self)
-        self.epoch = frame.epoch
+        self.epoch, self._fenced_s, self.is_fenced = frame.epoch, None, False
         self.heartbeat_s = frame.heartbeat_ms / 1000
         self.lease_s = frame.lease_ms / 1000
         log.info("registered", router=self.endpoint, max_kv=detail.max_kv_transfer_bytes)
@@ -291,12 +285,32 @@ class RouterLink:
     def _on_error(self, frame: Error, detail: ErrorDetail) -> None:
         if frame.code == ErrorCode.UNKNOWN_PEER:
             self._on_unknown()
+        elif frame.request_id == 0 and frame.code == ErrorCode.FENCED and self._may_wait(detail):
+            if self.state is LinkState.READY:
+                self._lose("another worker has our rank")
         elif frame.code in FATAL_CODES and frame.request_id == 0:
-            self.refusal = detail.message
+            self.refusal, was_fenced = detail.message, self.is_fenced
+            self.is_fenced = frame.code == ErrorCode.FENCED
+            if was_fenced and self.is_fenced:
+                return  # still
             self.requests.on_router_lost(self)
             self._become(LinkState.REFUSED)
         else:
             log.warning("error from router", router=self.endpoint, message=detail.message)
+
+    def _may_wait(self, detail: ErrorDetail) -> bool:
+        """Whether the one who has our rank may still turn out to be dead; HELLO goes on until then.
+
+        The router says for how long: a connection that closed it notices at once, but a machine
+        that vanished only by its missing heartbeats.
+        """
+        if self._fenced_s is None:
+            self._fenced_s = detail.retry_after_s or 0.0
+            log.warning(
+                "fenced", router=self.endpoint, reason=detail.message, wait_s=self._fenced_s
+            )
+        self._hello_due_s = (detail.retry_after_s or 0.0) / FENCED_TRIES
+        return self._fenced_s > 0.0
 
     def _on_unknown(self) -> None:
         """The router does not know us, or not any more.

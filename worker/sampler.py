@@ -33,7 +33,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.draw import draw
-from wire.payloads import Logprobs
+from wire.logprobs import LEAST_LOGPROB, Logprobs
 from worker.batch import Row, Sampling, Scoring, rows_of
 from worker.executor.contract import SampledToken
 from worker.penalties import adjust
@@ -222,9 +222,14 @@ def _descending(values: torch.Tensor) -> torch.Tensor:
     return values.sort(dim=-1, descending=True).values
 
 
+def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Of every token, as they may cross the wire: an impossible one's is no infinity there."""
+    return logits.log_softmax(dim=-1).clamp_(LEAST_LOGPROB, 0.0)
+
+
 def _logprobs(logits: torch.Tensor, token_ids: list[int], numbers: list[int]) -> list[Logprobs]:
     """Return each row's log-probability of its token and of its likeliest `numbers` tokens."""
-    scores = logits.log_softmax(dim=-1)
+    scores = _log_probabilities(logits)
     chosen: list[float] = scores[range(len(token_ids)), token_ids].tolist()
     best = scores.topk(min(max(numbers), scores.shape[1]))
     tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -240,7 +245,7 @@ def _scored(logits: torch.Tensor, scoring: Scoring) -> bytes:
     floats = words.view("<f4")
     for start in range(0, len(logits), _SCORED_ROWS):
         part = slice(start, min(start + _SCORED_ROWS, len(logits)))
-        scores = logits[part].log_softmax(dim=-1)
+        scores = _log_probabilities(logits[part])
         token_ids = torch.tensor(scoring.next_token_ids[part], device=scores.device)
         best = scores.topk(num_top)
         floats[part, 0] = scores.gather(1, token_ids[:, None])[:, 0].cpu().numpy()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from scripts.simulation.cluster import RouterProcess, WorkerProcess, endpoint_of
 from scripts.simulation.loop import Process, State
-from worker.app import EXIT_CONFIG
+from wire.aio.settings import EX_TEMPFAIL
 from worker.decode import DecodeRole
 from worker.link import LinkState
 from worker.prefill import PrefillRole
@@ -104,10 +104,10 @@ def _waits_for_echo(world: World, one: WorkerProcess) -> set[str]:
 
 
 def check_exit(world: World, one: WorkerProcess) -> None:
-    """A worker left: because it is drained, or old and refused."""
-    status = one.status
-    if status not in (0, EXIT_CONFIG) or (status == EXIT_CONFIG and one not in world.elders):
-        world.violate(f"{one.name} exits with {status}")
+    """A worker left: because it is drained, or because another one had its rank."""
+    is_rivalled = one.name in {elder.name for elder in world.elders}
+    if one.status != 0 and not (one.status == EX_TEMPFAIL and is_rivalled):
+        world.violate(f"{one.name} exits with {one.status}")
 
 
 def unserved(world: World) -> list[str]:
@@ -125,7 +125,13 @@ def unserved(world: World) -> list[str]:
 
 def left_over(world: World) -> list[str]:
     """What is still there although every request has ended."""
-    left = [f"{one.name} with the old epoch {one.epoch} lives" for one in world.elders]
+    left = [
+        f"{one.name} with the old epoch {one.epoch} lives, and no router has it"
+        for one in world.elders
+        if not any(
+            r.fleet.get(one.worker._routers[0].identity.name) for r in world.routers.values()
+        )
+    ]
     for router in world.routers.values():
         left += _left_at_router(router, world.scenario.workers)
     for worker in world.workers.values():
@@ -141,6 +147,8 @@ def _left_at_router(router: RouterProcess, names: list[str]) -> list[str]:
     left = []
     if inflight.num_running or inflight.num_waiting:
         left.append(f"{router.name}: {inflight.num_running} + {inflight.num_waiting} requests")
+    if inflight.dropped["protocol"]:
+        left.append(f"{router.name}: {inflight.dropped['protocol']} frames broke the protocol")
     ready = {worker.name for worker in router.fleet if worker.is_ready}
     left += [f"{router.name}: {name} is not ready" for name in names if name not in ready]
     for worker in router.fleet:

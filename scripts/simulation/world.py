@@ -166,7 +166,12 @@ class World:
         if one in self.elders:
             self.elders.remove(one)
         elif self.workers[one.name] is one:
-            self.start_worker(one.name)
+            elder = next((elder for elder in self.elders if elder.name == one.name), None)
+            if elder is None:
+                self.start_worker(one.name)
+            else:  # It was alive after all and kept its rank.
+                self.elders.remove(elder)
+                self.workers[one.name] = elder
 
     # Clients.
 

@@ -100,8 +100,9 @@ class Answer:
     def token_ids(self) -> list[int]:
         return ids(self.text) if isinstance(self.text, str) else self.text
 
-    def scores(self, token_id: int) -> Logprobs | None:
-        return Logprobs(logprob=-0.5, top=((token_id, -0.5), (2, -3.0))) if self.logprobs else None
+    def scores(self, token_id: int, num_top: int) -> Logprobs | None:
+        top = ((token_id, -0.5), (2, -3.0))[:num_top]
+        return Logprobs(logprob=-0.5, top=top) if self.logprobs else None
 
 
 class Site:
@@ -119,6 +120,7 @@ class Site:
         self.seen: list[tuple[bytes, Message]] = []
         self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
         self.prompts: dict[int, tuple[int, ...]] = {}
+        self.num_top: dict[int, int] = {}
         self.fleet = fleet(**fleet_changes)
         self.bus = Bus(
             self.fleet,
@@ -163,8 +165,9 @@ class Site:
             self.cancelled.set()
         elif isinstance(frame, PrefillRequest):
             self.asked.set()
-            token_ids, _ = decode_prompt(message.body(), frame.seq_len)
+            token_ids, options = decode_prompt(message.body(), frame.seq_len)
             self.prompts[frame.request_id] = token_ids
+            self.num_top[frame.request_id] = options.logprobs or 0
             asyncio.get_running_loop().call_soon(self._prefill, peer, frame.request_id, token_ids)
         elif isinstance(frame, DecodeRequest):
             token_ids, _ = decode_continuation(message.body())
@@ -181,9 +184,9 @@ class Site:
         token_id = answer.token_ids[0] if answer.token_ids else 1
         result = PrefillResult(
             token_id=token_id,
-            cached_tokens=2,
+            cached_tokens=min(2, len(prompt)),
             finish_reason=None if answer.token_ids else "stop",
-            logprobs=answer.scores(token_id),
+            logprobs=answer.scores(token_id, self.num_top[request_id]),
         )
         self._say(peer, PrefillDone(request_id, 64 * len(prompt)), encode_prefill_result(result))
 
@@ -199,7 +202,7 @@ class Site:
             usage = Usage(finish_reason=reason, **answer.usage)
             self._say(peer, DecodeDone(request_id), encode_map(usage))
         else:
-            scores = [answer.scores(token_ids[index])]
+            scores = [answer.scores(token_ids[index], self.num_top[request_id])]
             payload = [encode_map(scores)] if answer.logprobs else []
             frame = DecodeToken(request_id, token_ids[index])
             self.bus.on_message(peer, encode(frame, *payload))

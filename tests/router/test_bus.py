@@ -45,6 +45,8 @@ from wire.payloads import ErrorDetail, PeerDetail, WelcomeDetail, decode_map, en
 from wire.prefix import prefix_hashes
 
 P, D = b"prefill-0-1", b"decode-0-1"
+# Longer than a worker that is alive is silent, and not so long that it is lost.
+GONE_S = 2.1
 
 
 def errors(router: Router) -> list[tuple[bytes, int, str]]:
@@ -78,6 +80,7 @@ def test_prefill_workers_hear_of_every_change_of_decode_workers() -> None:
     assert peer_lists(router) == [(P, [1])]
     router.join(Role.PREFILL, 1)
     assert peer_lists(router) == [(b"prefill-1-1", [1])]
+    router.now += GONE_S
     router.join(Role.DECODE, epoch=2)
     assert peer_lists(router)[-2:] == [(P, [2]), (b"prefill-1-1", [2])]
     router.bus.on_lost(b"decode-0-2")
@@ -100,10 +103,51 @@ def test_a_mismatch_is_answered_with_what_to_fix() -> None:
     assert router.take(Tag.WELCOME) == []
 
 
-def test_the_older_epoch_is_fenced_and_its_requests_end() -> None:
+def test_a_worker_beside_one_that_is_alive_is_fenced_and_told_what_to_do() -> None:
     router = Router()
     router.pair()
     _, sink = router.submit()
+    newcomer = b"decode-0-2"
+    router.say(newcomer, Hello(2, 0, Role.DECODE), encode_map(detail()))
+    [(peer, message)] = router.take(Tag.ERROR)
+    told = decode_map(ErrorDetail, message.body())
+    assert (peer, message.frame) == (newcomer, Error(0, ErrorCode.FENCED))
+    assert "another --rank, or stop" in told.message and told.retry_after_s == 3.0
+    assert router.fleet.get(D) is not None and sink.ends == []
+    router.bus.on_lost(D)  # killed: its connection closed
+    router.join(Role.DECODE, epoch=2)
+    assert errors(router) == [] and router.fleet.get(newcomer) is not None
+
+
+def test_a_key_holder_is_nobody_else() -> None:
+    """As decode-1, whose identity the handshake has checked."""
+    router = Router()
+    router.pair()
+    mine = router.join(Role.DECODE, 1)
+    _, sink = router.submit()
+    for hello in (
+        Hello(9, 0, Role.DECODE),
+        Hello(9, 0, Role.PREFILL),
+        Hello(1, 2, Role.DECODE),
+        Hello(2, 1, Role.DECODE),
+    ):
+        router.now += GONE_S  # so that nobody is kept by being alive
+        router.say(mine, hello, encode_map(detail()))
+        [(peer, code, _)] = errors(router)
+        assert (peer, code, router.forgotten.pop()) == (mine, ErrorCode.PROTOCOL, mine)
+        assert router.fleet.get(mine) is None, "it is dropped"
+        assert router.fleet.get(P) is not None and router.fleet.get(D) is not None
+        router.join(Role.DECODE, 1)
+    router.say(mine, Drain(9, 0))
+    assert errors(router)[0][1] == ErrorCode.PROTOCOL and router.fleet.get(mine) is None
+    assert sink.ends == []
+
+
+def test_who_fell_silent_and_was_replaced_is_fenced_and_its_requests_end() -> None:
+    router = Router()
+    router.pair()
+    _, sink = router.submit()
+    router.now += GONE_S
     router.join(Role.DECODE, epoch=2)
     [(peer, code, _)] = errors(router)
     assert (peer, code) == (D, ErrorCode.FENCED)

@@ -118,7 +118,7 @@ async def error(client: Client) -> tuple[int, int, ErrorDetail]:
 @pytest.mark.parametrize("is_pipelined", [True, False])
 async def test_a_client_gets_its_tokens_under_its_own_id(is_pipelined: bool) -> None:
     async with face() as (router, client):
-        ask(client, 7)
+        ask(client, 7, logprobs=0)
         if is_pipelined:
             client.send(DecodeRequest(7, 2))
         request_id = await router.request_id()
@@ -250,11 +250,14 @@ async def test_a_connection_that_ends_takes_its_requests_with_it() -> None:
 async def test_a_worker_error_reaches_the_client() -> None:
     async with face() as (router, client):
         ask(client, 1)
-        detail = ErrorDetail(message="no room")
+        detail = ErrorDetail(message="what it says itself")
         router.say(P, Error(await router.request_id(), ErrorCode.OUT_OF_BLOCKS), encode_map(detail))
         request_id, code, answer = await error(client)
         assert (request_id, code) == (1, ErrorCode.OUT_OF_BLOCKS)
-        assert answer.message == "no room (prefill-0)"
+        assert answer.message == (
+            "the worker has no KV blocks for this request; shorten the prompt or raise "
+            "--num-blocks of the workers (prefill-0)"
+        )
 
 
 async def test_a_hold_without_decode_request_ends_with_the_lease() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from router.checks import SENTENCES
 from router.failover import PER_S, RetryBudget, given_up, pause_s
 from router.flight import Limits, Phase
 from router.request import Request
@@ -159,18 +160,19 @@ def test_attempts_are_bounded_and_the_error_says_so(router: Router) -> None:
         router.now += 0.1 * 2**attempt
         router.inflight.tick()
     assert sink.error.code is ErrorCode.INTERNAL
-    assert "a broken device (prefill-" in sink.error.message
+    assert "the worker failed (prefill-" in sink.error.message
+    assert "broken device" not in sink.error.message, "its words are not for the client"
     assert "attempt 4 failed, no more are made" in sink.error.message
     router.assert_idle()
 
 
 @pytest.mark.parametrize(
-    "code", [ErrorCode.INVALID_REQUEST, ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.CANCELLED]
+    "code", [ErrorCode.INVALID_REQUEST, ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.MODEL_FAILED]
 )
 def test_what_is_no_workers_fault_is_not_tried_again(router: Router, code: ErrorCode) -> None:
     _, sink = router.submit()
     router.say(P, Error(router.prefill_id(), code), encode_map(ErrorDetail(message="no")))
-    assert (sink.error.code, sink.error.message) == (code, "no")
+    assert (sink.error.code, sink.error.message) == (code, SENTENCES[code])
     assert router.take(Tag.PREFILL_REQUEST) == []
 
 

@@ -5,18 +5,26 @@ import pytest
 from router.fleet import MAX_LOST, MISSED_BEATS, Fleet
 from router.worker import WorkerState
 from tests.router.scripted import LAYOUT, detail, fleet, load
-from wire.errors import ErrorCode, WireError
+from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import NO_RANK, Heartbeat, Hello, Role
-from wire.payloads import HelloDetail, KVLayout
+from wire.identity import Identity
+from wire.payloads import HelloDetail, KVLayout, Load
 
+# After so long without a word, at one heartbeat a second, a worker gives way to another.
+GONE_S = 2.1
 BEAT = Heartbeat(3, 2, 1)
 
 
 def hello(
-    table: Fleet, role: Role = Role.DECODE, rank: int = 0, epoch: int = 1, now: float = 0.0
+    table: Fleet,
+    role: Role = Role.DECODE,
+    rank: int = 0,
+    epoch: int = 1,
+    now: float = 0.0,
+    **changes: object,
 ) -> bytes:
-    identity = f"{role.name.lower()}-{rank}-{epoch}".encode()
-    table.hello(identity, Hello(epoch, rank, role), detail(), now)
+    identity = Identity(role, rank, epoch).name
+    table.hello(identity, Hello(epoch, rank, role), detail(**changes), now)
     return identity
 
 
@@ -43,6 +51,10 @@ def test_a_worker_is_ready_from_its_first_load_on() -> None:
         (Hello(1, NO_RANK, Role.DECODE), detail(), "reserved"),
         (Hello(1, 0, Role.DECODE), detail(fingerprint="beef"), "--model"),
         (Hello(1, 0, Role.DECODE), detail(kv_endpoint=""), "--kv-advertise"),
+        (Hello(1, 0, Role.DECODE), detail(kv_endpoint="tcp://0.0.0.0:1"), "--kv-advertise"),
+        (Hello(1, 0, Role.DECODE), detail(kv_endpoint="tcp://[::]:1"), "--kv-advertise"),
+        (Hello(1, 0, Role.DECODE), detail(kv_endpoint="tcp://224.0.0.1:1"), "--kv-advertise"),
+        (Hello(1, 0, Role.DECODE), detail(kv_endpoint="tcp://node-1:65536"), "--kv-advertise"),
         (Hello(1, 0, Role.DECODE), detail(num_blocks=0), "--num-blocks"),
         (
             Hello(1, 0, Role.DECODE),
@@ -62,12 +74,18 @@ def test_a_mismatch_is_refused_and_says_what_to_fix(
     assert table.get(b"x") is None
 
 
-def test_the_lowest_limit_of_all_holds() -> None:
+def test_a_limit_is_what_some_worker_of_each_role_takes() -> None:
     table = fleet()
     hello(table)
-    assert table.max_kv_transfer_bytes == 1 << 20
-    table.hello(b"p", Hello(1, 0, Role.PREFILL), detail(max_kv_transfer_bytes=5), 0.0)
-    assert table.max_kv_transfer_bytes == 5
+    assert (table.max_kv_transfer_bytes, table.max_model_len) == (1 << 20, 1000)
+    hello(table, Role.PREFILL, 0, max_kv_transfer_bytes=5, max_model_len=10)
+    assert (table.max_kv_transfer_bytes, table.max_model_len) == (5, 10)
+    hello(table, Role.PREFILL, 1, max_kv_transfer_bytes=7, max_model_len=20)
+    assert (table.max_kv_transfer_bytes, table.max_model_len) == (7, 20)
+    hello(table, Role.PREFILL, 2, max_kv_transfer_bytes=2**63 - 1, max_model_len=2**31 - 1)
+    assert (table.max_kv_transfer_bytes, table.max_model_len) == (1 << 20, 1000)
+    hello(table, Role.DECODE, 1, max_kv_transfer_bytes=0, max_model_len=1)
+    assert (table.max_kv_transfer_bytes, table.max_model_len) == (1 << 20, 1000)
     assert table.own_max_kv_transfer_bytes == 1 << 20
 
 
@@ -75,30 +93,79 @@ def test_the_last_worker_may_come_back_with_another_layout() -> None:
     table = fleet()
     identity = hello(table)
     other = KVLayout(num_layers=9, num_kv_heads=2, head_dim=8, dtype="float16")
-    table.hello(b"new", Hello(2, 0, Role.DECODE), detail(layout=other), 0.0)
+    hello(table, epoch=2, now=GONE_S, layout=other)
     assert table.layout == other and table.get(identity) is None
 
 
-def test_the_newest_epoch_of_a_rank_wins() -> None:
+@pytest.mark.parametrize("epoch", [4, 6])
+def test_an_incumbent_that_is_alive_keeps_its_rank(epoch: int) -> None:
     table = fleet()
     old = hello(table, epoch=5)
-    with pytest.raises(WireError, match="newer epoch 5") as caught:
-        hello(table, epoch=4)
+    table.heartbeat(old, BEAT, load(), 10.0)
+    with pytest.raises(WireError, match=r"epoch 5.*another --rank, or stop") as caught:
+        hello(table, epoch=epoch, now=12.0)
     assert caught.value.code is ErrorCode.FENCED
-    joined = table.hello(b"decode-0-6", Hello(6, 0, Role.DECODE), detail(), 0.0)
+    assert table.get(old) is not None and [worker.epoch for worker in table] == [5]
+    assert table.fence_s == 3.0, "by then it would have been missed"
+
+
+@pytest.mark.parametrize("epoch", [4, 6])
+def test_one_that_fell_silent_gives_way(epoch: int) -> None:
+    table = fleet()
+    old = hello(table, epoch=5)
+    table.heartbeat(old, BEAT, load(), 10.0)
+    new = Identity(Role.DECODE, 0, epoch)
+    joined = table.hello(new.name, Hello(epoch, 0, Role.DECODE), detail(), 10.0 + GONE_S)
     assert joined.replaced is not None and joined.replaced.identity == old
     assert joined.replaced.state is WorkerState.LOST
-    assert [worker.epoch for worker in table] == [6]
+    assert [worker.epoch for worker in table] == [epoch]
 
 
-def test_two_connections_cannot_share_a_rank_and_epoch() -> None:
+def test_a_place_is_free_when_nobody_is_there() -> None:
     table = fleet()
-    hello(table, epoch=5)
-    with pytest.raises(WireError) as caught:
-        table.hello(b"thief", Hello(5, 0, Role.DECODE), detail(), 0.0)
-    assert caught.value.code is ErrorCode.FENCED
-    with pytest.raises(WireError, match="another worker's") as caught:
-        table.hello(b"decode-0-5", Hello(5, 1, Role.DECODE), detail(), 0.0)
+    assert table.is_free(Role.DECODE, 0)
+    identity = hello(table)
+    assert not table.is_free(Role.DECODE, 0) and table.is_free(Role.PREFILL, 0)
+    table.lose(identity, 0.0)
+    assert table.is_free(Role.DECODE, 0)
+    hello(table, epoch=2)
+
+
+@pytest.mark.parametrize(
+    ("identity", "frame"),
+    [
+        (b"decode-1-7", Hello(7, 0, Role.DECODE)),
+        (b"decode-1-7", Hello(7, 1, Role.PREFILL)),
+        (b"decode-1-7", Hello(8, 1, Role.DECODE)),
+        (b"decode-10-7", Hello(7, 1, Role.DECODE)),
+        (b"decode-1", Hello(7, 1, Role.DECODE)),
+        (b"thief", Hello(7, 1, Role.DECODE)),
+    ],
+)
+def test_hello_is_what_the_identity_says(identity: bytes, frame: Hello) -> None:
+    table = fleet()
+    hello(table, Role.DECODE, 0, 1)
+    before = list(table)
+    with pytest.raises(RemoteProtocolError, match="identity"):
+        table.hello(identity, frame, detail(), 100.0)
+    assert list(table) == before
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [
+        {"total": 65, "used": 0, "cached": 0, "free": 65},
+        {"total": 64, "used": 65, "cached": 0, "free": 0},
+        {"total": 64, "used": 0, "cached": 2**53 - 1, "free": 0},
+        {"total": 64, "used": 0, "cached": 0, "free": 65},
+    ],
+)
+def test_a_worker_counts_no_other_blocks_than_it_has(counted: dict[str, int]) -> None:
+    table = fleet()
+    identity = hello(table)
+    with pytest.raises(RemoteProtocolError, match="blocks"):
+        table.heartbeat(identity, BEAT, Load(**counted), 1.0)
+    assert table.ready(Role.DECODE) == []
 
 
 def test_the_same_worker_coming_again_starts_anew() -> None:
@@ -128,7 +195,7 @@ def test_a_lost_worker_stays_listed_until_its_rank_is_back() -> None:
     assert lost is not None and lost.state is WorkerState.LOST and lost.load is None
     assert list(table) == [lost] and table.live(Role.DECODE) == []
     assert table.lose(identity, 0.0) is None
-    hello(table, epoch=2)
+    hello(table, epoch=2, now=GONE_S)
     assert [worker.epoch for worker in table] == [2]
 
 

@@ -132,9 +132,9 @@ async def test_logprobs_and_token_ids(site: Site) -> None:
 
 
 async def test_what_the_hand_over_cost(site: Site) -> None:
-    site.answer = lambda prompt: Answer(usage={"kv_bytes": 640, "kv_skipped_tokens": 16})
+    site.answer = lambda prompt: Answer(usage={"kv_bytes": 64, "kv_skipped_tokens": 1})
     transfer = (await complete(site))["usage"]["kv_transfer"]
-    assert (transfer["bytes"], transfer["skipped_tokens"]) == (640, 16)
+    assert (transfer["bytes"], transfer["skipped_tokens"]) == (64, 1)
 
 
 async def test_one_token_needs_no_decode_worker(site: Site) -> None:

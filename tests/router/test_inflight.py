@@ -86,7 +86,7 @@ def test_a_request_goes_through_both_workers_and_ends_once(router: Router) -> No
 def test_one_message_holds_the_tokens_of_many_requests(router: Router) -> None:
     sinks, ids = [], []
     for _ in range(3):
-        sinks.append(router.submit(new=2)[1])
+        sinks.append(router.submit(new=2, logprobs=0)[1])
         ids.append(router.prefill_id())
         router.say(P, PrefillDone(ids[-1], 0), first())
     logprobs = [Logprobs(logprob=-1.0), None, Logprobs(logprob=-3.0)]
@@ -345,9 +345,8 @@ def test_an_error_of_a_worker_reaches_the_client_and_the_other_worker(
     request_id = router.prefill_id()
     detail = ErrorDetail(message="it does not fit")
     router.say(sender, Error(request_id, ErrorCode.OUT_OF_BLOCKS), encode_map(detail))
-    assert sink.error.code is ErrorCode.OUT_OF_BLOCKS and sink.error.message.startswith(
-        "it does not fit"
-    )
+    assert sink.error.code is ErrorCode.OUT_OF_BLOCKS
+    assert sink.error.message.startswith("the worker has no KV blocks"), "in our words"
     assert {peer for peer, _ in cancels(router)} == {other}
     router.assert_idle()
 
@@ -381,10 +380,25 @@ def test_frames_of_another_worker_change_nothing(router: Router) -> None:
     request_id = router.prefill_id()
     router.say(other, [DecodeToken(request_id, 3)])
     router.say(other, Error(request_id, 1), encode_map(ErrorDetail(message="x")))
-    router.say(D, PrefillDone(request_id, 0), first())
-    router.say(P, DecodeDone(request_id), usage())
-    assert sink.events == [] and router.inflight.dropped == {"wrong_worker": 4}
-    assert router.inflight.num_running == 1
+    router.say(other, DecodeDone(request_id), usage())
+    assert sink.events == [] and router.inflight.dropped == {"wrong_worker": 3}
+    assert router.inflight.num_running == 1 and router.forgotten == []
+
+
+def test_frames_of_the_other_role_drop_the_worker_that_sends_them(router: Router) -> None:
+    for peer, frame, payload in (
+        (P, DecodeToken, b""),
+        (P, DecodeDone, usage()),
+        (D, PrefillDone, first()),
+    ):
+        _, sink = router.submit()
+        request_id = router.prefill_id()
+        value = {DecodeToken: (3,), PrefillDone: (0,), DecodeDone: ()}[frame]
+        router.say(peer, frame(request_id, *value), *filter(None, [payload]))  # type: ignore[arg-type]
+        assert sink.error.code is ErrorCode.WORKER_LOST
+        assert router.forgotten.pop() == peer and router.fleet.get(peer) is None
+        router.join(Role.PREFILL if peer == P else Role.DECODE)
+        router.sent.clear()
 
 
 def test_frames_out_of_turn_end_the_request(router: Router) -> None:
@@ -412,7 +426,7 @@ def test_a_worker_cannot_send_more_tokens_than_it_was_asked_for(router: Router) 
     router.say(P, PrefillDone(request_id, 0), first())
     router.say(D, [DecodeToken(request_id, i) for i in range(5)])
     assert sink.kinds == ["prefill", "token", "token", "done"]
-    assert router.inflight.dropped == {"unknown_request": 2}
+    assert router.inflight.dropped == {"protocol": 1, "unknown_request": 2}
     assert {peer for peer, _ in cancels(router)} == {D}
 
 

@@ -70,7 +70,7 @@ async def test_workers_are_started_and_end_when_they_are_asked_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_script(monkeypatch, OBEDIENT)
-    workers = LocalWorkers(Config(local=(1, 2)), "tcp://127.0.0.1:1")
+    workers = LocalWorkers(Config(local=(1, 2)), "tcp://127.0.0.1:1", lambda *_: True)
     workers.start()
     await until(lambda: len(workers.pids) == 3)
     pids = dict(workers.pids)
@@ -81,7 +81,7 @@ async def test_workers_are_started_and_end_when_they_are_asked_to(
 
 async def test_a_worker_that_dies_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run_script(monkeypatch, OBEDIENT)
-    workers = LocalWorkers(Config(local=(0, 1)), "tcp://127.0.0.1:1")
+    workers = LocalWorkers(Config(local=(0, 1)), "tcp://127.0.0.1:1", lambda *_: True)
     workers.start()
     await until(lambda: workers.pids)
     first = workers.pids["decode", 0]
@@ -95,11 +95,31 @@ async def test_a_worker_with_wrong_settings_is_not_tried_again(
 ) -> None:
     tries = tmp_path / "tries"
     run_script(monkeypatch, f"open({str(tries)!r}, 'a').write('x'); raise SystemExit(78)")
-    workers = LocalWorkers(Config(local=(1, 0)), "tcp://127.0.0.1:1")
+    workers = LocalWorkers(Config(local=(1, 0)), "tcp://127.0.0.1:1", lambda *_: True)
     workers.start()
     await until(lambda: all(task.done() for task in workers._tasks))
     assert tries.read_text() == "x"
     await workers.stop(1.0)
+
+
+async def test_a_worker_whose_rank_is_taken_is_started_when_it_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tries, asked, others = tmp_path / "tries", list[tuple[str, int]](), {("decode", 0)}
+
+    def place_is_free(role: str, rank: int) -> bool:
+        asked.append((role, rank))
+        return (role, rank) not in others
+
+    run_script(monkeypatch, f"open({str(tries)!r}, 'a').write('x'); raise SystemExit(75)")
+    workers = LocalWorkers(Config(local=(0, 1)), "tcp://127.0.0.1:1", place_is_free)
+    workers.start()
+    await until(lambda: len(asked) > 3)
+    assert tries.read_text() == "x" and set(asked) == {("decode", 0)}
+    run_script(monkeypatch, OBEDIENT)
+    others.clear()
+    await until(lambda: workers.pids)
+    await workers.stop(20.0)
 
 
 async def test_a_worker_that_will_not_end_is_killed(
@@ -107,7 +127,7 @@ async def test_a_worker_that_will_not_end_is_killed(
 ) -> None:
     is_up = tmp_path / "up"
     run_script(monkeypatch, STUBBORN.format(path=str(is_up)))
-    workers = LocalWorkers(Config(local=(1, 0)), "tcp://127.0.0.1:1")
+    workers = LocalWorkers(Config(local=(1, 0)), "tcp://127.0.0.1:1", lambda *_: True)
     workers.start()
     await until(is_up.exists)
     [pid] = workers.pids.values()
@@ -124,7 +144,7 @@ from router import local
 from router.config import Config
 local.command = lambda *_: [sys.executable, "-S", "-c", {SILENT!r}]
 async def main():
-    workers = local.LocalWorkers(Config(local=(1, 0)), "tcp://127.0.0.1:1")
+    workers = local.LocalWorkers(Config(local=(1, 0)), "tcp://127.0.0.1:1", lambda *_: True)
     workers.start()
     while not workers.pids:
         await asyncio.sleep(0.01)

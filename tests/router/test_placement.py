@@ -12,6 +12,7 @@ from router.request import Request
 from tests.router.scripted import RecordingSink, detail, fleet, load
 from wire.errors import ErrorCode, WireError
 from wire.frames import Heartbeat, Hello, Role
+from wire.identity import Identity
 from wire.options import Options
 
 EPOCH = 7
@@ -34,7 +35,7 @@ def flight(prompt: int = 40, new: int | None = 8) -> Flight:
 def cluster(*roles: Role) -> tuple[Fleet, Placement]:
     table, index = fleet(), PrefixIndex()
     for rank, role in enumerate(roles):
-        identity = f"{role.name}-{rank}".encode()
+        identity = f"{role.name.lower()}-{rank}-1".encode()
         table.hello(identity, Hello(1, rank, role), detail(), 0.0)
         table.heartbeat(identity, Heartbeat(0, 0, 0), load(), 0.0)
         index.add(identity, 64)
@@ -135,4 +136,34 @@ def test_logprobs_of_a_prompt_must_fit_a_frame() -> None:
     asked.request = replace(asked.request, options=Options(prompt_logprobs=20))
     with pytest.raises(WireError, match="prompt_logprobs 20 of 6000 tokens") as caught:
         placement.check(asked, 0.0)
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+@pytest.mark.parametrize("odd", [{"max_model_len": 10}, {"max_kv_transfer_bytes": 64}])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_one_odd_worker_gets_nothing_and_spoils_nothing(role: Role, odd: dict[str, int]) -> None:
+    table, placement = cluster(Role.PREFILL, Role.DECODE)
+    peer = Identity(role, 9, 1).name
+    table.hello(peer, Hello(1, 9, role), detail(**odd), 0.0)
+    table.heartbeat(peer, Heartbeat(0, 0, 0), load(), 0.0)
+    for _ in range(5):  # more than would make the other one the more loaded
+        each = flight()
+        placement.check(each, 0.0)
+        attempt = placed(placement, each)
+        assert attempt.prefill is not None and attempt.decode is not None
+        assert peer not in (attempt.prefill.identity, attempt.decode.identity)
+    other = {"max_model_len": 2**31 - 1, "max_kv_transfer_bytes": 2**63 - 1}
+    table.hello(peer, Hello(1, 9, role), detail(**other), 0.0)
+    with pytest.raises(WireError) as caught:
+        placement.check(flight(990, 100), 0.0)
+    assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+
+
+def test_a_token_that_the_model_lacks_is_refused_before_a_worker_sees_it() -> None:
+    table, _ = cluster(Role.PREFILL, Role.DECODE)
+    limits = Limits(vocab_size=40)
+    placement = Placement(table, PrefixIndex(), limits=limits, router_epoch=EPOCH)
+    placement.check(flight(40), 0.0)
+    with pytest.raises(WireError, match=r"token id 40 .* 0 to 39") as caught:
+        placement.check(flight(41), 0.0)
     assert caught.value.code is ErrorCode.INVALID_REQUEST

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from struct import pack
 
 import pytest
@@ -10,10 +11,12 @@ from hypothesis import strategies as st
 
 from wire.errors import RemoteProtocolError
 from wire.logprobs import (
+    LEAST_LOGPROB,
     MAX_PROMPT_LOGPROBS_BYTES,
     Logprobs,
     check_prompt_logprobs,
     join_prompt_logprobs,
+    largest_top_token_id,
     pack_logprobs,
     prompt_logprobs_problem,
     unpack_prompt_logprobs,
@@ -21,7 +24,7 @@ from wire.logprobs import (
 from wire.payloads import PrefillResult, decode_prefill_result, encode_prefill_result
 from wire.stream import MAX_SMALL_FRAME_BYTES
 
-LOGPROB = st.floats(max_value=0, width=32, allow_nan=False)
+LOGPROB = st.floats(min_value=LEAST_LOGPROB, max_value=0, width=32, allow_nan=False)
 
 
 @st.composite
@@ -42,6 +45,14 @@ def test_rows_come_back_as_they_were(prompt: tuple[int, list[Logprobs]]) -> None
     assert decode_prefill_result(encode_prefill_result(result)) == result
 
 
+@given(prompts())
+def test_the_largest_token_id_is_found(prompt: tuple[int, list[Logprobs]]) -> None:
+    num_top, rows = prompt
+    packed = join_prompt_logprobs(num_top, map(pack_logprobs, rows))
+    ids = [token_id for row in rows for token_id, _ in row.top]
+    assert largest_top_token_id(packed) == max(ids, default=-1)
+
+
 @given(st.binary(max_size=80))
 def test_any_bytes_are_rows_or_refused(packed: bytes) -> None:
     try:
@@ -52,7 +63,18 @@ def test_any_bytes_are_rows_or_refused(packed: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "packed", [b"", b"\0\0\0", pack("<If", 1, -1.0), pack("<II", 2**32 - 1, 0)]
+    "packed",
+    [
+        b"",
+        b"\0\0\0",
+        pack("<If", 1, -1.0),
+        pack("<II", 2**32 - 1, 0),
+        pack("<If" + 21 * "If", 21, -1.0, *21 * (7, -1.0)),
+        pack("<Iff", 0, -1.0, nan),
+        pack("<Iff", 0, -inf, -1.0),
+        pack("<If", 0, 3e38),
+        pack("<IfIffIf", 1, -1.0, 7, -1.0, -1.0, 7, nan),
+    ],
 )
 def test_what_are_no_rows(packed: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="prompt_logprobs"):

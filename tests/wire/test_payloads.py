@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import suppress
+from math import inf, nan
 from struct import pack
 from typing import Any
 
@@ -38,6 +39,16 @@ from wire.payloads import (
     encode_prompt,
 )
 
+LOAD = {"total": 0, "used": 0, "cached": 0, "free": 0}
+HELLO: dict[str, Any] = {
+    "model": "demo",
+    "fingerprint": "f00d",
+    "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": "uint8"},
+    "block_size": 16,
+    "num_blocks": 4,
+    "max_model_len": 64,
+    "max_kv_transfer_bytes": 2**63 - 1,
+}
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 MAPS: list[Any] = [
     KVLayout,
@@ -85,8 +96,8 @@ LOGPROBS = st.builds(
 @given(
     st.builds(
         PrefillResult,
-        token_id=st.integers(0, 2**63 - 1),
-        cached_tokens=st.integers(0, 2**63 - 1),
+        token_id=st.integers(0, 2**32 - 1),
+        cached_tokens=st.integers(0, 2**53 - 1),
         finish_reason=st.sampled_from([None, "length"]),
         logprobs=st.none() | LOGPROBS,
     )
@@ -108,7 +119,7 @@ def test_a_stop_token_is_no_token_on_the_wire(token_id: int) -> None:
     assert decode_prefill_result(encoded) == PrefillResult(token_id=NO_TOKEN, finish_reason=STOP)
 
 
-@pytest.mark.parametrize("token_id", [-1, -7, 2**63])
+@pytest.mark.parametrize("token_id", [-1, -7, 2**32, 2**63])
 def test_we_send_no_first_token_that_is_none(token_id: int) -> None:
     with pytest.raises(LocalProtocolError, match="no token id"):
         encode_prefill_result(PrefillResult(token_id=token_id))
@@ -173,6 +184,52 @@ for kind, lead in ((Load, b"\\x81\\xa6stored"), (list[Logprobs | None], b"")):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "tcp://127.0.0.1:5600",
+        "tcp://node-3.example.org:65535",
+        "tcp://[::1]:1",
+        "tcp://[fe80::1%eth0]:5600",
+        "ipc:///run/baton/kv.sock",
+        "ipc://@abstract",
+    ],
+)
+def test_where_a_kv_socket_may_be(endpoint: str) -> None:
+    hello = decode_map(HelloDetail, msgspec.msgpack.encode(HELLO | {"kv_endpoint": endpoint}))
+    assert hello.kv_endpoint == endpoint
+    about = {"rank": 0, "epoch": 2**64 - 1, "kv_endpoint": endpoint}
+    assert decode_map(PeerDetail, msgspec.msgpack.encode(about)).epoch == 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://*:5600",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:*",
+        "tcp://:5600",
+        "tcp://eth0;10.0.0.1:5600",
+        "tcp://user@host:1",
+        "tcp://a b:1",
+        "tcp://127.0.0.1:5600\n",
+        "tcp://127.0.0.1:5600/path",
+        "TCP://127.0.0.1:5600",
+        "inproc://zeromq.zap.01",
+        "pgm://239.1.1.1:1",
+        "ipc://",
+        "ipc://a b",
+        "file:///etc/passwd",
+        "tcp://" + "a" * 250 + ":1",
+    ],
+)
+def test_where_a_kv_socket_may_not_be(endpoint: str) -> None:
+    with pytest.raises(RemoteProtocolError, match="kv_endpoint"):
+        decode_map(HelloDetail, msgspec.msgpack.encode(HELLO | {"kv_endpoint": endpoint}))
+
+
 def test_maps_come_back_as_they_were() -> None:
     layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
     assert layout.token_bytes == 2 * 2 * 1 * 4 * 2
@@ -191,7 +248,37 @@ def test_maps_come_back_as_they_were() -> None:
         (Load, {"total": -1}, "total"),
         (Load, {"total": 0, "used": 0, "cached": 0, "free": 0, "stored": [-1]}, "stored"),
         (PeerDetail, {"rank": 2**32}, "rank"),
-        (Usage, {"finish_reason": "x" * 257}, "finish_reason"),
+        (Usage, {"finish_reason": "x"}, "finish_reason"),
+        (Usage, {"finish_reason": "stop\n"}, "finish_reason"),
+        (Usage, {"finish_reason": "stop", "kv_seconds": nan}, "kv_seconds"),
+        (Usage, {"finish_reason": "stop", "kv_seconds": inf}, "kv_seconds"),
+        (Usage, {"finish_reason": "stop", "kv_transfer_seconds": -0.1}, "kv_transfer_seconds"),
+        (Usage, {"finish_reason": "stop", "kv_transfer_seconds": 1e9}, "kv_transfer_seconds"),
+        (Usage, {"finish_reason": "stop", "kv_bytes": 2**53}, "kv_bytes"),
+        (Usage, {"finish_reason": "stop", "completion_tokens": 2**63 - 1}, "completion_tokens"),
+        (payloads.PrefillRest, {"finish_reason": "error"}, "finish_reason"),
+        (payloads.PrefillRest, {"cached_tokens": 2**63 - 1}, "cached_tokens"),
+        (payloads.PrefillRest, {"prompt_logprobs": bytes(983_045)}, "prompt_logprobs"),
+        (payloads.ErrorDetail, {"message": "", "retry_after_s": nan}, "retry_after_s"),
+        (payloads.ErrorDetail, {"message": "x" * 4097}, "message"),
+        (Logprobs, {"logprob": nan}, "logprob"),
+        (Logprobs, {"logprob": -inf}, "logprob"),
+        (Logprobs, {"logprob": 1.0}, "logprob"),
+        (Logprobs, {"logprob": -1.0, "top": [[7, -1.0]] * 21}, "top"),
+        (Logprobs, {"logprob": -1.0, "top": [[7, nan]]}, "top"),
+        (Logprobs, {"logprob": -1.0, "top": [[2**32, -1.0]]}, "top"),
+        (Load, LOAD | {"stored": [7] * 1025}, "stored"),
+        (Load, LOAD | {"evicted": [7] * 1025}, "evicted"),
+        (Load, LOAD | {"preemptions": 2**53}, "preemptions"),
+        (
+            KVLayout,
+            {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": "uint8\n"},
+            "dtype",
+        ),
+        (HelloDetail, HELLO | {"num_blocks": 2**31}, "num_blocks"),
+        (HelloDetail, HELLO | {"max_model_len": 0}, "max_model_len"),
+        (HelloDetail, HELLO | {"kv_endpoint": "http://127.0.0.1:80"}, "kv_endpoint"),
+        (PeerDetail, {"rank": 0, "epoch": 1, "kv_endpoint": "tcp://a;b:1"}, "kv_endpoint"),
         (Usage, {"finish_reason": "stop", "cost": 1}, "cost"),
     ],
 )

@@ -67,6 +67,7 @@ class ScriptedRouter:
         self.loads: dict[bytes, Load] = {}
         self.beats: dict[Role, Heartbeat] = {}
         self.is_welcoming = True
+        self.heartbeat_ms = 50
         self.epoch = EPOCH
         self.lease_ms = 30_000
         self.drains: list[Drain] = []
@@ -186,7 +187,7 @@ class ScriptedRouter:
             return
         # Quick heartbeats: tests wait for what they say.
         welcome = WelcomeDetail(max_kv_transfer_bytes=1 << 30)
-        answer = Welcome(self.epoch, 50, self.lease_ms)
+        answer = Welcome(self.epoch, self.heartbeat_ms, self.lease_ms)
         self._hub.send(peer, encode(answer, encode_map(welcome)))
         if {Role.PREFILL, Role.DECODE} <= self.peers.keys():
             self.announce(self.details[Role.DECODE].kv_endpoint)

@@ -26,10 +26,11 @@ from tests.worker.scripted import (
     running,
     scripted_router,
 )
+from wire.aio.settings import EX_TEMPFAIL
 from wire.errors import ErrorCode
 from wire.frames import Cancel, Error, Role, Tag
 from wire.options import Options
-from wire.payloads import decode_prefill_result
+from wire.payloads import MAX_HASHES, decode_prefill_result
 from worker.app import EXIT_CONFIG, EXIT_CRASHED
 from worker.batch import Batch
 from worker.thread import is_computing
@@ -138,6 +139,20 @@ async def test_a_router_is_told_again_what_the_cache_holds_when_it_comes_back() 
         await router.until(lambda: len(router.loads[peer].stored) == 6)
 
 
+async def test_what_one_heartbeat_cannot_hold_follows_before_the_next_is_due() -> None:
+    settings = {"block_size": 1, "num_blocks": 4000}
+    prompt = [number % 50 for number in range(2 * MAX_HASHES + 100)]
+    async with scripted_router() as router:
+        router.heartbeat_ms = 60_000
+        async with running(router, "prefill", **settings):
+            router.prefill(1, prompt, Options(max_tokens=1))
+            await router.receive(Tag.PREFILL_DONE)
+            peer = router.peers[Role.PREFILL]
+            router.send(Role.PREFILL, Error(0, ErrorCode.UNKNOWN_PEER))
+            await router.until(lambda: len(router.loads[peer].stored) == MAX_HASHES)
+            await router.until(lambda: 0 < len(router.loads[peer].stored) < MAX_HASHES)
+
+
 async def test_a_drain_ends_when_the_work_and_the_routers_are_done() -> None:
     async with scripted_router() as router:
         decode = Process(router, "decode", step_delay_s=0.005)
@@ -179,16 +194,25 @@ async def test_a_drain_has_an_end() -> None:
         assert await ended(process) == 0
 
 
-@pytest.mark.parametrize("code", [ErrorCode.MISMATCH, ErrorCode.FENCED])
-async def test_who_is_refused_by_every_router_ends(code: ErrorCode) -> None:
+@pytest.mark.parametrize(
+    ("code", "second", "status"),
+    [
+        (ErrorCode.MISMATCH, ErrorCode.MISMATCH, EXIT_CONFIG),
+        (ErrorCode.FENCED, ErrorCode.MISMATCH, EXIT_CONFIG),
+        (ErrorCode.FENCED, ErrorCode.FENCED, EX_TEMPFAIL),
+    ],
+)
+async def test_who_is_refused_by_every_router_ends(
+    code: ErrorCode, second: ErrorCode, status: int
+) -> None:
     async with scripted_router() as one, scripted_router() as two:
         process = Process(one, "prefill", router=(one.endpoint, two.endpoint))
         await one.until_joined(Role.PREFILL)
         await two.until_joined(Role.PREFILL)
         one.send(Role.PREFILL, Error(0, code))
         await two.until_free(Role.PREFILL)  # it goes on for the other
-        two.send(Role.PREFILL, Error(0, code))
-        assert await ended(process) == EXIT_CONFIG
+        two.send(Role.PREFILL, Error(0, second))
+        assert await ended(process) == status
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

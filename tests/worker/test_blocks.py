@@ -9,8 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from wire.payloads import MAX_HASHES
 from wire.prefix import prefix_hashes
-from worker.blocks import MAX_JOURNAL, ROOT, BlockPool, Journal
+from worker.blocks import ROOT, BlockPool, Journal
 
 Tokens = tuple[int, int]
 
@@ -185,10 +186,10 @@ def test_the_journal_leaves_out_what_cancels_out() -> None:
 
 def test_the_journal_tells_a_bounded_number_at_a_time() -> None:
     journal = Journal()
-    for prefix_hash in range(MAX_JOURNAL + 5):
+    for prefix_hash in range(MAX_HASHES + 5):
         journal.store(prefix_hash)
-    assert len(journal.read()[0]) == MAX_JOURNAL
-    assert journal.read()[0] == tuple(range(MAX_JOURNAL, MAX_JOURNAL + 5))
+    assert len(journal.read()[0]) == MAX_HASHES
+    assert journal.read()[0] == tuple(range(MAX_HASHES, MAX_HASHES + 5))
 
 
 def test_everything_known_can_be_told_anew() -> None:

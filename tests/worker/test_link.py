@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,16 +15,17 @@ from tests.worker.scripted import PATIENCE_S, ScriptedRouter, pair, scripted_rou
 from wire.aio.zmq import Link
 from wire.errors import ErrorCode
 from wire.frames import Cancel, DecodeToken, Drain, Error, Peers, Role, Tag
+from wire.identity import Identity
 from wire.options import Options
 from wire.parts import Message
-from wire.payloads import HelloDetail, PeerDetail, decode_prefill_result, encode_map
+from wire.payloads import ErrorDetail, HelloDetail, PeerDetail, decode_prefill_result, encode_map
 from worker.executor.hash import LAYOUT
 from worker.link import (
+    FENCED_TRIES,
     HELLO_AGAIN_S,
     MIN_SILENCE_S,
     REOPEN_S,
     UNREACHED_AGAIN_S,
-    Identity,
     LinkState,
     RouterLink,
 )
@@ -69,6 +70,14 @@ class Stage:
 
     def _on_state(self, link: RouterLink) -> None:
         self._states.put_nowait(link.state)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Look until it is so: what the link takes note of sends no event."""
+        for _ in range(5000):
+            if condition():
+                return
+            await asyncio.sleep(0.002)
+        raise TimeoutError
 
     async def state(self) -> LinkState:
         return await asyncio.wait_for(self._states.get(), PATIENCE_S)
@@ -197,6 +206,55 @@ async def test_who_is_refused_does_not_try_again(code: ErrorCode) -> None:
         await alone.link.tick(100)
         await alone.link.tick(100)
         assert len(router.hellos) == 1
+
+
+def fenced(wait_s: float) -> bytes:
+    return encode_map(ErrorDetail(message="another one is here", retry_after_s=wait_s))
+
+
+async def test_who_is_fenced_waits_for_as_long_as_a_dead_worker_may_go_unnoticed() -> None:
+    async with scripted_router() as router:
+        router.is_welcoming = False
+        async with stage(router) as alone:
+            await router.until(lambda: len(router.hellos) == 1)
+            for tries in range(1, FENCED_TRIES + 1):
+                router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
+                await alone.until(lambda: alone.link._hello_due_s == 3.0 / FENCED_TRIES)
+                await alone.link.tick(1.0)
+                await router.until(lambda tries=tries: len(router.hellos) == tries + 1)
+            assert alone.link.state is LinkState.JOINING
+            router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
+            assert await alone.state() is LinkState.REFUSED
+            assert alone.link.is_fenced and alone.link.refusal == "another one is here"
+
+
+async def test_a_worker_that_another_router_serves_stands_by() -> None:
+    """It was fenced for good, and takes the place all the same when it is free."""
+    async with scripted_router() as router:
+        router.is_welcoming = False
+        async with stage(router) as alone:
+            await router.until(lambda: len(router.hellos) == 1)
+            router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
+            await alone.until(lambda: alone.link._fenced_s == 3.0)
+            await alone.link.tick(3.0)
+            router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
+            assert await alone.state() is LinkState.REFUSED
+            router.is_welcoming = True
+            await alone.until(lambda: alone.link._hello_due_s == 3.0 / FENCED_TRIES)
+            await alone.link.tick(1.0)
+            assert await alone.state() is LinkState.READY and not alone.link.is_fenced
+
+
+async def test_a_fenced_worker_gets_the_place_that_becomes_free() -> None:
+    async with scripted_router() as router, stage(router) as alone:
+        assert await alone.state() is LinkState.READY
+        router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
+        assert await alone.state() is LinkState.JOINING
+        assert alone.role.num_lost == 1
+        await alone.link.tick(1.1)
+        assert await alone.state() is LinkState.READY
+        router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
+        assert await alone.state() is LinkState.JOINING, "it waits anew"
 
 
 async def test_a_drain_is_said_again_to_a_router_that_came_back() -> None:

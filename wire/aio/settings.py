@@ -29,8 +29,10 @@ from pydantic import SecretBytes, SecretStr, ValidationError, ValidationInfo, fi
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-# sysexits.h; the units say RestartPreventExitStatus=78.
+# sysexits.h; the units restart after neither.
 EX_CONFIG: Final = 78
+# Of a worker whose rank another one has: its settings may be right, and the place become free.
+EX_TEMPFAIL: Final = 75
 
 _S = TypeVar("_S", bound=BaseSettings)
 

@@ -25,6 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from wire.aio.keys import Keys
 from wire.aio.port import LAST, REFUSED, ZAP_DOMAIN, Context, Port, client_options, new_key_pair
 from wire.aio.settings import ConfigError
+from wire.identity import is_of_party
 
 ENDPOINT: Final = "inproc://zeromq.zap.01"
 # How often the list of keys is looked at: a revoked key loses its connections within this.
@@ -107,7 +108,7 @@ class Gate:
     def admit(self, peer: bytes, public: str, fd: int, *, is_live: bool) -> bool:
         """Whether the holder of `public` may speak as `peer`; if not, its connection is cut."""
         party = self._keys.party(public)
-        is_welcome = party is not None and peer.startswith(f"{party}-".encode())
+        is_welcome = party is not None and is_of_party(peer, party)
         if not is_welcome:
             _LOG.warning("identity of another", peer=repr(peer)[:64], party=party or "revoked")
         if is_live and is_welcome:

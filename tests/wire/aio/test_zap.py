@@ -28,9 +28,9 @@ MISMATCH, CUT = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_DISCONNECTED
 class House:
     """A router's hub with keys, and the directory they are in."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *parties: str) -> None:
         self.directory = directory
-        self.pairs = write(directory, "router", "prefill-0", "decode-0")
+        self.pairs = write(directory, "router", *(parties or ("prefill-0", "decode-0")))
         self.messages: asyncio.Queue[tuple[bytes, list[Buffer]]] = asyncio.Queue()
         self.lost: asyncio.Queue[bytes] = asyncio.Queue()
         self.hub = Hub(
@@ -166,6 +166,24 @@ async def test_a_key_does_not_speak_for_another_party(house: House) -> None:
     honest.send([b"I am prefill-0"])
     assert await house.messages.get() == (b"prefill-0-1", [b"I am prefill-0"])
     assert house.hub.peers == [b"prefill-0-1"]
+
+
+@pytest.mark.parametrize(
+    "identity", [b"prefill-00-1", b"prefill-0", b"prefill-0-", b"prefill-0-x", b"prefill-01-1"]
+)
+async def test_a_key_speaks_under_no_other_spelling(house: House, identity: bytes) -> None:
+    house.link("prefill-0", identity).send([b"who am I"])
+    house.link("prefill-0", b"prefill-0-1").send([b"I am prefill-0"])
+    assert await house.messages.get() == (b"prefill-0-1", [b"I am prefill-0"])
+
+
+async def test_a_key_does_not_speak_for_a_party_whose_name_begins_alike(tmp_path: Path) -> None:
+    house = House(tmp_path, "prefill-1", "prefill-10")
+    house.link("prefill-1", b"prefill-10-7").send([b"I am prefill-10"])
+    house.link("prefill-1", b"prefill-1-7").send([b"I am prefill-1"])
+    assert await house.messages.get() == (b"prefill-1-7", [b"I am prefill-1"])
+    assert house.hub.peers == [b"prefill-1-7"]
+    await house.close()
 
 
 async def test_a_revoked_key_loses_its_connection_and_gets_no_other(house: House) -> None:

@@ -1,0 +1,59 @@
+"""Two real workers of one rank: who is alive stays, and the place is never left empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster import START_S, Cluster, until
+from wire.aio.settings import EX_TEMPFAIL
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path, executor="hash") as cluster:
+        yield cluster
+
+
+def serve(cluster: Cluster) -> None:
+    body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4}
+    answer = httpx.post(f"{cluster.http}/v1/completions", json=body, trust_env=False, timeout=30)
+    assert answer.status_code == 200, answer.text
+
+
+def epoch(cluster: Cluster) -> int:
+    row = until(lambda: cluster.find("decode", 0), "decode-0 ready", START_S)
+    return int(row["epoch"])
+
+
+def until_logged(cluster: Cluster, words: str) -> None:
+    until(lambda: words in cluster.log(), words, START_S)
+
+
+def test_a_second_worker_of_a_rank_is_told_and_leaves(cluster: Cluster) -> None:
+    incumbent = epoch(cluster)
+    newcomer = cluster.worker("decode", 0)
+    until_logged(cluster, "give this worker another --rank, or stop that one first")
+    serve(cluster)
+    assert newcomer.wait(START_S) == EX_TEMPFAIL
+    serve(cluster)
+    assert epoch(cluster) == incumbent and "worker replaced" not in cluster.log()
+
+
+def test_a_place_that_becomes_free_is_taken_and_given_back(cluster: Cluster) -> None:
+    incumbent = epoch(cluster)
+    newcomer = cluster.worker("decode", 0)
+    until_logged(cluster, "worker refused")
+    cluster.kill_local("decode", 0)  # while the newcomer still asks
+    until(lambda: epoch(cluster) != incumbent, "the newcomer has the place", START_S)
+    taken = epoch(cluster)
+    until_logged(cluster, "ours waits until it is free")  # the local one was started again
+    assert newcomer.poll() is None and epoch(cluster) == taken
+    serve(cluster)
+    newcomer.kill()
+    until_logged(cluster, "the rank is free again")
+    until(lambda: epoch(cluster) != taken, "the local one is back", START_S)
+    serve(cluster)
