@@ -220,6 +220,9 @@ def _max_token_chars(backend: tokenizers.Tokenizer) -> int | None:
     if not knows_all or not all(map(_keeps_text, splits)):
         return None
     longest = max(map(len, vocab))
+    if backend.normalizer is not None:  # Added tokens are looked for in their normal form.
+        normal = [backend.normalizer.normalize_str(token.content) for token in added]
+        longest = max([longest, *map(len, normal)])
     for part in normalizers:
         if part["type"] in ("NFC", "NFKC"):
             longest *= MAX_COMPOSED

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from router.http import HttpError
 
 # Of one body.  A message has five of the first, a prompt of ids one of the second for each token.
-MAX_OBJECTS: Final = 128 * 1024
+MAX_OBJECTS: Final = 32 * 1024
 MAX_NUMBERS: Final = 256 * 1024
 # Looked at in one step.
 _STEP_BYTES: Final = 1 << 18
