@@ -123,7 +123,7 @@ class Config(Settings):
         default=MAX_BODY_BYTES,
         ge=1024,
         le=64 * 1024 * 1024,
-        description="largest body of an HTTP request; all wait 4 ms or so for each MB of one",
+        description="largest body of an HTTP request; beyond the default one may delay the others",
     )
     max_attempts: int = Field(
         default=4, ge=1, le=16, description="tries of a request when workers fail; 1: no failover"

@@ -24,8 +24,9 @@ Header = tuple[bytes, bytes]
 OnBytes = Callable[[int], None]
 
 JSON: Final = b"application/json"
-# A million tokens as text.  Reading JSON holds the GIL: all wait while 16 MB are read.
-MAX_BODY_BYTES: Final = 4 * 1024 * 1024
+# Half a million tokens as text, or 300,000 as decimal ids.  Reading JSON and dropping what the
+# tokenizer made of a text hold the GIL: of 4 MB for longer than others should wait.
+MAX_BODY_BYTES: Final = 2 * 1024 * 1024
 # Of what was sent, in an error.
 MAX_SHOWN: Final = 200
 # What the client is told to wait before it asks again: about one placement round.

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """How long one body stops the router: the longest wait of those who ask something small meanwhile.
 
-    scripts/bench_loop_stall.py                          # the demo model, 2,048 tokens of context
-    scripts/bench_loop_stall.py --max-model-len 131072   # more of them are tokenized
+    scripts/bench_loop_stall.py                          # 32,768 tokens of context
+    scripts/bench_loop_stall.py --max-model-len 500000   # a text of 2 MB is tokenized
 
 Starts a router with hash workers.  A process of its own asks `/livez` again and again over a kept
-connection, while bodies of 1, 4 and 16 MB are posted, two of each at a time.  Its slowest answer is
+connection, while bodies of 1 to 16 MB are posted, two of each at a time.  Its slowest answer is
 the stall, of several rounds the least: others on the machine only add to it, and the row without a
 body says how much they do.  RSS is the router's, after the row.
 `--root` measures another checkout.
@@ -17,7 +17,6 @@ import argparse
 import http.client
 import json
 import multiprocessing
-import shutil
 import socket
 import subprocess
 import sys
@@ -43,7 +42,7 @@ HEADERS: Final = {"content-type": "application/json"}
 def bodies() -> Iterator[tuple[str, str, bytes]]:
     """Name, path and content of everything that is posted."""
     words = "the quick brown fox jumps over the lazy dog and "
-    for size in (1, 4, 16):
+    for size in (1, 2, 4, 16):
         # A little less, so that the whole body has this size.
         text = (words * (size * MB // len(words)))[: size * MB - 100]
         for name, prompt in (("words", text), ("one letter", "a" * len(text))):
@@ -64,12 +63,12 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
 def router(root: Path, max_model_len: int | None) -> Iterator[tuple[int, psutil.Process]]:
     """A router with a prefill and a decode worker; its port and process."""
     with tempfile.TemporaryDirectory() as directory:
-        ready, model = Path(directory) / "ready", "demo"
-        if max_model_len is not None:
-            model = str(_copy_of_demo(root, Path(directory) / "demo", max_model_len))
+        ready = Path(directory) / "ready"
         flags = ["--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0"]
         flags += ["--local", "1,1", "--executor", "hash", "--log-level", "error"]
-        command = [sys.executable, "-m", "router", *flags, "--model", model]
+        if max_model_len is not None:
+            flags += ["--worker-args", f"--max-model-len {max_model_len}"]
+        command = [sys.executable, "-m", "router", *flags]
         process = subprocess.Popen([*command, "--ready-file", str(ready)], cwd=root)
         try:
             _until(ready.exists, "the router listens")
@@ -79,15 +78,6 @@ def router(root: Path, max_model_len: int | None) -> Iterator[tuple[int, psutil.
         finally:
             process.terminate()
             process.wait(60)
-
-
-def _copy_of_demo(root: Path, directory: Path, max_model_len: int) -> Path:
-    """The demo model with another context length."""
-    shutil.copytree(root / "wire" / "demo", directory)
-    config = json.loads((directory / "config.json").read_text())
-    config["max_position_embeddings"] = max_model_len
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 def _until(condition: Any, what: str) -> None:
@@ -159,7 +149,7 @@ def measure(port: int, path: str, body: bytes | None) -> tuple[list[int], float,
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure what large bodies cost the others.")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to run")
-    parser.add_argument("--max-model-len", type=int, help="context length; none: the demo model's")
+    parser.add_argument("--max-model-len", type=int, help="context length; none: the hash worker's")
     parser.add_argument("--rounds", type=int, default=3, help="of each body")
     args = parser.parse_args()
     row = "{:<24} {:>10} {:>10} {:>10} {:>9}"

@@ -67,7 +67,7 @@ async def test_a_size_that_is_only_announced_buys_none() -> None:
             await asyncio.sleep(0.01)
 
     with pytest.raises(HttpError) as caught:
-        await whole(call(events(), length=4_000_000), SLOW)
+        await whole(call(events(), length=2_000_000), SLOW)
     assert (caught.value.status, caught.value.code) == (408, "body_timeout")
 
 
