@@ -21,6 +21,7 @@ from typing import Final
 
 import structlog
 
+from router.body import Bodies
 from router.bus import Bus
 from router.clients import serve_clients
 from router.cluster import Readiness, try_this, unready
@@ -33,6 +34,7 @@ from router.httpserver import Limits as HttpLimits
 from router.inflight import InFlight
 from router.local import LocalWorkers
 from router.model import vocab_size
+from router.origin import Origins
 from router.request import RequestEnd
 from router.tls import server_context
 from wire.aio.apikeys import open_api_keys
@@ -92,6 +94,12 @@ class Router:
             fleet=self.fleet,
             api_keys=self._api_keys,
             planes=self._planes,
+            bodies=Bodies(config.max_body_bytes, config.grace_s),
+            origins=Origins(
+                config.origins,
+                config.hosts,
+                checks_host=self._api_keys is None or bool(config.allowed_hosts),
+            ),
         )
         self._idle = Idle(self.inflight)
         self._tcp: Server | None = None

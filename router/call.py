@@ -31,13 +31,15 @@ class Call:
     status: int = 200
     outcome: str = "ok"
     key_name: str = ""
+    # What lets a web page that is allowed to ask read the answer.
+    cors: tuple[Header, ...] = ()
     delivery: Delivery | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def headers(self) -> tuple[Header, ...]:
         """Headers of every response."""
-        return ((b"x-request-id", self.request_id.encode()),)
+        return ((b"x-request-id", self.request_id.encode()), *self.cors)
 
     @property
     def client(self) -> str:

@@ -17,6 +17,7 @@ import jinja2
 import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.http import MAX_SHOWN
 from wire.checkpoint import ModelError
 from wire.errors import ErrorCode, WireError
 
@@ -101,7 +102,8 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise WireError(
-                ErrorCode.INVALID_REQUEST, f"the chat template refuses these messages: {error}"
+                ErrorCode.INVALID_REQUEST,
+                f"the chat template refuses these messages: {str(error)[:MAX_SHOWN]}",
             ) from error
 
 

@@ -192,6 +192,7 @@ class Client:
                 f"decode_rank {frame.decode_rank}: the router chooses; send {ANY_RANK:#x} for any "
                 f"or {NO_RANK:#x} for one token only",
             )
+        self._inflight.check_prompt(frame.seq_len)
         token_ids, options = decode_prompt(message.body(), frame.seq_len)
         max_new_tokens = 0 if frame.decode_rank == NO_RANK else None
         asked = Request(token_ids, options, max_new_tokens, self._asker)

@@ -8,6 +8,7 @@ are logged and written to `ready_file`.
 from __future__ import annotations
 
 import ipaddress
+import socket
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -20,6 +21,8 @@ from pydantic import (
 )
 from pydantic_settings import SettingsConfigDict
 
+from router.http import MAX_BODY_BYTES
+from router.origin import check_origin
 from wire.aio.keys import credential
 from wire.aio.settings import Settings
 
@@ -93,6 +96,16 @@ class Config(Settings):
         default=None, description="certificate chain (PEM) for HTTP and raw TCP"
     )
     tls_key: Path | None = Field(default=None, description="its private key (PEM)")
+    allowed_origins: str = Field(
+        default="",
+        description="web pages that may ask, with commas between: https://chat.example.org; *: any",
+    )
+    allowed_hosts: str = Field(
+        default="",
+        description="host names that clients may use for this router, with commas between, beside "
+        "localhost, this machine's name and addresses; *: any. No other is answered without API "
+        "keys",
+    )
     insecure: bool = Field(
         default=False, description="allow listening beyond this machine without keys"
     )
@@ -112,6 +125,12 @@ class Config(Settings):
         default=256, ge=1, description="open requests of one raw TCP connection"
     )
 
+    max_body_bytes: int = Field(
+        default=MAX_BODY_BYTES,
+        ge=1024,
+        le=64 * 1024 * 1024,
+        description="largest body of an HTTP request; beyond the default one may delay the others",
+    )
     max_attempts: int = Field(
         default=4, ge=1, le=16, description="tries of a request when workers fail; 1: no failover"
     )
@@ -207,7 +226,21 @@ class Config(Settings):
                 )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together")
+        for origin in self.origins:
+            check_origin(origin)
         return self
+
+    @property
+    def origins(self) -> list[str]:
+        """`allowed_origins`, one by one."""
+        return [origin for each in self.allowed_origins.split(",") if (origin := each.strip())]
+
+    @property
+    def hosts(self) -> list[str]:
+        """`allowed_hosts` one by one, this machine's name, and the one that HTTP is bound to."""
+        named = [host for each in self.allowed_hosts.split(",") if (host := each.strip())]
+        bound, _ = split_endpoint(self.http)
+        return [*named, socket.gethostname(), *([] if bound == "*" else [bound])]
 
     @property
     def model_name(self) -> str:

@@ -58,6 +58,7 @@ class Fleet:
         self.heartbeat_s = heartbeat_s
         self.stall_s = stall_s
         self._workers: dict[bytes, Worker] = {}
+        self._last_max_model_len: int | None = None
         self._ranks: dict[tuple[Role, int], Worker] = {}
         self._lost: OrderedDict[tuple[Role, int], Worker] = OrderedDict()
 
@@ -86,6 +87,11 @@ class Fleet:
     def ready(self, role: Role) -> list[Worker]:
         """Workers of a role that requests may be placed on."""
         return [worker for worker in self.live(role) if worker.is_ready]
+
+    @property
+    def last_max_model_len(self) -> int | None:
+        """`max_model_len`, or what it was when the last worker left; None: none was ever here."""
+        return self.max_model_len or self._last_max_model_len
 
     @property
     def layout(self) -> KVLayout | None:
@@ -181,6 +187,7 @@ class Fleet:
 
     def lose(self, identity: bytes, now: float) -> Worker | None:
         """Take a worker out; None when it is unknown.  One that drained is not listed as lost."""
+        self._last_max_model_len = self.last_max_model_len
         worker = self._workers.pop(identity, None)
         if worker is None:
             return None

@@ -1,7 +1,7 @@
 """The HTTP face of the router: a pure ASGI application with the routes of the OpenAI API.
 
 Routing, the error boundary, one log line per request, and the only event-loop work of the HTTP
-side: time limits, threads for long prompts, watching for clients that leave.  What is in a body is
+side: threads for long prompts, watching for clients that leave.  What is in a body is
 `router.intake`, what runs is `router.exchange`, what is written is `router.delivery`.
 TLS is the server's business (`router.httpserver`).
 """
@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 import structlog
 
 from router import http, metrics
-from router.body import whole
+from router.body import Bodies
 from router.call import Call, Handler
 from router.delivery import Delivery, Disconnected, wait_for_disconnect, whole_body
 from router.exchange import Exchange
@@ -27,16 +27,16 @@ from router.fleet import Fleet
 from router.http import HttpError, Receive, Scope, Send
 from router.inflight import InFlight
 from router.intake import Asker, Intake, Order
+from router.origin import Origins, preflight
 from router.sse import ChunkWriter
 from router.status import Status
+from router.threads import Threads
 from wire.aio.apikeys import ApiKeys
 from wire.errors import ErrorCode, WireError
 from wire.traffic import Traffic
 
 log = structlog.get_logger("router")
 
-# Bodies up to this size are tokenized on the loop: about a millisecond.
-INLINE_BYTES: Final = 16 * 1024
 TICK_S: Final = 1.0
 # What is logged when the client left before its answer (nginx began this number; never sent).
 CLIENT_CLOSED: Final = 499
@@ -61,9 +61,14 @@ class Gateway:
         fleet: Fleet,
         api_keys: ApiKeys | None = None,
         planes: Mapping[str, Traffic] | None = None,
+        bodies: Bodies | None = None,
+        origins: Origins | None = None,
     ) -> None:
         self.draining = False
         self._api_keys = api_keys
+        self._bodies = bodies or Bodies()
+        self._origins = origins or Origins()
+        self._threads = Threads()
         self.metrics = metrics.Metrics(fleet, inflight, planes)
         self.metrics.tasks.set_function(lambda: len(asyncio.all_tasks()))
         self._model_name = model_name
@@ -156,13 +161,18 @@ class Gateway:
 
     async def _route(self, call: Call) -> None:
         path, method = call.scope["path"], call.scope["method"]
-        if path not in OPEN_PATHS and self._api_keys is not None:
-            call.key_name = http.check_api_key(call.scope, self._api_keys)
+        if path not in OPEN_PATHS:
+            call.cors = self._origins.admit(call.scope)
+            if call.cors and (answer := preflight(call.scope, b"GET, HEAD, POST, OPTIONS")):
+                await call.respond(200, b"", *answer)  # browsers send no key with this question
+                return
+            if self._api_keys is not None:
+                call.key_name = http.check_api_key(call.scope, self._api_keys)
         route = self._routes.get(path)
         if route is None and path.startswith("/v1/models/"):
             route = "models", "GET", self._status.model
         if route is None:
-            raise HttpError(404, f"there is no {path[:200]!r} here", code="not_found")
+            raise HttpError(404, f"there is no {http.shown(path)} here", code="not_found")
         call.endpoint, allowed, handler = route
         allow = (b"allow", b"GET, HEAD, OPTIONS" if allowed == "GET" else b"POST, OPTIONS")
         if method == "OPTIONS":
@@ -180,11 +190,10 @@ class Gateway:
     async def _chat_completions(self, call: Call) -> None:
         await self._complete(call, self._intake.chat)
 
-    async def _complete(self, call: Call, read: Callable[[bytes, Asker], Order]) -> None:
+    async def _complete(self, call: Call, read: Callable[..., Order]) -> None:
         if self.draining:
             raise WireError(ErrorCode.DRAINING, "the router is shutting down; try another one")
-        raw = await whole(call)
-        order = await _compute(raw, partial(read, raw, self._asker(call)))
+        order = await self._read(call, partial(read, asker=self._asker(call)))
         call.delivery = delivery = self._delivery(call)
         exchange = Exchange(
             self._inflight, order.terms, delivery, num_choices=order.body.num_choices
@@ -227,7 +236,8 @@ class Gateway:
         await delivery.stream(exchange, chunks)
 
     def _asker(self, call: Call) -> Asker:
-        max_model_len = self._fleet.max_model_len
+        # What it last was serves for saying no: a hopeless request is not to be sent again.
+        max_model_len = self._fleet.last_max_model_len
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
         return Asker(call.asker, secrets.randbits(63), max_model_len)
@@ -267,17 +277,17 @@ class Gateway:
         loop.call_at(self._tick_due, self._tick, loop)
 
     async def _tokenize(self, call: Call) -> None:
-        raw, limit = await whole(call), self._fleet.max_model_len
-        await call.reply(await _compute(raw, partial(self._intake.tokenize, raw, limit)))
+        limit = self._fleet.last_max_model_len
+        read = partial(self._intake.tokenize, max_model_len=limit)
+        await call.respond(200, await self._read(call, read))
 
     async def _detokenize(self, call: Call) -> None:
-        raw = await whole(call)
-        await call.reply(await _compute(raw, partial(self._intake.detokenize, raw)))
+        await call.respond(200, await self._read(call, self._intake.detokenize))
 
-
-async def _compute(raw: bytes, read: Callable[[], T]) -> T:
-    """Run `read` here for a short body, in a thread for one that would hold up the loop."""
-    return read() if len(raw) <= INLINE_BYTES else await asyncio.to_thread(read)
+    async def _read(self, call: Call, read: Callable[[bytes], T]) -> T:
+        """Return what `read` makes of the body: a long one in a thread."""
+        async with self._bodies.of(call) as raw:
+            return await self._threads.run(len(raw), partial(read, raw))
 
 
 class _Signal:

@@ -20,10 +20,15 @@ Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 Header = tuple[bytes, bytes]
+# Is told how much of a body has come; what it raises ends the reading.
+OnBytes = Callable[[int], None]
 
 JSON: Final = b"application/json"
-# A prompt of a million tokens as decimal ids is about 7 MB.
-MAX_BODY_BYTES: Final = 16 * 1024 * 1024
+# Half a million tokens as text, or 300,000 as decimal ids.  Reading JSON and dropping what the
+# tokenizer made of a text hold the GIL: of 4 MB for longer than others should wait.
+MAX_BODY_BYTES: Final = 2 * 1024 * 1024
+# Of what was sent, in an error.
+MAX_SHOWN: Final = 200
 # What the client is told to wait before it asks again: about one placement round.
 RETRY_AFTER_S: Final = 1
 # Request ids come from outside and go into our logs.
@@ -103,6 +108,11 @@ def http_error(error: WireError) -> HttpError:
     return HttpError(status, message, code=error.code.label, headers=headers)
 
 
+def shown(sent: str) -> str:
+    """Return what was sent as an error may repeat it: quoted, and the beginning only."""
+    return repr(sent if len(sent) <= MAX_SHOWN else sent[:MAX_SHOWN] + "…")
+
+
 def retry_after() -> Header:
     """Return the header of answers that a later attempt may better."""
     return b"retry-after", b"%d" % RETRY_AFTER_S
@@ -120,14 +130,20 @@ def request_id(scope: Scope, fresh: str) -> str:
 
 
 def check_content_type(scope: Scope) -> None:
-    """Refuse bodies that say they are something other than plain JSON.
+    """Refuse bodies that do not say that they are plain JSON.
 
     Raises:
         HttpError: 415.
     """
-    kind = find_header(scope, b"content-type") or JSON
+    kind = find_header(scope, b"content-type") or b""
     if kind.split(b";")[0].strip().lower() != JSON:
-        raise HttpError(415, "send Content-Type: application/json", code="unsupported_media_type")
+        # A web page may send any other type to any host without asking first.
+        raise HttpError(
+            415,
+            "send the header Content-Type: application/json (curl: -H 'content-type: "
+            "application/json')",
+            code="unsupported_media_type",
+        )
     if (find_header(scope, b"content-encoding") or b"identity").lower() != b"identity":
         raise HttpError(415, "send the body uncompressed", code="unsupported_media_type")
 
@@ -154,7 +170,7 @@ async def read_body(
     scope: Scope,
     receive: Receive,
     limit: int = MAX_BODY_BYTES,
-    on_bytes: Callable[[int], None] = lambda size: None,
+    on_bytes: OnBytes = lambda size: None,
 ) -> bytes | None:
     """Return the whole body; None when the client went away before its end.
 

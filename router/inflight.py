@@ -88,6 +88,18 @@ class InFlight:
         """Who hears of every end; append to it."""
         return self._flights.observers
 
+    def check_prompt(self, num_tokens: int) -> None:
+        """Refuse a prompt that no worker takes, before its ids are read.
+
+        Raises:
+            WireError: CONTEXT_LENGTH_EXCEEDED.
+        """
+        try:
+            self._placement.check_tokens(num_tokens, 1)
+        except WireError as error:
+            self.rejected[error.code.label] += 1
+            raise
+
     def submit(self, request: Request, sink: Sink) -> int:
         """Accept a request and return its handle; `sink` hears of it from now on.
 

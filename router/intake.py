@@ -14,7 +14,7 @@ import msgspec
 
 from router.chat import ChatTemplate
 from router.completions import Terms
-from router.http import HttpError
+from router.http import HttpError, shown
 from router.messages import flat_messages, invalid
 from router.model import vocab_size
 from router.openai import (
@@ -26,7 +26,9 @@ from router.openai import (
 )
 from router.request import Request
 from router.stops import StopAutomaton
-from router.tokens import Tokenizer
+from router.tokens import Tokenizer, TooManyTokens
+from router.values import MAX_NUMBERS, check_values
+from wire.errors import ErrorCode, WireError
 from wire.options import TokenId
 
 # Variables of a chat template that are the server's to set.
@@ -101,12 +103,13 @@ class Intake:
         Raises:
             HttpError, WireError: It asks for what it cannot have.
         """
+        check_values(raw)
         body = parse(CompletionBody, raw)
         self.check_model(body.model)
         prompts = []
         for prompt in body.prompts:
-            add_special_tokens = body.add_special_tokens is not False
-            token_ids = self._token_ids(prompt, add_special_tokens=add_special_tokens)
+            special = body.add_special_tokens is not False
+            token_ids = self._token_ids(prompt, asker.max_model_len, add_special_tokens=special)
             prompts.append((token_ids, self._echo(body, prompt)))
         return self._order(body, prompts, asker)
 
@@ -116,37 +119,47 @@ class Intake:
         Raises:
             HttpError, WireError: It asks for what it cannot have.
         """
+        check_values(raw)
         body = parse(ChatBody, raw)
         self.check_model(body.model)
         text = self._render(body, body.messages)
         special = bool(body.add_special_tokens)  # The template writes them itself.
-        token_ids = self._token_ids(text, add_special_tokens=special)
+        token_ids = self._token_ids(text, asker.max_model_len, add_special_tokens=special)
         return self._order(body, [(token_ids, "")], asker)
 
-    def tokenize(self, raw: bytes, max_model_len: int | None) -> dict[str, Any]:
-        """Answer /tokenize.
+    def tokenize(self, raw: bytes, max_model_len: int | None) -> bytes:
+        """Answer /tokenize, in JSON.
 
         Raises:
             HttpError, WireError: There is no tokenizer, or no template, or a bad body.
         """
+        check_values(raw)
         body = parse(TokenizeBody, raw)
         self.check_model(body.model)
         if body.messages is not None:
             text, special = self._render(body, body.messages), bool(body.add_special_tokens)
         else:
             text, special = body.prompt or "", body.add_special_tokens is not False
-        token_ids = self._tokenizer.encode(text, add_special_tokens=special)
-        return {"tokens": token_ids, "count": len(token_ids), "max_model_len": max_model_len}
+        try:
+            token_ids = self._tokenizer.encode(
+                text, add_special_tokens=special, max_tokens=MAX_NUMBERS
+            )
+        except TooManyTokens as count:
+            raise invalid("prompt", f"has {count} tokens, over {MAX_NUMBERS}") from None
+        answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": max_model_len}
+        return msgspec.json.encode(answer)
 
-    def detokenize(self, raw: bytes) -> dict[str, Any]:
-        """Answer /detokenize; unknown ids give no text.
+    def detokenize(self, raw: bytes) -> bytes:
+        """Answer /detokenize, in JSON; unknown ids give no text.
 
         Raises:
             HttpError: A bad body.
         """
+        check_values(raw)
         body = parse(DetokenizeBody, raw)
         self.check_model(body.model)
-        return {"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        text = self._tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return msgspec.json.encode({"prompt": text})
 
     def check_model(self, model: str | None) -> None:
         """Refuse any model but ours; no name at all means ours.
@@ -157,7 +170,7 @@ class Intake:
         if model is not None and model != self._model_name:
             raise HttpError(
                 404,
-                f"the model {model!r} does not exist here; GET /v1/models lists what does",
+                f"the model {shown(model)} does not exist here; GET /v1/models lists what does",
                 code="model_not_found",
                 param="model",
             )
@@ -188,9 +201,25 @@ class Intake:
         )
         return Order(body, terms, requests)
 
-    def _token_ids(self, prompt: Prompt, *, add_special_tokens: bool) -> Sequence[int]:
-        if isinstance(prompt, str):
-            return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    def _token_ids(
+        self, prompt: Prompt, max_model_len: int, *, add_special_tokens: bool
+    ) -> Sequence[int]:
+        """The ids of a prompt that leaves the context room for a token at least."""
+        try:
+            if isinstance(prompt, str):
+                return self._tokenizer.encode(
+                    prompt,
+                    add_special_tokens=add_special_tokens,
+                    max_tokens=max_model_len - 1,
+                )
+            if len(prompt) >= max_model_len:
+                raise TooManyTokens(str(len(prompt)))
+        except TooManyTokens as count:
+            raise WireError(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"the model's context length is {max_model_len} tokens; the prompt has {count}, "
+                "and at least one more is to be generated",
+            ) from None
         if self._vocab_size is not None and max(prompt) >= self._vocab_size:
             raise invalid("prompt", f"token ids must be below {self._vocab_size}")
         return prompt

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from router.http import HttpError
+
+# Those of the API; `function` is the older name of `tool`.
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def flat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -23,8 +26,8 @@ def invalid(param: str | None, problem: str) -> HttpError:
 
 
 def _flat_message(where: str, message: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise invalid(f"{where}.role", "expected a role, such as user, system or assistant")
+    if message.get("role") not in ROLES:
+        raise invalid(f"{where}.role", f"expected one of {', '.join(ROLES)}")
     content = message.get("content")
     if isinstance(content, str) or (content is None and message["role"] == "assistant"):
         return message

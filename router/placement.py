@@ -81,8 +81,15 @@ class Placement:
         Raises:
             WireError: CONTEXT_LENGTH_EXCEEDED.
         """
-        limit = self._fleet.max_model_len
-        seq_len, wanted = len(flight.request.token_ids), 1 + (flight.new_tokens or 0)
+        self.check_tokens(len(flight.request.token_ids), 1 + (flight.new_tokens or 0))
+
+    def check_tokens(self, seq_len: int, wanted: int) -> None:
+        """The same, of a prompt's length and the tokens wanted after it.
+
+        Raises:
+            WireError: CONTEXT_LENGTH_EXCEEDED.
+        """
+        limit = self._fleet.last_max_model_len
         if limit is not None and seq_len + wanted > limit:
             raise WireError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,

@@ -8,19 +8,21 @@ asks nothing of the tokenizer but `decode`.  Both are O(1) a token.  Special tok
 A model directory without tokenizer.json still serves: prompts must then be token ids, stop strings
 are refused, and the text of every answer is empty (ask for `return_token_ids`).
 
-Encoding is synchronous and can take milliseconds: the gateway sends long texts to a thread.
+Encoding is synchronous: the gateway sends long texts to a thread, and encoding releases the GIL
+there.  A text too long for any context is refused by its length, where the tokenizer allows it.
 """
 
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import tokenizers
-from tokenizers import decoders
+from tokenizers import decoders, models
 
 from wire.checkpoint import ModelError
 from wire.errors import ErrorCode, WireError
@@ -30,6 +32,8 @@ REPLACEMENT: Final = "\ufffd"
 CONTEXT_TOKENS: Final = 6
 # A character is at most 4 bytes, hence 4 byte tokens: past this many, the bytes are simply invalid.
 MAX_HELD_TOKENS: Final = 8
+# Composing Unicode makes one character of at most four (U+1F82 is one of them).
+MAX_COMPOSED: Final = 4
 
 
 class Detokenizer(Protocol):
@@ -40,6 +44,10 @@ class Detokenizer(Protocol):
 
     def flush(self) -> str:
         """Return the rest, an unfinished character as U+FFFD; the stream has ended."""
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than are wanted; its only argument says how many in words."""
 
 
 class Tokenizer:
@@ -57,6 +65,7 @@ class Tokenizer:
             # Settings of the training script that some tokenizer.json files carry along.
             backend.no_truncation()
             backend.no_padding()
+        self._max_token_chars = None if backend is None else _max_token_chars(backend)
 
     @classmethod
     def load(cls, model_path: Path) -> Tokenizer:
@@ -84,10 +93,13 @@ class Tokenizer:
             return None
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`.
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return the token ids of `text`, at most `max_tokens`.
 
         Raises:
+            TooManyTokens: It has more.
             WireError: INVALID_REQUEST; the model has no tokenizer.
         """
         if self._backend is None:
@@ -95,7 +107,19 @@ class Tokenizer:
                 ErrorCode.INVALID_REQUEST,
                 "this model has no tokenizer.json: send the prompt as token ids",
             )
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if max_tokens is not None and (least := self.least_tokens(text)) > max_tokens:
+            raise TooManyTokens(f"at least {least}")
+        # Unlike `encode`, this one releases the GIL; it does not say where tokens stand.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TooManyTokens(str(len(encoding)))
+        return encoding.ids
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` has at least, without tokenizing it."""
+        if self._max_token_chars is None:
+            return 0
+        return -(-len(text) // self._max_token_chars)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; empty without a tokenizer, unknown ids give nothing."""
@@ -187,6 +211,60 @@ class _WindowDetokenizer:
         self._read = len(self._window)
         self._shown = self._decode(self._window)
         return certain
+
+
+def _max_token_chars(backend: tokenizers.Tokenizer) -> int | None:
+    """Return how many characters of a text one token stands for at most; None: that is not known.
+
+    It is known of byte-pair encodings in which every character, and in the worst case every byte,
+    is a token: others drop what they do not know, or make one token of any length of it.
+    """
+    model, vocab = backend.model, backend.get_vocab(with_added_tokens=True)
+    added = backend.get_added_tokens_decoder().values()
+    if not isinstance(model, models.BPE) or any(token.lstrip or token.rstrip for token in added):
+        return None  # An added token may take any number of spaces beside it.
+    splits, normalizers = _parts(backend.pre_tokenizer), _parts(backend.normalizer)
+    is_byte_level = any(part["type"] == "ByteLevel" for part in splits)
+    alphabet = _bytes_of_chars() if is_byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
+    knows_all = (is_byte_level or model.byte_fallback) and all(char in vocab for char in alphabet)
+    if not knows_all or not all(map(_keeps_text, splits)):
+        return None
+    longest = max(map(len, vocab))
+    if backend.normalizer is not None:  # Added tokens are looked for in their normal form.
+        normal = [backend.normalizer.normalize_str(token.content) for token in added]
+        longest = max([longest, *map(len, normal)])
+    for part in normalizers:
+        if part["type"] in ("NFC", "NFKC"):
+            longest *= MAX_COMPOSED
+        elif not _keeps_text(part):
+            return None
+    return longest
+
+
+def _parts(component: Any) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as tokenizer.json has it, sequences taken apart."""
+    if component is None:
+        return []
+    found, left = [], [json.loads(component.__getstate__())]
+    while left:
+        part = left.pop()
+        left += part.get("normalizers", []) + part.get("pretokenizers", [])
+        found.append(part)
+    return found
+
+
+def _keeps_text(part: dict[str, Any]) -> bool:
+    """Whether a normalizer or pre-tokenizer makes no character less of any text."""
+    match part:
+        case {
+            "type": "Sequence" | "ByteLevel" | "Metaspace" | "Digits" | "Prepend" | "NFD" | "NFKD"
+        }:
+            return True
+        case {"type": "Split", "behavior": behavior}:
+            return bool(behavior != "Removed")
+        case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
+            return len(content) >= len(pattern)
+    return False
 
 
 @cache

@@ -45,7 +45,7 @@ async def http_client(side: Side) -> Ask:
     """A client that asks over one kept connection."""
     reader, writer = await asyncio.open_connection(side.host, side.port)
     body = json.dumps({"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
     async def ask() -> None:

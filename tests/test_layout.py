@@ -37,6 +37,7 @@ ASYNC = {
     "router/__main__.py",
     "router/gateway.py",
     "router/body.py",
+    "router/threads.py",
     "router/httpserver.py",
     "router/clients.py",
     "router/local.py",

@@ -108,4 +108,4 @@ def decode_options(buffer: Buffer) -> Options:
         return options
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         # An unknown key is quoted in the message: cut it, the peer chose its length.
-        raise RemoteProtocolError(f"options: {error}"[:300], ErrorCode.INVALID_REQUEST) from error
+        raise RemoteProtocolError(f"options: {error}"[:200], ErrorCode.INVALID_REQUEST) from error

@@ -13,7 +13,6 @@ it (`claim`): nobody shares it, it holds a part of the memory at most, and its t
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -21,7 +20,8 @@ from typing import Final
 import structlog
 
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, TransferFailed, WireError
-from wire.frames import Cancel, Error, Frame, KvCache
+from wire.frames import Cancel, Error, Frame, KvCache, Role
+from wire.identity import Identity
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
 from wire.transfer import Ack, KVReceiver, Segment
@@ -38,8 +38,6 @@ MAX_ENDED: Final = 4096
 # Offers of one peer at a time, those that only wait included.  A router places 256 requests on a
 # prefill worker by default: four such routers.
 MAX_OFFERS: Final = 1024
-# With keys, `wire.aio.zap` lets nobody use the identity of another party.
-_PREFILL: Final = re.compile(rb"prefill-(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,19})")
 
 
 class Receptions:
@@ -153,7 +151,7 @@ class Receptions:
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
         request_id = 0
         try:
-            if _PREFILL.fullmatch(peer) is None:
+            if Identity.parse(peer).role is not Role.PREFILL:
                 raise RemoteProtocolError("only prefill workers speak here: prefill-<rank>-<epoch>")
             message = decode(parts)
             match frame := message.frame:

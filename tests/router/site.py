@@ -149,7 +149,7 @@ class Site:
 
     def client(self) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(self.gateway)
-        return httpx.AsyncClient(transport=transport, base_url="http://site", trust_env=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost", trust_env=False)
 
     def frames(self, kind: type[Frame]) -> list[Frame]:
         return [message.frame for _, message in self.seen if isinstance(message.frame, kind)]

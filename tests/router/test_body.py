@@ -8,10 +8,18 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router import body
-from router.body import whole
+from router.body import Bodies
 from router.call import Call
 from router.delivery import Disconnected
-from router.http import Event, HttpError
+from router.http import JSON, Event, HttpError
+from wire.errors import WireError
+
+SLOW = Bodies(grace_s=0.05)
+
+
+async def whole(call: Call, bodies: Bodies | None = None) -> bytes:
+    async with (bodies or Bodies()).of(call) as raw:
+        return raw
 
 
 def call(events: AsyncIterator[Event], length: int | None = None) -> Call:
@@ -21,7 +29,9 @@ def call(events: AsyncIterator[Event], length: int | None = None) -> Call:
     async def send(event: Event) -> None:
         raise AssertionError(event)
 
-    headers = [] if length is None else [(b"content-length", b"%d" % length)]
+    headers = [(b"content-type", JSON)]
+    if length is not None:
+        headers.append((b"content-length", b"%d" % length))
     return Call({"headers": headers}, receive, send, "id", 0.0)
 
 
@@ -39,7 +49,6 @@ async def test_a_body_in_pieces() -> None:
 
 async def test_what_has_come_buys_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slower than the grace as a whole, but never below the pace."""
-    monkeypatch.setattr(body, "BODY_GRACE_S", 0.05)
     monkeypatch.setattr(body, "BODY_BYTES_PER_S", 1)
 
     async def events() -> AsyncIterator[Event]:
@@ -48,19 +57,17 @@ async def test_what_has_come_buys_time(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.sleep(0.1)
         yield chunk(b"", more=False)
 
-    assert len(await whole(call(events()))) == 60
+    assert len(await whole(call(events()), SLOW)) == 60
 
 
-async def test_a_size_that_is_only_announced_buys_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "BODY_GRACE_S", 0.05)
-
+async def test_a_size_that_is_only_announced_buys_none() -> None:
     async def events() -> AsyncIterator[Event]:
         while True:
             yield chunk(b"x")
             await asyncio.sleep(0.01)
 
     with pytest.raises(HttpError) as caught:
-        await whole(call(events(), length=10_000_000))
+        await whole(call(events(), length=2_000_000), SLOW)
     assert (caught.value.status, caught.value.code) == (408, "body_timeout")
 
 
@@ -71,3 +78,33 @@ async def test_a_client_that_leaves() -> None:
 
     with pytest.raises(Disconnected):
         await whole(call(events()))
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_of_exactly_the_limit(*, announced: bool) -> None:
+    async def events(size: int) -> AsyncIterator[Event]:
+        yield chunk(bytes(size - 1))
+        yield chunk(b"x", more=False)
+
+    bodies = Bodies(max_bytes=100)
+    length = 100 if announced else None
+    assert len(await whole(call(events(100), length), bodies)) == 100
+    with pytest.raises(HttpError) as caught:
+        await whole(call(events(101), length and length + 1), bodies)
+    assert caught.value.status == 413
+
+
+async def test_all_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of those that are being read or worked on, and given back however they end."""
+    monkeypatch.setattr(body, "MAX_TOTAL_BYTES", 100)
+
+    async def events(size: int) -> AsyncIterator[Event]:
+        yield chunk(bytes(size))
+        yield chunk(b"", more=False)
+
+    bodies = Bodies()
+    async with bodies.of(call(events(60))):
+        with pytest.raises(WireError, match="too many large bodies"):
+            await whole(call(events(41)), bodies)
+        await whole(call(events(40)), bodies)
+    await whole(call(events(100)), bodies)

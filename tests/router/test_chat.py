@@ -91,3 +91,10 @@ def test_a_broken_file_says_which(tmp_path: Path) -> None:
 def test_the_date_is_there() -> None:
     year = ChatTemplate("{{ strftime_now('%Y') }}").render([])
     assert int(year) in (datetime.now().year, datetime.now().year - 1)
+
+
+def test_a_template_that_repeats_what_was_sent_is_cut_short() -> None:
+    template = ChatTemplate("{{ raise_exception(messages[0].content) }}")
+    with pytest.raises(WireError) as caught:
+        template.render([{"role": "user", "content": "x" * 100_000}])
+    assert len(caught.value.message) < 300

@@ -179,6 +179,18 @@ async def test_a_refusal_comes_at_once_and_the_connection_goes_on(
         await router.request_id()
 
 
+async def test_a_prompt_that_is_too_long_is_refused_before_its_ids_are_read() -> None:
+    """So it is while the workers are away: asking again would not help."""
+    async with face() as (router, client):
+        router.bus.on_lost(P)
+        router.bus.on_lost(D)
+        client.send(PrefillRequest(3, 1_000_000, ANY_RANK), b"no ids at all")
+        request_id, code, detail = await error(client)
+        assert (request_id, code) == (3, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
+        assert "has 1000000" in detail.message
+        assert router.bus.inflight.rejected == {"context_length_exceeded": 1}
+
+
 async def test_a_kv_cache_over_the_limit_is_refused_at_once() -> None:
     async with face() as (router, client):
         router.fleet.own_max_kv_transfer_bytes = 64 * 10

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,18 @@ def test_the_defaults_listen_on_this_machine_only() -> None:
     assert config.local == (0, 0)
     for endpoint in (config.http, config.tcp, config.bus):
         assert split_endpoint(endpoint)[0] == "127.0.0.1"
+
+
+def test_pages_and_names_that_are_let_in() -> None:
+    config = Config(
+        http="box:1", insecure=True, allowed_origins="https://a.b, null", allowed_hosts="x,y.z"
+    )
+    assert config.origins == ["https://a.b", "null"]
+    assert set(config.hosts) == {"x", "y.z", "box", socket.gethostname()}
+    assert Config(http="*:1", insecure=True).hosts == [socket.gethostname()]
+    assert Config().origins == []
+    with pytest.raises(ValidationError, match="not an origin"):
+        Config(allowed_origins="example.org")
 
 
 @pytest.mark.parametrize("field", ["http", "tcp", "bus"])

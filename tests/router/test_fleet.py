@@ -89,6 +89,18 @@ def test_a_limit_is_what_some_worker_of_each_role_takes() -> None:
     assert table.own_max_kv_transfer_bytes == 1 << 20
 
 
+def test_the_context_length_is_known_while_workers_are_away() -> None:
+    table = fleet()
+    assert table.last_max_model_len is None
+    identity = hello(table)
+    table.hello(b"p", Hello(1, 0, Role.PREFILL), detail(max_model_len=500), 0.0)
+    assert table.last_max_model_len == table.max_model_len == 500
+    table.lose(b"p", 0.0)
+    assert table.last_max_model_len == table.max_model_len == 1000
+    table.lose(identity, 0.0)
+    assert (table.last_max_model_len, table.max_model_len) == (1000, None)
+
+
 def test_the_last_worker_may_come_back_with_another_layout() -> None:
     table = fleet()
     identity = hello(table)

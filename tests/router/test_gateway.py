@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from router import body, exchange, gateway
+from router import exchange
+from router.body import Bodies
 from router.flight import Limits
+from router.origin import Origins
+from router.threads import INLINE_BYTES
 from tests.router.scripted import Ends
 from tests.router.site import Answer, Site, events, ids, listening, write_model
 from wire.aio.apikeys import ApiKeys, digest, name_of
@@ -185,6 +189,54 @@ async def test_head_and_options(site: Site) -> None:
         assert (answer.status_code, answer.headers["allow"]) == (200, "POST, OPTIONS")
 
 
+PAGE = "https://chat.example.org"
+
+
+async def test_web_pages_of_others(site: Site) -> None:
+    """As a browser sends for a page: no question before it, and by a name that leads here."""
+    async with site.client() as client:
+        blob = await client.post("/v1/completions", content=b'{"prompt": "a"}')
+        assert (blob.status_code, blob.json()["error"]["code"]) == (415, "unsupported_media_type")
+        for headers in ({"origin": PAGE}, {"sec-fetch-site": "cross-site"}):
+            answer = await client.get("/v1/models", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (
+                403,
+                "origin_not_allowed",
+            )
+        rebound = await client.get("/v1/models", headers={"host": "evil.example"})
+        assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "host_not_allowed")
+        assert (await client.get("/livez", headers={"host": "evil.example"})).status_code == 200
+
+
+async def test_a_web_page_that_is_allowed(site: Site, guarded: Path) -> None:
+    """It is told so before it asks, which it does without its key, and with each answer."""
+    site.gateway._origins = Origins([PAGE])
+    ask = {"access-control-request-method": "POST", "access-control-request-headers": "x-a"}
+    key = {"authorization": "Bearer sk-0123456789abcdef"}
+    async with site.client() as client:
+        client.headers["origin"] = PAGE
+        first = await client.options("/v1/completions", headers=ask)
+        assert first.status_code == 200
+        assert "POST" in first.headers["access-control-allow-methods"]
+        assert first.headers["access-control-allow-headers"] == "x-a"
+        body = {"prompt": "ab"}
+        for answer, status in (
+            (first, 200),
+            (await client.post("/v1/completions", json=body, headers=key), 200),
+            (await client.post("/v1/completions", json=body | {"stream": True}, headers=key), 200),
+            (await client.post("/v1/completions", json={}, headers=key), 400),
+            (await client.post("/v1/completions", json=body), 401),
+        ):
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == PAGE
+            assert answer.headers["vary"] == "Origin"
+        assert (await client.options("/v1/models")).status_code == 401, "no preflight"
+        client.headers["origin"] = "https://evil.example"
+        refused = await client.options("/v1/completions", headers=ask)
+        assert refused.status_code == 403
+        assert "access-control-allow-origin" not in refused.headers
+
+
 async def test_bad_bodies(site: Site) -> None:
     async with site.client() as client:
         kind = {"content-type": "application/json"}
@@ -277,19 +329,39 @@ async def test_tokenize_and_detokenize(site: Site) -> None:
     assert (await post(site, "/detokenize", {"tokens": ids("hé")})).json() == {"prompt": "hé"}
 
 
-async def test_a_long_prompt_is_read_in_a_thread(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions"])
+async def test_a_long_body_is_read_in_a_thread(site: Site, path: str) -> None:
+    """So the loop goes on meanwhile: here the thread waits for something that the loop does."""
+    done, readers = threading.Event(), []
+    real = site.gateway._intake.check_model
+
+    def check_model(model: str | None) -> None:
+        assert done.wait(10)
+        readers.append(threading.current_thread())
+        real(model)
+
+    site.gateway._intake.check_model = check_model  # type: ignore[method-assign]
+    body = {"prompt": "x", "tokens": [1], "user": "x" * INLINE_BYTES}
+    asking = asyncio.create_task(post(site, path, body))
+    while not site.gateway._bodies._total_bytes:  # noqa: ASYNC110 (there is no event for it)
+        await asyncio.sleep(0)
+    done.set()
+    assert (await asking).status_code == 200
+    assert readers != [threading.main_thread()] and len(readers) == 1
+    assert site.gateway._bodies._total_bytes == 0
+    await post(site, path, {"prompt": "x", "tokens": [1]})
+    assert readers[1] is threading.main_thread()
+
+
+async def test_a_hopeless_prompt_is_no_reason_to_try_again_while_workers_are_away(
+    site: Site,
 ) -> None:
-    calls = []
-
-    async def to_thread(work: Any) -> Any:
-        calls.append(work)
-        return work()
-
-    monkeypatch.setattr(asyncio, "to_thread", to_thread)
-    await post(site, "/tokenize", {"prompt": "x" * gateway.INLINE_BYTES})
-    await post(site, "/tokenize", {"prompt": "x"})
-    assert len(calls) == 1
+    for peer in (b"prefill-0-1", b"decode-0-1"):
+        site.bus.on_lost(peer)
+    assert site.fleet.max_model_len is None
+    for prompt in ("x" * 5000, [7] * 5000):
+        answer = await post(site, "/v1/completions", {"prompt": prompt})
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 async def test_one_line_a_request(site: Site) -> None:
@@ -317,7 +389,7 @@ async def test_metrics_count_it(site: Site) -> None:
 
 def request_bytes(body: Any, path: str = "/v1/chat/completions", *headers: str) -> bytes:
     raw = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
     return "\r\n".join([*lines, f"content-length: {len(raw)}", "", ""]).encode() + raw
 
 
@@ -378,17 +450,23 @@ async def drained(client: socket.socket) -> bytes:
 async def test_a_body_over_the_limit(site: Site) -> None:
     async with listening(site.gateway) as address:
         reader, writer = await asyncio.open_connection(*address)
-        writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n")
+        writer.write(
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 99999999\r\n\r\n"
+        )
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 413")
         writer.close()
 
 
-async def test_a_body_that_comes_too_slowly(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "BODY_GRACE_S", 0.01)
+async def test_a_body_that_comes_too_slowly(site: Site) -> None:
+    site.gateway._bodies = Bodies(grace_s=0.01)
     async with listening(site.gateway) as address:
         reader, writer = await asyncio.open_connection(*address)
-        writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n{")
+        writer.write(
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 5\r\n\r\n{"
+        )
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 408") and b"body_timeout" in answer
         writer.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import shutil
 import ssl
@@ -15,15 +17,25 @@ import pytest
 
 from router.config import Config
 from router.http import Receive, Scope, Send, read_body, respond
-from router.httpserver import MAX_HEADER_BYTES, HttpServer, Limits
+from router.httpserver import MAX_HEADER_BYTES, MAX_PIPELINED, HttpServer, Limits
 from router.tls import server_context
 from tests import certificate
 
 GET = b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n"
+POST = b"POST /read HTTP/1.1\r\nhost: x\r\n"
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the path; reads a body only at /read."""
+    """Answers with the path; reads a body only at /read, refuses it unread at /refuse."""
+    if scope["path"] == "/slow":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begin ", "more_body": True})
+        await asyncio.sleep(4 * QUICK.grace_s)
+        await send({"type": "http.response.body", "body": b"end"})
+        return
+    if scope["path"] == "/refuse":
+        await respond(send, 413, b"no", headers=((b"connection", b"close"),))
+        return
     if scope["path"] == "/read":
         await read_body(scope, receive)
     size = 30_000_000 if scope["path"] == "/large" else 0
@@ -60,6 +72,7 @@ def error_of(answer: bytes) -> tuple[int, str]:
 
 
 QUICK = Limits(grace_s=0.05, idle_s=0.05)
+SLOW = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 @pytest.mark.parametrize("begun", [b"", b"G", b"GET / HTTP/1.1\r\nhost: x\r\n", b"\r\n"])
@@ -153,7 +166,7 @@ async def test_connections_have_a_limit() -> None:
 async def test_a_client_that_does_not_take_its_answer_is_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.httpserver.FLUSH_S", 0.05)
+    monkeypatch.setattr("router.httpserver.STALL_S", 0.05)
     async with serving(QUICK) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
         writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -184,3 +197,103 @@ async def test_tls_handshakes_have_a_limit_too(tmp_path: Path) -> None:
         _, silent = await asyncio.open_connection("127.0.0.1", server.port)
         assert await ask(server, b"") == b"", "one handshake is under way"
         silent.close()
+
+
+@pytest.mark.parametrize("more", [b"\r\n", b"G", b"GET /1 HTTP/1.1\r\nhost:"])
+async def test_what_comes_during_an_answer_does_not_cut_it(more: bytes) -> None:
+    """Its time begins when the answer has ended."""
+    async with serving(QUICK) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(SLOW)
+        await reader.readuntil(b"begin ")
+        writer.write(more)
+        answer = await reader.read()
+        assert answer.startswith(b"\r\n3\r\nend\r\n0\r\n\r\n")
+        assert (b"header_timeout" in answer) == (more != b"\r\n"), "then it is told of its own"
+        writer.close()
+
+
+async def test_a_bad_request_after_a_good_one_waits_for_its_answer() -> None:
+    async with serving() as server:
+        answer = await ask(server, SLOW + b"no HTTP at all\r\n\r\n")
+        good, _, bad = answer.partition(b"end\r\n0\r\n\r\n")
+        assert good.startswith(b"HTTP/1.1 200") and error_of(bad) == (400, "invalid_http")
+
+
+@pytest.mark.parametrize("path", [b"refuse", b"1"])
+async def test_who_is_refused_while_sending_gets_the_answer(path: bytes) -> None:
+    """A client as most are: it reads when all is sent, or can not be."""
+
+    def post(port: int) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("POST", "/" + path.decode(), body=bytes(8 << 20))
+            return connection.getresponse().status
+
+    async with serving() as server:
+        statuses = [await asyncio.to_thread(post, server.port) for _ in range(8)]
+        assert statuses == [413 if path == b"refuse" else 200] * 8
+
+
+async def test_who_never_stops_sending_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.httpserver.FLUSH_S", 0.05)
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /refuse HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert error_free(await reader.readuntil(b"no")) == 413
+        while server.server_state.connections:
+            writer.write(b"1\r\nx\r\n")
+            await asyncio.sleep(0.01)
+        writer.close()
+
+
+def error_free(answer: bytes) -> int:
+    return int(answer.split()[1])
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"",
+        b"host: x\r\nhost: y\r\n",
+        b"host: x\r\ntransfer-encoding: gzip, chunked\r\n",
+        b"host: x\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n",
+        b"host: x\r\ntransfer-encoding: gzip\r\n",
+        b"host: x\r\ntransfer-encoding: chunked\r\ncontent-length: 4\r\n",
+        b"host: x\r\ncontent-length: 4\r\ncontent-length: 5\r\n",
+        b"host: x\r\ncontent-length: -1\r\n",
+    ],
+)
+async def test_framings_that_two_servers_might_read_differently(headers: bytes) -> None:
+    async with serving() as server:
+        data = b"POST /read HTTP/1.1\r\n" + headers + b"\r\n0\r\n\r\n"
+        assert error_of(await ask(server, data)) == (400, "invalid_http")
+
+
+async def test_one_host_is_enough_and_http_1_0_needs_none() -> None:
+    async with serving() as server:
+        assert (await ask(server, b"GET /1 HTTP/1.0\r\n\r\n")).endswith(b"/1")
+
+
+@pytest.mark.parametrize("chunk", [b"5\r\nhello!", b"x\r\n", b"-1\r\n", b"f" * 17 + b"\r\n"])
+async def test_a_broken_body_is_told_so(chunk: bytes) -> None:
+    async with serving() as server:
+        data = POST + b"transfer-encoding: chunked\r\n\r\n" + chunk
+        assert error_of(await ask(server, data)) == (400, "invalid_http")
+        answer = await ask(server, GET % 1 + data)
+        assert answer.startswith(b"HTTP/1.1 200") and b"invalid_http" in answer
+
+
+async def test_trailers_are_not_kept() -> None:
+    async with serving() as server:
+        head = POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
+        assert (await ask(server, head + b"a: b\r\n\r\n")).endswith(b"/read")
+        answer = await ask(server, head + b"a: b\r\n" * MAX_HEADER_BYTES)
+        assert error_of(answer) == (400, "invalid_http")
+
+
+async def test_pipelines_have_a_limit() -> None:
+    async with serving() as server:
+        answer = await ask(server, GET % 1 * (MAX_PIPELINED + 2))
+        assert answer.count(b"HTTP/1.1 200") == MAX_PIPELINED + 1
+        assert b"invalid_http" in answer

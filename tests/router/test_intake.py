@@ -11,7 +11,7 @@ import pytest
 from router.http import HttpError
 from router.intake import Asker, Intake, Order
 from tests.router.site import ids, write_model
-from wire.errors import WireError
+from wire.errors import ErrorCode, WireError
 
 ASKER = Asker("10.0.0.1", 77, 100)
 CHAT = [{"role": "user", "content": "hi"}]
@@ -70,9 +70,64 @@ def test_a_chat_is_rendered_and_runs_to_the_end_of_the_context(intake: Intake) -
     assert request.options.max_tokens == 100 - len(request.token_ids)
 
 
-def test_a_prompt_over_the_context_still_asks_for_one_token(intake: Intake) -> None:
-    [(request, _)] = intake.chat(raw(messages=[CHAT[0] | {"content": "x" * 200}]), ASKER).requests
-    assert request.max_new_tokens == 0  # The core refuses it, in its own words.
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [
+        ("x" * 98, None),
+        ("x" * 99, "100"),
+        ([7] * 99, None),
+        ([7] * 100, "100"),
+        ("x" * 4000, "at least 1000"),
+        (["x", [7] * 100], "100"),
+    ],
+)
+def test_a_prompt_that_leaves_no_room(intake: Intake, prompt: Any, count: str | None) -> None:
+    """100 tokens of context; the longest token, ``</s>``, has 4 letters."""
+    if count is None:
+        assert complete(intake, prompt=prompt, max_tokens=1).requests
+        return
+    with pytest.raises(WireError, match=f"length is 100 tokens; the prompt has {count},") as caught:
+        complete(intake, prompt=prompt)
+    assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+
+
+def test_a_hopeless_text_is_refused_without_tokenizing_it(
+    intake: Intake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake._tokenizer, "_backend", object())
+    with pytest.raises(WireError, match="at least"):
+        intake.chat(raw(messages=[CHAT[0] | {"content": "x" * 2000}]), ASKER)
+
+
+def test_a_body_of_too_many_values_is_not_decoded(intake: Intake) -> None:
+    body = b'{"prompt": 7, "tools": [' + b",".join([b"[]"] * 200_000) + b"]}"
+    for read in (intake.completion, intake.chat):
+        with pytest.raises(HttpError, match="strings, arrays and objects"):
+            read(body, ASKER)
+    with pytest.raises(HttpError, match="strings, arrays and objects"):
+        intake.tokenize(body, 100)
+    with pytest.raises(HttpError, match="over 262144 values"):
+        intake.detokenize(b'{"tokens": [' + b",".join([b"1"] * 300_000) + b"]}")
+
+
+def test_errors_repeat_little_of_what_was_sent(intake: Intake) -> None:
+    long = "x" * 100_000
+    for fields in (
+        {"prompt": "a", "model": long},
+        {"prompt": "a", "logit_bias": {long: 1}},
+        {"prompt": "a", "logit_bias": {long: "b"}},
+        {"prompt": "a", "temperature": long},
+    ):
+        with pytest.raises(HttpError) as caught:
+            complete(intake, **fields)
+        assert len(caught.value.body) < 1000
+    for message in ({"role": long, "content": "a"}, {"role": "user", "content": [{long: 1}]}):
+        with pytest.raises(HttpError) as caught:
+            intake.chat(raw(messages=[message]), ASKER)
+        assert len(caught.value.body) < 1000
+    with pytest.raises(HttpError) as caught:
+        intake.chat(raw(messages=CHAT, chat_template_kwargs={"messages": long}), ASKER)
+    assert len(caught.value.body) < 1000
 
 
 def test_token_ids_outside_the_vocabulary(intake: Intake) -> None:
@@ -102,10 +157,10 @@ def test_who_needs_to_be_woken_for_every_token(intake: Intake) -> None:
 
 
 def test_tokenize_and_back(intake: Intake) -> None:
-    answer = intake.tokenize(raw(prompt="hé"), 100)
+    answer = json.loads(intake.tokenize(raw(prompt="hé"), 100))
     assert answer == {"tokens": [0, *ids("hé")], "count": 4, "max_model_len": 100}
-    assert intake.detokenize(raw(tokens=answer["tokens"])) == {"prompt": "<s>hé"}
-    chat = intake.tokenize(raw(messages=CHAT, add_generation_prompt=False), None)
+    assert json.loads(intake.detokenize(raw(tokens=answer["tokens"]))) == {"prompt": "<s>hé"}
+    chat = json.loads(intake.tokenize(raw(messages=CHAT, add_generation_prompt=False), None))
     assert chat["tokens"] == [0, *ids("user:hi\n")]
 
 

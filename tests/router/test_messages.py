@@ -21,6 +21,9 @@ def test_text_parts_become_one_string() -> None:
     ("message", "param"),
     [
         ({"content": "x"}, "messages[0].role"),
+        ({"role": "root", "content": "x"}, "messages[0].role"),
+        ({"role": "User", "content": "x"}, "messages[0].role"),
+        ({"role": ["user"], "content": "x"}, "messages[0].role"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": 3}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]"),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from router.tokens import Tokenizer
+from router.tokens import Tokenizer, TooManyTokens
 from wire.errors import ErrorCode, WireError
 
 CORPUS = ["the cat sat on the mat and asked for more", "ünïcödé, 日本語 and 🎉 too"] * 8
@@ -100,6 +103,12 @@ def test_a_leading_space_survives_after_a_prompt() -> None:
     assert streamed(BYTE_FALLBACK, BYTE_FALLBACK.encode("cat"), prompt) == " cat"
 
 
+def test_a_special_token_does_not_take_the_space_of_the_next_one() -> None:
+    prompt = BYTE_FALLBACK.encode("the", add_special_tokens=False)
+    assert streamed(BYTE_FALLBACK, [1, *BYTE_FALLBACK.encode("cat")], prompt) == " cat"
+    assert streamed(BYTE_FALLBACK, [0, 1, 1, *BYTE_FALLBACK.encode("cat")], prompt) == " cat"
+
+
 def test_endless_invalid_bytes_are_not_held_forever() -> None:
     detokenizer = BYTE_FALLBACK.detokenizer()
     lead_byte = 2 + 0xF0
@@ -124,6 +133,97 @@ def test_a_token_as_people_read_it() -> None:
     assert BYTE_LEVEL.token_bytes(0) == b"<s>"
     first = BYTE_FALLBACK.token_bytes(BYTE_FALLBACK.encode("é")[-1])
     assert first == "é".encode()
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["bytes", "fallback"])
+@given(text=st.text() | TEXTS)
+def test_no_text_has_fewer_tokens_than_are_said_without_looking(
+    tokenizer: Tokenizer, text: str
+) -> None:
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.least_tokens(text) <= len(token_ids)
+    assert token_ids == tokenizer._backend.encode(text, add_special_tokens=False).ids  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("form", [normalizers.NFC(), normalizers.NFKC(), normalizers.NFKD()])
+@pytest.mark.parametrize("text", ["\u03b1\u0313\u0300\u0345", "\u1112\u1161\u11ab", "e\u0301"])
+def test_characters_that_become_one(form: Any, text: str) -> None:
+    backend = byte_level()
+    backend.normalizer = normalizers.Sequence([form])
+    backend.add_tokens([normalizers.NFC().normalize_str(text) * 16])
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.least_tokens(text * 1000) > 0
+    for count in (1, 16, 1000):
+        found = tokenizer.encode(text * count, add_special_tokens=False)
+        assert tokenizer.least_tokens(text * count) <= len(found)
+
+
+def drops_unknown() -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+
+
+def splits_away() -> tokenizers.Tokenizer:
+    backend = byte_level()
+    split = pre_tokenizers.Split(" ", behavior="removed")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
+    return backend
+
+
+def strips() -> tokenizers.Tokenizer:
+    backend = byte_level()
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    return backend
+
+
+def replaces() -> tokenizers.Tokenizer:
+    backend = byte_level()
+    backend.normalizer = normalizers.Replace("  ", " ")
+    return backend
+
+
+def takes_spaces() -> tokenizers.Tokenizer:
+    backend = byte_level()
+    backend.add_special_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
+    return backend
+
+
+def words() -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+
+
+@pytest.mark.parametrize(
+    "make", [drops_unknown, splits_away, strips, replaces, takes_spaces, words]
+)
+def test_of_tokenizers_that_swallow_text_nothing_is_said(make: Any) -> None:
+    assert Tokenizer(make()).least_tokens(" " * 100_000) == 0
+
+
+def test_a_text_of_exactly_the_limit() -> None:
+    assert BYTE_LEVEL.encode("b1b1", add_special_tokens=False, max_tokens=4)
+    with pytest.raises(TooManyTokens) as caught:
+        BYTE_LEVEL.encode("b1b1", add_special_tokens=False, max_tokens=3)
+    assert str(caught.value) == "4"
+
+
+def test_encoding_lets_others_run() -> None:
+    """With threads that never have to give way, only a call that releases the GIL lets them."""
+    began, is_over = threading.Event(), []
+
+    def encode() -> None:
+        began.set()
+        BYTE_LEVEL.encode("the cat sat on the mat " * 20_000)
+        is_over.append(True)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        thread = threading.Thread(target=encode)
+        thread.start()
+        began.wait()
+        assert not is_over
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_truncation_in_the_file_is_switched_off(tmp_path: Path) -> None:

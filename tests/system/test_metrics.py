@@ -171,7 +171,8 @@ async def announce(cluster: Cluster, key: str, body_bytes: int) -> bytes:
     """Say how large a body will be, send none of it, and return how the answer begins."""
     host, _, port = cluster.http.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
+    head += "content-type: application/json\r\n"
     writer.write(f"{head}content-length: {body_bytes}\r\n\r\n".encode())
     answer = await reader.read()
     writer.close()
