@@ -309,7 +309,8 @@ class RouterLink:
             log.warning(
                 "fenced", router=self.endpoint, reason=detail.message, wait_s=self._fenced_s
             )
-        self._hello_due_s = (detail.retry_after_s or 0.0) / FENCED_TRIES
+        wait_s = detail.retry_after_s
+        self._hello_due_s = wait_s / FENCED_TRIES if wait_s else HELLO_AGAIN_S
         return self._fenced_s > 0.0
 
     def _on_unknown(self) -> None:

@@ -13,7 +13,7 @@ from wire.frames import Cancel, DecodeToken, KvCache, Tag
 from wire.parts import MAX_HEADERS, Message, decode, encode
 
 TOKENS = st.lists(
-    st.builds(DecodeToken, st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1)),
+    st.builds(DecodeToken, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)),
     min_size=1,
     max_size=9,
 )

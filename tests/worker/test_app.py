@@ -209,6 +209,7 @@ async def test_who_is_refused_by_every_router_ends(
         process = Process(one, "prefill", router=(one.endpoint, two.endpoint))
         await one.until_joined(Role.PREFILL)
         await two.until_joined(Role.PREFILL)
+        one.is_welcoming = two.is_welcoming = False  # a fenced worker asks again, now and then
         one.send(Role.PREFILL, Error(0, code))
         await two.until_free(Role.PREFILL)  # it goes on for the other
         two.send(Role.PREFILL, Error(0, second))
