@@ -103,7 +103,7 @@ class Placement:
         Raises:
             WireError: NO_WORKER; the context's length is not known without one.
         """
-        limit = self._fleet.max_model_len
+        limit = self._fleet.last_max_model_len
         if limit is None:
             raise no_worker(Role.PREFILL)
         return max(0, limit - len(flight.request.token_ids) - 1)

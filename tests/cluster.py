@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-import psutil
 
 from wire.model import locate
 from wire.options import Options
@@ -48,6 +47,8 @@ def hash_oracle(prompt: list[int], num_tokens: int, options: Options) -> list[in
 
 def kv_endpoint(worker: subprocess.Popen[bytes]) -> str:
     """Where a decode worker takes KV in: the only port it listens on."""
+    import psutil  # here: a bare machine that verifies the GPU has none
+
     connections = psutil.Process(worker.pid).net_connections("tcp")
     (port,) = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
     return f"tcp://127.0.0.1:{port}"

@@ -93,9 +93,9 @@ def test_the_context_length_is_known_while_workers_are_away() -> None:
     table = fleet()
     assert table.last_max_model_len is None
     identity = hello(table)
-    table.hello(b"p", Hello(1, 0, Role.PREFILL), detail(max_model_len=500), 0.0)
+    short = hello(table, role=Role.PREFILL, max_model_len=500)
     assert table.last_max_model_len == table.max_model_len == 500
-    table.lose(b"p", 0.0)
+    table.lose(short, 0.0)
     assert table.last_max_model_len == table.max_model_len == 1000
     table.lose(identity, 0.0)
     assert (table.last_max_model_len, table.max_model_len) == (1000, None)

@@ -73,7 +73,7 @@ def test_a_key_twice_is_refused_in_every_payload() -> None:
     hello |= {"max_model_len": 9, "max_kv_transfer_bytes": 9}
     fields = b"".join(encode(key) + encode(value) for key, value in hello.items())
     offer = pairs(("num_tokens", 1), ("total_bytes", 4), ("token_ids", bytes(4)))[1:]
-    peer = [("rank", 1), ("epoch", 1), ("kv_endpoint", "x"), ("rank", 2)]
+    peer = [("rank", 1), ("epoch", 1), ("kv_endpoint", "tcp://h:1"), ("rank", 2)]
     token = pairs(("logprob", -1.0), ("logprob", -2.0))
     load = [("total", 1), ("used", 0), ("cached", 0), ("free", 1), ("free", 2)]
     for kind, buffer in [

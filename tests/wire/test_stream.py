@@ -18,7 +18,7 @@ from wire.stream import DEFAULT_MAX_FRAME_BYTES, MAX_SMALL_FRAME_BYTES, StreamDe
 MAX = 200
 FRAME_STRATEGY = st.one_of(
     st.builds(PrefillRequest, *[st.integers(0, 2**32 - 1)] * 3),
-    st.builds(DecodeToken, st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1)),
+    st.builds(DecodeToken, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)),
     st.builds(Cancel, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)),
 )
 MESSAGES = st.lists(st.tuples(FRAME_STRATEGY, st.binary(max_size=64)), max_size=6)
