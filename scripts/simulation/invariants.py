@@ -138,7 +138,8 @@ def left_over(world: World) -> list[str]:
         if worker.process.state is not State.RUNNING or not worker.is_booted:
             left.append(f"{worker.name} is not there")
         else:
-            left += [f"{worker.name}: {thing}" for thing in _left_at_worker(worker)]
+            rivals = [elder for elder in world.elders if elder.name == worker.name]
+            left += [f"{worker.name}: {thing}" for thing in _left_at_worker(worker, bool(rivals))]
     return left
 
 
@@ -170,7 +171,8 @@ def _name(task: asyncio.Task[Any]) -> str:
     return str(getattr(task.get_coro(), "__qualname__", task))
 
 
-def _left_at_worker(one: WorkerProcess) -> list[str]:
+def _left_at_worker(one: WorkerProcess, has_rival: bool) -> list[str]:
+    """Return what a worker still holds; one with a rival alive may stand by where that one is."""
     worker = one.worker
     engine, role = worker._engine, worker._role
     things = {
@@ -180,7 +182,10 @@ def _left_at_worker(one: WorkerProcess) -> list[str]:
         "unfinished requests": role.num_unfinished,
         "KV bytes in flight": role.kv_inflight_bytes,
         "busy": int(one.thread.is_busy),
-        "links not ready": sum(link.state is not LinkState.READY for link in worker._routers),
+        "links not ready": sum(
+            link.state is not LinkState.READY and not (has_rival and link.is_fenced)
+            for link in worker._routers
+        ),
         "tasks": sum(_name(task) not in RESTING_TASKS for task in one.process.tasks),
     }
     if isinstance(role, PrefillRole):
