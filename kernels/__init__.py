@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 # Device type to the module that serves it.
-_BACKENDS = {"cpu": "kernels.cpu", "cuda": "kernels.cuda"}
+_BACKENDS = {"cpu": "kernels.cpu.backend", "cuda": "kernels.cuda"}
 
 
 @cache

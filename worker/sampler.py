@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.draw import draw
+from kernels.cpu.sampling import draw
 from wire.payloads import Logprobs
 from worker.batch import Row, Sampling, Scoring, rows_of
 from worker.executor.contract import SampledToken
@@ -159,7 +159,7 @@ def _draw(logits: torch.Tensor, rows: list[Row]) -> list[int]:
 
 
 def _draw_by_torch(logits: torch.Tensor, settings: npt.NDArray[np.float64]) -> list[int]:
-    """Do what `kernels.draw.draw` does, with torch, on the device of the logits."""
+    """Do what `kernels.cpu.sampling.draw` does, with torch, on the device of the logits."""
     columns = torch.from_numpy(settings).to(logits.device)
     temperature, min_p, uniform = columns[:, 0:1], columns[:, 3:4], columns[:, 4:5]
     # Relative to the largest, no temperature is small enough to overflow.

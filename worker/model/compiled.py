@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kernels import PagedBatch
-from kernels.attention import attend
-from kernels.intake import Intake
-from kernels.linear import ELEMENTS, PackedWeight, linear
-from kernels.program import Operation, Program
-from kernels.rotary import place
-from kernels.rowwise import embed, norm, silu_gate
-from kernels.simd import PANEL
-from kernels.units import Units
+from kernels.cpu.attention import attend
+from kernels.cpu.inputs import Intake
+from kernels.cpu.linear import ELEMENTS, PackedWeight, linear
+from kernels.cpu.program import Operation, Program
+from kernels.cpu.rotary import place
+from kernels.cpu.rowwise import embed, norm, silu_gate
+from kernels.cpu.simd import PANEL
+from kernels.cpu.units import Units
 from worker.model.config import ModelConfig
 from worker.model.ops import Linear
 from worker.model.rope import inverse_frequencies

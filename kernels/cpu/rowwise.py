@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.linear import ELEMENTS, PackedWeight
-from kernels.program import Operation
-from kernels.scalars import (
+from kernels.cpu.intrinsics import (
     bits_of,
     brain_at,
     exp2,
@@ -23,8 +21,10 @@ from kernels.scalars import (
     half_at,
     ints_at,
 )
-from kernels.simd import PANEL
-from kernels.team import comparing, compiled, inner
+from kernels.cpu.linear import ELEMENTS, PackedWeight
+from kernels.cpu.program import Operation
+from kernels.cpu.simd import PANEL
+from kernels.cpu.threads import comparing, compiled, inner
 
 _NORM, _GATE, _EMBED = range(3)
 _STEP = 8

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kernels import team
-from kernels.scalars import fetch_add, ints_at
+from kernels.cpu import threads as team
+from kernels.cpu.intrinsics import fetch_add, ints_at
 
 
 def count(words, _thread):  # type: ignore[no-untyped-def]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import cpu
+from kernels.cpu import backend as cpu
 from tests.kernels.scenes import check, scene
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from kernels.contract import PagedBatch
-from kernels.program import Operation
-from kernels.scalars import exchange, fetch_add, ints_at, read
-from kernels.team import compiled, inner
+from kernels.cpu.intrinsics import exchange, fetch_add, ints_at, read
+from kernels.cpu.program import Operation
+from kernels.cpu.threads import compiled, inner
 
 # Rows (queries by shared heads) of a unit: its queries, sums and scores fit the second cache.
 MAX_ROWS = 96

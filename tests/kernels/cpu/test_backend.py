@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import cpu
+from kernels.cpu import backend as cpu
 from tests.kernels.scenes import check, scene
 
 

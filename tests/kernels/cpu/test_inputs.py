@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.intake import Intake
-from kernels.program import Program
+from kernels.cpu.inputs import Intake
+from kernels.cpu.program import Program
 from worker.model.rope import Rope, inverse_frequencies, rotation_of
 
 FREQUENCIES = inverse_frequencies(Rope(head_dim=32, theta=10_000.0), torch.device("cpu"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.linear import PackedWeight, linear
-from kernels.program import Program
+from kernels.cpu.linear import PackedWeight, linear
+from kernels.cpu.program import Program
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels import team
-from kernels.rowwise import largest
-from kernels.scalars import doubles_at, exp2_double, fetch_add, floats_at, longs_at
-from kernels.team import compiled, inner
+from kernels.cpu import threads as team
+from kernels.cpu.intrinsics import doubles_at, exp2_double, fetch_add, floats_at, longs_at
+from kernels.cpu.rowwise import largest
+from kernels.cpu.threads import compiled, inner
 
 # Of each row, float64: its columns in `draw`.
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _UNIFORM, _COLUMNS = range(6)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.draw import draw
+from kernels.cpu.sampling import draw
 
 ROW = (1.0, 0, 1.0, 0.0, 0.5)  # temperature, top_k, top_p, min_p, u
 

@@ -10,8 +10,8 @@ What is taken is one int64: how many from the front in its low half, from the ba
 
 from __future__ import annotations
 
-from kernels.scalars import read, replaced
-from kernels.team import inner
+from kernels.cpu.intrinsics import read, replaced
+from kernels.cpu.threads import inner
 
 MAX_PIECE = 8
 _BACK = 1 << 32

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm
 
-from kernels import reference, rotary
+from kernels import reference
 from kernels.contract import PagedBatch
-from kernels.program import Program
+from kernels.cpu import rotary
+from kernels.cpu.program import Program
 
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 8, 12
 

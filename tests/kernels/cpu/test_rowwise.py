@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from kernels import rowwise
-from kernels.linear import PackedWeight
-from kernels.program import Program
+from kernels.cpu import rowwise
+from kernels.cpu.linear import PackedWeight
+from kernels.cpu.program import Program
 
 ROWS = [0, 1, 3, 8, 70]
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from numba import cfunc, njit, types
 
-from kernels.scalars import call, exchange, fetch_add, pause, read, replaced
+from kernels.cpu.intrinsics import call, exchange, fetch_add, pause, read, replaced
 
 TASK = types.void(types.CPointer(types.int64), types.int64)
 # A product and a sum may be rounded once, sums reordered.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numba import njit
 
-from kernels import scalars
+from kernels.cpu import intrinsics as scalars
 
 
 def over(function: Any) -> Any:

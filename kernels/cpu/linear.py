@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels import simd
-from kernels.pieces import compiled_next_piece, next_piece, take
-from kernels.program import Operation
-from kernels.scalars import floats_at, read
-from kernels.simd import PANEL, panel_product
-from kernels.team import compiled, inner
+from kernels.cpu import simd
+from kernels.cpu.intrinsics import floats_at, read
+from kernels.cpu.pieces import compiled_next_piece, next_piece, take
+from kernels.cpu.program import Operation
+from kernels.cpu.simd import PANEL, panel_product
+from kernels.cpu.threads import compiled, inner
 
 # Rows whose sums fit the registers beside a panel's two vectors.
 MAX_ROWS = 6

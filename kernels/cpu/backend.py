@@ -1,7 +1,7 @@
 """The operators on a CPU with vectors: attention reads the pool where it lies, nothing is gathered.
 
 What this does not do (head_dim no multiple of 16, other dtypes) the reference does, and all the
-rest: a model whose widths allow it runs as a program of `kernels.program` instead.
+rest: a model whose widths allow it runs as a program of `kernels.cpu.program` instead.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.attention import attend
 from kernels.contract import PagedBatch
-from kernels.linear import ELEMENTS
-from kernels.program import Program
+from kernels.cpu.attention import attend
+from kernels.cpu.linear import ELEMENTS
+from kernels.cpu.program import Program
+from kernels.cpu.simd import PANEL
+from kernels.cpu.units import Units
 from kernels.reference import (
     add_rms_norm,
     append_kv,
@@ -22,8 +24,6 @@ from kernels.reference import (
     silu_gate,
     unpack_kv,
 )
-from kernels.simd import PANEL
-from kernels.units import Units
 
 __all__ = [
     "add_rms_norm",

@@ -2,16 +2,16 @@
 
 Few rows meet keys as they lie; many rows (prompts) are worth turning keys into panels, and scores
 are matrix products as well.  16-bit keys and values are widened in registers: every sum is float32.
-`words` are those of `kernels.attention.attend`; a table maps a sequence's blocks to the pool's.
+`words` are those of `kernels.cpu.attention.attend`; a table maps a sequence's blocks to the pool's.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kernels.scalars import brain_at, fetch, floats_at, half_at, ints_at
-from kernels.simd import PANEL, key_dots, panel_product
-from kernels.team import inner
+from kernels.cpu.intrinsics import brain_at, fetch, floats_at, half_at, ints_at
+from kernels.cpu.simd import PANEL, key_dots, panel_product
+from kernels.cpu.threads import inner
 
 # Keys of a tile, and floats from a row of scores to the next: up to three beyond are written too.
 TILE = 64

@@ -6,7 +6,7 @@ import pytest
 import torch
 from numba import njit
 
-from kernels import simd
+from kernels.cpu import simd
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CODES = {name: code for code, name in enumerate(simd.ELEMENTS)}

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.contract import PagedBatch
-from kernels.program import Program
-from kernels.units import COUNT, MAX_ROWS, Units
+from kernels.cpu.program import Program
+from kernels.cpu.units import COUNT, MAX_ROWS, Units
 from tests.kernels.scenes import scene
 
 

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.linear import ELEMENTS
-from kernels.program import Operation
-from kernels.scalars import (
+from kernels.cpu.intrinsics import (
     bits_of,
     fetch_add,
     float_of_bits,
@@ -22,7 +20,9 @@ from kernels.scalars import (
     put_brain,
     put_half,
 )
-from kernels.team import compiled, inner
+from kernels.cpu.linear import ELEMENTS
+from kernels.cpu.program import Operation
+from kernels.cpu.threads import compiled, inner
 
 
 def place(

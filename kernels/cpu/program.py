@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels import team
-from kernels.scalars import call, fetch_add, read
-from kernels.team import compiled, wait_for_none
+from kernels.cpu import threads as team
+from kernels.cpu.intrinsics import call, fetch_add, read
+from kernels.cpu.threads import compiled, wait_for_none
 
 # Words of an operation in memory: its function and the threads inside, then on cache lines of their
-# own what `kernels.team` calls a task's words.
+# own what `kernels.cpu.threads` calls a task's words.
 _FUNCTION, _INSIDE, _TASK, _ROW = 0, 1, 8, 40
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.program import Operation
-from kernels.scalars import fetch_add, floats_at, ints_at, read
-from kernels.team import compiled, inner
+from kernels.cpu.intrinsics import fetch_add, floats_at, ints_at, read
+from kernels.cpu.program import Operation
+from kernels.cpu.threads import compiled, inner
 
 
 class Intake:

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kernels import team
-from kernels.program import Operation, Program
-from kernels.scalars import fetch_add, ints_at
+from kernels.cpu import threads as team
+from kernels.cpu.intrinsics import fetch_add, ints_at
+from kernels.cpu.program import Operation, Program
 
 SIZE = 100
 Numbers = npt.NDArray[np.int32]

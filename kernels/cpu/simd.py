@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.scalars import prefetch
+from kernels.cpu.intrinsics import prefetch
 
 WIDTH = 8
 # Columns of a panel: two vectors, so that six rows of sums fill twelve of sixteen registers.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.pieces import MAX_PIECE, next_piece, take
+from kernels.cpu.pieces import MAX_PIECE, next_piece, take
 
 Taken = list[tuple[int, int, int]]
 

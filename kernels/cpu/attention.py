@@ -1,8 +1,8 @@
-"""The loops of attention over a paged pool, compiled; `kernels.cpu` calls them.
+"""The loops of attention over a paged pool, compiled; `kernels.cpu.backend` calls them.
 
-Threads take units (`kernels.units`), each with a KV head: the query heads that share it are its
+Threads take units (`kernels.cpu.units`), each with a KV head: the query heads that share it are its
 rows, so its keys are read once.  A unit walks its context 64 keys at a time with a running maximum:
-scores, 2^x (the scale holds log2 e), then sums of values (`kernels.tiles`).
+scores, 2^x (the scale holds log2 e), then sums of values (`kernels.cpu.tiles`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.linear import ELEMENTS
-from kernels.program import Operation
-from kernels.rowwise import largest
-from kernels.scalars import bits_of, exp2, fetch_add, float_of_bits, floats_at, ints_at, read
-from kernels.team import compiled, inner
-from kernels.tiles import SCORES, TILE, gather, score
-from kernels.units import COLUMNS, COUNT, MAX_ROWS, TABLES, UNIT_WORDS, UNITS, Units
+from kernels.cpu.intrinsics import bits_of, exp2, fetch_add, float_of_bits, floats_at, ints_at, read
+from kernels.cpu.linear import ELEMENTS
+from kernels.cpu.program import Operation
+from kernels.cpu.rowwise import largest
+from kernels.cpu.threads import compiled, inner
+from kernels.cpu.tiles import SCORES, TILE, gather, score
+from kernels.cpu.units import COLUMNS, COUNT, MAX_ROWS, TABLES, UNIT_WORDS, UNITS, Units
 
 
 def attend(
@@ -37,7 +37,7 @@ def attend(
 
     Args:
         query: [T, Hq, D] float32, D a multiple of 16 and contiguous.
-        pool: [N, L, 2, Hkv, B, D], of a dtype of `kernels.linear.ELEMENTS`.
+        pool: [N, L, 2, Hkv, B, D], of a dtype of `kernels.cpu.linear.ELEMENTS`.
         out: [T, Hq, D] float32, contiguous.
     """
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape

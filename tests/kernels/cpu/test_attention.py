@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from kernels import PagedBatch, reference
-from kernels.attention import attend
-from kernels.program import Program
-from kernels.units import Units
+from kernels.cpu.attention import attend
+from kernels.cpu.program import Program
+from kernels.cpu.units import Units
 from tests.kernels.scenes import scene
 
 
