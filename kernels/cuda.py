@@ -18,15 +18,18 @@ import torch
 from kernels import launch, launch_rowwise
 from kernels.contract import KernelError, PagedBatch
 from kernels.launch import Launch, check_pool
+from kernels.reference import argmax, sample
 
 __all__ = [
     "add_rms_norm",
     "append_kv",
+    "argmax",
     "check_pool",
     "pack_kv",
     "paged_attention",
     "require_device",
     "rms_norm",
+    "sample",
     "silu_gate",
     "start",
     "unpack_kv",

@@ -1,7 +1,7 @@
-"""The operators on a CPU with vectors: attention reads the pool where it lies, nothing is gathered.
+"""The operators on a CPU: attention and sampling are compiled, the rest is the reference's.
 
-What this does not do (head_dim no multiple of 16, other dtypes) the reference does, and all the
-rest: a model whose widths allow it runs as a program of `kernels.cpu.program` instead.
+So is attention over heads that are no multiple of 16, or a pool of another dtype.  A model whose
+widths allow it does without most of this: it runs as a program of `kernels.cpu.program`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 
 from kernels import reference
 from kernels.contract import PagedBatch
-from kernels.cpu.attention import attend
+from kernels.cpu.attention import WorkItems, attend
 from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.program import Program
+from kernels.cpu.sampling import argmax, sample
 from kernels.cpu.simd import PANEL
-from kernels.cpu.units import Units
 from kernels.reference import (
     add_rms_norm,
     append_kv,
@@ -28,10 +28,12 @@ from kernels.reference import (
 __all__ = [
     "add_rms_norm",
     "append_kv",
+    "argmax",
     "check_pool",
     "pack_kv",
     "paged_attention",
     "rms_norm",
+    "sample",
     "silu_gate",
     "unpack_kv",
 ]
@@ -54,10 +56,10 @@ def paged_attention(
         shared, heads = query.shape[1] // num_kv_heads, query.float()
         if heads.stride(2) != 1:
             heads = heads.contiguous()
-        units = batch.scratch.get(shared)
-        if units is None:
-            units = batch.scratch[shared] = Units(shared)
-            units.set(batch)
-            Program([units.cut()]).run()
-        Program([attend(heads, pool, layer, units, out, scale=scale, window=window)]).run()
+        items: WorkItems | None = batch.scratch.get(shared)
+        if items is None:
+            items = batch.scratch[shared] = WorkItems(shared)
+            items.set(batch)
+            Program([items.plan()]).run()
+        Program([attend(heads, pool, layer, items, out, scale=scale, window=window)]).run()
     return out.to(query.dtype)

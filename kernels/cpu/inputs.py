@@ -1,23 +1,46 @@
-"""What a step is given, laid where the operations of its program look for it.
+"""What a step is given, copied to where the operations of its program look for it.
 
-Arrays come anew each step; a program was written down once.  One call sets the addresses, the first
-operation reads them.
+Token ids, positions and slots come in new arrays each step, while a program was written down once.
+`StepInputs.set` notes where they lie; the program's first operation copies them and computes the
+rotation of each position.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from kernels.cpu.intrinsics import fetch_add, floats_at, ints_at, read
+from kernels.cpu.intrinsics import floats_at, ints_at
 from kernels.cpu.program import Operation
-from kernels.cpu.threads import compiled, inner
+from kernels.cpu.tasks import inner, layout_of, records_at
+from kernels.cpu.threads import take
 
 
-class Intake:
+class _Given(NamedTuple):
+    """Where the arrays of a step lie."""
+
+    token_ids: int
+    positions: int
+    slots: int
+    rows: int
+
+
+class _Arguments(NamedTuple):
+    num_tokens: int
+    num_rows: int
+    given: int
+    token_ids: int
+    slots: int
+    rows: int
+    rotation: int
+    frequencies: int
+    num_frequencies: int
+    taken: int = 0
+
+
+class StepInputs:
     """Room for the numbers of a step of up to `num_tokens` tokens.
 
     Attributes:
@@ -30,7 +53,7 @@ class Intake:
         self.token_ids, self.slots, self.rows = torch.empty(3, num_tokens, dtype=torch.int32)
         self.rotation = torch.empty(num_tokens, 2, len(frequencies))
         self._frequencies = frequencies.contiguous()
-        self._given = np.zeros(4, np.int64)
+        self._given = np.zeros(1, layout_of(_Given))
         self._kept: tuple[torch.Tensor, ...] = ()
 
     def set(
@@ -40,47 +63,47 @@ class Intake:
         slots: torch.Tensor,
         rows: torch.Tensor,
     ) -> None:
-        """Say what the next run of `take_in` takes: [T], [T], [T] and [R] int32, contiguous."""
+        """Say what the next run of `load` copies: [T], [T], [T] and [R] int32, contiguous."""
         self._kept = (token_ids, positions, slots, rows)
-        self._given[:] = [array.data_ptr() for array in self._kept]
-
-    def take_in(self, num_tokens: int, num_rows: int) -> Operation:
-        """Return the operation that comes before those which need the numbers."""
-        words = (
-            num_tokens,
-            num_rows,
-            self._given.ctypes.data,
-            self.token_ids.data_ptr(),
-            self.slots.data_ptr(),
-            self.rows.data_ptr(),
-            self.rotation.data_ptr(),
-            self._frequencies.data_ptr(),
-            len(self._frequencies),
+        self._given[0] = _Given(
+            token_ids.data_ptr(), positions.data_ptr(), slots.data_ptr(), rows.data_ptr()
         )
-        return Operation(task(), words, (self,))
+
+    def load(self, num_tokens: int, num_rows: int) -> Operation:
+        """Return the operation that comes before those which need the numbers."""
+        arguments = _Arguments(
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            given=self._given.ctypes.data,
+            token_ids=self.token_ids.data_ptr(),
+            slots=self.slots.data_ptr(),
+            rows=self.rows.data_ptr(),
+            rotation=self.rotation.data_ptr(),
+            frequencies=self._frequencies.data_ptr(),
+            num_frequencies=len(self._frequencies),
+        )
+        return Operation(_load, arguments, (self,))
 
 
-@cache
-def task() -> Any:
-    """Return the compiled loop over tokens."""
-    return compiled(_take_in)
+_given_at = records_at(_Given)
 
 
-def _take_in(words, _thread):  # type: ignore[no-untyped-def]
-    num_tokens, num_rows, given, size = words[2], words[3], words[4], words[10]
+def _load(a: _Arguments, _thread: int) -> None:
+    given, size = _given_at(a.given), a.num_frequencies
     while True:
-        token = fetch_add(words[0], 1)
-        if token >= num_tokens:
+        token = take(a, 1)
+        if token >= a.num_tokens:
             return
-        ints_at(words[5])[token] = ints_at(read(given))[token]
-        ints_at(words[6])[token] = ints_at(read(given + 16))[token]
-        if token < num_rows:
-            ints_at(words[7])[token] = ints_at(read(given + 24))[token]
-        _rotate(words[8] + token * size * 8, ints_at(read(given + 8))[token], words[9], size)
+        ints_at(a.token_ids)[token] = ints_at(given.token_ids)[token]
+        ints_at(a.slots)[token] = ints_at(given.slots)[token]
+        if token < a.num_rows:
+            ints_at(a.rows)[token] = ints_at(given.rows)[token]
+        position = ints_at(given.positions)[token]
+        _rotate(a.rotation + token * size * 8, position, a.frequencies, size)
 
 
 @inner
-def _rotate(rotation, position, frequencies, size):  # type: ignore[no-untyped-def]
+def _rotate(rotation: int, position: int, frequencies: int, size: int) -> None:
     """Write the cosines, then the sines, of a position."""
     cosines, sines = floats_at(rotation), floats_at(rotation + size * 4)
     for i in range(size):

@@ -11,18 +11,17 @@ shares the batch changes no bit of it.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kernels.cpu import simd
-from kernels.cpu.intrinsics import floats_at, read
-from kernels.cpu.pieces import compiled_next_piece, next_piece, take
+from kernels.cpu.intrinsics import address_of, atomic_load, floats_at
 from kernels.cpu.program import Operation
-from kernels.cpu.simd import PANEL, panel_product
-from kernels.cpu.threads import compiled, inner
+from kernels.cpu.simd import PANEL, bytes_of, panel_product
+from kernels.cpu.tasks import inner
+from kernels.cpu.threads import compiled_next_chunk, next_chunk, take_chunk
 
 # Rows whose sums fit the registers beside a panel's two vectors.
 MAX_ROWS = 6
@@ -30,10 +29,10 @@ _BLOCK_BYTES = 1 << 18
 ELEMENTS = {getattr(torch, name): code for code, name in enumerate(simd.ELEMENTS)}
 
 # Left alone, processors fetch up to the end of a page and wait at each: a quarter of the time.
-_product = panel_product(MAX_ROWS, fetch=True)
+_product = panel_product(MAX_ROWS, prefetch=True)
 # Sums in more registers where rows are few, or each addition would wait for the one before.
-_product_of_two = panel_product(2, 2, fetch=True)
-_product_of_one = panel_product(1, 4, fetch=True)
+_product_of_two = panel_product(2, 2, prefetch=True)
+_product_of_one = panel_product(1, 4, prefetch=True)
 
 
 class PackedWeight:
@@ -66,6 +65,24 @@ class PackedWeight:
         return self.panels.shape[0] * PANEL
 
 
+class _Arguments(NamedTuple):
+    element: int
+    num_panels: int
+    num_threads: int
+    weight: int
+    x: int
+    y: int
+    depth: int
+    rows: int
+    y_stride: int
+    is_added: bool
+    bias: int  # 0 for none
+    # Where panels lie that threads of even and of odd numbers take first in the next product.
+    next_even: int = 0
+    next_odd: int = 0
+    taken: int = 0  # panels, see `threads.next_chunk`
+
+
 def linear(
     x: torch.Tensor,
     weight: PackedWeight,
@@ -84,74 +101,66 @@ def linear(
     num_panels, depth, _ = weight.panels.shape
     assert x.shape[1] == depth and y.shape == (x.shape[0], weight.num_columns)
     num_threads = torch.get_num_threads()
-    begins = [next_piece(0, num_panels, num_threads, thread)[0] for thread in range(2)]
-    address, each = weight.panels.data_ptr(), weight.panels[:1].nbytes
-    words = (
-        ELEMENTS[weight.panels.dtype],
-        num_panels,
-        num_threads,
-        address,
-        x.data_ptr(),
-        y.data_ptr(),
-        depth,
-        x.shape[0],
-        y.shape[1] * 4,
-        int(is_added),
-        0 if bias is None else bias.data_ptr(),
+    address, panel_bytes = weight.panels.data_ptr(), weight.panels[:1].nbytes
+    arguments = _Arguments(
+        element=ELEMENTS[weight.panels.dtype],
+        num_panels=num_panels,
+        num_threads=num_threads,
+        weight=address,
+        x=x.data_ptr(),
+        y=y.data_ptr(),
+        depth=depth,
+        rows=x.shape[0],
+        y_stride=y.shape[1] * 4,
+        is_added=is_added,
+        bias=0 if bias is None else bias.data_ptr(),
     )
-    weights = (address + begins[0] * each, address + begins[1] * each)
-    return Operation(task(), words, (x, weight.panels, y, bias), weights)
+    even, odd = (next_chunk(0, num_panels, num_threads, thread)[0] for thread in range(2))
+    weights = (address + even * panel_bytes, address + odd * panel_bytes)
+    return Operation(_multiply_panels, arguments, (x, weight.panels, y, bias), weights)
 
 
-@cache
-def task() -> Any:
-    """Return the compiled loop."""
-    return compiled(_multiply_panels)
-
-
-def _multiply_panels(words, thread):  # type: ignore[no-untyped-def]
-    element, num_panels, num_threads = words[2], words[3], words[4]
-    weight, x, y = words[5], words[6], words[7]
-    depth, rows, y_stride, is_added, bias = words[8], words[9], words[10], words[11], words[12]
-    size = PANEL * (4 if element == 0 else 2)
-    x_stride, apart = depth * 4, depth * size
-    # Rows of x that stay in the second cache while a piece's panels pass by.
+def _multiply_panels(a: _Arguments, thread: int) -> None:
+    depth, y_stride = a.depth, a.y_stride
+    w_stride, x_stride = PANEL * bytes_of(a.element), depth * 4
+    panel_bytes = depth * w_stride
+    # Rows of x that stay in the second cache while a chunk's panels pass by.
     block = max(MAX_ROWS, _BLOCK_BYTES // x_stride // MAX_ROWS * MAX_ROWS)
     while True:
-        first, count = take(words[0], num_panels, num_threads, thread)
+        first, count = take_chunk(a, a.num_panels, a.num_threads, thread)
         if count == 0:
             return
         last = first + count
-        if bias:
-            _begin_with_bias(y, y_stride, bias, rows, first * PANEL, last * PANEL, is_added)
-        is_kept = 1 if bias else is_added
-        for begin in range(0, rows, block):
-            num_rows = min(block, rows - begin)
-            from_x, to_y = x + begin * x_stride, y + begin * y_stride
+        if a.bias:
+            _begin_with_bias(a, first * PANEL, last * PANEL)
+        has_sums = 1 if a.bias else a.is_added
+        for begin in range(0, a.rows, block):
+            num_rows = min(block, a.rows - begin)
+            x, y = a.x + begin * x_stride, a.y + begin * y_stride
             panel = first
             while panel < last:
-                w, to = weight + panel * apart, to_y + panel * PANEL * 4
+                w, to = a.weight + panel * panel_bytes, y + panel * PANEL * 4
                 width = _num_together(num_rows, last - panel)
                 panel += width
-                later = w + width * apart if panel < last else _next_weights(words, apart, thread)
+                later = w + width * panel_bytes if panel < last else _next_panels(a, thread)
                 _multiply(
                     width,
-                    element,
+                    a.element,
                     w,
-                    size,
-                    from_x,
+                    w_stride,
+                    x,
                     x_stride,
                     to,
                     y_stride,
                     depth,
                     num_rows,
-                    is_kept,
+                    has_sums,
                     later,
                 )
 
 
 @inner
-def _num_together(rows, panels):  # type: ignore[no-untyped-def]
+def _num_together(rows: int, panels: int) -> int:
     """Return how many panels meet so many rows at a time."""
     if rows == 1 and panels >= 4:
         return 4
@@ -159,52 +168,71 @@ def _num_together(rows, panels):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _next_weights(words, apart, thread):  # type: ignore[no-untyped-def]
+def _next_panels(a: _Arguments, thread: int) -> int:
     """Return where the panels lie that are likely the next: in this matrix or in the one after."""
-    first, count = compiled_next_piece(read(words[0]), words[3], words[4], thread)
-    return words[5] + first * apart if count else words[13 + thread % 2]
+    taken = atomic_load(address_of(a, "taken"))
+    first, count = compiled_next_chunk(taken, a.num_panels, a.num_threads, thread)
+    if count:
+        return a.weight + first * a.depth * PANEL * bytes_of(a.element)
+    return a.next_odd if thread % 2 else a.next_even
 
 
 @inner
-def _begin_with_bias(y, y_stride, bias, rows, first, last, is_added):  # type: ignore[no-untyped-def]
+def _begin_with_bias(a: _Arguments, first: int, last: int) -> None:
     """Write the bias to columns [first, last) of y, or add it."""
-    values = floats_at(bias)
-    for row in range(rows):
-        target = floats_at(y + row * y_stride)
+    bias = floats_at(a.bias)
+    for row in range(a.rows):
+        target = floats_at(a.y + row * a.y_stride)
         for column in range(first, last):
-            target[column] = values[column] + (target[column] if is_added else np.float32(0))
+            target[column] = bias[column] + (target[column] if a.is_added else np.float32(0))
 
 
 @inner
-def _multiply(width, element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, later):  # type: ignore[no-untyped-def]
+def _multiply(
+    width: int,
+    element: int,
+    w: int,
+    w_stride: int,
+    x: int,
+    x_stride: int,
+    y: int,
+    y_stride: int,
+    depth: int,
+    rows: int,
+    has_sums: int,
+    later: int,
+) -> None:
     """Multiply rows of x with so many panels, and ask for those at `later` meanwhile."""
-    apart = depth * size
+    panel_bytes = depth * w_stride
+    sizes = (depth, rows, has_sums, panel_bytes, later, w_stride)
+    operands = (element, w, w_stride, x, x_stride, y, y_stride, *sizes)
     if width == 4:
-        _product_of_one(
-            element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart, later, size
-        )
-    elif width == 2:
-        _product_of_two(
-            element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart, later, size
-        )
-    else:
-        _multiply_rows(
-            element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart, later
-        )
-
-
-@inner
-def _multiply_rows(element, w, size, x, x_stride, y, y_stride, depth, rows, is_added, apart, later):  # type: ignore[no-untyped-def]
-    """Multiply rows of x with one panel, in groups of one size or one less."""
+        _product_of_one(*operands)
+        return
+    if width == 2:
+        _product_of_two(*operands)
+        return
+    # One panel, in groups of rows of one size or one less.
     groups = -(-rows // MAX_ROWS)
     # The first two groups ask for half of the next panel each: so memory is busy during both.
     parts = min(groups, 2)
     row = 0
     for group in range(groups):
         count = (rows - row) // (groups - group)
-        at, to = x + row * x_stride, y + row * y_stride
-        half, each = later + apart // parts * min(group, parts - 1), size // parts
+        part = later + panel_bytes // parts * min(group, parts - 1)
         _product(
-            element, w, size, at, x_stride, to, y_stride, depth, count, is_added, apart, half, each
+            element,
+            w,
+            w_stride,
+            x + row * x_stride,
+            x_stride,
+            y + row * y_stride,
+            y_stride,
+            depth,
+            count,
+            has_sums,
+            panel_bytes,
+            part,
+            w_stride // parts,
         )
         row += count

@@ -1,45 +1,56 @@
-"""Compiled loops one after another, in one native call.
+"""Compiled tasks one after another, in one native call.
 
 A step of a transformer is some three hundred loops, of a few microseconds each when it decodes;
 calling them one by one from Python takes as long as they do.  A program is the list of them,
 written down once and run any number of times, as a CUDA graph is: what changes between two runs is
 what the memory holds, never where it lies.
 
-Every thread goes through the whole list.  It takes shares of an operation until there are none
-left, then waits for those who still work on theirs and goes on to the next; whoever comes late
+Every thread goes through the whole list.  It works on an operation until there is nothing left to
+take, then waits for those who still work on theirs and goes on to the next; whoever comes late
 passes what is done and joins in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.cpu import threads as team
-from kernels.cpu.intrinsics import call, fetch_add, read
-from kernels.cpu.threads import compiled, wait_for_none
-
-# Words of an operation in memory: its function and the threads inside, then on cache lines of their
-# own what `kernels.cpu.threads` calls a task's words.
-_FUNCTION, _INSIDE, _TASK, _ROW = 0, 1, 8, 40
+from kernels.cpu import threads
+from kernels.cpu.intrinsics import address_of, call, fetch_add
+from kernels.cpu.tasks import CACHE_LINE, Task, compiled, layout_of, record_of, records_at
+from kernels.cpu.threads import wait_for_none
 
 
 class Operation(NamedTuple):
-    """A task and its own words: addresses, sizes and strides in bytes.
+    """A task and its arguments, with whatever owns the memory that they point to.
 
-    `kept` is whatever owns the memory behind the addresses.  `weights`, if any, are the addresses
-    where threads begin (even numbers, odd numbers) to read what nobody has read before: the words
-    after the own words of each operation are those of the next one that has some, to be asked for
-    early.
+    `weights`, if any, are where threads begin (even numbers, odd numbers) to read what nobody has
+    read before.  The arguments of such an operation have the fields `next_even` and `next_odd`,
+    which a program sets to the `weights` of the next one, to be asked for early.
     """
 
-    task: Any
-    words: tuple[int, ...]
+    task: Task
+    arguments: tuple[Any, ...]  # a NamedTuple with the field `taken`, see `kernels.cpu.threads`
     kept: tuple[Any, ...]
     weights: tuple[int, int] | None = None
+
+
+@dataclass
+class _Step:
+    """What a program knows of an operation; the record of its arguments follows."""
+
+    task: int  # its native function
+    arguments: int  # their address
+    inside: int  # threads that work on it
+
+
+class _Steps(NamedTuple):
+    first: int
+    num_steps: int
+    stride: int
 
 
 class Program:
@@ -47,37 +58,45 @@ class Program:
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._kept = [operation.kept for operation in operations]
-        # One row more than needed, so that the first can begin on a cache line.
-        memory = np.zeros(((len(operations) + 1) * _ROW,), np.int64)
-        skipped = -(memory.ctypes.data // 8) % 8
-        rows = memory[skipped : skipped + len(operations) * _ROW].reshape(-1, _ROW)
+        layouts = [layout_of(type(operation.arguments)) for operation in operations]
+        largest = max((layout.itemsize for layout in layouts), default=0)
+        stride = CACHE_LINE - (-largest // CACHE_LINE) * CACHE_LINE
+        # One more than needed, so that the first can begin on a cache line.
+        self._memory = np.zeros((len(operations) + 1) * stride // 8, np.int64)
+        memory = self._memory.view(np.uint8)
+        start = -memory.ctypes.data % CACHE_LINE
+        starts = start + CACHE_LINE + np.arange(len(operations)) * stride
+        steps: Any = np.ndarray(len(operations), layout_of(_Step), memory, start, (stride,))
+        steps["task"] = [compiled(operation.task).address for operation in operations]
+        steps["arguments"] = memory.ctypes.data + starts
         # From the last to the first; the next of the last are those of the next run.
         following = next((it.weights for it in operations if it.weights), (0, 0))
-        for row, it in zip(rows[::-1], reversed(operations), strict=True):
-            row[_FUNCTION] = it.task.address
-            row[_TASK] = row.ctypes.data + (_TASK + 1) * 8
-            row[_TASK + 2 : _TASK + 4 + len(it.words)] = *it.words, *following
-            following = it.weights or following
-        self._counters = rows[:, _TASK + 1]
-        self._words = np.array([rows.ctypes.data, len(rows)], np.int64)
+        for it, layout, at in reversed(list(zip(operations, layouts, starts, strict=True))):
+            record = memory[at : at + layout.itemsize].view(layout)
+            record[0] = it.arguments
+            if it.weights is not None:
+                record["next_even"], record["next_odd"] = following
+                following = it.weights
+        taken = [layout.fields["taken"][1] for layout in layouts if layout.fields]
+        self._taken = (starts + np.array(taken, np.int64)) // 8
+        self._steps = record_of(_Steps(steps.ctypes.data, len(operations), stride))
+        self._address: int = self._steps.ctypes.data
 
     def run(self, num_threads: int = 0) -> None:
         """Run every operation; `num_threads` 0 is as many as torch uses."""
-        self._counters[:] = 0
-        team.run(task(), self._words.ctypes.data, num_threads)
+        self._memory[self._taken] = 0
+        threads.run(_run, self._address, num_threads)
 
 
-@cache
-def task() -> Any:
-    """Return the compiled loop over operations."""
-    return compiled(_run)
+_step_at = records_at(_Step)
 
 
-def _run(words, thread):  # type: ignore[no-untyped-def]
-    for index in range(words[1]):
-        row = words[0] + index * _ROW * 8
-        fetch_add(row + _INSIDE * 8, 1)
-        call(read(row + _FUNCTION * 8), row + _TASK * 8, thread)
-        fetch_add(row + _INSIDE * 8, -1)
-        # No share is left: when nobody is inside, all are done.
-        wait_for_none(row + _INSIDE * 8, -1)
+def _run(a: _Steps, thread: int) -> None:
+    for index in range(a.num_steps):
+        step = _step_at(a.first + index * a.stride)
+        inside = address_of(step, "inside")
+        fetch_add(inside, 1)
+        call(step.task, step.arguments, thread)
+        fetch_add(inside, -1)
+        # Nothing is left to take: when nobody is inside, all is done.
+        wait_for_none(inside, -1)

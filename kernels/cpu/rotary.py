@@ -5,27 +5,37 @@ One pass over a token's query, key and value heads, while the first cache has th
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kernels.cpu.intrinsics import (
-    bits_of,
-    fetch_add,
-    float_of_bits,
-    floats_at,
-    ints_at,
-    put_brain,
-    put_half,
-)
+from kernels.cpu.intrinsics import floats_at, ints_at, store_bfloat16, store_float16
 from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.program import Operation
-from kernels.cpu.threads import compiled, inner
+from kernels.cpu.simd import BFLOAT16, FLOAT32
+from kernels.cpu.tasks import inner
+from kernels.cpu.threads import take
 
 
-def place(
+class _Arguments(NamedTuple):
+    num_tokens: int
+    heads: int
+    num_heads: int  # of queries, keys and values together
+    num_kv_heads: int
+    head_dim: int
+    rotation: int
+    norm: int  # 0 for none
+    eps: float
+    slots: int
+    pool: int  # where the layer begins in the first block
+    element: int
+    block_bytes: int
+    block_size: int
+    taken: int = 0
+
+
+def rotate_and_append(
     heads: torch.Tensor,
     rotation: torch.Tensor,
     pool: torch.Tensor,
@@ -46,53 +56,46 @@ def place(
         norm: [Hq + Hkv, D] float32 weights by which each head is normalized before, or None.
     """
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
-    rows, num_heads, _ = heads.shape
-    words = (
-        rows,
-        heads.data_ptr(),
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        rotation.data_ptr(),
-        0 if norm is None else norm.data_ptr(),
-        bits_of(eps),
-        slots.data_ptr(),
-        pool[0, layer].data_ptr(),
-        ELEMENTS[pool.dtype],
-        num_layers * 2 * num_kv_heads * block_size * head_dim * pool.itemsize,
-        block_size,
+    num_tokens, num_heads, _ = heads.shape
+    arguments = _Arguments(
+        num_tokens=num_tokens,
+        heads=heads.data_ptr(),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotation=rotation.data_ptr(),
+        norm=0 if norm is None else norm.data_ptr(),
+        eps=eps,
+        slots=slots.data_ptr(),
+        pool=pool[0, layer].data_ptr(),
+        element=ELEMENTS[pool.dtype],
+        block_bytes=num_layers * 2 * num_kv_heads * block_size * head_dim * pool.itemsize,
+        block_size=block_size,
     )
-    return Operation(task(), words, (heads, rotation, pool, norm, slots))
+    return Operation(_rotate_and_append, arguments, (heads, rotation, pool, norm, slots))
 
 
-@cache
-def task() -> Any:
-    """Return the compiled loop over tokens."""
-    return compiled(_place)
-
-
-def _place(words, _thread):  # type: ignore[no-untyped-def]
-    rows = words[2]
+def _rotate_and_append(a: _Arguments, _thread: int) -> None:
     while True:
-        row = fetch_add(words[0], 1)
-        if row >= rows:
+        token = take(a, 1)
+        if token >= a.num_tokens:
             return
-        num_heads, num_kv_heads, size = words[4], words[5], words[6]
-        first = words[3] + row * num_heads * size * 4
+        num_heads, num_kv_heads, size = a.num_heads, a.num_kv_heads, a.head_dim
+        first = a.heads + token * num_heads * size * 4
         for head in range(num_heads - num_kv_heads):
             at = first + head * size * 4
-            if words[8]:
-                _norm_head(at, words[8] + head * size * 4, float_of_bits(words[9]), size)
-            _rotate_head(at, words[7] + row * size * 4, size // 2)
-        slot = np.int64(ints_at(words[10])[row])
-        block = words[11] + slot // words[14] * words[13]
+            if a.norm:
+                _norm_head(at, a.norm + head * size * 4, a.eps, size)
+            _rotate_head(at, a.rotation + token * size * 4, size // 2)
+        slot: Any = np.int64(ints_at(a.slots)[token])
+        block = a.pool + slot // a.block_size * a.block_bytes
         for head in range(2 * num_kv_heads):
             at = first + (num_heads - 2 * num_kv_heads + head) * size * 4
-            _store_head(words[12], at, block, head * words[14] + slot % words[14], size)
+            _store_head(a.element, at, block, head * a.block_size + slot % a.block_size, size)
 
 
 @inner
-def _norm_head(at, weights, eps, size):  # type: ignore[no-untyped-def]
+def _norm_head(at: int, weights: int, eps: float, size: int) -> None:
     x, weight = floats_at(at), floats_at(weights)
     total = np.float32(0)
     for i in range(size):
@@ -103,7 +106,7 @@ def _norm_head(at, weights, eps, size):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _rotate_head(at, rotation, half):  # type: ignore[no-untyped-def]
+def _rotate_head(at: int, rotation: int, half: int) -> None:
     left, right = floats_at(at), floats_at(at + half * 4)
     cos, sin = floats_at(rotation), floats_at(rotation + half * 4)
     for i in range(half):
@@ -113,15 +116,15 @@ def _rotate_head(at, rotation, half):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _store_head(element, source, block, row, size):  # type: ignore[no-untyped-def]
+def _store_head(element: int, source: int, block: int, row: int, size: int) -> None:
     values = floats_at(source)
-    if element == 0:
+    if element == FLOAT32:
         target = floats_at(block + row * size * 4)
         for i in range(size):
             target[i] = values[i]
-    elif element == 1:
+    elif element == BFLOAT16:
         for i in range(size):
-            put_brain(block + (row * size + i) * 2, values[i])
+            store_bfloat16(block + (row * size + i) * 2, values[i])
     else:
         for i in range(size):
-            put_half(block + (row * size + i) * 2, values[i])
+            store_float16(block + (row * size + i) * 2, values[i])

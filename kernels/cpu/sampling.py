@@ -1,86 +1,92 @@
-"""One token of each row of logits, drawn by a number: `worker.sampler` on the CPU, in a few passes.
+"""One token of each row of logits on the CPU: `kernels.sample` in a few passes over the row.
 
 Torch makes a tensor of float64 for each step of the way and sorts for top_p: with 32 rows longer
-than the model takes.  Here a row is one share, and its weights stay in a cache.  The weight at
-which a filter's border lies is found digit by digit, from histograms of their bits, not by sorting:
-so no row, however flat, takes much longer than another.
+than the model takes.  Here a thread takes a row, and the row's weights stay in its cache.  The
+weight at which a filter's border lies is found digit by digit, from histograms of the weights'
+bits, not by sorting: so no row, however flat, takes much longer than another.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.cpu import threads as team
-from kernels.cpu.intrinsics import doubles_at, exp2_double, fetch_add, floats_at, longs_at
+from kernels.contract import SAMPLING
+from kernels.cpu import threads
+from kernels.cpu.intrinsics import doubles_at, exp2_double, floats_at, longs_at, record_at
 from kernels.cpu.rowwise import largest
-from kernels.cpu.threads import compiled, inner
+from kernels.cpu.tasks import inner, record_of
+from kernels.cpu.threads import take
 
-# Of each row, float64: its columns in `draw`.
-_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _UNIFORM, _COLUMNS = range(6)
 _LOG2_E = math.log2(math.e)
 # A weight is at most 1, its bits at most 62: digits of 11, the last one of 7.
 _DIGIT, _FIRST_SHIFT = 11, 51
 _RADIX = 1 << _DIGIT
-# Weights that are added up at a time, to find the one that is drawn.
+# Weights that are added up at a time, to find the one that is sampled.
 _PART = 512
+_SETTINGS_BYTES = SAMPLING.itemsize
+
+_settings_at = record_at(numba.from_dtype(SAMPLING))
 
 
-def draw(logits: torch.Tensor, settings: npt.NDArray[np.float64]) -> list[int]:
-    """Draw a token id for each row.
+class _Arguments(NamedTuple):
+    num_rows: int
+    size: int
+    logits: int
+    row_stride: int
+    settings: int
+    sampled: int
+    taken: int = 0
 
-    Args:
-        logits: [R, V] of a float dtype on the CPU.
-        settings: [R, 5]: temperature (over 0), top_k (0 for none), top_p, min_p, and the number in
-            [0, 1) that decides.
-    """
+
+def argmax(logits: torch.Tensor) -> list[int]:
+    """See `kernels.argmax`; NumPy takes a fifth of torch's time."""
+    return logits.numpy().argmax(axis=-1).tolist()  # type: ignore[no-any-return]
+
+
+def sample(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]:
+    """See `kernels.sample`."""
     settings = np.ascontiguousarray(settings)
     logits = logits.float()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    drawn = np.empty(len(logits), np.int64)
-    own = (
-        len(logits),
-        logits.shape[1],
-        logits.data_ptr(),
-        logits.stride(0) * 4,
-        settings.ctypes.data,
-        drawn.ctypes.data,
+    sampled = np.empty(len(logits), np.int64)
+    arguments = record_of(
+        _Arguments(
+            num_rows=len(logits),
+            size=logits.shape[1],
+            logits=logits.data_ptr(),
+            row_stride=logits.stride(0) * 4,
+            settings=settings.ctypes.data,
+            sampled=sampled.ctypes.data,
+        )
     )
-    # A program, to be run once, would take longer to write down than a short row to draw.
-    words = np.array((0, 0, *own), np.int64)
-    words[0] = words[1:].ctypes.data
-    team.run(task(), words.ctypes.data)
-    return drawn.tolist()
+    # Not as a program: making one for a single run takes longer than sampling from a short row.
+    threads.run(_sample_rows, arguments.ctypes.data)
+    return sampled.tolist()
 
 
-@cache
-def task() -> Any:
-    """Return the compiled loop over rows."""
-    return compiled(_draw_rows)
-
-
-def _draw_rows(words, _thread):  # type: ignore[no-untyped-def]
-    rows, size = words[2], words[3]
+def _sample_rows(a: _Arguments, _thread: int) -> None:
+    size = a.size
     memory = np.empty(size + _RADIX, np.float64)
     weights, histogram = memory.ctypes.data, memory.ctypes.data + size * 8
     while True:
-        row = fetch_add(words[0], 1)
-        if row >= rows:
+        row = take(a, 1)
+        if row >= a.num_rows:
             return
-        settings = doubles_at(words[6] + row * _COLUMNS * 8)
-        _weigh(words[4] + row * words[5], settings[_TEMPERATURE], weights, size)
+        settings = _settings_at(a.settings + row * _SETTINGS_BYTES)
+        _weigh(a.logits + row * a.row_stride, settings.temperature, weights, size)
         _filter(weights, size, settings, histogram)
-        longs_at(words[7])[row] = _find(weights, size, settings[_UNIFORM])
+        longs_at(a.sampled)[row] = _find(weights, size, settings.uniform)
 
 
 @inner
-def _weigh(logits, temperature, weights, size):  # type: ignore[no-untyped-def]
+def _weigh(logits: int, temperature: float, weights: int, size: int) -> None:
     """Write exp((logit - largest) / temperature); 0 for what is not a number."""
     logit, weight = floats_at(logits), doubles_at(weights)
     most = np.float64(largest(logit, 0, size, np.float32(-np.inf)))
@@ -91,9 +97,9 @@ def _weigh(logits, temperature, weights, size):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _filter(weights, size, settings, histogram):  # type: ignore[no-untyped-def]
+def _filter(weights: int, size: int, settings: Any, histogram: int) -> None:
     """Zero the weights that do not pass."""
-    top_k, top_p, min_p = settings[_TOP_K], settings[_TOP_P], settings[_MIN_P]
+    top_k, top_p, min_p = np.float64(settings.top_k), settings.top_p, settings.min_p
     if 0.0 < top_k < size:
         _drop(weights, size, _border(weights, size, top_k, True, histogram))
     if top_p < 1.0:
@@ -106,7 +112,7 @@ def _filter(weights, size, settings, histogram):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _drop(weights, size, border):  # type: ignore[no-untyped-def]
+def _drop(weights: int, size: int, border: int) -> None:
     """Zero the weights whose bits are under a border; bits of positive numbers are in order."""
     bits = longs_at(weights)
     for i in range(size):
@@ -114,7 +120,7 @@ def _drop(weights, size, border):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _border(weights, size, wanted, is_count, histogram):  # type: ignore[no-untyped-def]
+def _border(weights: int, size: int, wanted: Any, is_count: bool, histogram: int) -> int:
     """Return the largest bits such that the weights not under them are `wanted`, or sum to it."""
     weight, bits, held_by = doubles_at(weights), longs_at(weights), doubles_at(histogram)
     shift, prefix, held = _FIRST_SHIFT, 0, 0.0
@@ -143,7 +149,7 @@ def _border(weights, size, wanted, is_count, histogram):  # type: ignore[no-unty
 
 
 @inner
-def _sum(weights, first, last):  # type: ignore[no-untyped-def]
+def _sum(weights: int, first: int, last: int) -> float:
     weight, total = doubles_at(weights), 0.0
     for i in range(first, last):
         total += weight[i]
@@ -151,7 +157,7 @@ def _sum(weights, first, last):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _find(weights, size, uniform):  # type: ignore[no-untyped-def]
+def _find(weights: int, size: int, uniform: float) -> int:
     """Return the first place at which the cumulated weight exceeds a share of the whole."""
     total = 0.0
     for first in range(0, size, _PART):

@@ -1,8 +1,9 @@
 """Inner loops that Numba would not vectorize by itself, written as LLVM instructions.
 
-Each builder returns a Numba intrinsic over addresses (int64) in bytes.  16-bit elements are widened
-in registers: memory moves half the bytes, every product and sum is float32.  Vectors are 8 wide;
-LLVM splits or joins them for the host.  Addresses need the alignment of their element only.
+Each builder returns a function for compiled loops over addresses (int64) in bytes.  16-bit elements
+are widened in registers: memory moves half the bytes, every product and sum is float32.  Vectors
+are 8 wide; LLVM splits or joins them for the host.  Addresses need the alignment of their element
+only.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from kernels.cpu.intrinsics import prefetch
+from kernels.cpu.intrinsics import instruction, write_prefetch
+from kernels.cpu.tasks import inner
 
 WIDTH = 8
 # Columns of a panel: two vectors, so that six rows of sums fill twelve of sixteen registers.
 PANEL = 16
 # What weights, keys and values may be kept in; a loop is told which by its number here.
 ELEMENTS = ("float32", "bfloat16", "float16")
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -36,47 +38,51 @@ _STORED = {
 }
 
 
-def panel_product(max_rows: int, num_panels: int = 1, *, fetch: bool = False) -> Any:
+@inner
+def bytes_of(element: int) -> int:
+    """Return the bytes of an element, given by its number."""
+    return 4 if element == FLOAT32 else 2
+
+
+def panel_product(
+    max_rows: int, num_panels: int = 1, *, prefetch: bool = False
+) -> Callable[..., Any]:
     """Return y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL], plus what y was.
 
-    The intrinsic takes (element, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added,
-    apart, later, later_stride): strides are bytes from k to k + 1 in w and from row to row in x and
-    y, `apart` from panel to panel in w; x and y are float32, and y's panels lie side by side.  It
+    The function takes (element, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added,
+    panel_stride, later, later_stride): strides are bytes from k to k + 1 in w, from row to row in x
+    and y, and from panel to panel in w; x and y are float32, and y's panels lie side by side.  It
     computes the first min(rows, max_rows) rows, depth is positive.  Every row is summed in the
     order of k, however many there are: a row alone is the same bits as that row among others.  With
-    `fetch` it asks meanwhile for what is at `later` and as many panels, `later_stride` bytes on
+    `prefetch` it asks meanwhile for what is at `later` and as many panels, `later_stride` bytes on
     with each k.
     """
 
-    @intrinsic
-    def product(  # type: ignore[no-untyped-def]
-        _context,
-        element,
-        w,
-        w_stride,
-        x,
-        x_stride,
-        y,
-        y_stride,
-        depth,
-        rows,
-        is_added,
-        apart,
-        later,
-        later_stride,
-    ):
-        def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-            element, *operands, rows, is_added, apart, later, later_stride = args
-            is_added = b.icmp_signed("!=", is_added, _i64(0))
-            fetched = (later, later_stride) if fetch else None
+    @instruction(types.void, *[types.int64] * 13)
+    def product(
+        b: ir.IRBuilder,
+        element: Any,
+        w: Any,
+        w_stride: Any,
+        x: Any,
+        x_stride: Any,
+        y: Any,
+        y_stride: Any,
+        depth: Any,
+        rows: Any,
+        is_added: Any,
+        panel_stride: Any,
+        later: Any,
+        later_stride: Any,
+    ) -> None:
+        operands = (w, w_stride, x, x_stride, y, y_stride, depth)
+        has_sums = b.icmp_signed("!=", is_added, _i64(0))
+        fetched = (later, later_stride) if prefetch else None
 
-            def write(kind: str, num_rows: int) -> None:
-                _product(b, kind, (num_rows, num_panels), operands, is_added, apart, fetched)
+        def write(kind: str, num_rows: int) -> None:
+            _product(b, kind, (num_rows, num_panels), operands, has_sums, panel_stride, fetched)
 
-            _write_each(b, element, rows, max_rows, write)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 13), generate
+        _write_each(b, element, rows, max_rows, write)
 
     return product
 
@@ -107,8 +113,8 @@ def _product(
     element: str,
     size: tuple[int, int],
     operands: Any,
-    is_added: Any,
-    apart: Any,
+    has_sums: Any,
+    panel_stride: Any,
     fetched: tuple[Any, Any] | None,
 ) -> None:
     """Write the loop of `panel_product` for one size: (rows, panels)."""
@@ -118,8 +124,8 @@ def _product(
     cells = [(r, c) for r in range(num_rows) for c in range(num_panels * num_vectors)]
     x_rows = [b.add(x, b.mul(x_stride, _i64(r))) for r in range(num_rows)]
     y_rows = [b.add(y, b.mul(y_stride, _i64(r))) for r in range(num_rows)]
-    panels = [b.add(w, b.mul(apart, _i64(p))) for p in range(num_panels)]
-    starts = [b.select(is_added, _load(b, y_rows[r], c), _zero()) for r, c in cells]
+    panels = [b.add(w, b.mul(panel_stride, _i64(p))) for p in range(num_panels)]
+    starts = [b.select(has_sums, _load(b, y_rows[r], c), _zero()) for r, c in cells]
     loop = _Loop(b, depth, 1)
     sums = [loop.carry(start) for start in starts]
     step = b.mul(loop.index, w_stride)
@@ -127,7 +133,7 @@ def _product(
     if fetched is not None:
         later = b.add(fetched[0], b.mul(loop.index, fetched[1]))
         for p in range(num_panels):
-            prefetch(b, b.add(later, b.mul(apart, _i64(p))))
+            write_prefetch(b, b.add(later, b.mul(panel_stride, _i64(p))))
     offset = b.mul(loop.index, _i64(4))
     values = [_broadcast(b, b.add(row, offset)) for row in x_rows]
     totals = [
@@ -138,25 +144,34 @@ def _product(
         _store(b, total, y_rows[r], c)
 
 
-def key_dots(max_rows: int) -> Any:
+def key_dots(max_rows: int) -> Callable[..., Any]:
     """Return y[r, j] = sum over d of x[r, d] w[j, d], for four keys j and min(rows, max_rows) rows.
 
-    The intrinsic takes (element, w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows): the keys
+    The function takes (element, w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows): the keys
     lie where they like; depth is a positive multiple of WIDTH.  Sums are taken in one order.
     """
 
-    @intrinsic
-    def dots(_context, element, w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows):  # type: ignore[no-untyped-def]
-        def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-            element, *operands, rows = args
+    @instruction(types.void, *[types.int64] * 11)
+    def dots(
+        b: ir.IRBuilder,
+        element: Any,
+        w0: Any,
+        w1: Any,
+        w2: Any,
+        w3: Any,
+        x: Any,
+        x_stride: Any,
+        y: Any,
+        y_stride: Any,
+        depth: Any,
+        rows: Any,
+    ) -> None:
+        operands = (w0, w1, w2, w3, x, x_stride, y, y_stride, depth)
 
-            def write(kind: str, num_rows: int) -> None:
-                _dots(b, kind, num_rows, operands)
+        def write(kind: str, num_rows: int) -> None:
+            _dots(b, kind, num_rows, operands)
 
-            _write_each(b, element, rows, max_rows, write)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 11), generate
+        _write_each(b, element, rows, max_rows, write)
 
     return dots
 

@@ -16,7 +16,7 @@ def test_it_serves_the_cpu() -> None:
     assert kernels.backend_of("cpu") is cpu
 
 
-def test_more_query_heads_on_one_kv_head_than_a_unit_has_rows() -> None:
+def test_more_query_heads_on_one_kv_head_than_an_item_has_rows() -> None:
     it = scene([(70, 1), (20, 20)], num_heads=100, num_kv_heads=1)
     check(it, None, cpu)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.inputs import Intake
+from kernels.cpu.inputs import StepInputs
 from kernels.cpu.program import Program
 from worker.model.rope import Rope, inverse_frequencies, rotation_of
 
@@ -18,25 +18,25 @@ def ints(low: int, high: int, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (5, 0), (7, 3), (300, 300)])
 def test_an_operation_made_once_follows_what_is_set(num_tokens: int, num_rows: int) -> None:
-    intake = Intake(301, FREQUENCIES)
-    program = Program([intake.take_in(num_tokens, num_rows)])
+    inputs = StepInputs(301, FREQUENCIES)
+    program = Program([inputs.load(num_tokens, num_rows)])
     for _ in range(3):
         token_ids, slots = ints(0, 50_000, num_tokens), ints(0, 10_000, num_tokens)
         positions, rows = ints(0, 130_000, num_tokens), ints(0, num_tokens, num_rows)
-        intake.set(token_ids, positions, slots, rows)
+        inputs.set(token_ids, positions, slots, rows)
         program.run()
-        assert torch.equal(intake.token_ids[:num_tokens], token_ids)
-        assert torch.equal(intake.slots[:num_tokens], slots)
-        assert torch.equal(intake.rows[:num_rows], rows)
+        assert torch.equal(inputs.token_ids[:num_tokens], token_ids)
+        assert torch.equal(inputs.slots[:num_tokens], slots)
+        assert torch.equal(inputs.rows[:num_rows], rows)
         rotation = rotation_of(positions, FREQUENCIES)
-        torch.testing.assert_close(intake.rotation[:num_tokens], rotation, rtol=0, atol=2e-7)
+        torch.testing.assert_close(inputs.rotation[:num_tokens], rotation, rtol=0, atol=2e-7)
 
 
 def test_what_was_set_lives_until_it_was_taken() -> None:
-    intake = Intake(4, FREQUENCIES)
-    program = Program([intake.take_in(4, 1)])
-    intake.set(*(torch.full((4,), value, dtype=torch.int32) for value in (7, 5, 6, 2)))
+    inputs = StepInputs(4, FREQUENCIES)
+    program = Program([inputs.load(4, 1)])
+    inputs.set(*(torch.full((4,), value, dtype=torch.int32) for value in (7, 5, 6, 2)))
     torch.zeros(4, dtype=torch.int32)  # where they lay, had nobody kept them
     program.run()
-    assert intake.token_ids.tolist() == [7] * 4
-    assert (intake.slots.tolist(), intake.rows[:1].tolist()) == ([6] * 4, [2])
+    assert inputs.token_ids.tolist() == [7] * 4
+    assert (inputs.slots.tolist(), inputs.rows[:1].tolist()) == ([6] * 4, [2])

@@ -1,39 +1,46 @@
-"""Operations run in their order, each share once, on any number of threads, any number of times."""
+"""Operations run in their order, each once, on any number of threads, any number of times."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kernels.cpu import threads as team
-from kernels.cpu.intrinsics import fetch_add, ints_at
+from kernels.cpu.intrinsics import ints_at
 from kernels.cpu.program import Operation, Program
+from kernels.cpu.threads import take
 
 SIZE = 100
 Numbers = npt.NDArray[np.int32]
 
 
-def add_next(words, _thread):  # type: ignore[no-untyped-def]
-    """To[i] = from[i] + from[i + 1] + 1 for words[2] integers; from words[3] to words[4]."""
-    source, target = ints_at(words[3]), ints_at(words[4])
+class AddNext(NamedTuple):
+    size: int
+    source: int
+    target: int
+    taken: int = 0
+
+
+def add_next(a: AddNext, _thread: int) -> None:
+    """To[i] = from[i] + from[i + 1] + 1."""
+    source, target = ints_at(a.source), ints_at(a.target)
     while True:
-        share = fetch_add(words[0], 1)
-        if share >= words[2]:
+        index = take(a, 1)
+        if index >= a.size:
             return
-        target[share] = source[share] + source[(share + 1) % words[2]] + 1
+        target[index] = source[index] + source[(index + 1) % a.size] + 1
 
 
 def steps(count: int) -> tuple[Numbers, list[Operation]]:
-    """Operations that each read what two shares of the one before wrote, and where it ends."""
+    """Operations that each read what two rounds of the one before wrote, and where it ends."""
     rows = np.zeros((2, SIZE), np.int32)
-    task = team.compiled(add_next)
     addresses = [row.ctypes.data for row in rows]
     operations = [
-        Operation(task, (SIZE, addresses[i % 2], addresses[1 - i % 2]), (rows,))
+        Operation(add_next, AddNext(SIZE, addresses[i % 2], addresses[1 - i % 2]), (rows,))
         for i in range(count)
     ]
     return rows[count % 2], operations
@@ -86,21 +93,28 @@ def test_two_programs_at_a_time() -> None:
         assert all(future.result() for future in [pool.submit(work) for _ in range(3)])
 
 
-def note_next(words, _thread):  # type: ignore[no-untyped-def]
-    """Write down, for operation words[2], the two words after its own."""
-    if fetch_add(words[0], 1) == 0:
-        ints_at(words[3])[2 * words[2]] = words[4]
-        ints_at(words[3])[2 * words[2] + 1] = words[5]
+class Weights(NamedTuple):
+    index: int
+    heard: int
+    next_even: int = 0
+    next_odd: int = 0
+    taken: int = 0
 
 
-def test_each_operation_hears_of_the_weights_that_come_next() -> None:
+def note_next(a: Weights, _thread: int) -> None:
+    """Write down what an operation is told of the weights that come next."""
+    if take(a, 1) == 0:
+        ints_at(a.heard)[2 * a.index] = a.next_even
+        ints_at(a.heard)[2 * a.index + 1] = a.next_odd
+
+
+def test_each_operation_with_weights_hears_of_those_that_come_next() -> None:
     heard = np.zeros((4, 2), np.int32)
-    task = team.compiled(note_next)
     weights = ((7, 70), None, (8, 80), (9, 90))
     Program(
         [
-            Operation(task, (index, heard.ctypes.data), (heard,), own)
+            Operation(note_next, Weights(index, heard.ctypes.data), (heard,), own)
             for index, own in enumerate(weights)
         ]
     ).run()
-    assert heard.tolist() == [[8, 80], [8, 80], [9, 90], [7, 70]], "the last: of the next run"
+    assert heard.tolist() == [[8, 80], [0, 0], [9, 90], [7, 70]], "the last: of the next run"

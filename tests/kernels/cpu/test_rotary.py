@@ -36,7 +36,7 @@ def test_heads_end_up_where_they_belong(
     expected, before = pool.clone(), heads.clone()
     rotation = torch.stack((angles.cos(), angles.sin()), dim=1)
     norm = weight if is_normed else None
-    Program([rotary.place(heads, rotation, pool, 1, slots, norm, 1e-6)]).run()
+    Program([rotary.rotate_and_append(heads, rotation, pool, 1, slots, norm, 1e-6)]).run()
 
     rotated = before[:, :num_rotated]
     if is_normed:

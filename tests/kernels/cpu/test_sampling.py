@@ -5,23 +5,33 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu.sampling import draw
+from kernels import SAMPLING
+from kernels.cpu.sampling import argmax, sample
 
-ROW = (1.0, 0, 1.0, 0.0, 0.5)  # temperature, top_k, top_p, min_p, u
+PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-def drawn(logits: list[float], **changes: float) -> set[int]:
-    """Return every token that is drawn, for numbers that leave none out."""
-    names = ("temperature", "top_k", "top_p", "min_p")
-    row = [changes.get(name, value) for name, value in zip(names, ROW, strict=False)]
+def settings_of(numbers: npt.ArrayLike, **changes: float) -> npt.NDArray[np.void]:
+    """Return a row's settings for each number that decides."""
+    numbers = np.asarray(numbers)
+    rows = np.empty(len(numbers), SAMPLING)
+    for name, value in {**PLAIN, **changes}.items():
+        rows[name] = value
+    rows["uniform"] = numbers
+    return rows
+
+
+def sampled(logits: list[float], **changes: float) -> set[int]:
+    """Return every token that is sampled, for numbers that leave none out."""
     numbers = np.append(np.linspace(0, 1, 4000, endpoint=False), 1 - 2.0**-52)
     rows = torch.tensor(logits).expand(len(numbers), -1)
-    return set(draw(rows, np.array([[*row, number] for number in numbers])))
+    return set(sample(rows, settings_of(numbers, **changes)))
 
 
 # Few values, and as near as float32 has them: ties, and borders that only the last digit tells.
@@ -41,9 +51,9 @@ def test_filters_keep_what_a_sort_would(logits: list[float], top_k: int, top_p: 
         (ranked[int((ranked.cumsum(0) < top_p * ranked.sum()).sum())], {"top_p": top_p}),
     ):
         kept = (weights >= border) & (weights > 0)
-        assert drawn(logits, **changes) <= set(kept.nonzero()[:, 0].tolist())
+        assert sampled(logits, **changes) <= set(kept.nonzero()[:, 0].tolist())
         # Of equal tokens all are kept, so each has a share that is met.
-        assert drawn(logits, **changes) >= {
+        assert sampled(logits, **changes) >= {
             i for i in kept.nonzero()[:, 0].tolist() if weights[i] > 0.1
         }
 
@@ -53,20 +63,29 @@ def test_the_place_is_found_across_parts(size: int) -> None:
     logits = torch.full((size, size), -math.inf)
     logits.fill_diagonal_(3.0)
     for number in (0.0, 0.5, 1 - 2.0**-52):
-        assert draw(logits, np.array([[*ROW[:4], number]] * size)) == list(range(size))
+        assert sample(logits, settings_of([number] * size)) == list(range(size))
 
 
-def test_equal_weights_are_drawn_in_proportion() -> None:
+def test_equal_weights_are_sampled_in_proportion() -> None:
     size = 1200
     numbers = (np.arange(size) + 0.5) / size
     rows = torch.zeros(1, size).expand(size, -1)
-    assert draw(rows, np.array([[*ROW[:4], number] for number in numbers])) == list(range(size))
+    assert sample(rows, settings_of(numbers)) == list(range(size))
 
 
 def test_logits_of_any_dtype_and_layout() -> None:
     logits = torch.randn(700, 3).bfloat16().t()
-    rows = np.array([ROW] * 3)
-    assert draw(logits, rows) == draw(logits.float().contiguous(), rows)
+    rows = settings_of([0.5] * 3)
+    assert sample(logits, rows) == sample(logits.float().contiguous(), rows)
+
+
+def test_settings_of_every_other_row() -> None:
+    logits, rows = torch.randn(6, 50), settings_of(np.linspace(0, 0.9, 6))
+    assert sample(logits[::2].contiguous(), rows[::2]) == sample(logits, rows)[::2]
+
+
+def test_the_likeliest_is_the_first_of_equals() -> None:
+    assert argmax(torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, -1.0]])) == [1, 0]
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
@@ -75,4 +94,4 @@ def test_a_row_without_a_largest_keeps_to_the_vocabulary(broken: float) -> None:
         logits = torch.zeros(1, 600)
         logits[0, :part] = broken
         for changes in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}):
-            assert all(0 <= token < 600 for token in drawn(logits[0].tolist(), **changes))
+            assert all(0 <= token < 600 for token in sampled(logits[0].tolist(), **changes))

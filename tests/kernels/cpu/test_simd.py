@@ -37,9 +37,9 @@ def test_a_panel_product(element: str) -> None:
 
 
 @pytest.mark.parametrize("element", list(DTYPES))
-@pytest.mark.parametrize("fetch", [False, True])
-def test_several_panels_at_a_time(element: str, fetch: bool) -> None:
-    product = simd.panel_product(2, 3, fetch=fetch)
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_several_panels_at_a_time(element: str, prefetch: bool) -> None:
+    product = simd.panel_product(2, 3, prefetch=prefetch)
 
     @njit
     def call(*arguments):  # type: ignore[no-untyped-def]

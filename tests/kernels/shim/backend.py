@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from kernels import launch, launch_rowwise
+from kernels import launch, launch_rowwise, reference
 from kernels.contract import PagedBatch
 from kernels.launch import Launch
 
@@ -117,6 +117,7 @@ class Shim:
         self._order, self._late, self._seed = order, late, 0
 
     check_pool = staticmethod(launch.check_pool)
+    argmax, sample = staticmethod(reference.argmax), staticmethod(reference.sample)
 
     def append_kv(
         self,
