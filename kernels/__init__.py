@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 # Device type to the module that serves it.
-_BACKENDS = {"cpu": "kernels.cpu.backend", "cuda": "kernels.cuda"}
+_BACKENDS = {"cpu": "kernels.cpu.backend", "cuda": "kernels.cuda.backend"}
 
 
 @cache

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kernels
-from kernels.staging import Staging
+from kernels.cuda.staging import Staging
 from tests.kernels.shim.backend import why_not
 from tests.kernels.shim.lane import CpuLane
 from wire.payloads import KVLayout

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from kernels import KernelError, launch
+from kernels import KernelError
+from kernels.cuda import launch
 from tests.kernels.shim.backend import Shim
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from kernels import launch, launch_rowwise
 from kernels.contract import KernelError, PagedBatch
-from kernels.launch import Launch, check_pool
+from kernels.cuda import launch
+from kernels.cuda.launch import Launch, check_pool
 from kernels.reference import argmax, sample
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
 MIN_CAPABILITY = (8, 0)
 # Thread blocks to aim for on each multiprocessor when keys are split.
 BLOCKS_PER_MULTIPROCESSOR = 2
-# As many of `launch_rowwise.MAX_GATE_THREADS` as a multiprocessor of Ampere or Hopper holds.
+# As many of `launch.MAX_GATE_THREADS` as a multiprocessor of Ampere or Hopper holds.
 GATE_BLOCKS_PER_MULTIPROCESSOR = 8
 # More than this must be asked for, see `_function`.
 DEFAULT_SHARED_BYTES = 48 << 10
@@ -129,7 +129,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `kernels.rms_norm`."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    start(x.device, launch_rowwise.norm(x, weight, eps, out))
+    start(x.device, launch.norm(x, weight, eps, out))
     return out
 
 
@@ -138,7 +138,7 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """See `kernels.add_rms_norm`."""
     out = torch.empty_like(x)
-    start(x.device, launch_rowwise.norm(x, weight, eps, out, added.contiguous()))
+    start(x.device, launch.norm(x, weight, eps, out, added.contiguous()))
     return out
 
 
@@ -147,7 +147,7 @@ def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
     gate_up = gate_up.contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     blocks = _multiprocessors(gate_up.device.index or 0) * GATE_BLOCKS_PER_MULTIPROCESSOR
-    start(gate_up.device, launch_rowwise.gate(gate_up, out, wanted_blocks=blocks))
+    start(gate_up.device, launch.gate(gate_up, out, wanted_blocks=blocks))
     return out
 
 

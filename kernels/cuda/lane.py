@@ -1,6 +1,6 @@
 """Where copies between a pool and the host run: a stream beside the one that computes.
 
-`Lane` is all that `kernels.staging` asks of a device; the tests have one made of the CPU.
+`Lane` is all that `kernels.cuda.staging` asks of a device; the tests have one made of the CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Protocol
 
 import torch
 
-from kernels import cuda, launch
+from kernels.cuda import backend as cuda
+from kernels.cuda import launch
 
 
 class Lane(Protocol):

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import tiling
+from kernels.cuda import tiling
 
 LENS = st.lists(
     st.tuples(st.integers(1, 900), st.integers(1, 70)).map(lambda n: (max(n), n[1])),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import KernelError, cuda
-from kernels.lane import SideStream
+from kernels import KernelError
+from kernels.cuda import backend as cuda
+from kernels.cuda.lane import SideStream
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Which kernel, on how many thread blocks, with which arguments: all that is decided on the host.
 
-An operator becomes a list of `Launch`; `kernels.cuda` gives them to the device, the tests to the
+An operator becomes a list of `Launch`; `backend.py` gives them to the device, the tests to the
 same kernels compiled for the CPU.  Pointers are integers: the caller keeps the tensors alive.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels import tiling
 from kernels.contract import KernelError, PagedBatch
+from kernels.cuda import tiling
 
 DTYPE_NAMES = {
     torch.float32: "float",
@@ -51,6 +51,14 @@ MOVE = struct(
     "pool segment table",
     "num_kv_heads head_dim num_layers first_layer block_bits first_token num_tokens",
 )
+# The structs of rowwise.cu, field by field.
+NORM = struct("x y weight out", "size", "eps")
+GATE = struct("gate_up out", "rows size")
+# The launch bounds of rowwise.cu.
+MAX_NORM_THREADS = 512
+MAX_GATE_THREADS = 256
+_WIDE_BYTES = 16
+_WARP = 32
 
 
 class Launch(NamedTuple):
@@ -103,6 +111,13 @@ def kv_kernels(pool: torch.dtype, wire: torch.dtype) -> list[str]:
     """Return the instantiations that keep a pool of one dtype and a wire of another."""
     held, sent = DTYPE_NAMES[pool], DTYPE_NAMES[wire]
     return [f"append<{held}>", f"move<{held},{sent},false>", f"move<{held},{sent},true>"]
+
+
+def rowwise_kernels(dtype: torch.dtype) -> list[str]:
+    """Return every instantiation that rows of this dtype can ask for."""
+    widths = (_WIDE_BYTES // dtype.itemsize, 1)
+    names = ("rms_norm", "silu_gate")
+    return [f"{name}<{DTYPE_NAMES[dtype]},{width}>" for name in names for width in widths]
 
 
 def check_pool(pool: torch.Tensor) -> None:
@@ -213,6 +228,62 @@ def attention(
     return launches
 
 
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    y: torch.Tensor | None = None,
+) -> list[Launch]:
+    """Make out = x / sqrt(mean(x^2) + eps) * weight; with `y`, x += y in place before that.
+
+    Args:
+        x: [..., K]; `y` and `out` likewise, `weight` [K], all of one dtype.
+
+    Raises:
+        KernelError: A tensor is not of that shape and dtype, or is not contiguous.
+    """
+    tensors = {"x": x, "weight": weight, "out": out} | ({} if y is None else {"y": y})
+    size = x.shape[-1]
+    _check_rows(x.dtype, tensors, dict.fromkeys(tensors, x.shape) | {"weight": x.shape[-1:]})
+    if not x.numel():
+        return []
+    width = _width(size, *tensors.values())
+    arguments = np.zeros(1, NORM)
+    arguments["size"], arguments["eps"] = size, eps
+    point(arguments, **tensors)
+    threads = _threads(size // width, MAX_NORM_THREADS)
+    kernel, grid = f"rms_norm<{DTYPE_NAMES[x.dtype]},{width}>", (x.numel() // size, 1)
+    shared = threads // _WARP * np.dtype(np.float32).itemsize
+    return [Launch("rowwise", kernel, grid, threads, shared, arguments, tuple(tensors.values()))]
+
+
+def gate(gate_up: torch.Tensor, out: torch.Tensor, *, wanted_blocks: int) -> list[Launch]:
+    """Make out = silu(gate) * up.
+
+    Args:
+        gate_up: [..., 2 K]: gate first, then up; `out` [..., K] of the same dtype.
+        wanted_blocks: How many thread blocks fill the device; more rows are taken in turns.
+
+    Raises:
+        KernelError: A tensor is not of that shape and dtype, or is not contiguous.
+    """
+    shape = torch.Size((*out.shape[:-1], 2 * out.shape[-1]))
+    _check_rows(out.dtype, {"out": out, "gate_up": gate_up}, {"out": out.shape, "gate_up": shape})
+    if not out.numel():
+        return []
+    size = out.shape[-1]
+    rows, width = out.numel() // size, _width(size, gate_up, out)
+    arguments = np.zeros(1, GATE)
+    arguments["rows"], arguments["size"] = rows, size
+    point(arguments, gate_up=gate_up, out=out)
+    threads = _threads(size // width, MAX_GATE_THREADS)
+    across = -(-(size // width) // threads)
+    grid = (across, min(rows, -(-wanted_blocks // across)))
+    kernel = f"silu_gate<{DTYPE_NAMES[out.dtype]},{width}>"
+    return [Launch("rowwise", kernel, grid, threads, 0, arguments, (gate_up, out))]
+
+
 def _works(
     query: torch.Tensor, pool: torch.Tensor, batch: PagedBatch, window: int | None, wanted: int
 ) -> list[Planned]:
@@ -285,3 +356,28 @@ def _on_device(
         batch.scratch[key] = tensor.to(pool.device)
     held: torch.Tensor = batch.scratch[key]
     return held
+
+
+def _width(size: int, *tensors: torch.Tensor) -> int:
+    """Return how many values every row of every tensor lets a thread load at once."""
+    width = _WIDE_BYTES // tensors[0].itemsize
+    aligned = all(tensor.data_ptr() % _WIDE_BYTES == 0 for tensor in tensors)
+    return width if aligned and size % width == 0 else 1
+
+
+def _threads(num_wide: int, most: int) -> int:
+    return min(most, -(-num_wide // _WARP) * _WARP)
+
+
+def _check_rows(
+    dtype: torch.dtype, tensors: dict[str, torch.Tensor], shapes: dict[str, torch.Size]
+) -> None:
+    if dtype not in POOL_DTYPES:
+        raise KernelError(f"the rows are {dtype}, not float32, bfloat16 or float16")
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype or tensor.shape != shapes[name]:
+            raise KernelError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shapes[name])}"
+            )
+        if not tensor.is_contiguous():
+            raise KernelError(f"{name} is not contiguous: give it as one run of rows")

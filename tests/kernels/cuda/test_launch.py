@@ -1,13 +1,16 @@
-"""The plans for rows: what is read at once, how many threads, and what is refused."""
+"""What the host refuses and plans: structs as in the sources, widths of loads, threads, grids."""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import pytest
 import torch
 
-from kernels import KernelError, cuda, launch, launch_rowwise
+from kernels import KernelError
+from kernels.cuda import backend as cuda
+from kernels.cuda import launch
 from tests.kernels.rowwise_scenes import SIZES, Rowwise, check_all, compare
 from tests.kernels.shim.backend import Shim, why_not
 
@@ -15,9 +18,49 @@ BACKENDS = ["shim", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "says"),
+    [
+        ((2, 1, 2, 1, 12, 64), torch.bfloat16, "block_size is 12"),
+        ((2, 1, 2, 1, 4, 64), torch.bfloat16, "block_size is 4"),
+        ((2, 1, 2, 1, 16, 20), torch.bfloat16, "head_dim is 20"),
+        ((2, 1, 2, 1, 16, 264), torch.bfloat16, "head_dim is 264"),
+        ((2, 1, 2, 1, 16, 64), torch.float64, "torch.float64"),
+    ],
+)
+def test_a_pool_that_no_kernel_serves(
+    shape: tuple[int, ...], dtype: torch.dtype, says: str
+) -> None:
+    with pytest.raises(KernelError, match=says):
+        launch.check_pool(torch.zeros(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "struct"),
+    [
+        ("attention", "Attention", launch.ATTENTION),
+        ("kv", "Append", launch.APPEND),
+        ("kv", "Move", launch.MOVE),
+        ("rowwise", "Norm", launch.NORM),
+        ("rowwise", "Gate", launch.GATE),
+    ],
+)
+def test_the_structs_have_the_fields_of_the_source(source: str, name: str, struct: object) -> None:
+    found = re.search(rf"struct {name} {{(.*?)}};", cuda.source_text(source), re.S)
+    assert found is not None
+    text = re.sub(r"//.*", "", found[1])
+    fields = [
+        re.sub(r".*[ *]", "", part.strip())
+        for line in text.split(";")
+        for part in line.split(",")
+        if part.strip()
+    ]
+    assert tuple(fields) == struct.names  # type: ignore[attr-defined]
+
+
 @cache
 def shim(order: int = 2) -> Shim:
-    names = [name for dtype in launch.POOL_DTYPES for name in launch_rowwise.rowwise_kernels(dtype)]
+    names = [name for dtype in launch.POOL_DTYPES for name in launch.rowwise_kernels(dtype)]
     return Shim({"rowwise": names}, order=order)
 
 
@@ -81,7 +124,7 @@ def test_a_norm_reads_as_much_at_once_as_rows_allow(
     dtype: torch.dtype, size: int, width: int, threads: int
 ) -> None:
     x = torch.zeros(2, 3, size, dtype=dtype)
-    (it,) = launch_rowwise.norm(x, x[0, 0], 1e-6, x.clone())
+    (it,) = launch.norm(x, x[0, 0], 1e-6, x.clone())
     assert it.kernel == f"rms_norm<{launch.DTYPE_NAMES[dtype]},{width}>"
     assert (it.grid, it.threads, it.shared_bytes) == ((6, 1), threads, threads // 32 * 4)
 
@@ -91,7 +134,7 @@ def test_one_tensor_off_the_boundary_makes_every_load_narrow(which: int) -> None
     whole = [torch.zeros(1 + 4 * 64, dtype=BF16) for _ in range(4)]
     rows = [run[number == which :][: 4 * 64].view(4, 64) for number, run in enumerate(whole)]
     x, y, weight, out = rows
-    (it,) = launch_rowwise.norm(x, weight[0], 1e-6, out, y)
+    (it,) = launch.norm(x, weight[0], 1e-6, out, y)
     assert it.kernel == "rms_norm<bf16,1>"
 
 
@@ -110,25 +153,25 @@ def test_a_gate_takes_rows_in_turns(
 ) -> None:
     gate_up = torch.empty(rows, 2 * size, dtype=BF16, device="meta")
     out = torch.empty(rows, size, dtype=BF16, device="meta")
-    (it,) = launch_rowwise.gate(gate_up, out, wanted_blocks=24)
+    (it,) = launch.gate(gate_up, out, wanted_blocks=24)
     assert (it.kernel, it.grid, it.threads) == ("silu_gate<bf16,8>", grid, threads)
 
 
 def test_no_rows_launch_nothing() -> None:
     none = torch.zeros(0, 16)
-    assert launch_rowwise.norm(none, torch.ones(16), 1e-6, none) == []
-    assert launch_rowwise.gate(none, torch.zeros(0, 8), wanted_blocks=24) == []
+    assert launch.norm(none, torch.ones(16), 1e-6, none) == []
+    assert launch.gate(none, torch.zeros(0, 8), wanted_blocks=24) == []
 
 
 def test_what_is_refused() -> None:
     x, weight = torch.zeros(4, 6), torch.ones(6)
     with pytest.raises(KernelError, match=r"rows are torch\.float64, not float32"):
-        launch_rowwise.norm(x.double(), weight, 1e-6, x)
+        launch.norm(x.double(), weight, 1e-6, x)
     with pytest.raises(KernelError, match=r"weight is torch\.float16 \[6\], not torch\.float32"):
-        launch_rowwise.norm(x, weight.half(), 1e-6, x)
+        launch.norm(x, weight.half(), 1e-6, x)
     with pytest.raises(KernelError, match=r"y is torch\.float32 \[3, 6\], not .* \[4, 6\]"):
-        launch_rowwise.norm(x, weight, 1e-6, x, x[1:])
+        launch.norm(x, weight, 1e-6, x, x[1:])
     with pytest.raises(KernelError, match="x is not contiguous"):
-        launch_rowwise.norm(torch.zeros(6, 4).T, weight, 1e-6, x)
+        launch.norm(torch.zeros(6, 4).T, weight, 1e-6, x)
     with pytest.raises(KernelError, match=r"gate_up is torch\.float32 \[4, 6\], not .* \[4, 4\]"):
-        launch_rowwise.gate(x, torch.zeros(4, 2), wanted_blocks=24)
+        launch.gate(x, torch.zeros(4, 2), wanted_blocks=24)

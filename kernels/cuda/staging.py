@@ -6,7 +6,7 @@
 
 Unpacking goes the same ways backwards; what arrived is copied into pinned memory first.  At the
 start every way is timed at a few sizes, and each copy takes the way that was faster near its own.
-Copies run on a lane (`kernels.lane`) beside the one that computes and are done on return; several
+Copies run on a lane (`lane.py`) beside the one that computes and are done on return; several
 threads may copy at a time, for every copy has buffers of its own.  Nothing here is for pools in the
 host's memory, which `kernels.pack_kv` reads as they lie.
 """
@@ -24,7 +24,7 @@ import torch
 import kernels
 from kernels import contract
 from kernels.contract import KernelError
-from kernels.lane import Lane, SideStream
+from kernels.cuda.lane import Lane, SideStream
 
 KIB = 1 << 10
 # Up to the largest segment of the wire; a copy of another size goes as the nearest of them.

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels import KernelError, cuda
+from kernels import KernelError
+from kernels.cuda import backend as cuda
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

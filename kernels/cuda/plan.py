@@ -13,9 +13,9 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from kernels import tiling
 from kernels.contract import PagedBatch
-from kernels.launch import Planned, is_tiled, on_device
+from kernels.cuda import tiling
+from kernels.cuda.launch import Planned, is_tiled, on_device
 
 NOTHING = -1
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import PagedBatch
-from kernels.fixed import NOTHING, FixedPlan
+from kernels.cuda.plan import NOTHING, FixedPlan
 
 NUM_SEQUENCES, COLUMNS, SPARE, BLOCK_SIZE = 6, 64, 9, 16
 

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import ShapeError, reference, staging
-from kernels.staging import ALWAYS_PLAIN, SIZES, Staging, Table, Way, choose, fastest, measure
+from kernels import ShapeError, reference
+from kernels.cuda import staging
+from kernels.cuda.staging import ALWAYS_PLAIN, SIZES, Staging, Table, Way, choose, fastest, measure
 from tests.kernels.shim.backend import why_not
 from tests.kernels.shim.lane import CpuLane
 
