@@ -13,29 +13,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from kernels import contract
-from kernels.contract import Backend, KernelError, PagedBatch, ShapeError
+from kernels.contract import SAMPLING, Backend, KernelError, PagedBatch, ShapeError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 __version__ = "0.1.0"
 __all__ = [
+    "SAMPLING",
     "KernelError",
     "PagedBatch",
     "ShapeError",
     "add_rms_norm",
     "append_kv",
+    "argmax",
     "backend_of",
     "check_pool",
     "pack_kv",
     "paged_attention",
     "rms_norm",
+    "sample",
     "silu_gate",
     "unpack_kv",
 ]
 
 # Device type to the module that serves it.
-_BACKENDS = {"cpu": "kernels.cpu", "cuda": "kernels.cuda"}
+_BACKENDS = {"cpu": "kernels.cpu.backend", "cuda": "kernels.cuda.backend"}
 
 
 @cache
@@ -165,3 +170,23 @@ def add_rms_norm(
 def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up, [T, K], for [T, 2 K]: gate first, then up."""
     return backend_of(gate_up.device.type).silu_gate(gate_up)
+
+
+def argmax(logits: torch.Tensor) -> list[int]:
+    """Return the first of the largest of each row, [R, V]."""
+    return backend_of(logits.device.type).argmax(logits)
+
+
+def sample(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]:
+    """Choose a token of each row at random: weight exp((logit - largest) / temperature), filtered.
+
+    Filters apply in this order, and ties at a border all pass: top_k keeps logits not below the
+    k-th largest; top_p the likeliest tokens whose share of the weight left first reaches it; min_p
+    weights not below so much of the largest.  Then the first token is chosen, in the order of ids,
+    at which the cumulated weight exceeds `uniform` times the sum.
+
+    Args:
+        logits: [R, V] of a float dtype.
+        settings: [R] of SAMPLING.
+    """
+    return backend_of(logits.device.type).sample(logits, settings)

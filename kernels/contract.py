@@ -20,10 +20,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     import torch
 
 POOL_RANK = 6
+# What `kernels.sample` is told of each row.
+SAMPLING = np.dtype(
+    [
+        ("temperature", np.float64),  # over 0
+        ("top_k", np.int64),  # 0 for none
+        ("top_p", np.float64),  # 1 for none
+        ("min_p", np.float64),  # 0 for none
+        ("uniform", np.float64),  # the number in [0, 1) that decides
+    ]
+)
 
 
 class KernelError(Exception):
@@ -108,6 +121,10 @@ class Backend(Protocol):
     ) -> torch.Tensor: ...
 
     def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+    def argmax(self, logits: torch.Tensor) -> list[int]: ...
+
+    def sample(self, logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]: ...
 
 
 def check_append(

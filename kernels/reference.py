@@ -25,6 +25,9 @@ Ints = npt.NDArray[np.int64]
 MIN_GROUP_KEYS = 64
 # Keys and values gathered at once, 64 MiB of float32; bounds the memory of a step.
 MAX_GROUP_VALUES = 1 << 24
+# Sorting a large vocabulary is slow; so many of the likeliest tokens nearly always hold the top_p.
+_CANDIDATES = 256
+_LARGE_VOCABULARY = 8192
 
 
 class Group(NamedTuple):
@@ -126,6 +129,32 @@ def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
     """See `kernels.silu_gate`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up
+
+
+def argmax(logits: torch.Tensor) -> list[int]:
+    """See `kernels.argmax`."""
+    return logits.argmax(dim=-1).tolist()
+
+
+def sample(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]:
+    """See `kernels.sample`."""
+    temperature, min_p, uniform = (
+        torch.tensor(settings[name], device=logits.device)[:, None]
+        for name in ("temperature", "min_p", "uniform")
+    )
+    # Relative to the largest, no temperature is small enough to overflow.
+    relative = logits.double()
+    relative = relative - relative.amax(dim=-1, keepdim=True)
+    weights = (relative / temperature).exp_()
+    _keep_top_k(weights, settings["top_k"].tolist())
+    _keep_top_p(weights, settings["top_p"].tolist())
+    if settings["min_p"].any():
+        weights.masked_fill_(weights < min_p, 0.0)
+    cumulated = weights.cumsum(dim=-1)
+    first = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)[:, 0]
+    # Only a row of NaN gets past the end; an id the vocabulary lacks would fail the whole batch.
+    sampled: list[int] = first.clamp_(max=logits.shape[1] - 1).tolist()
+    return sampled
 
 
 def pack_kv(
@@ -285,3 +314,48 @@ def _unused(key: Ints, end: Ints, num_kv_heads: int, num_gathered: int) -> Ints:
     first = (sequence[:, None] * num_kv_heads + np.arange(num_kv_heads)) * num_gathered
     rows: Ints = (first + column[:, None]).ravel()
     return np.concatenate((rows, rows + len(end) * num_kv_heads * num_gathered))
+
+
+def _keep_top_k(weights: torch.Tensor, limits: list[int]) -> None:
+    """Zero what is under the k-th largest of its row, for rows with a k."""
+    rows = [row for row, limit in enumerate(limits) if 0 < limit < weights.shape[1]]
+    if not rows:
+        return
+    chosen = torch.tensor([limits[row] for row in rows], device=weights.device)
+    part = weights[rows]
+    largest = part.topk(int(chosen.max())).values
+    weights[rows] = part.masked_fill_(part < largest.gather(1, chosen[:, None] - 1), 0.0)
+
+
+def _keep_top_p(weights: torch.Tensor, shares: list[float]) -> None:
+    """Zero what is under the likeliest tokens that make up the share, for rows with one."""
+    rows = [row for row, share in enumerate(shares) if share < 1.0]
+    if not rows:
+        return
+    part = weights[rows]
+    share = torch.tensor([shares[row] for row in rows], dtype=weights.dtype, device=weights.device)
+    # A cumulated sum adds each row in order; a plain sum's rounding depends on the batch's shape.
+    wanted = part.cumsum(dim=-1)[:, -1:] * share[:, None]
+    if part.shape[1] > _LARGE_VOCABULARY:
+        candidates = part.topk(_CANDIDATES).values
+        border = _border(candidates, wanted)
+        is_short = (candidates.cumsum(dim=-1)[:, -1:] < wanted)[:, 0]
+        # Flat rows only: one of them does not make the others' whole vocabulary be sorted.
+        if flat := is_short.nonzero()[:, 0].tolist():
+            border[flat] = _border(_descending(part[flat]), wanted[flat])
+    else:
+        border = _border(_descending(part), wanted)
+    weights[rows] = part.masked_fill_(part < border, 0.0)
+
+
+def _border(largest: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return [R, 1] the weight with which the [R, N] largest, descending, reach the [R, 1] wanted.
+
+    The last of them where they do not.
+    """
+    last = (largest.cumsum(dim=-1) < wanted).sum(dim=-1, keepdim=True)
+    return largest.gather(1, last.clamp_(max=largest.shape[1] - 1))
+
+
+def _descending(values: torch.Tensor) -> torch.Tensor:
+    return values.sort(dim=-1, descending=True).values

@@ -271,8 +271,8 @@ def seconds_of(measure: Callable[[], Any], count: int) -> list[float]:
 
 def read_bandwidth() -> tuple[float, float]:
     """Return bytes a second that all cores together read from memory: at best, in the middle."""
-    from kernels.linear import PackedWeight, linear
-    from kernels.program import Program
+    from kernels.cpu.linear import PackedWeight, linear
+    from kernels.cpu.program import Program
 
     memory = torch.ones(1 << 26)
     weight = PackedWeight(torch.ones(1 << 17, 1024, dtype=torch.bfloat16))

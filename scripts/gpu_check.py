@@ -36,7 +36,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from kernels import KernelError, cuda  # noqa: E402
+from kernels import KernelError  # noqa: E402
+from kernels.cuda import backend as cuda  # noqa: E402
 from scripts.gpucheck import record, wheels  # noqa: E402
 from scripts.gpucheck.child import run_parts  # noqa: E402
 from scripts.gpucheck.parent import run_process, run_stage, skip  # noqa: E402

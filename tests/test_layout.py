@@ -23,10 +23,18 @@ ARROWS = {
     "router": {"router", "wire"},
     "worker": {"worker", "wire", "kernels"},
 }
+# part of kernels -> what of kernels it may not import: the wings do not know each other, and the
+# contract and the reference know neither
+WINGS = {
+    "kernels/cpu/": ("kernels.cuda",),
+    "kernels/cuda/": ("kernels.cpu",),
+    "kernels/contract.py": ("kernels.cpu", "kernels.cuda"),
+    "kernels/reference.py": ("kernels.cpu", "kernels.cuda"),
+}
 # module -> the only files that may import it
 ONLY_IN = {
     "zmq": {"wire/aio/zmq.py", "wire/aio/port.py", "wire/aio/zap.py"},
-    "cupy": {"kernels/cuda.py"},
+    "cupy": {"kernels/cuda/backend.py"},
 }
 # module -> packages that may import it
 ONLY_UNDER = {"torch": {"worker", "kernels"}}
@@ -83,6 +91,9 @@ def broken_arrows(path: Path, source: str) -> list[str]:
         top = name.partition(".")[0]
         if top in PACKAGES and top not in ARROWS[package]:
             found.append(f"{path} imports {name}: {package} may not know {top}")
+        for wing, others in WINGS.items():
+            if str(path).startswith(wing) and name.startswith(others):
+                found.append(f"{path} imports {name}: {wing} may not know it")
         if top in ONLY_IN and str(path) not in ONLY_IN[top]:
             found.append(f"{path} imports {name}: only {ONLY_IN[top]} may")
         if top in ONLY_UNDER and package not in ONLY_UNDER[top]:
@@ -104,6 +115,9 @@ def test_import_arrows(path: Path) -> None:
     [
         ("wire/frames.py", "import router.fleet"),
         ("kernels/reference.py", "from wire import frames"),
+        ("kernels/cpu/linear.py", "from kernels.cuda import launch"),
+        ("kernels/cuda/plan.py", "from kernels.cpu.threads import run"),
+        ("kernels/reference.py", "from kernels.cpu.sampling import sample"),
         ("router/policy.py", "from worker.engine import Engine"),
         ("router/policy.py", "import torch"),
         ("worker/engine.py", "def f():\n    import router"),

@@ -57,8 +57,8 @@ def _set_threads(num_threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
-    # Else OpenMP's threads spin until their next work, on the cores that `kernels.team` needs: a
-    # quarter of a step is lost to the few operations that are torch's, the sampler's.
+    # Else OpenMP's threads spin until their next work, on the cores that `kernels.cpu.threads`
+    # needs: a quarter of a step is lost to the few operations that are torch's, the sampler's.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

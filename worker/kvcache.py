@@ -2,7 +2,7 @@
 
 Packing makes one copy (through the kernels, in the wire's order) and hands out its memory;
 unpacking reads the received buffer in place.  Between a GPU and the host both go through
-`kernels.staging`.  Nothing here knows which sequence owns which block.
+`kernels.cuda.staging`.  Nothing here knows which sequence owns which block.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import structlog
 import torch
 
 import kernels
-from kernels.lane import IN_FLIGHT
-from kernels.staging import Staging, Table, staging_of
+from kernels.cuda.lane import IN_FLIGHT
+from kernels.cuda.staging import Staging, Table, staging_of
 from wire.parts import Buffer
 from wire.payloads import KVLayout
 from wire.segment import Rectangle

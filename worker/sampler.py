@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.draw import draw
+import kernels
 from wire.logprobs import LEAST_LOGPROB, Logprobs
 from worker.batch import Row, Sampling, Scoring, rows_of
 from worker.executor.contract import SampledToken
@@ -41,9 +41,6 @@ from worker.penalties import adjust
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2: Final = np.uint64(0x94D049BB133111EB)
-# Sorting a large vocabulary is slow; so many of the likeliest tokens nearly always hold the top_p.
-_CANDIDATES: Final = 256
-_LARGE_VOCABULARY: Final = 8192
 # Rows of a prompt that are scored at a time: 128 of a large vocabulary are 80 MB.
 _SCORED_ROWS: Final = 128
 
@@ -64,11 +61,12 @@ def sample(
     if not samplings:
         return []
     allowed = _mask_stops(adjust(logits, samplings), samplings, eos_token_ids)
-    token_ids = _likeliest(allowed)
+    token_ids = kernels.argmax(allowed)
     if random_rows := rows_of(samplings, lambda it: it.options.temperature > 0):
         places = [row.index for row in random_rows]
         part = allowed if len(places) == len(token_ids) else allowed[places]
-        for place, token_id in zip(places, _draw(part, random_rows), strict=True):
+        sampled = kernels.sample(part, _settings(random_rows))
+        for place, token_id in zip(places, sampled, strict=True):
             token_ids[place] = token_id
     tokens = [SampledToken(token_id) for token_id in token_ids]
     if asked := rows_of(samplings, lambda it: it.options.logprobs is not None):
@@ -136,90 +134,18 @@ def _mask_stops(
     return masked
 
 
-def _likeliest(logits: torch.Tensor) -> list[int]:
-    """Return the first of the largest of each row; on the CPU NumPy takes a fifth of the time."""
-    if logits.device.type == "cpu":
-        return logits.numpy().argmax(axis=-1).tolist()  # type: ignore[no-any-return]
-    return logits.argmax(dim=-1).tolist()
-
-
-def _draw(logits: torch.Tensor, rows: list[Row]) -> list[int]:
-    """Draw a token id for each row, all with a temperature over 0."""
+def _settings(rows: list[Row]) -> npt.NDArray[np.void]:
+    """Return what `kernels.sample` is told of each row."""
     options = [row.options for row in rows]
-    settings = np.empty((len(rows), 5))
-    settings[:, :4] = [(it.temperature, it.top_k, it.top_p, it.min_p) for it in options]
-    settings[:, 4] = uniforms(
+    settings = np.empty(len(rows), kernels.SAMPLING)
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        settings[name] = [getattr(it, name) for it in options]
+    settings["uniform"] = uniforms(
         [option.seed for option in options],
         [option.choice for option in options],
         [row.position for row in rows],
     )
-    if logits.device.type == "cpu":
-        return draw(logits, settings)
-    return _draw_by_torch(logits, settings)
-
-
-def _draw_by_torch(logits: torch.Tensor, settings: npt.NDArray[np.float64]) -> list[int]:
-    """Do what `kernels.draw.draw` does, with torch, on the device of the logits."""
-    columns = torch.from_numpy(settings).to(logits.device)
-    temperature, min_p, uniform = columns[:, 0:1], columns[:, 3:4], columns[:, 4:5]
-    # Relative to the largest, no temperature is small enough to overflow.
-    relative = logits.double()
-    relative = relative - relative.amax(dim=-1, keepdim=True)
-    weights = (relative / temperature).exp_()
-    _keep_top_k(weights, settings[:, 1].astype(int).tolist())
-    _keep_top_p(weights, settings[:, 2].tolist())
-    if settings[:, 3].any():
-        weights.masked_fill_(weights < min_p, 0.0)
-    cumulated = weights.cumsum(dim=-1)
-    first = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)[:, 0]
-    # Only a row of NaN gets past the end; an id the vocabulary lacks would fail the whole batch.
-    drawn: list[int] = first.clamp_(max=logits.shape[1] - 1).tolist()
-    return drawn
-
-
-def _keep_top_k(weights: torch.Tensor, limits: list[int]) -> None:
-    """Zero what is under the k-th largest of its row, for rows with a k."""
-    rows = [row for row, limit in enumerate(limits) if 0 < limit < weights.shape[1]]
-    if not rows:
-        return
-    chosen = torch.tensor([limits[row] for row in rows], device=weights.device)
-    part = weights[rows]
-    largest = part.topk(int(chosen.max())).values
-    weights[rows] = part.masked_fill_(part < largest.gather(1, chosen[:, None] - 1), 0.0)
-
-
-def _keep_top_p(weights: torch.Tensor, shares: list[float]) -> None:
-    """Zero what is under the likeliest tokens that make up the share, for rows with one."""
-    rows = [row for row, share in enumerate(shares) if share < 1.0]
-    if not rows:
-        return
-    part = weights[rows]
-    share = torch.tensor([shares[row] for row in rows], dtype=weights.dtype, device=weights.device)
-    # A cumulated sum adds each row in order; a plain sum's rounding depends on the batch's shape.
-    wanted = part.cumsum(dim=-1)[:, -1:] * share[:, None]
-    if part.shape[1] > _LARGE_VOCABULARY:
-        candidates = part.topk(_CANDIDATES).values
-        border = _border(candidates, wanted)
-        is_short = (candidates.cumsum(dim=-1)[:, -1:] < wanted)[:, 0]
-        # Flat rows only: one of them does not make the others' whole vocabulary be sorted.
-        if flat := is_short.nonzero()[:, 0].tolist():
-            border[flat] = _border(_descending(part[flat]), wanted[flat])
-    else:
-        border = _border(_descending(part), wanted)
-    weights[rows] = part.masked_fill_(part < border, 0.0)
-
-
-def _border(largest: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Return [R, 1] the weight with which the [R, N] largest, descending, reach the [R, 1] wanted.
-
-    The last of them where they do not.
-    """
-    last = (largest.cumsum(dim=-1) < wanted).sum(dim=-1, keepdim=True)
-    return largest.gather(1, last.clamp_(max=largest.shape[1] - 1))
-
-
-def _descending(values: torch.Tensor) -> torch.Tensor:
-    return values.sort(dim=-1, descending=True).values
+    return settings
 
 
 def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,9 @@ from functools import partial
 
 import torch
 
-from kernels import cuda, launch, staging
-from kernels.staging import SIZES, Way
+from kernels.cuda import backend as cuda
+from kernels.cuda import launch, staging
+from kernels.cuda.staging import SIZES, Way
 from scripts.gpucheck.inputs import Paged, batch_of
 from scripts.gpucheck.settings import Part, Settings, lane_of
 from scripts.gpucheck.timing import device_s, launch_s, replay_s, wall_s

@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Final
 
-from kernels import cuda
+from kernels.cuda import backend as cuda
 from scripts.gpucheck.trail import Figures, Finding, State
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ class Verified:
     """What a kernel's last check on a GPU said."""
 
     source: str  # file of csrc/, without .cu
-    hash: str  # `kernels.cuda.source_hash` of it then
+    hash: str  # `kernels.cuda.backend.source_hash` of it then
     passed: bool
     device: str
     date: str  # YYYY-MM-DD

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from kernels import cuda, launch
 from kernels.contract import Backend
-from kernels.lane import Lane, SideStream
+from kernels.cuda import backend as cuda
+from kernels.cuda import launch
+from kernels.cuda.lane import Lane, SideStream
 from scripts.gpucheck.trail import Figures
 
 Part = Callable[[], Figures]

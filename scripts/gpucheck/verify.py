@@ -8,8 +8,9 @@ from functools import partial
 
 import torch
 
-from kernels import launch, launch_rowwise, reference, staging
-from kernels.staging import Way
+from kernels import reference
+from kernels.cuda import launch, staging
+from kernels.cuda.staging import Way
 from scripts.gpucheck.inputs import TOLERANCE, Shape, error, formula, lengths, paged
 from scripts.gpucheck.settings import Part, Settings, all_moves, kernels_of, lane_of
 from scripts.gpucheck.trail import Figures
@@ -123,7 +124,7 @@ def _rotated(
 def _rows(settings: Settings, dtype: torch.dtype) -> Figures:
     """Norms, with and without something to add, and gates, of any width."""
     draw = settings.random(f"rows {dtype}")
-    it = kernels_of(settings, {"rowwise": launch_rowwise.rowwise_kernels(dtype)})
+    it = kernels_of(settings, {"rowwise": launch.rowwise_kernels(dtype)})
     sizes = [1, 7, 576, 4096, draw.randint(1, 9000)]
     for size in sizes:
         num_rows = draw.randint(1, 40)

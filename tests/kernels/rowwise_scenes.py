@@ -19,7 +19,7 @@ MARGIN = 16
 
 
 class Rowwise(Protocol):
-    """The functions of `kernels.cuda` on rows."""
+    """The functions of `kernels.cuda.backend` on rows."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 

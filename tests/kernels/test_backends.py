@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import kernels
-from kernels import KernelError, cuda, launch, launch_rowwise, reference
+from kernels import KernelError, reference
 from kernels.contract import Backend
+from kernels.cuda import backend as cuda
+from kernels.cuda import launch
 from tests.kernels.scenes import Scene, check, check_moves, fresh, scene
 from tests.kernels.shim.backend import Shim, why_not
 
@@ -38,7 +40,7 @@ def shim(head_dim: int, dtype: torch.dtype, order: int = 2, late: bool = True) -
     names = {
         "attention": launch.attention_kernels(dtype, head_dim),
         "kv": launch.kv_kernels(dtype, dtype),
-        "rowwise": launch_rowwise.rowwise_kernels(dtype),
+        "rowwise": launch.rowwise_kernels(dtype),
     }
     return Shim(names, order=order, late=late)
 

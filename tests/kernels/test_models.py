@@ -1,6 +1,6 @@
 """Whole models through the CUDA kernels, compiled for the CPU: the same logits as the reference's.
 
-All of `kernels.cuda` but the start of a kernel is the real thing.
+All of `kernels.cuda.backend` but the start of a kernel is the real thing.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import kernels
-from kernels import cuda, launch, launch_rowwise, reference
+from kernels import reference
 from kernels.contract import Backend
+from kernels.cuda import backend as cuda
+from kernels.cuda import launch
 from scripts.make_model import make_model
 from tests.kernels.shim.backend import Shim, why_not
 from tests.worker.paged import Text, advance
@@ -84,7 +86,7 @@ def test_logits_are_those_of_the_reference(name: str, served_by: Any, tmp_path: 
     needed = {
         "attention": launch.attention_kernels(kind, head_dim),
         "kv": launch.kv_kernels(kind, kind),
-        "rowwise": launch_rowwise.rowwise_kernels(kind),
+        "rowwise": launch.rowwise_kernels(kind),
     }
     served_by(Shim(needed))
     got, segment = run(path, dtype)

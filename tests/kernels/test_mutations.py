@@ -124,7 +124,7 @@ MUTATIONS = {
 PROGRAMS = {
     "attention": """
 import sys, torch
-from kernels import launch
+from kernels.cuda import launch
 from tests.kernels.scenes import check, scene
 from tests.kernels.shim.backend import Shim
 it = Shim({"attention": launch.attention_kernels(torch.bfloat16, 64)},
@@ -150,10 +150,10 @@ for is_far in (False, True):
 """,
     "rowwise": """
 import sys, torch
-from kernels import launch_rowwise
+from kernels.cuda import launch
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.shim.backend import Shim
-it = Shim({"rowwise": launch_rowwise.rowwise_kernels(torch.bfloat16)},
+it = Shim({"rowwise": launch.rowwise_kernels(torch.bfloat16)},
           texts={"rowwise": sys.stdin.read()})
 for size in (7, 576, 4104):
     check_all(it, torch.bfloat16, size)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import cuda, launch, launch_rowwise
+from kernels.cuda import backend as cuda
+from kernels.cuda import launch
 from tests.kernels.shim.backend import cuda_headers
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
@@ -93,7 +94,7 @@ def test_the_rest_compiles(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", launch.POOL_DTYPES, ids=str)
 def test_rowwise_compiles(architecture: str, dtype: torch.dtype) -> None:
-    kernels = launch_rowwise.rowwise_kernels(dtype)
+    kernels = launch.rowwise_kernels(dtype)
     ptx, log = compile_for(architecture, "rowwise", kernels)
     check_resources(log, len(kernels))
     # Two blocks of 512 threads, at least, on the 65536 registers of a multiprocessor.

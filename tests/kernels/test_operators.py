@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import cpu, reference
+from kernels import reference
 from kernels.contract import Backend
+from kernels.cpu import backend as cpu
 from tests.kernels.scenes import NUM_LAYERS, TOLERANCE, check, scene
 
 pytestmark = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import kernels
-from kernels.lane import IN_FLIGHT
-from kernels.staging import Staging
+from kernels.cuda.lane import IN_FLIGHT
+from kernels.cuda.staging import Staging
 from tests.kernels.shim.backend import why_not
 from tests.kernels.shim.lane import CpuLane
 from wire.payloads import KVLayout

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kernels import PagedBatch
-from kernels.attention import attend
-from kernels.intake import Intake
-from kernels.linear import ELEMENTS, PackedWeight, linear
-from kernels.program import Operation, Program
-from kernels.rotary import place
-from kernels.rowwise import embed, norm, silu_gate
-from kernels.simd import PANEL
-from kernels.units import Units
+from kernels.cpu.attention import WorkItems, attend
+from kernels.cpu.inputs import StepInputs
+from kernels.cpu.linear import ELEMENTS, PackedWeight, linear
+from kernels.cpu.program import Operation, Program
+from kernels.cpu.rotary import rotate_and_append
+from kernels.cpu.rowwise import embed, norm, silu_gate
+from kernels.cpu.simd import PANEL
 from worker.model.config import ModelConfig
 from worker.model.ops import Linear
 from worker.model.rope import inverse_frequencies
@@ -44,9 +43,9 @@ class CompiledForward:
         self._embedding = self._head if config.tied_embeddings else model.embed
         model.head = model.embed = model.head.new_empty(0)
         self._frequencies = inverse_frequencies(config.rope, model.device)
-        self._units = Units(config.num_heads // config.num_kv_heads)
+        self._items = WorkItems(config.num_heads // config.num_kv_heads)
         self._buffers = _Buffers(config, 0)
-        self._intake = Intake(0, self._frequencies)
+        self._inputs = StepInputs(0, self._frequencies)
         self._logits = torch.empty(0, self._head.num_columns)
         self._pool: torch.Tensor | None = None
         self._programs: OrderedDict[tuple[int, int], Program] = OrderedDict()
@@ -68,8 +67,8 @@ class CompiledForward:
         """See `Transformer.forward`."""
         num_tokens, num_rows = len(token_ids), len(rows)
         program = self._program(pool, num_tokens, num_rows)
-        self._intake.set(token_ids.int(), positions.int(), batch.slots, rows.int())
-        self._units.set(batch)
+        self._inputs.set(token_ids.int(), positions.int(), batch.slots, rows.int())
+        self._items.set(batch)
         program.run()
         return self._logits[:num_rows, : self._config.vocab_size]
 
@@ -92,7 +91,7 @@ class CompiledForward:
         if num_tokens > self._buffers.num_tokens:
             self._programs.clear()
             self._buffers = _Buffers(self._config, num_tokens)
-            self._intake = Intake(num_tokens, self._frequencies)
+            self._inputs = StepInputs(num_tokens, self._frequencies)
         if num_rows > len(self._logits):
             self._programs.clear()
             # In powers of two: streams come one by one.  Made anew each step, 32 rows of a large
@@ -101,17 +100,17 @@ class CompiledForward:
 
     def _written_down(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> list[Operation]:
         """Return the operations from token ids to logits."""
-        config, buffers, intake = self._config, self._buffers, self._intake
+        config, buffers, inputs = self._config, self._buffers, self._inputs
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         heads, attended = buffers.heads[:num_tokens], buffers.attended[:num_tokens]
         gate_up, gated = buffers.gate_up[:num_tokens], buffers.gated[:num_tokens]
         projected, mixed = heads.flatten(1), attended.flatten(1)
-        slots, rotation = intake.slots[:num_tokens], intake.rotation[:num_tokens]
+        slots, rotation = inputs.slots[:num_tokens], inputs.rotation[:num_tokens]
         eps, scale = config.norm_eps, config.head_dim**-0.5
         program = [
-            self._units.cut(),
-            intake.take_in(num_tokens, num_rows),
-            embed(intake.token_ids[:num_tokens], self._embedding, hidden),
+            self._items.plan(),
+            inputs.load(num_tokens, num_rows),
+            embed(inputs.token_ids[:num_tokens], self._embedding, hidden),
         ]
         for index, layer in enumerate(self._layers):
             window = config.windows[index]
@@ -119,8 +118,8 @@ class CompiledForward:
             program += [
                 norm(hidden, layer.attention_norm, eps, normed),
                 layer.qkv.of(normed, projected),
-                place(heads, rotation, pool, index, slots, layer.qk_norm, eps),
-                attend(query, pool, index, self._units, attended, scale=scale, window=window),
+                rotate_and_append(heads, rotation, pool, index, slots, layer.qk_norm, eps),
+                attend(query, pool, index, self._items, attended, scale=scale, window=window),
                 layer.o.added(mixed, hidden),
                 norm(hidden, layer.mlp_norm, eps, normed),
                 layer.gate_up.of(normed, gate_up),
@@ -130,7 +129,7 @@ class CompiledForward:
         last = buffers.normed[:num_rows]
         return [
             *program,
-            norm(hidden, self._norm, eps, last, intake.rows[:num_rows]),
+            norm(hidden, self._norm, eps, last, inputs.rows[:num_rows]),
             linear(last, self._head, self._logits[:num_rows]),
         ]
 

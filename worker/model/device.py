@@ -45,7 +45,7 @@ def _best() -> torch.device:
 
 def _missing(index: int) -> str | None:
     """Say why the kernels cannot run on a GPU, None if they can."""
-    from kernels.cuda import require_device
+    from kernels.cuda.backend import require_device
 
     try:
         require_device(index)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels import PagedBatch
-from kernels.fixed import FixedPlan
+from kernels.cuda.plan import FixedPlan
 from worker.model.transformer import Transformer
 
 # Sizes that are recorded: padding costs at most as much again where steps are short.
@@ -108,7 +108,7 @@ def graphs_of(
     model: Transformer, pool: torch.Tensor, max_model_len: int, spare_block: int
 ) -> DecodeGraphs:
     """Return the graphs of a model on a GPU."""
-    from kernels.cuda import wanted_blocks
+    from kernels.cuda.backend import wanted_blocks
 
     return DecodeGraphs(
         model,

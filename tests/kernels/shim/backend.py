@@ -1,6 +1,6 @@
 """The CUDA kernels as a backend on the CPU: the same .cu, compiled by g++ against cuda_cpu.h.
 
-What the host decides (`kernels.launch`) is the real thing; only the launch itself is replaced.
+What the host decides (`kernels.cuda.launch`) is the real thing; only the launch itself is replaced.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from kernels import launch, launch_rowwise
+from kernels import reference
 from kernels.contract import PagedBatch
-from kernels.launch import Launch
+from kernels.cuda import launch
+from kernels.cuda.launch import Launch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -118,6 +119,7 @@ class Shim:
         self._order, self._late, self._seed = order, late, 0
 
     check_pool = staticmethod(launch.check_pool)
+    argmax, sample = staticmethod(reference.argmax), staticmethod(reference.sample)
 
     def append_kv(
         self,
@@ -180,20 +182,20 @@ class Shim:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         whole, out = between_margins(x.shape, x.dtype)
-        self.run(launch_rowwise.norm(x, weight, eps, out))
+        self.run(launch.norm(x, weight, eps, out))
         return checked(whole, out)
 
     def add_rms_norm(
         self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         whole, out = between_margins(x.shape, x.dtype)
-        self.run(launch_rowwise.norm(x, weight, eps, out, added))
+        self.run(launch.norm(x, weight, eps, out, added))
         return checked(whole, out)
 
     def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         whole, out = between_margins(shape, gate_up.dtype)
-        self.run(launch_rowwise.gate(gate_up, out, wanted_blocks=WANTED_BLOCKS))
+        self.run(launch.gate(gate_up, out, wanted_blocks=WANTED_BLOCKS))
         return checked(whole, out)
 
     def run(self, launches: list[Launch]) -> None:

@@ -11,7 +11,8 @@ from threading import Lock
 
 import torch
 
-from kernels import KernelError, launch
+from kernels import KernelError
+from kernels.cuda import launch
 from tests.kernels.shim.backend import Shim
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kernels import cuda
+from kernels.cuda import backend as cuda
 from scripts.gpucheck import record
 from scripts.gpucheck.record import Record, Verified
 from scripts.gpucheck.settings import Settings

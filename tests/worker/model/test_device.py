@@ -6,7 +6,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from kernels import KernelError, cuda
+from kernels import KernelError
+from kernels.cuda import backend as cuda
 from worker.model.config import ModelError
 from worker.model.device import find_device
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import kernels
-from kernels import PagedBatch, launch, launch_rowwise
-from kernels.launch import Launch
+from kernels import PagedBatch
+from kernels.cuda import launch
+from kernels.cuda.launch import Launch
 from scripts.make_model import make_model
 from tests.kernels.shim.backend import WANTED_BLOCKS, Shim, why_not
 from worker.model import graphs
@@ -40,7 +41,7 @@ class Watched(Shim):
             {
                 "attention": launch.attention_kernels(dtype, head_dim),
                 "kv": launch.kv_kernels(dtype, dtype),
-                "rowwise": launch_rowwise.rowwise_kernels(dtype),
+                "rowwise": launch.rowwise_kernels(dtype),
             }
         )
         self.started: list[tuple[str, tuple[int, int]]] = []

@@ -1,0 +1,65 @@
+"""The operators on a CPU: attention and sampling are compiled, the rest is the reference's.
+
+So is attention over heads that are no multiple of 16, or a pool of another dtype.  A model whose
+widths allow it does without most of this: it runs as a program of `kernels.cpu.program`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import reference
+from kernels.contract import PagedBatch
+from kernels.cpu.attention import WorkItems, attend
+from kernels.cpu.linear import ELEMENTS
+from kernels.cpu.program import Program
+from kernels.cpu.sampling import argmax, sample
+from kernels.cpu.simd import PANEL
+from kernels.reference import (
+    add_rms_norm,
+    append_kv,
+    check_pool,
+    pack_kv,
+    rms_norm,
+    silu_gate,
+    unpack_kv,
+)
+
+__all__ = [
+    "add_rms_norm",
+    "append_kv",
+    "argmax",
+    "check_pool",
+    "pack_kv",
+    "paged_attention",
+    "rms_norm",
+    "sample",
+    "silu_gate",
+    "unpack_kv",
+]
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """See `kernels.paged_attention`."""
+    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    if head_dim % PANEL or pool.dtype not in ELEMENTS:
+        return reference.paged_attention(query, pool, layer, batch, scale, window)
+    out = torch.empty(query.shape)
+    if len(query):
+        shared, heads = query.shape[1] // num_kv_heads, query.float()
+        if heads.stride(2) != 1:
+            heads = heads.contiguous()
+        items: WorkItems | None = batch.scratch.get(shared)
+        if items is None:
+            items = batch.scratch[shared] = WorkItems(shared)
+            items.set(batch)
+            Program([items.plan()]).run()
+        Program([attend(heads, pool, layer, items, out, scale=scale, window=window)]).run()
+    return out.to(query.dtype)

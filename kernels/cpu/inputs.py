@@ -1,0 +1,112 @@
+"""What a step is given, copied to where the operations of its program look for it.
+
+Token ids, positions and slots come in new arrays each step, while a program was written down once.
+`StepInputs.set` notes where they lie; the program's first operation copies them and computes the
+rotation of each position.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.cpu.intrinsics import floats_at, ints_at
+from kernels.cpu.program import Operation
+from kernels.cpu.tasks import inner, layout_of, records_at
+from kernels.cpu.threads import take
+
+
+class _Given(NamedTuple):
+    """Where the arrays of a step lie."""
+
+    token_ids: int
+    positions: int
+    slots: int
+    rows: int
+
+
+class _Arguments(NamedTuple):
+    num_tokens: int
+    num_rows: int
+    given: int
+    token_ids: int
+    slots: int
+    rows: int
+    rotation: int
+    frequencies: int
+    num_frequencies: int
+    taken: int = 0
+
+
+class StepInputs:
+    """Room for the numbers of a step of up to `num_tokens` tokens.
+
+    Attributes:
+        token_ids: [T] int32; `slots` and `rows` (of the tokens whose logits are wanted) likewise.
+        rotation: [T, 2, D / 2] float32 cosines and sines of each token's position.
+    """
+
+    def __init__(self, num_tokens: int, frequencies: torch.Tensor) -> None:
+        """`frequencies`: [D / 2] float32 angles per position."""
+        self.token_ids, self.slots, self.rows = torch.empty(3, num_tokens, dtype=torch.int32)
+        self.rotation = torch.empty(num_tokens, 2, len(frequencies))
+        self._frequencies = frequencies.contiguous()
+        self._given = np.zeros(1, layout_of(_Given))
+        self._kept: tuple[torch.Tensor, ...] = ()
+
+    def set(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
+        """Say what the next run of `load` copies: [T], [T], [T] and [R] int32, contiguous."""
+        self._kept = (token_ids, positions, slots, rows)
+        self._given[0] = _Given(
+            token_ids.data_ptr(), positions.data_ptr(), slots.data_ptr(), rows.data_ptr()
+        )
+
+    def load(self, num_tokens: int, num_rows: int) -> Operation:
+        """Return the operation that comes before those which need the numbers."""
+        arguments = _Arguments(
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            given=self._given.ctypes.data,
+            token_ids=self.token_ids.data_ptr(),
+            slots=self.slots.data_ptr(),
+            rows=self.rows.data_ptr(),
+            rotation=self.rotation.data_ptr(),
+            frequencies=self._frequencies.data_ptr(),
+            num_frequencies=len(self._frequencies),
+        )
+        return Operation(_load, arguments, (self,))
+
+
+_given_at = records_at(_Given)
+
+
+def _load(a: _Arguments, _thread: int) -> None:
+    given, size = _given_at(a.given), a.num_frequencies
+    while True:
+        token = take(a, 1)
+        if token >= a.num_tokens:
+            return
+        ints_at(a.token_ids)[token] = ints_at(given.token_ids)[token]
+        ints_at(a.slots)[token] = ints_at(given.slots)[token]
+        if token < a.num_rows:
+            ints_at(a.rows)[token] = ints_at(given.rows)[token]
+        position = ints_at(given.positions)[token]
+        _rotate(a.rotation + token * size * 8, position, a.frequencies, size)
+
+
+@inner
+def _rotate(rotation: int, position: int, frequencies: int, size: int) -> None:
+    """Write the cosines, then the sines, of a position."""
+    cosines, sines = floats_at(rotation), floats_at(rotation + size * 4)
+    for i in range(size):
+        angle = np.float32(position) * floats_at(frequencies)[i]
+        cosines[i] = np.cos(angle)
+        sines[i] = np.sin(angle)

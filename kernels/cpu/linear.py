@@ -1,0 +1,238 @@
+"""y = x W^T on the CPU, for one row or thousands, from weights kept in 16 bits.
+
+Strategy: W is packed into panels of 16 output columns, one element of each for every input in turn
+(`[N / 16, K, 16]`), so that a panel is read front to back while up to six rows of x meet it in
+registers; one or two rows meet several panels at a time.  A panel stays in the first cache over all
+rows: memory moves each weight once a call.  x and y are float32 and so is every product: a bfloat16
+weight is widened exactly, on the way to the register.  Nothing here rounds to 16 bits, so the
+result is that of float32 weights at half the bytes.  A row's sums are taken in one order: who
+shares the batch changes no bit of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.cpu import simd
+from kernels.cpu.intrinsics import address_of, atomic_load, floats_at
+from kernels.cpu.program import Operation
+from kernels.cpu.simd import PANEL, bytes_of, panel_product
+from kernels.cpu.tasks import inner
+from kernels.cpu.threads import compiled_next_chunk, next_chunk, take_chunk
+
+# Rows whose sums fit the registers beside a panel's two vectors.
+MAX_ROWS = 6
+_BLOCK_BYTES = 1 << 18
+ELEMENTS = {getattr(torch, name): code for code, name in enumerate(simd.ELEMENTS)}
+
+# Left alone, processors fetch up to the end of a page and wait at each: a quarter of the time.
+_product = panel_product(MAX_ROWS, prefetch=True)
+# Sums in more registers where rows are few, or each addition would wait for the one before.
+_product_of_two = panel_product(2, 2, prefetch=True)
+_product_of_one = panel_product(1, 4, prefetch=True)
+
+
+class PackedWeight:
+    """A weight matrix [N, K] in panels; N is padded to whole ones.
+
+    Attributes:
+        shape: (N, K).
+        panels: [ceil(N / 16), K, 16] in the dtype it was given.
+    """
+
+    __slots__ = ("panels", "shape")
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        rows, columns = self.shape = (weight.shape[0], weight.shape[1])
+        if not self.fits(weight):
+            raise ValueError(f"[{rows}, {columns}] of {weight.dtype} has no packed form")
+        padded = -rows % PANEL
+        if padded:
+            weight = torch.cat((weight, weight.new_zeros(padded, columns)))
+        self.panels = weight.view(-1, PANEL, columns).transpose(1, 2).contiguous()
+
+    @staticmethod
+    def fits(weight: torch.Tensor) -> bool:
+        """Whether a matrix can be packed."""
+        return weight.shape[1] > 0 and weight.dtype in ELEMENTS
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of y: N, padded to whole panels."""
+        return self.panels.shape[0] * PANEL
+
+
+class _Arguments(NamedTuple):
+    element: int
+    num_panels: int
+    num_threads: int
+    weight: int
+    x: int
+    y: int
+    depth: int
+    rows: int
+    y_stride: int
+    is_added: bool
+    bias: int  # 0 for none
+    # Where panels lie that threads of even and of odd numbers take first in the next product.
+    next_even: int = 0
+    next_odd: int = 0
+    taken: int = 0  # panels, see `threads.next_chunk`
+
+
+def linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    y: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    is_added: bool = False,
+) -> Operation:
+    """Make y = x W^T + bias, plus what y was if `is_added`.
+
+    Args:
+        x: [T, K] float32, contiguous.
+        y: [T, weight.num_columns] float32, contiguous.
+        bias: [weight.num_columns] float32, contiguous.
+    """
+    num_panels, depth, _ = weight.panels.shape
+    assert x.shape[1] == depth and y.shape == (x.shape[0], weight.num_columns)
+    num_threads = torch.get_num_threads()
+    address, panel_bytes = weight.panels.data_ptr(), weight.panels[:1].nbytes
+    arguments = _Arguments(
+        element=ELEMENTS[weight.panels.dtype],
+        num_panels=num_panels,
+        num_threads=num_threads,
+        weight=address,
+        x=x.data_ptr(),
+        y=y.data_ptr(),
+        depth=depth,
+        rows=x.shape[0],
+        y_stride=y.shape[1] * 4,
+        is_added=is_added,
+        bias=0 if bias is None else bias.data_ptr(),
+    )
+    even, odd = (next_chunk(0, num_panels, num_threads, thread)[0] for thread in range(2))
+    weights = (address + even * panel_bytes, address + odd * panel_bytes)
+    return Operation(_multiply_panels, arguments, (x, weight.panels, y, bias), weights)
+
+
+def _multiply_panels(a: _Arguments, thread: int) -> None:
+    depth, y_stride = a.depth, a.y_stride
+    w_stride, x_stride = PANEL * bytes_of(a.element), depth * 4
+    panel_bytes = depth * w_stride
+    # Rows of x that stay in the second cache while a chunk's panels pass by.
+    block = max(MAX_ROWS, _BLOCK_BYTES // x_stride // MAX_ROWS * MAX_ROWS)
+    while True:
+        first, count = take_chunk(a, a.num_panels, a.num_threads, thread)
+        if count == 0:
+            return
+        last = first + count
+        if a.bias:
+            _begin_with_bias(a, first * PANEL, last * PANEL)
+        has_sums = 1 if a.bias else a.is_added
+        for begin in range(0, a.rows, block):
+            num_rows = min(block, a.rows - begin)
+            x, y = a.x + begin * x_stride, a.y + begin * y_stride
+            panel = first
+            while panel < last:
+                w, to = a.weight + panel * panel_bytes, y + panel * PANEL * 4
+                width = _num_together(num_rows, last - panel)
+                panel += width
+                later = w + width * panel_bytes if panel < last else _next_panels(a, thread)
+                _multiply(
+                    width,
+                    a.element,
+                    w,
+                    w_stride,
+                    x,
+                    x_stride,
+                    to,
+                    y_stride,
+                    depth,
+                    num_rows,
+                    has_sums,
+                    later,
+                )
+
+
+@inner
+def _num_together(rows: int, panels: int) -> int:
+    """Return how many panels meet so many rows at a time."""
+    if rows == 1 and panels >= 4:
+        return 4
+    return 2 if rows <= 2 and panels >= 2 else 1
+
+
+@inner
+def _next_panels(a: _Arguments, thread: int) -> int:
+    """Return where the panels lie that are likely the next: in this matrix or in the one after."""
+    taken = atomic_load(address_of(a, "taken"))
+    first, count = compiled_next_chunk(taken, a.num_panels, a.num_threads, thread)
+    if count:
+        return a.weight + first * a.depth * PANEL * bytes_of(a.element)
+    return a.next_odd if thread % 2 else a.next_even
+
+
+@inner
+def _begin_with_bias(a: _Arguments, first: int, last: int) -> None:
+    """Write the bias to columns [first, last) of y, or add it."""
+    bias = floats_at(a.bias)
+    for row in range(a.rows):
+        target = floats_at(a.y + row * a.y_stride)
+        for column in range(first, last):
+            target[column] = bias[column] + (target[column] if a.is_added else np.float32(0))
+
+
+@inner
+def _multiply(
+    width: int,
+    element: int,
+    w: int,
+    w_stride: int,
+    x: int,
+    x_stride: int,
+    y: int,
+    y_stride: int,
+    depth: int,
+    rows: int,
+    has_sums: int,
+    later: int,
+) -> None:
+    """Multiply rows of x with so many panels, and ask for those at `later` meanwhile."""
+    panel_bytes = depth * w_stride
+    sizes = (depth, rows, has_sums, panel_bytes, later, w_stride)
+    operands = (element, w, w_stride, x, x_stride, y, y_stride, *sizes)
+    if width == 4:
+        _product_of_one(*operands)
+        return
+    if width == 2:
+        _product_of_two(*operands)
+        return
+    # One panel, in groups of rows of one size or one less.
+    groups = -(-rows // MAX_ROWS)
+    # The first two groups ask for half of the next panel each: so memory is busy during both.
+    parts = min(groups, 2)
+    row = 0
+    for group in range(groups):
+        count = (rows - row) // (groups - group)
+        part = later + panel_bytes // parts * min(group, parts - 1)
+        _product(
+            element,
+            w,
+            w_stride,
+            x + row * x_stride,
+            x_stride,
+            y + row * y_stride,
+            y_stride,
+            depth,
+            count,
+            has_sums,
+            panel_bytes,
+            part,
+            w_stride // parts,
+        )
+        row += count

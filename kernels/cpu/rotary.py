@@ -1,0 +1,130 @@
+"""Heads after their projection: normalized if the model says so, rotated, KV put into the pool.
+
+One pass over a token's query, key and value heads, while the first cache has them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.cpu.intrinsics import floats_at, ints_at, store_bfloat16, store_float16
+from kernels.cpu.linear import ELEMENTS
+from kernels.cpu.program import Operation
+from kernels.cpu.simd import BFLOAT16, FLOAT32
+from kernels.cpu.tasks import inner
+from kernels.cpu.threads import take
+
+
+class _Arguments(NamedTuple):
+    num_tokens: int
+    heads: int
+    num_heads: int  # of queries, keys and values together
+    num_kv_heads: int
+    head_dim: int
+    rotation: int
+    norm: int  # 0 for none
+    eps: float
+    slots: int
+    pool: int  # where the layer begins in the first block
+    element: int
+    block_bytes: int
+    block_size: int
+    taken: int = 0
+
+
+def rotate_and_append(
+    heads: torch.Tensor,
+    rotation: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> Operation:
+    """Rotate queries where they lie; put keys, rotated, and values into the pool, in its dtype.
+
+    Pairs are (i, i + D / 2): (x, y) -> (x cos - y sin, y cos + x sin).
+
+    Args:
+        heads: [T, Hq + 2 Hkv, D] float32, contiguous: queries, keys, values; keys are changed too.
+        rotation: [T, 2, D / 2] float32, contiguous: cos, sin.
+        pool: [N, L, 2, Hkv, B, D].
+        slots: [T] int32.
+        norm: [Hq + Hkv, D] float32 weights by which each head is normalized before, or None.
+    """
+    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+    num_tokens, num_heads, _ = heads.shape
+    arguments = _Arguments(
+        num_tokens=num_tokens,
+        heads=heads.data_ptr(),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotation=rotation.data_ptr(),
+        norm=0 if norm is None else norm.data_ptr(),
+        eps=eps,
+        slots=slots.data_ptr(),
+        pool=pool[0, layer].data_ptr(),
+        element=ELEMENTS[pool.dtype],
+        block_bytes=num_layers * 2 * num_kv_heads * block_size * head_dim * pool.itemsize,
+        block_size=block_size,
+    )
+    return Operation(_rotate_and_append, arguments, (heads, rotation, pool, norm, slots))
+
+
+def _rotate_and_append(a: _Arguments, _thread: int) -> None:
+    while True:
+        token = take(a, 1)
+        if token >= a.num_tokens:
+            return
+        num_heads, num_kv_heads, size = a.num_heads, a.num_kv_heads, a.head_dim
+        first = a.heads + token * num_heads * size * 4
+        for head in range(num_heads - num_kv_heads):
+            at = first + head * size * 4
+            if a.norm:
+                _norm_head(at, a.norm + head * size * 4, a.eps, size)
+            _rotate_head(at, a.rotation + token * size * 4, size // 2)
+        slot: Any = np.int64(ints_at(a.slots)[token])
+        block = a.pool + slot // a.block_size * a.block_bytes
+        for head in range(2 * num_kv_heads):
+            at = first + (num_heads - 2 * num_kv_heads + head) * size * 4
+            _store_head(a.element, at, block, head * a.block_size + slot % a.block_size, size)
+
+
+@inner
+def _norm_head(at: int, weights: int, eps: float, size: int) -> None:
+    x, weight = floats_at(at), floats_at(weights)
+    total = np.float32(0)
+    for i in range(size):
+        total += x[i] * x[i]
+    scale = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+    for i in range(size):
+        x[i] = x[i] * scale * weight[i]
+
+
+@inner
+def _rotate_head(at: int, rotation: int, half: int) -> None:
+    left, right = floats_at(at), floats_at(at + half * 4)
+    cos, sin = floats_at(rotation), floats_at(rotation + half * 4)
+    for i in range(half):
+        x, y = left[i], right[i]
+        left[i] = x * cos[i] - y * sin[i]
+        right[i] = y * cos[i] + x * sin[i]
+
+
+@inner
+def _store_head(element: int, source: int, block: int, row: int, size: int) -> None:
+    values = floats_at(source)
+    if element == FLOAT32:
+        target = floats_at(block + row * size * 4)
+        for i in range(size):
+            target[i] = values[i]
+    elif element == BFLOAT16:
+        for i in range(size):
+            store_bfloat16(block + (row * size + i) * 2, values[i])
+    else:
+        for i in range(size):
+            store_float16(block + (row * size + i) * 2, values[i])

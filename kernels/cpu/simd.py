@@ -1,0 +1,278 @@
+"""Inner loops that Numba would not vectorize by itself, written as LLVM instructions.
+
+Each builder returns a function for compiled loops over addresses (int64) in bytes.  16-bit elements
+are widened in registers: memory moves half the bytes, every product and sum is float32.  Vectors
+are 8 wide; LLVM splits or joins them for the host.  Addresses need the alignment of their element
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from kernels.cpu.intrinsics import instruction, write_prefetch
+from kernels.cpu.tasks import inner
+
+WIDTH = 8
+# Columns of a panel: two vectors, so that six rows of sums fill twelve of sixteen registers.
+PANEL = 16
+# What weights, keys and values may be kept in; a loop is told which by its number here.
+ELEMENTS = ("float32", "bfloat16", "float16")
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32 = ir.FloatType()
+_VECTOR = ir.VectorType(_F32, WIDTH)
+_QUAD = ir.VectorType(_F32, 4)
+_INTS = ir.VectorType(_I32, WIDTH)
+_STORED = {
+    "float32": _VECTOR,
+    "bfloat16": ir.VectorType(_I16, WIDTH),
+    "float16": ir.VectorType(ir.HalfType(), WIDTH),
+}
+
+
+@inner
+def bytes_of(element: int) -> int:
+    """Return the bytes of an element, given by its number."""
+    return 4 if element == FLOAT32 else 2
+
+
+def panel_product(
+    max_rows: int, num_panels: int = 1, *, prefetch: bool = False
+) -> Callable[..., Any]:
+    """Return y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL], plus what y was.
+
+    The function takes (element, w, w_stride, x, x_stride, y, y_stride, depth, rows, is_added,
+    panel_stride, later, later_stride): strides are bytes from k to k + 1 in w, from row to row in x
+    and y, and from panel to panel in w; x and y are float32, and y's panels lie side by side.  It
+    computes the first min(rows, max_rows) rows, depth is positive.  Every row is summed in the
+    order of k, however many there are: a row alone is the same bits as that row among others.  With
+    `prefetch` it asks meanwhile for what is at `later` and as many panels, `later_stride` bytes on
+    with each k.
+    """
+
+    @instruction(types.void, *[types.int64] * 13)
+    def product(
+        b: ir.IRBuilder,
+        element: Any,
+        w: Any,
+        w_stride: Any,
+        x: Any,
+        x_stride: Any,
+        y: Any,
+        y_stride: Any,
+        depth: Any,
+        rows: Any,
+        is_added: Any,
+        panel_stride: Any,
+        later: Any,
+        later_stride: Any,
+    ) -> None:
+        operands = (w, w_stride, x, x_stride, y, y_stride, depth)
+        has_sums = b.icmp_signed("!=", is_added, _i64(0))
+        fetched = (later, later_stride) if prefetch else None
+
+        def write(kind: str, num_rows: int) -> None:
+            _product(b, kind, (num_rows, num_panels), operands, has_sums, panel_stride, fetched)
+
+        _write_each(b, element, rows, max_rows, write)
+
+    return product
+
+
+def _write_each(
+    b: ir.IRBuilder, element: Any, rows: Any, max_rows: int, write: Callable[[str, int], None]
+) -> None:
+    """Write a loop for each kind of element and number of rows, and the way to the right one."""
+    end = b.append_basic_block("end")
+    kinds = [b.append_basic_block(kind) for kind in ELEMENTS]
+    to_kind = b.switch(element, kinds[-1])
+    for code, (kind, block) in enumerate(zip(ELEMENTS, kinds, strict=True)):
+        to_kind.add_case(_i64(code), block)
+        b.position_at_end(block)
+        sizes = [b.append_basic_block(f"{kind}{index + 1}") for index in range(max_rows)]
+        to_size = b.switch(rows, sizes[-1])
+        for index, size in enumerate(sizes):
+            if size is not sizes[-1]:
+                to_size.add_case(_i64(index + 1), size)
+            b.position_at_end(size)
+            write(kind, index + 1)
+            b.branch(end)
+    b.position_at_end(end)
+
+
+def _product(
+    b: ir.IRBuilder,
+    element: str,
+    size: tuple[int, int],
+    operands: Any,
+    has_sums: Any,
+    panel_stride: Any,
+    fetched: tuple[Any, Any] | None,
+) -> None:
+    """Write the loop of `panel_product` for one size: (rows, panels)."""
+    w, w_stride, x, x_stride, y, y_stride, depth = operands
+    num_rows, num_panels = size
+    num_vectors = PANEL // WIDTH
+    cells = [(r, c) for r in range(num_rows) for c in range(num_panels * num_vectors)]
+    x_rows = [b.add(x, b.mul(x_stride, _i64(r))) for r in range(num_rows)]
+    y_rows = [b.add(y, b.mul(y_stride, _i64(r))) for r in range(num_rows)]
+    panels = [b.add(w, b.mul(panel_stride, _i64(p))) for p in range(num_panels)]
+    starts = [b.select(has_sums, _load(b, y_rows[r], c), _zero()) for r, c in cells]
+    loop = _Loop(b, depth, 1)
+    sums = [loop.carry(start) for start in starts]
+    step = b.mul(loop.index, w_stride)
+    weights = [_load(b, b.add(p, step), c, element) for p in panels for c in range(num_vectors)]
+    if fetched is not None:
+        later = b.add(fetched[0], b.mul(loop.index, fetched[1]))
+        for p in range(num_panels):
+            write_prefetch(b, b.add(later, b.mul(panel_stride, _i64(p))))
+    offset = b.mul(loop.index, _i64(4))
+    values = [_broadcast(b, b.add(row, offset)) for row in x_rows]
+    totals = [
+        _fma(b, weights[c], values[r], total) for (r, c), total in zip(cells, sums, strict=True)
+    ]
+    loop.end(totals)
+    for (r, c), total in zip(cells, totals, strict=True):
+        _store(b, total, y_rows[r], c)
+
+
+def key_dots(max_rows: int) -> Callable[..., Any]:
+    """Return y[r, j] = sum over d of x[r, d] w[j, d], for four keys j and min(rows, max_rows) rows.
+
+    The function takes (element, w0, w1, w2, w3, x, x_stride, y, y_stride, depth, rows): the keys
+    lie where they like; depth is a positive multiple of WIDTH.  Sums are taken in one order.
+    """
+
+    @instruction(types.void, *[types.int64] * 11)
+    def dots(
+        b: ir.IRBuilder,
+        element: Any,
+        w0: Any,
+        w1: Any,
+        w2: Any,
+        w3: Any,
+        x: Any,
+        x_stride: Any,
+        y: Any,
+        y_stride: Any,
+        depth: Any,
+        rows: Any,
+    ) -> None:
+        operands = (w0, w1, w2, w3, x, x_stride, y, y_stride, depth)
+
+        def write(kind: str, num_rows: int) -> None:
+            _dots(b, kind, num_rows, operands)
+
+        _write_each(b, element, rows, max_rows, write)
+
+    return dots
+
+
+def _dots(b: ir.IRBuilder, element: str, num_rows: int, operands: Any) -> None:
+    """Write the loop of `key_dots` for one number of rows."""
+    *keys, x, x_stride, y, y_stride, depth = operands
+    x_rows = [b.add(x, b.mul(x_stride, _i64(r))) for r in range(num_rows)]
+    loop = _Loop(b, depth, WIDTH)
+    sums = [[loop.carry(_zero()) for _ in keys] for _ in x_rows]
+    step, offset = (b.mul(loop.index, _i64(size)) for size in (ELEMENT_BYTES[element], 4))
+    weights = [_load(b, b.add(key, step), 0, element) for key in keys]
+    values = [_load(b, b.add(row, offset), 0) for row in x_rows]
+    totals = [
+        [_fma(b, w, value, total) for w, total in zip(weights, row, strict=True)]
+        for value, row in zip(values, sums, strict=True)
+    ]
+    loop.end([total for row in totals for total in row])
+    for r, row in enumerate(totals):
+        at = b.inttoptr(b.add(y, b.mul(y_stride, _i64(r))), _QUAD.as_pointer())
+        b.store(_sums(b, row), at, align=4)
+
+
+class _Loop:
+    """A loop of `step`s over [0, count) that runs at least once, with values carried along."""
+
+    def __init__(self, b: ir.IRBuilder, count: Any, step: int) -> None:
+        self._b, self._count, self._step = b, count, step
+        self._before = b.block
+        self._body = b.append_basic_block("loop")
+        b.branch(self._body)
+        b.position_at_end(self._body)
+        self._carried: list[Any] = []
+        self.index = b.phi(_I64)
+        self.index.add_incoming(_i64(0), self._before)
+
+    def carry(self, start: Any) -> Any:
+        value = self._b.phi(start.type)
+        value.add_incoming(start, self._before)
+        self._carried.append(value)
+        return value
+
+    def end(self, following: list[Any]) -> None:
+        """Close the loop with each carried value's next one; they can be used after it."""
+        b = self._b
+        index = b.add(self.index, _i64(self._step))
+        last = b.block
+        self.index.add_incoming(index, last)
+        for value, after in zip(self._carried, following, strict=True):
+            value.add_incoming(after, last)
+        done = b.append_basic_block("done")
+        b.cbranch(b.icmp_signed("<", index, self._count), self._body, done)
+        b.position_at_end(done)
+
+
+def _i64(value: int) -> ir.Constant:
+    return ir.Constant(_I64, value)
+
+
+def _zero() -> ir.Constant:
+    return ir.Constant(_VECTOR, [0.0] * WIDTH)
+
+
+def _load(b: ir.IRBuilder, address: Any, index: int, element: str = "float32") -> Any:
+    """Load the index-th vector at an address, as float32."""
+    stored = _STORED[element]
+    at = b.add(address, _i64(index * WIDTH * ELEMENT_BYTES[element]))
+    value = b.load(b.inttoptr(at, stored.as_pointer()), align=ELEMENT_BYTES[element])
+    if element == "bfloat16":
+        shifted = b.shl(b.zext(value, _INTS), ir.Constant(_INTS, [16] * WIDTH))
+        return b.bitcast(shifted, _VECTOR)
+    return b.fpext(value, _VECTOR) if element == "float16" else value
+
+
+def _store(b: ir.IRBuilder, value: Any, address: Any, index: int) -> None:
+    at = b.add(address, _i64(index * WIDTH * 4))
+    b.store(value, b.inttoptr(at, _VECTOR.as_pointer()), align=4)
+
+
+def _broadcast(b: ir.IRBuilder, address: Any) -> Any:
+    scalar = b.load(b.inttoptr(address, _F32.as_pointer()), align=4)
+    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    first = b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return b.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * WIDTH))
+
+
+def _fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
+    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    function = cgutils.get_or_insert_function(b.module, kind, f"llvm.fma.v{WIDTH}f32")
+    return b.call(function, [x, y, z])
+
+
+def _sums(b: ir.IRBuilder, vectors: list[Any]) -> Any:
+    """Add up each of four vectors: halves, then lanes (0, 2) and (1, 3), then these two."""
+    halves = [b.fadd(_lanes(b, v, v, [0, 1, 2, 3]), _lanes(b, v, v, [4, 5, 6, 7])) for v in vectors]
+    left, right = [
+        b.fadd(_lanes(b, left, right, [0, 4, 1, 5]), _lanes(b, left, right, [2, 6, 3, 7]))
+        for left, right in (halves[:2], halves[2:])
+    ]
+    return b.fadd(_lanes(b, left, right, [0, 1, 4, 5]), _lanes(b, left, right, [2, 3, 6, 7]))
+
+
+def _lanes(b: ir.IRBuilder, left: Any, right: Any, lanes: list[int]) -> Any:
+    return b.shuffle_vector(left, right, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))

@@ -1,0 +1,221 @@
+"""The operators on an NVIDIA GPU: csrc/*.cu compiled by NVRTC through CuPy.  The only cupy here.
+
+Kernels are started on torch's current stream with raw pointers.  CuPy is imported when the first
+kernel is needed, so this module can be imported anywhere; `require_device` says what is missing.
+What the tiles do not cover (a pool that `launch.check_pool` refuses) is a KernelError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module, resources
+from typing import Any, NamedTuple
+
+import torch
+
+from kernels.contract import KernelError, PagedBatch
+from kernels.cuda import launch
+from kernels.cuda.launch import Launch, check_pool
+from kernels.reference import argmax, sample
+
+__all__ = [
+    "add_rms_norm",
+    "append_kv",
+    "argmax",
+    "check_pool",
+    "pack_kv",
+    "paged_attention",
+    "require_device",
+    "rms_norm",
+    "sample",
+    "silu_gate",
+    "start",
+    "unpack_kv",
+]
+
+# mma.sync with bf16 and cp.async are of Ampere.
+MIN_CAPABILITY = (8, 0)
+# Thread blocks to aim for on each multiprocessor when keys are split.
+BLOCKS_PER_MULTIPROCESSOR = 2
+# As many of `launch.MAX_GATE_THREADS` as a multiprocessor of Ampere or Hopper holds.
+GATE_BLOCKS_PER_MULTIPROCESSOR = 8
+# More than this must be asked for, see `_function`.
+DEFAULT_SHARED_BYTES = 48 << 10
+
+
+def require_device(index: int = 0) -> None:
+    """Raise KernelError unless kernels can be compiled for and run on that GPU; says what to do."""
+    if not torch.cuda.is_available():
+        built = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
+        raise KernelError(
+            f"no GPU: torch {torch.__version__} (built {built}) sees none; install a CUDA build of "
+            "torch and a driver, or use --device cpu"
+        )
+    if index >= torch.cuda.device_count():
+        raise KernelError(f"no GPU {index}: torch sees {torch.cuda.device_count()} of them")
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < MIN_CAPABILITY:
+        raise KernelError(
+            f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}, the "
+            "kernels need 8.0 (Ampere) or newer; use --device cpu"
+        )
+    _cupy()
+
+
+def append_kv(
+    pool: torch.Tensor,
+    layer: int,
+    key_value: torch.Tensor,
+    batch: PagedBatch,
+    rotation: torch.Tensor | None = None,
+) -> None:
+    """See `kernels.append_kv`."""
+    start(pool.device, launch.append(pool, layer, key_value, batch, rotation))
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """See `kernels.paged_attention`."""
+    query, out = query.contiguous(), torch.empty_like(query, memory_format=torch.contiguous_format)
+    launches = launch.attention(
+        query,
+        pool,
+        layer,
+        batch,
+        out,
+        scale=scale,
+        window=window,
+        wanted_blocks=wanted_blocks(pool.device.index or 0),
+    )
+    start(pool.device, launches)
+    return out
+
+
+def pack_kv(
+    pool: torch.Tensor,
+    block_table: Sequence[int],
+    layers: range,
+    tokens: range,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """See `kernels.pack_kv`."""
+    shape = (len(layers), 2, pool.shape[3], len(tokens), pool.shape[5])
+    segment = torch.empty(shape, dtype=dtype, device=pool.device)
+    start(pool.device, launch.move(pool, block_table, layers, tokens, segment, into_pool=False))
+    return segment
+
+
+def unpack_kv(
+    pool: torch.Tensor,
+    block_table: Sequence[int],
+    layers: range,
+    tokens: range,
+    segment: torch.Tensor,
+) -> None:
+    """See `kernels.unpack_kv`."""
+    segment = segment.to(pool.device).contiguous()
+    start(pool.device, launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `kernels.rms_norm`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    start(x.device, launch.norm(x, weight, eps, out))
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """See `kernels.add_rms_norm`."""
+    out = torch.empty_like(x)
+    start(x.device, launch.norm(x, weight, eps, out, added.contiguous()))
+    return out
+
+
+def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `kernels.silu_gate`."""
+    gate_up = gate_up.contiguous()
+    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    blocks = _multiprocessors(gate_up.device.index or 0) * GATE_BLOCKS_PER_MULTIPROCESSOR
+    start(gate_up.device, launch.gate(gate_up, out, wanted_blocks=blocks))
+    return out
+
+
+def start(place: torch.device, launches: list[Launch]) -> None:
+    """Start launches on torch's current stream of a device."""
+    device = place.index or 0
+    # Asked anew each time: a stream that is being captured is another one.
+    stream = torch.cuda.current_stream(device)
+    with _cupy().cuda.Device(device):
+        queue = _cupy().cuda.Stream.from_external(_Queue(stream.cuda_stream))
+        for it in launches:
+            function = _function(it.source, it.kernel, it.shared_bytes, device)
+            function(
+                it.grid, (it.threads,), (it.arguments,), shared_mem=it.shared_bytes, stream=queue
+            )
+    # torch's allocator reuses memory in stream order, so `keep` may go out of scope now.
+
+
+class _Queue(NamedTuple):
+    """A stream for another library; torch's own speaks this protocol in recent releases only."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+@cache
+def _cupy() -> Any:
+    try:
+        return import_module("cupy")
+    except ImportError as error:
+        raise KernelError(
+            "cupy is not installed: pip install 'baton-serve[cuda]' (CUDA 13) or "
+            "'baton-serve[cuda12]' (CUDA 12)"
+        ) from error
+
+
+def wanted_blocks(device: int) -> int:
+    """Return how many thread blocks fill the device when keys are split."""
+    return _multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _function(source: str, kernel: str, shared_bytes: int, device: int) -> Any:
+    """Compile one instantiation; CuPy keeps the binary on disk under a hash of the text."""
+    module = _cupy().RawModule(
+        code=source_text(source), options=("-std=c++17",), name_expressions=(kernel,)
+    )
+    function = module.get_function(kernel)
+    if shared_bytes > DEFAULT_SHARED_BYTES:
+        function.max_dynamic_shared_size_bytes = shared_bytes
+    return function
+
+
+@cache
+def source_text(source: str) -> str:
+    """Return a kernel file with its header in it: CuPy's cache does not see included files."""
+    folder = resources.files("kernels") / "csrc"
+    header = (folder / "prims.cuh").read_text().replace("#pragma once\n", "")
+    return (folder / f"{source}.cu").read_text().replace('#include "prims.cuh"\n', header)
+
+
+def source_hash(source: str) -> str:
+    """Return a short digest of everything that a kernel file is compiled from."""
+    return hashlib.sha256(source_text(source).encode()).hexdigest()[:16]

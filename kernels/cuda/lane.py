@@ -1,0 +1,121 @@
+"""Where copies between a pool and the host run: streams beside the one that computes.
+
+`Lane` is all that `kernels.cuda.staging` asks of a device; the tests have one made of the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from kernels.cuda import backend as cuda
+from kernels.cuda import launch
+
+# Copies that run at a time: while one crosses to the host the kernel of the next packs, and the
+# threads of two more have bytes to digest.  Each holds a buffer on the device.
+IN_FLIGHT = 3
+
+
+class Lane(Protocol):
+    """Where copies run, IN_FLIGHT at a time: beside what computes."""
+
+    def require(self, pool: torch.Tensor) -> None:
+        """Raise KernelError unless `move` can serve such a pool."""
+
+    def mark(self) -> None:
+        """Have copies from now on wait for what was computed so far, and for nothing later.
+
+        To be called by the thread that computes, after each step.
+        """
+
+    def working(self) -> AbstractContextManager[None]:
+        """Have what is asked inside run after the last mark; wait for it at the end."""
+
+    def upload(self, block_table: Sequence[int]) -> torch.Tensor:
+        """Return a block table in memory of the device, for any copy."""
+
+    def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory that the device can address; RuntimeError if there is none."""
+
+    def buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the device."""
+
+    def move(
+        self,
+        pool: torch.Tensor,
+        block_table: torch.Tensor,
+        layers: range,
+        tokens: range,
+        segment: torch.Tensor,
+        *,
+        into_pool: bool,
+    ) -> None:
+        """Start the kernel between a pool and a segment, pinned or on the device."""
+
+
+class SideStream:
+    """The lane of a CUDA device: streams of high priority beside its default one, where steps run.
+
+    A block may have been given back while a kernel that was asked for before still writes to it, so
+    a copy waits for the event of the last mark.  It does not wait for all of the default stream:
+    the step under way touches none of its blocks, and may take long.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._computing = torch.cuda.default_stream(device)
+        self._idle: SimpleQueue[torch.cuda.Stream] = SimpleQueue()
+        for _ in range(IN_FLIGHT):
+            self._idle.put(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
+        self.mark()
+
+    def mark(self) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._computing)
+        # A new one each time: a copy on another thread may be about to wait for the one before.
+        self._marked = event
+
+    def require(self, pool: torch.Tensor) -> None:
+        cuda.require_device(self._device.index or 0)
+        launch.check_pool(pool)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        stream = self._idle.get()
+        try:
+            stream.wait_event(self._marked)
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            stream.synchronize()
+            self._idle.put(stream)
+
+    def upload(self, block_table: Sequence[int]) -> torch.Tensor:
+        # From pageable memory, so it is there on return, and any stream may read it.
+        return torch.tensor(block_table, dtype=torch.int32, device=self._device)
+
+    def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        # Torch keeps freed pinned memory for the next one; asking the driver takes milliseconds.
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def move(
+        self,
+        pool: torch.Tensor,
+        block_table: torch.Tensor,
+        layers: range,
+        tokens: range,
+        segment: torch.Tensor,
+        *,
+        into_pool: bool,
+    ) -> None:
+        cuda.start(
+            pool.device,
+            launch.move(pool, block_table, layers, tokens, segment, into_pool=into_pool),
+        )

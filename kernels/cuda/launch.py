@@ -1,0 +1,388 @@
+"""Which kernel, on how many thread blocks, with which arguments: all that is decided on the host.
+
+An operator becomes a list of `Launch`; `backend.py` gives them to the device, the tests to the
+same kernels compiled for the CPU.  Pointers are integers: the caller keeps the tensors alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.contract import KernelError, PagedBatch
+from kernels.cuda import tiling
+
+DTYPE_NAMES = {
+    torch.float32: "float",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+}
+POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TILED_DTYPES = (torch.bfloat16, torch.float16)
+TILED_HEAD_DIMS = (64, 80, 96, 128, 256)
+MAX_HEAD_DIM = 256
+LOG2_E = 1.4426950408889634
+
+
+def struct(pointers: str, ints: str, floats: str = "") -> np.dtype[np.void]:
+    """Return the layout of a kernel's argument: its fields by kind, in the order of the source."""
+    fields: list[tuple[str, type[np.generic]]] = [(name, np.uint64) for name in pointers.split()]
+    fields += [(name, np.int32) for name in ints.split()]
+    fields += [(name, np.float32) for name in floats.split()]
+    return np.dtype(fields, align=True)
+
+
+# The structs of attention.cu and kv.cu, field by field.
+ATTENTION = struct(
+    "query pool out parts logs starts contexts tables work merges",
+    "num_heads num_kv_heads head_dim num_layers layer block_bits num_columns window",
+    "scale",
+)
+APPEND = struct(
+    "key_value pool slots rotation",
+    "num_kv_heads head_dim num_layers layer block_bits",
+)
+MOVE = struct(
+    "pool segment table",
+    "num_kv_heads head_dim num_layers first_layer block_bits first_token num_tokens",
+)
+# The structs of rowwise.cu, field by field.
+NORM = struct("x y weight out", "size", "eps")
+GATE = struct("gate_up out", "rows size")
+# The launch bounds of rowwise.cu.
+MAX_NORM_THREADS = 512
+MAX_GATE_THREADS = 256
+_WIDE_BYTES = 16
+_WARP = 32
+
+
+class Launch(NamedTuple):
+    """One kernel to start.
+
+    Attributes:
+        source: "attention", "kv" or "rowwise", a file of csrc/.
+        kernel: the instantiation, as C++ names it.
+        arguments: [1] of the kernel's struct.
+        keep: tensors that must live until the kernel has run.
+    """
+
+    source: str
+    kernel: str
+    grid: tuple[int, int]
+    threads: int
+    shared_bytes: int
+    arguments: npt.NDArray[np.void]
+    keep: tuple[torch.Tensor, ...] = ()
+
+
+class Planned(NamedTuple):
+    """One tile's part of a step: what its thread blocks do, and where that lies on the device.
+
+    Attributes:
+        items: `work.items` there; `merges` likewise.
+        parts: [slots * D] float32, room for partial results; `logs` [slots].
+    """
+
+    tile: tiling.Tile
+    work: tiling.Work
+    items: torch.Tensor
+    merges: torch.Tensor
+    parts: torch.Tensor
+    logs: torch.Tensor
+
+
+def attention_kernels(dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Return every instantiation that attention of this dtype and head size can ask for."""
+    name = DTYPE_NAMES[dtype]
+    if not is_tiled(dtype, head_dim):
+        return [f"attend_plain<{name}>"]
+    found = []
+    for tile in (tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)):
+        found += [_attend_name(name, head_dim, tile), f"merge<{name},{tile.rows}>"]
+    return found
+
+
+def kv_kernels(pool: torch.dtype, wire: torch.dtype) -> list[str]:
+    """Return the instantiations that keep a pool of one dtype and a wire of another."""
+    held, sent = DTYPE_NAMES[pool], DTYPE_NAMES[wire]
+    return [f"append<{held}>", f"move<{held},{sent},false>", f"move<{held},{sent},true>"]
+
+
+def rowwise_kernels(dtype: torch.dtype) -> list[str]:
+    """Return every instantiation that rows of this dtype can ask for."""
+    widths = (_WIDE_BYTES // dtype.itemsize, 1)
+    names = ("rms_norm", "silu_gate")
+    return [f"{name}<{DTYPE_NAMES[dtype]},{width}>" for name in names for width in widths]
+
+
+def check_pool(pool: torch.Tensor) -> None:
+    """Raise KernelError unless the CUDA kernels can serve such a pool."""
+    block_size, head_dim = pool.shape[4:]
+    if pool.dtype not in POOL_DTYPES:
+        raise KernelError(f"the pool is {pool.dtype}, not float32, bfloat16 or float16")
+    if block_size < 8 or block_size & (block_size - 1):
+        raise KernelError(f"block_size is {block_size}, not a power of two from 8")
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise KernelError(f"head_dim is {head_dim}, not a multiple of 8 up to {MAX_HEAD_DIM}")
+    if not pool.is_contiguous():
+        raise KernelError("the pool is not contiguous")
+
+
+def append(
+    pool: torch.Tensor,
+    layer: int,
+    key_value: torch.Tensor,
+    batch: PagedBatch,
+    rotation: torch.Tensor | None = None,
+) -> list[Launch]:
+    """Write a step's K and V, K rotated by [T, 2, D / 2] cosines and sines if they are given."""
+    check_pool(pool)
+    key_value = key_value.to(pool.dtype).contiguous()
+    arguments = _arguments(APPEND, pool)
+    slots = _on_device(batch, pool, "slots", batch.slots)
+    arguments["layer"] = layer
+    keep = [key_value, slots]
+    point(arguments, key_value=key_value, pool=pool, slots=slots)
+    if rotation is not None:
+        rotation = rotation.contiguous()
+        point(arguments, rotation=rotation)
+        keep.append(rotation)
+    kernel = f"append<{DTYPE_NAMES[pool.dtype]}>"
+    grid = (key_value.shape[0], 1)
+    return [Launch("kv", kernel, grid, 128, 0, arguments, tuple(keep))] if grid[0] else []
+
+
+def move(
+    pool: torch.Tensor,
+    block_table: Sequence[int] | torch.Tensor,
+    layers: range,
+    tokens: range,
+    segment: torch.Tensor,
+    *,
+    into_pool: bool,
+) -> list[Launch]:
+    """Copy a rectangle between a sequence's blocks and a contiguous segment on one device.
+
+    The block table is uploaded, unless it is int32 on the pool's device already.
+    """
+    check_pool(pool)
+    if segment.dtype not in DTYPE_NAMES:
+        raise KernelError(f"the segment is {segment.dtype}, not float32, 16-bit or float8_e4m3fn")
+    assert segment.is_contiguous(), "the kernel takes a segment as one run"
+    table = block_table
+    if not isinstance(table, torch.Tensor):
+        table = torch.tensor(table, dtype=torch.int32, device=pool.device)
+    arguments = _arguments(MOVE, pool)
+    arguments["first_layer"] = layers.start
+    arguments["first_token"], arguments["num_tokens"] = tokens.start, len(tokens)
+    point(arguments, pool=pool, segment=segment, table=table)
+    names = f"{DTYPE_NAMES[pool.dtype]},{DTYPE_NAMES[segment.dtype]}"
+    kernel = f"move<{names},{str(into_pool).lower()}>"
+    num_kv_heads, _, head_dim = pool.shape[3:]
+    grid = (-(-len(tokens) * (head_dim // 8) // 128), len(layers) * 2 * num_kv_heads)
+    return [Launch("kv", kernel, grid, 128, 0, arguments, (segment, table))]
+
+
+def attention(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    batch: PagedBatch,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    wanted_blocks: int,
+) -> list[Launch]:
+    """Attend with few and with many rows, and merge what was split."""
+    check_pool(pool)
+    if query.dtype != pool.dtype or not query.is_contiguous():
+        raise KernelError(f"query is {query.dtype}, not a contiguous {pool.dtype} as the pool is")
+    arguments = _arguments(ATTENTION, pool)
+    starts = _on_device(batch, pool, "starts", batch.query_starts)
+    contexts = _on_device(batch, pool, "contexts", batch.context_lens)
+    tables = _on_device(batch, pool, "tables", batch.block_tables.contiguous())
+    arguments["num_heads"], arguments["num_columns"] = query.shape[1], tables.shape[1]
+    arguments["layer"], arguments["window"] = layer, window or 0
+    arguments["scale"] = scale * LOG2_E
+    point(arguments, query=query, pool=pool, out=out)
+    point(arguments, starts=starts, contexts=contexts, tables=tables)
+    name, head_dim = DTYPE_NAMES[query.dtype], query.shape[2]
+    if not is_tiled(query.dtype, head_dim):
+        grid = (query.shape[0], query.shape[1])
+        return [Launch("attention", f"attend_plain<{name}>", grid, 32, 0, arguments, (query, out))]
+    key = ("cuda work", window, query.shape[1])
+    if key not in batch.scratch:
+        batch.scratch[key] = _works(query, pool, batch, window, wanted_blocks)
+    launches = []
+    for tile, work, items, merges, parts, logs in batch.scratch[key]:
+        mine = arguments.copy()
+        point(mine, work=items, merges=merges, parts=parts, logs=logs)
+        num_kv_heads, keep = pool.shape[3], (query, out, items, merges, parts, logs)
+        kernel, shared = _attend_name(name, head_dim, tile), tile.shared_bytes(head_dim)
+        grid = (len(work.items), num_kv_heads)
+        launches.append(Launch("attention", kernel, grid, tile.threads, shared, mine, keep))
+        if len(work.merges):
+            kernel, grid = f"merge<{name},{tile.rows}>", (len(work.merges), num_kv_heads)
+            launches.append(Launch("attention", kernel, grid, 128, 0, mine, keep))
+    return launches
+
+
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    y: torch.Tensor | None = None,
+) -> list[Launch]:
+    """Make out = x / sqrt(mean(x^2) + eps) * weight; with `y`, x += y in place before that.
+
+    Args:
+        x: [..., K]; `y` and `out` likewise, `weight` [K], all of one dtype.
+
+    Raises:
+        KernelError: A tensor is not of that shape and dtype, or is not contiguous.
+    """
+    tensors = {"x": x, "weight": weight, "out": out} | ({} if y is None else {"y": y})
+    size = x.shape[-1]
+    _check_rows(x.dtype, tensors, dict.fromkeys(tensors, x.shape) | {"weight": x.shape[-1:]})
+    if not x.numel():
+        return []
+    width = _width(size, *tensors.values())
+    arguments = np.zeros(1, NORM)
+    arguments["size"], arguments["eps"] = size, eps
+    point(arguments, **tensors)
+    threads = _threads(size // width, MAX_NORM_THREADS)
+    kernel, grid = f"rms_norm<{DTYPE_NAMES[x.dtype]},{width}>", (x.numel() // size, 1)
+    shared = threads // _WARP * np.dtype(np.float32).itemsize
+    return [Launch("rowwise", kernel, grid, threads, shared, arguments, tuple(tensors.values()))]
+
+
+def gate(gate_up: torch.Tensor, out: torch.Tensor, *, wanted_blocks: int) -> list[Launch]:
+    """Make out = silu(gate) * up.
+
+    Args:
+        gate_up: [..., 2 K]: gate first, then up; `out` [..., K] of the same dtype.
+        wanted_blocks: How many thread blocks fill the device; more rows are taken in turns.
+
+    Raises:
+        KernelError: A tensor is not of that shape and dtype, or is not contiguous.
+    """
+    shape = torch.Size((*out.shape[:-1], 2 * out.shape[-1]))
+    _check_rows(out.dtype, {"out": out, "gate_up": gate_up}, {"out": out.shape, "gate_up": shape})
+    if not out.numel():
+        return []
+    size = out.shape[-1]
+    rows, width = out.numel() // size, _width(size, gate_up, out)
+    arguments = np.zeros(1, GATE)
+    arguments["rows"], arguments["size"] = rows, size
+    point(arguments, gate_up=gate_up, out=out)
+    threads = _threads(size // width, MAX_GATE_THREADS)
+    across = -(-(size // width) // threads)
+    grid = (across, min(rows, -(-wanted_blocks // across)))
+    kernel = f"silu_gate<{DTYPE_NAMES[out.dtype]},{width}>"
+    return [Launch("rowwise", kernel, grid, threads, 0, arguments, (gate_up, out))]
+
+
+def _works(
+    query: torch.Tensor, pool: torch.Tensor, batch: PagedBatch, window: int | None, wanted: int
+) -> list[Planned]:
+    """Plan the step, for sequences of few rows and for those of many."""
+    starts, contexts = batch.query_starts.numpy(), batch.context_lens.numpy()
+    num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
+    group = query.shape[1] // num_kv_heads
+    few, many = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)
+    is_few = np.diff(starts) * group <= few.rows
+    planned = []
+    for tile, chosen in ((few, is_few), (many, ~is_few)):
+        work = tiling.work(
+            starts,
+            contexts,
+            np.flatnonzero(chosen),
+            group=group,
+            num_kv_heads=num_kv_heads,
+            tile=tile,
+            window=window,
+            wanted_blocks=wanted,
+        )
+        if len(work.items):
+            planned.append(on_device(tile, work, pool))
+    return planned
+
+
+def on_device(tile: tiling.Tile, work: tiling.Work, pool: torch.Tensor) -> Planned:
+    """Upload work, and make room for its partial results."""
+    num_kv_heads, head_dim, device = pool.shape[3], pool.shape[5], pool.device
+    slots = work.num_slots * num_kv_heads * tile.rows
+    return Planned(
+        tile,
+        work,
+        torch.from_numpy(work.items).to(device),
+        torch.from_numpy(work.merges).to(device),
+        torch.empty(slots * head_dim, dtype=torch.float32, device=device),
+        torch.empty(slots, dtype=torch.float32, device=device),
+    )
+
+
+def is_tiled(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether tensor cores compute attention of this dtype and head size."""
+    return dtype in TILED_DTYPES and head_dim in TILED_HEAD_DIMS
+
+
+def _attend_name(dtype: str, head_dim: int, tile: tiling.Tile) -> str:
+    return f"attend<{dtype},{head_dim},{','.join(map(str, tile))}>"
+
+
+def _arguments(struct: np.dtype[np.void], pool: torch.Tensor) -> npt.NDArray[np.void]:
+    arguments = np.zeros(1, struct)
+    _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+    arguments["num_layers"], arguments["num_kv_heads"] = num_layers, num_kv_heads
+    arguments["head_dim"], arguments["block_bits"] = head_dim, block_size.bit_length() - 1
+    return arguments
+
+
+def point(arguments: npt.NDArray[np.void], **tensors: torch.Tensor) -> None:
+    """Write where tensors lie into the fields of their names."""
+    for name, tensor in tensors.items():
+        arguments[name] = tensor.data_ptr()
+
+
+def _on_device(
+    batch: PagedBatch, pool: torch.Tensor, name: str, tensor: torch.Tensor
+) -> torch.Tensor:
+    """Upload a tensor of the batch once for all layers."""
+    key = ("cuda", name)
+    if key not in batch.scratch:
+        batch.scratch[key] = tensor.to(pool.device)
+    held: torch.Tensor = batch.scratch[key]
+    return held
+
+
+def _width(size: int, *tensors: torch.Tensor) -> int:
+    """Return how many values every row of every tensor lets a thread load at once."""
+    width = _WIDE_BYTES // tensors[0].itemsize
+    aligned = all(tensor.data_ptr() % _WIDE_BYTES == 0 for tensor in tensors)
+    return width if aligned and size % width == 0 else 1
+
+
+def _threads(num_wide: int, most: int) -> int:
+    return min(most, -(-num_wide // _WARP) * _WARP)
+
+
+def _check_rows(
+    dtype: torch.dtype, tensors: dict[str, torch.Tensor], shapes: dict[str, torch.Size]
+) -> None:
+    if dtype not in POOL_DTYPES:
+        raise KernelError(f"the rows are {dtype}, not float32, bfloat16 or float16")
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype or tensor.shape != shapes[name]:
+            raise KernelError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shapes[name])}"
+            )
+        if not tensor.is_contiguous():
+            raise KernelError(f"{name} is not contiguous: give it as one run of rows")

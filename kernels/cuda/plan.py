@@ -1,0 +1,113 @@
+"""The plan of a decode step in device memory that stays where it is, for CUDA graphs.
+
+A graph repeats its launches with the pointers and the grids of the day it was recorded.  So there
+is room for the most sequences, work items and partial results that its size can have; sequences
+that are not there generate into a block nobody uses, items that are not there are marked and end
+at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+
+from kernels.contract import PagedBatch
+from kernels.cuda import tiling
+from kernels.cuda.launch import Planned, is_tiled, on_device
+
+NOTHING = -1
+
+
+class FixedPlan:
+    """A `PagedBatch` of `num_sequences` that each generate one token; `set` says which.
+
+    Attributes:
+        batch: What the operators take; its scratch holds all that they would upload.
+    """
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        num_sequences: int,
+        num_columns: int,
+        num_heads: int,
+        windows: Collection[int | None],
+        *,
+        spare_block: int,
+        wanted_blocks: int,
+    ) -> None:
+        """Allocate on the pool's device.
+
+        Args:
+            num_columns: Of the block tables: blocks of the longest sequence.
+            spare_block: A block of the pool that no sequence owns.
+            wanted_blocks: Thread blocks that fill the device.
+        """
+        self._pool = pool
+        self._group = num_heads // pool.shape[3]
+        self._spare_slot = spare_block * pool.shape[4]
+        self._wanted_blocks = wanted_blocks
+        self._starts = np.arange(num_sequences + 1, dtype=np.int32)
+        tables = torch.full((num_sequences, num_columns), spare_block, dtype=torch.int32)
+        self.batch = PagedBatch(
+            slots=torch.full((num_sequences,), self._spare_slot, dtype=torch.int32),
+            query_starts=torch.from_numpy(self._starts),
+            context_lens=torch.ones(num_sequences, dtype=torch.int32),
+            block_tables=tables,
+        )
+        scratch, device = self.batch.scratch, pool.device
+        scratch["cuda", "slots"] = self.batch.slots.to(device)
+        scratch["cuda", "starts"] = self.batch.query_starts.to(device)
+        scratch["cuda", "contexts"] = self.batch.context_lens.to(device)
+        scratch["cuda", "tables"] = tables.to(device)
+        head_dim = pool.shape[5]
+        few, many = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)
+        self._tile = few if self._group <= few.rows else many
+        self._rooms: dict[int | None, Planned] = {}
+        if is_tiled(pool.dtype, head_dim):
+            for window in windows:
+                room = self._rooms[window] = self._room(num_sequences)
+                scratch["cuda work", window, num_heads] = [room]
+
+    def _room(self, num_sequences: int) -> Planned:
+        """Return room for the most items there can be."""
+        num_kv_heads = self._pool.shape[3]
+        most_tiles = num_sequences * -(-self._group // self._tile.rows)
+        most_items = max(most_tiles, self._wanted_blocks // num_kv_heads)
+        items = np.full((most_items, 5), NOTHING, np.int32)
+        merges = np.full((most_tiles, 4), NOTHING, np.int32)
+        return on_device(self._tile, tiling.Work(items, merges, most_items), self._pool)
+
+    def set(self, batch: PagedBatch) -> None:
+        """Plan a step of no more sequences than there is room for, one token each."""
+        mine, count = self.batch, len(batch.slots)
+        columns = batch.block_tables.shape[1]
+        mine.slots[:count], mine.slots[count:] = batch.slots, self._spare_slot
+        mine.context_lens[:count], mine.context_lens[count:] = batch.context_lens, 1
+        mine.block_tables[:count, :columns] = batch.block_tables
+        mine.block_tables[count:, 0] = self._spare_slot // self._pool.shape[4]
+        scratch = mine.scratch
+        scratch["cuda", "slots"].copy_(mine.slots)
+        scratch["cuda", "contexts"].copy_(mine.context_lens)
+        scratch["cuda", "tables"][:, :columns].copy_(mine.block_tables[:, :columns])
+        for window, room in self._rooms.items():
+            work = tiling.work(
+                self._starts,
+                mine.context_lens.numpy(),
+                np.arange(len(mine.slots)),
+                group=self._group,
+                num_kv_heads=self._pool.shape[3],
+                tile=self._tile,
+                window=window,
+                wanted_blocks=self._wanted_blocks,
+            )
+            _fill(room.work.items, work.items, room.items)
+            _fill(room.work.merges, work.merges, room.merges)
+
+
+def _fill(room: tiling.Ints, table: tiling.Ints, on_device: torch.Tensor) -> None:
+    """Write a table's rows, mark the rest of the room, and upload it."""
+    room[: len(table)], room[len(table) :] = table, NOTHING
+    on_device.copy_(torch.from_numpy(room))

@@ -1,0 +1,281 @@
+"""KV between a device's pool and the host's memory: which way for how many bytes, and the copies.
+
+    plain   the kernel packs on the device, the driver copies that to pageable memory by itself
+    direct  the kernel writes pinned memory, which it can address: one step, for small segments
+    staged  the kernel packs into a buffer on the device, one DMA takes that to pinned memory
+
+Unpacking goes the same ways backwards; what arrived is copied into pinned memory first.  At the
+start every way is timed at a few sizes, and each copy takes the way that was faster near its own.
+Copies run on a lane (`lane.py`) beside what computes and are done on return; several threads may
+copy at a time, for every copy has buffers of its own.  A copy waits for the step after which it may
+touch its blocks, and for no later one: see `mark`.  Nothing here is for pools in the host's memory,
+which `kernels.pack_kv` reads as they lie.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from statistics import median
+from threading import Lock
+
+import torch
+
+import kernels
+from kernels import contract
+from kernels.contract import KernelError
+from kernels.cuda.lane import Lane, SideStream
+
+KIB = 1 << 10
+# Up to the largest segment of the wire; a copy of another size goes as the nearest of them.
+SIZES = (16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)
+# A DMA takes no multiprocessor from a step: it is chosen up to so many times the best time.
+DMA_PATIENCE = 1.1
+# A rectangle larger than this is staged some layers at a time: a bound on memory of the device.
+MAX_BUFFER_BYTES = 32 << 20
+REPEATS = 5
+# Block tables that are kept on the device: of as many transfers as run at a time.
+MAX_TABLES = 256
+
+
+class Way(Enum):
+    """How KV goes between a pool and the host."""
+
+    PLAIN = "plain"
+    DIRECT = "direct"
+    STAGED = "staged"
+
+
+# The way to take at each measured size in bytes, ascending.
+Table = tuple[tuple[int, Way], ...]
+ALWAYS_PLAIN: Table = ((1, Way.PLAIN),)
+
+
+class Staging:
+    """Packs and unpacks one pool; made when no request is served yet, for it measures.
+
+    Attributes:
+        packing: the way by size, out of the pool.
+        unpacking: the way by size, into it.
+        why_plain: what keeps the other ways from being used; empty if nothing does.
+    """
+
+    def __init__(self, pool: torch.Tensor, lane: Lane, sizes: Sequence[int] = SIZES) -> None:
+        self._pool = pool
+        self._lane = lane
+        self._tables = Tables(lane)
+        self.packing = self.unpacking = ALWAYS_PLAIN
+        self.why_plain = _obstacle(pool, lane, sizes[-1])
+        if not self.why_plain:
+            self.packing, self.unpacking = _measured(pool, lane, sizes)
+        lane.mark()
+
+    def mark(self) -> None:
+        """Say that a step is asked for in full: copies from now on wait for it, not for later ones.
+
+        To be called after each step, before anybody hears which blocks it made or freed.
+        """
+        self._lane.mark()
+
+    def pack(self, block_table: Sequence[int], layers: range, tokens: range) -> torch.Tensor:
+        """Copy a rectangle of one sequence's KV to the host, in the order of the wire.
+
+        Returns:
+            [l, 2, Hkv, t, D] of the pool's dtype in host memory that nobody else writes to.
+
+        Raises:
+            ShapeError: The rectangle is empty, outside the pool, or beyond the block table.
+        """
+        contract.check_rectangle(self._pool, block_table, layers, tokens)
+        num_bytes = segment_shape(self._pool, layers, tokens).numel() * self._pool.itemsize
+        way = choose(self.packing, num_bytes)
+        return pack(way, self._lane, self._pool, block_table, layers, tokens, self._tables)
+
+    def unpack(
+        self, block_table: Sequence[int], layers: range, tokens: range, segment: torch.Tensor
+    ) -> None:
+        """Copy a segment, [l, 2, Hkv, t, D] of the pool's dtype on the host, into blocks.
+
+        Raises:
+            ShapeError: The rectangle is not one of the pool, or the segment does not fit it.
+        """
+        contract.check_rectangle(self._pool, block_table, layers, tokens)
+        contract.check_segment(self._pool, layers, tokens, segment)
+        way = choose(self.unpacking, segment.nbytes)
+        unpack(way, self._lane, self._pool, block_table, layers, tokens, segment, self._tables)
+
+
+class Tables:
+    """Block tables on the device: all segments of a transfer have the same one, the same tuple."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._lock = Lock()
+        # By id, for to compare the contents would take as long as to upload them.
+        self._held: OrderedDict[int, tuple[Sequence[int], torch.Tensor]] = OrderedDict()
+
+    def on_device(self, block_table: Sequence[int]) -> torch.Tensor:
+        with self._lock:
+            found = self._held.get(id(block_table))
+            if found is None:
+                found = block_table, self._lane.upload(block_table)
+                if isinstance(block_table, tuple):  # anything else may change
+                    self._held[id(block_table)] = found  # which keeps the id from being reused
+            else:
+                self._held.move_to_end(id(block_table))
+            if len(self._held) > MAX_TABLES:
+                self._held.popitem(last=False)
+            return found[1]
+
+
+def staging_of(pool: torch.Tensor) -> Staging | None:
+    """Return the staging of a pool on a GPU; None where the host reads the pool as it lies."""
+    return Staging(pool, SideStream(pool.device)) if pool.device.type == "cuda" else None
+
+
+def pack(
+    way: Way,
+    lane: Lane,
+    pool: torch.Tensor,
+    block_table: Sequence[int],
+    layers: range,
+    tokens: range,
+    tables: Tables | None = None,
+) -> torch.Tensor:
+    """Copy a rectangle to the host this way; plainly where no pinned memory is left."""
+    with lane.working():
+        segment = None
+        if way is not Way.PLAIN:
+            segment = _pinned(lane, segment_shape(pool, layers, tokens), pool.dtype)
+        if segment is None:
+            return kernels.pack_kv(pool, block_table, layers, tokens).cpu()
+        table = (tables or Tables(lane)).on_device(block_table)
+        if way is Way.DIRECT:
+            lane.move(pool, table, layers, tokens, segment, into_pool=False)
+            return segment
+        for part, mine in _groups(pool, layers, tokens):
+            buffer = lane.buffer(segment[mine].shape, pool.dtype)
+            lane.move(pool, table, part, tokens, buffer, into_pool=False)
+            segment[mine].copy_(buffer, non_blocking=True)
+        return segment
+
+
+def unpack(
+    way: Way,
+    lane: Lane,
+    pool: torch.Tensor,
+    block_table: Sequence[int],
+    layers: range,
+    tokens: range,
+    segment: torch.Tensor,
+    tables: Tables | None = None,
+) -> None:
+    """Copy a segment of the host into blocks this way; plainly where no pinned memory is left."""
+    with lane.working():
+        pinned = None
+        if way is not Way.PLAIN:
+            pinned = _pinned(lane, segment.shape, pool.dtype)
+        if pinned is None:
+            kernels.unpack_kv(pool, block_table, layers, tokens, segment)
+            return
+        pinned.copy_(segment)
+        table = (tables or Tables(lane)).on_device(block_table)
+        if way is Way.DIRECT:
+            lane.move(pool, table, layers, tokens, pinned, into_pool=True)
+            return
+        for part, mine in _groups(pool, layers, tokens):
+            buffer = lane.buffer(pinned[mine].shape, pool.dtype)
+            buffer.copy_(pinned[mine], non_blocking=True)
+            lane.move(pool, table, part, tokens, buffer, into_pool=True)
+
+
+def choose(table: Table, num_bytes: int) -> Way:
+    """Return the way of the measured size that is nearest, by ratio."""
+    return min(table, key=lambda entry: abs(math.log(entry[0] / max(1, num_bytes))))[1]
+
+
+def fastest(seconds: Mapping[Way, float]) -> Way:
+    """Return the way that takes least; staged if that is not much slower, see DMA_PATIENCE."""
+    best = min(seconds, key=lambda way: seconds[way])
+    if seconds.get(Way.STAGED, math.inf) <= DMA_PATIENCE * seconds[best]:
+        return Way.STAGED
+    return best
+
+
+def measure(
+    copy: Callable[[Way, int], object],
+    sizes: Sequence[int],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Table:
+    """Time `copy(way, bytes)`, which returns when it is done, for every way and size."""
+
+    def timed(way: Way, size: int) -> float:
+        copy(way, size)  # compiles, and fills the allocators
+        durations = []
+        for _ in range(REPEATS):
+            start_s = clock()
+            copy(way, size)
+            durations.append(clock() - start_s)
+        return median(durations)
+
+    return tuple((size, fastest({way: timed(way, size) for way in Way})) for size in sizes)
+
+
+def rectangle_of(num_bytes: int, pool: torch.Tensor) -> tuple[range, range]:
+    """Return layers and tokens of about so many bytes: all layers where one token's fit."""
+    layer_bytes = 2 * pool.shape[3] * pool.shape[5] * pool.itemsize
+    num_layers = min(pool.shape[1], max(1, num_bytes // layer_bytes))
+    return range(num_layers), range(max(1, num_bytes // (num_layers * layer_bytes)))
+
+
+def segment_shape(pool: torch.Tensor, layers: range, tokens: range) -> torch.Size:
+    """Return [l, 2, Hkv, t, D]."""
+    return torch.Size((len(layers), 2, pool.shape[3], len(tokens), pool.shape[5]))
+
+
+def _obstacle(pool: torch.Tensor, lane: Lane, num_bytes: int) -> str:
+    try:
+        lane.require(pool)
+    except KernelError as error:
+        return str(error)
+    if _pinned(lane, torch.Size((num_bytes,)), torch.uint8) is None:
+        return "no pinned host memory is to be had; see ulimit -l"
+    return ""
+
+
+def _measured(pool: torch.Tensor, lane: Lane, sizes: Sequence[int]) -> tuple[Table, Table]:
+    # Not in the pool itself: it may be small, and a measurement writes.
+    _, tokens = rectangle_of(sizes[-1], pool)
+    scratch = pool.new_zeros((-(-len(tokens) // pool.shape[4]), *pool.shape[1:]))
+    lane.mark()
+    blocks = range(len(scratch))
+    received = torch.zeros(sizes[-1] + scratch[0].nbytes, dtype=torch.uint8)
+
+    def out(way: Way, size: int) -> None:
+        pack(way, lane, scratch, blocks, *rectangle_of(size, scratch))
+
+    def back(way: Way, size: int) -> None:
+        layers, tokens = rectangle_of(size, scratch)
+        shape = segment_shape(scratch, layers, tokens)
+        segment = received[: shape.numel() * scratch.itemsize].view(scratch.dtype).view(shape)
+        unpack(way, lane, scratch, blocks, layers, tokens, segment)
+
+    return measure(out, sizes), measure(back, sizes)
+
+
+def _pinned(lane: Lane, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    try:
+        return lane.pinned(shape, dtype)
+    except RuntimeError:  # what torch makes of the driver's refusal
+        return None
+
+
+def _groups(pool: torch.Tensor, layers: range, tokens: range) -> Iterator[tuple[range, slice]]:
+    """Yield (layers of the pool, the same of the segment), MAX_BUFFER_BYTES or one layer each."""
+    layer_bytes = segment_shape(pool, range(1), tokens).numel() * pool.itemsize
+    step = max(1, MAX_BUFFER_BYTES // layer_bytes)
+    for first in range(0, len(layers), step):
+        yield layers[first : first + step], slice(first, first + step)

@@ -1,0 +1,79 @@
+"""Powers of two to the last place; numbers rounded to 16 bits as torch does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from kernels.cpu import intrinsics
+
+
+def over(function: Any) -> Any:
+    """Return the function over arrays."""
+
+    @njit
+    def each(x):  # type: ignore[no-untyped-def]
+        out = np.empty_like(x)
+        for i in range(len(x)):
+            out[i] = function(x[i])
+        return out
+
+    return each
+
+
+power, power_double = over(intrinsics.exp2), over(intrinsics.exp2_double)
+
+
+def test_powers_of_two_are_good_to_the_last_place_or_two() -> None:
+    x = np.concatenate((np.linspace(-125.9, 0, 50_001), [-0.5, -1.5, -1e-9, -64.0])).astype(
+        np.float32
+    )
+    want = np.exp2(x.astype(np.float64))
+    assert (np.abs(power(x) - want) / want).max() < 2.0**-22
+    assert power(np.zeros(1, np.float32))[0] == 1.0
+
+
+def test_powers_of_two_in_float64() -> None:
+    x = np.concatenate((np.linspace(-1021.9, 0, 50_001), [-0.5, -1.5, -1e-9, -64.0]))
+    want = np.exp2(x)
+    assert (np.abs(power_double(x) - want) / want).max() < 2.0**-51
+    assert power_double(np.zeros(1))[0] == 1.0
+    tiny = power_double(np.array([-1023.0, -1e300, -math.inf]))
+    assert ((tiny >= 0) & (tiny <= 2.0**-1022)).all()
+
+
+def test_powers_far_below_are_almost_nothing() -> None:
+    tiny = power(np.array([-127.0, -1e30, -math.inf], np.float32))
+    assert ((tiny >= 0) & (tiny <= 2.0**-126)).all()
+
+
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-45, 65519.9, 65520.0, 3.4e38]
+
+
+@pytest.mark.parametrize(
+    ("put", "dtype"),
+    [(intrinsics.store_bfloat16, torch.bfloat16), (intrinsics.store_float16, torch.float16)],
+)
+def test_rounding_is_torchs(put: Any, dtype: torch.dtype) -> None:
+    @njit
+    def put_all(x, address):  # type: ignore[no-untyped-def]
+        for i in range(len(x)):
+            put(address + 2 * i, x[i])
+
+    generator = torch.Generator().manual_seed(5)
+    bits = torch.randint(-(1 << 31), 1 << 31, (20_000,), generator=generator, dtype=torch.int64)
+    # Halfway between two neighbours, even and odd ones.
+    ties = torch.arange(1, 2000) * 0x8000 + 0x3F80_0000
+    numbers = torch.cat((bits, ties)).to(torch.int32).view(torch.float32)
+    x = torch.cat((numbers, torch.tensor(SPECIAL), numbers.clamp(-1, 1)))
+    got, want = torch.empty(len(x), dtype=dtype), x.to(dtype)
+    put_all(x.numpy(), got.data_ptr())
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(
+        got.nan_to_num(7.0).view(torch.int16), want.nan_to_num(7.0).view(torch.int16)
+    )

@@ -1,0 +1,67 @@
+"""One pass gives what torch's several give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm, silu
+
+from kernels.cpu import rowwise
+from kernels.cpu.linear import PackedWeight
+from kernels.cpu.program import Program
+
+ROWS = [0, 1, 3, 8, 70]
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    out = torch.full((len(x) if rows is None else len(rows), x.shape[1]), torch.nan)
+    Program([rowwise.norm(x, weight, 1e-6, out, rows)]).run()
+    return out
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    out = torch.full((len(gate_up), gate_up.shape[1] // 2), torch.nan)
+    Program([rowwise.silu_gate(gate_up, out)]).run()
+    return out
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("size", [1, 7, 64, 576])
+def test_norm(rows: int, size: int) -> None:
+    x, weight = torch.randn(rows, size) * 3, torch.randn(size)
+    want = rms_norm(x, (size,), weight, 1e-6)
+    torch.testing.assert_close(normed(x, weight), want, rtol=1e-5, atol=1e-6)
+
+
+def test_norm_of_some_rows() -> None:
+    x, weight = torch.randn(9, 33), torch.randn(33)
+    rows = torch.tensor([8, 0, 3, 3], dtype=torch.int32)
+    assert torch.equal(normed(x, weight, rows), normed(x, weight)[rows.long()])
+
+
+def test_norm_of_a_zero_row_is_zero() -> None:
+    assert not normed(torch.zeros(2, 16), torch.ones(16)).any()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_gate(rows: int) -> None:
+    gate_up = torch.randn(rows, 2 * 100) * 5
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.testing.assert_close(gated(gate_up), silu(gate) * up, rtol=1e-5, atol=1e-6)
+
+
+def test_gate_of_values_whose_exponential_overflows() -> None:
+    gate = torch.tensor([[-1e4, -200.0, -90.0, -0.0, 0.0, 90.0, 200.0, 1e4]])
+    got = gated(torch.cat((gate, torch.ones_like(gate)), dim=1))
+    torch.testing.assert_close(got, gate.clamp(min=0), atol=1e-30, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_embeddings_are_looked_up(dtype: torch.dtype, is_packed: bool) -> None:
+    weight = torch.randn(50, 12).to(dtype)
+    token_ids = torch.tensor([0, 49, 16, 15, 16], dtype=torch.int32)
+    out = torch.full((5, 12), torch.nan)
+    table = PackedWeight(weight) if is_packed else weight
+    Program([rowwise.embed(token_ids, table, out)]).run()
+    assert torch.equal(out, weight[token_ids.long()].float())

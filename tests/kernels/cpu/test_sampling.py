@@ -1,0 +1,97 @@
+"""Borders found digit by digit are those of a sort; `tests/worker/test_sampler.py` has the rest."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import SAMPLING
+from kernels.cpu.sampling import argmax, sample
+
+PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def settings_of(numbers: npt.ArrayLike, **changes: float) -> npt.NDArray[np.void]:
+    """Return a row's settings for each number that decides."""
+    numbers = np.asarray(numbers)
+    rows = np.empty(len(numbers), SAMPLING)
+    for name, value in {**PLAIN, **changes}.items():
+        rows[name] = value
+    rows["uniform"] = numbers
+    return rows
+
+
+def sampled(logits: list[float], **changes: float) -> set[int]:
+    """Return every token that is sampled, for numbers that leave none out."""
+    numbers = np.append(np.linspace(0, 1, 4000, endpoint=False), 1 - 2.0**-52)
+    rows = torch.tensor(logits).expand(len(numbers), -1)
+    return set(sample(rows, settings_of(numbers, **changes)))
+
+
+# Few values, and as near as float32 has them: ties, and borders that only the last digit tells.
+near = st.sampled_from(
+    [1.0, math.nextafter(1.0, 2.0) + 1e-7, 1.0 + 3e-7, 0.5, 0.0, -1.0, -math.inf]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(logits=st.lists(near, max_size=30), top_k=st.integers(1, 12), top_p=st.floats(0.001, 0.999))
+def test_filters_keep_what_a_sort_would(logits: list[float], top_k: int, top_p: float) -> None:
+    logits = [1.0, *logits]
+    weights = torch.tensor(logits).double().sub(max(torch.tensor(logits))).exp()
+    ranked = weights.sort(descending=True).values
+    for border, changes in (
+        (ranked[min(top_k, len(logits)) - 1], {"top_k": top_k}),
+        (ranked[int((ranked.cumsum(0) < top_p * ranked.sum()).sum())], {"top_p": top_p}),
+    ):
+        kept = (weights >= border) & (weights > 0)
+        assert sampled(logits, **changes) <= set(kept.nonzero()[:, 0].tolist())
+        # Of equal tokens all are kept, so each has a share that is met.
+        assert sampled(logits, **changes) >= {
+            i for i in kept.nonzero()[:, 0].tolist() if weights[i] > 0.1
+        }
+
+
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 5000])
+def test_the_place_is_found_across_parts(size: int) -> None:
+    logits = torch.full((size, size), -math.inf)
+    logits.fill_diagonal_(3.0)
+    for number in (0.0, 0.5, 1 - 2.0**-52):
+        assert sample(logits, settings_of([number] * size)) == list(range(size))
+
+
+def test_equal_weights_are_sampled_in_proportion() -> None:
+    size = 1200
+    numbers = (np.arange(size) + 0.5) / size
+    rows = torch.zeros(1, size).expand(size, -1)
+    assert sample(rows, settings_of(numbers)) == list(range(size))
+
+
+def test_logits_of_any_dtype_and_layout() -> None:
+    logits = torch.randn(700, 3).bfloat16().t()
+    rows = settings_of([0.5] * 3)
+    assert sample(logits, rows) == sample(logits.float().contiguous(), rows)
+
+
+def test_settings_of_every_other_row() -> None:
+    logits, rows = torch.randn(6, 50), settings_of(np.linspace(0, 0.9, 6))
+    assert sample(logits[::2].contiguous(), rows[::2]) == sample(logits, rows)[::2]
+
+
+def test_the_likeliest_is_the_first_of_equals() -> None:
+    assert argmax(torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, -1.0]])) == [1, 0]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_row_without_a_largest_keeps_to_the_vocabulary(broken: float) -> None:
+    for part in (1, 600):
+        logits = torch.zeros(1, 600)
+        logits[0, :part] = broken
+        for changes in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}):
+            assert all(0 <= token < 600 for token in sampled(logits[0].tolist(), **changes))

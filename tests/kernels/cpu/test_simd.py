@@ -1,0 +1,79 @@
+"""The vector loops by themselves: every number of rows, strides, and 16-bit elements exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from numba import njit
+
+from kernels.cpu import simd
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CODES = {name: code for code, name in enumerate(simd.ELEMENTS)}
+
+
+@pytest.mark.parametrize("element", list(DTYPES))
+def test_a_panel_product(element: str) -> None:
+    product = simd.panel_product(3)
+
+    @njit
+    def call(*arguments):  # type: ignore[no-untyped-def]
+        product(*arguments)
+
+    w = torch.randint(-8, 8, (10, 24)).to(DTYPES[element])  # small integers: every sum is exact
+    x = torch.randint(-8, 8, (3, 10)).float()
+    for rows in (1, 2, 3, 9):
+        for is_added in (0, 1):
+            y = torch.ones(4, 20)
+            call(
+                CODES[element],
+                w.data_ptr(), w.stride(0) * w.itemsize, x.data_ptr(), 40, y.data_ptr(), 80, 10,
+                rows, is_added, 0, 0, 0,
+            )  # fmt: skip
+            want = torch.ones(4, 20)
+            count = min(rows, 3)
+            want[:count, :16] = x[:count] @ w[:, :16].float() + is_added
+            assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("element", list(DTYPES))
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_several_panels_at_a_time(element: str, prefetch: bool) -> None:
+    product = simd.panel_product(2, 3, prefetch=prefetch)
+
+    @njit
+    def call(*arguments):  # type: ignore[no-untyped-def]
+        product(*arguments)
+
+    w = torch.randint(-8, 8, (4, 10, 16)).to(DTYPES[element])
+    x = torch.randint(-8, 8, (2, 10)).float()
+    for rows in (1, 2):
+        y = torch.ones(3, 50)
+        call(
+            CODES[element],
+            w.data_ptr(), 16 * w.itemsize, x.data_ptr(), 40, y.data_ptr(), 200, 10, rows, 0,
+            160 * w.itemsize, w.data_ptr(), 8 * w.itemsize,
+        )  # fmt: skip
+        want = torch.ones(3, 50)
+        want[:rows, :48] = torch.cat([x[:rows] @ panel.float() for panel in w[:3]], dim=1)
+        assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("element", list(DTYPES))
+def test_dots_with_four_keys(element: str) -> None:
+    dots = simd.key_dots(2)
+
+    @njit
+    def call(*arguments):  # type: ignore[no-untyped-def]
+        dots(*arguments)
+
+    w = torch.randint(-8, 8, (6, 24)).to(DTYPES[element])
+    x = torch.randint(-8, 8, (3, 24)).float()
+    keys = [5, 0, 3, 3]
+    for rows in (1, 2, 5):
+        y = torch.zeros(3, 6)
+        addresses = [w[key].data_ptr() for key in keys]
+        call(CODES[element], *addresses, x.data_ptr(), 96, y.data_ptr() + 4, 24, 24, rows)
+        want = torch.zeros(3, 6)
+        want[: min(rows, 2), 1:5] = (x @ w[keys].float().T)[: min(rows, 2)]
+        assert torch.equal(y, want)

@@ -1,0 +1,172 @@
+"""Arguments lie where their names say; what is compiled is kept on disk, and computes the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kernels.cpu import tasks, threads
+from kernels.cpu.intrinsics import floats_at
+from kernels.cpu.tasks import CACHE_LINE, Shared, compiled, layout_of, record_of, records_at
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Arguments(NamedTuple):
+    numbers: int
+    factor: float
+    is_negative: bool
+    offset: np.float64
+    taken: int = 0
+
+
+def fill(a: Arguments, _thread: int) -> None:
+    """Write each field as a float32."""
+    numbers = floats_at(a.numbers)
+    numbers[0], numbers[1], numbers[2] = a.factor, a.is_negative, a.offset
+    numbers[3] = a.factor * numbers[3]
+
+
+def filled() -> list[float]:
+    numbers: npt.NDArray[np.float32] = np.full(4, 2, np.float32)
+    arguments = record_of(Arguments(numbers.ctypes.data, 0.1, True, np.float64(-3)))
+    threads.run(fill, arguments.ctypes.data, 1)
+    return numbers.tolist()
+
+
+WANT = [np.float32(0.1), 1.0, -3.0, np.float32(0.2)]
+
+
+@pytest.fixture
+def _compiled_anew() -> Iterator[None]:
+    compiled.cache_clear()
+    threads._native.cache_clear()
+    yield
+    compiled.cache_clear()
+    threads._native.cache_clear()
+
+
+def test_a_loop_reads_fields_by_name() -> None:
+    assert filled() == WANT
+
+
+@dataclass
+class Board:
+    first: int
+    gate: Shared
+    second: int
+    bell: Shared
+
+
+def test_what_many_threads_write_has_a_cache_line_of_its_own() -> None:
+    fields = layout_of(Board).fields
+    assert fields is not None
+    offsets = {name: field[1] for name, field in fields.items()}
+    line = CACHE_LINE
+    assert offsets == {"first": 0, "gate": line, "second": 2 * line, "bell": 3 * line}
+    assert layout_of(Board).itemsize == 4 * line
+
+
+class Unknown(NamedTuple):
+    name: str
+
+
+def test_a_field_of_another_type_has_no_layout() -> None:
+    with pytest.raises(KeyError):
+        layout_of(Unknown)
+
+
+class Pair(NamedTuple):
+    left: int
+    right: int
+
+
+pair_at = records_at(Pair)
+
+
+def swap(a: Pair, _thread: int) -> None:
+    other = pair_at(a.left)
+    other.left, other.right = other.right, other.left
+
+
+def test_a_record_is_changed_where_it_lies() -> None:
+    pair = record_of(Pair(3, 4))
+    threads.run(swap, record_of(Pair(pair.ctypes.data, 0)).ctypes.data, 1)
+    assert pair.tolist() == [(4, 3)]
+
+
+@pytest.mark.usefixtures("_compiled_anew")
+def test_the_second_process_finds_it_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiled(fill).cache_hits == 0
+    compiled.cache_clear()
+    assert compiled(fill).cache_hits == 1
+    assert filled() == WANT
+    # Any source of the loops may have changed what was compiled from this one.
+    compiled.cache_clear()
+    monkeypatch.setattr(tasks._Locator, "get_source_stamp", lambda _: "another")
+    assert compiled(fill).cache_hits == 0
+
+
+@pytest.mark.usefixtures("_compiled_anew")
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert filled() == WANT
+
+
+def test_numbas_own_cache_directory_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    assert filled() == WANT
+    assert list(tmp_path.iterdir()) == []
+
+
+COMPUTE = """
+import numpy as np
+import torch
+from kernels import SAMPLING
+from kernels.cpu import backend
+from tests.kernels.scenes import scene
+
+it = scene([(70, 3), (150, 130)], head_dim=32)
+print(backend.paged_attention(it.query, it.pool, 1, it.batch, 0.2, None).numpy().tobytes().hex())
+settings = np.empty(300, SAMPLING)
+for name, value in (("temperature", 1.0), ("top_k", 0), ("top_p", 0.6), ("min_p", 0.0)):
+    settings[name] = value
+settings["uniform"] = np.linspace(0, 1, 300, endpoint=False)
+logits = torch.randn(1, 600, generator=torch.Generator().manual_seed(1)) / 10
+print(backend.sample(logits.expand(300, -1), settings))
+"""
+
+
+@pytest.mark.timeout(300)  # compiles everything of attention
+def test_a_process_that_compiles_computes_what_one_does_that_finds_it_compiled(
+    tmp_path: Path,
+) -> None:
+    # Two workers go on with one another's texts: they may not differ in a bit.
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", COMPUTE],
+            cwd=ROOT,
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,37 @@
+"""Without a GPU: the errors say what is missing, and the sources are whole."""
+
+import pytest
+import torch
+
+from kernels import KernelError
+from kernels.cuda import backend as cuda
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_said_with_what_to_do() -> None:
+    with pytest.raises(KernelError, match=r"no GPU: .* install a CUDA build .* --device cpu"):
+        cuda.require_device()
+
+
+def test_too_old_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(KernelError, match="no GPU 3: torch sees 1"):
+        cuda.require_device(3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Old One")
+    with pytest.raises(KernelError, match=r"Old One has compute capability 7\.5"):
+        cuda.require_device()
+
+
+def test_torch_s_stream_becomes_cupy_s_without_a_warning() -> None:
+    """Warnings are errors in our tests, and CuPy 14.2 warns of the older way."""
+    pytest.importorskip("cupy", reason="needs cupy: pip install 'baton-serve[cuda]'")
+    assert cuda._cupy().cuda.Stream.from_external(cuda._Queue(12345)).ptr == 12345
+
+
+def test_a_source_holds_its_header_once_and_has_a_hash() -> None:
+    for source in ("attention", "kv", "rowwise"):
+        text = cuda.source_text(source)
+        assert "prims.cuh" not in text and text.count("PRIM void copies_commit") == 1
+        assert len(cuda.source_hash(source)) == 16

@@ -1,0 +1,177 @@
+"""What the host refuses and plans: structs as in the sources, widths of loads, threads, grids."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+import torch
+
+from kernels import KernelError
+from kernels.cuda import backend as cuda
+from kernels.cuda import launch
+from tests.kernels.rowwise_scenes import SIZES, Rowwise, check_all, compare
+from tests.kernels.shim.backend import Shim, why_not
+
+BACKENDS = ["shim", pytest.param("cuda", marks=pytest.mark.gpu)]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "says"),
+    [
+        ((2, 1, 2, 1, 12, 64), torch.bfloat16, "block_size is 12"),
+        ((2, 1, 2, 1, 4, 64), torch.bfloat16, "block_size is 4"),
+        ((2, 1, 2, 1, 16, 20), torch.bfloat16, "head_dim is 20"),
+        ((2, 1, 2, 1, 16, 264), torch.bfloat16, "head_dim is 264"),
+        ((2, 1, 2, 1, 16, 64), torch.float64, "torch.float64"),
+    ],
+)
+def test_a_pool_that_no_kernel_serves(
+    shape: tuple[int, ...], dtype: torch.dtype, says: str
+) -> None:
+    with pytest.raises(KernelError, match=says):
+        launch.check_pool(torch.zeros(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "struct"),
+    [
+        ("attention", "Attention", launch.ATTENTION),
+        ("kv", "Append", launch.APPEND),
+        ("kv", "Move", launch.MOVE),
+        ("rowwise", "Norm", launch.NORM),
+        ("rowwise", "Gate", launch.GATE),
+    ],
+)
+def test_the_structs_have_the_fields_of_the_source(source: str, name: str, struct: object) -> None:
+    found = re.search(rf"struct {name} {{(.*?)}};", cuda.source_text(source), re.S)
+    assert found is not None
+    text = re.sub(r"//.*", "", found[1])
+    fields = [
+        re.sub(r".*[ *]", "", part.strip())
+        for line in text.split(";")
+        for part in line.split(",")
+        if part.strip()
+    ]
+    assert tuple(fields) == struct.names  # type: ignore[attr-defined]
+
+
+@cache
+def shim(order: int = 2) -> Shim:
+    names = [name for dtype in launch.POOL_DTYPES for name in launch.rowwise_kernels(dtype)]
+    return Shim({"rowwise": names}, order=order)
+
+
+def backend(name: str) -> Rowwise:
+    if name == "shim":
+        if reason := why_not():
+            pytest.skip(reason)
+        return shim()
+    try:
+        cuda.require_device()
+    except KernelError as error:
+        pytest.skip(str(error))
+    return cuda
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", launch.POOL_DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_are_those_of_the_formula(name: str, dtype: torch.dtype, size: int) -> None:
+    check_all(backend(name), dtype, size, "cuda" if name == "cuda" else "cpu")
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_any_order_of_threads_gives_the_same(order: int) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    check_all(shim(order), BF16, 4104)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", launch.POOL_DTYPES, ids=str)
+def test_a_gate_of_values_whose_exponential_overflows(name: str, dtype: torch.dtype) -> None:
+    serving, device = backend(name), "cuda" if name == "cuda" else "cpu"
+    gate = torch.tensor([[-1e4, -200.0, -90.0, -0.0, 0.0, 90.0, 200.0, 1e4]], device=device)
+    gate_up = torch.cat((gate, torch.full_like(gate, 2)), dim=1).to(dtype)
+    compare(serving.silu_gate(gate_up), 2 * gate_up[:, :8].double().clamp(min=0))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_zero_row_stays_zero_and_a_nan_is_kept(name: str) -> None:
+    serving, device = backend(name), "cuda" if name == "cuda" else "cpu"
+    x = torch.zeros(3, 40, dtype=BF16, device=device)
+    x[1, 39] = torch.nan
+    normed = serving.rms_norm(x, torch.ones(40, dtype=BF16, device=device), 1e-6)
+    assert normed[1].isnan().all() and not normed[[0, 2]].any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "width", "threads"),
+    [
+        (BF16, 64, 8, 32),
+        (BF16, 576, 8, 96),
+        (FP16, 4096, 8, 512),
+        (FP16, 8192, 8, 512),
+        (FP32, 64, 4, 32),
+        (FP32, 2, 1, 32),
+        (BF16, 4097, 1, 512),
+    ],
+)
+def test_a_norm_reads_as_much_at_once_as_rows_allow(
+    dtype: torch.dtype, size: int, width: int, threads: int
+) -> None:
+    x = torch.zeros(2, 3, size, dtype=dtype)
+    (it,) = launch.norm(x, x[0, 0], 1e-6, x.clone())
+    assert it.kernel == f"rms_norm<{launch.DTYPE_NAMES[dtype]},{width}>"
+    assert (it.grid, it.threads, it.shared_bytes) == ((6, 1), threads, threads // 32 * 4)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_one_tensor_off_the_boundary_makes_every_load_narrow(which: int) -> None:
+    whole = [torch.zeros(1 + 4 * 64, dtype=BF16) for _ in range(4)]
+    rows = [run[number == which :][: 4 * 64].view(4, 64) for number, run in enumerate(whole)]
+    x, y, weight, out = rows
+    (it,) = launch.norm(x, weight[0], 1e-6, out, y)
+    assert it.kernel == "rms_norm<bf16,1>"
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "grid", "threads"),
+    [
+        (1, 64, (1, 1), 32),
+        (5, 4104, (3, 5), 256),
+        (100, 4104, (3, 8), 256),
+        (100, 8, (1, 24), 32),
+        (100, 1 << 20, (512, 1), 256),
+    ],
+)
+def test_a_gate_takes_rows_in_turns(
+    rows: int, size: int, grid: tuple[int, int], threads: int
+) -> None:
+    gate_up = torch.empty(rows, 2 * size, dtype=BF16, device="meta")
+    out = torch.empty(rows, size, dtype=BF16, device="meta")
+    (it,) = launch.gate(gate_up, out, wanted_blocks=24)
+    assert (it.kernel, it.grid, it.threads) == ("silu_gate<bf16,8>", grid, threads)
+
+
+def test_no_rows_launch_nothing() -> None:
+    none = torch.zeros(0, 16)
+    assert launch.norm(none, torch.ones(16), 1e-6, none) == []
+    assert launch.gate(none, torch.zeros(0, 8), wanted_blocks=24) == []
+
+
+def test_what_is_refused() -> None:
+    x, weight = torch.zeros(4, 6), torch.ones(6)
+    with pytest.raises(KernelError, match=r"rows are torch\.float64, not float32"):
+        launch.norm(x.double(), weight, 1e-6, x)
+    with pytest.raises(KernelError, match=r"weight is torch\.float16 \[6\], not torch\.float32"):
+        launch.norm(x, weight.half(), 1e-6, x)
+    with pytest.raises(KernelError, match=r"y is torch\.float32 \[3, 6\], not .* \[4, 6\]"):
+        launch.norm(x, weight, 1e-6, x, x[1:])
+    with pytest.raises(KernelError, match="x is not contiguous"):
+        launch.norm(torch.zeros(6, 4).T, weight, 1e-6, x)
+    with pytest.raises(KernelError, match=r"gate_up is torch\.float32 \[4, 6\], not .* \[4, 4\]"):
+        launch.gate(x, torch.zeros(4, 2), wanted_blocks=24)

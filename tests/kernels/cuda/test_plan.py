@@ -1,0 +1,62 @@
+"""The plan of a step is the same plan with room: what is not there is marked or spare."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import PagedBatch
+from kernels.cuda.plan import NOTHING, FixedPlan
+
+NUM_SEQUENCES, COLUMNS, SPARE, BLOCK_SIZE = 6, 64, 9, 16
+
+
+def batch_of(lens: list[int]) -> PagedBatch:
+    count = len(lens)
+    return PagedBatch(
+        slots=torch.arange(count, dtype=torch.int32),
+        query_starts=torch.arange(count + 1, dtype=torch.int32),
+        context_lens=torch.tensor(lens, dtype=torch.int32),
+        block_tables=torch.arange(count * 3, dtype=torch.int32).view(count, 3),
+    )
+
+
+@settings(deadline=None)
+@given(
+    steps=st.lists(
+        st.lists(st.integers(1, 1000), min_size=1, max_size=NUM_SEQUENCES), min_size=1, max_size=3
+    ),
+    group=st.integers(1, 40),
+    wanted=st.integers(1, 100),
+)
+def test_every_step_fits_its_room(steps: list[list[int]], group: int, wanted: int) -> None:
+    pool = torch.zeros(10, 1, 2, 2, BLOCK_SIZE, 64, dtype=torch.bfloat16)
+    windows = (None, 100)
+    plan = FixedPlan(
+        pool, NUM_SEQUENCES, COLUMNS, 2 * group, windows, spare_block=SPARE, wanted_blocks=wanted
+    )
+    scratch = plan.batch.scratch
+    pointers = {key: it.data_ptr() for key, it in scratch.items() if isinstance(it, torch.Tensor)}
+    for lens in steps:
+        plan.set(batch_of(lens))
+        count = len(lens)
+        assert scratch["cuda", "contexts"].tolist() == lens + [1] * (NUM_SEQUENCES - count)
+        slots = scratch["cuda", "slots"].tolist()
+        assert slots == [*range(count), *[SPARE * BLOCK_SIZE] * (NUM_SEQUENCES - count)]
+        tables = scratch["cuda", "tables"]
+        assert tables[:count, :3].flatten().tolist() == list(range(3 * count))
+        assert (tables[count:, 0] == SPARE).all()
+        for window in windows:
+            ((_, _, items, merges, parts, _),) = scratch["cuda work", window, 2 * group]
+            rows = items[items[:, 0] != NOTHING].tolist()
+            covered = {
+                i: sum(r[3] - r[2] for r in rows if r[0] == i and r[1] == 0) for i in range(6)
+            }
+            for index, length in enumerate(lens):
+                assert covered[index] == (min(length, window) if window else length)
+            used = [row[4] for row in rows if row[4] != NOTHING]
+            assert sorted(used) == list(range(len(used)))
+            assert sum(row[3] for row in merges[merges[:, 0] != NOTHING].tolist()) == len(used)
+            assert not used or (max(used) + 1) * 2 * 64 <= parts.numel()
+    assert pointers == {key: scratch[key].data_ptr() for key in pointers}
