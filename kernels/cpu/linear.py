@@ -121,39 +121,42 @@ def linear(
 
 
 def _multiply_panels(a: _Arguments, thread: int) -> None:
+    # Read once: each store to y might change the record, as far as the compiler knows.
+    element, weight, x, y = a.element, a.weight, a.x, a.y
+    num_panels, num_threads, num_rows = a.num_panels, a.num_threads, a.rows
     depth, y_stride = a.depth, a.y_stride
-    w_stride, x_stride = PANEL * bytes_of(a.element), depth * 4
+    w_stride, x_stride = PANEL * bytes_of(element), depth * 4
     panel_bytes = depth * w_stride
     # Rows of x that stay in the second cache while a chunk's panels pass by.
     block = max(MAX_ROWS, _BLOCK_BYTES // x_stride // MAX_ROWS * MAX_ROWS)
     while True:
-        first, count = take_chunk(a, a.num_panels, a.num_threads, thread)
+        first, count = take_chunk(a, num_panels, num_threads, thread)
         if count == 0:
             return
         last = first + count
         if a.bias:
             _begin_with_bias(a, first * PANEL, last * PANEL)
         has_sums = 1 if a.bias else a.is_added
-        for begin in range(0, a.rows, block):
-            num_rows = min(block, a.rows - begin)
-            x, y = a.x + begin * x_stride, a.y + begin * y_stride
+        for begin in range(0, num_rows, block):
+            rows = min(block, num_rows - begin)
+            from_x, to_y = x + begin * x_stride, y + begin * y_stride
             panel = first
             while panel < last:
-                w, to = a.weight + panel * panel_bytes, y + panel * PANEL * 4
-                width = _num_together(num_rows, last - panel)
+                w, to = weight + panel * panel_bytes, to_y + panel * PANEL * 4
+                width = _num_together(rows, last - panel)
                 panel += width
                 later = w + width * panel_bytes if panel < last else _next_panels(a, thread)
                 _multiply(
                     width,
-                    a.element,
+                    element,
                     w,
                     w_stride,
-                    x,
+                    from_x,
                     x_stride,
                     to,
                     y_stride,
                     depth,
-                    num_rows,
+                    rows,
                     has_sums,
                     later,
                 )
