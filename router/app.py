@@ -21,26 +21,22 @@ from typing import Final
 
 import structlog
 
-from router.body import Bodies
 from router.bus import Bus
-from router.clients import serve_clients
-from router.cluster import Readiness, try_this, unready
 from router.config import Config, split_endpoint
-from router.fleet import Fleet
-from router.flight import Limits
-from router.gateway import Gateway
-from router.httpserver import FLUSH_S, HttpServer
-from router.httpserver import Limits as HttpLimits
-from router.inflight import InFlight
+from router.core.cluster import Readiness, try_this, unready
+from router.core.dispatcher import Dispatcher
+from router.core.fleet import Fleet
+from router.core.request import RequestEnd
+from router.core.state import Limits
+from router.http.application import Application
+from router.http.body import Bodies
+from router.http.origin import Origins
+from router.http.server import FLUSH_S, HttpServer
+from router.http.server import Limits as HttpLimits
+from router.http.tls import server_context
 from router.local import LocalWorkers
 from router.model import vocab_size
-from router.origin import Origins
-from router.request import RequestEnd
-from router.tls import server_context
-from wire.aio.apikeys import open_api_keys
-from wire.aio.keys import open_keys
-from wire.aio.process import Stop, keep_watchdog, notify
-from wire.aio.settings import EX_CONFIG
+from router.tcp import serve_clients
 from wire.aio.tcp import Limits as TcpLimits
 from wire.aio.tcp import Server
 from wire.aio.zmq import Hub
@@ -48,6 +44,10 @@ from wire.checkpoint import ModelError
 from wire.errors import ErrorCode, WireError
 from wire.frames import MAX_TOKEN_ID, Role
 from wire.parts import Buffer
+from wire.process.api_keys import open_api_keys
+from wire.process.keys import open_keys
+from wire.process.lifetime import Stop, keep_watchdog, notify
+from wire.process.settings import EX_CONFIG
 from wire.traffic import Traffic
 
 log = structlog.get_logger("router")
@@ -87,10 +87,10 @@ class Router:
             router_epoch=secrets.randbelow(2**31 - 1) + 1,
             clock=time.monotonic,
         )
-        self.gateway = Gateway(
+        self.application = Application(
             model_name=config.model_name,
             model_path=model_path,
-            inflight=self.inflight,
+            dispatcher=self.dispatcher,
             fleet=self.fleet,
             api_keys=self._api_keys,
             planes=self._planes,
@@ -101,21 +101,21 @@ class Router:
                 checks_host=self._api_keys is None or bool(config.allowed_hosts),
             ),
         )
-        self._idle = Idle(self.inflight)
+        self._idle = Idle(self.dispatcher)
         self._tcp: Server | None = None
         self._http: HttpServer | None = None
         self._local: LocalWorkers | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def inflight(self) -> InFlight:
-        return self.bus.inflight
+    def dispatcher(self) -> Dispatcher:
+        return self.bus.dispatcher
 
     @property
     def status(self) -> str:
         """One line for systemd."""
         workers = [f"{len(self.fleet.ready(role))} {role.name.lower()}" for role in WORKER_ROLES]
-        running, waiting = self.inflight.num_running, self.inflight.num_waiting
+        running, waiting = self.dispatcher.num_running, self.dispatcher.num_waiting
         return f"{running} running, {waiting} waiting, {' and '.join(workers)} workers ready"
 
     async def start(self) -> None:
@@ -125,7 +125,7 @@ class Router:
         with _named(config.tcp):
             self._tcp = await serve_clients(
                 *_address(config.tcp),
-                self.inflight,
+                self.dispatcher,
                 max_requests=config.max_requests_per_connection,
                 limits=TcpLimits(
                     max_connections=config.max_connections,
@@ -139,7 +139,7 @@ class Router:
         self.endpoints["tcp"] = _url("tcp", self._tcp.host, self._tcp.port)
         with _named(config.http):
             bounds = HttpLimits(config.max_connections, config.grace_s, config.idle_s)
-            self._http = HttpServer(self.gateway, *_address(config.http), bounds, self._tls)
+            self._http = HttpServer(self.application, *_address(config.http), bounds, self._tls)
         self.endpoints["http"] = self._http.url
         self._tasks = [
             asyncio.create_task(self._http.run_on_loop(), name="http"),
@@ -167,13 +167,13 @@ class Router:
 
     async def drain(self) -> None:
         """Refuse new requests and let the open ones end, for `drain_s` at most."""
-        self.gateway.draining = self.inflight.is_draining = True
+        self.application.draining = self.dispatcher.is_draining = True
         try:
             async with asyncio.timeout(self.config.drain_s):
                 await self._idle.wait()
         except TimeoutError:
             log.warning("requests ended by the drain", requests=self._idle.num_open)
-            self.inflight.cancel_all(ErrorCode.DRAINING, "the router shut down before the end")
+            self.dispatcher.cancel_all(ErrorCode.DRAINING, "the router shut down before the end")
 
     async def close(self) -> None:
         """Close the faces, end the local workers, then close the bus."""
@@ -213,13 +213,13 @@ class Router:
         command = try_this(
             self.endpoints["http"],
             self.config.model_name,
-            has_text=self.gateway.has_text,
+            has_text=self.application.has_text,
             has_keys=self._api_keys is not None,
         )
         readiness = Readiness(command)
         while True:
             notify(f"STATUS={self.status}")
-            if not self.gateway.draining:
+            if not self.application.draining:
                 readiness.on_look(unready(self.fleet, is_draining=False), time.monotonic())
             await asyncio.sleep(REPORT_S)
 
@@ -227,14 +227,14 @@ class Router:
 class Idle:
     """Tells when no request is open."""
 
-    def __init__(self, inflight: InFlight) -> None:
-        self._inflight = inflight
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
         self._ended = asyncio.Event()
-        inflight.observers.append(self)
+        dispatcher.observers.append(self)
 
     @property
     def num_open(self) -> int:
-        return self._inflight.num_running + self._inflight.num_waiting
+        return self._dispatcher.num_running + self._dispatcher.num_waiting
 
     def on_request_end(self, end: RequestEnd) -> None:
         self._ended.set()

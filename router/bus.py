@@ -1,6 +1,6 @@
 """The router's end of the bus: workers join, beat, drain and are lost here; the rest is passed on.
 
-What a registered worker says about requests goes to `InFlight`.  An unknown identity is asked for
+What a registered worker says about requests goes to `Dispatcher`.  An unknown identity is asked for
 HELLO; one whose bytes are no message of ours is forgotten and must introduce itself again.  It
 knows the socket as two callables, so that it runs without one.  SPEC 5.
 """
@@ -12,10 +12,10 @@ from typing import Final
 
 import structlog
 
-from router.fleet import Fleet
-from router.index import PrefixIndex
-from router.inflight import InFlight, Limits
-from router.worker import Worker, WorkerState
+from router.core.dispatcher import Dispatcher, Limits
+from router.core.fleet import Fleet
+from router.core.index import PrefixIndex
+from router.core.worker import Worker, WorkerState
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, WireError
 from wire.frames import Drain, Error, Frame, Heartbeat, Hello, Peers, Role, Tag, Welcome
 from wire.parts import Buffer, Message, decode, encode
@@ -53,7 +53,7 @@ class Bus:
     ) -> None:
         self.fleet = fleet
         self.index = PrefixIndex()
-        self.inflight = InFlight(
+        self.dispatcher = Dispatcher(
             fleet, self.index, self.send, limits=limits, router_epoch=router_epoch, clock=clock
         )
         self._transmit = transmit
@@ -118,7 +118,7 @@ class Bus:
             for role in (Role.PREFILL, Role.DECODE):
                 for worker in self.fleet.live(role):
                     self.send(worker.identity, Heartbeat(0, len(worker.attempts), 0))
-        self.inflight.tick()
+        self.dispatcher.tick()
 
     def send_error(self, peer: bytes, code: ErrorCode, message: str) -> None:
         """Tell a peer what is wrong with its connection."""
@@ -150,7 +150,7 @@ class Bus:
                 reason=detail.message[:MAX_LOGGED] if detail else "",
             )
         else:
-            self.inflight.on_message(peer, message)
+            self.dispatcher.on_message(peer, message)
 
     def _on_hello(self, peer: bytes, hello: Hello, detail: HelloDetail) -> None:
         try:
@@ -190,24 +190,24 @@ class Bus:
             return
         if worker.is_stalled and not was_stalled:
             log.warning("worker stands still", worker=worker.name, step_ms=load.step_ms)
-            self.inflight.on_lost(peer)
+            self.dispatcher.on_lost(peer)
         if worker.role is Role.DECODE:
             self.index.evict(peer, load.evicted)
             self.index.store(peer, load.stored)
-        self.inflight.on_capacity()
+        self.dispatcher.on_capacity()
 
     def _on_drain(self, peer: bytes) -> None:
         worker = self.fleet.drain(peer)
         assert worker is not None  # Only known peers get here.
         log.info("worker drains", worker=worker.name, requests=len(worker.attempts))
-        self.inflight.let_go(worker)
+        self.dispatcher.let_go(worker)
 
     def _on_removed(self, worker: Worker) -> None:
         if worker.role is Role.DECODE:
             # The same identity may have joined again already; `_on_hello` adds it anew.
             self.index.remove(worker.identity)
             self._send_peers(self.fleet.live(Role.PREFILL))
-        self.inflight.on_lost(worker.identity)
+        self.dispatcher.on_lost(worker.identity)
 
     def _send_peers(self, workers: list[Worker]) -> None:
         peers = self.fleet.peers()

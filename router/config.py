@@ -1,8 +1,8 @@
 """The router's settings: one declaration is the flags, the environment and the validation.
 
-`wire.aio.settings.parse(Config, argv)` makes one of these; every field is the flag of the same name
-with dashes and the variable ``BATON_<NAME>``.  Ports may be 0: the endpoints that were really bound
-are logged and written to `ready_file`.
+`wire.process.settings.parse(Config, argv)` makes one of these; every field is the flag of the same
+name with dashes and the variable ``BATON_<NAME>``.  Ports may be 0: the endpoints that were really
+bound are logged and written to `ready_file`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pydantic import (
 )
 from pydantic_settings import SettingsConfigDict
 
-from router.http import MAX_BODY_BYTES
-from router.origin import check_origin
-from wire.aio.keys import credential
-from wire.aio.settings import Settings
+from router.http.asgi import MAX_BODY_BYTES
+from router.http.origin import check_origin
+from wire.process.keys import credential
+from wire.process.settings import Settings
 
 GiB: Final = 1024**3
 # Settings of workers only: `--local` workers read them from the environment the router was given.
@@ -143,7 +143,7 @@ class Config(Settings):
         default=30_000,
         ge=100,
         le=3_600_000,
-        description="how long an idle hand-over or hold is kept",
+        description="how long an idle transfer or hold is kept",
     )
     stall_ms: int = Field(
         default=60_000,

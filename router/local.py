@@ -22,7 +22,7 @@ from typing import Final
 import structlog
 
 from router.config import Config
-from wire.aio.settings import EX_CONFIG, EX_TEMPFAIL
+from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
 
 log = structlog.get_logger("router")
 

@@ -1,6 +1,6 @@
 """GET /metrics: what the router measures, for Prometheus.
 
-Names, units and labels are as `wire.aio.exposition` has them.  What the core knows anyway
+Names, units and labels are as `wire.process.exposition` has them.  What the core knows anyway
 (fleet, queues, dropped frames) is read when it is asked for; what happens is counted as it happens,
 per token in a few plain list operations instead of a library call.
 """
@@ -26,13 +26,13 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from router.cluster import Counts
-from router.fleet import Fleet
-from router.request import RequestEnd
-from router.worker import WorkerState
-from wire.aio.exposition import Distribution, frames, gauge, tally
+from router.core.cluster import Counts
+from router.core.fleet import Fleet
+from router.core.request import RequestEnd
+from router.core.worker import WorkerState
 from wire.errors import ErrorCode
 from wire.frames import Role
+from wire.process.exposition import Distribution, frames, gauge, tally
 from wire.traffic import Traffic
 
 # From a small model on one machine to a large one over a slow network.
@@ -95,7 +95,7 @@ OUTCOMES: Final = frozenset({"stop", "length", *(code.label for code in ErrorCod
 
 
 class CoreCounts(Counts, Protocol):
-    """What of `router.inflight.InFlight` is read when /metrics is asked for."""
+    """What of `router.core.dispatcher.Dispatcher` is read when /metrics is asked for."""
 
     rejected: Tally[str]
 
@@ -107,7 +107,7 @@ class CoreCounts(Counts, Protocol):
 
 
 class Metrics:
-    """The router's registry.  Observes the ends of requests (`router.flight.Observer`)."""
+    """The router's registry.  Observes the ends of requests (`router.core.state.Observer`)."""
 
     def __init__(
         self, fleet: Fleet, core: CoreCounts, planes: Mapping[str, Traffic] | None = None

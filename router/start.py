@@ -6,12 +6,12 @@ import structlog
 
 from router.app import serve
 from router.config import WORKER_SETTINGS, Config
-from wire.aio.log import configure
-from wire.aio.process import run
-from wire.aio.settings import EX_CONFIG, parse
 from wire.checkpoint import ModelError, check_files, check_weights
 from wire.errors import WireError
 from wire.model import fingerprint, locate
+from wire.process.lifetime import run
+from wire.process.log import configure
+from wire.process.settings import EX_CONFIG, parse
 
 log = structlog.get_logger("router")
 

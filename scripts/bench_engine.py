@@ -46,13 +46,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.make_model import make_model
+from scripts.models.make_model import make_model
 from wire.options import Options
-from worker.batch import Batch
-from worker.engine import Engine
+from worker.engine.engine import Engine
+from worker.engine.outputs import Token
+from worker.engine.sequence import Sequence as Text
+from worker.executor.batch import Batch
 from worker.executor.torch import TorchExecutor
-from worker.outputs import Token
-from worker.sequence import Sequence as Text
 
 CONTEXT = 32  # prompt tokens of each stream
 BLOCK_SIZE = 16

@@ -21,11 +21,11 @@ import numpy as np
 
 from wire.options import Options
 from wire.payloads import KVLayout
-from worker.batch import Batch
-from worker.engine import Engine
+from worker.engine.engine import Engine
+from worker.engine.sequence import Sequence
+from worker.executor.batch import Batch
 from worker.executor.contract import Capabilities, MemoryRequirements, ModelInfo, SampledToken
 from worker.executor.hash import HashKVCache
-from worker.sequence import Sequence
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="uint8")
 LIMITS_MS = {32: 0.5, 256: 3.0}

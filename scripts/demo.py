@@ -27,7 +27,7 @@ from urllib.request import Request, urlopen
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.stories import make_story, pick_questions  # noqa: E402
+from scripts.models.stories import make_story, pick_questions  # noqa: E402
 from wire.errors import ErrorCode  # noqa: E402
 from wire.frames import ANY_RANK, DecodeRequest, PrefillRequest, Tag  # noqa: E402
 from wire.options import Options  # noqa: E402

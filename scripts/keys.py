@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from wire.aio.keys import AUTHORIZED, is_party
 from wire.aio.port import new_key_pair
+from wire.process.keys import AUTHORIZED, is_party
 
 
 def write_new(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ import ast
 import itertools
 import tomllib
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,22 @@ WINGS = {
     "kernels/contract.py": ("kernels.cpu", "kernels.cuda"),
     "kernels/reference.py": ("kernels.cpu", "kernels.cuda"),
 }
+# The wings and files of a package, from the ground up: nobody imports what stands above.
+FLOORS = {
+    "wire": ["wire", "wire/process", "wire/aio"],
+    "router": [
+        *("router/model.py", "router/text", "router/core", "router/log.py", "router/metrics.py"),
+        *("router/http", "router/config.py", "router/tcp.py", "router/bus.py", "router/local.py"),
+        *("router/app.py", "router/start.py", "router/__main__.py"),
+    ],
+    "worker": [
+        *("worker/model", "worker/executor", "worker/engine", "worker/embedded"),
+        *("worker/interfaces.py", "worker/config.py", "worker/memory.py", "worker/assembly.py"),
+        *("worker/warmup.py", "worker/pulse.py", "worker/metrics.py", "worker/link.py"),
+        *("worker/transfer", "worker/environment.py", "worker/counted.py", "worker/roles"),
+        *("worker/app.py", "worker/__main__.py"),
+    ],
+}
 # module -> the only files that may import it
 ONLY_IN = {
     "zmq": {"wire/aio/zmq.py", "wire/aio/port.py", "wire/aio/zap.py"},
@@ -41,28 +58,29 @@ ONLY_UNDER = {"torch": {"worker", "kernels"}}
 # the sans-IO core and the pure modules: nothing here may wait
 ASYNC = {
     "wire/aio",
+    "wire/process",
     "router/app.py",
     "router/__main__.py",
-    "router/gateway.py",
-    "router/body.py",
-    "router/threads.py",
-    "router/httpserver.py",
-    "router/clients.py",
+    "router/http/application.py",
+    "router/http/body.py",
+    "router/http/threads.py",
+    "router/http/server.py",
+    "router/tcp.py",
     "router/local.py",
     "router/bus.py",
     "worker/app.py",
     "worker/__main__.py",
-    "worker/copies.py",
-    "worker/handover.py",
-    "worker/peers.py",
-    "worker/prefill.py",
-    "worker/reception.py",
-    "worker/decode.py",
-    "worker/serving.py",
+    "worker/transfer/thread.py",
+    "worker/transfer/sender.py",
+    "worker/transfer/peers.py",
+    "worker/roles/prefill.py",
+    "worker/transfer/receiver.py",
+    "worker/roles/decode.py",
+    "worker/embedded/serving.py",
 }
 UNPICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 # Types only: there is nothing to run.
-DECLARATIONS = {"router/request.py", "worker/outputs.py"}
+DECLARATIONS = {"router/core/request.py", "worker/engine/outputs.py", "worker/interfaces.py"}
 # One idea a file: what belongs together stays together, and still fits in an afternoon.
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -113,14 +131,14 @@ def test_import_arrows(path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("wire/frames.py", "import router.fleet"),
+        ("wire/frames.py", "import router.core.fleet"),
         ("kernels/reference.py", "from wire import frames"),
         ("kernels/cpu/linear.py", "from kernels.cuda import launch"),
         ("kernels/cuda/plan.py", "from kernels.cpu.threads import run"),
         ("kernels/reference.py", "from kernels.cpu.sampling import sample"),
-        ("router/policy.py", "from worker.engine import Engine"),
-        ("router/policy.py", "import torch"),
-        ("worker/engine.py", "def f():\n    import router"),
+        ("router/core/policy.py", "from worker.engine import Engine"),
+        ("router/core/policy.py", "import torch"),
+        ("worker/engine/engine.py", "def f():\n    import router"),
         ("worker/link.py", "import zmq.asyncio"),
         ("kernels/reference.py", "import cupy"),
         ("wire/transfer.py", "import asyncio"),
@@ -129,6 +147,44 @@ def test_import_arrows(path: Path) -> None:
 )
 def test_a_broken_arrow_is_seen(path: str, line: str) -> None:
     assert len(broken_arrows(Path(path), line)) >= 1
+
+
+def floor_of(path: Path, floors: list[str]) -> int:
+    """The number of the wing or file a module is, the longest name that fits."""
+    fits = [it for it in floors if str(path) == it or str(path).startswith(f"{it}/")]
+    assert fits, f"{path} stands on no floor of its package"
+    return floors.index(max(fits, key=len))
+
+
+def arrows() -> Iterator[tuple[Path, Path]]:
+    """Every import of one module of ours by another."""
+    there = {str(path.with_suffix("")).replace("/", "."): path for path in modules()}
+    for path in modules():
+        for name in set(imports(ast.parse((ROOT / path).read_text()))):
+            if name in there and there[name] != path:
+                yield path, there[name]
+
+
+def test_arrows_between_wings_point_down() -> None:
+    back = [
+        f"{path} imports {other}"
+        for path, other in arrows()
+        if (floors := FLOORS.get(path.parts[0])) and other.parts[0] == path.parts[0]
+        if path.name != "__init__.py" and other.name != "__init__.py"
+        if floor_of(other, floors) > floor_of(path, floors)
+    ]
+    assert back == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph: dict[Path, set[Path]] = {path: set() for path in modules()}
+    for path, other in arrows():
+        if other.name != "__init__.py":
+            graph[path].add(other)
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as circle:
+        raise AssertionError(" -> ".join(map(str, circle.args[1]))) from None
 
 
 def test_no_object_is_received_by_unpickling() -> None:

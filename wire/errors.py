@@ -5,7 +5,7 @@
         LocalProtocolError      we were about to break SPEC: a bug of ours, let it crash the task
         RemoteProtocolError     the peer broke SPEC: drop the peer; the only error decoders raise
       TransferTooLarge          refused before a byte is computed or buffered
-      TransferFailed            the KV hand-over broke; retryable on another worker
+      TransferFailed            the KV transfer broke; retryable on another worker
       PeerLost                  the peer's heartbeats stopped or its socket closed
       RequestFailed             the peer ended this one request with an ERROR frame
 
@@ -16,8 +16,10 @@ sentence; details that name paths, payload bytes or other requests stay in the l
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
 
 __all__ = [
+    "MAX_SHOWN",
     "ErrorCode",
     "LocalProtocolError",
     "PeerLost",
@@ -27,7 +29,11 @@ __all__ = [
     "TransferFailed",
     "TransferTooLarge",
     "WireError",
+    "shown",
 ]
+
+# Characters that an error repeats of what was sent.
+MAX_SHOWN: Final = 200
 
 
 class ErrorCode(IntEnum):
@@ -105,7 +111,7 @@ class TransferTooLarge(WireError):
 
 
 class TransferFailed(WireError):
-    """The hand-over of a KV cache to or from `peer` ended early."""
+    """The transfer of a KV cache to or from `peer` ended early."""
 
     def __init__(self, peer: str, reason: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED) -> None:
         super().__init__(code, f"KV transfer with {peer} failed: {reason}")
@@ -123,3 +129,8 @@ class PeerLost(WireError):
 
 class RequestFailed(WireError):
     """A peer ended one request with ERROR."""
+
+
+def shown(sent: str) -> str:
+    """Return what was sent as an error may repeat it: quoted, and the beginning only."""
+    return repr(sent if len(sent) <= MAX_SHOWN else sent[:MAX_SHOWN] + "…")

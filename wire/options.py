@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from wire.errors import ErrorCode, RemoteProtocolError
+from wire.errors import MAX_SHOWN, ErrorCode, RemoteProtocolError
 from wire.maps import check_keys
 from wire.parts import Buffer
 
@@ -108,4 +108,6 @@ def decode_options(buffer: Buffer) -> Options:
         return options
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         # An unknown key is quoted in the message: cut it, the peer chose its length.
-        raise RemoteProtocolError(f"options: {error}"[:200], ErrorCode.INVALID_REQUEST) from error
+        raise RemoteProtocolError(
+            f"options: {error}"[:MAX_SHOWN], ErrorCode.INVALID_REQUEST
+        ) from error

@@ -1,4 +1,4 @@
-"""The KV hand-over as two state machines without sockets, threads or clocks.  SPEC 6.
+"""The KV transfer as two state machines without sockets, threads or clocks.  SPEC 6.
 
     KVSender     prefill worker: offer -> segments within the credit -> wait for the final ACK
     KVReceiver   decode worker: reserve blocks -> grant credit -> admit, store, acknowledge

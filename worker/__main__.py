@@ -8,18 +8,18 @@ from typing import Any
 
 import structlog
 
-from wire.aio.log import configure
-from wire.aio.process import Stop, run, slow_start
-from wire.aio.settings import parse
 from wire.checkpoint import check_files, check_weights
 from wire.errors import WireError
 from wire.model import fingerprint, locate
+from wire.process.lifetime import Stop, run, slow_start
+from wire.process.log import configure
+from wire.process.settings import parse
 from worker.app import EXIT_CONFIG, Worker
 from worker.assembly import check_speculation
 from worker.config import ROUTER_SETTINGS, Config
+from worker.engine.thread import is_computing
 from worker.executor.contract import Executor
 from worker.executor.registry import create
-from worker.thread import is_computing
 
 log = structlog.get_logger("worker")
 

@@ -1,8 +1,8 @@
 """One worker process: an engine on its thread, a role, and a connection to each router.
 
 `run` is the life of the process: warm up, register, beat until told to stop, drain, close.  The
-event loop only moves bytes; the engine thread only computes (`worker.thread`), and the transfer
-thread only copies (`worker.copies`).
+event loop only moves bytes; the engine thread only computes (`worker.engine.thread`), and the
+transfer thread only copies (`worker.transfer.thread`).
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Final
 import msgspec
 import structlog
 
-from wire.aio.apikeys import open_api_keys
-from wire.aio.keys import open_keys
-from wire.aio.process import Stop, extend_start, keep_watchdog, notify
-from wire.aio.scrape import ScrapePort
-from wire.aio.settings import EX_TEMPFAIL
 from wire.frames import Heartbeat, Role
 from wire.identity import Identity
 from wire.payloads import HelloDetail, encode_map
+from wire.process.api_keys import open_api_keys
+from wire.process.keys import open_keys
+from wire.process.lifetime import Stop, extend_start, keep_watchdog, notify
+from wire.process.scrape import ScrapePort
+from wire.process.settings import EX_TEMPFAIL
 from worker.assembly import make_engine
 from worker.config import Config
-from worker.decode import DecodeRole
+from worker.counted import CountedConnect, CountedPlane
+from worker.engine.measured import measured
+from worker.engine.outputs import Output
+from worker.environment import Environment
 from worker.executor.contract import Executor, ModelInfo
-from worker.executor.measured import measured
 from worker.link import LinkState, RouterLink
-from worker.metered import MeteredConnect, MeteredPlane
 from worker.metrics import Metrics
-from worker.outputs import Output
-from worker.prefill import PrefillRole
 from worker.pulse import Pulse, Standstill
-from worker.surroundings import Surroundings
+from worker.roles.decode import DecodeRole
+from worker.roles.prefill import PrefillRole
 from worker.warmup import Warmup
 
 log = structlog.get_logger("worker")
@@ -59,11 +59,11 @@ class Worker:
         self,
         config: Config,
         executor: Executor,
-        surroundings: Surroundings | None = None,
+        environment: Environment | None = None,
         *,
         draft: Executor | None = None,
     ) -> None:
-        outside = surroundings or Surroundings()
+        outside = environment or Environment()
         info = executor.info
         self._config = config
         self._models = [measured(model) for model in (executor, draft) if model is not None]
@@ -77,8 +77,8 @@ class Worker:
         self._thread.post(self._warmup.run)  # first of all: no block is used yet
         self._copies = outside.make_copies(getattr(self._engine.cache, "copies_at_once", 1))
         keys = open_keys(config.keys, config.party)
-        self._plane = MeteredPlane(outside.make_plane(info.max_model_len, keys))
-        connect = MeteredConnect(outside.connect, keys)
+        self._plane = CountedPlane(outside.make_plane(info.max_model_len, keys))
+        connect = CountedConnect(outside.connect, keys)
         role = Role[config.role.upper()]
         identity = Identity(role, config.rank, outside.epoch())
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole

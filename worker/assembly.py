@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 from worker.config import Config
-from worker.draft_model import ModelDrafter
-from worker.engine import Engine
+from worker.engine.draft_model import ModelDrafter
+from worker.engine.engine import Engine
+from worker.engine.speculation import Drafter
 from worker.executor.contract import Executor
 from worker.memory import count_blocks, free_bytes
-from worker.speculate import Drafter
 
 
 def check_speculation(config: Config, executor: Executor) -> None:

@@ -9,11 +9,11 @@ from typing import Final, Literal, Self
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
-from wire.aio.keys import credential
-from wire.aio.settings import Settings
 from wire.payloads import Endpoint
-from worker.sequence import MAX_DRAFTS
-from worker.speculate import checked
+from wire.process.keys import credential
+from wire.process.settings import Settings
+from worker.engine.sequence import MAX_DRAFTS
+from worker.engine.speculation import checked
 
 MIB: Final = 1 << 20
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")

@@ -41,7 +41,7 @@ from wire.payloads import (
     decode_map,
     encode_map,
 )
-from worker.surroundings import Connect, Connection
+from worker.interfaces import Connect, Connection
 
 log = structlog.get_logger("worker")
 

@@ -1,7 +1,8 @@
 """GET /metrics of a worker: what it knows better than its heartbeats say.
 
-Everything is read when it is asked for; what is not kept anywhere else is in `HandOvers`.  Names
-that the router has too mean the same here, less `role` and `rank`: Prometheus names the instance.
+Everything is read when it is asked for; what is not kept anywhere else is in `TransferCounts`.
+Names that the router has too mean the same here, less `role` and `rank`: Prometheus names the
+instance.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from wire.aio.exposition import Distribution, counter, frames, gauge, histogram, tally
+from wire.process.exposition import Distribution, counter, frames, gauge, histogram, tally
 from wire.traffic import Traffic
 from worker.config import Config
-from worker.slots import Slots
-from worker.stats import STEP_S, Stats
+from worker.engine.slots import Slots
+from worker.engine.stats import STEP_S, Stats
 
 # From a few blocks within one machine to a long prompt over a slow network.
-HAND_OVER_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 40)
+TRANSFER_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 40)
 
 
-class HandOvers:
-    """The hand-overs that ended at this end of theirs.
+class TransferCounts:
+    """The transfers that ended at this end of theirs.
 
     Attributes:
         ends: How many, by how: done, failed, cancelled.
@@ -38,7 +39,7 @@ class HandOvers:
         self.kv_bytes = 0
         self.skipped_bytes = 0
         self.seconds = Distribution(
-            "baton_hand_over_seconds", "From the accepted offer to the end.", HAND_OVER_S
+            "baton_kv_transfer_seconds", "From the accepted offer to the end.", TRANSFER_S
         )
 
     def end(self, how: str, kv_bytes: int, skipped_bytes: int, seconds: float | None) -> None:
@@ -61,7 +62,7 @@ class Served(Protocol):
 class Role(Protocol):
     """What of a role is read here."""
 
-    hand_overs: HandOvers
+    transfers: TransferCounts
 
     @property
     def kv_inflight_bytes(self) -> int: ...
@@ -83,7 +84,7 @@ class Metrics(Collector):
         self._config, self._planes, self._peers_up = config, planes, peers_up
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self._registry.register(role.hand_overs.seconds)
+        self._registry.register(role.transfers.seconds)
 
     def render(self) -> bytes:
         """Return the text exposition."""
@@ -98,19 +99,19 @@ class Metrics(Collector):
         yield from _engine(stats)
         yield from _slots(self._engine.slots())
         yield from _steps(stats)
-        yield from self._hand_overs()
+        yield from self._transfers()
         yield from frames(self._planes)
         yield _labelled("peers_up", "Connections that are up.", "kind", self._peers_up())
         yield gauge(
             "event_loop_lag_seconds", "How late the last timer of the loop was.", self.loop_lag_s
         )
 
-    def _hand_overs(self) -> Iterator[Metric]:
-        books = self._role.hand_overs
-        yield tally("hand_overs", "Hand-overs that ended here.", "outcome", books.ends)
-        yield counter("hand_over_bytes", "KV that crossed the network.", books.kv_bytes)
+    def _transfers(self) -> Iterator[Metric]:
+        books = self._role.transfers
+        yield tally("kv_transfers", "Transfers that ended here.", "outcome", books.ends)
+        yield counter("kv_transfer_bytes", "KV that crossed the network.", books.kv_bytes)
         yield counter(
-            "hand_over_skipped_bytes", "KV the decode worker held already.", books.skipped_bytes
+            "kv_transfer_skipped_bytes", "KV the decode worker held already.", books.skipped_bytes
         )
         yield gauge("kv_inflight_bytes", "KV under way.", self._role.kv_inflight_bytes)
         for name in ("kv_inflight", "kv_transfer"):

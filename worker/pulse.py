@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class Thread(Protocol):
-    """What of `worker.thread.EngineThread` is used here."""
+    """What of `worker.engine.thread.EngineThread` is used here."""
 
     def post(self, call: Callable[[Any], object]) -> None: ...
 

@@ -16,12 +16,13 @@ from kernels import reference
 from kernels.contract import Backend
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
-from scripts.make_model import make_model
+from scripts.models.make_model import make_model
 from tests.kernels.shim.backend import Shim, why_not
 from tests.worker.paged import Text, advance
 from wire.segment import Rectangle
 from worker.executor.torch import TorchExecutor
-from worker.model.transformer import Transformer
+from worker.model.compiled import CompiledTransformer
+from worker.model.weights import Weights
 
 BLOCK_SIZE = 16
 # The plain kernel, and the tiles.
@@ -38,7 +39,8 @@ LIMITS = {"float32": 1e-4, "bfloat16": 8e-2, "float16": 1e-2}
 @pytest.fixture
 def served_by(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Have a backend serve the CPU, and torch compute the rest as on a GPU."""
-    monkeypatch.setattr(Transformer, "compile", lambda self: None)
+    monkeypatch.setattr(CompiledTransformer, "fits", lambda *_: False)
+    monkeypatch.setattr(Weights, "widen", lambda self: None)
 
     def serve(backend: Backend) -> None:
         monkeypatch.setattr(kernels, "backend_of", lambda _: backend)

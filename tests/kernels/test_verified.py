@@ -4,7 +4,7 @@ Which kernels are new or have changed since a GPU last ran them is reported (`py
 failure: whoever changes a kernel need not have a GPU.
 """
 
-from scripts.gpucheck import record
+from tests.gpu import record
 
 
 def test_the_file_speaks_of_kernels_that_exist() -> None:

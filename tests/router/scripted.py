@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass, field
 
 from router.bus import Bus
-from router.fleet import Fleet
-from router.flight import Limits
-from router.inflight import InFlight
-from router.request import Request, RequestEnd
-from router.worker import Worker
+from router.core.dispatcher import Dispatcher
+from router.core.fleet import Fleet
+from router.core.request import Request, RequestEnd
+from router.core.state import Limits
+from router.core.worker import Worker
 from wire.aio.zmq import Link
 from wire.errors import WireError
 from wire.frames import DecodeToken, Frame, Heartbeat, Hello, Role, Tag
@@ -146,11 +146,11 @@ class Router:
             clock=lambda: self.now,
         )
         self.ends = Ends()
-        self.inflight.observers.append(self.ends)
+        self.dispatcher.observers.append(self.ends)
 
     @property
-    def inflight(self) -> InFlight:
-        return self.bus.inflight
+    def dispatcher(self) -> Dispatcher:
+        return self.bus.dispatcher
 
     def say(self, peer: bytes, frames: Frame | list[DecodeToken], *payload: Buffer) -> None:
         """A message from a worker."""
@@ -180,7 +180,7 @@ class Router:
         token_ids = tuple(range(prompt)) if isinstance(prompt, int) else prompt
         sink = RecordingSink()
         request = Request(token_ids, Options(**options), new, client)  # type: ignore[arg-type]
-        return self.inflight.submit(request, sink), sink
+        return self.dispatcher.submit(request, sink), sink
 
     def take(self, tag: Tag) -> list[tuple[bytes, Message]]:
         """Remove and return what was sent with this tag."""
@@ -195,7 +195,7 @@ class Router:
 
     def assert_idle(self) -> None:
         """Every count is back at zero."""
-        assert (self.inflight.num_running, self.inflight.num_waiting) == (0, 0)
+        assert (self.dispatcher.num_running, self.dispatcher.num_waiting) == (0, 0)
         for each in self.fleet:
             assert not each.attempts and not each.promised
             assert (each.num_active, each.prompt_tokens, each.promised_blocks) == (0, 0, 0)

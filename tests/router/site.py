@@ -18,8 +18,8 @@ import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from router.bus import Bus
-from router.flight import Limits
-from router.gateway import Gateway
+from router.core.state import Limits
+from router.http.application import Application
 from tests.router.scripted import EPOCH, detail, fleet, load
 from wire.errors import ErrorCode
 from wire.frames import (
@@ -131,10 +131,10 @@ class Site:
             router_epoch=EPOCH,
             clock=time.monotonic,
         )
-        self.gateway = Gateway(
+        self.application = Application(
             model_name="letters",
             model_path=model_path,
-            inflight=self.bus.inflight,
+            dispatcher=self.bus.dispatcher,
             fleet=self.fleet,
         )
         if join:
@@ -148,7 +148,7 @@ class Site:
         return peer
 
     def client(self) -> httpx.AsyncClient:
-        transport = httpx.ASGITransport(self.gateway)
+        transport = httpx.ASGITransport(self.application)
         return httpx.AsyncClient(transport=transport, base_url="http://localhost", trust_env=False)
 
     def frames(self, kind: type[Frame]) -> list[Frame]:

@@ -17,10 +17,9 @@ import pytest
 
 from router.app import Router, serve
 from router.config import Config, split_endpoint
-from router.request import Request
+from router.core.request import Request
 from tests.router.scripted import RecordingSink, ScriptedWorker, first, usage
 from tests.router.site import ids, write_model
-from wire.aio.process import Stop
 from wire.aio.tcp import connect
 from wire.errors import ErrorCode, WireError
 from wire.frames import (
@@ -40,6 +39,7 @@ from wire.model import fingerprint
 from wire.options import Options
 from wire.parts import Message
 from wire.payloads import encode_prompt
+from wire.process.lifetime import Stop
 
 OPEN = {"http": "127.0.0.1:0", "tcp": "127.0.0.1:0", "bus": "tcp://127.0.0.1:0"}
 
@@ -117,11 +117,11 @@ async def test_workers_leave_when_nothing_refers_to_them(tmp_path: Path) -> None
 async def test_open_requests_end_before_the_router_stops(tmp_path: Path) -> None:
     async with running(tmp_path, drain_s=20.0) as cluster:
         sink = RecordingSink()
-        cluster.router.inflight.submit(Request((1, 2), Options(), 4), sink)
+        cluster.router.dispatcher.submit(Request((1, 2), Options(), 4), sink)
         draining = asyncio.create_task(cluster.router.drain())
         await asyncio.sleep(0)
         with pytest.raises(WireError) as caught:
-            cluster.router.inflight.submit(Request((1, 2), Options(), 4), RecordingSink())
+            cluster.router.dispatcher.submit(Request((1, 2), Options(), 4), RecordingSink())
         assert caught.value.code is ErrorCode.DRAINING
         async with httpx.AsyncClient(base_url=cluster.router.endpoints["http"]) as client:
             response = await client.get("/readyz")

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from router.bus import Bus
-from router.flight import Limits
-from router.request import Request
-from router.worker import WorkerState
+from router.core.request import Request
+from router.core.state import Limits
+from router.core.worker import WorkerState
 from tests.router.scripted import (
     LAYOUT,
     RecordingSink,
@@ -226,7 +226,7 @@ def test_requests_with_one_prefix_meet_before_the_next_heartbeat() -> None:
     for rank in range(3):
         router.join(Role.DECODE, rank, num_blocks=512, max_model_len=4096)
     handle, _ = router.submit(1000)
-    router.inflight.cancel(handle)
+    router.dispatcher.cancel(handle)
     router.sent.clear()
     for _ in range(3):
         router.submit(1000)
@@ -293,7 +293,7 @@ async def test_a_request_over_real_sockets() -> None:
         assert peer.rank == 0 and LAYOUT == sockets.bus.fleet.layout
         await sockets.until_ready(Role.PREFILL, Role.DECODE)
         sink = RecordingSink()
-        sockets.bus.inflight.submit(Request((1, 2, 3), Options(), 2), sink)
+        sockets.bus.dispatcher.submit(Request((1, 2, 3), Options(), 2), sink)
         request_id = (await prefiller.hear(Tag.PREFILL_REQUEST)).frame.request_id  # type: ignore[attr-defined]
         prefiller.say(PrefillDone(request_id, 192), first())
         await decoder.hear(Tag.DECODE_REQUEST)
@@ -314,7 +314,7 @@ async def test_a_closed_connection_ends_the_requests_of_its_worker() -> None:
             await worker.hear(Tag.WELCOME)
         await sockets.until_ready(Role.PREFILL, Role.DECODE)
         sink = RecordingSink()
-        sockets.bus.inflight.submit(Request((1, 2, 3), Options(), 2), sink)
+        sockets.bus.dispatcher.submit(Request((1, 2, 3), Options(), 2), sink)
         await workers[0].link.close(0)
         await workers[1].hear(Tag.CANCEL)
         assert sink.error.code is ErrorCode.WORKER_LOST

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from router.config import WORKER_SETTINGS, Config, split_endpoint
-from wire.aio.settings import parse
+from wire.process.settings import parse
 from worker.config import Config as WorkerConfig
 
 

@@ -17,7 +17,7 @@ import pytest
 from router import local
 from router.config import Config
 from router.local import LocalWorkers, command, environment
-from wire.aio.settings import parse
+from wire.process.settings import parse
 from worker.config import Config as WorkerConfig
 
 OBEDIENT = "import sys, time; print('up', flush=True); time.sleep(60)"

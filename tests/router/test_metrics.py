@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.core.request import RequestEnd
 from router.metrics import Metrics
-from router.request import RequestEnd
 from tests.router.scripted import Router, first, load
 from wire.errors import ErrorCode, WireError
 from wire.frames import PrefillDone, Role
@@ -25,8 +25,8 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 
 def served(router: Router) -> Metrics:
-    metrics = Metrics(router.fleet, router.inflight)
-    router.inflight.observers.append(metrics)
+    metrics = Metrics(router.fleet, router.dispatcher)
+    router.dispatcher.observers.append(metrics)
     return metrics
 
 
@@ -57,7 +57,7 @@ def test_the_prefill_begins_where_the_queue_ends() -> None:
     assert found["baton_prefill_seconds_sum"] == 0.25
 
 
-def test_the_hand_over() -> None:
+def test_the_transfer() -> None:
     router = Router()
     metrics = served(router)
     metrics.on_request_end(ended("stop", kv_bytes=640, kv_skipped_tokens=16, kv_seconds=0.3))

@@ -10,7 +10,7 @@ import pytest
 
 from router.config import Config
 from router.start import has_own_weights
-from wire.aio.settings import EX_CONFIG
+from wire.process.settings import EX_CONFIG
 
 TOLD = """
 import gc, json, sys

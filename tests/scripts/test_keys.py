@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import ROOT
-from wire.aio.apikeys import ApiKeys, digest
-from wire.aio.keys import Keys
+from wire.process.api_keys import ApiKeys, digest
+from wire.process.keys import Keys
 
 
 def keys(*args: object) -> subprocess.CompletedProcess[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from scripts.faults import cancels
-from scripts.faults.checks import problems
-from scripts.faults.cluster import FaultyCluster
+from tests.faults import cancels
+from tests.faults.checks import problems
+from tests.faults.cluster import FaultyCluster
 
 
 async def test_a_storm_of_cancels_leaves_nothing_and_disturbs_nobody(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from scripts.make_model import make_model
+from scripts.models.make_model import make_model
 from tests.cluster import Cluster
 
 PROMPT_LENGTHS = (1, 15, 16, 17, 200, 700)

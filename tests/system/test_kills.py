@@ -1,6 +1,6 @@
 """A worker that is killed in any state of a request costs no client anything.
 
-`scripts/chaos.py --kill-sweep` is the long run of it.
+`scripts/chaos --kill-sweep` is the long run of it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.faults import kills
-from scripts.faults.checks import problems
-from scripts.faults.cluster import FaultyCluster
-from scripts.faults.load import draw_requests, send_all
+from tests.faults import kills
+from tests.faults.checks import problems
+from tests.faults.cluster import FaultyCluster
+from tests.faults.load import draw_requests, send_all
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ PLANTED = f"""
 import asyncio, functools, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 if "router" in sys.orig_argv:
-    from router.intake import Intake
+    from router.http.requests import Intake
     read = Intake.completion
     def fail(secret, *_):
         raise ValueError(secret)

@@ -252,11 +252,11 @@ async def test_a_workers_own_port_says_what_it_did_and_is_at_rest_after_aborts(
     decode, prefill = by_role[0], by_role[1]
     assert [figures.one("baton_peers_up", kind="router") for figures in each] == [1, 1]
     for figures in each:
-        assert figures.one("baton_hand_overs_total", outcome="done") == 2 * N
+        assert figures.one("baton_kv_transfers_total", outcome="done") == 2 * N
         assert figures.one("baton_step_seconds_count") == figures.one("baton_worker_steps_total")
         assert figures.one("baton_kv_inflight_limit_bytes") > 0
-    sent = prefill.one("baton_hand_over_bytes_total")
-    assert sent == decode.one("baton_hand_over_bytes_total") > 0
+    sent = prefill.one("baton_kv_transfer_bytes_total")
+    assert sent == decode.one("baton_kv_transfer_bytes_total") > 0
     offers = prefill.one("baton_frames_total", plane="kv", tag="kv_cache", direction="sent")
     assert offers >= 4 * N  # at least an offer and a segment each
     came = decode.one("baton_frames_total", plane="kv", tag="kv_cache", direction="received")

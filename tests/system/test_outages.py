@@ -1,6 +1,6 @@
 """A worker that is frozen or cut off is missed in time, and a killed router is no silent end.
 
-`scripts/chaos.py --outages` is the long run of it.
+`scripts/chaos --outages` is the long run of it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.faults import outages
-from scripts.faults.checks import problems
-from scripts.faults.clients import Record
-from scripts.faults.cluster import FaultyCluster
-from scripts.faults.load import draw_requests
+from tests.faults import outages
+from tests.faults.checks import problems
+from tests.faults.clients import Record
+from tests.faults.cluster import FaultyCluster
+from tests.faults.load import draw_requests
 from wire.options import Options
 
 

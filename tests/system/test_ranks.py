@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.cluster import START_S, Cluster, until
-from wire.aio.settings import EX_TEMPFAIL
+from wire.process.settings import EX_TEMPFAIL
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import httpx
 
-from scripts.faults.cluster import FaultyCluster
 from tests.cluster import until
+from tests.faults.cluster import FaultyCluster
 
 
 def readiness(cluster: FaultyCluster) -> tuple[int, list[str]]:

@@ -10,7 +10,7 @@ import asyncio
 
 import httpx
 
-from scripts.stories import recall_cases
+from scripts.models.stories import recall_cases
 from tests.cluster import Cluster
 
 NUM_CASES = 100

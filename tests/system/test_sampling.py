@@ -31,10 +31,10 @@ from wire.options import Options
 from wire.payloads import decode_prefill_result, encode_prompt
 from wire.segment import Rectangle
 from wire.stream import StreamDecoder, encode
-from worker.engine import Engine
+from worker.engine.engine import Engine
+from worker.engine.outputs import Computed, Reserved, Started, Token
+from worker.engine.sequence import Sequence as Request
 from worker.executor.torch import TorchExecutor
-from worker.outputs import Computed, Reserved, Started, Token
-from worker.sequence import Sequence as Request
 
 STORY = "Once upon a time there was a little fox who lived near the river. Every day the fox"
 NUM_TOKENS = 32
@@ -206,11 +206,11 @@ def test_preemption_changes_nothing(executor: TorchExecutor, options: Options) -
 
 
 @EVERY
-def test_a_hand_over_changes_nothing(executor: TorchExecutor, options: Options) -> None:
+def test_a_transfer_changes_nothing(executor: TorchExecutor, options: Options) -> None:
     prompt = list(range(50, 90))
     prefill = engine_of(executor)
     decode = engine_of(TorchExecutor.load(locate("demo"), name="demo", device="cpu"), block_size=8)
-    prefill.add(Request(1, prompt, options, hand_over=True))
+    prefill.add(Request(1, prompt, options, transfer=True))
     decode.reserve(1, prompt)
     outputs = [*prefill.step(), *decode.step()]
     [source] = [output.block_table for output in outputs if isinstance(output, Started)]

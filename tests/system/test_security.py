@@ -19,7 +19,6 @@ import zmq
 from tests.cluster import ROOT, Cluster, hash_oracle, kv_endpoint, until
 from tests.scripts.test_keys import keys as scripts_keys
 from tests.worker.scripted import ScriptedPrefill
-from wire.aio.keys import KeyPair, Keys, read_key_pair
 from wire.aio.port import client_options, new_key_pair
 from wire.aio.tcp import Client, connect
 from wire.errors import ErrorCode
@@ -27,6 +26,7 @@ from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, Hello, Prefi
 from wire.options import Options
 from wire.parts import Message
 from wire.payloads import encode_prompt
+from wire.process.keys import KeyPair, Keys, read_key_pair
 
 MIB = 1 << 20
 MAX_GROWTH = 16 * MIB

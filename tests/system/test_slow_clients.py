@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from scripts.faults import slow
-from scripts.faults.checks import problems
-from scripts.faults.cluster import FaultyCluster
-from scripts.faults.slow import SlowClient
 from tests.cluster import until
+from tests.faults import slow
+from tests.faults.checks import problems
+from tests.faults.cluster import FaultyCluster
+from tests.faults.slow import SlowClient
 
 
 async def test_a_client_that_does_not_read_is_cut_and_its_blocks_are_free(tmp_path: Path) -> None:

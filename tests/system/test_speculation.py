@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.make_model import make_model
+from scripts.models.make_model import make_model
 from tests.cluster import START_S, Cluster
 
 VOCAB_SIZE = 512

@@ -22,8 +22,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from scripts.faults.ports import free_port
 from tests.cluster import ROOT, until
+from tests.faults.ports import free_port
 
 UNITS = ROOT / "scripts" / "systemd"
 PLUGIN = """

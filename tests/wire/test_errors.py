@@ -62,7 +62,13 @@ def test_a_code_of_a_later_version_is_internal() -> None:
         ErrorCode("FENCED")  # type: ignore[arg-type]
 
 
+def test_what_was_sent_is_shown_in_part() -> None:
+    assert errors.shown("a\n") == r"'a\n'"
+    assert len(errors.shown("a" * 1_000_000)) == errors.MAX_SHOWN + 3
+
+
 def test_every_error_is_a_wire_error_and_public() -> None:
     for name in errors.__all__:
         kind = getattr(errors, name)
-        assert name == "ErrorCode" or issubclass(kind, WireError)
+        if isinstance(kind, type) and kind is not errors.ErrorCode:
+            assert issubclass(kind, WireError)

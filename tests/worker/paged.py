@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from wire.options import Options
-from worker.batch import Batch, BatchType, Sampling
+from worker.executor.batch import Batch, BatchType, Sampling
 
 DEFAULTS = Options()
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from worker.batch import Batch
+from worker.executor.batch import Batch
 from worker.executor.contract import SampledToken, SequenceFailed
 from worker.executor.hash import HashExecutor, create
 

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, Self, cast
 
-from wire.aio.process import Stop
 from wire.aio.zmq import Hub, Link
 from wire.errors import RemoteProtocolError
 from wire.frames import (
@@ -47,6 +46,7 @@ from wire.payloads import (
     encode_map,
     encode_prompt,
 )
+from wire.process.lifetime import Stop
 from wire.segment import Rectangle, SegmentDescriptor, segment_digest
 from worker.app import Worker
 from worker.config import Config

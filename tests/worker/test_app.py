@@ -26,14 +26,14 @@ from tests.worker.scripted import (
     running,
     scripted_router,
 )
-from wire.aio.settings import EX_TEMPFAIL
 from wire.errors import ErrorCode
 from wire.frames import Cancel, Error, Role, Tag
 from wire.options import Options
 from wire.payloads import MAX_HASHES, decode_prefill_result
+from wire.process.settings import EX_TEMPFAIL
 from worker.app import EXIT_CONFIG, EXIT_CRASHED
-from worker.batch import Batch
-from worker.thread import is_computing
+from worker.engine.thread import is_computing
+from worker.executor.batch import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(100))

@@ -5,13 +5,13 @@ from dataclasses import fields, replace
 import pytest
 
 from tests import example_model
-from wire.aio.settings import parse
+from wire.process.settings import parse
 from worker.assembly import make_engine
 from worker.config import Config
-from worker.draft_model import ModelDrafter
+from worker.engine.draft_model import ModelDrafter
+from worker.engine.settings import EngineSettings
 from worker.executor.hash import LAYOUT, create
 from worker.executor.stepwise import StepwiseExecutor
-from worker.settings import EngineSettings
 
 
 def test_the_flags_reach_the_engine() -> None:

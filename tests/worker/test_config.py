@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from router.config import Config as RouterConfig
-from wire.aio.settings import parse
+from wire.process.settings import parse
 from worker.config import ROUTER_SETTINGS, Config
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.make_model import make_model
-from tests.worker.test_engine import run, text
+from scripts.models.make_model import make_model
+from tests.worker.engine.test_engine import run, text
 from wire.options import Options
-from worker.draft_model import ModelDrafter
-from worker.engine import Engine
+from worker.engine.draft_model import ModelDrafter
+from worker.engine.engine import Engine
+from worker.engine.sequence import Sequence
+from worker.engine.speculation import Drafter
 from worker.executor.torch import TorchExecutor
-from worker.sequence import Sequence
-from worker.speculate import Drafter
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 GREEDY = Options(ignore_eos=True)

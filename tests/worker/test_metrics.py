@@ -1,4 +1,4 @@
-"""/metrics of a worker: what its engine and its hand-overs came to, in names the router has too."""
+"""/metrics of a worker: what its engine and its transfers came to, in names the router has too."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from wire.options import Options
 from wire.traffic import Traffic
 from worker.config import Config
-from worker.engine import Engine
+from worker.engine.engine import Engine
+from worker.engine.sequence import Sequence
 from worker.executor.hash import create
-from worker.metrics import HandOvers, Metrics
-from worker.sequence import Sequence
+from worker.metrics import Metrics, TransferCounts
 
 
 class Books:
@@ -21,9 +21,9 @@ class Books:
     kv_inflight_bytes = 5
 
     def __init__(self) -> None:
-        self.hand_overs = HandOvers()
-        self.hand_overs.end("done", 640, 64, 0.02)
-        self.hand_overs.end("failed", 0, 0, None)
+        self.transfers = TransferCounts()
+        self.transfers.end("done", 640, 64, 0.02)
+        self.transfers.end("failed", 0, 0, None)
 
 
 def served(engine: Engine) -> Metrics:
@@ -81,11 +81,11 @@ def test_how_full_and_how_fast_it_is() -> None:
 
 def test_what_was_handed_over() -> None:
     found = samples(served(engine()))
-    assert found["baton_hand_overs_total{outcome=done}"] == 1
-    assert found["baton_hand_overs_total{outcome=failed}"] == 1
-    assert found["baton_hand_over_bytes_total"] == 640
-    assert found["baton_hand_over_skipped_bytes_total"] == 64
-    assert found["baton_hand_over_seconds_bucket{le=0.02}"] == 1
+    assert found["baton_kv_transfers_total{outcome=done}"] == 1
+    assert found["baton_kv_transfers_total{outcome=failed}"] == 1
+    assert found["baton_kv_transfer_bytes_total"] == 640
+    assert found["baton_kv_transfer_skipped_bytes_total"] == 64
+    assert found["baton_kv_transfer_seconds_bucket{le=0.02}"] == 1
     assert found["baton_kv_inflight_bytes"] == 5
     assert found["baton_kv_inflight_limit_bytes"] == 32 << 20
     assert found["baton_peers_up{kind=router}"] == 1

@@ -4,19 +4,19 @@ import random
 
 import pytest
 
+from tests.worker.engine.test_engine import GREEDY, run
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from tests.worker.scripted import pair
-from tests.worker.test_engine import GREEDY, run
 from wire.errors import ErrorCode
 from wire.frames import Error, Role, Tag
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_map, decode_prefill_result
-from worker.engine import Engine
+from worker.embedded.ledger import Result
+from worker.embedded.serving import ServingEngine
+from worker.engine.engine import Engine
+from worker.engine.outputs import Failed, Output, Reserved, Started, Token
+from worker.engine.sequence import Sequence
 from worker.executor.hash import oracle
-from worker.ledger import Result
-from worker.outputs import Failed, Output, Reserved, Started, Token
-from worker.sequence import Sequence
-from worker.serving import ServingEngine
 
 GREEDY_9 = Options(ignore_eos=True, max_tokens=9)
 PROMPTS = [[seed + 20, 5, 6, 7, 8, seed + 30] for seed in range(4)]
@@ -100,9 +100,9 @@ def test_scores_of_a_neighbour_s_prompt_are_counted_once() -> None:
     assert len(rows) == 2 and rows[0] == rows[1] is not None
 
 
-def test_a_hand_over_keeps_its_blocks_until_the_role_says_so() -> None:
+def test_a_transfer_keeps_its_blocks_until_the_role_says_so() -> None:
     engine = engine_of(max_ubatch_tokens=4)
-    engine.add(Sequence(1, POISONED, GREEDY, 9, hand_over=True))
+    engine.add(Sequence(1, POISONED, GREEDY, 9, transfer=True))
     outputs = run(engine)
     assert isinstance(outputs[0], Started) and isinstance(outputs[-1], Failed)
     assert engine.load().used == 2, "the first chunk may be on its way this moment"
@@ -111,9 +111,9 @@ def test_a_hand_over_keeps_its_blocks_until_the_role_says_so() -> None:
     assert engine.load().used == 0 and engine.num_running == 0
 
 
-def test_a_hand_over_that_is_over_keeps_nothing() -> None:
+def test_a_transfer_that_is_over_keeps_nothing() -> None:
     engine = engine_of(max_ubatch_tokens=4)
-    engine.add(Sequence(1, POISONED, GREEDY, 9, hand_over=True))
+    engine.add(Sequence(1, POISONED, GREEDY, 9, transfer=True))
     engine.step()
     engine.release(1)
     assert isinstance(run(engine)[-1], Failed)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from worker.engine import Engine
+from worker.engine.engine import Engine
+from worker.engine.thread import EngineThread
 from worker.executor.hash import create
 from worker.pulse import Pulse, Standstill
-from worker.thread import EngineThread
 
 
 class Hung:

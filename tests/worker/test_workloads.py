@@ -1,6 +1,6 @@
 """Thousands of random workloads: nothing leaks, nothing starves, every text is the oracle's.
 
-Acceptance 1 of the engine: arrivals, lengths, priorities, deadlines, cancels, hand-overs,
+Acceptance 1 of the engine: arrivals, lengths, priorities, deadlines, cancels, transfers,
 reservations, tiny pools, swap and speculation on and off.  `BATON_WORKLOADS` asks for more.
 """
 

@@ -16,13 +16,13 @@ import numpy as np
 from wire.errors import ErrorCode
 from wire.options import Options
 from wire.segment import Rectangle
-from worker.draft_model import ModelDrafter
-from worker.engine import Engine
+from worker.engine.draft_model import ModelDrafter
+from worker.engine.engine import Engine
+from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
+from worker.engine.sequence import Sequence
+from worker.engine.speculation import Drafter
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor, _kv_words, oracle
-from worker.outputs import Computed, Failed, Output, Reserved, Started, Token
-from worker.sequence import Sequence
-from worker.speculate import Drafter
 
 # So few that n-grams recur and guesses are right now and then.
 VOCAB_SIZE = 6
@@ -79,7 +79,7 @@ class Request:
 
     @property
     def expected(self) -> tuple[int, ...]:
-        limit = 1 if self.kind == "hand_over" else self.limit
+        limit = 1 if self.kind == "transfer" else self.limit
         return full_text(self.prompt, limit, self.options)
 
 
@@ -131,7 +131,7 @@ class Workload:
         return Request(
             request_id,
             arrival=draw.randint(0, draw.choice([2, 20])),
-            kind=draw.choice(["plain", "plain", "plain", "hand_over", "reserved"]),
+            kind=draw.choice(["plain", "plain", "plain", "transfer", "reserved"]),
             prompt=prompt,
             options=options,
             limit=draw.randint(1, 30),
@@ -180,14 +180,14 @@ class Workload:
             if request.kind == "reserved":
                 engine.reserve(request_id, request.prompt)
             else:
-                is_hand_over = request.kind == "hand_over"
+                is_transfer = request.kind == "transfer"
                 engine.add(
                     Sequence(
                         request_id,
                         request.prompt,
                         request.options,
                         request.limit,
-                        hand_over=is_hand_over,
+                        transfer=is_transfer,
                     )
                 )
         if step == request.cancel_at and request.end is None:
@@ -209,7 +209,7 @@ class Workload:
                 assert output.index == index, "a token was lost or told twice"
                 if output.finish_reason != "stop":
                     request.text.append(output.token_id)
-                if output.finish_reason or request.kind == "hand_over":
+                if output.finish_reason or request.kind == "transfer":
                     self._end(request, output.finish_reason or "handed over", step)
                     self.engine.release(request.request_id)
             case Failed():

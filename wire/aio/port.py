@@ -14,9 +14,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from wire.aio import sockopts
-from wire.aio.keys import KeyPair, Keys
 from wire.aio.outbox import MAX_PARTS, Limits, Sending, Tracker, size_of
 from wire.parts import Buffer
+from wire.process.keys import KeyPair, Keys
 
 Context = zmq.Context[zmq.Socket[bytes]]
 # From this size on, handing a buffer over is cheaper than copying it (pyzmq's own threshold).

@@ -1,4 +1,4 @@
-"""Admission at a bound ZeroMQ socket: ZAP (ZeroMQ RFC 27) answered from `wire.aio.keys`.
+"""Admission at a bound ZeroMQ socket: ZAP (ZeroMQ RFC 27) answered from `wire.process.keys`.
 
 libzmq asks at every CURVE handshake, over an in-process socket of the same context; a socket that
 finds nobody there admits nobody (ZAP_ENFORCE_DOMAIN).  `prove` shows that before a port is opened.
@@ -22,10 +22,10 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from wire.aio.keys import Keys
 from wire.aio.port import LAST, REFUSED, ZAP_DOMAIN, Context, Port, client_options, new_key_pair
-from wire.aio.settings import ConfigError
 from wire.identity import is_of_party
+from wire.process.keys import Keys
+from wire.process.settings import ConfigError
 
 ENDPOINT: Final = "inproc://zeromq.zap.01"
 # How often the list of keys is looked at: a revoked key loses its connections within this.

@@ -23,7 +23,6 @@ import structlog
 import zmq
 
 from wire.aio.dial import Dial
-from wire.aio.keys import Keys
 from wire.aio.outbox import Limits, Outbox, Sending
 from wire.aio.peers import Peers
 from wire.aio.port import (
@@ -40,6 +39,7 @@ from wire.aio.pump import Pump, guarded
 from wire.aio.zap import Gate, prove
 from wire.errors import PeerLost
 from wire.parts import Buffer
+from wire.process.keys import Keys
 
 __all__ = ["Context", "Hub", "Link", "Sending", "terminate"]
 

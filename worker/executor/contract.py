@@ -2,8 +2,8 @@
 
 An executor computes and nothing else: no queues, no network, no threads of its own.  The engine
 calls it from one thread.  What the seed wants besides (status, metrics, warmup, prefill and decode
-by hand) is the same for every executor and is put around it: `worker.executor.measured` and
-`worker.executor.direct`.  Only a `KVCache` hears from two threads: it says what that asks of it.
+by hand) is the same for every executor and is put around it: `worker.engine.measured` and
+`worker.engine.direct`.  Only a `KVCache` hears from two threads: it says what that asks of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from wire.parts import Buffer
 from wire.payloads import KVLayout, Logprobs
 from wire.segment import Rectangle
-from worker.batch import Batch
+from worker.executor.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from wire.logprobs import pack_logprobs
 from wire.options import Options
 from wire.payloads import KVLayout, Logprobs
 from wire.segment import Rectangle
-from worker.batch import Batch, Row, Sampling, Scoring, rows_of
+from worker.executor.batch import Batch, Row, Sampling, Scoring, rows_of
 from worker.executor.contract import Capabilities, MemoryRequirements, ModelInfo, SampledToken
 from worker.executor.hostcache import HostKVCache
 

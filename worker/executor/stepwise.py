@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wire.payloads import KVLayout
-from worker.batch import Batch
+from worker.executor.batch import Batch
 from worker.executor.contract import (
     Attention,
     Capabilities,
@@ -92,7 +92,7 @@ class StepwiseExecutor:
         # Imported here: a model that chooses by itself needs no torch.
         import torch
 
-        from worker import sampler
+        from worker.executor import sampler
 
         rows = torch.from_numpy(np.stack([np.asarray(logits[place]) for place in places]))
         samplings = [batch.samplings[place] for place in places]

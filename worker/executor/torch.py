@@ -1,7 +1,7 @@
 """The executor of real models: a Hugging Face directory on one torch device.
 
 Turns the engine's NumPy batch into tensors, runs the transformer, samples.  The work is in
-`worker.model`, `kernels` and `worker.sampler`; this module holds the pieces together.
+`worker.model`, `kernels` and `worker.executor.sampler`; this module holds the pieces together.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from kernels import KernelError, PagedBatch, check_pool
 from wire.payloads import KVLayout
-from worker import sampler
-from worker.batch import Batch
+from worker.executor import sampler
+from worker.executor.batch import Batch
 from worker.executor.contract import (
     Attention,
     Capabilities,
@@ -22,12 +22,11 @@ from worker.executor.contract import (
     ModelInfo,
     SampledToken,
 )
-from worker.kvcache import TorchKVCache
 from worker.model.config import DTYPES, ModelError
 from worker.model.device import find_device
 from worker.model.graphs import DecodeGraphs, graphs_of
-from worker.model.loader import load_model
-from worker.model.transformer import Transformer
+from worker.model.kv_cache import TorchKVCache
+from worker.model.loader import Model, load_model
 
 
 def create(
@@ -53,10 +52,10 @@ def create(
 class TorchExecutor:
     """A transformer that can be stepped; implements `worker.executor.contract.Executor`."""
 
-    def __init__(self, model: Transformer, info: ModelInfo) -> None:
+    def __init__(self, model: Model, info: ModelInfo) -> None:
         self.info = info
         self.capabilities = _capabilities(model, info.layout)
-        self._model: Transformer | None = model
+        self._model: Model | None = model
         self._cache: TorchKVCache | None = None
         self._graphs: DecodeGraphs | None = None
 
@@ -166,12 +165,12 @@ class TorchExecutor:
         return logits
 
     def sample(self, logits: torch.Tensor, batch: Batch) -> list[SampledToken]:
-        """Draw one token per sampled row; see `worker.sampler`."""
+        """Draw one token per sampled row; see `worker.executor.sampler`."""
         logits = logits[: len(batch.sample_rows)]
         return sampler.sample(logits, batch.samplings, self.info.eos_token_ids)
 
     def score(self, logits: torch.Tensor, batch: Batch) -> list[bytes]:
-        """Score the prompts of the batch's scorings; see `worker.sampler`."""
+        """Score the prompts of the batch's scorings; see `worker.executor.sampler`."""
         return sampler.score(logits[len(batch.sample_rows) :], batch.scorings)
 
     def shutdown(self) -> None:
@@ -181,7 +180,7 @@ class TorchExecutor:
         self._graphs = None
 
 
-def _capabilities(model: Transformer, layout: KVLayout) -> Capabilities:
+def _capabilities(model: Model, layout: KVLayout) -> Capabilities:
     config = model.config
     kinds = {Attention.PAGED, Attention.of(config.num_heads, config.num_kv_heads)}
     if any(config.windows):

@@ -8,7 +8,7 @@ written down once for a number of tokens and finds everything where it was the l
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,28 +21,31 @@ from kernels.cpu.rotary import rotate_and_append
 from kernels.cpu.rowwise import embed, norm, silu_gate
 from kernels.cpu.simd import PANEL
 from worker.model.config import ModelConfig
-from worker.model.ops import Linear
 from worker.model.rope import inverse_frequencies
-
-if TYPE_CHECKING:
-    from worker.model.transformer import Layer, Transformer
+from worker.model.weights import Layer, Linear, Weights
 
 # Numbers of tokens that are remembered: decode steps have few, prompts come in every length.
 _MAX_PROGRAMS = 64
 
 
-class CompiledForward:
-    """The forward pass; takes over the weights of the model it is given."""
+class CompiledTransformer:
+    """Computes in float32 with weights that are given away to it: it packs them layer by layer.
 
-    def __init__(self, model: Transformer) -> None:
-        self._config = config = model.config
-        self._layers = [_PackedLayer.of(layer) for layer in model.layers]
-        self._norm = model.norm.float()
-        self._head = PackedWeight(model.head)
+    Attributes are those of `worker.model.transformer.Transformer`.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, weights: Weights) -> None:
+        self.config, self.device, self.kv_dtype = weights.config, weights.device, weights.kv_dtype
+        self.parameter_bytes = weights.parameter_bytes
+        config = self.config
+        self._layers = [_PackedLayer.of(layer) for layer in weights.release_layers()]
+        self._norm = weights.norm.float()
+        self._head = PackedWeight(weights.head)
         # The panels hold the embeddings too where the two are one.
-        self._embedding = self._head if config.tied_embeddings else model.embed
-        model.head = model.embed = model.head.new_empty(0)
-        self._frequencies = inverse_frequencies(config.rope, model.device)
+        self._embedding = self._head if config.tied_embeddings else weights.embed
+        self._frequencies = inverse_frequencies(config.rope, self.device)
         self._items = WorkItems(config.num_heads // config.num_kv_heads)
         self._buffers = _Buffers(config, 0)
         self._inputs = StepInputs(0, self._frequencies)
@@ -56,7 +59,7 @@ class CompiledForward:
         widths = (config.head_dim, config.hidden_size, 2 * config.intermediate_size)
         return not any(width % PANEL for width in widths) and all(t in ELEMENTS for t in dtypes)
 
-    def __call__(
+    def forward(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -64,13 +67,13 @@ class CompiledForward:
         batch: PagedBatch,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """See `Transformer.forward`."""
+        """Compute one step; see `worker.model.transformer.Transformer.forward`."""
         num_tokens, num_rows = len(token_ids), len(rows)
         program = self._program(pool, num_tokens, num_rows)
         self._inputs.set(token_ids.int(), positions.int(), batch.slots, rows.int())
         self._items.set(batch)
         program.run()
-        return self._logits[:num_rows, : self._config.vocab_size]
+        return self._logits[:num_rows, : self.config.vocab_size]
 
     def _program(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> Program:
         self._make_room(pool, num_tokens, num_rows)
@@ -90,7 +93,7 @@ class CompiledForward:
             self._pool = pool
         if num_tokens > self._buffers.num_tokens:
             self._programs.clear()
-            self._buffers = _Buffers(self._config, num_tokens)
+            self._buffers = _Buffers(self.config, num_tokens)
             self._inputs = StepInputs(num_tokens, self._frequencies)
         if num_rows > len(self._logits):
             self._programs.clear()
@@ -100,7 +103,7 @@ class CompiledForward:
 
     def _written_down(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> list[Operation]:
         """Return the operations from token ids to logits."""
-        config, buffers, inputs = self._config, self._buffers, self._inputs
+        config, buffers, inputs = self.config, self._buffers, self._inputs
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         heads, attended = buffers.heads[:num_tokens], buffers.attended[:num_tokens]
         gate_up, gated = buffers.gate_up[:num_tokens], buffers.gated[:num_tokens]
@@ -140,9 +143,8 @@ class _Projection(NamedTuple):
 
     @classmethod
     def packed(cls, matrix: Linear) -> _Projection:
-        weight = PackedWeight(matrix.weight)
-        matrix.weight = matrix.weight.new_empty(0)
-        return cls(weight, None if matrix.bias is None else matrix.bias.float())
+        bias = None if matrix.bias is None else matrix.bias.float()
+        return cls(PackedWeight(matrix.weight), bias)
 
     def of(self, x: torch.Tensor, y: torch.Tensor) -> Operation:
         return linear(x, self.weight, y, bias=self.bias)

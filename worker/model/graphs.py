@@ -13,7 +13,7 @@ import torch
 
 from kernels import PagedBatch
 from kernels.cuda.plan import FixedPlan
-from worker.model.transformer import Transformer
+from worker.model.loader import Model
 
 # Sizes that are recorded: padding costs at most as much again where steps are short.
 SIZES = (1, 2, 4, 8, *range(16, 257, 16))
@@ -32,11 +32,11 @@ class _Recorded(NamedTuple):
 
 
 class DecodeGraphs:
-    """`Transformer.forward` for steps in which every sequence generates one token."""
+    """A model's `forward` for steps in which every sequence generates one token."""
 
     def __init__(
         self,
-        model: Transformer,
+        model: Model,
         pool: torch.Tensor,
         *,
         max_model_len: int,
@@ -105,7 +105,7 @@ class DecodeGraphs:
 
 
 def graphs_of(
-    model: Transformer, pool: torch.Tensor, max_model_len: int, spare_block: int
+    model: Model, pool: torch.Tensor, max_model_len: int, spare_block: int
 ) -> DecodeGraphs:
     """Return the graphs of a model on a GPU."""
     from kernels.cuda.backend import wanted_blocks

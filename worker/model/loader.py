@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors files, whole or sharded, into a transformer's memory.
+"""Checkpoints in safetensors files, whole or sharded, into a model's memory.
 
 Each tensor is read straight into the rows it belongs in, converting its dtype, so a model is never
 held twice.  A checkpoint has to fill every tensor and hold no other: a silent mismatch would serve
@@ -14,37 +14,57 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from wire.checkpoint import ModelError, checkpoint_files
+from worker.model.compiled import CompiledTransformer
 from worker.model.config import read_config
-from worker.model.ops import Tensors
 from worker.model.transformer import Transformer
+from worker.model.weights import Tensors, Weights
+
+Model = Transformer | CompiledTransformer
 
 
 def load_model(
     path: Path, dtype: torch.dtype | None, device: torch.device, *, compiled: bool = False
-) -> Transformer:
+) -> Model:
     """Load a model directory; `dtype` None keeps the checkpoint's.
 
-    `compiled` is for the CPU's compiled loops: a float32 model keeps the matrices of a 16-bit
-    checkpoint in 16 bits, widened as they are read, so nothing but memory and time changes.
+    `compiled` is for the CPU: the model computes in float32, with compiled loops, or with torch
+    where its shapes have none.  A float32 model keeps the matrices of a 16-bit checkpoint in 16
+    bits then, widened as they are read, so nothing but memory and time changes.
 
     Raises:
         ModelError: The directory cannot be served; names the file and the key or tensor.
     """
+    if not compiled:
+        return Transformer(load_weights(path, dtype, device))
+    weights = load_weights(path, dtype, device, keeps_16_bits=True)
+    if CompiledTransformer.fits(weights.config, weights.weight_dtype, weights.kv_dtype):
+        return CompiledTransformer(weights)
+    weights.widen()
+    return Transformer(weights)
+
+
+def load_weights(
+    path: Path, dtype: torch.dtype | None, device: torch.device, *, keeps_16_bits: bool = False
+) -> Weights:
+    """Load the tensors of a model directory; see `load_model`.
+
+    Raises:
+        ModelError: See there.
+    """
     config = read_config(path)
     stored: torch.dtype = getattr(torch, config.dtype)
     dtype = dtype or stored
-    is_kept = compiled and dtype is torch.float32
-    model = Transformer(config, dtype, device, stored if is_kept else dtype)
-    missing = model.named_tensors()
-    ignored = _ignored(model)
+    is_kept = keeps_16_bits and dtype is torch.float32
+    weights = Weights(config, dtype, device, stored if is_kept else dtype)
+    missing = weights.named_tensors()
+    # Some checkpoints with tied embeddings store the output matrix as well.
+    ignored = frozenset({"lm_head.weight"} if config.tied_embeddings else ())
     for file in checkpoint_files(path):
         _load_file(file, missing, ignored)
     if missing:
         raise ModelError(f"{path}: the checkpoint lacks {_some(missing)}")
-    model.finish_loading()
-    if compiled:
-        model.compile()
-    return model
+    weights.finish_loading()
+    return weights
 
 
 def _load_file(file: Path, missing: Tensors, ignored: frozenset[str]) -> None:
@@ -69,11 +89,6 @@ def _fill(target: torch.Tensor, source: torch.Tensor, file: Path, name: str) -> 
     if not source.is_floating_point() or source.itemsize == 1:
         raise ModelError(f"{file}: {name} is {source.dtype}; quantized tensors are not supported")
     target.copy_(source)
-
-
-def _ignored(model: Transformer) -> frozenset[str]:
-    # Some checkpoints with tied embeddings store the output matrix as well.
-    return frozenset({"lm_head.weight"} if model.config.tied_embeddings else ())
 
 
 def _some(names: Iterable[str]) -> str:

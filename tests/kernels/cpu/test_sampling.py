@@ -1,4 +1,4 @@
-"""Borders found digit by digit are those of a sort; `tests/worker/test_sampler.py` has the rest."""
+"""Borders found digit by digit are those of a sort; the rest is in `test_sampler.py`."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.wire.aio.test_keys import write
-from wire.aio.keys import Keys
+from tests.wire.process.test_keys import write
 from wire.aio.outbox import Limits
 from wire.aio.port import Port, client_options, link_options, new_key_pair, server_options
-from wire.aio.settings import ConfigError
+from wire.process.keys import Keys
+from wire.process.settings import ConfigError
 
 
 @pytest.mark.parametrize("is_server", [True, False])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from router.tls import server_context
+from router.http.tls import server_context
 from tests import certificate
 from wire.aio.tcp import Connection, Limits, serve
 from wire.aio.tcp_client import connect

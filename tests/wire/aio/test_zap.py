@@ -11,14 +11,14 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tests.wire.aio.test_keys import write
+from tests.wire.process.test_keys import write
 from wire.aio import zap
-from wire.aio.keys import Keys
 from wire.aio.port import Context, client_options, new_key_pair, server_options
-from wire.aio.settings import ConfigError
 from wire.aio.zap import Authenticator, Gate
 from wire.aio.zmq import Hub, Link
 from wire.parts import Buffer
+from wire.process.keys import Keys
+from wire.process.settings import ConfigError
 
 LOOPBACK = "tcp://127.0.0.1:*"
 ADMITTED, REFUSED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_AUTH

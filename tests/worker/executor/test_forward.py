@@ -5,8 +5,8 @@ import numpy.typing as npt
 import pytest
 
 from wire.options import Options
+from worker.engine.direct import Direct
 from worker.executor.contract import Attention, SequenceFailed
-from worker.executor.direct import Direct
 from worker.executor.forward import Float32, GetKV, serve_forward
 from worker.executor.stepwise import StepwiseExecutor
 

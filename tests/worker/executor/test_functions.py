@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tests import example_model
-from wire.aio.process import Stop
 from wire.payloads import KVLayout
+from wire.process.lifetime import Stop
 from worker.app import EXIT_CRASHED, Worker
 from worker.config import Config
+from worker.engine.direct import Direct
 from worker.executor.contract import SequenceFailed
-from worker.executor.direct import Direct
 from worker.executor.functions import DecodeStepFn, PrefillFn, serve_functions
 from worker.executor.stepwise import StepwiseExecutor
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from wire.options import Options
-from worker.batch import BatchType, Chunk, build
+from worker.engine.batch import Chunk, build
+from worker.engine.sequence import Sequence
+from worker.executor.batch import BatchType
 from worker.executor.hash import (
     EOS_TOKEN_IDS,
     LAYOUT,
@@ -18,7 +20,6 @@ from worker.executor.hash import (
     create,
     oracle,
 )
-from worker.sequence import Sequence
 
 PROMPT = list(range(10, 21))
 

@@ -20,7 +20,8 @@ def test_hash_by_name() -> None:
 
 def test_the_hash_executor_never_loads_torch() -> None:
     script = (
-        "import sys, worker.thread; from worker.executor.registry import create; create('hash');"
+        "import sys, worker.engine.thread;"
+        "from worker.executor.registry import create; create('hash');"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

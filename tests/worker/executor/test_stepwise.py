@@ -13,15 +13,15 @@ from tests.worker.executor.test_functions import LAYOUT, decode_step, prefill
 from wire.errors import ErrorCode
 from wire.options import Options
 from wire.payloads import KVLayout
-from worker.engine import Engine
+from worker.engine.direct import Direct
+from worker.engine.engine import Engine
+from worker.engine.outputs import Failed, Token
+from worker.engine.sequence import Sequence
 from worker.executor.contract import SequenceFailed
-from worker.executor.direct import Direct
 from worker.executor.forward import Float32, GetKV
 from worker.executor.functions import DecodeStepFn, serve_functions
 from worker.executor.hostcache import Bytes
 from worker.executor.stepwise import Answer, StepwiseExecutor, describe
-from worker.outputs import Failed, Token
-from worker.sequence import Sequence
 
 
 def functions() -> StepwiseExecutor:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.make_model import make_model
+from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance, batch_of
 from wire.options import Options
 from wire.segment import Rectangle
 from worker.executor.contract import Attention
 from worker.executor.registry import create
 from worker.executor.torch import TorchExecutor
-from worker.kvcache import TorchKVCache
 from worker.model.config import ModelError
+from worker.model.kv_cache import TorchKVCache
 
 VOCAB = 256
 SAMPLED = Options(temperature=0.9, top_p=0.95, seed=11)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.make_model import make_model
+from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance
 from worker.executor.torch import TorchExecutor
 from worker.model import compiled
-from worker.model.compiled import CompiledForward
+from worker.model.compiled import CompiledTransformer
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 40
 CASES: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def load_plain(path: Path, dtype: str) -> TorchExecutor:
         with monkeypatch.context() as patch:
-            patch.setattr(CompiledForward, "fits", lambda *_: False)
+            patch.setattr(CompiledTransformer, "fits", lambda *_: False)
             return load(path, dtype)
 
     return load_plain

@@ -17,12 +17,11 @@ import kernels
 from kernels import PagedBatch
 from kernels.cuda import launch
 from kernels.cuda.launch import Launch
-from scripts.make_model import make_model
+from scripts.models.make_model import make_model
 from tests.kernels.shim.backend import WANTED_BLOCKS, Shim, why_not
 from worker.model import graphs
 from worker.model.graphs import DecodeGraphs, Step
-from worker.model.loader import load_model
-from worker.model.transformer import Transformer
+from worker.model.loader import Model, load_model
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 150
 CASES: dict[str, dict[str, Any]] = {
@@ -87,7 +86,7 @@ def batch_of(lens: list[int], seed: int) -> PagedBatch:
     return PagedBatch(slots.int(), starts, contexts, tables)
 
 
-def model_of(tmp_path: Path, name: str) -> Transformer:
+def model_of(tmp_path: Path, name: str) -> Model:
     family, dtype = name.split("-")
     path = make_model(tmp_path, family=family, max_position_embeddings=1024, **CASES[name])
     return load_model(path, getattr(torch, dtype), torch.device("cpu"))

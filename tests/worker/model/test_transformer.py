@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.make_model import make_model
+from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance
 from worker.executor.torch import TorchExecutor
 

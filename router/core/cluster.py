@@ -1,0 +1,113 @@
+"""GET /v1/cluster and the readiness of the router: the fleet as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from shlex import quote
+from typing import Any, Final, Protocol
+
+import structlog
+
+from router.core.fleet import Fleet
+from router.core.worker import Worker
+from wire.frames import Role
+from wire.payloads import Load
+
+log = structlog.get_logger("router")
+
+# A person who looks at the log sees soon enough what is missing, and a log is not flooded.
+AGAIN_S: Final = 10.0
+
+
+class Counts(Protocol):
+    """What of `router.core.dispatcher.Dispatcher` is used here."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+
+def cluster(fleet: Fleet, dispatcher: Counts, now: float) -> dict[str, Any]:
+    """Return every worker, prefill first, and the router's own requests.
+
+    What is said of a worker is from its last heartbeat, `last_seen_s` seconds before `now`, but for
+    `placed`: what this router has there at this moment.
+    """
+    workers = sorted(fleet, key=lambda worker: (worker.role, worker.rank))
+    return {
+        "workers": [_worker(worker, now) for worker in workers],
+        "router": {"running": dispatcher.num_running, "waiting": dispatcher.num_waiting},
+    }
+
+
+def _worker(worker: Worker, now: float) -> dict[str, Any]:
+    load = worker.load or Load(total=0, used=0, cached=0, free=0)
+    return {
+        "role": worker.role.name.lower(),
+        "rank": worker.rank,
+        "epoch": worker.epoch,
+        "state": worker.state.value,
+        "last_seen_s": round(now - worker.last_seen, 3),
+        "placed": len(worker.attempts),
+        "running": worker.running,
+        "waiting": worker.waiting,
+        "step": worker.step,
+        "blocks": {
+            "total": load.total,
+            "used": load.used,
+            "cached": load.cached,
+            "free": load.free,
+        },
+        "kv_inflight_bytes": load.kv_inflight_bytes,
+    }
+
+
+def unready(fleet: Fleet, *, is_draining: bool) -> list[str]:
+    """Return why requests cannot be served now; nothing when they can."""
+    reasons = [
+        f"no {role.name.lower()} worker is ready" + _others(fleet, role)
+        for role in (Role.PREFILL, Role.DECODE)
+        if not fleet.ready(role)
+    ]
+    return [*reasons, "the router is draining"] if is_draining else reasons
+
+
+class Readiness:
+    """Which line the log gets: that the router waits, and for what, every `AGAIN_S`; or that it is
+    ready, once each time.
+
+    `try_this` is a command that asks for a completion.
+    """
+
+    def __init__(self, try_this: str) -> None:
+        self._ready = f"ready; try {try_this}"
+        self._is_ready = self._has_been_ready = False
+        self._next_at = 0.0
+
+    def on_look(self, reasons: Sequence[str], now: float) -> None:
+        """Take what `unready` says; call it about once a second."""
+        if not reasons:
+            if not self._is_ready:
+                log.info(self._ready)
+            self._is_ready = self._has_been_ready = True
+        elif self._is_ready or now >= self._next_at:
+            self._is_ready, self._next_at = False, now + AGAIN_S
+            # Every start begins so: nothing to worry about.
+            note = log.warning if self._has_been_ready else log.info
+            note("waiting for workers", reasons=list(reasons))
+
+
+def try_this(url: str, model: str, *, has_text: bool, has_keys: bool) -> str:
+    """Return a shell command for a first completion."""
+    prompt = '"Once upon a time"' if has_text else "[1, 2, 3]"
+    key = " -H 'authorization: Bearer '$API_KEY" if has_keys else ""
+    body = f'{{"model": {json.dumps(model)}, "prompt": {prompt}, "max_tokens": 16}}'
+    return f"curl {url}/v1/completions{key} -H 'content-type: application/json' -d {quote(body)}"
+
+
+def _others(fleet: Fleet, role: Role) -> str:
+    known = [f"{each.name} is {each.state.value}" for each in fleet if each.role is role]
+    return f": {', '.join(known[:8])}" if known else ""

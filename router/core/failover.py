@@ -1,0 +1,70 @@
+"""Whether a failed attempt is made again: for which errors, how often, how soon, at what rate.
+
+An attempt that failed changed nothing but the tokens the client has already: the next one reads the
+prompt and those tokens anew, under a new request id, and goes on at the next position.  Retries
+cannot pile up on a cluster in trouble: each request has a few, all of them together share a budget
+(the shape of Finagle's: a burst, then a fraction of the traffic).  Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from router.core.state import RequestState
+from wire.errors import ErrorCode, WireError
+
+# Faults of a worker, of the way between two, or of the moment: another try may go well (SPEC 8).
+AGAIN: Final = frozenset(
+    {
+        ErrorCode.INTERNAL,
+        ErrorCode.OVERLOADED,
+        ErrorCode.NO_WORKER,
+        ErrorCode.DRAINING,
+        ErrorCode.WORKER_LOST,
+        ErrorCode.TRANSFER_FAILED,
+        ErrorCode.OUT_OF_BLOCKS,
+        ErrorCode.UNKNOWN_REQUEST,
+    }
+)
+# What a second try earns per request and per second, so that a long calm pays for a lost worker.
+PER_REQUEST: Final = 0.2
+PER_S: Final = 10.0
+# A worker that is gone is not asked again; one that failed gets a pause, twice as long each time.
+PAUSE_S: Final = 0.1
+
+
+class RetryBudget:
+    """Retries the router may still make: `burst` at most, earned by requests and by time."""
+
+    def __init__(self, burst: int, now: float) -> None:
+        self._burst = float(burst)
+        self._left = float(burst)
+        self._earned_at = now
+
+    def earn(self) -> None:
+        """A new request was accepted."""
+        self._left = min(self._burst, self._left + PER_REQUEST)
+
+    def spend(self, now: float) -> bool:
+        """Take one retry; False when there is none left."""
+        self._left = min(self._burst, self._left + PER_S * (now - self._earned_at))
+        self._earned_at = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+def pause_s(state: RequestState, error: WireError) -> float:
+    """Return how long the request rests before its next attempt."""
+    if error.code is ErrorCode.WORKER_LOST:
+        return 0.0
+    return float(PAUSE_S * 2 ** (state.num_attempts - 1))
+
+
+def given_up(state: RequestState, error: WireError, reason: str) -> WireError:
+    """Return the error the client gets: the last one, and why there is no further attempt."""
+    if state.num_attempts <= 1 and not reason:
+        return error
+    tries = f"attempt {state.num_attempts} failed"
+    return WireError(error.code, f"{error.message} ({', '.join(filter(None, [tries, reason]))})")

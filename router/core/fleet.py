@@ -1,0 +1,293 @@
+"""The workers this router knows, by ZeroMQ identity: who may join, who is alive, how loaded.
+
+A worker joins with HELLO, is placed on from its first HEARTBEAT (which says how many blocks are
+free), is suspect while its beats are late or its steps stand still, drains when it asks to, and is
+lost when its beats stop or its socket closes.  Who has a (role, rank) and is alive keeps it,
+whoever else asks.  What a worker says of itself binds that worker only: no limit of one is a limit
+of all.  Pure: time comes in as an argument, nothing is sent from here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+from typing import Final, NamedTuple
+
+from router.core.worker import Worker, WorkerState
+from wire.errors import ErrorCode, RemoteProtocolError, WireError
+from wire.frames import NO_RANK, VERSION, Heartbeat, Hello, Role
+from wire.identity import Identity
+from wire.payloads import HelloDetail, KVLayout, Load, PeerDetail
+
+# A peer is dead after this many silent heartbeat intervals (FIELD_NOTES A2).
+MISSED_BEATS: Final = 3
+# One that was silent for this long is not placed on until it is heard again.
+SUSPECT_BEATS: Final = 2
+# A worker that died comes back this soon if something supervises it: requests wait for it.
+REJOIN_S: Final = 10.0
+# Lost workers stay listed until their rank comes back; ranks are few, strangers are not trusted.
+MAX_LOST: Final = 64
+MAX_WORKERS: Final = 4096
+
+
+class Joined(NamedTuple):
+    """A HELLO that was accepted; `replaced` had fallen silent, or is the same worker come again."""
+
+    worker: Worker
+    replaced: Worker | None
+
+
+class Fleet:
+    """The table of workers.
+
+    `own_max_kv_transfer_bytes` is the router's own setting; an engine that is longer than `stall_s`
+    in one step stands still.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_fingerprint: str,
+        max_kv_transfer_bytes: int,
+        heartbeat_s: float,
+        stall_s: float = 60.0,
+    ) -> None:
+        self.model_fingerprint = model_fingerprint
+        self.own_max_kv_transfer_bytes = max_kv_transfer_bytes
+        self.heartbeat_s = heartbeat_s
+        self.stall_s = stall_s
+        self._workers: dict[bytes, Worker] = {}
+        self._last_max_model_len: int | None = None
+        self._ranks: dict[tuple[Role, int], Worker] = {}
+        self._lost: OrderedDict[tuple[Role, int], Worker] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Worker]:
+        """Every worker that is here, and the lost ones whose rank did not come back."""
+        yield from self._workers.values()
+        yield from self._lost.values()
+
+    def get(self, identity: bytes) -> Worker | None:
+        """Return the worker of this identity unless it is lost."""
+        return self._workers.get(identity)
+
+    def live(self, role: Role) -> list[Worker]:
+        """Workers of a role that are here, in whatever state."""
+        return [worker for worker in self._workers.values() if worker.role is role]
+
+    def expected(self, role: Role, now: float) -> list[Worker]:
+        """Workers of a role that are ready, or will be soon if all goes well."""
+        lost = (worker for worker in self._lost.values() if now - worker.lost_at <= REJOIN_S)
+        return [
+            worker
+            for worker in (*self._workers.values(), *lost)
+            if worker.role is role and worker.state is not WorkerState.DRAINING
+        ]
+
+    def ready(self, role: Role) -> list[Worker]:
+        """Workers of a role that requests may be placed on."""
+        return [worker for worker in self.live(role) if worker.is_ready]
+
+    @property
+    def last_max_model_len(self) -> int | None:
+        """`max_model_len`, or what it was when the last worker left; None: none was ever here."""
+        return self.max_model_len or self._last_max_model_len
+
+    @property
+    def layout(self) -> KVLayout | None:
+        """The KV layout all workers here share; None while there is no worker."""
+        return next((worker.detail.layout for worker in self._workers.values()), None)
+
+    @property
+    def max_kv_transfer_bytes(self) -> int:
+        """Largest KV cache that a worker of each role here takes, within the router's own limit."""
+        limits = self._best(lambda detail: detail.max_kv_transfer_bytes)
+        return min([self.own_max_kv_transfer_bytes, *limits])
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest sequence in tokens that a worker of each role takes; None while none is here."""
+        return min(self._best(lambda detail: detail.max_model_len), default=None)
+
+    @property
+    def fence_s(self) -> float:
+        """How long a worker that vanished may still have its rank: then its beats are missed."""
+        return MISSED_BEATS * self.heartbeat_s
+
+    def peers(self) -> list[PeerDetail]:
+        """The decode workers, for PEERS; draining ones included: transfers may be under way."""
+        return [
+            PeerDetail(
+                rank=worker.rank,
+                epoch=worker.epoch,
+                kv_endpoint=worker.detail.kv_endpoint,
+                block_size=worker.detail.block_size,
+            )
+            for worker in self.live(Role.DECODE)
+        ]
+
+    def hello(self, identity: bytes, hello: Hello, detail: HelloDetail, now: float) -> Joined:
+        """Admit a worker.
+
+        Raises:
+            WireError: MISMATCH, FENCED or OVERLOADED; the message says what to fix.
+            RemoteProtocolError: It says it is another than its ZeroMQ identity says, which is what
+                its key was checked against.
+        """
+        if reason := self._mismatch(hello, detail):
+            raise WireError(ErrorCode.MISMATCH, reason)
+        key = Role(hello.role), hello.rank
+        if Identity.parse(identity) != Identity(*key, hello.epoch):
+            raise RemoteProtocolError("HELLO names another worker than the ZeroMQ identity does")
+        replaced = self._ranks.get(key)
+        if replaced is not None and replaced.identity != identity:
+            self._fence(replaced, now)
+        if replaced is None and len(self._workers) >= MAX_WORKERS:
+            raise WireError(ErrorCode.OVERLOADED, f"there are {MAX_WORKERS} workers already")
+        if replaced is not None:
+            self.lose(replaced.identity, now)
+        worker = Worker(identity, *key, hello.epoch, detail, now)
+        self._workers[identity] = self._ranks[key] = worker
+        self._lost.pop(key, None)
+        return Joined(worker, replaced)
+
+    def heartbeat(
+        self, identity: bytes, beat: Heartbeat, load: Load | None, now: float
+    ) -> Worker | None:
+        """Note that a worker is alive and how loaded; None when it is unknown.
+
+        Raises:
+            RemoteProtocolError: It counts other blocks than it has.
+        """
+        worker = self._workers.get(identity)
+        if worker is None:
+            return None
+        if load is not None and not (
+            max(load.used, load.cached, load.free) <= load.total == worker.detail.num_blocks
+        ):
+            raise RemoteProtocolError(
+                f"HEARTBEAT: used {load.used}, cached {load.cached} and free {load.free} of "
+                f"{load.total} blocks, and HELLO said {worker.detail.num_blocks}"
+            )
+        worker.last_seen = now
+        worker.step, worker.running, worker.waiting = beat.step, beat.running, beat.waiting
+        if load is not None:
+            worker.on_load(load)
+            worker.is_stalled = load.step_ms >= self.stall_s * 1000
+            if worker.state is not WorkerState.DRAINING:
+                worker.state = WorkerState.SUSPECT if worker.is_stalled else WorkerState.READY
+        return worker
+
+    def drain(self, identity: bytes) -> Worker | None:
+        """The worker wants no more placements; None when it is unknown."""
+        worker = self._workers.get(identity)
+        if worker is not None:
+            worker.state = WorkerState.DRAINING
+        return worker
+
+    def lose(self, identity: bytes, now: float) -> Worker | None:
+        """Take a worker out; None when it is unknown.  One that drained is not listed as lost."""
+        self._last_max_model_len = self.last_max_model_len
+        worker = self._workers.pop(identity, None)
+        if worker is None:
+            return None
+        key = worker.role, worker.rank
+        del self._ranks[key]
+        if worker.state is not WorkerState.DRAINING or worker.attempts:
+            self._lost[key] = worker
+            if len(self._lost) > MAX_LOST:
+                self._lost.popitem(last=False)
+        worker.state, worker.load, worker.lost_at = WorkerState.LOST, None, now
+        worker.running = worker.waiting = 0
+        return worker
+
+    def overdue(self, now: float) -> list[Worker]:
+        """Workers whose heartbeats stopped; those whose are late become suspect."""
+        late = now - SUSPECT_BEATS * self.heartbeat_s
+        for worker in self._workers.values():
+            if worker.is_ready and worker.last_seen < late:
+                worker.state = WorkerState.SUSPECT
+        limit = now - MISSED_BEATS * self.heartbeat_s
+        return [worker for worker in self._workers.values() if worker.last_seen < limit]
+
+    def is_free(self, role: Role, rank: int) -> bool:
+        """Whether no worker has this rank."""
+        return (role, rank) not in self._ranks
+
+    def _fence(self, incumbent: Worker, now: float) -> None:
+        """Refuse another worker the place of one that was heard lately."""
+        if now - incumbent.last_seen <= SUSPECT_BEATS * self.heartbeat_s:
+            raise WireError(
+                ErrorCode.FENCED,
+                f"{incumbent.name} is here already and alive (epoch {incumbent.epoch}): give this "
+                "worker another --rank, or stop that one first",
+            )
+
+    def _best(self, limit: Callable[[HelloDetail], int]) -> list[int]:
+        """Of each role that is here the highest limit: what is over it no worker would take."""
+        found = [
+            [limit(worker.detail) for worker in self.live(role)]
+            for role in (Role.PREFILL, Role.DECODE)
+        ]
+        return [max(limits) for limits in found if limits]
+
+    def _layout_beside(self, role: Role, rank: int) -> KVLayout | None:
+        """The layout of the others: a rank that comes back may bring another one when alone."""
+        return next(
+            (
+                worker.detail.layout
+                for worker in self._workers.values()
+                if (worker.role, worker.rank) != (role, rank)
+            ),
+            None,
+        )
+
+    def _mismatch(self, hello: Hello, detail: HelloDetail) -> str:
+        if hello.version != VERSION:
+            return (
+                f"protocol version {hello.version}, the router speaks {VERSION}; "
+                "install the same release of baton-serve on both"
+            )
+        if hello.role not in (Role.PREFILL, Role.DECODE):
+            return f"role {hello.role}: only prefill and decode workers join the bus"
+        if hello.rank >= NO_RANK:
+            return f"rank {hello.rank} is reserved; use one below {NO_RANK}"
+        if detail.fingerprint != self.model_fingerprint:
+            return (
+                f"model fingerprint {detail.fingerprint or '(none)'}, the router has "
+                f"{self.model_fingerprint}; give both the same --model, with the same files"
+            )
+        layout = self._layout_beside(Role(hello.role), hello.rank)
+        if layout is not None and detail.layout != layout:
+            return (
+                f"KV layout {_sentence(detail.layout)}, the cluster has {_sentence(layout)}; "
+                "start every worker with the same --dtype"
+            )
+        if hello.role == Role.DECODE and not _is_reachable(detail.kv_endpoint):
+            return (
+                f"a decode worker with the KV endpoint {detail.kv_endpoint or '(none)'}, where "
+                "nobody can connect to; set --kv-advertise"
+            )
+        if detail.num_blocks < 1:
+            return "no KV blocks; set --num-blocks or --kv-cache-bytes"
+        return ""
+
+
+def _is_reachable(endpoint: str) -> bool:
+    """Whether prefill workers may connect there: no wildcard, no group, a port that exists."""
+    if not endpoint.startswith("tcp://"):
+        return bool(endpoint)
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        address = ip_address(host.strip("[]"))
+    except ValueError:
+        return int(port) < 1 << 16  # A name.
+    is_group = address.is_multicast or address == ip_address("255.255.255.255")
+    return int(port) < 1 << 16 and not (address.is_unspecified or is_group)
+
+
+def _sentence(layout: KVLayout) -> str:
+    return (
+        f"{layout.num_layers} layers x {layout.num_kv_heads} heads x {layout.head_dim} "
+        f"of {layout.dtype}"
+    )

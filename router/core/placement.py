@@ -1,0 +1,251 @@
+"""Puts requests on workers and takes them off again: admission, choice, and the books.
+
+`check` refuses what can never be served, before anything is sent; `place` picks the workers by
+`router.core.policy` and charges them; `release_*` are the only ways off the books.  Pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+
+from router.core.fleet import Fleet
+from router.core.index import PrefixIndex
+from router.core.policy import (
+    blocks_to_promise,
+    can_ever_fit,
+    num_blocks,
+    pick_decode,
+    pick_prefill,
+)
+from router.core.state import Attempt, Limits, RequestState, no_worker
+from router.core.worker import Worker
+from wire.errors import ErrorCode, TransferTooLarge, WireError
+from wire.frames import Role
+from wire.logprobs import prompt_logprobs_problem
+
+
+class Placement:
+    """Which attempt is on which worker.  `router_epoch` fills the upper half of request ids."""
+
+    def __init__(
+        self, fleet: Fleet, index: PrefixIndex, *, limits: Limits, router_epoch: int
+    ) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._max_running = limits.max_running_per_worker
+        self._vocab_size = limits.vocab_size
+        self._request_ids = itertools.count((router_epoch << 32) + 1)
+
+    def check(self, state: RequestState, now: float) -> None:
+        """Refuse what no worker here can ever serve.
+
+        Raises:
+            WireError: INVALID_REQUEST, CONTEXT_LENGTH_EXCEEDED, KV_TRANSFER_TOO_LARGE, NO_WORKER
+                or OUT_OF_BLOCKS.
+        """
+        options = state.request.options
+        seq_len = len(state.token_ids)
+        if seq_len == 0:
+            raise WireError(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
+        if options.generated_tokens:
+            raise WireError(
+                ErrorCode.INVALID_REQUEST,
+                f"generated_tokens is {options.generated_tokens}: only a router sets it; leave it "
+                "out",
+            )
+        problem = prompt_logprobs_problem(seq_len, options.prompt_logprobs)
+        if problem is not None:
+            raise WireError(ErrorCode.INVALID_REQUEST, problem)
+        # Under the largest length, so that a long prompt is not looked through for nothing.
+        self.check_length(state)
+        if (largest := max(state.request.token_ids)) >= self._vocab_size:
+            raise WireError(
+                ErrorCode.INVALID_REQUEST,
+                f"token id {largest} is not in the model's vocabulary, 0 to {self._vocab_size - 1}",
+            )
+        is_handed_over = state.num_left != 1
+        layout = self._fleet.layout
+        if layout is not None and is_handed_over:
+            size, limit = seq_len * layout.token_bytes, self._fleet.max_kv_transfer_bytes
+            if size > limit:
+                raise TransferTooLarge(size, limit)
+        self._check_role(Role.PREFILL, seq_len, now)
+        if is_handed_over:
+            self._check_role(Role.DECODE, seq_len, now)
+
+    def check_length(self, state: RequestState) -> None:
+        """Refuse more tokens than any workers take.
+
+        Raises:
+            WireError: CONTEXT_LENGTH_EXCEEDED.
+        """
+        self.check_tokens(len(state.request.token_ids), 1 + (state.new_tokens or 0))
+
+    def check_tokens(self, seq_len: int, wanted: int) -> None:
+        """The same, of a prompt's length and the tokens wanted after it.
+
+        Raises:
+            WireError: CONTEXT_LENGTH_EXCEEDED.
+        """
+        limit = self._fleet.last_max_model_len
+        if limit is not None and seq_len + wanted > limit:
+            raise WireError(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"the model's context length is {limit} tokens; the prompt has {seq_len} and "
+                f"{wanted} more are asked for, {seq_len + wanted} in all",
+            )
+
+    def num_that_fit(self, state: RequestState) -> int:
+        """Return how many tokens fit into the model's context after the first.
+
+        Raises:
+            WireError: NO_WORKER; the context's length is not known without one.
+        """
+        limit = self._fleet.last_max_model_len
+        if limit is None:
+            raise no_worker(Role.PREFILL)
+        return max(0, limit - len(state.request.token_ids) - 1)
+
+    def place(self, state: RequestState) -> Attempt | None:
+        """Choose workers and charge them; None when there is no room now."""
+        num_left = state.num_left
+        token_ids = state.token_ids
+        prefill = pick_prefill(
+            self._candidates(Role.PREFILL, state), len(token_ids), self._max_running
+        )
+        if prefill is None:
+            return None
+        if num_left == 1:
+            attempt = Attempt(next(self._request_ids), state, prefill, None, len(state.generated))
+        else:
+            choice = pick_decode(
+                self._candidates(Role.DECODE, state),
+                token_ids,
+                None if num_left is None else num_left - 1,
+                self._index,
+                self._max_running,
+            )
+            if choice is None:
+                return None
+            decode = choice.worker
+            attempt = Attempt(next(self._request_ids), state, prefill, decode, len(state.generated))
+            decode.attempts.add(attempt.request_id)
+            decode.num_active += 1
+            decode.promise(attempt.request_id, choice.num_blocks)
+            self._index.store(decode.identity, choice.hashes)
+        prefill.attempts.add(attempt.request_id)
+        prefill.num_active += 1
+        prefill.prompt_tokens += attempt.seq_len
+        return attempt
+
+    def give_way(self, state: RequestState, parked: Iterable[RequestState]) -> list[RequestState]:
+        """Return which of `parked`, taken in this order, must end so that `state` can be placed.
+
+        None of them if that would not help, or if enough have ended already and only the heartbeat
+        is missing that shows it.  The caller ends those that are returned.
+        """
+        seq_len, num_left = len(state.token_ids), state.num_left
+        prefills = self._candidates(Role.PREFILL, state)
+        if pick_prefill(prefills, seq_len, self._max_running) is None:
+            return []
+        workers = {
+            worker.identity: worker
+            for worker in self._candidates(Role.DECODE, state)
+            if can_ever_fit(worker, seq_len)
+        }
+        new_tokens = None if num_left is None else num_left - 1
+        giving: dict[bytes, list[RequestState]] = {identity: [] for identity in workers}
+        # Blocks that come back at once, since they are but promised, and with a heartbeat.
+        promised, held = Counter[bytes](), Counter[bytes]()
+
+        def has_room(worker: Worker) -> bool:
+            key = worker.identity
+            coming = promised[key] + held[key] + worker.returning_blocks
+            return (
+                worker.num_active - len(giving[key]) < self._max_running
+                and blocks_to_promise(worker, seq_len, new_tokens)
+                <= worker.available_blocks + coming
+            )
+
+        if any(map(has_room, workers.values())):
+            return []
+        for each in parked:
+            assert each.attempt is not None and each.attempt.decode is not None
+            key, request_id = each.attempt.decode.identity, each.attempt.request_id
+            if (worker := workers.get(key)) is None:
+                continue
+            giving[key].append(each)
+            if request_id in worker.promised:
+                promised[key] += worker.promised[request_id]
+            else:
+                held[key] += num_blocks(each.attempt.seq_len, worker.detail.block_size)
+            if has_room(worker):
+                worker.returning_blocks += held[key]
+                return giving[key]
+        return []
+
+    def _candidates(self, role: Role, state: RequestState) -> list[Worker]:
+        """Ready workers that take so much; who failed it only if no other could ever serve it."""
+        workers = [worker for worker in self._fleet.ready(role) if _takes(worker, state)]
+        if not state.avoided:
+            return workers
+        seq_len = len(state.token_ids)
+        others = [
+            worker
+            for worker in workers
+            if worker.identity not in state.avoided and can_ever_fit(worker, seq_len)
+        ]
+        return others or workers
+
+    def finish_reading(self, attempt: Attempt) -> None:
+        """PREFILL_DONE came, or never will: the prompt weighs on its worker no more."""
+        if attempt.is_reading:
+            assert attempt.prefill is not None
+            attempt.is_reading = False
+            attempt.prefill.num_active -= 1
+            attempt.prefill.prompt_tokens -= attempt.seq_len
+            if attempt.decode is not None:
+                attempt.decode.settle(attempt.request_id)
+
+    def release_prefill(self, attempt: Attempt) -> Worker | None:
+        """Take the attempt off its prefill worker; idempotent; returns that worker."""
+        worker = attempt.prefill
+        if worker is not None:
+            self.finish_reading(attempt)
+            worker.attempts.discard(attempt.request_id)
+            attempt.prefill = None
+        return worker
+
+    def release_decode(self, attempt: Attempt) -> Worker | None:
+        """Take the attempt off its decode worker; idempotent; returns that worker."""
+        worker = attempt.decode
+        if worker is not None:
+            worker.attempts.discard(attempt.request_id)
+            worker.num_active -= 1
+            worker.unpromise(attempt.request_id)
+            attempt.decode = None
+        return worker
+
+    def _check_role(self, role: Role, seq_len: int, now: float) -> None:
+        workers = self._fleet.expected(role, now)
+        if not workers:
+            raise no_worker(role)
+        if not any(can_ever_fit(worker, seq_len) for worker in workers):
+            raise WireError(
+                ErrorCode.OUT_OF_BLOCKS,
+                f"no {role.name.lower()} worker has KV blocks for {seq_len + 1} tokens; "
+                "shorten the prompt or raise --num-blocks of the workers",
+            )
+
+
+def _takes(worker: Worker, state: RequestState) -> bool:
+    """Whether a request is within what the worker said of itself.
+
+    Compared here and not with the least of all, so that one odd worker gets nothing instead of
+    making every request fail.
+    """
+    detail = worker.detail
+    kv_bytes = 0 if state.num_left == 1 else len(state.token_ids) * detail.layout.token_bytes
+    return state.total_tokens <= detail.max_model_len and kv_bytes <= detail.max_kv_transfer_bytes

@@ -1,0 +1,1 @@
+"""The HTTP side of the router: the OpenAI API and what is around it."""

@@ -1,0 +1,127 @@
+"""Web pages: which of them may send requests here, and by which names they may reach us.
+
+A browser sends what any page asks it to, from inside the network, to whoever a name leads to.  So
+
+    Origin          of a page that is none of ours is refused, and so is Sec-Fetch-Site where a
+                    browser says it in place of Origin; programs send neither
+    Host            without API keys a page may still reach us as its own origin, by a name of its
+                    own that leads to our address (DNS rebinding): then the name must be one of ours
+    allowed pages   are told so, in the words of CORS, before they ask and with each answer
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Collection
+from typing import Final
+from urllib.parse import urlsplit
+
+from router.http.asgi import Header, HttpError, Scope, find_header
+from wire.errors import shown
+
+ANY: Final = "*"
+# How long a browser need not ask again.
+PREFLIGHT_S: Final = 600
+# What a page's script may read of an answer beside its body.
+_EXPOSED: Final = b"x-request-id, retry-after"
+_NAMES: Final = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{0,1024}")
+
+
+class Origins:
+    """The rules of one router.
+
+    `hosts` are names that clients may use for it, `origins` are pages that may ask; "*" is all.
+    `checks_host` may be False where API keys tell who may ask, by whatever name.
+    """
+
+    def __init__(
+        self,
+        origins: Collection[str] = (),
+        hosts: Collection[str] = (),
+        *,
+        checks_host: bool = True,
+    ) -> None:
+        self._origins = frozenset(origins)
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._checks_host = checks_host and ANY not in hosts
+
+    def admit(self, scope: Scope) -> tuple[Header, ...]:
+        """Return the headers that let an allowed page read the answer.
+
+        Raises:
+            HttpError: 403.
+        """
+        host = (find_header(scope, b"host") or b"").decode("latin-1").lower()
+        if self._checks_host and not self._is_ours(_name(host)):
+            raise HttpError(
+                403,
+                f"the Host {shown(host)} is not a name of this router: use localhost or its "
+                "address, or start the router with --allowed-hosts NAME",
+                code="host_not_allowed",
+            )
+        origin = (find_header(scope, b"origin") or b"").decode("latin-1")
+        if origin and (origin in self._origins or ANY in self._origins):
+            return (
+                (b"access-control-allow-origin", origin.encode("latin-1")),
+                (b"access-control-expose-headers", _EXPOSED),
+                (b"vary", b"Origin"),
+            )
+        site = find_header(scope, b"sec-fetch-site") or b"none"
+        is_same = origin.lower().partition("://")[2] == host
+        if (origin and not is_same) or (not origin and site in (b"cross-site", b"same-site")):
+            raise HttpError(
+                403,
+                f"the web page {shown(origin or 'of another site')} may not ask this router: start "
+                "the router with --allowed-origins ORIGIN to let it",
+                code="origin_not_allowed",
+            )
+        return ()
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether a page of somebody else's cannot have this host name."""
+        return name == "localhost" or name in self._hosts or _is_address(name)
+
+
+def preflight(scope: Scope, allow: bytes) -> tuple[Header, ...] | None:
+    """Return the headers that answer a browser's question before the request; None: it is none."""
+    if scope["method"] != "OPTIONS" or not find_header(scope, b"access-control-request-method"):
+        return None
+    wanted = find_header(scope, b"access-control-request-headers") or b""
+    headers = [
+        (b"access-control-allow-methods", allow),
+        (b"access-control-allow-headers", wanted if _NAMES.fullmatch(wanted) else b""),
+        (b"access-control-max-age", b"%d" % PREFLIGHT_S),
+    ]
+    if find_header(scope, b"access-control-request-private-network") == b"true":
+        headers.append((b"access-control-allow-private-network", b"true"))
+    return tuple(headers)
+
+
+def check_origin(origin: str) -> str:
+    """Return an origin as browsers write it.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if origin in (ANY, "null"):
+        return origin
+    parts = urlsplit(origin)
+    if not parts.scheme or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}".lower():
+        raise ValueError(f"{origin!r} is not an origin, such as https://chat.example.org, or *")
+    return origin
+
+
+def _name(host: str) -> str:
+    """A Host without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and ":" in host else host
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,321 @@
+"""The HTTP server: uvicorn on our loop, with the limits that it has not.
+
+uvicorn knows no time limit before a request is complete, no limit of its headers, no cap that
+answers as an API should.  `GuardedProtocol` adds them around its protocol:
+
+    headers     complete `grace_s` after the connection began, the first byte after an answer came,
+                or that answer ended; within MAX_HEADER_BYTES
+    framing     what two servers might read differently is answered 400 bodies      the HTTP
+    application's business, which reads them; what comes after the answer is not read answers     a
+    client that does not take the end of one is cut off connections `max_connections`; one more gets
+    503 and Retry-After; as many TLS handshakes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from router.http.asgi import Header, HttpError, retry_after
+from wire.aio.listener import bind, listen
+from wire.errors import ErrorCode
+
+MAX_HEADER_BYTES: Final = 64 << 10
+# What was written when a face closes gets this long to leave.
+FLUSH_S: Final = 2.0
+# A client that takes nothing of the end of its answer for this long is cut off.
+STALL_S: Final = 10.0
+# Requests that may wait for the answers of those before them, on one connection.
+MAX_PIPELINED: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one HTTP client may cost.
+
+    `idle_s` is between two requests.  It is longer than clients keep an idle connection (5 s, say
+    httpx and openai): who hangs up first must not be us, just as they send the next request.
+    """
+
+    max_connections: int = 4096
+    grace_s: float = 5.0
+    idle_s: float = 120.0
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection.
+
+    `_num_owed` requests were read and not answered to their end.  What is wrong with the bytes that
+    follow them is said after their answers, which nothing cuts.
+    """
+
+    limits = Limits()
+    _timer: asyncio.TimerHandle | None = None
+    _num_owed = 0
+    # Between two requests, or in the headers of one, whose first byte has come then.
+    _is_in_headers = True
+    _has_begun = False
+    _is_in_body = False
+    _header_bytes = 0
+    _complaint = "this is not HTTP/1.1"
+    # What will be said once nothing is owed; from then on nothing more is read.
+    _refusal: HttpError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(cast(asyncio.Transport, LingeringTransport(transport, self)))
+        self._arm()
+        if len(self.connections) > self.limits.max_connections:
+            self._refuse(503, "too many connections", ErrorCode.OVERLOADED.label)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        cast(LingeringTransport, self.transport).forget()
+        super().connection_lost(exc)
+
+    @property
+    def may_have_unread(self) -> bool:
+        """Whether the client may be sending what nobody will look at."""
+        return self._is_in_body or self._refusal is not None
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        self._header_bytes += len(data)
+        super().data_received(data)
+        if self._is_in_headers and self._header_bytes > MAX_HEADER_BYTES:
+            self._refuse(431, f"the headers are over {MAX_HEADER_BYTES} bytes", "headers_too_large")
+        if not self._num_owed and self._is_in_headers and self._timer is None:
+            self._arm()
+
+    def on_message_begin(self) -> None:
+        self._has_begun = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_body:
+            super().on_header(name, value)
+            return
+        # A trailer: nobody asks for it, so it is counted and not kept.
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            self._complain(f"the trailers are over {MAX_HEADER_BYTES} bytes")
+
+    def on_headers_complete(self) -> None:
+        self._disarm()
+        if problem := framing_problem(self.headers, self.parser.get_http_version()):
+            self._complain(problem)
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._complain(f"over {MAX_PIPELINED} requests wait on this connection")
+        super().on_headers_complete()
+        self._num_owed += 1
+        self._is_in_headers, self._has_begun, self._is_in_body = False, False, True
+        self._header_bytes = 0
+
+    def on_message_complete(self) -> None:
+        self._is_in_headers, self._is_in_body, self._header_bytes = True, False, 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._num_owed -= 1
+        super().on_response_complete()
+        if self._num_owed or self.transport.is_closing():
+            return
+        if self._is_in_body:  # nobody will read the rest of it
+            self.transport.close()
+        elif self._refusal is not None:
+            self._answer(self._refusal)
+        elif self._has_begun:  # the next request came while this one was answered
+            self._unset_keepalive_if_required()
+            self._arm()
+        else:
+            self._header_bytes = 0  # an empty line after a body is common, and means nothing
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, self._complaint, "invalid_http")
+
+    def _complain(self, problem: str) -> NoReturn:
+        """Make the parser stop, which makes uvicorn send a 400."""
+        self._complaint = problem
+        raise ValueError(problem)
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Answer once nothing is owed, and hang up; nothing more is read."""
+        self._disarm()
+        headers = (retry_after(),) if status == 503 else ()
+        self._refusal = HttpError(status, message, code=code, headers=headers)
+        if self._is_in_body:
+            self._give_up_body()
+        if not self._num_owed:
+            self._answer(self._refusal)
+
+    def _give_up_body(self) -> None:
+        """The end of this request's body will not come: it gets the refusal for an answer."""
+        if self.pipeline:
+            self.pipeline.popleft()
+        elif self.cycle.response_started:
+            return
+        else:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._num_owed -= 1
+        self._is_in_body = False
+
+    def _answer(self, refusal: HttpError) -> None:
+        self._unset_keepalive_if_required()
+        self.transport.write(_response(refusal))
+        self.transport.close()
+
+    def _arm(self) -> None:
+        self._timer = self.loop.call_later(self.limits.grace_s, self._on_slow)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_slow(self) -> None:
+        self._timer = None
+        self._refuse(408, "the headers came too slowly", "header_timeout")
+
+
+class LingeringTransport:
+    """A transport that, while the client may still be sending, closes in two steps.
+
+    Closing a socket with bytes unread resets the connection, and the client may never see the
+    answer that was written before.  So our side is ended first, and what comes is thrown away until
+    the client ends its own, for `FLUSH_S`; what waits to be sent has `STALL_S` for its next byte.
+    """
+
+    def __init__(self, transport: asyncio.Transport, protocol: GuardedProtocol) -> None:
+        self._transport = transport
+        self._protocol = protocol
+        self._is_closing = False
+        self._unsent_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._is_closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Send what waits, then hang up."""
+        if self.is_closing():
+            return
+        self._is_closing = True
+        self._wait()
+        if not (self._protocol.may_have_unread and self._transport.can_write_eof()):
+            self._transport.close()
+            return
+        try:
+            self._transport.write_eof()
+            self._protocol.flow.resume_reading()
+        except (OSError, RuntimeError):  # it is gone already
+            self._transport.abort()
+
+    def forget(self) -> None:
+        """The connection is gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait(self) -> None:
+        self._unsent_bytes = self._transport.get_write_buffer_size()
+        allowed_s = STALL_S if self._unsent_bytes else FLUSH_S
+        self._timer = self._protocol.loop.call_later(allowed_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        if self._transport.get_write_buffer_size() < self._unsent_bytes:
+            self._wait()
+        else:
+            self._transport.abort()
+
+
+def framing_problem(headers: Sequence[Header], http_version: str) -> str:
+    """Say what in these headers two servers might read differently; empty when nothing is.
+
+    RFC 9112: a request has one Host (3.2), and chunked is the only transfer coding read here (6.1).
+    """
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1:
+        return "there are two Host headers"
+    if not hosts and http_version != "1.0":
+        return "there is no Host header"
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    if codings and (codings != [b"chunked"] or http_version == "1.0"):
+        return "the only Transfer-Encoding taken is chunked, in HTTP/1.1"
+    return ""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on our loop: the socket is bound at once, signals are the process's business."""
+
+    def __init__(
+        self, app: object, host: str, port: int, limits: Limits, tls: ssl.SSLContext | None
+    ) -> None:
+        guarded = type("Guarded", (GuardedProtocol,), {"limits": limits})
+        super().__init__(
+            uvicorn.Config(
+                cast(Any, app),
+                loop="none",
+                http=guarded,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=cast(int, limits.idle_s),
+                timeout_graceful_shutdown=round(FLUSH_S),
+            )
+        )
+        self._guarded, self._limits, self._tls = guarded, limits, tls
+        self._socket = bind(host, port)
+        bound_host, self.port = self._socket.getsockname()[:2]
+        shown = f"[{bound_host}]" if ":" in bound_host else bound_host
+        self.url = f"{'https' if tls else 'http'}://{shown}:{self.port}"
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave the signals alone."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; uvicorn's own bounds neither the time nor the number of TLS handshakes."""
+        server = await listen(
+            lambda: self._guarded(self.config, self.server_state, {}),
+            self._socket,
+            self._tls,
+            handshake_s=self._limits.grace_s,
+            max_handshakes=self._limits.max_connections,
+        )
+        self.servers = [cast(asyncio.Server, server)]
+        self.started = True
+
+    async def run_on_loop(self) -> None:
+        """Serve until `should_exit`."""
+        await self.serve(sockets=[self._socket])
+
+
+def _response(error: HttpError) -> bytes:
+    """Return a whole HTTP/1.1 response, for when there is no request to answer."""
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(error.body)),
+        (b"connection", b"close"),
+        *error.headers,
+    ]
+    lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+    return b"HTTP/1.1 %d \r\n%s\r\n%s" % (error.status, lines, error.body)

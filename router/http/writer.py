@@ -1,0 +1,198 @@
+"""Writes one exchange to one HTTP client, as a stream or whole.
+
+The response begins with the first thing to say, so whatever goes wrong before the first token still
+has an HTTP status of its own.  A client that leaves is noticed while nothing is written; one that
+stays but does not read is cut off, by `tick` or by the tokens that pile up.
+
+Waits only on what it is given (a signal, ASGI's callables): the loop is the HTTP application's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+import msgspec
+
+from router.http.asgi import Header, HttpError, Receive, Send, http_error
+from router.http.choice import Choice, Piece
+from router.http.completion import Completion
+from router.http.requests import CompletionRequest
+from router.http.responses import chat_choice, text_choice, whole
+from router.http.sse import HEADERS, PING, ChunkWriter, failure
+
+# Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
+PING_S: Final = 10.0
+# A write that takes longer than this has a client that does not read.
+STALL_S: Final = 10.0
+
+
+class Signal(Protocol):
+    """Something to wait for, once for however often it was set."""
+
+    def set(self) -> None: ...
+
+    def wait(self) -> Awaitable[None]: ...
+
+
+class Disconnected(Exception):
+    """The client went away, or was sent away (`ResponseWriter.is_cut`)."""
+
+
+class ResponseWriter:
+    """The writing half of one HTTP request.
+
+    `cut_off` is called once when the client does not read; it must interrupt the write under way.
+    `on_tokens` hears how long the tokens of a single stream took.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        signal: Signal,
+        *,
+        headers: tuple[Header, ...],
+        clock: Callable[[], float],
+        cut_off: Callable[[], object],
+        on_tokens: Callable[[float, int], None],
+    ) -> None:
+        self._send = send
+        self._headers = [*HEADERS, *headers]
+        self._signal = signal
+        self._clock = clock
+        self._cut_off = cut_off
+        self._on_tokens = on_tokens
+
+        self.is_started = False
+        self.is_gone = False
+        self.is_cut = False
+        self.first_token_at: float | None = None
+
+        self._writing_since: float | None = None
+        self._is_ping_due = False
+        self._last_write = clock()
+        self._last_tokens = 0.0
+
+    # Called from outside while `stream` or `collect` waits.
+
+    def wake(self) -> None:
+        self._signal.set()
+
+    def overrun(self) -> None:
+        if self._writing_since is not None:
+            self._cut()
+
+    def disconnect(self) -> None:
+        """The client is gone."""
+        self.is_gone = True
+        self._signal.set()
+
+    def tick(self) -> None:
+        """Keep a silent stream alive and end a stalled one; call it about once a second."""
+        now = self._clock()
+        if self._writing_since is not None:
+            if now - self._writing_since > STALL_S:
+                self._cut()
+        elif now - self._last_write >= PING_S:
+            self._is_ping_due = True
+            self._signal.set()
+
+    # The writer.
+
+    async def stream(self, completion: Completion, chunks: ChunkWriter) -> None:
+        """Write events until the exchange is over.
+
+        Raises:
+            Disconnected: The client is gone.
+            HttpError: It failed before anything was written.
+        """
+        while not completion.is_over:
+            await self._wait()
+            body = chunks.take()
+            self._note_tokens(completion)
+            if completion.error is not None:
+                error = http_error(completion.error)
+                if not self.is_started:
+                    raise error
+                body += failure(error)
+            elif completion.is_over:
+                body += chunks.end()
+            elif not body and self._is_ping_due:
+                body = PING
+            if body:
+                await self._write(body, is_last=completion.is_over)
+
+    async def collect(self, completion: Completion) -> list[Piece]:
+        """Wait for the end and return each choice whole.
+
+        Raises:
+            Disconnected: The client is gone.
+            HttpError: It failed.
+        """
+        pieces: dict[Choice, list[Piece]] = {choice: [] for choice in completion.choices}
+        while not completion.is_over:
+            await self._wait()
+            for choice, taken in completion.take():
+                pieces[choice] += taken
+        if completion.error is not None:
+            raise http_error(completion.error)
+        return [whole(each) for each in pieces.values()]
+
+    async def fail(self, error: HttpError) -> None:
+        """End a stream that has begun; the client learns why."""
+        await self._write(failure(error), is_last=True)
+
+    async def _wait(self) -> None:
+        await self._signal.wait()
+        if self.is_gone:
+            raise Disconnected
+
+    async def _write(self, body: bytes, *, is_last: bool) -> None:
+        self._writing_since = self._last_write = self._clock()
+        self._is_ping_due = False
+        if not self.is_started:
+            self.is_started = True
+            start = {"type": "http.response.start", "status": 200, "headers": self._headers}
+            await self._send(start)
+        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        self._writing_since = None
+
+    def _note_tokens(self, completion: Completion) -> None:
+        num_tokens = completion.num_new_tokens
+        if not num_tokens:
+            return
+        now = self._clock()
+        if self.first_token_at is None:
+            self.first_token_at = now
+        elif len(completion.choices) == 1:
+            self._on_tokens(now - self._last_tokens, num_tokens)
+        self._last_tokens = now
+
+    def _cut(self) -> None:
+        if not self.is_cut:
+            self.is_cut = True
+            self._cut_off()
+            self.disconnect()
+
+
+def whole_body(
+    wanted: CompletionRequest, completion: Completion, pieces: list[Piece], head: dict[str, object]
+) -> bytes:
+    """Return the body of a response that is not streamed; `head` holds id, created and model."""
+    entry = chat_choice if wanted.is_chat else text_choice
+    body = {
+        **head,
+        "object": "chat.completion" if wanted.is_chat else "text_completion",
+        "choices": [
+            entry(choice, piece) for choice, piece in zip(completion.choices, pieces, strict=True)
+        ],
+        "usage": completion.usage,
+    }
+    return msgspec.json.encode(body)
+
+
+async def wait_for_disconnect(receive: Receive, writer: ResponseWriter) -> None:
+    """Tell the delivery when the client leaves; the request must have been read whole."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    writer.disconnect()

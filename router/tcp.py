@@ -1,0 +1,272 @@
+"""The raw TCP face: clients speak the router's side of the protocol.  SPEC 2.2, 7.
+
+Ids are the connection's own; each open one maps to a handle of `Dispatcher`.  A connection that
+ends takes its requests with it.  Where API keys are configured, a connection begins with a HELLO
+that carries one, and ends at the next request after the key was revoked.  Bytes, rates and buffers
+are `wire.aio.tcp`'s business.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections import OrderedDict
+from typing import Final
+
+import structlog
+
+from router.core.dispatcher import Dispatcher
+from router.core.request import Request, RequestEnd
+from router.log import facts
+from wire.aio.tcp import Connection, Limits, Server, serve
+from wire.errors import ErrorCode, RemoteProtocolError, WireError
+from wire.frames import (
+    ANY_RANK,
+    NO_RANK,
+    VERSION,
+    Cancel,
+    DecodeDone,
+    DecodeRequest,
+    DecodeToken,
+    Error,
+    Hello,
+    PrefillDone,
+    PrefillRequest,
+    Role,
+    Tag,
+)
+from wire.parts import Message
+from wire.payloads import (
+    ErrorDetail,
+    Logprobs,
+    PrefillResult,
+    Usage,
+    decode_prompt,
+    encode_map,
+    encode_prefill_result,
+)
+from wire.process.api_keys import ApiKeys, digest, name_of
+from wire.session import Direction, Session
+from wire.traffic import Traffic
+
+log = structlog.get_logger("router")
+
+# Frames that crossed an end on the way must find its session; more than can be under way.
+MAX_ENDED: Final = 1024
+# A client that has not said who it is gets room for saying it.
+MAX_HELLO_BYTES: Final = 4096
+# What a client is told to wait before it asks again: about one placement round.
+RETRY_AFTER_S: Final = 1.0
+RETRYABLE: Final = frozenset(
+    {ErrorCode.OVERLOADED, ErrorCode.NO_WORKER, ErrorCode.DRAINING, ErrorCode.OUT_OF_BLOCKS}
+)
+
+
+async def serve_clients(
+    host: str,
+    port: int,
+    dispatcher: Dispatcher,
+    *,
+    max_requests: int,
+    limits: Limits,
+    api_keys: ApiKeys | None = None,
+    tls: ssl.SSLContext | None = None,
+    traffic: Traffic | None = None,
+) -> Server:
+    """Listen for raw TCP clients, each with at most `max_requests` open.  Raises OSError."""
+    return await serve(
+        host,
+        port,
+        lambda connection: Client(connection, dispatcher, max_requests, api_keys),
+        limits,
+        tls,
+        traffic,
+    )
+
+
+class Client:
+    """One connection: the requests open on it, and the sessions of those that ended lately."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        dispatcher: Dispatcher,
+        max_requests: int,
+        api_keys: ApiKeys | None = None,
+    ) -> None:
+        self._connection = connection
+        self._dispatcher = dispatcher
+        self._max_requests = max_requests
+        self._api_keys = api_keys
+        self._has_begun = False
+        self._key_digest = b""
+        self._asker = connection.peer_name.rpartition(":")[0]  # until a key says who it is
+        self._open: dict[int, ClientRequest] = {}
+        self._ended: OrderedDict[int, Session] = OrderedDict()
+        if api_keys is not None:
+            connection.limit_frames(MAX_HELLO_BYTES)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._open)
+
+    def on_message(self, message: Message) -> None:
+        """Take a frame of the client.
+
+        Raises:
+            RemoteProtocolError: It broke the protocol; the connection ends.
+            WireError: UNAUTHORIZED; so does it then.
+        """
+        frame = message.frame
+        is_first, self._has_begun = not self._has_begun, True
+        if isinstance(frame, Hello):
+            if not is_first:
+                raise RemoteProtocolError("HELLO is the first frame of a connection, or none")
+            self._on_hello(frame, message)
+            return
+        if not self._key_digest and self._api_keys is not None:
+            raise WireError(ErrorCode.UNAUTHORIZED, "say HELLO with an API key first")
+        if not isinstance(frame, PrefillRequest | DecodeRequest | Cancel):
+            raise RemoteProtocolError(f"a client does not send {frame.tag.name}")
+        if frame.request_id == 0:
+            raise RemoteProtocolError("request_id 0 names the connection, not a request")
+        if isinstance(frame, PrefillRequest):
+            self._check_key()
+            self._on_prefill_request(frame, message)
+        elif isinstance(frame, DecodeRequest):
+            self._on_decode_request(frame)
+        else:
+            self._on_cancel(frame)
+
+    def _on_hello(self, frame: Hello, message: Message) -> None:
+        if frame != Hello(0, 0, Role.CLIENT):
+            raise RemoteProtocolError(
+                f"HELLO of a client has epoch 0, rank 0, role 3 and version {VERSION}"
+            )
+        self._key_digest = digest(bytes(message.body()))
+        self._check_key()
+        if self._api_keys is not None:
+            self._asker = name_of(self._key_digest)
+        self._connection.limit_frames(None)
+
+    def _check_key(self) -> None:
+        if self._api_keys is not None and not self._api_keys.allow(self._key_digest):
+            raise WireError(ErrorCode.UNAUTHORIZED, "this API key is not valid")
+
+    def on_closed(self, error: Exception | None) -> None:
+        """Cancel everything: there is no one left to answer."""
+        requests, self._open = self._open, {}
+        for request in requests.values():
+            self._dispatcher.cancel(request.handle)
+
+    def end(self, request_id: int) -> None:
+        """The terminal frame of a request was sent, or its CANCEL came."""
+        request = self._open.pop(request_id, None)
+        if request is not None:
+            self._ended[request_id] = request.session
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+
+    def _on_prefill_request(self, frame: PrefillRequest, message: Message) -> None:
+        request_id = frame.request_id
+        if request_id in self._open:
+            raise RemoteProtocolError(f"request_id {request_id} is under way already")
+        self._ended.pop(request_id, None)
+        request = ClientRequest(request_id, self._connection, self)
+        request.session.on(Tag.PREFILL_REQUEST, Direction.REQUEST)
+        self._open[request_id] = request
+        try:
+            self._submit(frame, message, request)
+        except WireError as error:
+            if error.code is ErrorCode.PROTOCOL:
+                raise
+            request.refuse(error)
+
+    def _submit(self, frame: PrefillRequest, message: Message, request: ClientRequest) -> None:
+        if len(self._open) > self._max_requests:
+            raise WireError(
+                ErrorCode.OVERLOADED, f"{self._max_requests} requests are open on this connection"
+            )
+        if frame.decode_rank not in (ANY_RANK, NO_RANK):
+            raise WireError(
+                ErrorCode.INVALID_REQUEST,
+                f"decode_rank {frame.decode_rank}: the router chooses; send {ANY_RANK:#x} for any "
+                f"or {NO_RANK:#x} for one token only",
+            )
+        self._dispatcher.check_prompt(frame.seq_len)
+        token_ids, options = decode_prompt(message.body(), frame.seq_len)
+        max_new_tokens = 0 if frame.decode_rank == NO_RANK else None
+        asked = Request(token_ids, options, max_new_tokens, self._asker)
+        request.handle = self._dispatcher.submit(asked, request)
+
+    def _on_decode_request(self, frame: DecodeRequest) -> None:
+        # SPEC 4.5: the prompt and options of PREFILL_REQUEST hold, whatever comes along here.
+        request = self._open.get(frame.request_id)
+        if request is not None:
+            request.session.on(Tag.DECODE_REQUEST, Direction.REQUEST)
+            self._dispatcher.decode(request.handle, frame.max_new_tokens)
+        elif frame.request_id in self._ended:
+            self._ended[frame.request_id].on(Tag.DECODE_REQUEST, Direction.REQUEST)
+        else:
+            detail = ErrorDetail(message="DECODE_REQUEST without PREFILL_REQUEST", stage="router")
+            error = Error(frame.request_id, ErrorCode.UNKNOWN_REQUEST)
+            self._connection.send(error, encode_map(detail))
+
+    def _on_cancel(self, frame: Cancel) -> None:
+        request = self._open.get(frame.request_id)
+        if request is not None:
+            request.session.on(Tag.CANCEL, Direction.REQUEST)
+            self.end(frame.request_id)
+            self._dispatcher.cancel(request.handle)
+
+
+class ClientRequest:
+    """One open request of a client: the sink that writes frames with the client's own id."""
+
+    def __init__(self, request_id: int, connection: Connection, client: Client) -> None:
+        self.session = Session(Direction.RESPONSE)
+        self.handle = 0
+        self._request_id = request_id
+        self._connection = connection
+        self._client = client
+
+    def refuse(self, error: WireError) -> None:
+        """It was not accepted: the line of the log is all there is of it."""
+        self._note(error.code.label)
+        self.on_error(error)
+
+    def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
+        self.session.on(Tag.PREFILL_DONE, Direction.RESPONSE)
+        frame = PrefillDone(self._request_id, kv_bytes)
+        self._connection.send(frame, encode_prefill_result(result))
+
+    def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
+        self.session.on(Tag.DECODE_TOKEN, Direction.RESPONSE)
+        payload = () if logprobs is None else (encode_map([logprobs]),)
+        self._connection.send(DecodeToken(self._request_id, token_id), *payload)
+
+    def on_done(self, usage: Usage) -> None:
+        self.session.on(Tag.DECODE_DONE, Direction.RESPONSE)
+        self._client.end(self._request_id)
+        self._connection.send(DecodeDone(self._request_id), encode_map(usage))
+
+    def on_error(self, error: WireError) -> None:
+        self.session.on(Tag.ERROR, Direction.RESPONSE)
+        self._client.end(self._request_id)
+        detail = ErrorDetail(
+            message=error.message[:4096],
+            retry_after_s=RETRY_AFTER_S if error.code in RETRYABLE else None,
+        )
+        self._connection.send(Error(self._request_id, error.code), encode_map(detail))
+
+    def on_end(self, end: RequestEnd) -> None:
+        self._note(end.outcome, **facts([end]), total_s=round(end.total_s, 6))
+
+    def _note(self, outcome: str, **what: float) -> None:
+        log.info(
+            "request",
+            face="tcp",
+            client=self._connection.peer_name,
+            request_id=self._request_id,
+            outcome=outcome,
+            **what,
+        )

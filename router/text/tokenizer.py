@@ -1,0 +1,286 @@
+"""Text to token ids and back, with the model's own tokenizer.json.
+
+A stream is decoded token by token: `Detokenizer.feed` returns the text that is certain by now, so
+half a character never leaves.  Byte-level vocabularies (Llama 3, Qwen, our demo) are decoded from a
+table of bytes; every other kind by decoding a short window twice (prefix and read offset), which
+asks nothing of the tokenizer but `decode`.  Both are O(1) a token.  Special tokens give no text.
+
+A model directory without tokenizer.json still serves: prompts must then be token ids, stop strings
+are refused, and the text of every answer is empty (ask for `return_token_ids`).
+
+Encoding is synchronous: the HTTP application sends long texts to a thread, and encoding releases
+the GIL there.  A text too long for any context is refused by its length, where the tokenizer allows
+it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import tokenizers
+from tokenizers import decoders, models
+
+from wire.checkpoint import ModelError
+from wire.errors import ErrorCode, WireError
+
+REPLACEMENT: Final = "\ufffd"
+# Prompt tokens shown to the window decoder first, so that a leading space of the answer survives.
+CONTEXT_TOKENS: Final = 6
+# A character is at most 4 bytes, hence 4 byte tokens: past this many, the bytes are simply invalid.
+MAX_HELD_TOKENS: Final = 8
+# Composing Unicode makes one character of at most four (U+1F82 is one of them).
+MAX_COMPOSED: Final = 4
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one stream into text."""
+
+    def feed(self, token_id: int) -> str:
+        """Return the text that this token makes certain; empty when it ends inside a character."""
+
+    def flush(self) -> str:
+        """Return the rest, an unfinished character as U+FFFD; the stream has ended."""
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than are wanted; its only argument says how many in words."""
+
+
+class Tokenizer:
+    """The tokenizer of one model, or of a model that has none (`has_text` is False)."""
+
+    def __init__(self, backend: tokenizers.Tokenizer | None) -> None:
+        self._backend = backend
+        self._bytes: dict[int, bytes] = {}
+        self._is_byte_level = backend is not None and isinstance(
+            backend.decoder, decoders.ByteLevel
+        )
+        added = backend.get_added_tokens_decoder() if backend else {}
+        self._special = {token_id for token_id, token in added.items() if token.special}
+        if backend is not None:
+            # Settings of the training script that some tokenizer.json files carry along.
+            backend.no_truncation()
+            backend.no_padding()
+        self._max_token_chars = None if backend is None else _max_token_chars(backend)
+
+    @classmethod
+    def load(cls, model_path: Path) -> Tokenizer:
+        """Read ``model_path/tokenizer.json`` if it is there.
+
+        Raises:
+            ModelError: It is no tokenizer.
+        """
+        path = model_path / "tokenizer.json"
+        if not path.is_file():
+            return cls(None)
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises no other kind
+            raise ModelError(f"{path}: {error}") from error
+
+    @property
+    def has_text(self) -> bool:
+        return self._backend is not None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """One more than the largest id, added tokens included; None without a tokenizer."""
+        if self._backend is None:
+            return None
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return the token ids of `text`, at most `max_tokens`.
+
+        Raises:
+            TooManyTokens: It has more.
+            WireError: INVALID_REQUEST; the model has no tokenizer.
+        """
+        if self._backend is None:
+            raise WireError(
+                ErrorCode.INVALID_REQUEST,
+                "this model has no tokenizer.json: send the prompt as token ids",
+            )
+        if max_tokens is not None and (least := self.least_tokens(text)) > max_tokens:
+            raise TooManyTokens(f"at least {least}")
+        # Unlike `encode`, this one releases the GIL; it does not say where tokens stand.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TooManyTokens(str(len(encoding)))
+        return encoding.ids
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` has at least, without tokenizing it."""
+        if self._max_token_chars is None:
+            return 0
+        return -(-len(text) // self._max_token_chars)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`; empty without a tokenizer, unknown ids give nothing."""
+        if self._backend is None:
+            return ""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """Return one token as people read it in logprobs, special tokens included."""
+        if self._backend is None:
+            return f"token_id:{token_id}"
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes of one token, which may be part of a character only."""
+        if self._is_byte_level and token_id not in self._special:
+            return self._piece(token_id)
+        return self.token_text(token_id).encode()
+
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """Return a decoder for the tokens that continue `prompt`."""
+        if self._backend is None:
+            return _NoText()
+        if self._is_byte_level:
+            return _ByteDetokenizer(self)
+        return _WindowDetokenizer(self, prompt[-CONTEXT_TOKENS:])
+
+    def _piece(self, token_id: int) -> bytes:
+        piece = self._bytes.get(token_id)
+        if piece is None:
+            assert self._backend is not None
+            token = "" if token_id in self._special else self._backend.id_to_token(token_id)
+            piece = self._bytes[token_id] = _byte_level(token or "")
+        return piece
+
+
+class _NoText:
+    def feed(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class _ByteDetokenizer:
+    __slots__ = ("_pieces", "_tokenizer", "_utf8")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = tokenizer._bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_id: int) -> str:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._tokenizer._piece(token_id)
+        return self._utf8.decode(piece)
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", True)
+
+
+class _WindowDetokenizer:
+    """``[0, read)`` of the window is shown already, ``[prefix, read)`` is its context."""
+
+    __slots__ = ("_decode", "_read", "_shown", "_window")
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        self._decode = tokenizer.decode
+        self._window = list(context)
+        self._read = len(self._window)
+        self._shown = self._decode(self._window)
+
+    def feed(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        num_held = len(self._window) - self._read
+        is_uncertain = len(text) <= len(self._shown) or text.endswith(REPLACEMENT)
+        if is_uncertain and num_held <= MAX_HELD_TOKENS:
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        return self._advance(self._decode(self._window))
+
+    def _advance(self, text: str) -> str:
+        certain = text[len(self._shown) :]
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        self._shown = self._decode(self._window)
+        return certain
+
+
+def _max_token_chars(backend: tokenizers.Tokenizer) -> int | None:
+    """Return how many characters of a text one token stands for at most; None: that is not known.
+
+    It is known of byte-pair encodings in which every character, and in the worst case every byte,
+    is a token: others drop what they do not know, or make one token of any length of it.
+    """
+    model, vocab = backend.model, backend.get_vocab(with_added_tokens=True)
+    added = backend.get_added_tokens_decoder().values()
+    if not isinstance(model, models.BPE) or any(token.lstrip or token.rstrip for token in added):
+        return None  # An added token may take any number of spaces beside it.
+    splits, normalizers = _parts(backend.pre_tokenizer), _parts(backend.normalizer)
+    is_byte_level = any(part["type"] == "ByteLevel" for part in splits)
+    alphabet = _bytes_of_chars() if is_byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
+    knows_all = (is_byte_level or model.byte_fallback) and all(char in vocab for char in alphabet)
+    if not knows_all or not all(map(_keeps_text, splits)):
+        return None
+    longest = max(map(len, vocab))
+    if backend.normalizer is not None:  # Added tokens are looked for in their normal form.
+        normal = [backend.normalizer.normalize_str(token.content) for token in added]
+        longest = max([longest, *map(len, normal)])
+    for part in normalizers:
+        if part["type"] in ("NFC", "NFKC"):
+            longest *= MAX_COMPOSED
+        elif not _keeps_text(part):
+            return None
+    return longest
+
+
+def _parts(component: Any) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as tokenizer.json has it, sequences taken apart."""
+    if component is None:
+        return []
+    found, left = [], [json.loads(component.__getstate__())]
+    while left:
+        part = left.pop()
+        left += part.get("normalizers", []) + part.get("pretokenizers", [])
+        found.append(part)
+    return found
+
+
+def _keeps_text(part: dict[str, Any]) -> bool:
+    """Whether a normalizer or pre-tokenizer makes no character less of any text."""
+    match part:
+        case {
+            "type": "Sequence" | "ByteLevel" | "Metaspace" | "Digits" | "Prepend" | "NFD" | "NFKD"
+        }:
+            return True
+        case {"type": "Split", "behavior": behavior}:
+            return bool(behavior != "Removed")
+        case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
+            return len(content) >= len(pattern)
+    return False
+
+
+@cache
+def _bytes_of_chars() -> dict[str, int]:
+    """The printable stand-in of every byte in byte-level vocabularies (GPT-2 began it)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+def _byte_level(token: str) -> bytes:
+    table = _bytes_of_chars()
+    try:
+        return bytes([table[char] for char in token])
+    except KeyError:  # An added token: its text is plain, not in stand-ins.
+        return token.encode()

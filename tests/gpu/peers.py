@@ -1,0 +1,88 @@
+"""Others on the same tasks: torch's attention, which reads dense KV, and FlashInfer, paged."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.gpu.bench import BF16, BLOCK_SIZE, DECODE_HEADS, PROMPT_HEADS, flops, pages
+from tests.gpu.inputs import Paged
+from tests.gpu.settings import Part, Settings
+from tests.gpu.timing import device_s
+from tests.gpu.trail import Figures
+
+SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def peer_parts(settings: Settings) -> dict[str, Part]:
+    """Prompts of 8k and 16k by each peer; generation by FlashInfer, if it can be imported."""
+    parts: dict[str, Part] = {
+        f"{peer} {kilo}k": partial(_sdpa, peer, kilo) for kilo in (8, 16) for peer in SDPA
+    }
+    if importlib.util.find_spec("flashinfer") is not None:
+        parts |= {f"flashinfer {kilo}k": partial(_flashinfer_prefill, kilo) for kilo in (8, 16)}
+        parts["flashinfer decode"] = _flashinfer_decode
+    return parts
+
+
+def _sdpa(peer: str, kilo: int) -> Figures:
+    num_heads, num_kv_heads, head_dim = PROMPT_HEADS
+    length = kilo << 10
+    query = torch.randn(1, num_heads, length, head_dim, dtype=BF16, device="cuda")
+    key = torch.randn(1, num_kv_heads, length, head_dim, dtype=BF16, device="cuda")
+    value = torch.randn_like(key)
+
+    def attend() -> torch.Tensor:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    with sdpa_kernel(SDPA[peer]):
+        seconds = device_s(attend, repeats=7)
+    return {f"{peer}_{kilo}k_tflops": flops(length) / seconds / 1e12}
+
+
+def _flashinfer_prefill(kilo: int) -> Figures:
+    length = kilo << 10
+    it = pages([(length, length)], PROMPT_HEADS)
+    wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(_workspace(), "HND")
+    starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+    shape = (*PROMPT_HEADS, BLOCK_SIZE)
+    wrapper.plan(starts, *_page_table(it), *shape, causal=True, q_data_type=BF16)
+    seconds = device_s(lambda: wrapper.run(it.query, it.pool[:, 0]), repeats=7)
+    return {f"flashinfer_{kilo}k_tflops": flops(length) / seconds / 1e12}
+
+
+def _flashinfer_decode() -> Figures:
+    figures: Figures = {}
+    for name, lens in (("long", [(8192, 1)] * 64), ("short", [(1024, 1)] * 16)):
+        it = pages(lens, DECODE_HEADS)
+        module = import_module("flashinfer")
+        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
+            _workspace(), "HND", use_tensor_cores=True
+        )
+        wrapper.plan(*_page_table(it), *DECODE_HEADS, BLOCK_SIZE, q_data_type=BF16, data_type=BF16)
+        seconds = device_s(partial(wrapper.run, it.query, it.pool[:, 0]))
+        figures[f"flashinfer_decode_{name}_gbs"] = it.pool.nbytes / seconds / 1e9
+    return figures
+
+
+def _workspace() -> torch.Tensor:
+    return torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+
+
+def _page_table(it: Paged) -> tuple[Any, ...]:
+    """Return starts of the tables, their blocks, and how many tokens each last block has."""
+    starts = [0]
+    for table in it.tables:
+        starts.append(starts[-1] + len(table))
+    blocks = [block for table in it.tables for block in table]
+    last = [(context - 1) % BLOCK_SIZE + 1 for context in it.batch.context_lens.tolist()]
+    return tuple(
+        torch.tensor(numbers, dtype=torch.int32, device="cuda")
+        for numbers in (starts, blocks, last)
+    )

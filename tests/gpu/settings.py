@@ -1,0 +1,76 @@
+"""What one process of a check was asked for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from kernels.contract import Backend
+from kernels.cuda import backend as cuda
+from kernels.cuda import launch
+from kernels.cuda.lane import Lane, SideStream
+from tests.gpu.trail import Figures
+
+Part = Callable[[], Figures]
+
+
+class Unavailable(Exception):
+    """A part cannot be tried here; nothing is known to be wrong."""
+
+
+class Settings(NamedTuple):
+    """Where kernels run, on which inputs, and how many of them.
+
+    Attributes:
+        backend: "cuda", or "shim": the same kernels compiled for the CPU, to try this script.
+        is_quick: few and small inputs.
+    """
+
+    backend: str
+    seed: int
+    is_quick: bool
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0) if self.backend == "cuda" else torch.device("cpu")
+
+    @property
+    def is_small(self) -> bool:
+        """Whether inputs must be small: on a CPU, under a sanitizer, or because it was asked."""
+        return self.is_quick or self.backend != "cuda"
+
+    def random(self, part: str) -> random.Random:
+        """Return the randomness of one part: alone or among others, it is checked on the same."""
+        return random.Random(f"{self.seed} {part}")
+
+
+def kernels_of(settings: Settings, needed: dict[str, list[str]]) -> Backend:
+    """Return the kernels; `needed` are instantiations by source, which the shim must be told."""
+    if settings.backend == "cuda":
+        return cuda
+    from tests.kernels.shim.backend import Shim
+
+    return Shim(needed)
+
+
+def lane_of(settings: Settings, dtype: torch.dtype) -> Lane:
+    """Return where staging's copies run."""
+    if settings.backend == "cuda":
+        return SideStream(settings.device)
+    from tests.kernels.shim.lane import CpuLane
+
+    return CpuLane(dtype=dtype)
+
+
+def all_moves() -> dict[str, list[str]]:
+    """Return every instantiation of kv.cu."""
+    names = [
+        name
+        for held in launch.POOL_DTYPES
+        for sent in launch.DTYPE_NAMES
+        for name in launch.kv_kernels(held, sent)
+    ]
+    return {"kv": list(dict.fromkeys(names))}

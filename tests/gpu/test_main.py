@@ -1,0 +1,107 @@
+"""The script from outside: without a GPU, and on the CPU through the shim."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import __main__ as script
+from tests.gpu import record
+from tests.gpu.settings import Settings
+from tests.gpu.stages import STAGES, Stage
+from tests.gpu.trail import Finding, State, Trail
+from tests.kernels.shim.backend import why_not
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def gpu_check(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [ROOT / "scripts" / "gpu_check", *args],
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_with_a_status_of_its_own(tmp_path: Path) -> None:
+    done = gpu_check("--out", str(tmp_path))
+    assert done.returncode == 3 and done.stdout == ""
+    assert "nothing was checked: no GPU" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stage_that_does_not_exist_is_a_usage_error() -> None:
+    done = gpu_check("--only", "verify everything")
+    assert done.returncode == 2 and "verify attention" in done.stderr
+
+
+def test_the_shim_runs_the_verification_and_claims_nothing(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    before = record.PATH.read_bytes()
+    stages = ("--only", "verify attention", "--only", "bench limits")
+    done = gpu_check("--backend", "shim", "--seed", "3", "--out", str(tmp_path), *stages)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "NOT on a GPU, seed 3" in done.stdout and "it needs a GPU" in done.stdout
+    assert (tmp_path / "report.txt").read_text() in done.stdout
+    lines = (tmp_path / "findings.jsonl").read_text().splitlines()
+    ended = [it for it in map(json.loads, lines) if it["state"] == "ok"]
+    assert [it["part"] for it in ended] == ["tiled 64 bfloat16", "plain 24 bfloat16"]
+    assert record.PATH.read_bytes() == before
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"findings.jsonl", "log.txt", "report.txt"}  # and verified.json of a full run
+
+
+def test_what_is_known_is_kept_with_the_other_results_too(tmp_path: Path) -> None:
+    trail, places = Trail(tmp_path / "findings.jsonl"), (tmp_path / "kernels", tmp_path / "out")
+    trail.add(Finding("verify kv", "move bfloat16", State.OK))
+    script._keep(trail, Settings("cuda", 7, False), places)
+    assert record.read(places[0]) == record.read(places[1])
+    assert record.read(places[1]).kernels["move"].seed == 7
+
+
+def test_the_stages_end_within_nine_minutes() -> None:
+    assert sum(stage.limit_s for stage in STAGES) < 9 * 60
+
+
+def test_what_a_stage_leaves_over_the_later_ones_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines = {}
+
+    def run(stage: Stage, *rest: Any) -> None:
+        deadlines[stage.name] = rest[-1]
+
+    monkeypatch.setattr(script, "_run", run)
+    script._check(
+        argparse.Namespace(out=tmp_path, only=["verify kv", "system"]),
+        Settings("shim", 1, True),
+        Trail(tmp_path / "findings.jsonl"),
+    )
+    assert list(deadlines) == ["verify kv", "system"]
+    assert deadlines["system"] - deadlines["verify kv"] == pytest.approx(75)
+
+
+def test_a_folder_without_wheels_is_a_usage_error(tmp_path: Path) -> None:
+    done = gpu_check("--backend", "shim", "--wheels", str(tmp_path), "--out", str(tmp_path))
+    assert done.returncode == 2 and f"--wheels {tmp_path} has no wheels" in done.stderr
+
+
+def test_a_stage_whose_packages_are_missing_is_recorded(tmp_path: Path) -> None:
+    trail, settings = Trail(tmp_path / "findings.jsonl"), Settings("shim", 1, True)
+    stage = Stage("system", "no_such_module:parts", 10, needs_gpu=False)
+    script._run(stage, argparse.Namespace(out=tmp_path), settings, trail, 0.0)
+    (finding,) = trail.findings()
+    assert finding.state is State.SKIPPED
+    assert "no_such_module" in finding.problem and "--wheels" in finding.problem

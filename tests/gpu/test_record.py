@@ -1,0 +1,141 @@
+"""verified.json: what may stand in it, what a run adds, and what the README says of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.cuda import backend as cuda
+from tests.gpu import record
+from tests.gpu.record import Record, Verified
+from tests.gpu.settings import Settings
+from tests.gpu.stages import STAGES
+from tests.gpu.trail import Finding, State
+
+MOVE = Verified("kv", cuda.source_hash("kv"), True, "H200", "2026-11-21", 7)
+
+
+def parts(state: State = State.OK, **other: State) -> list[Finding]:
+    """Return a finding for every part of the verification on a GPU."""
+    settings = Settings("cuda", 7, False)
+    names = [
+        (stage.name, part)
+        for stage in STAGES
+        if stage.name in ("verify kv", "verify rows", "verify attention")
+        for part in stage.parts_of(settings)
+    ]
+    return [
+        Finding(stage, part, other.get(part.split()[0], state), figures={"cases": 3})
+        for stage, part in names
+    ]
+
+
+def test_every_kernel_is_found_in_its_file() -> None:
+    found = record.sources()
+    assert found["append"] == found["move"] == "kv"
+    assert found["attend"] == found["merge"] == found["attend_plain"] == "attention"
+
+
+def test_every_kernel_is_covered_by_a_part() -> None:
+    assert record.results(parts()) == dict.fromkeys(record.sources(), True)
+
+
+def test_a_kernel_that_no_part_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = set(record.sources()) - set(record.uncovered())
+    assert known == set(record.results(parts()))
+    monkeypatch.setattr(record, "sources", lambda: {"move": "kv", "new_one": "new"})
+    assert record.uncovered() == ["new_one"]
+
+
+@pytest.mark.parametrize("state", [State.FAILED, State.LOST])
+def test_one_bad_part_is_enough_to_be_wrong(state: State) -> None:
+    found = parts()
+    index = next(n for n, it in enumerate(found) if it.part == "tiled 80 float16")
+    found[index] = replace(found[index], state=state)
+    results = record.results(found)
+    assert results == {**record.results(parts()), "attend": False, "merge": False}
+
+
+@pytest.mark.parametrize("state", [State.SKIPPED, State.BEGUN])
+def test_what_was_not_tried_to_the_end_leaves_a_kernel_open(state: State) -> None:
+    results = record.results(parts(move=state))
+    assert "move" not in results and results["append"]
+
+
+def test_a_run_is_merged_over_what_was_known() -> None:
+    old = Record({"move": replace(MOVE, hash="0" * 16), "append": MOVE}, {"copy_gbs": 1.0})
+    found = [*parts(append=State.FAILED, tiled=State.SKIPPED), Finding("bench", "m", State.OK)]
+    found += [replace(found[-1], part="n", figures={"copy_gbs": 4300.0})]
+    new = record.merged(old, found, device="H200", day="2026-11-22", seed=9)
+    assert new.kernels["move"] == Verified("kv", MOVE.hash, True, "H200", "2026-11-22", 9)
+    assert not new.kernels["append"].passed and "attend" not in new.kernels
+    assert new.figures == {"device": "H200", "date": "2026-11-22", "copy_gbs": 4300.0}
+
+
+def test_the_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "verified.json"
+    for it in (Record(), Record({"move": MOVE}, {"device": "H200", "copy_gbs": 4300.5})):
+        record.write(it, path)
+        assert record.read(path) == it
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hash": "xyz"}, "hash of move is 'xyz', not 16 hex digits"),
+        ({"source": "attention"}, r"move is in kv\.cu, not attention\.cu"),
+        ({"passed": "yes"}, "passed of move is 'yes', not of bool"),
+        ({"seed": True}, "seed of move is True, not of int"),
+        ({"date": "yesterday"}, "yesterday"),
+        ({"more": 1}, "exactly the fields"),
+    ],
+    ids=lambda it: next(iter(it)) if isinstance(it, dict) else "",
+)
+def test_a_malformed_entry_is_named(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    path = tmp_path / "verified.json"
+    path.write_text(json.dumps({"kernels": {"move": asdict(MOVE) | change}, "figures": {}}))
+    with pytest.raises(ValueError, match=says):
+        record.read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{}", "exactly 'kernels' and 'figures'"),
+        ('{"kernels": {"shove": {}}, "figures": {}}', "there is no kernel 'shove', only .*move"),
+        ('{"kernels": {}, "figures": {"copy": [1]}}', "figure 'copy'"),
+        ("{", "Expecting"),
+    ],
+)
+def test_a_malformed_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "verified.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=says):
+        record.read(path)
+
+
+def test_a_kernel_says_what_is_known_of_it() -> None:
+    states = {
+        "never run on a GPU": Record(),
+        "right on H200, 2026-11-21": Record({"move": MOVE}),
+        "failed on H200, 2026-11-21": Record({"move": replace(MOVE, passed=False)}),
+        "changed since it was right on H200, 2026-11-21": Record(
+            {"move": replace(MOVE, hash="0" * 16)}
+        ),
+    }
+    for words, it in states.items():
+        assert record.state_of("move", it) == words
+        assert f"| `move` | `csrc/kv.cu` | {words} |" in record.table(it).splitlines()
+
+
+def test_the_table_is_put_between_its_marks() -> None:
+    text = f"before\n{record.BEGIN}\nold\n{record.END}\nafter\n"
+    new = record.with_table(text, Record())
+    assert new.startswith("before\n") and new.endswith("\nafter\n") and "old" not in new
+    assert record.with_table(new, Record()) == new
+    with pytest.raises(ValueError, match="lacks"):
+        record.with_table("no marks", Record())

@@ -1,0 +1,97 @@
+"""The folder for a bare machine: that it has all that is imported there, and how it is taken."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.gpu import wheels
+
+# All that the stages import on a machine with a GPU, in their process and in those they start.
+PROGRAM = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Bare(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Bare())
+import router.app, worker.app, worker.executor.torch, worker.executor.hash, worker.model.graphs
+import tests.gpu.graphs, tests.gpu.system
+"""
+
+
+def closure(names: tuple[str, ...]) -> set[str]:
+    """Return the distributions that come with some."""
+    found, waiting = set[str](), list(names)
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in found:
+            continue
+        found.add(name)
+        needs = [Requirement(text) for text in metadata.requires(name) or ()]
+        waiting += [it.name for it in needs if not it.marker or it.marker.evaluate({"extra": ""})]
+    return found
+
+
+def imported(there: set[str]) -> subprocess.CompletedProcess[str]:
+    """Import all in a process that has no packages but these."""
+    absent = [
+        module
+        for module, names in metadata.packages_distributions().items()
+        if not there & {canonicalize_name(name) for name in names}
+    ]
+    command = [sys.executable, "-c", PROGRAM, *absent]
+    return subprocess.run(command, cwd=wheels.ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_folder_beside_torch_is_enough() -> None:
+    carried = set(wheels.needed())
+    assert not carried & {"torch", "numpy", "cupy-cuda13x", "transformers"}
+    there = closure(wheels.PRESENT) | carried | {"baton-serve"}
+    done = imported(there)
+    assert done.returncode == 0, done.stderr
+    assert "No module named 'h11'" in imported(there - {"h11"}).stderr
+
+
+def wheel(directory: Path, name: str, tag: str = "py3-none-any") -> None:
+    """Write a wheel of one module."""
+    directory.mkdir(exist_ok=True)
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(directory / f"{name}-1.0-{tag}.whl", "w") as file:
+        file.writestr(f"{name}.py", "ANSWER = 42\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n")
+
+
+def test_a_folder_s_packages_can_be_imported(tmp_path: Path) -> None:
+    wheel(tmp_path / "wheels", "carried_one")
+    wheel(tmp_path / "wheels", "carried_two")
+    wheels.install(tmp_path / "wheels", tmp_path / "target")
+    program = "import carried_one, carried_two; print(carried_one.ANSWER, carried_two.ANSWER)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": str(tmp_path / "target")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "42 42\n"
+
+
+def test_a_wheel_of_another_machine_is_named(tmp_path: Path) -> None:
+    wheel(tmp_path / "wheels", "carried", "cp27-cp27m-win32")
+    with pytest.raises(ValueError, match=r"carried-1\.0-cp27-cp27m-win32\.whl is not a supported"):
+        wheels.install(tmp_path / "wheels", tmp_path / "target")
+    with pytest.raises(ValueError, match="has no wheels"):
+        wheels.install(tmp_path, tmp_path / "target")

@@ -1,0 +1,232 @@
+"""Every kernel on fresh random inputs, against the formula or, where bits must agree, torch."""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import partial
+
+import torch
+
+from kernels import reference
+from kernels.cuda import launch, staging
+from kernels.cuda.staging import Way
+from tests.gpu.inputs import TOLERANCE, Shape, error, formula, lengths, paged
+from tests.gpu.settings import Part, Settings, all_moves, kernels_of, lane_of
+from tests.gpu.trail import Figures
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TILED = [(head_dim, dtype) for head_dim in launch.TILED_HEAD_DIMS for dtype in (BF16, FP16)]
+PLAIN = [(24, BF16), (40, FP16), (64, FP32), (128, FP32)]
+# (query heads, KV heads)
+HEADS = ((4, 4), (8, 2), (8, 1), (6, 2), (20, 1))
+
+
+class Wrong(Exception):
+    """A kernel gave something else than it should have."""
+
+
+def kv_parts(settings: Settings) -> dict[str, Part]:
+    """`append` and `move`: every pool dtype; see `_append` and `_move`."""
+    parts: dict[str, Part] = {}
+    for dtype in launch.POOL_DTYPES:
+        parts[f"append {_name(dtype)}"] = partial(_append, settings, dtype)
+        parts[f"move {_name(dtype)}"] = partial(_move, settings, dtype)
+    return parts
+
+
+def row_parts(settings: Settings) -> dict[str, Part]:
+    """`rms_norm` and `silu_gate`: every dtype; see `_rows`."""
+    return {f"rows {_name(dtype)}": partial(_rows, settings, dtype) for dtype in launch.POOL_DTYPES}
+
+
+def attention_parts(settings: Settings) -> dict[str, Part]:
+    """Attention with tiles (`attend`, `merge`) and without (`attend_plain`), on random batches."""
+    # The longest is split: `merge` is needed too.  The plain kernel goes key by key, and the shim
+    # would take a minute for long ones.
+    tiled, longest = ([(64, BF16)], 560) if settings.is_small else (TILED, 3000)
+    plain, plain_longest = (PLAIN[:1], 90) if settings.is_small else (PLAIN, 3000)
+    parts: dict[str, Part] = {
+        f"tiled {d} {_name(t)}": partial(_attention, settings, d, t, longest) for d, t in tiled
+    }
+    return parts | {
+        f"plain {d} {_name(t)}": partial(_attention, settings, d, t, plain_longest)
+        for d, t in plain
+    }
+
+
+def staging_parts(settings: Settings) -> dict[str, Part]:
+    """Every way between pool and host; on a GPU also that copies wait for what computes."""
+    parts: dict[str, Part] = {"ways": partial(_ways, settings)}
+    if settings.backend == "cuda":
+        parts["order"] = partial(_order, settings)
+    return parts
+
+
+def _attention(settings: Settings, head_dim: int, dtype: torch.dtype, longest: int) -> Figures:
+    draw = settings.random(f"attention {head_dim} {dtype}")
+    it = kernels_of(settings, {"attention": launch.attention_kernels(dtype, head_dim)})
+    worst, num_cases = 0.0, 2 if settings.is_small else 10
+    tolerance = TOLERANCE[dtype] * max(1.0, head_dim / 64)
+    for number in range(num_cases):
+        heads, kv_heads = HEADS[number % len(HEADS)] if number else (8, 2)
+        shape = Shape(heads, kv_heads, head_dim, draw.choice([8, 16, 32, 64]), dtype)
+        lens = lengths(draw, longest)
+        case = paged(lens, shape, settings.device, draw)
+        window = None if number % 2 == 0 else draw.choice([1, 24, 100, 5000])
+        scale, layer = head_dim**-0.5, number % 2
+        got = it.paged_attention(case.query, case.pool, layer, case.batch, scale, window)
+        share = error(got, formula(case, layer, scale, window), tolerance)
+        if not share <= 1:
+            raise Wrong(f"{share:.3g} of what is tolerated: {shape}, {window=}, {layer=}, {lens=}")
+        worst = max(worst, share)
+    return {"cases": num_cases, "worst share of the tolerance": round(worst, 3)}
+
+
+def _append(settings: Settings, dtype: torch.dtype) -> Figures:
+    """Bit for bit; then with the rotation of keys, which may be rounded."""
+    draw = settings.random(f"append {dtype}")
+    it = kernels_of(settings, all_moves())
+    for head_dim, block_size in ((64, 16), (80, 8), (256, 32), (24, 64)):
+        shape = Shape(4, draw.choice([1, 2, 8]), head_dim, block_size, dtype)
+        case = paged(lengths(draw, 300), shape, settings.device, draw)
+        num_tokens = len(case.batch.slots)
+        values = _random((num_tokens, 2, shape.num_kv_heads, head_dim), settings, draw).to(dtype)
+        slots = case.batch.slots.to(settings.device).long()
+        where = (slots // block_size, 1, slice(None), slice(None), slots % block_size)
+        want, got = case.pool.clone(), case.pool.clone()
+        want[where] = values
+        it.append_kv(got, 1, values, case.batch)
+        _same(got, want, f"append {shape}")
+        rotation, turned = _rotated(values, settings, draw)
+        want[where] = turned
+        it.append_kv(got, 1, values, case.batch, rotation)
+        _near(got[where], want[where].double(), dtype, f"rotated keys of {shape}")
+    return {"cases": 8}
+
+
+def _rotated(
+    values: torch.Tensor, settings: Settings, draw: random.Random
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [T, 2, D / 2] cosines and sines, and K and V with the keys turned by the formula."""
+    num_tokens, half = values.shape[0], values.shape[3] // 2
+    rates = 10000.0 ** (-torch.arange(half, device=settings.device).double() / half)
+    positions = [draw.randrange(4096) for _ in range(num_tokens)]
+    angles = torch.tensor(positions, device=settings.device).double()[:, None] * rates
+    low, high = values[:, 0, :, :half].double(), values[:, 0, :, half:].double()
+    cosine, sine = angles.cos()[:, None], angles.sin()[:, None]
+    turned = values.clone()
+    key = torch.cat([low * cosine - high * sine, high * cosine + low * sine], -1)
+    turned[:, 0] = key.to(values.dtype)
+    return torch.stack((angles.cos(), angles.sin()), dim=1).float(), turned
+
+
+def _rows(settings: Settings, dtype: torch.dtype) -> Figures:
+    """Norms, with and without something to add, and gates, of any width."""
+    draw = settings.random(f"rows {dtype}")
+    it = kernels_of(settings, {"rowwise": launch.rowwise_kernels(dtype)})
+    sizes = [1, 7, 576, 4096, draw.randint(1, 9000)]
+    for size in sizes:
+        num_rows = draw.randint(1, 40)
+        x, added = (_random((num_rows, size), settings, draw).mul_(3).to(dtype) for _ in range(2))
+        weight = _random((size,), settings, draw).to(dtype)
+        total = x.clone()
+        for what, got, rows in (
+            ("norm", it.rms_norm(x, weight, 1e-5), x),
+            ("norm of a sum", it.add_rms_norm(total, added, weight, 1e-5), x + added),
+        ):
+            wide = rows.double()
+            want = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+            _near(got, want, dtype, f"{what} of {num_rows} rows of {size}")
+        _same(total, x + added, f"the sum of {num_rows} rows of {size}")
+        want = x.double() * x.double().sigmoid() * added.double()
+        _near(it.silu_gate(torch.cat((x, added), 1)), want, dtype, f"gate of {num_rows} x {size}")
+    return {"cases": 3 * len(sizes)}
+
+
+def _near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, what: str) -> None:
+    share = error(got, want, TOLERANCE[dtype])
+    if not share <= 1:
+        raise Wrong(f"{what}: {share:.3g} of what is tolerated")
+
+
+def _move(settings: Settings, held: torch.dtype) -> Figures:
+    """Out and in, for every dtype of the wire, with torch's own conversions."""
+    draw = settings.random(f"move {held}")
+    it = kernels_of(settings, all_moves())
+    num_cases = 0
+    for sent in launch.DTYPE_NAMES:
+        for head_dim, block_size in ((64, 16), (80, 32), (8, 8)):
+            pool = _random((7, 3, 2, 2, block_size, head_dim), settings, draw).mul_(30).to(held)
+            # Ties, too small, too large, infinite: each in its place.
+            odd = [1.0625, 1.1875, 2.0**-10, 449.0, 465.0, 1e5, -1e5, math.inf, -0.0]
+            pool.view(-1)[: len(odd)] = torch.tensor(odd, device=pool.device).to(held)
+            table = draw.sample(range(7), 5)
+            layers = range(draw.randint(0, 1), draw.randint(2, 3))
+            tokens = range(draw.randint(0, 9), draw.randint(10, 5 * block_size))
+            want = reference.pack_kv(pool.cpu(), table, layers, tokens, sent)
+            got = it.pack_kv(pool, table, layers, tokens, sent)
+            _same(got.cpu(), want, f"pack {held} to {sent}, {tokens}, {head_dim=}")
+            wanted, filled = torch.zeros_like(pool, device="cpu"), torch.zeros_like(pool)
+            reference.unpack_kv(wanted, table, layers, tokens, want)
+            it.unpack_kv(filled, table, layers, tokens, want.to(pool.device))
+            _same(filled.cpu(), wanted, f"unpack {sent} to {held}, {tokens}, {head_dim=}")
+            num_cases += 2
+    return {"cases": num_cases}
+
+
+def _ways(settings: Settings) -> Figures:
+    draw = settings.random("ways")
+    lane, num_cases = lane_of(settings, BF16), 0
+    pool = _random((9, 3, 2, 2, 16, 64), settings, draw).to(BF16)
+    for way in Way:
+        for _ in range(4):
+            table = draw.sample(range(9), 6)
+            layers, tokens = range(draw.randint(0, 2), 3), range(draw.randint(0, 90), 96)
+            want = reference.pack_kv(pool.cpu(), table, layers, tokens, BF16)
+            lane.mark()
+            _same(staging.pack(way, lane, pool, table, layers, tokens), want, f"pack {way}")
+            wanted, filled = torch.zeros_like(pool, device="cpu"), torch.zeros_like(pool)
+            lane.mark()
+            reference.unpack_kv(wanted, table, layers, tokens, want)
+            staging.unpack(way, lane, filled, table, layers, tokens, want)
+            _same(filled.cpu(), wanted, f"unpack {way}")
+            num_cases += 2
+    return {"cases": num_cases}
+
+
+def _order(settings: Settings) -> Figures:
+    """Copies must see what was asked for before the mark, however late it runs; and only that."""
+    lane = lane_of(settings, BF16)
+    for way in Way:
+        pool = torch.zeros(4, 2, 2, 2, 16, 64, dtype=BF16, device=settings.device)
+        lane.mark()
+        # The first time compiles and allocates, for which the driver may wait for all streams.
+        staging.pack(way, lane, pool, [1, 2], range(2), range(32))
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # cycles
+        pool.fill_(3)
+        lane.mark()
+        torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # the next step
+        sent = staging.pack(way, lane, pool, [1, 2], range(2), range(32))
+        if not bool((sent == 3).all()):
+            raise Wrong(f"{way} packed before the step that was asked for earlier had run")
+        if torch.cuda.default_stream(settings.device).query():
+            raise Wrong(f"{way} waited for a step that was asked for later")
+        torch.cuda.synchronize()
+    return {"cases": len(Way)}
+
+
+def _random(shape: tuple[int, ...], settings: Settings, draw: random.Random) -> torch.Tensor:
+    generator = torch.Generator(settings.device).manual_seed(draw.getrandbits(60))
+    return torch.randn(shape, device=settings.device, generator=generator)
+
+
+def _same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    left, right = got.float(), want.float()
+    differs = (left != right) & ~(left.isnan() & right.isnan())
+    if bool(differs.any()):
+        raise Wrong(f"{what}: {int(differs.sum())} of {differs.numel()} values differ")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

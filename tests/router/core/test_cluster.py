@@ -1,0 +1,84 @@
+"""The fleet as JSON, and whether it can serve."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import structlog.testing
+
+from router.core.cluster import AGAIN_S, Readiness, cluster, try_this, unready
+from tests.router.scripted import Router, load
+from wire.frames import Role
+
+
+def test_every_worker_and_the_routers_own_requests() -> None:
+    router = Router()
+    _, decode = router.pair()
+    router.join(Role.PREFILL, rank=1)
+    router.beat(decode, load(64, used=3, cached=10, kv_inflight_bytes=5))
+    router.submit()
+    body = cluster(router.fleet, router.dispatcher, now=router.now + 2)
+    names = [(worker["role"], worker["rank"]) for worker in body["workers"]]
+    assert names == [("prefill", 0), ("prefill", 1), ("decode", 0)]
+    assert body["workers"][2] == {
+        "role": "decode",
+        "rank": 0,
+        "epoch": 1,
+        "state": "ready",
+        "last_seen_s": 2.0,
+        "placed": 1,
+        "running": 0,
+        "waiting": 0,
+        "step": 1,
+        "blocks": {"total": 64, "used": 3, "cached": 10, "free": 51},
+        "kv_inflight_bytes": 5,
+    }
+    assert body["router"] == {"running": 1, "waiting": 0}
+
+
+def test_a_lost_worker_holds_nothing() -> None:
+    router = Router()
+    prefill, _ = router.pair()
+    router.bus.on_lost(prefill)
+    worker = cluster(router.fleet, router.dispatcher, now=router.now + 2)["workers"][0]
+    assert worker["state"] == "lost"
+    assert worker["blocks"] == {"total": 0, "used": 0, "cached": 0, "free": 0}
+
+
+def test_why_it_is_not_ready() -> None:
+    router = Router()
+    assert len(unready(router.fleet, is_draining=False)) == 2
+    router.join(Role.PREFILL)
+    assert unready(router.fleet, is_draining=False) == ["no decode worker is ready"]
+    router.join(Role.DECODE)
+    assert unready(router.fleet, is_draining=False) == []
+    assert unready(router.fleet, is_draining=True) == ["the router is draining"]
+
+
+def said(reasons: list[list[str]], times: list[float]) -> list[str]:
+    """The events of a `Readiness` that looks at these times."""
+    readiness = Readiness("curl x")
+    with structlog.testing.capture_logs() as lines:
+        for why, now in zip(reasons, times, strict=True):
+            readiness.on_look(why, now)
+    return [f"{line['log_level']}: {line['event']}" for line in lines]
+
+
+def test_it_says_that_it_waits_now_and_then_and_that_it_is_ready_once() -> None:
+    waits, ready = "info: waiting for workers", "info: ready; try curl x"
+    misses = "warning: waiting for workers"
+    assert said([["no"]] * 3, [5.0, 6.0, 4.9 + AGAIN_S]) == [waits]
+    assert said([["no"]] * 3, [5.0, 5.0 + AGAIN_S, 5.1 + AGAIN_S]) == [waits, waits]
+    assert said([["no"], [], []], [5.0, 6.0, 60.0]) == [waits, ready]
+    assert said([[], ["no"], ["no"], []], [5.0, 6.0, 7.0, 8.0]) == [ready, misses, ready]
+
+
+def test_what_to_try_is_a_command_for_this_router() -> None:
+    for has_text, prompt in [(True, "Once upon a time"), (False, [1, 2, 3])]:
+        command = try_this("http://[::1]:8000", "it's", has_text=has_text, has_keys=False)
+        curl, url, _, kind, _, body = shlex.split(command)
+        assert (curl, url) == ("curl", "http://[::1]:8000/v1/completions")
+        assert kind == "content-type: application/json"
+        assert json.loads(body) == {"model": "it's", "prompt": prompt, "max_tokens": 16}
+    assert "$API_KEY" in try_this("https://h:1", "m", has_text=True, has_keys=True)

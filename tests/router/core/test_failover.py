@@ -1,0 +1,291 @@
+"""Attempts that fail and are followed by others: nothing is lost, doubled or tried too often."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.core.checks import SENTENCES
+from router.core.failover import PER_S, RetryBudget, given_up, pause_s
+from router.core.request import Request
+from router.core.state import Limits, Phase
+from tests.router.core.test_state import state
+from tests.router.scripted import RecordingSink, Router, first, load, usage
+from wire.errors import ErrorCode, PeerLost, WireError
+from wire.frames import (
+    NO_RANK,
+    DecodeDone,
+    DecodeRequest,
+    DecodeToken,
+    Drain,
+    Error,
+    PrefillDone,
+    PrefillRequest,
+    Role,
+    Tag,
+)
+from wire.options import Options
+from wire.payloads import ErrorDetail, decode_continuation, decode_prompt, encode_map
+
+P, D = b"prefill-0-1", b"decode-0-1"
+P1, D1 = b"prefill-1-1", b"decode-1-1"
+
+
+@pytest.fixture
+def router() -> Router:
+    """Two workers of each role."""
+    made = Router(Limits())
+    for rank in (0, 1):
+        made.join(Role.PREFILL, rank)
+        made.join(Role.DECODE, rank)
+    made.sent.clear()
+    return made
+
+
+def asked(router: Router) -> tuple[bytes, PrefillRequest, tuple[int, ...], Options]:
+    """The one PREFILL_REQUEST that was sent since."""
+    [(peer, message)] = router.take(Tag.PREFILL_REQUEST)
+    frame = message.frame
+    assert isinstance(frame, PrefillRequest)
+    return peer, frame, *decode_prompt(message.body(), frame.seq_len)
+
+
+def tokens(sink: RecordingSink) -> list[object]:
+    return [what for kind, what in sink.events if kind == "token"]
+
+
+def test_a_decode_worker_lost_in_the_middle_is_followed_by_another(router: Router) -> None:
+    _, sink = router.submit(20, new=5, seed=7, min_tokens=4)
+    _, frame, _, _ = asked(router)
+    router.say(P, PrefillDone(frame.request_id, 0), first(100))
+    router.say(D, [DecodeToken(frame.request_id, 101)])
+    router.say(D, [DecodeToken(frame.request_id, 102)])
+    router.bus.on_lost(D)
+
+    peer, again, token_ids, options = asked(router)
+    assert peer == P and again.decode_rank == 1 and again.request_id != frame.request_id
+    assert token_ids == (*range(20), 100, 101, 102)
+    assert options == Options(seed=7, min_tokens=4, max_tokens=6, generated_tokens=3)
+    router.say(D, [DecodeToken(frame.request_id, 666)])  # Of the attempt that is over.
+
+    router.say(P, PrefillDone(again.request_id, 0), first(103))
+    [(peer, message)] = [each for each in router.take(Tag.DECODE_REQUEST) if each[0] == D1]
+    assert message.frame == DecodeRequest(again.request_id, 2)
+    assert decode_continuation(message.body()) == ((*range(20), 100, 101, 102, 103), options)
+    for token_id in (104, 105):
+        router.say(D1, [DecodeToken(again.request_id, token_id)])
+    router.say(D1, DecodeDone(again.request_id), usage())
+
+    assert sink.kinds == ["prefill", *["token"] * 5, "done"]
+    assert tokens(sink) == [101, 102, 103, 104, 105]
+    assert sink.usage.completion_tokens == 6
+    assert [end.num_attempts for end in router.ends.ends] == [2]
+    assert router.dispatcher.failovers == {"worker_lost": 1}
+    router.assert_idle()
+
+
+def test_a_prefill_worker_lost_before_the_first_token_costs_the_client_nothing(
+    router: Router,
+) -> None:
+    _, sink = router.submit(20, prompt_logprobs=1)
+    router.take(Tag.PREFILL_REQUEST)
+    router.bus.on_lost(P)
+    peer, frame, token_ids, options = asked(router)
+    assert (peer, token_ids) == (P1, tuple(range(20)))
+    assert options.prompt_logprobs == 1 and options.generated_tokens == 0
+    assert frame.decode_rank == 0  # It is not the one to blame.
+    router.say(P1, PrefillDone(frame.request_id, 0), first(9))
+    assert sink.kinds == ["prefill"]
+
+
+def test_the_last_token_needs_no_decode_worker(router: Router) -> None:
+    _, sink = router.submit(new=2)
+    router.say(P, PrefillDone(router.prefill_id(), 0), first(7))
+    [(_, message)] = router.take(Tag.DECODE_REQUEST)
+    router.say(D, [DecodeToken(message.frame.request_id, 8)])  # type: ignore[attr-defined]
+    router.bus.on_lost(D)
+    peer, frame, _, _ = asked(router)
+    assert frame.decode_rank == NO_RANK
+    router.say(peer, PrefillDone(frame.request_id, 0), first(9, "length"))
+    assert tokens(sink) == [8, 9] and sink.usage.finish_reason == "length"
+    router.assert_idle()
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_the_end_may_come_from_the_prefill_worker(router: Router, reason: str) -> None:
+    _, sink = router.submit(new=9)
+    router.say(P, PrefillDone(router.prefill_id(), 0), first(7))
+    router.bus.on_lost(D)
+    peer, frame, _, _ = asked(router)
+    router.say(peer, PrefillDone(frame.request_id, 0), first(2, reason))
+    assert tokens(sink) == ([] if reason == "stop" else [2])
+    assert sink.usage.finish_reason == reason
+    router.assert_idle()
+
+
+def test_a_worker_lost_after_the_last_token_was_not_needed_any_more(router: Router) -> None:
+    _, sink = router.submit(new=1)
+    request_id = router.prefill_id()
+    router.say(P, PrefillDone(request_id, 0), first(7))
+    router.say(D, [DecodeToken(request_id, 8)])
+    router.bus.on_lost(D)
+    assert sink.kinds == ["prefill", "token", "done"] and router.prefill_id is not None
+    assert sink.usage.finish_reason == "length" and router.take(Tag.PREFILL_REQUEST) == []
+    router.assert_idle()
+
+
+def test_a_worker_that_failed_is_avoided_and_given_a_pause(router: Router) -> None:
+    _, sink = router.submit()
+    failure = encode_map(ErrorDetail(message="a broken device"))
+    router.say(P, Error(router.prefill_id(), ErrorCode.INTERNAL), failure)
+    assert router.dispatcher.num_waiting == 1 and router.take(Tag.PREFILL_REQUEST) == []
+    router.now += 0.1
+    router.dispatcher.tick()
+    peer, frame, _, _ = asked(router)
+    assert peer == P1
+    router.say(P1, Error(frame.request_id, ErrorCode.TRANSFER_FAILED), failure)
+    router.now += 0.2
+    router.dispatcher.tick()
+    peer, frame, _, _ = asked(router)
+    # Both prefill workers failed it, so either will do; the other end of the transfer will not.
+    assert frame.decode_rank == 1
+    assert sink.events == []
+
+
+def test_attempts_are_bounded_and_the_error_says_so(router: Router) -> None:
+    _, sink = router.submit()
+    failure = encode_map(ErrorDetail(message="a broken device"))
+    for attempt in range(Limits().max_attempts):
+        peer, frame, _, _ = asked(router)
+        router.say(peer, Error(frame.request_id, ErrorCode.INTERNAL), failure)
+        router.now += 0.1 * 2**attempt
+        router.dispatcher.tick()
+    assert sink.error.code is ErrorCode.INTERNAL
+    assert "the worker failed (prefill-" in sink.error.message
+    assert "broken device" not in sink.error.message, "its words are not for the client"
+    assert "attempt 4 failed, no more are made" in sink.error.message
+    router.assert_idle()
+
+
+@pytest.mark.parametrize(
+    "code", [ErrorCode.INVALID_REQUEST, ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.MODEL_FAILED]
+)
+def test_what_is_no_workers_fault_is_not_tried_again(router: Router, code: ErrorCode) -> None:
+    _, sink = router.submit()
+    router.say(P, Error(router.prefill_id(), code), encode_map(ErrorDetail(message="no")))
+    assert (sink.error.code, sink.error.message) == (code, SENTENCES[code])
+    assert router.take(Tag.PREFILL_REQUEST) == []
+
+
+def test_without_a_worker_it_waits_for_one_to_come_back() -> None:
+    router = Router(Limits())
+    router.pair()
+    _, sink = router.submit()
+    router.bus.on_lost(D)
+    other, _ = router.submit()  # Somebody will restart it: not refused yet.
+    assert router.dispatcher.num_waiting == 2
+    router.dispatcher.cancel(other)
+    router.take(Tag.PREFILL_REQUEST)
+    router.join(Role.DECODE, 0, epoch=2)
+    assert asked(router)[1].decode_rank == 0
+    router.bus.on_lost(b"decode-0-2")
+    router.now += 31
+    router.dispatcher.tick()
+    assert sink.error.code is ErrorCode.WORKER_LOST
+    assert "lost decode-0 (attempt 2 failed, no worker had room for another)" == sink.error.message
+    with pytest.raises(WireError, match="no decode worker"):
+        router.submit()
+    router.assert_idle()
+
+
+def test_a_failure_while_the_client_makes_up_its_mind_shows_when_it_has(router: Router) -> None:
+    handle, sink = router.submit(new=None)
+    router.say(P, PrefillDone(router.prefill_id(), 0), first(7))
+    router.bus.on_lost(D)
+    assert router.take(Tag.PREFILL_REQUEST) == []
+    router.dispatcher.decode(handle, 3)
+    peer, frame, token_ids, _ = asked(router)
+    assert token_ids[-1] == 7
+    router.say(peer, PrefillDone(frame.request_id, 0), first(8))
+    assert sink.kinds == ["prefill", "token"]
+
+
+def test_a_retried_request_comes_before_those_that_wait() -> None:
+    router = Router(Limits(max_running_per_worker=1))
+    router.pair()
+    router.submit(11)
+    router.take(Tag.PREFILL_REQUEST)
+    router.submit(12)
+    router.bus.on_lost(P)
+    router.join(Role.PREFILL, 0, epoch=2)
+    assert asked(router)[1].seq_len == 11
+
+
+def test_a_worker_that_stands_still_is_left_and_told(router: Router) -> None:
+    _, sink = router.submit()
+    request_id = router.prefill_id()
+    router.beat(P, load(step_ms=61_000))
+    peer, frame, _, _ = asked(router)
+    assert peer == P1 and sink.events == []
+    assert {peer for peer, _ in router.take(Tag.CANCEL)} == {P, D}
+    router.say(P, PrefillDone(request_id, 0), first(6))
+    assert router.dispatcher.dropped == {"unknown_request": 1}
+    router.beat(P, load(step_ms=62_000))  # Said once.
+    assert router.take(Tag.CANCEL) == []
+    router.bus.on_lost(P1)
+    assert router.dispatcher.num_waiting == 1
+    router.beat(P, load())
+    assert asked(router)[0] == P
+    assert frame.request_id not in router.dispatcher._table.attempts
+
+
+def test_a_draining_worker_that_is_lost_costs_nothing_either(router: Router) -> None:
+    router.submit()
+    router.take(Tag.PREFILL_REQUEST)
+    router.say(P, Drain(1, 5000))
+    router.bus.on_lost(P)
+    assert asked(router)[0] == P1
+
+
+def test_an_answer_that_outgrew_a_limit_is_not_read_anew() -> None:
+    router = Router(Limits(), max_kv_transfer_bytes=30 * 64)
+    router.pair()
+    _, sink = router.submit(28, new=9)
+    request_id = router.prefill_id()
+    router.say(P, PrefillDone(request_id, 0), first(7))
+    router.say(D, [DecodeToken(request_id, each) for each in (1, 2, 3)])
+    router.bus.on_lost(D)
+    assert sink.error.code is ErrorCode.WORKER_LOST
+    assert "lost decode-0 (attempt 1 failed, the KV cache of this prompt" in sink.error.message
+    router.assert_idle()
+
+
+def test_retries_share_a_budget() -> None:
+    router = Router(Limits(retry_burst=2))
+    router.pair()
+    sinks = [router.submit(9)[1] for _ in range(4)]
+    router.bus.on_lost(D)
+    errors = [sink.error for sink in sinks if sink.ends]
+    assert [error.code for error in errors] == [ErrorCode.WORKER_LOST] * 2
+    assert "too many are made at the moment" in errors[0].message
+    assert router.dispatcher.num_waiting == 2
+
+
+def test_a_budget_is_earned_by_requests_and_by_time_and_is_bounded() -> None:
+    budget = RetryBudget(2, now=0.0)
+    assert [budget.spend(0.0) for _ in range(3)] == [True, True, False]
+    for _ in range(6):
+        budget.earn()
+    assert [budget.spend(0.0) for _ in range(2)] == [True, False]
+    assert budget.spend(1 / PER_S + 0.01)
+    assert [budget.spend(1000.0) for _ in range(3)] == [True, True, False]
+
+
+def test_pauses_double_and_a_lost_worker_needs_none() -> None:
+    it = state(Request((1,), Options()), Phase.PREFILL)
+    broken = WireError(ErrorCode.INTERNAL, "x")
+    pauses = []
+    for it.num_attempts in (1, 2, 3):
+        pauses.append(pause_s(it, broken))
+    assert pauses == [0.1, 0.2, 0.4] and pause_s(it, PeerLost("decode-0")) == 0.0
+    it.num_attempts = 1
+    assert given_up(it, broken, "") is broken

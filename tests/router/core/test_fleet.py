@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import pytest
+
+from router.core.fleet import MAX_LOST, MISSED_BEATS, Fleet
+from router.core.worker import WorkerState
+from tests.router.scripted import LAYOUT, detail, fleet, load
+from wire.errors import ErrorCode, RemoteProtocolError, WireError
+from wire.frames import NO_RANK, Heartbeat, Hello, Role
+from wire.identity import Identity
+from wire.payloads import HelloDetail, KVLayout, Load
+
+# After so long without a word, at one heartbeat a second, a worker gives way to another.
+GONE_S = 2.1
+BEAT = Heartbeat(3, 2, 1)
+
+
+def hello(
+    table: Fleet,
+    role: Role = Role.DECODE,
+    rank: int = 0,
+    epoch: int = 1,
+    now: float = 0.0,
+    **changes: object,
+) -> bytes:
+    identity = Identity(role, rank, epoch).name
+    table.hello(identity, Hello(epoch, rank, role), detail(**changes), now)
+    return identity
+
+
+def test_a_worker_is_ready_from_its_first_load_on() -> None:
+    table = fleet()
+    identity = hello(table)
+    worker = table.get(identity)
+    assert worker is not None and worker.state is WorkerState.JOINING
+    assert worker.available_blocks == 0
+    table.heartbeat(identity, BEAT, None, 1.0)
+    assert table.ready(Role.DECODE) == []
+    table.heartbeat(identity, BEAT, load(64, used=10, cached=4), 1.0)
+    assert table.ready(Role.DECODE) == [worker] and table.ready(Role.PREFILL) == []
+    assert (worker.step, worker.running, worker.waiting) == (3, 2, 1)
+    assert worker.available_blocks == 54
+    assert worker.name == "decode-0"
+
+
+@pytest.mark.parametrize(
+    ("frame", "about", "fix"),
+    [
+        (Hello(1, 0, Role.DECODE, version=9), detail(), "same release"),
+        (Hello(1, 0, Role.CLIENT), detail(), "only prefill and decode"),
+        (Hello(1, NO_RANK, Role.DECODE), detail(), "reserved"),
+        (Hello(1, 0, Role.DECODE), detail(fingerprint="beef"), "--model"),
+        (Hello(1, 0, Role.DECODE), detail(kv_endpoint=""), "--kv-advertise"),
+        (Hello(1, 0, Role.DECODE), detail(kv_endpoint="tcp://0.0.0.0:1"), "--kv-advertise"),
+        (Hello(1, 0, Role.DECODE), detail(kv_endpoint="tcp://[::]:1"), "--kv-advertise"),
+        (Hello(1, 0, Role.DECODE), detail(kv_endpoint="tcp://224.0.0.1:1"), "--kv-advertise"),
+        (Hello(1, 0, Role.DECODE), detail(kv_endpoint="tcp://node-1:65536"), "--kv-advertise"),
+        (Hello(1, 0, Role.DECODE), detail(num_blocks=0), "--num-blocks"),
+        (
+            Hello(1, 0, Role.DECODE),
+            detail(layout=KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")),
+            "--dtype",
+        ),
+    ],
+)
+def test_a_mismatch_is_refused_and_says_what_to_fix(
+    frame: Hello, about: HelloDetail, fix: str
+) -> None:
+    table = fleet()
+    hello(table, Role.PREFILL)
+    with pytest.raises(WireError, match=fix) as caught:
+        table.hello(b"x", frame, about, 0.0)
+    assert caught.value.code is ErrorCode.MISMATCH
+    assert table.get(b"x") is None
+
+
+def test_a_limit_is_what_some_worker_of_each_role_takes() -> None:
+    table = fleet()
+    hello(table)
+    assert (table.max_kv_transfer_bytes, table.max_model_len) == (1 << 20, 1000)
+    hello(table, Role.PREFILL, 0, max_kv_transfer_bytes=5, max_model_len=10)
+    assert (table.max_kv_transfer_bytes, table.max_model_len) == (5, 10)
+    hello(table, Role.PREFILL, 1, max_kv_transfer_bytes=7, max_model_len=20)
+    assert (table.max_kv_transfer_bytes, table.max_model_len) == (7, 20)
+    hello(table, Role.PREFILL, 2, max_kv_transfer_bytes=2**63 - 1, max_model_len=2**31 - 1)
+    assert (table.max_kv_transfer_bytes, table.max_model_len) == (1 << 20, 1000)
+    hello(table, Role.DECODE, 1, max_kv_transfer_bytes=0, max_model_len=1)
+    assert (table.max_kv_transfer_bytes, table.max_model_len) == (1 << 20, 1000)
+    assert table.own_max_kv_transfer_bytes == 1 << 20
+
+
+def test_the_context_length_is_known_while_workers_are_away() -> None:
+    table = fleet()
+    assert table.last_max_model_len is None
+    identity = hello(table)
+    short = hello(table, role=Role.PREFILL, max_model_len=500)
+    assert table.last_max_model_len == table.max_model_len == 500
+    table.lose(short, 0.0)
+    assert table.last_max_model_len == table.max_model_len == 1000
+    table.lose(identity, 0.0)
+    assert (table.last_max_model_len, table.max_model_len) == (1000, None)
+
+
+def test_the_last_worker_may_come_back_with_another_layout() -> None:
+    table = fleet()
+    identity = hello(table)
+    other = KVLayout(num_layers=9, num_kv_heads=2, head_dim=8, dtype="float16")
+    hello(table, epoch=2, now=GONE_S, layout=other)
+    assert table.layout == other and table.get(identity) is None
+
+
+@pytest.mark.parametrize("epoch", [4, 6])
+def test_an_incumbent_that_is_alive_keeps_its_rank(epoch: int) -> None:
+    table = fleet()
+    old = hello(table, epoch=5)
+    table.heartbeat(old, BEAT, load(), 10.0)
+    with pytest.raises(WireError, match=r"epoch 5.*another --rank, or stop") as caught:
+        hello(table, epoch=epoch, now=12.0)
+    assert caught.value.code is ErrorCode.FENCED
+    assert table.get(old) is not None and [worker.epoch for worker in table] == [5]
+    assert table.fence_s == 3.0, "by then it would have been missed"
+
+
+@pytest.mark.parametrize("epoch", [4, 6])
+def test_one_that_fell_silent_gives_way(epoch: int) -> None:
+    table = fleet()
+    old = hello(table, epoch=5)
+    table.heartbeat(old, BEAT, load(), 10.0)
+    new = Identity(Role.DECODE, 0, epoch)
+    joined = table.hello(new.name, Hello(epoch, 0, Role.DECODE), detail(), 10.0 + GONE_S)
+    assert joined.replaced is not None and joined.replaced.identity == old
+    assert joined.replaced.state is WorkerState.LOST
+    assert [worker.epoch for worker in table] == [epoch]
+
+
+def test_a_place_is_free_when_nobody_is_there() -> None:
+    table = fleet()
+    assert table.is_free(Role.DECODE, 0)
+    identity = hello(table)
+    assert not table.is_free(Role.DECODE, 0) and table.is_free(Role.PREFILL, 0)
+    table.lose(identity, 0.0)
+    assert table.is_free(Role.DECODE, 0)
+    hello(table, epoch=2)
+
+
+@pytest.mark.parametrize(
+    ("identity", "frame"),
+    [
+        (b"decode-1-7", Hello(7, 0, Role.DECODE)),
+        (b"decode-1-7", Hello(7, 1, Role.PREFILL)),
+        (b"decode-1-7", Hello(8, 1, Role.DECODE)),
+        (b"decode-10-7", Hello(7, 1, Role.DECODE)),
+        (b"decode-1", Hello(7, 1, Role.DECODE)),
+        (b"thief", Hello(7, 1, Role.DECODE)),
+    ],
+)
+def test_hello_is_what_the_identity_says(identity: bytes, frame: Hello) -> None:
+    table = fleet()
+    hello(table, Role.DECODE, 0, 1)
+    before = list(table)
+    with pytest.raises(RemoteProtocolError, match="identity"):
+        table.hello(identity, frame, detail(), 100.0)
+    assert list(table) == before
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [
+        {"total": 65, "used": 0, "cached": 0, "free": 65},
+        {"total": 64, "used": 65, "cached": 0, "free": 0},
+        {"total": 64, "used": 0, "cached": 2**53 - 1, "free": 0},
+        {"total": 64, "used": 0, "cached": 0, "free": 65},
+    ],
+)
+def test_a_worker_counts_no_other_blocks_than_it_has(counted: dict[str, int]) -> None:
+    table = fleet()
+    identity = hello(table)
+    with pytest.raises(RemoteProtocolError, match="blocks"):
+        table.heartbeat(identity, BEAT, Load(**counted), 1.0)
+    assert table.ready(Role.DECODE) == []
+
+
+def test_the_same_worker_coming_again_starts_anew() -> None:
+    table = fleet()
+    identity = hello(table)
+    table.heartbeat(identity, BEAT, load(), 0.0)
+    joined = table.hello(identity, Hello(1, 0, Role.DECODE), detail(), 0.0)
+    assert joined.replaced is not None and joined.replaced is not joined.worker
+    assert joined.worker.state is WorkerState.JOINING
+    assert table.get(identity) is joined.worker
+
+
+def test_missed_heartbeats_make_a_worker_overdue() -> None:
+    table = fleet(heartbeat_s=0.5)
+    first, second = hello(table, rank=0), hello(table, rank=1)
+    table.heartbeat(first, BEAT, load(), 1.0)
+    late = 0.5 * MISSED_BEATS + 0.1
+    assert [worker.identity for worker in table.overdue(late)] == [second]
+    assert len(table.overdue(late + 1.0)) == 2
+
+
+def test_a_lost_worker_stays_listed_until_its_rank_is_back() -> None:
+    table = fleet()
+    identity = hello(table)
+    table.heartbeat(identity, BEAT, load(64, used=64), 0.0)
+    lost = table.lose(identity, 0.0)
+    assert lost is not None and lost.state is WorkerState.LOST and lost.load is None
+    assert list(table) == [lost] and table.live(Role.DECODE) == []
+    assert table.lose(identity, 0.0) is None
+    hello(table, epoch=2, now=GONE_S)
+    assert [worker.epoch for worker in table] == [2]
+
+
+def test_a_worker_that_drained_is_not_listed_as_lost() -> None:
+    table = fleet()
+    identity = hello(table)
+    drained = table.drain(identity)
+    assert drained is not None and drained.state is WorkerState.DRAINING
+    table.heartbeat(identity, BEAT, load(), 0.0)
+    assert drained.state is WorkerState.DRAINING and table.ready(Role.DECODE) == []
+    table.lose(identity, 0.0)
+    assert list(table) == []
+    assert table.drain(identity) is None
+    assert table.heartbeat(identity, BEAT, load(), 0.0) is None
+
+
+def test_a_worker_that_leaves_while_requests_need_it_is_listed_as_lost() -> None:
+    table = fleet()
+    identity = hello(table)
+    drained = table.drain(identity)
+    assert drained is not None
+    drained.attempts.add(1)
+    table.lose(identity, 0.0)
+    assert list(table) == [drained] and drained.state is WorkerState.LOST
+
+
+def test_lost_workers_are_bounded() -> None:
+    table = fleet()
+    for rank in range(MAX_LOST + 10):
+        table.lose(hello(table, rank=rank), 0.0)
+    assert len(list(table)) == MAX_LOST
+
+
+def test_peers_are_the_decode_workers_also_when_they_drain() -> None:
+    table = fleet()
+    hello(table, Role.PREFILL)
+    assert table.peers() == [] and table.layout == LAYOUT and table.max_model_len == 1000
+    identity = hello(table, rank=3, epoch=8)
+    table.drain(identity)
+    [peer] = table.peers()
+    assert (peer.rank, peer.epoch, peer.kv_endpoint, peer.block_size) == (
+        3,
+        8,
+        "tcp://127.0.0.1:1",
+        16,
+    )
+
+
+def test_promised_blocks_count_until_a_heartbeat_shows_them() -> None:
+    table = fleet()
+    identity = hello(table)
+    table.heartbeat(identity, BEAT, load(64), 0.0)
+    worker = table.get(identity)
+    assert worker is not None
+    worker.promise(1, 10)
+    worker.promise(2, 20)
+    assert worker.available_blocks == 34
+    table.heartbeat(identity, BEAT, load(64), 0.1)
+    assert worker.available_blocks == 34
+    worker.settle(1)
+    assert worker.available_blocks == 34
+    table.heartbeat(identity, BEAT, load(64, used=10), 0.2)
+    assert worker.available_blocks == 34
+    worker.unpromise(1)
+    worker.unpromise(2)
+    worker.unpromise(2)
+    assert worker.available_blocks == 54
+    worker.settle(2)
+    assert not worker.promised and worker.promised_blocks == 0

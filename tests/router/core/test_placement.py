@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from router.core.fleet import Fleet
+from router.core.index import PrefixIndex
+from router.core.placement import Placement
+from router.core.request import Request
+from router.core.state import Attempt, Limits, RequestState, new_tokens
+from tests.router.scripted import RecordingSink, detail, fleet, load
+from wire.errors import ErrorCode, WireError
+from wire.frames import Heartbeat, Hello, Role
+from wire.identity import Identity
+from wire.options import Options
+
+EPOCH = 7
+
+
+def state(prompt: int = 40, new: int | None = 8) -> RequestState:
+    request = Request(tuple(range(prompt)), Options(), new)
+    return RequestState(
+        handle=1,
+        request=request,
+        sink=RecordingSink(),
+        new_tokens=new_tokens(request),
+        is_decode_asked=True,
+        submitted_at=0.0,
+        deadline=1.0,
+        due=1.0,
+    )
+
+
+def cluster(*roles: Role) -> tuple[Fleet, Placement]:
+    table, index = fleet(), PrefixIndex()
+    for rank, role in enumerate(roles):
+        identity = f"{role.name.lower()}-{rank}-1".encode()
+        table.hello(identity, Hello(1, rank, role), detail(), 0.0)
+        table.heartbeat(identity, Heartbeat(0, 0, 0), load(), 0.0)
+        index.add(identity, 64)
+    return table, Placement(table, index, limits=Limits(), router_epoch=EPOCH)
+
+
+def books(table: Fleet) -> list[tuple[int, int, int, int]]:
+    return [
+        (len(each.attempts), each.num_active, each.prompt_tokens, each.promised_blocks)
+        for each in table
+    ]
+
+
+def placed(placement: Placement, each: RequestState | None = None) -> Attempt:
+    attempt = placement.place(each or state())
+    assert attempt is not None
+    return attempt
+
+
+def test_what_fits_is_what_the_context_leaves_after_the_first_token() -> None:
+    _, placement = cluster(Role.PREFILL, Role.DECODE)
+    assert placement.num_that_fit(state(3)) == 996
+    assert placement.num_that_fit(state(999)) == placement.num_that_fit(state(1001)) == 0
+    with pytest.raises(WireError) as caught:
+        cluster()[1].num_that_fit(state())
+    assert caught.value.code is ErrorCode.NO_WORKER
+
+
+def test_both_workers_are_charged_and_released() -> None:
+    table, placement = cluster(Role.PREFILL, Role.DECODE)
+    attempt = placed(placement)
+    assert attempt.request_id == (EPOCH << 32) + 1
+    assert books(table) == [(1, 1, 40, 0), (1, 1, 0, 3)]
+    placement.finish_reading(attempt)
+    placement.finish_reading(attempt)
+    assert books(table) == [(1, 0, 0, 0), (1, 1, 0, 3)]
+    assert placement.release_prefill(attempt) is not None
+    assert placement.release_prefill(attempt) is None
+    assert books(table) == [(0, 0, 0, 0), (1, 1, 0, 3)]
+    assert placement.release_decode(attempt) is not None
+    assert placement.release_decode(attempt) is None
+    assert books(table) == [(0, 0, 0, 0)] * 2
+
+
+def test_a_release_before_the_first_token_settles_everything() -> None:
+    table, placement = cluster(Role.PREFILL, Role.DECODE)
+    attempt = placed(placement)
+    placement.release_decode(attempt)
+    placement.release_prefill(attempt)
+    assert books(table) == [(0, 0, 0, 0)] * 2
+
+
+def test_ids_are_never_given_twice() -> None:
+    _, placement = cluster(Role.PREFILL, Role.DECODE)
+    ids = [placed(placement).request_id for _ in range(10)]
+    assert len(set(ids)) == 10
+
+
+def test_no_room_charges_no_one() -> None:
+    table, placement = cluster(Role.PREFILL, Role.DECODE)
+    [decode] = table.ready(Role.DECODE)
+    decode.on_load(load(64, used=64))
+    assert placement.place(state()) is None
+    assert books(table) == [(0, 0, 0, 0)] * 2
+    attempt = placed(placement, state(new=0))
+    assert attempt.decode is None
+
+
+def test_what_can_never_be_served_is_refused() -> None:
+    _, placement = cluster(Role.PREFILL, Role.DECODE)
+    placement.check(state(991), 0.0)
+    for each, code in (
+        (state(0), ErrorCode.INVALID_REQUEST),
+        (state(992), ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+    ):
+        with pytest.raises(WireError) as caught:
+            placement.check(each, 0.0)
+        assert caught.value.code is code
+    _, placement = cluster(Role.DECODE)
+    with pytest.raises(WireError, match="no prefill worker"):
+        placement.check(state(), 0.0)
+
+
+def test_a_promise_ends_with_the_heartbeat_after_the_first_token() -> None:
+    table, placement = cluster(Role.PREFILL, Role.DECODE)
+    attempt = placed(placement)
+    [decode] = table.ready(Role.DECODE)
+    decode.on_load(load(64))
+    assert decode.available_blocks == 61
+    placement.finish_reading(attempt)
+    decode.on_load(load(64, used=3))
+    assert decode.available_blocks == 61 and not decode.promised
+
+
+def test_logprobs_of_a_prompt_must_fit_a_frame() -> None:
+    _, placement = cluster(Role.PREFILL, Role.DECODE)
+    asked = state(6000)
+    asked.request = replace(asked.request, options=Options(prompt_logprobs=20))
+    with pytest.raises(WireError, match="prompt_logprobs 20 of 6000 tokens") as caught:
+        placement.check(asked, 0.0)
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+@pytest.mark.parametrize("odd", [{"max_model_len": 10}, {"max_kv_transfer_bytes": 64}])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_one_odd_worker_gets_nothing_and_spoils_nothing(role: Role, odd: dict[str, int]) -> None:
+    table, placement = cluster(Role.PREFILL, Role.DECODE)
+    peer = Identity(role, 9, 1).name
+    table.hello(peer, Hello(1, 9, role), detail(**odd), 0.0)
+    table.heartbeat(peer, Heartbeat(0, 0, 0), load(), 0.0)
+    for _ in range(5):  # more than would make the other one the more loaded
+        each = state()
+        placement.check(each, 0.0)
+        attempt = placed(placement, each)
+        assert attempt.prefill is not None and attempt.decode is not None
+        assert peer not in (attempt.prefill.identity, attempt.decode.identity)
+    other = {"max_model_len": 2**31 - 1, "max_kv_transfer_bytes": 2**63 - 1}
+    table.hello(peer, Hello(1, 9, role), detail(**other), 0.0)
+    with pytest.raises(WireError) as caught:
+        placement.check(state(990, 100), 0.0)
+    assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+
+
+def test_a_token_that_the_model_lacks_is_refused_before_a_worker_sees_it() -> None:
+    table, _ = cluster(Role.PREFILL, Role.DECODE)
+    limits = Limits(vocab_size=40)
+    placement = Placement(table, PrefixIndex(), limits=limits, router_epoch=EPOCH)
+    placement.check(state(40), 0.0)
+    with pytest.raises(WireError, match=r"token id 40 .* 0 to 39") as caught:
+        placement.check(state(41), 0.0)
+    assert caught.value.code is ErrorCode.INVALID_REQUEST

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.core.index import PrefixIndex
+from router.core.policy import SEQUENCE_COST, can_ever_fit, num_blocks, pick_decode, pick_prefill
+from router.core.worker import Worker, WorkerState
+from tests.router.scripted import load, worker
+from wire.frames import Role
+from wire.prefix import prefix_hashes
+
+PROMPT = tuple(range(100))
+
+
+def index_of(workers: list[Worker]) -> PrefixIndex:
+    index = PrefixIndex()
+    for each in workers:
+        index.add(each.identity, each.detail.num_blocks)
+    return index
+
+
+def decode(workers: list[Worker], index: PrefixIndex | None = None, new: int | None = 10) -> int:
+    choice = pick_decode(workers, PROMPT, new, index or index_of(workers), 256)
+    return -1 if choice is None else choice.worker.rank
+
+
+def test_prefill_goes_where_the_fewest_prompt_tokens_wait() -> None:
+    workers = [worker(Role.PREFILL, rank) for rank in range(3)]
+    workers[0].prompt_tokens, workers[1].prompt_tokens, workers[2].prompt_tokens = 10, 5, 5
+    workers[1].num_active, workers[2].num_active = 3, 2
+    assert pick_prefill(workers, 10, 256) is workers[2]
+    workers[2].state = WorkerState.DRAINING
+    assert pick_prefill(workers, 10, 256) is workers[1]
+    assert pick_prefill(workers, 10, 3) is workers[0]
+    assert pick_prefill(workers, 2000, 256) is None
+    assert pick_prefill([], 1, 256) is None
+
+
+def test_blocks_are_rounded_up() -> None:
+    assert [num_blocks(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+
+
+def test_a_prompt_needs_room_for_itself_and_one_token() -> None:
+    small = worker(num_blocks=4)
+    assert can_ever_fit(small, 63) and not can_ever_fit(small, 64)
+    short = worker(max_model_len=50)
+    assert can_ever_fit(short, 50) and not can_ever_fit(short, 51)
+
+
+def test_decode_prefers_the_worker_that_holds_the_prefix() -> None:
+    workers = [worker(rank=rank) for rank in range(3)]
+    index = index_of(workers)
+    assert decode(workers, index) == 0
+    index.store(workers[2].identity, prefix_hashes(PROMPT, 16)[:2])
+    assert decode(workers, index) == 2
+    index.store(workers[1].identity, prefix_hashes(PROMPT, 16))
+    choice = pick_decode(workers, PROMPT, 10, index, 256)
+    assert choice is not None and choice.worker is workers[1]
+    assert (choice.held_tokens, choice.num_blocks) == (96, 7)
+
+
+def test_load_outweighs_a_held_prefix() -> None:
+    workers = [worker(rank=rank) for rank in range(2)]
+    index = index_of(workers)
+    index.store(workers[1].identity, prefix_hashes(PROMPT, 16))
+    workers[1].num_active = 1
+    assert SEQUENCE_COST > 96
+    assert decode(workers, index) == 0
+
+
+def test_a_hot_prefix_spreads_over_the_workers() -> None:
+    workers = [worker(rank=rank, num_blocks=4096, max_model_len=4096) for rank in range(4)]
+    index = index_of(workers)
+    prompt = tuple(range(1024))
+    for _ in range(64):
+        choice = pick_decode(workers, prompt, 8, index, 256)
+        assert choice is not None
+        choice.worker.num_active += 1
+        index.store(choice.worker.identity, choice.hashes)
+    counts = [each.num_active for each in workers]
+    assert sum(counts) == 64 and max(counts) - min(counts) <= 8
+
+
+def test_workers_may_differ_in_block_size() -> None:
+    workers = [worker(rank=0, block_size=16), worker(rank=1, block_size=32, num_blocks=32)]
+    index = index_of(workers)
+    index.store(workers[1].identity, prefix_hashes(PROMPT, 32))
+    choice = pick_decode(workers, PROMPT, 10, index, 256)
+    assert choice is not None and (choice.worker.rank, choice.num_blocks) == (1, 4)
+
+
+def test_decode_is_admitted_by_blocks() -> None:
+    workers = [worker(rank=0), worker(rank=1)]
+    workers[0].on_load(load(64, used=58))
+    assert decode(workers) == 1
+    workers[1].promise(1, 58)
+    assert decode(workers) == -1
+    workers[0].on_load(load(64, used=52, cached=6))
+    assert decode(workers) == 0
+    assert decode(workers, new=None) == -1  # 256 more are assumed.
+
+
+def test_a_request_larger_than_a_worker_waits_until_it_is_empty() -> None:
+    only = worker(num_blocks=8)
+    assert decode([only], new=100_000) == 0
+    only.promise(1, 1)
+    assert decode([only], new=100_000) == -1
+
+
+def test_a_full_or_draining_worker_is_passed_over() -> None:
+    workers = [worker(rank=0), worker(rank=1)]
+    workers[0].num_active = 256
+    assert decode(workers) == 1
+    workers[1].state = WorkerState.DRAINING
+    assert decode(workers) == -1
+
+
+@given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 5)), min_size=1, max_size=6))
+def test_whoever_is_chosen_has_the_blocks(loads: list[tuple[int, int]]) -> None:
+    workers = [worker(rank=rank) for rank in range(len(loads))]
+    for each, (used, active) in zip(workers, loads, strict=True):
+        each.on_load(load(64, used=used))
+        each.num_active = active
+    choice = pick_decode(workers, PROMPT, 10, index_of(workers), 256)
+    roomy = [each for each in workers if each.available_blocks >= 7]
+    if choice is None:
+        assert not roomy
+    else:
+        assert choice.worker.num_active == min(each.num_active for each in roomy)

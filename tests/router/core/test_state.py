@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+
+from router.core.request import Request
+from router.core.state import Attempt, Phase, RequestState, new_tokens, no_worker
+from tests.router.scripted import RecordingSink, worker
+from wire.errors import ErrorCode
+from wire.frames import Role
+from wire.options import Options
+from wire.payloads import PrefillResult, Usage
+
+
+def state(request: Request, phase: Phase = Phase.WAITING) -> RequestState:
+    return RequestState(
+        handle=1,
+        request=request,
+        sink=RecordingSink(),
+        new_tokens=new_tokens(request),
+        is_decode_asked=request.max_new_tokens is not None,
+        submitted_at=10.0,
+        deadline=20.0,
+        due=15.0,
+        phase=phase,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_tokens", "expected"),
+    [(None, None, None), (5, None, 5), (None, 5, 4), (5, 3, 2), (1, 9, 1), (0, None, 0)],
+)
+def test_the_smaller_of_both_limits_holds_and_workers_are_told(
+    asked: int | None, max_tokens: int | None, expected: int | None
+) -> None:
+    request = Request((1,), Options(max_tokens=max_tokens), asked)
+    assert new_tokens(request) == expected
+    prefill = worker(Role.PREFILL)
+    told = Attempt(1, state(request), prefill, None).options(10.0).max_tokens
+    assert told == (None if expected is None else expected + 1)
+
+
+def test_a_later_attempt_is_told_what_is_generated_and_what_time_is_left() -> None:
+    request = Request((1, 2, 3), Options(deadline_ms=10_000, prompt_logprobs=0, max_tokens=9), 8)
+    it = state(request)
+    first = Attempt(1, it, None, None)
+    assert first.options(10.0) == request.options and first.seq_len == 3
+    it.generated = [7, 8]
+    assert (it.token_ids, it.num_left) == ((1, 2, 3, 7, 8), 7)
+    second = Attempt(2, it, None, None, num_generated=2)
+    assert second.seq_len == 5
+    assert second.options(16.0) == Options(deadline_ms=4000, max_tokens=9, generated_tokens=2)
+
+
+def test_overdue_says_what_was_waited_for() -> None:
+    request = Request((1,), Options())
+    error = state(request).overdue(15.0)
+    assert (error.code, error.message) == (ErrorCode.OVERLOADED, "no worker had room for 5 s")
+    error = state(request, Phase.HELD).overdue(15.0)
+    assert error.code is ErrorCode.DEADLINE_EXCEEDED and "DECODE_REQUEST" in error.message
+    error = state(request, Phase.DECODE).overdue(20.0)
+    assert (error.code, error.message) == (
+        ErrorCode.DEADLINE_EXCEEDED,
+        "the request did not end within 10 s",
+    )
+
+
+def test_an_end_tells_the_whole_story() -> None:
+    it = state(Request((1, 2, 3), Options(), 9, client="me"))
+    it.placed_at, it.first_at, it.generated = 11.0, 13.0, [5, 6]
+    it.first = PrefillResult(token_id=5, cached_tokens=2)
+    end = it.end(17.0, None, Usage(finish_reason="stop", kv_bytes=64, kv_skipped_tokens=1))
+    assert (end.outcome, end.code, end.client) == ("stop", None, "me")
+    assert (end.prompt_tokens, end.cached_tokens, end.completion_tokens) == (3, 2, 2)
+    assert (end.kv_bytes, end.kv_skipped_tokens) == (64, 1)
+    assert (end.queue_s, end.ttft_s, end.decode_s, end.total_s) == (1.0, 3.0, 4.0, 7.0)
+
+
+def test_an_early_end_has_no_times_it_did_not_reach() -> None:
+    end = state(Request((1,), Options())).end(12.0, ErrorCode.CANCELLED, None)
+    assert (end.outcome, end.code) == ("cancelled", ErrorCode.CANCELLED)
+    assert (end.queue_s, end.ttft_s, end.decode_s, end.total_s) == (None, None, None, 2.0)
+
+
+def test_a_missing_role_is_named() -> None:
+    assert "no decode worker" in no_worker(Role.DECODE).message

@@ -1,0 +1,541 @@
+"""The whole HTTP face over the real core, in memory and on a real uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from structlog.testing import capture_logs
+
+from router.core.state import Limits
+from router.http import completion
+from router.http.body import Bodies
+from router.http.origin import Origins
+from router.http.threads import INLINE_BYTES
+from tests.router.scripted import Ends
+from tests.router.site import Answer, Site, events, ids, listening, write_model
+from wire.errors import ErrorCode
+from wire.frames import Cancel, PrefillRequest
+from wire.payloads import decode_prompt
+from wire.process.api_keys import ApiKeys, digest, name_of
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(write_model(tmp_path))
+
+
+async def post(site: Site, path: str, body: Any, **headers: str) -> httpx.Response:
+    async with site.client() as client:
+        return await client.post(path, json=body, headers=headers)
+
+
+async def complete(site: Site, **fields: Any) -> Any:
+    answer = await post(site, "/v1/completions", {"prompt": "ab"} | fields)
+    assert answer.status_code == 200, answer.text
+    return events(answer.text) if fields.get("stream") else answer.json()
+
+
+async def chat(site: Site, **fields: Any) -> Any:
+    answer = await post(site, "/v1/chat/completions", CHAT | fields)
+    assert answer.status_code == 200, answer.text
+    return events(answer.text) if fields.get("stream") else answer.json()
+
+
+async def test_a_completion(site: Site) -> None:
+    body = await complete(site)
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [
+        {"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop"}
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 5,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 2},
+        "kv_transfer": None,
+    }
+
+
+async def test_a_chat(site: Site) -> None:
+    body = await chat(site, max_completion_tokens=3)
+    assert body["id"].startswith("chatcmpl-")
+    assert body["choices"][0]["message"]["content"] == "hel"
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+async def test_a_stream_says_what_the_whole_says(site: Site, ask: Any) -> None:
+    site.answer = lambda prompt: Answer("héllo 日本 🎉")
+    whole = (await ask(site, max_tokens=50))["choices"][0]
+    chunks = await ask(site, max_tokens=50, stream=True)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    texts = [c.get("text", c.get("delta", {}).get("content", "")) for c in choices]
+    assert (
+        "".join(texts)
+        == "héllo 日本 🎉"
+        == whole.get("text", whole.get("message", {}).get("content"))
+    )
+    assert len(texts) <= len("héllo 日本 🎉") + 1
+    assert [c["finish_reason"] for c in choices][-1] == whole["finish_reason"] == "stop"
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+
+
+async def test_a_stop_string_cancels_on_the_worker(site: Site) -> None:
+    body = await complete(site, stop=["zz", "lo"])
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("hel", "stop")
+    site.answer = lambda prompt: Answer("hello", hangs_after=5)
+    chunks = await complete(site, stop="lo", stream=True)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hel"
+    assert site.frames(Cancel)
+    assert site.bus.dispatcher.num_running == 0
+
+
+async def test_several_prompts_and_choices(site: Site) -> None:
+    site.answer = lambda prompt: Answer("x" if prompt[-1:] == tuple(ids("a")) else "yy")
+    body = await complete(site, prompt=["a", ids("b")], n=2)
+    assert [choice["text"] for choice in body["choices"]] == ["x", "x", "yy", "yy"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (3, 6)
+    chunks = await chat(site, n=3, stream=True, stream_options={"include_usage": True})
+    assert {c["index"] for chunk in chunks for c in chunk["choices"]} == {0, 1, 2}
+    assert chunks[-1]["usage"]["completion_tokens"] == 6
+
+
+async def test_options_reach_the_worker(site: Site) -> None:
+    await complete(site, seed=5, temperature=0, n=2, top_k=3, ignore_eos=True, priority=7)
+    frames = [message for _, message in site.seen if isinstance(message.frame, PrefillRequest)]
+    read = [decode_prompt(each.body(), each.frame.seq_len)[1] for each in frames]  # type: ignore[attr-defined]
+    assert [options.choice for options in read] == [0, 1]
+    assert {(o.seed, o.temperature, o.top_k, o.ignore_eos, o.priority) for o in read} == {
+        (5, 0.0, 3, True, 7)
+    }
+
+
+async def test_logprobs_and_token_ids(site: Site) -> None:
+    site.answer = lambda prompt: Answer("hey", logprobs=True)
+    choice = (await complete(site, logprobs=2, return_token_ids=True))["choices"][0]
+    assert choice["logprobs"]["tokens"] == ["h", "e", "y"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+    assert choice["token_ids"] == ids("hey")
+    assert choice["prompt_token_ids"] == [0, *ids("ab")]
+    content = (await chat(site, logprobs=True, top_logprobs=2))["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["h", "e", "y"]
+    assert len(content[0]["top_logprobs"]) == 2
+    chunks = await chat(site, logprobs=True, top_logprobs=1, stream=True)
+    assert sum(len(c["choices"][0]["logprobs"]["content"]) for c in chunks) == 3
+
+
+async def test_what_the_transfer_cost(site: Site) -> None:
+    site.answer = lambda prompt: Answer(usage={"kv_bytes": 64, "kv_skipped_tokens": 1})
+    transfer = (await complete(site))["usage"]["kv_transfer"]
+    assert (transfer["bytes"], transfer["skipped_tokens"]) == (64, 1)
+
+
+async def test_one_token_needs_no_decode_worker(site: Site) -> None:
+    body = await complete(site, max_tokens=1)
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("h", "length")
+
+
+async def test_an_answer_that_is_over_at_once(site: Site) -> None:
+    site.answer = lambda prompt: Answer([])
+    body = await complete(site)
+    assert (body["choices"][0]["text"], body["usage"]["completion_tokens"]) == ("", 0)
+    [chunk] = await complete(site, stream=True)
+    assert chunk["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    site = Site(write_model(tmp_path, text=False))
+    choice = (await complete(site, prompt=[3, 4], return_token_ids=True))["choices"][0]
+    assert (choice["text"], choice["token_ids"]) == ("", ids("hello"))
+    chunks = await complete(site, prompt=[3, 4], return_token_ids=True, stream=True)
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks[:-1]] == [
+        [i] for i in ids("hello")
+    ]
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+    ],
+)
+async def test_routes(site: Site, method: str, path: str, status: int, code: str) -> None:
+    async with site.client() as client:
+        answer = await client.request(method, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+        assert (status == 405) == ("allow" in answer.headers)
+
+
+async def test_head_and_options(site: Site) -> None:
+    async with site.client() as client:
+        assert (await client.head("/livez")).status_code == 200
+        answer = await client.options("/v1/completions")
+        assert (answer.status_code, answer.headers["allow"]) == (200, "POST, OPTIONS")
+
+
+PAGE = "https://chat.example.org"
+
+
+async def test_web_pages_of_others(site: Site) -> None:
+    """As a browser sends for a page: no question before it, and by a name that leads here."""
+    async with site.client() as client:
+        blob = await client.post("/v1/completions", content=b'{"prompt": "a"}')
+        assert (blob.status_code, blob.json()["error"]["code"]) == (415, "unsupported_media_type")
+        for headers in ({"origin": PAGE}, {"sec-fetch-site": "cross-site"}):
+            answer = await client.get("/v1/models", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (
+                403,
+                "origin_not_allowed",
+            )
+        rebound = await client.get("/v1/models", headers={"host": "evil.example"})
+        assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "host_not_allowed")
+        assert (await client.get("/livez", headers={"host": "evil.example"})).status_code == 200
+
+
+async def test_a_web_page_that_is_allowed(site: Site, guarded: Path) -> None:
+    """It is told so before it asks, which it does without its key, and with each answer."""
+    site.application._origins = Origins([PAGE])
+    ask = {"access-control-request-method": "POST", "access-control-request-headers": "x-a"}
+    key = {"authorization": "Bearer sk-0123456789abcdef"}
+    async with site.client() as client:
+        client.headers["origin"] = PAGE
+        first = await client.options("/v1/completions", headers=ask)
+        assert first.status_code == 200
+        assert "POST" in first.headers["access-control-allow-methods"]
+        assert first.headers["access-control-allow-headers"] == "x-a"
+        body = {"prompt": "ab"}
+        for answer, status in (
+            (first, 200),
+            (await client.post("/v1/completions", json=body, headers=key), 200),
+            (await client.post("/v1/completions", json=body | {"stream": True}, headers=key), 200),
+            (await client.post("/v1/completions", json={}, headers=key), 400),
+            (await client.post("/v1/completions", json=body), 401),
+        ):
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == PAGE
+            assert answer.headers["vary"] == "Origin"
+        assert (await client.options("/v1/models")).status_code == 401, "no preflight"
+        client.headers["origin"] = "https://evil.example"
+        refused = await client.options("/v1/completions", headers=ask)
+        assert refused.status_code == 403
+        assert "access-control-allow-origin" not in refused.headers
+
+
+async def test_bad_bodies(site: Site) -> None:
+    async with site.client() as client:
+        kind = {"content-type": "application/json"}
+        answer = await client.post("/v1/completions", content=b"{", headers=kind)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+        answer = await client.post("/v1/completions", data={"a": "b"})
+        assert answer.status_code == 415
+        answer = await client.post("/v1/completions", json={"prompt": "a", "temperature": 9})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "temperature")
+        answer = await client.post("/v1/completions", json={"prompt": "a", "model": "other"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "status", "code"),
+    [
+        ("x" * 2000, 5, 400, "context_length_exceeded"),
+        ("x" * 900, 500, 400, "context_length_exceeded"),
+        ("", 5, 200, None),
+    ],
+)
+async def test_lengths(site: Site, prompt: str, tokens: int, status: int, code: str | None) -> None:
+    answer = await post(site, "/v1/completions", {"prompt": prompt, "max_tokens": tokens})
+    assert answer.status_code == status
+    assert code is None or answer.json()["error"]["code"] == code
+
+
+async def test_a_kv_cache_over_the_limit_is_refused_at_once(tmp_path: Path) -> None:
+    site = Site(write_model(tmp_path), max_kv_transfer_bytes=64 * 10)
+    sent = len(site.seen)
+    answer = await post(site, "/v1/completions", {"prompt": "x" * 20})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "kv_transfer_too_large")
+    assert len(site.seen) == sent
+
+
+async def test_no_worker_and_too_many_requests(tmp_path: Path) -> None:
+    empty = Site(write_model(tmp_path), join=False)
+    answer = await post(empty, "/v1/chat/completions", CHAT)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "no_worker"
+    full = Site(tmp_path, limits=Limits(max_waiting=0, max_running_per_worker=1))
+    answer = await post(full, "/v1/chat/completions", CHAT | {"n": 2})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert full.bus.dispatcher.num_running == 0
+
+
+async def test_draining_refuses_new_work(site: Site) -> None:
+    site.application.draining = True
+    answer = await post(site, "/v1/chat/completions", CHAT)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_failure_before_the_first_token_has_a_status(site: Site, stream: bool) -> None:
+    site.answer = lambda prompt: Answer(fails_after=0)
+    answer = await post(site, "/v1/chat/completions", CHAT | {"stream": stream})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
+    assert answer.headers["retry-after"] == "1"
+
+
+async def test_a_failure_in_the_middle_ends_the_stream_in_words(site: Site) -> None:
+    site.answer = lambda prompt: Answer(fails_after=3, error=ErrorCode.TRANSFER_FAILED)
+    chunks = await chat(site, stream=True)
+    assert chunks[-1]["error"]["code"] == "transfer_failed"
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
+    answer = await post(site, "/v1/chat/completions", CHAT)
+    assert answer.status_code == 500
+
+
+async def test_a_bug_is_a_500_that_says_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def boom(raw: bytes) -> Any:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(site.application._parser, "detokenize", boom)
+    with capture_logs() as logs:
+        answer = await post(site, "/detokenize", {"tokens": []})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
+    assert "secret" not in answer.text
+    assert [entry["event"] for entry in logs] == ["bug", "request"]
+
+
+# Around a request.
+
+
+async def test_tokenize_and_detokenize(site: Site) -> None:
+    tokens = (await post(site, "/tokenize", {"prompt": "hé"})).json()
+    assert tokens == {"tokens": [0, *ids("hé")], "count": 4, "max_model_len": 1000}
+    assert (await post(site, "/detokenize", {"tokens": ids("hé")})).json() == {"prompt": "hé"}
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions"])
+async def test_a_long_body_is_read_in_a_thread(site: Site, path: str) -> None:
+    """So the loop goes on meanwhile: here the thread waits for something that the loop does."""
+    done, readers = threading.Event(), []
+    real = site.application._parser.check_model
+
+    def check_model(model: str | None) -> None:
+        assert done.wait(10)
+        readers.append(threading.current_thread())
+        real(model)
+
+    site.application._parser.check_model = check_model  # type: ignore[method-assign]
+    body = {"prompt": "x", "tokens": [1], "user": "x" * INLINE_BYTES}
+    asking = asyncio.create_task(post(site, path, body))
+    while not site.application._bodies._total_bytes:  # noqa: ASYNC110 (there is no event for it)
+        await asyncio.sleep(0)
+    done.set()
+    assert (await asking).status_code == 200
+    assert readers != [threading.main_thread()] and len(readers) == 1
+    assert site.application._bodies._total_bytes == 0
+    await post(site, path, {"prompt": "x", "tokens": [1]})
+    assert readers[1] is threading.main_thread()
+
+
+async def test_a_hopeless_prompt_is_no_reason_to_try_again_while_workers_are_away(
+    site: Site,
+) -> None:
+    for peer in (b"prefill-0-1", b"decode-0-1"):
+        site.bus.on_lost(peer)
+    assert site.fleet.max_model_len is None
+    for prompt in ("x" * 5000, [7] * 5000):
+        answer = await post(site, "/v1/completions", {"prompt": prompt})
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_one_line_a_request(site: Site) -> None:
+    with capture_logs() as logs:
+        answer = await post(site, "/v1/completions", {"prompt": "ab"}, **{"x-request-id": "mine"})
+    [line] = [entry for entry in logs if entry["event"] == "request"]
+    assert answer.headers["x-request-id"] == line["request_id"] == "mine"
+    assert (line["endpoint"], line["status"], line["outcome"]) == ("completions", 200, "stop")
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (3, 5)
+    assert "ab" not in json.dumps(line["outcome"])
+
+
+async def test_metrics_count_it(site: Site) -> None:
+    await complete(site, stream=True)
+    async with site.client() as client:
+        text = (await client.get("/metrics")).text
+    assert 'baton_http_requests_total{endpoint="completions",outcome="stop"} 1.0' in text
+    assert 'baton_requests_total{outcome="stop"} 1.0' in text
+    assert re.search(r"^baton_tasks [1-9]", text, re.M)
+    assert re.search(r"^baton_python_blocks [1-9]", text, re.M)
+
+
+# On a real server.
+
+
+def request_bytes(body: Any, path: str = "/v1/chat/completions", *headers: str) -> bytes:
+    raw = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
+    return "\r\n".join([*lines, f"content-length: {len(raw)}", "", ""]).encode() + raw
+
+
+async def test_a_client_that_goes_away_frees_the_workers(site: Site) -> None:
+    site.answer = lambda prompt: Answer("hello", hangs_after=2)
+    async with listening(site.application) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(request_bytes(CHAT | {"stream": True}))
+        await reader.readuntil(b'"content":"h"')
+        writer.close()
+        await asyncio.wait_for(site.cancelled.wait(), 5)
+    assert site.bus.dispatcher.num_running == 0
+
+
+async def test_a_client_that_goes_away_before_a_whole_answer(site: Site) -> None:
+    site.answer = lambda prompt: Answer(hangs_after=0)
+    async with listening(site.application) as address:
+        _, writer = await asyncio.open_connection(*address)
+        writer.write(request_bytes(CHAT))
+        await asyncio.wait_for(site.asked.wait(), 5)
+        writer.close()
+        await asyncio.wait_for(site.cancelled.wait(), 5)
+    assert site.bus.dispatcher.num_running == 0
+
+
+async def test_a_client_that_does_not_read_is_cut_off(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion, "MAX_PENDING_TOKENS", 64)
+    site.answer = lambda prompt: Answer("x" * 1000)
+    site.application._model_name = "w" * 4000  # In every chunk: fills the kernel's buffers soon.
+    loop = asyncio.get_running_loop()
+    async with listening(site.application) as address:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, address)
+            body = CHAT | {"stream": True, "max_tokens": 900}
+            await loop.sock_sendall(client, request_bytes(body))
+            await asyncio.wait_for(site.cancelled.wait(), 20)
+            received = await drained(client)
+    assert not received.endswith(b"0\r\n\r\n"), "it must not seem to have ended well"
+    assert site.bus.dispatcher.num_running == 0
+    assert "baton_slow_clients_total 1.0" in site.application.metrics.render().decode()
+
+
+async def drained(client: socket.socket) -> bytes:
+    """Everything until the end or a reset."""
+    received = b""
+    try:
+        while more := await asyncio.get_running_loop().sock_recv(client, 65536):
+            received = more
+    except ConnectionResetError:
+        pass
+    return received
+
+
+async def test_a_body_over_the_limit(site: Site) -> None:
+    async with listening(site.application) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 99999999\r\n\r\n"
+        )
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 413")
+        writer.close()
+
+
+async def test_a_body_that_comes_too_slowly(site: Site) -> None:
+    site.application._bodies = Bodies(grace_s=0.01)
+    async with listening(site.application) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 5\r\n\r\n{"
+        )
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 408") and b"body_timeout" in answer
+        writer.close()
+
+
+async def test_a_connection_is_used_again_after_a_stream(site: Site) -> None:
+    async with (
+        listening(site.application) as (host, port),
+        httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False) as client,
+    ):
+        for _ in range(2):
+            answer = await client.post("/v1/chat/completions", json=CHAT | {"stream": True})
+            assert events(answer.text)[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.fixture
+def guarded(site: Site, tmp_path: Path) -> Path:
+    """The site with API keys; their file."""
+    path = tmp_path / "api_keys"
+    path.write_text("sk-0123456789abcdef\n")
+    path.chmod(0o600)
+    site.application._api_keys = ApiKeys(path)
+    return path
+
+
+WRONG = [{}, {"authorization": "Bearer sk-0123456789abcdeg"}, {"authorization": "Basic sk-0123"}]
+
+
+@pytest.mark.parametrize("headers", WRONG)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/v1/cluster", "/metrics", "/x"])
+@pytest.mark.usefixtures("guarded")
+async def test_without_a_key_there_is_nothing(
+    site: Site, path: str, headers: dict[str, str]
+) -> None:
+    async with site.client() as client:
+        answer = await client.get(path, headers=headers)
+    assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+    assert "sk-" not in answer.text
+
+
+async def test_with_a_key_there_is_everything_until_it_is_revoked(
+    site: Site, guarded: Path
+) -> None:
+    headers = {"authorization": "Bearer sk-0123456789abcdef"}
+    async with site.client() as client:
+        body = {"model": "letters", "prompt": "x", "max_tokens": 5}
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        await asyncio.to_thread(guarded.write_text, "sk-another-key-of-another\n")
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 401
+
+
+@pytest.mark.usefixtures("guarded")
+async def test_requests_are_their_key_s_wherever_they_come_from(site: Site) -> None:
+    site.bus.dispatcher.observers.append(ends := Ends())
+    key = "sk-0123456789abcdef"
+    async with site.client() as client:
+        body = {"model": "letters", "prompt": "x", "max_tokens": 5}
+        headers = {"authorization": f"Bearer {key}"}
+        assert (await client.post("/v1/completions", json=body, headers=headers)).is_success
+    [end] = ends.ends
+    assert end.client == name_of(digest(key.encode())) and "0123456789abcdef" not in end.client
+
+
+@pytest.mark.usefixtures("guarded")
+async def test_probes_need_no_key(site: Site) -> None:
+    async with site.client() as client:
+        for path in ("/livez", "/readyz", "/health"):
+            assert (await client.get(path)).status_code == 200

@@ -1,0 +1,170 @@
+"""An exchange: all choices or none, stop strings cancelled, errors end the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from router.core.request import Request
+from router.http import completion as module
+from router.http.choice import Choice, OutputOptions
+from router.http.completion import Completion
+from router.text.stops import StopAutomaton
+from router.text.tokenizer import Tokenizer
+from tests.router.site import LETTERS, ids
+from wire.errors import ErrorCode, WireError
+from wire.options import Options
+from wire.payloads import PrefillResult, Usage
+
+TOKENIZER = Tokenizer(LETTERS)
+
+
+@dataclass
+class Core:
+    """Writes down what is submitted and cancelled; refuses from `capacity` on."""
+
+    capacity: int = 99
+    refusal: BaseException = field(default_factory=lambda: WireError(ErrorCode.OVERLOADED, "full"))
+    sinks: list[Choice] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)
+
+    def submit(self, request: Request, sink: Choice) -> int:
+        if len(self.sinks) >= self.capacity:
+            raise self.refusal
+        self.sinks.append(sink)
+        return len(self.sinks)
+
+    def stop(self, handle: int) -> None:
+        self.stopped.append(handle)
+
+    def cancel(self, handle: int, code: ErrorCode = ErrorCode.CANCELLED) -> None:
+        self.cancelled.append(handle)
+
+
+@dataclass
+class Writer:
+    wakes: int = 0
+    overruns: int = 0
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    def overrun(self) -> None:
+        self.overruns += 1
+
+
+def started(
+    core: Core, count: int = 2, *, stop: str | None = None, per_prompt: int = 1
+) -> tuple[Completion, Writer]:
+    writer = Writer()
+    output = OutputOptions(tokenizer=TOKENIZER, stops=StopAutomaton([stop]) if stop else None)
+    subject = Completion(core, output, writer, num_choices=per_prompt)
+    request = Request((1, 2, 3), Options(), 5)
+    subject.submit([(request, "")] * count)
+    return subject, writer
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [WireError(ErrorCode.OVERLOADED, "full"), ValueError("full"), KeyboardInterrupt("full")],
+    ids=lambda refusal: type(refusal).__name__,
+)
+def test_all_are_submitted_or_none(refusal: BaseException) -> None:
+    core = Core(capacity=2, refusal=refusal)
+    with pytest.raises(type(refusal), match="full"):
+        started(core, 3)
+    assert core.cancelled == [1, 2]
+
+
+def test_one_wake_for_what_comes_together() -> None:
+    core = Core()
+    subject, writer = started(core)
+    for token_id in ids("abc"):
+        core.sinks[0].on_token(token_id, None)
+    assert writer.wakes == 1
+    [(choice, pieces)] = subject.take()
+    assert choice.index == 0
+    assert len(pieces) == subject.num_new_tokens == 3
+    core.sinks[0].on_token(ids("d")[0], None)
+    assert writer.wakes == 2
+
+
+def test_over_when_every_choice_is() -> None:
+    core = Core()
+    subject, _ = started(core)
+    for sink in core.sinks:
+        assert not subject.is_over
+        sink.on_done(Usage(finish_reason="stop"))
+        subject.take()
+    assert subject.is_over
+    subject.cancel()
+    assert core.cancelled == []
+
+
+def test_a_stop_string_ends_its_own_request_only_and_well() -> None:
+    core = Core()
+    subject, writer = started(core, stop="b")
+    for token_id in ids("abc"):
+        core.sinks[1].on_token(token_id, None)
+    subject.take()
+    assert (core.stopped, core.cancelled) == ([2], [])
+    assert not subject.is_over
+    wakes = writer.wakes
+    core.sinks[1].on_token(ids("d")[0], None)
+    assert (writer.wakes, subject.take()) == (wakes, [])
+
+
+def test_an_error_ends_all() -> None:
+    core = Core()
+    subject, _ = started(core, 3)
+    core.sinks[0].on_done(Usage(finish_reason="stop"))
+    core.sinks[1].on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
+    subject.take()
+    assert subject.is_over
+    assert subject.error is not None and subject.error.code is ErrorCode.WORKER_LOST
+    assert core.cancelled == [3]
+
+
+def test_cancel_is_idempotent() -> None:
+    core = Core()
+    subject, _ = started(core)
+    subject.cancel()
+    subject.cancel()
+    assert core.cancelled == [1, 2]
+
+
+def test_a_writer_that_lags_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 3)
+    core = Core()
+    _, writer = started(core)
+    for token_id in ids("abcdef"):
+        core.sinks[0].on_token(token_id, None)
+    assert writer.overruns == 3
+
+
+def test_usage_counts_a_prompt_once() -> None:
+    core = Core()
+    subject, _ = started(core, 4, per_prompt=2)
+    for sink in core.sinks:
+        sink.on_prefill(PrefillResult(token_id=ids("a")[0], cached_tokens=2), 64)
+        sink.on_done(Usage(finish_reason="stop", kv_bytes=100, kv_skipped_tokens=1, kv_seconds=0.5))
+    subject.take()
+    usage = subject.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (6, 4, 10)
+    assert usage.prompt_tokens_details.cached_tokens == 4
+    assert usage.kv_transfer is not None
+    assert (usage.kv_transfer.bytes, usage.kv_transfer.skipped_tokens) == (400, 4)
+    assert subject.num_tokens == 4
+
+
+def test_a_stop_in_the_first_token_is_cancelled_before_anyone_writes() -> None:
+    core = Core()
+    subject, _ = started(core, 2, stop="d")
+    core.sinks[0].on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
+    assert core.stopped == [1], "the decode worker is not even asked"
+    core.sinks[1].on_prefill(PrefillResult(token_id=ids("e")[0]), 0)
+    [(stopped, pieces), _] = subject.take()
+    assert (stopped.finish_reason, pieces[-1].text) == ("stop", "")
+    assert (core.stopped, core.cancelled) == ([1], [])

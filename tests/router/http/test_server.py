@@ -1,0 +1,299 @@
+"""The HTTP server under people who are slow, many, or no HTTP clients at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import shutil
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.config import Config
+from router.http.asgi import Receive, Scope, Send, read_body, respond
+from router.http.server import MAX_HEADER_BYTES, MAX_PIPELINED, HttpServer, Limits
+from router.http.tls import server_context
+from tests import certificate
+
+GET = b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n"
+POST = b"POST /read HTTP/1.1\r\nhost: x\r\n"
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the path; reads a body only at /read, refuses it unread at /refuse."""
+    if scope["path"] == "/slow":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begin ", "more_body": True})
+        await asyncio.sleep(4 * QUICK.grace_s)
+        await send({"type": "http.response.body", "body": b"end"})
+        return
+    if scope["path"] == "/refuse":
+        await respond(send, 413, b"no", headers=((b"connection", b"close"),))
+        return
+    if scope["path"] == "/read":
+        await read_body(scope, receive)
+    size = 30_000_000 if scope["path"] == "/large" else 0
+    await respond(send, 200, scope["path"].encode() + bytes(size))
+
+
+@asynccontextmanager
+async def serving(
+    limits: Limits | None = None, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[HttpServer]:
+    server = HttpServer(app, "127.0.0.1", 0, limits or Limits(), tls)
+    task = asyncio.create_task(server.run_on_loop())
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def ask(server: HttpServer, data: bytes) -> bytes:
+    """Send and return everything until the server hangs up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        writer.write(data)
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+def error_of(answer: bytes) -> tuple[int, str]:
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    return int(head.split()[1]), json.loads(content)["error"]["code"]
+
+
+QUICK = Limits(grace_s=0.05, idle_s=0.05)
+SLOW = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("begun", [b"", b"G", b"GET / HTTP/1.1\r\nhost: x\r\n", b"\r\n"])
+async def test_headers_that_do_not_come_in_time(begun: bytes) -> None:
+    async with serving(QUICK) as server:
+        assert error_of(await ask(server, begun)) == (408, "header_timeout")
+
+
+async def test_one_byte_after_another_is_not_in_time_either() -> None:
+    async with serving(QUICK) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        answer = asyncio.create_task(reader.read())
+        for byte in GET % 1 * 20:
+            writer.write(bytes([byte]))
+            done, _ = await asyncio.wait([answer], timeout=0.02)
+            if done:
+                break
+        assert error_of(await answer) == (408, "header_timeout")
+        writer.close()
+
+
+async def test_a_second_request_has_its_own_time_and_silence_its_end() -> None:
+    async with serving(Limits(grace_s=0.2, idle_s=0.2)) as server:
+        answer = await ask(server, GET % 1 + GET % 2)
+        assert answer.count(b"HTTP/1.1 200") == 2 and answer.endswith(b"/2")
+
+
+def test_who_hangs_up_first_is_the_client() -> None:
+    """Else it may send its next request just as we do, and sees its connection reset."""
+    expiry_s = httpx.Limits().keepalive_expiry
+    assert expiry_s is not None and expiry_s < Limits().idle_s == Config().idle_s
+
+
+async def test_empty_lines_do_not_keep_a_connection() -> None:
+    async with serving(QUICK) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(GET % 1)
+        answer = asyncio.create_task(reader.read())
+        while not answer.done():
+            writer.write(b"\r\n")
+            await asyncio.wait([answer], timeout=0.02)
+        assert b"header_timeout" in await answer
+        writer.close()
+
+
+async def test_headers_have_a_limit() -> None:
+    async with serving() as server:
+        data = b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * (MAX_HEADER_BYTES // 6 + 1)
+        assert error_of(await ask(server, data)) == (431, "headers_too_large")
+        data = b"GET /" + b"x" * MAX_HEADER_BYTES
+        assert error_of(await ask(server, data)) == (431, "headers_too_large")
+
+
+async def test_a_large_body_is_no_large_header() -> None:
+    async with serving() as server:
+        size = 4 * MAX_HEADER_BYTES
+        head = b"POST /read HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        assert (await ask(server, head % size + bytes(size))).endswith(b"\r\n\r\n/read")
+
+
+async def test_what_is_no_http_is_told_so_without_an_echo() -> None:
+    async with serving() as server:
+        answer = await ask(server, b"\x16\x03\x01secret\r\n\r\n")
+        assert error_of(answer) == (400, "invalid_http")
+        assert b"secret" not in answer
+
+
+async def test_a_body_nobody_reads_is_not_waited_for() -> None:
+    async with serving() as server:
+        answer = await ask(server, b"POST /1 HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nx")
+        assert answer.endswith(b"/1")
+
+
+async def test_connections_have_a_limit() -> None:
+    async with serving(Limits(max_connections=2)) as server:
+        kept = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
+        answer = await ask(server, b"")
+        assert error_of(answer) == (503, "overloaded") and b"retry-after" in answer
+        for reader, writer in kept:
+            writer.write(GET % 7)
+            assert await reader.readuntil(b"/7")
+            writer.close()
+        while server.server_state.connections:  # noqa: ASYNC110 (uvicorn has no event for it)
+            await asyncio.sleep(0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(GET % 8)
+        assert await reader.readuntil(b"/8")
+        writer.close()
+
+
+async def test_a_client_that_does_not_take_its_answer_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.http.server.STALL_S", 0.05)
+    async with serving(QUICK) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
+        writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n")
+        while server.server_state.connections:  # noqa: ASYNC110 (uvicorn has no event for it)
+            await asyncio.sleep(0.01)
+        writer.transport.abort()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
+async def test_tls(tmp_path: Path) -> None:
+    made = certificate.make(tmp_path)
+    async with serving(QUICK, server_context(made.cert, made.key)) as server:
+        assert server.url.startswith("https://")
+        async with httpx.AsyncClient(verify=made.trust, trust_env=False) as client:
+            assert (await client.get(f"{server.url}/1")).text == "/1"
+        assert await ask(server, b"") == b"", "a handshake that does not begin"
+        with pytest.raises(httpx.ConnectError):
+            async with httpx.AsyncClient(trust_env=False) as client:
+                await client.get(f"{server.url}/1")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
+async def test_tls_handshakes_have_a_limit_too(tmp_path: Path) -> None:
+    made = certificate.make(tmp_path)
+    limits, tls = Limits(max_connections=1), server_context(made.cert, made.key)
+    async with serving(limits, tls) as server:
+        _, silent = await asyncio.open_connection("127.0.0.1", server.port)
+        assert await ask(server, b"") == b"", "one handshake is under way"
+        silent.close()
+
+
+@pytest.mark.parametrize("more", [b"\r\n", b"G", b"GET /1 HTTP/1.1\r\nhost:"])
+async def test_what_comes_during_an_answer_does_not_cut_it(more: bytes) -> None:
+    """Its time begins when the answer has ended."""
+    async with serving(QUICK) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(SLOW)
+        await reader.readuntil(b"begin ")
+        writer.write(more)
+        answer = await reader.read()
+        assert answer.startswith(b"\r\n3\r\nend\r\n0\r\n\r\n")
+        assert (b"header_timeout" in answer) == (more != b"\r\n"), "then it is told of its own"
+        writer.close()
+
+
+async def test_a_bad_request_after_a_good_one_waits_for_its_answer() -> None:
+    async with serving() as server:
+        answer = await ask(server, SLOW + b"no HTTP at all\r\n\r\n")
+        good, _, bad = answer.partition(b"end\r\n0\r\n\r\n")
+        assert good.startswith(b"HTTP/1.1 200") and error_of(bad) == (400, "invalid_http")
+
+
+@pytest.mark.parametrize("path", [b"refuse", b"1"])
+async def test_who_is_refused_while_sending_gets_the_answer(path: bytes) -> None:
+    """A client as most are: it reads when all is sent, or can not be."""
+
+    def post(port: int) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("POST", "/" + path.decode(), body=bytes(8 << 20))
+            return connection.getresponse().status
+
+    async with serving() as server:
+        statuses = [await asyncio.to_thread(post, server.port) for _ in range(8)]
+        assert statuses == [413 if path == b"refuse" else 200] * 8
+
+
+async def test_who_never_stops_sending_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http.server.FLUSH_S", 0.05)
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /refuse HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert error_free(await reader.readuntil(b"no")) == 413
+        while server.server_state.connections:
+            writer.write(b"1\r\nx\r\n")
+            await asyncio.sleep(0.01)
+        writer.close()
+
+
+def error_free(answer: bytes) -> int:
+    return int(answer.split()[1])
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"",
+        b"host: x\r\nhost: y\r\n",
+        b"host: x\r\ntransfer-encoding: gzip, chunked\r\n",
+        b"host: x\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n",
+        b"host: x\r\ntransfer-encoding: gzip\r\n",
+        b"host: x\r\ntransfer-encoding: chunked\r\ncontent-length: 4\r\n",
+        b"host: x\r\ncontent-length: 4\r\ncontent-length: 5\r\n",
+        b"host: x\r\ncontent-length: -1\r\n",
+    ],
+)
+async def test_framings_that_two_servers_might_read_differently(headers: bytes) -> None:
+    async with serving() as server:
+        data = b"POST /read HTTP/1.1\r\n" + headers + b"\r\n0\r\n\r\n"
+        assert error_of(await ask(server, data)) == (400, "invalid_http")
+
+
+async def test_one_host_is_enough_and_http_1_0_needs_none() -> None:
+    async with serving() as server:
+        assert (await ask(server, b"GET /1 HTTP/1.0\r\n\r\n")).endswith(b"/1")
+
+
+@pytest.mark.parametrize("chunk", [b"5\r\nhello!", b"x\r\n", b"-1\r\n", b"f" * 17 + b"\r\n"])
+async def test_a_broken_body_is_told_so(chunk: bytes) -> None:
+    async with serving() as server:
+        data = POST + b"transfer-encoding: chunked\r\n\r\n" + chunk
+        assert error_of(await ask(server, data)) == (400, "invalid_http")
+        answer = await ask(server, GET % 1 + data)
+        assert answer.startswith(b"HTTP/1.1 200") and b"invalid_http" in answer
+
+
+async def test_trailers_are_not_kept() -> None:
+    async with serving() as server:
+        head = POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
+        assert (await ask(server, head + b"a: b\r\n\r\n")).endswith(b"/read")
+        answer = await ask(server, head + b"a: b\r\n" * MAX_HEADER_BYTES)
+        assert error_of(answer) == (400, "invalid_http")
+
+
+async def test_pipelines_have_a_limit() -> None:
+    async with serving() as server:
+        answer = await ask(server, GET % 1 * (MAX_PIPELINED + 2))
+        assert answer.count(b"HTTP/1.1 200") == MAX_PIPELINED + 1
+        assert b"invalid_http" in answer

@@ -1,0 +1,136 @@
+"""Streams as bytes: every event is the JSON a plain encoder would write."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.core.request import Request
+from router.http import sse
+from router.http.asgi import HttpError
+from router.http.choice import OutputOptions
+from router.http.completion import Completion
+from router.http.sse import ChunkWriter
+from router.text.tokenizer import Tokenizer
+from tests.router.http.test_completion import Core, Writer
+from tests.router.site import LETTERS, events, ids
+from wire.options import Options
+from wire.payloads import Logprobs, Usage
+
+HEAD = {"id": "cmpl-1", "created": 7, "model": "m"}
+
+
+class Stream:
+    """A writer over an exchange whose core is a list."""
+
+    def __init__(self, count: int = 1, *, prefix: str = "", output: Any = None, **options: Any):
+        self.core = Core()
+        all_terms = OutputOptions(tokenizer=Tokenizer(LETTERS), **(output or {}))
+        self.completion = Completion(self.core, all_terms, Writer(), num_choices=count)
+        self.completion.submit([(Request((8, 9), Options(), 5), prefix)] * count)
+        settings: dict[str, Any] = {"is_chat": True} | options
+        self.writer = ChunkWriter(
+            self.completion, completion_id="cmpl-1", created=7, model="m", **settings
+        )
+
+    def say(self, text: str, choice: int = 0) -> list[Any]:
+        for token_id in ids(text):
+            self.core.sinks[choice].on_token(token_id, Logprobs(logprob=-1.0))
+        return self.take()
+
+    def done(self, choice: int = 0) -> list[Any]:
+        self.core.sinks[choice].on_done(Usage(finish_reason="stop"))
+        return self.take()
+
+    def take(self) -> list[Any]:
+        return events((self.writer.take() + sse.DONE).decode())
+
+
+def test_a_chat_stream() -> None:
+    stream = Stream()
+    chunks = stream.say("ab") + stream.done()
+    assert all(chunk | HEAD == chunk for chunk in chunks)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": "a"},
+        {"content": "b"},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, "stop"]
+    assert "usage" not in chunks[0]
+    assert stream.writer.end() == sse.DONE
+
+
+def test_a_text_stream_with_echo() -> None:
+    stream = Stream(prefix="P:", is_chat=False)
+    chunks = stream.say("ab") + stream.done()
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["P:a", "b", ""]
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+
+
+def test_an_answer_without_text_is_one_chunk() -> None:
+    [chunk] = Stream().done()
+    assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunk["choices"][0]["finish_reason"] == "stop"
+
+
+def test_usage_is_null_until_the_last_chunk() -> None:
+    stream = Stream(has_usage=True)
+    chunks = stream.say("ab") + stream.done()
+    assert [chunk["usage"] for chunk in chunks] == [None, None, None]
+    [last] = events(stream.writer.end().decode())
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 4
+
+
+def test_running_usage_needs_usage() -> None:
+    stream = Stream(has_usage=True, has_running_usage=True)
+    assert [chunk["usage"]["completion_tokens"] for chunk in stream.say("a") + stream.say("b")] == [
+        1,
+        2,
+    ]
+    assert "usage" not in Stream(has_running_usage=True).say("a")[0]
+
+
+def test_token_ids_and_the_prompt_with_the_first() -> None:
+    first, second = Stream(output={"has_ids": True}).say("ab")
+    assert first["choices"][0]["token_ids"] == ids("a")
+    assert first["choices"][0]["prompt_token_ids"] == [8, 9]
+    assert second["choices"][0]["token_ids"] == ids("b")
+    assert "prompt_token_ids" not in second["choices"][0]
+
+
+def test_logprobs_on_every_chunk() -> None:
+    for chunk in Stream(output={"has_logprobs": True}).say("ab"):
+        assert len(chunk["choices"][0]["logprobs"]["content"]) == 1
+    text = Stream(output={"has_logprobs": True}, is_chat=False).say("ab")
+    assert text[1]["choices"][0]["logprobs"]["text_offset"] == [1]
+
+
+def test_choices_keep_their_index() -> None:
+    stream = Stream(3)
+    chunks = stream.say("ab", 2) + stream.say("c", 0)
+    assert [chunk["choices"][0]["index"] for chunk in chunks] == [2, 2, 0]
+    assert all("role" in chunks[i]["choices"][0]["delta"] for i in (0, 2))
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8"), min_size=1, max_size=8))
+def test_any_text_survives(text: str) -> None:
+    stream = Stream()
+    chunks = stream.say("x" + text) + stream.done()
+    contents = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert "".join(contents) == "x" + text
+
+
+def test_the_frames_of_a_stream() -> None:
+    assert sse.event(b"{}") == b"data: {}\n\n"
+    assert sse.PING.startswith(b":") and sse.PING.endswith(b"\n\n")
+    broken = sse.failure(HttpError(503, "gone", code="worker_lost")).decode()
+    [document] = events(broken)
+    assert document["error"]["code"] == "worker_lost"
+    assert json.loads(HttpError(503, "gone").body)["error"]["type"] == "server_error"
+    assert not any(line.startswith("id:") for line in broken.splitlines())

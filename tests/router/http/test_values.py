@@ -1,0 +1,65 @@
+"""Counting values: what a decoder finds, without one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.http import values
+from router.http.asgi import HttpError
+from router.http.values import MAX_NUMBERS, MAX_OBJECTS, Values, check_values, count_values
+
+TEXTS = st.text(alphabet='"\\,[{é a')
+DOCUMENTS = st.recursive(
+    st.none() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=30,
+)
+
+
+def counted(value: Any) -> Values:
+    if isinstance(value, str):
+        return Values(1, 0)
+    if not isinstance(value, list | dict):
+        return Values(0, 0)
+    inner = list(value) if isinstance(value, list) else [*value.values()]
+    keys = len(value) if isinstance(value, dict) else 0
+    each = [counted(item) for item in inner]
+    return Values(
+        1 + keys + sum(item.objects for item in each),
+        max(len(value) - 1, 0) + sum(item.commas for item in each),
+    )
+
+
+@given(DOCUMENTS, st.integers(1, 9), st.booleans())
+def test_the_count_is_exact_wherever_a_step_ends(
+    document: Any,
+    step: int,
+    escaped: bool,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(values, "_STEP_BYTES", step)
+        raw = json.dumps(document, ensure_ascii=escaped).encode()
+        assert count_values(raw) == counted(document)
+
+
+@pytest.mark.parametrize("one", [b"[]", b"{}", b'""', b'{"a":1}'])
+def test_objects_have_a_limit(one: bytes) -> None:
+    raw = b"[" + b",".join([one] * (MAX_OBJECTS + 1)) + b"]"
+    with pytest.raises(HttpError, match="strings, arrays and objects") as caught:
+        check_values(raw)
+    assert (caught.value.status, caught.value.code) == (413, "too_many_values")
+
+
+def test_numbers_have_a_limit_and_exactly_it_is_let_in() -> None:
+    check_values(b"[" + b",".join([b"1"] * (MAX_NUMBERS + 1)) + b"]")
+    with pytest.raises(HttpError, match="values"):
+        check_values(b"[" + b",".join([b"1"] * (MAX_NUMBERS + 2)) + b"]")
+
+
+def test_a_text_is_one_value_whatever_is_in_it() -> None:
+    check_values(json.dumps({"prompt": '[{"a",' * 500_000}).encode())

@@ -1,0 +1,204 @@
+"""Writing to one client: when it begins, what keeps it alive, how it ends, and who is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router.core.request import Request
+from router.http import writer as module
+from router.http.application import _Signal
+from router.http.asgi import HttpError
+from router.http.choice import OutputOptions
+from router.http.completion import Completion
+from router.http.sse import DONE, PING, ChunkWriter
+from router.http.writer import Disconnected, ResponseWriter, wait_for_disconnect
+from router.text.tokenizer import Tokenizer
+from tests.router.http.test_completion import Core
+from tests.router.site import LETTERS, events, ids
+from wire.errors import ErrorCode, WireError
+from wire.options import Options
+from wire.payloads import Usage
+
+
+class Client:
+    """One HTTP client by hand: a clock that stands still, a `send` that can be made to block."""
+
+    def __init__(self, *, is_eager: bool = True) -> None:
+        self.now = 0.0
+        self.sent: list[Any] = []
+        self.bodies: asyncio.Queue[bytes] = asyncio.Queue()
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self.is_writing = asyncio.Event()
+        self.tokens: list[tuple[float, int]] = []
+        self.cuts = 0
+        self.core = Core()
+        self.writer = ResponseWriter(
+            self._send,
+            _Signal(),
+            headers=((b"x", b"y"),),
+            clock=lambda: self.now,
+            cut_off=self._cut,
+            on_tokens=lambda gap, count: self.tokens.append((gap, count)),
+        )
+        output = OutputOptions(tokenizer=Tokenizer(LETTERS), is_eager=is_eager)
+        self.completion = Completion(self.core, output, self.writer, num_choices=1)
+        self.completion.submit([(Request((8, 9), Options(), 5), "")])
+        self.sink = self.core.sinks[0]
+
+    def stream(self) -> asyncio.Task[None]:
+        chunks = ChunkWriter(
+            self.completion, completion_id="c", created=1, model="m", is_chat=False, has_usage=False
+        )
+        return asyncio.create_task(self.writer.stream(self.completion, chunks))
+
+    def say(self, text: str) -> None:
+        for token_id in ids(text):
+            self.sink.on_token(token_id, None)
+
+    async def _send(self, event: Any) -> None:
+        self.is_writing.set()
+        await self.may_write.wait()
+        self.sent.append(event)
+        if event["type"] == "http.response.body":
+            self.bodies.put_nowait(event["body"])
+
+    def _cut(self) -> None:
+        self.cuts += 1
+
+
+def text_of(body: bytes) -> str:
+    return "".join(each["choices"][0]["text"] for each in events((body + DONE).decode()))
+
+
+async def test_a_stream_to_its_end() -> None:
+    client = Client()
+    task = client.stream()
+    client.say("ab")
+    assert text_of(await client.bodies.get()) == "ab"
+    client.now = 0.5
+    client.say("cd")
+    assert text_of(await client.bodies.get()) == "cd"
+    client.sink.on_done(Usage(finish_reason="stop"))
+    assert (await client.bodies.get()).endswith(DONE)
+    await task
+    start, *bodies = client.sent
+    assert (start["status"], (b"x", b"y") in start["headers"]) == (200, True)
+    assert [body["more_body"] for body in bodies] == [True, True, False]
+    assert client.tokens == [(0.5, 2)]
+    assert client.writer.first_token_at == 0.0
+
+
+async def test_nothing_is_said_before_the_first_token() -> None:
+    client = Client()
+    task = client.stream()
+    client.sink.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
+    with pytest.raises(HttpError) as caught:
+        await task
+    assert (caught.value.status, client.sent) == (503, [])
+
+
+async def test_a_failure_in_the_middle_is_said_and_ends_the_body() -> None:
+    client = Client()
+    task = client.stream()
+    client.say("a")
+    await client.bodies.get()
+    client.say("b")
+    client.sink.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
+    token, error = events((await client.bodies.get()).decode())
+    assert token["choices"][0]["text"] == "b"
+    assert error["error"]["code"] == "worker_lost"
+    await task
+    assert client.sent[-1]["more_body"] is False
+
+
+async def test_silence_is_broken_by_a_comment() -> None:
+    client = Client()
+    task = client.stream()
+    client.now = module.PING_S - 1
+    client.writer.tick()
+    client.now = module.PING_S
+    client.writer.tick()
+    assert await client.bodies.get() == PING
+    assert client.writer.is_started
+    client.say("a")
+    assert text_of(await client.bodies.get()) == "a"
+    client.writer.disconnect()
+    with pytest.raises(Disconnected):
+        await task
+
+
+async def test_a_client_that_leaves() -> None:
+    client = Client()
+    task = client.stream()
+    incoming = [{"type": "http.request"}, {"type": "http.disconnect"}]
+
+    async def receive() -> Any:
+        return incoming.pop(0)
+
+    await wait_for_disconnect(receive, client.writer)
+    with pytest.raises(Disconnected):
+        await task
+
+
+async def test_a_write_that_stalls_is_cut() -> None:
+    client = Client()
+    client.may_write.clear()
+    task = client.stream()
+    client.say("a")
+    await client.is_writing.wait()
+    client.now = module.STALL_S
+    client.writer.tick()
+    assert not client.writer.is_cut
+    client.now += 0.1
+    client.writer.tick()
+    client.writer.tick()
+    assert (client.writer.is_cut, client.cuts) == (True, 1)
+    client.may_write.set()
+    with pytest.raises(Disconnected):
+        await task
+
+
+async def test_tokens_that_pile_up_cut_a_blocked_write_only() -> None:
+    client = Client()
+    client.writer.overrun()
+    assert not client.writer.is_cut
+    client.may_write.clear()
+    task = client.stream()
+    client.say("a")
+    await client.is_writing.wait()
+    client.writer.overrun()
+    assert client.cuts == 1
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_whole_answer() -> None:
+    client = Client(is_eager=False)
+    task = asyncio.create_task(client.writer.collect(client.completion))
+    client.say("abc")
+    client.sink.on_done(Usage(finish_reason="length"))
+    [piece] = await task
+    assert (piece.text, piece.finish_reason) == ("abc", "length")
+    assert client.sent == []
+
+
+async def test_a_whole_answer_that_fails() -> None:
+    client = Client()
+    task = asyncio.create_task(client.writer.collect(client.completion))
+    client.say("abc")
+    client.sink.on_error(WireError(ErrorCode.OVERLOADED, "full"))
+    with pytest.raises(HttpError) as caught:
+        await task
+    assert caught.value.status == 429
+
+
+async def test_a_stream_that_breaks_by_our_own_fault() -> None:
+    client = Client()
+    await client.writer.fail(HttpError(500, "bug", code="internal"))
+    [error] = events((await client.bodies.get()).decode())
+    assert error["error"]["code"] == "internal"

@@ -1,0 +1,265 @@
+"""Bugs to plant, each one line of carelessness: the checks must catch every one of them.
+
+A bug replaces one method for as long as it is planted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from router.core.fleet import Fleet
+from router.core.placement import Placement
+from router.core.replies import Replies
+from router.core.state import RequestState
+from router.core.table import RequestTable
+from tests.simulation.seeds import Outcome, run_seed
+from wire.errors import ErrorCode, WireError
+from wire.frames import Hello
+from wire.parts import Message
+from wire.receiver import KVReceiver
+from worker import link
+from worker.engine.blocks import BlockPool
+from worker.roles.decode import DecodeRole
+from worker.roles.prefill import PrefillRole
+from worker.transfer.budget import IncomingTransfer, TransferBudget
+from worker.transfer.receiver import IncomingTransfers
+from worker.transfer.sender import OutgoingTransfer
+
+
+class Bug(NamedTuple):
+    """`make` takes what `owner`, a class or module, calls `name` and returns what is planted."""
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Run with a bug, or for None without."""
+    if name is None:
+        yield
+        return
+    bug = BUGS[name]
+    sound = bug.owner.__dict__[bug.name]
+    setattr(bug.owner, bug.name, bug.make(sound))
+    try:
+        yield
+    finally:
+        setattr(bug.owner, bug.name, sound)
+
+
+def hunt(name: str, seeds: Iterable[int]) -> Outcome | None:
+    """Return the first seed that catches a bug; None when it escapes all of them."""
+    with planted(name):
+        for seed in seeds:
+            outcome = run_seed(seed)
+            if outcome.problem:
+                return outcome
+    return None
+
+
+def _nothing(sound: Callable[..., Any]) -> Callable[..., None]:
+    return lambda self, *args, **kwargs: None
+
+
+def _drop_credit(sound: Any) -> property:
+    # The window does not move on: what is stored makes no room.
+    return property(lambda self: min(self._credit_bytes, self._expected_bytes))
+
+
+def _skip_fence(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def hello(self: Fleet, identity: bytes, hello: Hello, *rest: Any) -> Any:
+        for worker in self:
+            if (worker.role, worker.rank) == (hello.role, hello.rank):
+                worker.last_seen = 0.0  # so whoever comes takes its place
+        return sound(self, identity, hello, *rest)
+
+    return hello
+
+
+def _free_early(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def give_back(self: IncomingTransfers, transfer: IncomingTransfer) -> None:
+        # A copy may still write to these blocks.
+        if transfer.is_dropped:
+            request_id = transfer.receiver.request_id
+            self._engine.post(lambda engine: engine.cancel(request_id))
+
+    return give_back
+
+
+def _reuse_ids(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Placement, *args: Any, **settings: Any) -> None:
+        sound(self, *args, **settings)
+        first = (settings["router_epoch"] << 32) + 1
+        ids: Any = itertools.cycle(range(first, first + 6))  # and then from the start again
+        self._request_ids = ids
+
+    return init
+
+
+def _spare_decode(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def abandon(self: RequestTable, attempt: Any, code: Any, spare: Any) -> None:
+        # The decode worker is not told.
+        sound(self, attempt, code, attempt.decode)
+
+    return abandon
+
+
+def _keep_promise(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def release_decode(self: Placement, attempt: Any) -> Any:
+        worker = attempt.decode
+        blocks = None if worker is None else worker.promised.get(attempt.request_id)
+        sound(self, attempt)
+        if worker is not None and blocks is not None:
+            worker.promise(attempt.request_id, blocks)  # for ever
+        return worker
+
+    return release_decode
+
+
+def _leak_budget(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def end(self: TransferBudget, transfer: IncomingTransfer) -> None:
+        # Of those that had their turn, only the successful ones pay back.
+        if transfer in self or not transfer.is_dropped:
+            sound(self, transfer)
+
+    return end
+
+
+def _keep_unclaimed(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def on_router_lost(self: DecodeRole, router: link.RouterLink) -> None:
+        # KV that the router has not asked about yet waits for its lease.
+        for request_id, generation in list(self._generations.items()):
+            if generation.router is router:
+                self.on_cancel(request_id)
+
+    return on_router_lost
+
+
+def _ack_early(sound: Callable[..., Any]) -> Callable[..., Any]:
+    async def store(self: IncomingTransfers, transfer: IncomingTransfer, segment: Any) -> None:
+        # The segment counts as stored before it is.
+        self._answer(transfer, transfer.receiver.stored(segment, self._clock()))
+        try:
+            await self._copies.run(self._unpack_always, transfer, segment)  # type: ignore[attr-defined]
+        except WireError as error:
+            self.fail(transfer.receiver.request_id, error)
+        self._give_back(transfer)
+
+    def unpack(self: IncomingTransfers, transfer: IncomingTransfer, segment: Any) -> None:
+        self._cache.unpack(transfer.block_table, segment.rectangle, segment.kv)
+
+    IncomingTransfers._unpack_always = unpack  # type: ignore[attr-defined]
+    return store
+
+
+def _keep_blocks(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def on_transfer_end(self: PrefillRole, transfer: OutgoingTransfer) -> None:
+        prefill = self._prefills.get(transfer.request_id)
+        if prefill is None or transfer.sender.error is not None:
+            sound(self, transfer)
+            return
+        prefill.is_handed_over = True  # and nobody tells the engine
+        if prefill.is_answered:
+            del self._prefills[prefill.request_id]
+
+    return on_transfer_end
+
+
+def _evict_half(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def evict(self: BlockPool) -> None:
+        # The block is taken, and can still be found under its old tokens.
+        block = next(iter(self._cached))
+        del self._cached[block]
+        self._free.append(block)
+
+    return evict
+
+
+def _double_token(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def on_tokens(self: Replies, peer: bytes, message: Message) -> None:
+        sound(self, peer, message)
+        attempts = [self._table.attempts.get(frame.request_id) for frame in message.frames]  # type: ignore[attr-defined]
+        if any(attempt is not None and attempt.state.num_attempts > 1 for attempt in attempts):
+            sound(self, peer, message)  # again, after a failover
+
+    return on_tokens
+
+
+def _forget_tokens(sound: Any) -> property:
+    # The next attempt reads the prompt without what was generated from it.
+    return property(lambda self: self.request.token_ids)
+
+
+def _keep_attempt(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def abandon(self: RequestTable, attempt: Any, *args: Any) -> None:
+        prefill, decode = attempt.prefill, attempt.decode
+        sound(self, attempt, *args)
+        # What the old attempt still says counts.
+        self.attempts[attempt.request_id] = attempt
+        attempt.prefill, attempt.decode = prefill, decode
+
+    return abandon
+
+
+def _miss_wake(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def on_ack(self: OutgoingTransfer, ack: Any, credit: Any) -> None:
+        # The credit is noted, but who waits for it is not woken.
+        self.sender.on_ack(ack, credit, self._clock())
+
+    return on_ack
+
+
+BUGS: dict[str, Bug] = {
+    "drop-credit": Bug(KVReceiver, "_granted_bytes", _drop_credit),
+    "skip-fence": Bug(Fleet, "hello", _skip_fence),
+    "free-early": Bug(IncomingTransfers, "_give_back", _free_early),
+    "reuse-id": Bug(Placement, "__init__", _reuse_ids),
+    "spare-decode": Bug(RequestTable, "_abandon", _spare_decode),
+    "keep-promise": Bug(Placement, "release_decode", _keep_promise),
+    "no-digest": Bug(KVReceiver, "verify", _nothing),
+    "no-drain-echo": Bug(RequestTable, "let_go", _nothing),
+    "leak-budget": Bug(TransferBudget, "end", _leak_budget),
+    "no-deadline": Bug(RequestTable, "fail_overdue", _nothing),
+    "ignore-router-loss": Bug(DecodeRole, "on_router_lost", _nothing),
+    "keep-unclaimed": Bug(DecodeRole, "on_router_lost", _keep_unclaimed),
+    "ack-early": Bug(IncomingTransfers, "_store", _ack_early),
+    "keep-blocks": Bug(PrefillRole, "_on_transfer_end", _keep_blocks),
+    "evict-half": Bug(BlockPool, "_evict", _evict_half),
+    "double-token": Bug(Replies, "_on_tokens", _double_token),
+    "forget-tokens": Bug(RequestState, "token_ids", _forget_tokens),
+    "keep-attempt": Bug(RequestTable, "_abandon", _keep_attempt),
+    "miss-wake": Bug(OutgoingTransfer, "on_ack", _miss_wake),
+    # Found here, and put back to see that it would be found again.
+    "cancelled-by-nobody": Bug(
+        link, "BETWEEN_WORKERS", lambda sound: sound - {ErrorCode.CANCELLED}
+    ),
+}
+
+# The first seed that catches each, as `scripts/simulate --hunt` finds it.
+CAUGHT_BY: dict[str, int] = {
+    "drop-credit": 32,
+    "skip-fence": 81,
+    "free-early": 12,
+    "reuse-id": 0,
+    "spare-decode": 4,
+    "keep-promise": 0,
+    "no-digest": 21,
+    "no-drain-echo": 15,
+    "leak-budget": 0,
+    "no-deadline": 21,
+    "ignore-router-loss": 18,
+    "keep-unclaimed": 18,
+    "ack-early": 0,
+    "keep-blocks": 0,
+    "evict-half": 29,
+    "double-token": 11,
+    "forget-tokens": 0,
+    "keep-attempt": 0,
+    "miss-wake": 2,
+    "cancelled-by-nobody": 84,
+}

@@ -1,0 +1,168 @@
+"""The simulated network gives what ZeroMQ over TCP gives, and no more."""
+
+from __future__ import annotations
+
+from random import Random
+from struct import pack
+
+import pytest
+
+from tests.simulation.loop import Timeline, new_process
+from tests.simulation.mischief import Mischief, kind_of
+from tests.simulation.network import Network
+from tests.simulation.sockets import Hub, Link
+from wire.errors import ErrorCode, PeerLost, WireError
+from wire.frames import Tag
+from wire.parts import Buffer
+
+# A seed with which the hub hears of a cut before the link is back; later, it would not hear it.
+CLEAR_CUT = 2
+ENDPOINT = "tcp://router:1"
+
+
+class Site:
+    """A hub and a link to it, and all that either has heard."""
+
+    def __init__(
+        self, *, seed: int = 1, queue_bytes: int = 1 << 20, mischief: Mischief | None = None
+    ) -> None:
+        self.timeline, random = Timeline(), Random(seed)
+        self.network = Network(
+            self.timeline,
+            random,
+            latency_s=(0.001, 0.1),
+            queue_bytes=queue_bytes,
+            note=lambda *_: None,
+            mischief=mischief or Mischief(random),
+        )
+        self.at_hub: list[bytes] = []
+        self.at_link: list[bytes] = []
+        self.events: list[str] = []
+        self.hub = Hub(
+            self.network, new_process(self.timeline, "router"), self._on_hub, self._on_lost
+        )
+        self.hub.bind(ENDPOINT)
+        self.link = self.connect("worker", is_kv=mischief is not None)
+
+    def connect(self, name: str, *, is_kv: bool = False) -> Link:
+        return Link(
+            self.network,
+            new_process(self.timeline, name),
+            b"identity",
+            ENDPOINT,
+            lambda parts: self.at_link.append(bytes(parts[-1])),
+            on_up=lambda: self.events.append("up"),
+            on_down=lambda: self.events.append("down"),
+            is_kv=is_kv,
+        )
+
+    def _on_hub(self, peer: bytes, parts: list[Buffer]) -> None:
+        self.at_hub.append(bytes(parts[-1]))
+
+    def _on_lost(self, peer: bytes) -> None:
+        self.events.append("lost")
+
+    def run(self, seconds: float) -> None:
+        end = self.timeline.now + seconds
+        while self.timeline.next_s <= end:
+            self.timeline.step()
+        self.timeline.now = end
+
+
+def words(*numbers: int) -> list[bytes]:
+    return [b"%d" % number for number in numbers]
+
+
+def test_messages_of_a_connection_come_in_order_and_once() -> None:
+    site = Site()
+    for word in words(*range(20)):
+        site.link.send([word])  # before the connection is up, too
+    site.run(1.0)
+    for word in words(*range(20, 40)):
+        site.link.send([word])
+        site.hub.send(b"identity", [word])
+    site.run(10.0)
+    assert site.at_hub == words(*range(40)) and site.at_link == words(*range(20, 40))
+
+
+def test_a_buffer_is_read_when_the_message_arrives() -> None:
+    site = Site()
+    site.run(1.0)
+    buffer = bytearray(b"early")
+    sending = site.link.send([buffer], track=True)
+    assert sending is not None and not sending.done
+    buffer[:] = b"later"
+    site.run(1.0)
+    assert sending.done and site.at_hub == [b"later"]
+
+
+def test_a_cut_loses_what_is_under_way_and_both_hear_of_it() -> None:
+    site = Site(seed=CLEAR_CUT)
+    site.link.send([b"1"])
+    site.run(1.0)
+    site.link.send([b"2"])
+    site.network.cut("worker")
+    site.run(30.0)
+    assert site.at_hub == [b"1"]
+    assert sorted(site.events) == ["down", "lost", "up", "up"]
+    with pytest.raises(PeerLost):
+        site.hub.send(b"identity", [b"3"])  # not a message of it yet
+    site.link.send([b"4"])
+    site.run(1.0)
+    site.hub.send(b"identity", [b"5"])
+    site.run(1.0)
+    assert site.at_hub == [b"1", b"4"] and site.at_link == [b"5"]
+
+
+def test_a_partition_holds_back_and_says_nothing() -> None:
+    site = Site()
+    site.link.send([b"1"])
+    site.run(1.0)
+    site.network.block("worker", "router")
+    site.link.send([b"2"])
+    site.hub.send(b"identity", [b"3"])
+    site.run(60.0)
+    assert site.at_hub == [b"1"] and site.at_link == [b"3"] and site.events == ["up"]
+    site.network.heal()
+    site.run(1.0)
+    assert site.at_hub == [b"1", b"2"]
+
+
+def test_a_second_connection_of_an_identity_is_never_heard() -> None:
+    site = Site()
+    site.run(1.0)
+    twin = site.connect("twin")
+    twin.send([b"unheard"])
+    site.run(5.0)
+    site.link.send([b"heard"])
+    site.run(5.0)
+    assert site.at_hub == [b"heard"]
+
+
+def test_who_does_not_read_fills_the_queue() -> None:
+    site = Site(queue_bytes=100)
+    site.link.send([b"hello"])
+    site.run(1.0)
+    site.link.process.stop_running()
+    site.hub.send(b"identity", [bytes(90)])
+    with pytest.raises(WireError) as refused:
+        site.hub.send(b"identity", [bytes(90)])
+    assert refused.value.code is ErrorCode.OVERLOADED
+    site.link.process.go_on()
+    site.run(1.0)
+    assert len(site.at_link) == 1
+
+
+def test_only_what_may_change_places_does() -> None:
+    mischief = Mischief(Random(3), twice=1.0, swapped=1.0)
+    site = Site(mischief=mischief)
+
+    def segment(number: int) -> list[bytes]:
+        return [pack("<I", Tag.KV_CACHE), pack("<QII", 1, number, 3), b"%d" % number]
+
+    assert kind_of(segment(0)) == (0, 1)
+    for number in range(4):
+        site.link.send(segment(number))
+    site.run(1.0)
+    assert site.at_hub[0] == b"0" and site.at_hub.count(b"0") == 1  # the offer: first, and once
+    assert sorted(site.at_hub) == sorted(words(0, 1, 1, 2, 2, 3, 3))

@@ -1,0 +1,67 @@
+"""A seed is one history; histories hold the invariants; planted bugs are caught."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.bugs import BUGS, CAUGHT_BY, hunt
+from tests.simulation.seeds import Outcome, quiet, run_seed
+
+ROOT = Path(__file__).resolve().parents[2]
+# Histories that once broke an invariant, and why.
+FOUND = {
+    368: "a client heard CANCELLED because a decode worker had lost its router",
+    13988: "a decode worker took KV for a router it had lost, and held it for a lease",
+}
+
+
+@pytest.fixture(autouse=True)
+def silence() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+def history(seed: int) -> Outcome:
+    outcome = run_seed(seed)
+    assert outcome.problem == ""
+    return outcome
+
+
+def test_a_seed_is_one_history() -> None:
+    one, again, other = history(7), history(7), history(8)
+    assert one == again and one.digest != other.digest
+
+
+def test_a_seed_is_the_same_history_in_another_process() -> None:
+    command = [sys.executable, "-m", "tests.simulation", "--seed", "7"]
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+    assert history(7).digest in output.stdout.decode()
+
+
+@pytest.mark.parametrize("seed", FOUND, ids=str)
+def test_what_was_found_stays_fixed(seed: int) -> None:
+    history(seed)
+
+
+def test_requests_survive_what_happens_to_them() -> None:
+    ends = [end for seed in range(12) for end in history(seed).ends]
+    assert ends.count("done") > len(ends) / 3
+
+
+def test_every_planted_bug_has_its_seed() -> None:
+    assert CAUGHT_BY.keys() == BUGS.keys()
+
+
+@pytest.mark.parametrize(("name", "seed"), CAUGHT_BY.items(), ids=str)
+def test_a_planted_bug_is_caught(name: str, seed: int) -> None:
+    sound = BUGS[name].owner.__dict__[BUGS[name].name]
+    history(seed)  # nothing is wrong without the bug
+    assert hunt(name, [seed]) is not None
+    assert BUGS[name].owner.__dict__[BUGS[name].name] is sound  # and it is gone again

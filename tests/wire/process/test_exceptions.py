@@ -1,0 +1,145 @@
+"""What the log has of exceptions; the hooks are tested in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from wire.errors import ErrorCode, WireError
+from wire.process.exceptions import MAX_FRAMES, WITHHELD, described, printed, text
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def caught(call: Callable[[], object]) -> BaseException:
+    with pytest.raises(BaseException) as raised:
+        call()
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WireError(ErrorCode.OVERLOADED, "plain"),
+        OSError("plain"),
+        MemoryError("plain"),
+        torch.OutOfMemoryError("plain"),
+    ],
+)
+def test_texts_without_values_are_kept(error: BaseException) -> None:
+    assert text(error) == "plain"
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("SECRET"), KeyError("SECRET"), Exception("SECRET"), RuntimeError("SECRET")]
+)
+def test_other_texts_are_not(error: BaseException) -> None:
+    assert text(error) == WITHHELD
+    for shown in (json.dumps(described(error)), printed(error)):
+        assert "SECRET" not in shown and type(error).__name__ in shown
+
+
+def test_causes_and_groups_are_shown_and_their_texts_are_not() -> None:
+    def inner(prompt: str) -> None:
+        int(prompt)
+
+    def middle() -> None:
+        try:
+            inner("SECRET")
+        except ValueError as error:
+            raise OSError("the disk is full") from error
+
+    def outer() -> None:
+        try:
+            middle()
+        except OSError as error:
+            raise ExceptionGroup("SECRET", [error, KeyError("SECRET")]) from None
+
+    error = caught(outer)
+    (group,) = described(error)
+    assert group["exc_type"] == "ExceptionGroup"
+    [disk, value], [key] = group["exceptions"]
+    assert disk["exc_value"] == "the disk is full" and value["exc_type"] == "ValueError"
+    assert [frame["name"] for frame in value["frames"]] == ["middle", "inner"]
+    assert key["exc_type"] == "KeyError"
+    shown = printed(error)
+    assert shown.index("ValueError") < shown.index("OSError: the disk is full")
+    for each in (shown, json.dumps(described(error))):
+        assert "SECRET" not in each.replace('"SECRET"', "")  # as it stands in this file's source
+
+
+def test_a_circle_of_causes_ends() -> None:
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__cause__ = second, first
+    assert [each["exc_type"] for each in described(first)] == ["ValueError", "KeyError"]
+
+
+def test_a_deep_recursion_shows_its_innermost_frames() -> None:
+    def dig(depth: int) -> None:
+        if not depth:
+            raise ValueError
+        dig(depth - 1)
+
+    (entry,) = described(caught(lambda: dig(2 * MAX_FRAMES)))
+    assert len(entry["frames"]) == MAX_FRAMES
+    assert {frame["name"] for frame in entry["frames"]} == {"dig"}
+
+
+PROGRAM = """\
+import asyncio, functools, gc, threading
+from wire.process.log import configure
+from wire.process.lifetime import run
+def fail(secret, *_):
+    raise ValueError(secret)
+async def fail_later(secret):
+    fail(secret)
+class Doomed:
+    def __init__(self, secret):
+        self.secret = secret
+    def __del__(self):
+        fail(self.secret)
+class Protocol(asyncio.Protocol):
+    def data_received(self, data):
+        raise ValueError(data)
+async def main(stop):
+    loop = asyncio.get_running_loop()
+    secret = "SEC" + "RET"
+    loop.call_soon(fail, secret)
+    loop.call_soon(functools.partial(fail, secret))
+    loop.call_later(0, fail, secret)
+    task = loop.create_task(fail_later(secret))
+    server = await loop.create_server(Protocol, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    writer.write(secret.encode())
+    await reader.read()
+    writer.close()
+    thread = threading.Thread(target=fail, args=(secret,))
+    thread.start(); thread.join()
+    Doomed(secret)
+    await asyncio.sleep(0)
+    del task
+    gc.collect()
+    return 0
+writer = configure("debug")
+run(main)
+raise ValueError("SEC" + "RET")
+"""
+
+
+def test_what_nobody_catches_is_logged_without_values() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert "SECRET" not in done.stderr + done.stdout
+    events = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [event["event"] for event in events] == ["not caught"] * 8, done.stderr
+    assert {event["exception"][0]["exc_type"] for event in events} == {"ValueError"}
+    assert sum("callback" in event.get("what", "") for event in events) == 3
+    assert {event["thread"] for event in events if "thread" in event} == {"Thread-1 (fail)"}
+    assert [event["where"] for event in events if "where" in event] == ["Doomed.__del__"]

@@ -1,0 +1,203 @@
+"""The life of a process, each in a real one, and systemd's socket for real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from wire.process.lifetime import keep_watchdog, notify, slow_start, watchdog_s
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Process:
+    """A process that runs `body` as its main(stop) and prints `ready` when it is up."""
+
+    def __init__(self, body: str) -> None:
+        program = (
+            "import asyncio, sys, time, uvloop\n"
+            "from wire.process.log import configure\n"
+            "from wire.process.lifetime import Stop, run\n"
+            "from wire.process.settings import ConfigError\n"
+            "async def main(stop: Stop) -> int:\n"
+            "    print('ready', flush=True)\n"
+            f"{textwrap.indent(body, '    ')}\n"
+            "configure()\n"
+            "sys.exit(run(main))\n"
+        )
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def read_line(self) -> str:
+        assert self.popen.stdout is not None
+        return self.popen.stdout.readline().strip()
+
+    def end(self, *signals: signal.Signals) -> tuple[int, str, str]:
+        """Wait until it is up, send the signals (each when the last was answered by a line)."""
+        assert self.read_line() == "ready"
+        for i, number in enumerate(signals):
+            if i:
+                assert self.read_line() == "draining"
+            self.popen.send_signal(number)
+        out, err = self.popen.communicate(timeout=30)
+        return self.popen.returncode, out, err
+
+
+DRAIN = """\
+await stop.wait()
+print("draining", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_main_says_how_it_ended(number: signal.Signals) -> None:
+    status, out, _ = Process(DRAIN + "print(stop.is_set)\nreturn 5").end(number)
+    assert (status, out.splitlines()) == (5, ["draining", "True"])
+
+
+def test_it_runs_on_uvloop_and_can_stop_itself() -> None:
+    body = "stop.set(); await stop.wait()\n"
+    body += "return 0 if isinstance(asyncio.get_running_loop(), uvloop.Loop) else 1"
+    assert Process(body).end()[0] == 0
+
+
+def test_a_second_signal_forces_and_cleanup_still_runs() -> None:
+    rest = """\
+try:
+    await asyncio.Event().wait()
+finally:
+    print("cleaned up", flush=True)
+"""
+    status, out, _ = Process(DRAIN + rest).end(signal.SIGTERM, signal.SIGTERM)
+    assert status == 128 + signal.SIGTERM
+    assert "cleaned up" in out
+
+
+def test_a_main_that_will_not_be_cancelled_is_ended() -> None:
+    rest = """\
+import wire.process.lifetime
+wire.process.lifetime.FORCE_S = 0.1
+while True:
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        pass
+"""
+    status, _, _ = Process(DRAIN + rest).end(signal.SIGTERM, signal.SIGINT)
+    assert status == 128 + signal.SIGINT
+
+
+def test_a_bad_configuration_is_one_line_and_78() -> None:
+    status, _, err = Process("raise ConfigError('--model: no such directory: nowhere')").end()
+    assert (status, err) == (78, "--model: no such directory: nowhere\n")
+
+
+def test_a_bug_is_logged_and_1() -> None:
+    status, out, err = Process("raise RuntimeError('a bug of ours')").end()
+    assert status == 1
+    assert "the process failed" in err and "RuntimeError" in err
+    assert "a bug of ours" not in out + err, "it might repeat a prompt"
+
+
+def test_a_crash_leaves_the_stacks() -> None:
+    status, _, err = Process("import os; os.kill(os.getpid(), 6)\nreturn 0").end()
+    assert status == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in err
+
+
+@pytest.fixture
+def systemd(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """systemd's end of the notify socket, at an abstract name."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        name = f"baton-test-{os.getpid()}"
+        receiver.bind("\0" + name)
+        receiver.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", "@" + name)
+        yield receiver
+
+
+def test_notify_reaches_an_abstract_socket(systemd: socket.socket) -> None:
+    assert notify("READY=1", "STATUS=serving 12 req,\n31 % KV")
+    assert systemd.recv(4096) == b"READY=1\nSTATUS=serving 12 req, 31 % KV"
+    assert notify("STOPPING=1")
+    assert systemd.recv(4096) == b"STOPPING=1"
+
+
+def test_a_slow_start_asks_for_more_time(systemd: socket.socket) -> None:
+    systemd.settimeout(30)
+    with slow_start("loading demo"):
+        assert systemd.recv(100) == b"STATUS=loading demo"
+        assert systemd.recv(100) == b"EXTEND_TIMEOUT_USEC=60000000"
+
+
+def test_notify_reaches_a_socket_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(path))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(path))
+        assert notify("WATCHDOG=1")
+        assert receiver.recv(4096) == b"WATCHDOG=1"
+    assert not notify("WATCHDOG=1")  # nobody listens any more
+
+
+@pytest.mark.parametrize("path", ["", "vsock:2:1234", "relative"])
+def test_notify_without_systemd_does_nothing(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", path)
+    assert not notify("READY=1")
+
+
+@pytest.mark.parametrize(
+    ("usec", "pid", "period_s"),
+    [
+        ("", "", None),
+        ("0", "", None),
+        ("soon", "", None),
+        ("15000000", "1", None),
+        pytest.param("15000000", str(os.getpid()), 15.0, id="ours"),
+    ],
+)
+def test_the_watchdog_is_ours_only(
+    monkeypatch: pytest.MonkeyPatch, usec: str, pid: str, period_s: float | None
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", usec)
+    monkeypatch.setenv("WATCHDOG_PID", pid)
+    assert watchdog_s() == period_s
+
+
+async def test_the_watchdog_is_fed_while_there_is_progress(
+    monkeypatch: pytest.MonkeyPatch, systemd: socket.socket
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "2000")
+    monkeypatch.delenv("WATCHDOG_PID", raising=False)
+    answers = iter([True, False, False, True])
+    asked = asyncio.Event()
+
+    def is_alive() -> bool:
+        answer = next(answers, None)
+        if answer is None:
+            asked.set()
+        return bool(answer)
+
+    feeding = asyncio.create_task(keep_watchdog(is_alive))
+    await asked.wait()
+    feeding.cancel()
+    systemd.setblocking(False)
+    assert [systemd.recv(4096) for _ in range(2)] == [b"WATCHDOG=1"] * 2
+    with pytest.raises(BlockingIOError):
+        systemd.recv(4096)
+    monkeypatch.setenv("WATCHDOG_USEC", "")
+    await keep_watchdog(is_alive)

@@ -1,0 +1,271 @@
+"""Blocks are conserved, and the prefix cache leads to the blocks of exactly these tokens."""
+
+from collections.abc import Iterable
+from itertools import pairwise
+from struct import pack
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from wire.payloads import MAX_HASHES
+from wire.prefix import prefix_hashes
+from worker.engine.blocks import ROOT, BlockPool, Journal
+
+Tokens = tuple[int, int]
+
+
+def keys_of(blocks: Iterable[Tokens]) -> list[bytes]:
+    return [pack("<2I", *tokens) for tokens in blocks]
+
+
+def register(pool: BlockPool, chain: list[Tokens], table: list[int]) -> None:
+    prefix = ROOT
+    for key, block in zip(keys_of(chain), table, strict=False):
+        prefix = pool.register(prefix, key, block)
+
+
+A, B, C, D = (1, 2), (3, 4), (5, 6), (7, 8)
+
+
+def test_a_pool_starts_free() -> None:
+    pool = BlockPool(5, 2)
+    assert (pool.num_free, pool.num_cached, pool.num_used) == (5, 0, 0)
+    assert [pool.blocks_for(n) for n in (1, 2, 3)] == [1, 1, 2]
+    assert pool.can_allocate(5) and not pool.can_allocate(6)
+    pool.check([])
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0)])
+def test_a_pool_has_blocks(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        BlockPool(num_blocks, block_size)
+
+
+def test_a_shared_block_is_used_once_and_freed_by_the_last() -> None:
+    pool = BlockPool(4, 2)
+    first = pool.allocate(2)
+    register(pool, [A, B], first)
+    shared, prefix = pool.match_prefix(keys_of([A, B, C]))
+    assert shared == first and prefix.hash == prefix_hashes([1, 2, 3, 4], 2)[-1]
+    second = pool.allocate(1, shared)
+    assert second[:2] == first and pool.num_used == 3
+    pool.check([first, second])
+    pool.free(first)
+    assert (pool.num_used, pool.num_cached, pool.num_free) == (3, 0, 1)
+    pool.free(second)
+    assert (pool.num_used, pool.num_cached, pool.num_free) == (0, 2, 2)
+    pool.check([])
+
+
+def test_blocks_that_were_never_registered_go_back_to_free() -> None:
+    pool = BlockPool(4, 2)
+    table = pool.allocate(3)
+    register(pool, [A], table)
+    pool.free(table)
+    assert (pool.num_cached, pool.num_free) == (1, 3)
+
+
+def test_the_least_recently_used_chain_goes_first_and_from_its_end() -> None:
+    pool = BlockPool(4, 2)
+    for chain in ([A, B], [C, D]):
+        table = pool.allocate(2)
+        register(pool, chain, table)
+        pool.free(table)
+    shared, _ = pool.match_prefix(keys_of([A, B]))
+    pool.free(pool.allocate(0, shared))  # used again: now [C, D] is the oldest
+    pool.allocate(1)
+    assert len(pool.match_prefix(keys_of([C, D]))[0]) == 1
+    pool.allocate(1)
+    assert len(pool.match_prefix(keys_of([C, D]))[0]) == 0
+    assert len(pool.match_prefix(keys_of([A, B]))[0]) == 2
+
+
+def test_cached_blocks_about_to_be_shared_do_not_count_as_available() -> None:
+    pool = BlockPool(3, 2)
+    table = pool.allocate(2)
+    register(pool, [A, B], table)
+    pool.free(table)
+    shared, _ = pool.match_prefix(keys_of([A, B]))
+    assert pool.can_allocate(1, shared) and not pool.can_allocate(2, shared)
+    assert pool.can_allocate(3)
+
+
+def test_equal_hashes_do_not_make_equal_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a hash that always collides, only the very same tokens are found."""
+    monkeypatch.setattr("worker.engine.blocks.xxh3_64_intdigest", lambda *_: 42)
+    pool = BlockPool(4, 2)
+    table = pool.allocate(2)
+    register(pool, [A, B], table)
+    assert pool.match_prefix(keys_of([A, B]))[0] == table
+    assert pool.match_prefix(keys_of([A, C]))[0] == table[:1]
+    assert pool.match_prefix(keys_of([C, B]))[0] == []
+
+
+def test_a_child_of_an_evicted_twin_is_not_found_under_the_new_one() -> None:
+    pool = BlockPool(3, 2)
+    twin = pool.allocate(1)
+    register(pool, [A], twin)
+    table = pool.allocate(2)  # computes A again, then B behind the registered A
+    register(pool, [A, B], table)
+    pool.free(twin)
+    pool.allocate(1)  # evicts the registered A; B stays, its block is in use
+    assert pool.match_prefix(keys_of([A, B]))[0] == []
+    register(pool, [A], table)
+    assert pool.match_prefix(keys_of([A, B]))[0] == table[:1]
+
+
+def test_a_prefix_is_told_gone_when_its_last_block_is() -> None:
+    pool = BlockPool(4, 2)
+    twin = pool.allocate(1)
+    register(pool, [A], twin)
+    table = pool.allocate(2)
+    register(pool, [A, B], table)  # B stands behind the twin
+    pool.free(twin)
+    pool.free(pool.allocate(2))  # evicts the twin: nobody finds that B any more
+    register(pool, [A, B], again := pool.allocate(2))
+    pool.journal.read()
+    pool.free(table)
+    evicting = pool.allocate(2)
+    assert pool.match_prefix(keys_of([A, B]))[0] == again
+    assert pool.journal.read() == ((), ()), "the one that is found is still there"
+    pool.free(evicting)
+
+
+def test_without_a_prefix_cache_nothing_is_found_or_kept() -> None:
+    pool = BlockPool(3, 2, enable_prefix_cache=False)
+    table = pool.allocate(2)
+    register(pool, [A, B], table)
+    assert pool.match_prefix(keys_of([A, B])) == ([], ROOT)
+    pool.free(table)
+    assert pool.num_free == 3 and pool.journal.read() == ((), ())
+
+
+def test_check_finds_a_leak_and_a_double_owner() -> None:
+    pool = BlockPool(3, 2)
+    table = pool.allocate(2)
+    pool.check([table])
+    with pytest.raises(AssertionError, match="2 blocks are used, 0 have an owner"):
+        pool.check([])
+    with pytest.raises(AssertionError, match="1 references, not 2"):
+        pool.check([table, table])
+    with pytest.raises(AssertionError, match="2 free"):
+        pool._free.append(table[0])
+        pool.check([table])
+
+
+def test_an_audit_finds_a_block_in_two_places() -> None:
+    pool = BlockPool(3, 2)
+    pool.audit()
+    pool._free[0] = pool._free[1]
+    with pytest.raises(AssertionError, match="two places"):
+        pool.audit()
+
+
+def test_a_block_is_not_freed_twice() -> None:
+    pool = BlockPool(3, 2)
+    table = pool.allocate(1)
+    pool.free(table)
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free(table)
+
+
+def test_the_journal_leaves_out_what_cancels_out() -> None:
+    journal = Journal()
+    journal.store(1)
+    journal.store(2)
+    journal.evict(2)
+    assert journal.read() == ((1,), ())
+    journal.evict(1)
+    journal.store(1)
+    assert journal.read() == ((), ())
+    journal.evict(1)
+    assert journal.read() == ((), (1,))
+
+
+def test_the_journal_tells_a_bounded_number_at_a_time() -> None:
+    journal = Journal()
+    for prefix_hash in range(MAX_HASHES + 5):
+        journal.store(prefix_hash)
+    assert len(journal.read()[0]) == MAX_HASHES
+    assert journal.read()[0] == tuple(range(MAX_HASHES, MAX_HASHES + 5))
+
+
+def test_everything_known_can_be_told_anew() -> None:
+    pool = BlockPool(4, 2)
+    table = pool.allocate(2)
+    register(pool, [A, B], table)
+    told = pool.journal.read()
+    pool.republish()
+    assert pool.journal.read() == told == (tuple(prefix_hashes([1, 2, 3, 4], 2)), ())
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Chains over a tiny alphabet in a tiny pool: sharing, eviction and twins all happen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(7, 2)
+        self.live: list[tuple[list[Tokens], list[int]]] = []
+        self.content: dict[int, tuple[Tokens, ...]] = {}  # what was written into each block
+        self.told: set[int] = set()
+
+    @rule(chain=st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=5), full=st.booleans())
+    def start(self, chain: list[Tokens], full: bool) -> None:
+        shared, prefix = self.pool.match_prefix(keys_of(chain))
+        for index, block in enumerate(shared):
+            assert self.content[block] == tuple(chain[: index + 1]), "another prefix's block"
+        num_blocks = len(chain) - len(shared)
+        if not self.pool.can_allocate(num_blocks, shared):
+            assert num_blocks > self.pool.num_free
+            return
+        table = self.pool.allocate(num_blocks, shared)
+        for index in range(len(shared), len(chain)):
+            self.content[table[index]] = tuple(chain[: index + 1])
+            if full:
+                prefix = self.pool.register(prefix, keys_of(chain)[index], table[index])
+        self.live.append((chain, table))
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(min_value=0))
+    def end(self, which: int) -> None:
+        _, table = self.live.pop(which % len(self.live))
+        self.pool.free(table)
+
+    @rule()
+    def beat(self) -> None:
+        stored, evicted = self.pool.journal.read()
+        assert not set(stored) & set(evicted)
+        self.told = (self.told | set(stored)) - set(evicted)
+        assert self.told == {prefix.hash for _, prefix in self.pool._trie.values()}
+
+    @invariant()
+    def blocks_are_conserved(self) -> None:
+        self.pool.check([table for _, table in self.live])
+        self.pool.audit()
+        assert self.pool.num_free + self.pool.num_used + self.pool.num_cached == 7
+
+
+PoolMachine.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None, database=None
+)
+TestPool = PoolMachine.TestCase
+
+
+def test_the_told_hashes_are_the_cached_ones() -> None:
+    pool = BlockPool(4, 2)
+    told: set[int] = set()
+    chains = [[A, B], [C, D, A], [B], [A, B, C], [D]]
+    for chain, following in pairwise([*chains, *chains]):
+        shared, _ = pool.match_prefix(keys_of(chain))
+        table = pool.allocate(len(chain) - len(shared), shared)
+        register(pool, chain, table)
+        pool.free(table)
+        stored, evicted = pool.journal.read()
+        told = (told | set(stored)) - set(evicted)
+        flat = [token for tokens in following for token in tokens]
+        known = len(pool.match_prefix(keys_of(following))[0])
+        assert [h in told for h in prefix_hashes(flat, 2)] == [
+            index < known for index in range(len(following))
+        ]

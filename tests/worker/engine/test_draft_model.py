@@ -1,0 +1,214 @@
+"""A model drafts for another: with an equal model every draft is right, blocks are conserved."""
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from scripts.models.make_model import make_model
+from tests.worker.engine.test_engine import GREEDY, run, text
+from tests.worker.poisoned import POISON, PoisonedExecutor
+from tests.worker.workload import MAX_MODEL_LEN, VOCAB_SIZE, full_text, hash_executor
+from wire.options import Options
+from worker.engine.draft_model import ModelDrafter
+from worker.engine.engine import Engine
+from worker.engine.sequence import MAX_DRAFTS, Sequence
+from worker.executor.batch import Batch
+from worker.executor.contract import ModelInfo, SampledToken, SequenceFailed
+from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor, create, oracle
+from worker.executor.occurrences import Occurrences
+from worker.executor.torch import TorchExecutor
+
+
+def drafter(num_blocks: int = 40, num_drafts: int = 3, max_ubatch_tokens: int = 64) -> ModelDrafter:
+    return ModelDrafter(
+        hash_executor(),
+        num_drafts,
+        num_blocks=num_blocks,
+        block_size=3,
+        max_ubatch_tokens=max_ubatch_tokens,
+    )
+
+
+@pytest.mark.parametrize("options", [GREEDY, Options(ignore_eos=True, temperature=1.0, seed=4)])
+def test_it_drafts_what_its_model_would_say(options: Options) -> None:
+    model = drafter()
+    sequences = [Sequence(1, [3, 4, 5] * 4, options), Sequence(2, [3], options)]
+    drafts = model.draft(sequences, [9, 2])
+    assert [tuple(drafted) for drafted in drafts] == [
+        full_text((3, 4, 5) * 4, 3, options),
+        full_text((3,), 2, options),
+    ]
+
+
+def test_a_wrong_draft_is_cut_off_and_forgotten() -> None:
+    model = drafter()
+    sequence = Sequence(1, [3, 4, 5], GREEDY)
+    (drafts,) = model.draft([sequence], [3])
+    sequence.token_ids += [drafts[0], (drafts[1] + 1) % VOCAB_SIZE]
+    assert tuple(model.draft([sequence], [3])[0]) == full_text(tuple(sequence.token_ids), 3, GREEDY)
+    assert model._shadows[1].num_computed_tokens == 5 + 2
+    model.check()
+    model.forget(1)
+    model.forget(1)
+    assert model.pool.num_used == 0
+
+
+class SizingExecutor(HashExecutor):
+    """The hash executor, remembering how many tokens its batches had."""
+
+    def __init__(self) -> None:
+        super().__init__(hash_executor().info)
+        self.sizes: list[int] = []
+
+    def forward(self, batch: Batch) -> list[int]:
+        self.sizes.append(len(batch.token_ids))
+        return super().forward(batch)
+
+
+def test_a_long_prompt_is_read_over_many_rounds_and_nobody_waits_for_it() -> None:
+    executor = SizingExecutor()
+    model = ModelDrafter(executor, 3, num_blocks=40, block_size=3, max_ubatch_tokens=8)
+    long, short = Sequence(1, [3, 4, 5] * 10, GREEDY), Sequence(2, [3, 4], GREEDY)
+    for wanted in ([0, 3], [0, 3], [0, 3], [0, 3], [0, 3], [3, 3]):
+        executor.sizes.clear()
+        drafts = model.draft([long, short], [3, 3])
+        assert [len(drafted) for drafted in drafts] == wanted
+        assert len(executor.sizes) == 3, "a batch for each draft, whatever is read"
+        assert executor.sizes[0] <= 8
+        for sequence, drafted in zip([long, short], drafts, strict=True):
+            text = tuple(sequence.token_ids)
+            assert tuple(drafted) == full_text(text, len(drafted), GREEDY)
+            sequence.token_ids += full_text(text, len(drafted) + 1, GREEDY)
+    model.check()
+
+
+def test_who_fits_no_batch_is_drafted_for_another_time() -> None:
+    """More sequences than a batch has tokens: no batch gets larger for that."""
+    executor = SizingExecutor()
+    model = ModelDrafter(executor, 3, num_blocks=40, block_size=3, max_ubatch_tokens=2)
+    sequences = [Sequence(number, [3], GREEDY) for number in range(3)]
+    assert [len(drafted) for drafted in model.draft(sequences, [3] * 3)] == [3, 3, 0]
+    assert executor.sizes == [2, 2, 2]
+    assert [len(drafted) for drafted in model.draft(sequences[2:], [3])] == [3]
+    model.check()
+
+
+@pytest.mark.parametrize("place", ["forward", "sample"])
+def test_who_fails_the_draft_model_gets_no_drafts_and_nobody_else_suffers(place: str) -> None:
+    model = ModelDrafter(PoisonedExecutor(place), 3, num_blocks=40, block_size=3)
+    engine = Engine(create(), num_blocks=40, block_size=3, speculate=model)
+    prompts = [[3, 4, 5], [6, POISON, 7], [8, 9]]
+    with capture_logs() as logs:
+        for number, prompt in enumerate(prompts):
+            engine.add(Sequence(number, prompt, GREEDY, 12))
+        outputs = run(engine)
+    for number, prompt in enumerate(prompts):
+        assert text(outputs, number) == oracle(prompt, 12, GREEDY)
+    failures = [line for line in logs if line["event"] == "the draft model failed"]
+    assert [line["request"] for line in failures] == [1]
+    assert engine.counters.accepted_tokens > 10
+    model.check()
+    assert model.pool.num_used == 0 and not model._given_up
+
+
+def test_a_failure_of_nobody_is_a_bug() -> None:
+    class Confused(HashExecutor):
+        def forward(self, batch: Batch) -> list[int]:
+            raise SequenceFailed(7, "somebody")
+
+    model = ModelDrafter(Confused(hash_executor().info), 3, num_blocks=4)
+    with pytest.raises(SequenceFailed):
+        model.draft([Sequence(1, [3, 4], GREEDY)], [3])
+
+
+def test_without_room_there_are_no_drafts() -> None:
+    model = drafter(num_blocks=3)
+    sequences = [Sequence(1, [3] * 6, GREEDY), Sequence(2, [4] * 6, GREEDY)]
+    drafts = model.draft(sequences, [3, 3])
+    assert [len(drafted) for drafted in drafts] == [3, 0]
+    assert model.draft(sequences, [0, 0]) == [[], []]
+    model.check()
+
+
+def test_nothing_is_drafted_beyond_the_context_of_the_draft_model() -> None:
+    model = drafter()
+    lengths = (MAX_MODEL_LEN - 2, MAX_MODEL_LEN, MAX_MODEL_LEN + 5)
+    sequences = [Sequence(n, [3] * n, GREEDY) for n in lengths]
+    assert [len(drafted) for drafted in model.draft(sequences, [3] * 3)] == [2, 0, 0]
+
+
+@pytest.mark.parametrize("num_drafts", [0, MAX_DRAFTS + 1])
+def test_no_drafts_or_too_many_are_a_mistake(num_drafts: int) -> None:
+    with pytest.raises(ValueError, match=f"num_drafts is {num_drafts}, not between 1 and 64"):
+        drafter(num_drafts=num_drafts)
+
+
+@pytest.mark.parametrize("eos_token_ids", [frozenset({2}), frozenset({3, 4})])
+def test_the_engine_s_text_is_the_target_s(eos_token_ids: frozenset[int]) -> None:
+    """With the same model all drafts are right, with another one some."""
+    info = ModelInfo("draft", "draft", VOCAB_SIZE, MAX_MODEL_LEN, eos_token_ids, LAYOUT)
+    model = ModelDrafter(HashExecutor(info), 3, num_blocks=40, block_size=3)
+    engine = Engine(hash_executor(), num_blocks=40, block_size=4, speculate=model)
+    for request_id in range(3):
+        engine.add(Sequence(request_id, [3, 4, request_id], GREEDY, 30))
+    outputs = run(engine)
+    for request_id in range(3):
+        assert tuple(text(outputs, request_id)) == full_text((3, 4, request_id), 30, GREEDY)
+    rate = engine.stats().acceptance_rate
+    assert rate == 1.0 if eos_token_ids == {2} else 0 < rate < 1
+    assert model.pool.num_used == 0 and engine.stats().counters.draft_s > 0
+
+
+PENALTIES = {"repetition_penalty": 1.5, "frequency_penalty": 1.5, "presence_penalty": 1.0}
+SHARP = Options(ignore_eos=True, temperature=0.8, seed=1, logprobs=1, prompt_logprobs=1)
+
+
+@pytest.mark.parametrize("names", [["repetition"], ["frequency"], ["frequency", "presence"]])
+@pytest.mark.parametrize("options", [GREEDY, SHARP])
+def test_an_equal_model_is_right_with_penalties_too(
+    tmp_path: Path, names: list[str], options: Options
+) -> None:
+    penalties = {f"{name}_penalty": PENALTIES[f"{name}_penalty"] for name in names}
+    path = make_model(tmp_path)
+    target, draft = (
+        TorchExecutor.load(path, name="tiny", device="cpu", dtype="float32") for _ in range(2)
+    )
+    model = ModelDrafter(draft, 3, num_blocks=64)
+    engine = Engine(target, num_blocks=128, block_size=4, speculate=model)
+    draw = random.Random(3)
+    for request_id in range(3):
+        prompt = [draw.randrange(3, 256) for _ in range(20)]
+        asked = msgspec.structs.replace(options, **penalties)
+        engine.add(Sequence(request_id, prompt, asked, 25))
+    run(engine)
+    assert engine.stats().acceptance_rate == 1.0
+
+
+class CountingExecutor(HashExecutor):
+    """The hash executor, with penalties as far as the counts they are made of."""
+
+    def sample(self, logits: list[int], batch: Batch) -> list[SampledToken]:
+        for it in batch.samplings:
+            assert it.occurrences is not None
+            it.occurrences.update(it.token_ids)
+            again = Occurrences(it.token_ids, it.prompt_len)
+            assert it.occurrences.token_ids.tolist() == again.token_ids.tolist()
+            assert it.occurrences.counts.tolist() == again.counts.tolist()
+        return super().sample(logits, batch)
+
+
+def test_a_shadow_counts_its_sequence_s_tokens_and_no_rejected_drafts() -> None:
+    info = ModelInfo("hash", "hash", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, LAYOUT)
+    model = ModelDrafter(CountingExecutor(info), 4, num_blocks=40, block_size=3)
+    options = Options(ignore_eos=True, frequency_penalty=1.0, generated_tokens=2)
+    sequence = Sequence(1, [3, 4, 5, 3, 4], options)
+    draw = random.Random(0)
+    while sequence.num_tokens < MAX_MODEL_LEN - 5:
+        (drafts,) = model.draft([sequence], [4])
+        assert model._shadows[1].prompt_len == sequence.prompt_len == 3
+        # All, some or none are accepted, and one token more comes from the target.
+        sequence.token_ids += [*drafts[: draw.randrange(5)], draw.randrange(VOCAB_SIZE)]
+    assert model._shadows[1].num_computed_tokens > 3

@@ -1,0 +1,148 @@
+"""A text whose KV is on its way already is waited for, not sent and stored twice."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.engine.blocks import BlockPool
+from worker.engine.reservations import Reservations
+from worker.engine.sequence import Sequence, Status
+
+PROMPT = list(range(10))
+
+
+def reservation(request_id: int, token_ids: list[int], peer: str = "prefill-0-1") -> Sequence:
+    return Sequence(request_id, token_ids, offered_by=peer, status=Status.RESERVING)
+
+
+def arriving(reservations: Reservations, sequence: Sequence, pool: BlockPool) -> Sequence:
+    reservations.add(sequence)
+    sequence.block_table.extend(pool.allocate(pool.blocks_for(sequence.num_tokens)))
+    reservations.grant(sequence)
+    return sequence
+
+
+def begin(reservations: Reservations, sequence: Sequence) -> None:
+    """Its KV is here, and it goes on as a router asked."""
+    reservations.claim(sequence)
+    sequence.num_computed_tokens = sequence.num_tokens
+    reservations.begin(sequence)
+
+
+def pair(token_ids: list[int], **cache: bool) -> tuple[Reservations, Sequence, Sequence]:
+    """KV of `PROMPT` arrives; a reservation of `token_ids` waits."""
+    pool = BlockPool(16, 4, **cache)
+    reservations = Reservations(pool)
+    first = arriving(reservations, reservation(1, PROMPT), pool)
+    reservations.add(second := reservation(2, token_ids))
+    return reservations, first, second
+
+
+@pytest.mark.parametrize("token_ids", [PROMPT, [*PROMPT, 3, 4]])
+def test_who_begins_with_what_arrives_waits_until_it_is_here(token_ids: list[int]) -> None:
+    reservations, first, second = pair(token_ids)
+    assert reservations.head() is None and len(reservations) == 1
+    reservations.add(third := reservation(3, [9, *PROMPT]))
+    assert reservations.head() is third, "others pass"
+    begin(reservations, first)
+    assert reservations.head() is second
+    assert reservations._pool.match_prefix(second.keys(2, 4))[0] == first.block_table.tolist()[:2]
+
+
+@pytest.mark.parametrize("token_ids", [PROMPT[:9], [*PROMPT[:9], 3], PROMPT[:4]])
+def test_who_needs_less_than_what_arrives_does_not_wait_for_all(token_ids: list[int]) -> None:
+    reservations, _, second = pair(token_ids)
+    assert reservations.head() is second
+
+
+def test_without_a_prefix_cache_there_is_nothing_to_wait_for() -> None:
+    reservations, _, second = pair(PROMPT, enable_prefix_cache=False)
+    assert reservations.head() is second
+
+
+def test_when_the_first_ends_early_the_next_takes_its_place() -> None:
+    reservations, first, second = pair(PROMPT)
+    reservations.remove(first)
+    assert reservations.head() is second
+    reservations.remove(second)
+    assert reservations.head() is None and len(reservations) == 0
+
+
+def test_nobody_waits_for_the_text_of_another_peer() -> None:
+    """One that sends half a transfer would else hold up whoever has a text that begins alike."""
+    reservations, _, _ = pair(PROMPT)
+    reservations.add(other := reservation(3, [*PROMPT, 3], "prefill-1-1"))
+    assert reservations.head() is other
+
+
+def held(reservations: Reservations, pool: BlockPool, peer: str, count: int) -> list[Sequence]:
+    """KV of `count` texts arrives from a peer, 3 blocks each."""
+    texts = ([hash(peer) % 1000, number, *PROMPT] for number in range(count))
+    sequences = [reservation(number, text, peer) for number, text in enumerate(texts, len(peer))]
+    return [arriving(reservations, sequence, pool) for sequence in sequences]
+
+
+def test_a_peer_holds_a_quarter_of_the_pool_unclaimed_and_one_offer_more() -> None:
+    pool = BlockPool(36, 4)
+    reservations = Reservations(pool)
+    first, *_ = held(reservations, pool, "prefill-0-1", 3)  # 9 blocks
+    reservations.add(more := reservation(10, [7, 8, 9]))
+    assert reservations.head() is None
+    reservations.add(other := reservation(11, [7, 8, 9], "prefill-1-1"))
+    assert reservations.head() is other, "others pass"
+    reservations.claim(first)
+    assert reservations.head() is more
+
+
+def test_all_peers_hold_half_of_the_pool_unclaimed() -> None:
+    pool = BlockPool(36, 4)
+    reservations = Reservations(pool)
+    held(reservations, pool, "prefill-0-1", 3)
+    (last, *_) = held(reservations, pool, "prefill-01-1", 3)
+    reservations.add(third := reservation(30, [7, 8, 9], "prefill-2-1"))
+    assert reservations.head() is None
+    reservations.remove(last)
+    assert reservations.head() is third
+
+
+def test_what_a_router_has_asked_for_goes_first_and_without_limit() -> None:
+    pool = BlockPool(36, 4)
+    reservations = Reservations(pool)
+    held(reservations, pool, "prefill-0-1", 6)
+    waiting = [reservation(number, [number, 8, 9]) for number in (20, 21)]
+    for sequence in waiting:
+        reservations.add(sequence)
+    reservations.claim(waiting[1])
+    assert reservations.head() is waiting[1]
+    reservations.grant(waiting[1])
+    assert reservations.head() is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("agcr"), st.integers(0, 9)), max_size=60))
+def test_the_counts_of_unclaimed_blocks_are_those_of_what_arrives(
+    moves: list[tuple[str, int]],
+) -> None:
+    pool = BlockPool(200, 4)
+    reservations = Reservations(pool)
+    sequences = [reservation(i, [i, *PROMPT], f"prefill-{i % 3}-1") for i in range(10)]
+    waiting, arrived = set[int](), set[int]()
+    for move, i in moves:
+        sequence = sequences[i]
+        if move == "a" and i not in waiting | arrived:
+            reservations.add(sequence)
+            waiting.add(i)
+        elif move == "g" and i in waiting:
+            sequence.block_table.extend(pool.allocate(pool.blocks_for(sequence.num_tokens)))
+            reservations.grant(sequence)
+            waiting.remove(i)
+            arrived.add(i)
+        elif move == "c" and i in waiting | arrived:
+            reservations.claim(sequence)
+        elif move == "r" and i in waiting | arrived:
+            reservations.remove(sequence)
+            pool.free(sequence.block_table)
+            del sequence.block_table[:]
+            waiting.discard(i)
+            arrived.discard(i)
+        unclaimed = [sequences[j] for j in arrived if not sequences[j].is_claimed]
+        assert reservations._unclaimed.num_held == sum(len(s.block_table) for s in unclaimed)

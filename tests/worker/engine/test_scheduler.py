@@ -1,0 +1,529 @@
+"""The policy, without any engine: plans are objects one can read."""
+
+import pytest
+
+from wire.options import Options
+from worker.engine.batch import BatchConfig
+from worker.engine.blocks import BlockPool
+from worker.engine.plan import Plan
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import Sequence, Status
+from worker.engine.sharing import register
+from worker.engine.swap import SwapSpace
+from worker.executor.batch import BatchType
+from worker.executor.hash import HashKVCache
+
+
+class Queue:
+    """A scheduler, and just enough of an engine to carry its plans out."""
+
+    def __init__(
+        self, num_blocks: int = 64, block_size: int = 4, swap_bytes: int = 0, **config: int | bool
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        cache = HashKVCache(num_blocks, block_size)
+        self.swap = SwapSpace(cache, swap_bytes)
+        self.scheduler = Scheduler(self.pool, BatchConfig(**config), self.swap)  # type: ignore[arg-type]
+        self.now = 0.0
+        self.sequences: dict[int, Sequence] = {}
+
+    def add(
+        self,
+        request_id: int,
+        num_tokens: int,
+        priority: int = 0,
+        *,
+        transfer: bool = False,
+        deadline_ms: int | None = None,
+        like: int | None = None,
+    ) -> Sequence:
+        """Queue a prompt; it begins as those that are `like` the same request."""
+        return self._enqueue(
+            Sequence(
+                request_id,
+                self._prompt(request_id if like is None else like, num_tokens),
+                Options(priority=priority, deadline_ms=deadline_ms),
+                transfer=transfer,
+            )
+        )
+
+    def reserve(self, request_id: int, num_tokens: int) -> Sequence:
+        """Queue for KV that a router has asked for."""
+        sequence = Sequence(
+            request_id, self._prompt(request_id, num_tokens), status=Status.RESERVING
+        )
+        sequence.is_claimed = True
+        return self._enqueue(sequence)
+
+    def _prompt(self, request_id: int, num_tokens: int) -> list[int]:
+        return [1000 * request_id + index for index in range(num_tokens)]
+
+    def _enqueue(self, sequence: Sequence) -> Sequence:
+        sequence.arrive(len(self.sequences), self.now)
+        self.sequences[sequence.request_id] = sequence
+        self.scheduler.enqueue(sequence)
+        return sequence
+
+    def begin(self, sequence: Sequence) -> None:
+        sequence.resume([*sequence.token_ids, 7], Options(), None)
+        self.scheduler.run(sequence)
+
+    def step(self) -> Plan:
+        plan = self.scheduler.schedule(self.now)
+        self.swap.carry_out(plan.swapped_out, plan.swapped_in)
+        for chunk in plan.chunks:
+            sequence, num_tokens = chunk.sequence, chunk.num_tokens
+            sequence.num_computed_tokens += num_tokens
+            register(sequence, self.pool)
+            if sequence.num_uncomputed_tokens == 0:
+                sequence.token_ids.append(7)
+        self.pool.check([s.block_table for s in self.sequences.values()])
+        self.pool.audit()
+        return plan
+
+
+def sizes(plan: Plan) -> tuple[list[int], list[tuple[int, int]]]:
+    return (
+        [chunk.sequence.request_id for chunk in plan.decode],
+        [(chunk.sequence.request_id, chunk.num_tokens) for chunk in plan.prefill],
+    )
+
+
+def test_a_prompt_is_read_in_chunks_then_generates() -> None:
+    queue = Queue(max_ubatch_tokens=5)
+    queue.add(1, 12)
+    plans = [queue.step() for _ in range(4)]
+    assert [sizes(plan) for plan in plans] == [
+        ([], [(1, 5)]),
+        ([], [(1, 5)]),
+        ([], [(1, 2)]),
+        ([1], []),
+    ]
+    assert [plan.kind for plan in plans] == [BatchType.PREFILL] * 3 + [BatchType.DECODE]
+    assert [plan.num_tokens for plan in plans] == [5, 5, 2, 1]
+    assert [len(plan.started) for plan in plans] == [1, 0, 0, 0]
+
+
+def test_generation_goes_first_and_prompts_fill_the_budget() -> None:
+    queue = Queue(max_ubatch_tokens=6)
+    queue.add(1, 3)
+    queue.step()
+    queue.add(2, 4)
+    queue.add(3, 9)
+    plan = queue.step()
+    assert sizes(plan) == ([1], [(2, 4), (3, 1)]) and plan.kind is BatchType.MIXED
+    assert sizes(queue.step()) == ([1, 2], [(3, 4)])
+
+
+def test_blocks_for_the_whole_prompt_come_with_the_first_chunk() -> None:
+    queue = Queue(max_ubatch_tokens=4)
+    sequence = queue.add(1, 14)
+    queue.step()
+    assert len(sequence.block_table) == 4
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    queue = Queue(max_sbatch_sequences=2)
+    for request_id in range(4):
+        queue.add(request_id, 2)
+    assert sizes(queue.step())[1] == [(0, 2), (1, 2)]
+    queue.scheduler.finish(queue.sequences[0])
+    assert sizes(queue.step()) == ([1], [(2, 2)])
+
+
+def test_generation_never_fills_the_budget_so_that_a_prompt_starves() -> None:
+    queue = Queue(max_ubatch_tokens=2, max_sbatch_sequences=8)
+    for request_id in range(3):
+        queue.add(request_id, 4)
+    for _ in range(6):
+        queue.step()
+    assert [s.request_id for s in queue.scheduler.running] == [0, 1]
+    assert all(s.is_decoding for s in queue.scheduler.running)
+
+
+def test_higher_priority_first_then_first_come() -> None:
+    queue = Queue(max_sbatch_sequences=1)
+    for request_id, priority in ((1, 0), (2, 5), (3, 5), (4, -5)):
+        queue.add(request_id, 2, priority)
+    started = []
+    for _ in range(4):
+        (sequence,) = queue.step().started
+        started.append(sequence.request_id)
+        queue.scheduler.finish(sequence)
+    assert started == [2, 3, 1, 4]
+
+
+def test_whoever_is_first_is_not_overtaken_by_someone_smaller() -> None:
+    queue = Queue(num_blocks=4)
+    queue.add(1, 12)
+    queue.step()
+    queue.add(2, 8)
+    queue.add(3, 4)
+    assert sizes(queue.step()) == ([1], [])
+    assert [s.request_id for s in queue.scheduler.waiting] == [2, 3]
+
+
+def test_a_cached_prefix_is_not_computed_again_but_the_last_token_is() -> None:
+    queue = Queue()
+    first = queue.add(1, 8)
+    queue.step()
+    queue.scheduler.finish(first)
+    again = Sequence(2, first.token_ids[:8])
+    queue._enqueue(again)
+    assert sizes(queue.step()) == ([], [(2, 4)])
+    assert again.num_cached_tokens == 4
+
+
+def test_the_last_in_order_is_preempted_and_comes_back_first() -> None:
+    queue = Queue(num_blocks=4)
+    queue.add(1, 8)
+    queue.add(2, 8)
+    queue.step()
+    queue.add(3, 1)
+    plan = queue.step()  # both need a third block, there are none
+    assert [s.request_id for s in plan.preempted] == [2]
+    assert sizes(plan) == ([1], []) and not plan.started
+    assert [s.request_id for s in queue.scheduler.waiting] == [2, 3]
+    queue.scheduler.finish(queue.sequences[1])
+    plan = queue.step()
+    assert sizes(plan)[1][0] == (2, 5), "its first block is still in the prefix cache"
+    assert [s.request_id for s in plan.started] == [3]
+
+
+def test_low_priority_is_preempted_before_the_young() -> None:
+    queue = Queue(num_blocks=4)
+    queue.add(1, 8, priority=-1)
+    queue.add(2, 8)
+    queue.step()
+    assert [s.request_id for s in queue.step().preempted] == [1]
+
+
+def test_what_is_handed_over_is_never_preempted() -> None:
+    queue = Queue(num_blocks=4, max_ubatch_tokens=8)
+    queue.add(1, 8)
+    queue.step()
+    queue.add(2, 8, transfer=True)
+    plan = queue.step()
+    assert [s.request_id for s in plan.preempted] == [] and sizes(plan)[0] == [1]
+    assert not plan.started  # 1 took the third block
+    queue.scheduler.finish(queue.sequences[1])
+    queue.step()
+    assert queue.sequences[2].status is Status.RUNNING
+    queue.add(3, 8)
+    for _ in range(3):
+        queue.step()
+    assert queue.sequences[2].status is Status.RUNNING
+    assert queue.sequences[2].num_preemptions == 0
+
+
+def test_a_sequence_that_outgrows_the_empty_pool_is_failed() -> None:
+    queue = Queue(num_blocks=2)
+    sequence = queue.add(1, 8)
+    queue.step()
+    plan = queue.step()
+    assert plan.failed == [sequence] and sequence.status is Status.FINISHED
+    assert queue.pool.num_used == 0
+
+
+def test_a_reservation_goes_ahead_of_new_work_whatever_its_priority() -> None:
+    queue = Queue(num_blocks=4)
+    holder = queue.add(1, 12)
+    queue.step()
+    queue.add(2, 4, priority=9)
+    reservation = queue.reserve(3, 8)
+    assert queue.step().reserved == []
+    queue.scheduler.finish(holder)
+    plan = queue.step()
+    assert plan.reserved == [reservation]
+    assert len(reservation.block_table) == 3, "8 tokens and room for one more"
+    assert [s.request_id for s in plan.started] == [2]
+
+
+def test_a_reservation_waits_behind_older_work_that_was_preempted() -> None:
+    queue = Queue(num_blocks=4)
+    queue.add(1, 8)
+    queue.add(2, 8)
+    queue.step()
+    reservation = queue.reserve(3, 1)
+    assert [s.request_id for s in queue.step().preempted] == [2]
+    assert queue.step().reserved == [] and reservation.status is Status.RESERVING
+    queue.scheduler.finish(queue.sequences[1])
+    plan = queue.step()
+    assert sizes(plan)[1] == [(2, 5)] and plan.reserved == [reservation]
+
+
+def test_reserved_blocks_are_never_taken_and_nothing_deadlocks() -> None:
+    """Two reservations fill the pool; the first to run out waits for the other, then both end."""
+    queue = Queue(num_blocks=6)
+    first, second = queue.reserve(1, 11), queue.reserve(2, 11)
+    assert len(queue.step().reserved) == 2
+    queue.begin(first)
+    plans = [queue.step() for _ in range(2)]
+    assert sizes(plans[0]) == ([1], []) and plans[1].preempted == [first]
+    assert not queue.step().is_progress
+    queue.begin(second)
+    for _ in range(8):
+        queue.step()
+    assert second.num_tokens >= 18 and first.status is Status.WAITING
+    queue.scheduler.finish(second)
+    assert sizes(queue.step())[1][0][0] == 1
+    assert sizes(queue.step()) == ([1], [])
+
+
+def test_a_reservation_that_continues_far_gets_blocks_for_it() -> None:
+    queue = Queue(num_blocks=8, max_ubatch_tokens=4)
+    sequence = queue.reserve(1, 4)
+    queue.step()
+    sequence.resume([*sequence.token_ids, *range(11)], Options(), None)
+    queue.scheduler.run(sequence)
+    plan = queue.step()
+    assert sizes(plan) == ([], [(1, 4)]) and len(sequence.block_table) == 4
+
+
+def test_more_reservations_may_run_than_fit_a_step_and_all_advance_in_order() -> None:
+    queue = Queue(max_sbatch_sequences=2)
+    sequences = [queue.reserve(request_id, 4) for request_id in range(3)]
+    queue.step()
+    for sequence in sequences:
+        queue.begin(sequence)
+    assert sizes(queue.step()) == ([0, 1], [])
+    queue.scheduler.finish(sequences[0])
+    assert sizes(queue.step()) == ([1, 2], [])
+
+
+def test_pure_batches_alternate_while_there_are_prompts() -> None:
+    queue = Queue(max_ubatch_tokens=4, prefer_pure_decode=True)
+    queue.add(1, 3)
+    queue.step()
+    queue.add(2, 8)
+    kinds = [queue.step().kind for _ in range(5)]
+    assert kinds == [
+        BatchType.DECODE,
+        BatchType.PREFILL,
+        BatchType.DECODE,
+        BatchType.PREFILL,
+        BatchType.DECODE,
+    ]
+    assert sizes(queue.step()) == ([1, 2], [])
+
+
+def test_a_prompt_that_cannot_start_does_not_cost_generation_its_turn() -> None:
+    queue = Queue(num_blocks=3, prefer_pure_decode=True)
+    queue.add(1, 8)
+    queue.step()
+    queue.add(2, 8)
+    assert [sizes(queue.step()) for _ in range(3)] == [([1], [])] * 3
+
+
+def test_static_batches_start_when_the_last_has_ended() -> None:
+    queue = Queue(dynamic_batching=False)
+    queue.add(1, 2)
+    queue.add(2, 2)
+    assert len(queue.step().started) == 2
+    queue.add(3, 2)
+    queue.scheduler.finish(queue.sequences[1])
+    assert not queue.step().started
+    queue.scheduler.finish(queue.sequences[2])
+    assert len(queue.step().started) == 1
+
+
+@pytest.mark.parametrize("status", [Status.WAITING, Status.RESERVING])
+def test_a_queued_sequence_can_be_ended(status: Status) -> None:
+    queue = Queue()
+    sequence = queue.add(1, 2) if status is Status.WAITING else queue.reserve(1, 2)
+    queue.scheduler.finish(sequence)
+    assert not queue.step().is_progress
+
+
+# Ageing.
+
+
+def test_who_has_waited_long_enough_goes_before_a_higher_priority() -> None:
+    queue = Queue(max_sbatch_sequences=1, ageing_s=2)
+    queue.add(1, 2)
+    queue.step()
+    queue.add(2, 2, priority=0)
+    queue.now = 9.0
+    queue.add(3, 2, priority=5)  # stands as if it had come 10 s earlier
+    queue.now = 11.0
+    queue.add(4, 2, priority=5)
+    order = []
+    for request_id in (1, 3, 2):
+        queue.scheduler.finish(queue.sequences[request_id])
+        order += [sequence.request_id for sequence in queue.step().started]
+    assert order == [3, 2, 4]
+
+
+def test_a_flood_of_high_priorities_passes_a_low_one_for_a_bounded_time() -> None:
+    queue = Queue(max_sbatch_sequences=1, ageing_s=1)
+    queue.add(1, 2, priority=-3)
+    for request_id in range(2, 60):
+        queue.now = float(request_id)
+        queue.add(request_id, 2, priority=2)
+        for sequence in queue.step().started:
+            if sequence.request_id == 1:
+                assert request_id <= 8
+                return
+            queue.scheduler.finish(sequence)
+    raise AssertionError("the low priority starved")
+
+
+def test_reservations_pass_new_work_for_a_bounded_time() -> None:
+    queue = Queue(num_blocks=4, ageing_s=1)
+    holder = queue.reserve(0, 4)
+    queue.step()
+    queue.add(1, 12)
+    for request_id in range(2, 400):
+        queue.now = float(request_id)
+        queue.reserve(request_id, 4)
+        plan = queue.step()
+        if not plan.reserved:
+            assert request_id >= 101, "the new work goes first from now on"
+            queue.scheduler.finish(holder)
+            assert [s.request_id for s in queue.step().started] == [1]
+            return
+        queue.scheduler.finish(holder)
+        (holder,) = plan.reserved
+    raise AssertionError("the new work starved")
+
+
+# Deadlines.
+
+
+def test_an_overdue_sequence_leaves_in_any_state() -> None:
+    queue = Queue(num_blocks=3)
+    running = queue.add(1, 8, deadline_ms=1000)
+    queue.step()
+    waiting = queue.add(2, 8, deadline_ms=500)
+    assert queue.step().overdue == []
+    queue.now = 0.5
+    assert queue.step().overdue == [waiting]
+    queue.now = 1.0
+    plan = queue.step()
+    assert plan.overdue == [running] and not plan.chunks
+    assert running.status is waiting.status is Status.FINISHED
+    assert queue.pool.num_used == 0 and queue.scheduler.deadlines.next_s is None
+
+
+def test_kv_that_may_be_under_way_is_kept_when_overdue() -> None:
+    queue = Queue(max_ubatch_tokens=4)
+    sequence = queue.add(1, 12, transfer=True, deadline_ms=1000)
+    queue.step()
+    queue.now = 1.0
+    plan = queue.step()
+    assert plan.overdue == [sequence] and not plan.chunks
+    assert sequence.status is Status.HANDING_OVER and queue.pool.num_used == 3
+    queue.scheduler.finish(sequence)
+    assert queue.pool.num_used == 0
+
+
+def test_a_held_sequence_has_no_deadline() -> None:
+    queue = Queue()
+    sequence = queue.add(1, 8, transfer=True, deadline_ms=1000)
+    queue.step()
+    queue.scheduler.hold(sequence)
+    queue.now = 5.0
+    assert queue.step().overdue == []
+
+
+# Swap.
+
+
+def swapping(num_blocks: int = 4, **config: int) -> Queue:
+    queue = Queue(num_blocks=num_blocks, swap_bytes=1 << 20, **config)
+    queue.swap.costs.copy_bytes_per_s = 1e12
+    return queue
+
+
+def test_a_preempted_sequence_is_swapped_and_goes_on_where_it_was() -> None:
+    queue = swapping()
+    first, second = queue.add(1, 8), queue.add(2, 8)
+    queue.step()
+    plan = queue.step()
+    assert plan.preempted == [second]
+    assert [(s.sequence, s.token_start, s.num_tokens) for s in plan.swapped_out] == [(second, 0, 8)]
+    queue.scheduler.finish(first)
+    plan = queue.step()
+    assert [(s.sequence, s.token_start, s.num_tokens) for s in plan.swapped_in] == [(second, 4, 4)]
+    assert sizes(plan) == ([2], []), "its first block was still cached, nothing is computed again"
+    assert len(queue.swap) == 0 and second.num_computed_tokens == 9
+
+
+def test_a_prompt_half_read_is_swapped_too() -> None:
+    queue = swapping(num_blocks=5, max_ubatch_tokens=2)
+    queue.pool.enable_prefix_cache = False
+    first, second = queue.add(1, 8), queue.add(2, 8)
+    while not second.num_preemptions:
+        queue.step()
+    assert 0 < queue.swap.num_tokens(2) < 8
+    queue.scheduler.finish(first)
+    assert queue.step().swapped_in[0].sequence is second
+
+
+def test_a_dear_copy_is_not_made() -> None:
+    queue = swapping()
+    queue.swap.costs.copy_bytes_per_s = 1.0
+    queue.add(1, 8)
+    queue.add(2, 8)
+    queue.step()
+    plan = queue.step()
+    assert len(plan.preempted) == 1 and plan.swapped_out == []
+
+
+def test_the_end_of_a_swapped_sequence_frees_its_copy() -> None:
+    queue = swapping()
+    queue.add(1, 8)
+    second = queue.add(2, 8)
+    queue.step()
+    queue.step()
+    assert len(queue.swap) == 1
+    queue.scheduler.finish(second)
+    assert (len(queue.swap), queue.swap.num_bytes) == (0, 0)
+
+
+def test_slots_stay_and_come_back() -> None:
+    queue = Queue(num_blocks=4)
+    first, second = queue.add(1, 8), queue.add(2, 8)
+    queue.step()
+    assert (first.slot, second.slot) == (0, 1)
+    queue.step()
+    assert (first.slot, second.slot) == (0, None)
+    queue.scheduler.finish(first)
+    queue.step()
+    assert second.slot == 0
+
+
+def test_of_prompts_that_begin_alike_one_is_read_and_the_others_share_it() -> None:
+    queue = Queue(max_ubatch_tokens=64)
+    for request_id, num_tokens in ((1, 9), (2, 9), (3, 14)):
+        queue.add(request_id, num_tokens, like=0)
+    assert sizes(queue.step()) == ([], [(1, 9)])
+    assert sizes(queue.step()) == ([1], [(2, 1), (3, 6)])
+    assert [queue.sequences[i].num_cached_tokens for i in (1, 2, 3)] == [0, 8, 8]
+
+
+def test_who_waits_for_a_block_is_passed_by_others_but_keeps_slot_and_blocks() -> None:
+    queue = Queue(num_blocks=8, max_ubatch_tokens=64, max_sbatch_sequences=3)
+    for request_id, like in ((1, 0), (2, 0), (3, 3), (4, 4)):
+        queue.add(request_id, 5, like=like)
+    assert sizes(queue.step()) == ([], [(1, 5), (3, 5)]), "slots: 1, 3 and the one for 2"
+    assert sizes(queue.step()) == ([1, 3], [(2, 1)])
+    queue = Queue(num_blocks=5, max_ubatch_tokens=64)
+    for request_id, like in ((1, 0), (2, 0), (3, 3)):
+        queue.add(request_id, 6, like=like)
+    assert sizes(queue.step()) == ([], [(1, 6)]), "3 would fit, but then 2 would not"
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4])
+def test_nobody_waits_for_a_block_that_is_not_full_or_not_shared(num_tokens: int) -> None:
+    queue = Queue(max_ubatch_tokens=64)
+    queue.add(1, num_tokens, like=0)
+    queue.add(2, num_tokens, like=0)
+    assert sizes(queue.step()) == ([], [(1, num_tokens), (2, num_tokens)])
+
+
+def test_nobody_waits_for_a_step_that_takes_nobody_in() -> None:
+    queue = Queue(max_ubatch_tokens=64, dynamic_batching=False)
+    queue.add(1, 9, like=0)
+    queue.add(2, 9, like=0)
+    assert sizes(queue.step()) == ([], [(1, 9), (2, 9)])

@@ -1,0 +1,177 @@
+"""A sequence knows its tokens, its place and its end."""
+
+import pytest
+
+from wire.errors import ErrorCode, LocalProtocolError
+from wire.options import Options
+from wire.prefix import prefix_hashes
+from worker.engine.sequence import MAX_DRAFTS, TRANSITIONS, UNLIMITED, Sequence, Status
+
+
+@pytest.mark.parametrize("before", Status)
+@pytest.mark.parametrize("after", Status)
+def test_a_sequence_moves_along_the_table_only(before: Status, after: Status) -> None:
+    sequence = Sequence(1, [1, 2], status=before)
+    if after in TRANSITIONS[before]:
+        sequence.move_to(after)
+        assert sequence.status is after
+    else:
+        with pytest.raises(LocalProtocolError, match=f"no way from {before} to {after}"):
+            sequence.move_to(after)
+
+
+def test_every_state_leads_to_the_end() -> None:
+    assert all(Status.FINISHED in TRANSITIONS[s] for s in Status if s is not Status.FINISHED)
+    assert not TRANSITIONS[Status.FINISHED]
+
+
+def test_counts_have_their_names() -> None:
+    sequence = Sequence(7, [1, 2, 3], Options(max_tokens=5))
+    assert (sequence.num_tokens, sequence.prompt_len, sequence.max_new_tokens) == (3, 3, 5)
+    assert (sequence.num_uncomputed_tokens, sequence.is_decoding) == (3, False)
+    sequence.num_computed_tokens = 3
+    sequence.token_ids.append(9)
+    assert (sequence.num_output_tokens, sequence.num_new_tokens) == (1, 1)
+    assert (sequence.num_uncomputed_tokens, sequence.is_decoding) == (1, True)
+
+
+def test_the_last_token_of_a_prompt_is_no_decode_step() -> None:
+    sequence = Sequence(1, [1, 2, 3])
+    sequence.num_computed_tokens = 2
+    assert not sequence.is_decoding
+
+
+def test_a_limit_of_its_own_wins_over_the_option() -> None:
+    assert Sequence(1, [1], Options(max_tokens=5), 3).max_new_tokens == 3
+    assert Sequence(1, [1]).max_new_tokens == UNLIMITED
+
+
+def test_a_resumed_reservation_counts_its_first_token_as_output() -> None:
+    sequence = Sequence(1, [1, 2, 3], status=Status.RESERVED)
+    sequence.resume([1, 2, 3, 4], Options(), 10)
+    assert (sequence.num_output_tokens, sequence.num_new_tokens) == (1, 0)
+    assert (sequence.num_computed_tokens, sequence.is_decoding) == (3, True)
+
+
+def test_what_a_resumed_reservation_may_generate_leaves_out_what_was() -> None:
+    sequence = Sequence(1, [1, 2, 3], status=Status.RESERVED)
+    sequence.resume([1, 2, 3, 4], Options(max_tokens=10), None)
+    assert sequence.max_new_tokens == 9
+
+
+@pytest.mark.parametrize("token_ids", [[], [1, 2], [1, 2, 3], [1, 2, 4, 5]])
+def test_a_reservation_goes_on_with_its_own_tokens_only(token_ids: list[int]) -> None:
+    sequence = Sequence(1, [1, 2, 3], status=Status.RESERVED)
+    with pytest.raises(ValueError, match="not those reserved"):
+        sequence.resume(token_ids, Options(), 10)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "code"),
+    [
+        (Sequence(1, []), ErrorCode.INVALID_REQUEST),
+        (Sequence(1, [5, 100]), ErrorCode.INVALID_REQUEST),
+        (Sequence(1, [-1]), ErrorCode.INVALID_REQUEST),
+        (Sequence(1, [1], max_new_tokens=0), ErrorCode.INVALID_REQUEST),
+        (Sequence(1, [1] * 8), ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+    ],
+)
+def test_what_no_model_can_serve_is_named(sequence: Sequence, code: ErrorCode) -> None:
+    problem = sequence.problem(vocab_size=100, max_model_len=8)
+    assert problem is not None and problem[0] is code and problem[1]
+
+
+def test_a_prompt_just_under_the_context_is_fine() -> None:
+    assert Sequence(1, [99] * 7, max_new_tokens=50).problem(100, 8) is None
+
+
+def finish(options: Options, output: list[int], max_new_tokens: int = 100) -> str | None:
+    sequence = Sequence(1, [1, 1], options, max_new_tokens)
+    sequence.stop_ids = frozenset({2})
+    sequence.max_len = min(sequence.max_len, 10)
+    sequence.token_ids += output
+    return sequence.finish_reason()
+
+
+def test_a_stop_token_ends_it_from_min_tokens_on() -> None:
+    assert finish(Options(), [2]) == "stop"
+    assert finish(Options(min_tokens=1), [2]) is None
+    assert finish(Options(min_tokens=1), [5, 2]) == "stop"
+    assert finish(Options(min_tokens=2), [5, 2]) is None
+
+
+def test_a_limit_ends_it_and_a_stop_token_at_the_limit_is_a_stop() -> None:
+    assert finish(Options(), [5, 5, 5], 4) is None
+    assert finish(Options(), [5, 5, 5], 3) == "length"
+    assert finish(Options(), [5, 5, 2], 3) == "stop"
+    assert finish(Options(), [5] * 8) == "length"
+
+
+def test_block_keys_are_what_prefix_hashes_hash() -> None:
+    import xxhash
+
+    sequence = Sequence(1, range(11))
+    keys = sequence.keys(2, 4)
+    sequence.token_ids += [11]
+    assert sequence.keys(3, 4)[:2] == keys
+    chain, block_hash = [], 0
+    for key in sequence.keys(3, 4):
+        block_hash = xxhash.xxh3_64_intdigest(key, block_hash)
+        chain.append(block_hash)
+    assert chain == prefix_hashes(range(12), 4)
+
+
+def test_the_deadline_counts_from_the_arrival() -> None:
+    sequence, patient = Sequence(1, [1], Options(deadline_ms=1500)), Sequence(2, [1])
+    sequence.arrive(0, 10.0)
+    patient.arrive(1, 10.0)
+    assert (sequence.deadline_s, patient.deadline_s) == (11.5, None)
+
+
+def test_drafts_are_of_use_only_before_the_last_token() -> None:
+    sequence = Sequence(1, [1, 2, 3], max_new_tokens=5)
+    assert sequence.max_drafts() == 4
+    sequence.token_ids += [4, 5, 6, 7]
+    assert sequence.max_drafts() == 0
+
+
+def test_as_many_drafts_as_were_right_before() -> None:
+    sequence = Sequence(1, [1, 2], max_new_tokens=1000)
+
+    def window_after(num_drafts: int, num_accepted: int) -> int:
+        sequence.adapt(num_drafts, num_accepted)
+        return sequence.max_drafts()
+
+    assert sequence.max_drafts() == MAX_DRAFTS
+    assert window_after(8, 3) == 4
+    assert window_after(4, 0) == 1
+    assert window_after(1, 1) == 2
+    assert [window_after(2, 2) for _ in range(7)] == [4, 8, 16, 32, 64, 64, 64]
+
+
+def test_tokens_per_second_counts_this_worker_s_tokens() -> None:
+    sequence = Sequence(1, [1, 2])
+    assert sequence.tokens_per_second(5.0) == 0.0
+    sequence.started_s = 1.0
+    sequence.token_ids += [3, 4, 5, 6]
+    assert sequence.tokens_per_second(1.0) == 0.0
+    assert sequence.tokens_per_second(3.0) == 2.0
+
+
+def test_what_an_earlier_attempt_generated_is_no_prompt() -> None:
+    """A sequence that goes on after a failover has the limits and penalties of one that did not."""
+    options = Options(max_tokens=6, min_tokens=4, generated_tokens=3, presence_penalty=1.0)
+    again = Sequence(1, [1, 2, 7, 8, 9], options)
+    assert (again.prompt_len, again.num_output_tokens, again.max_new_tokens) == (2, 3, 3)
+    reserved = Sequence(2, [1, 2, 7, 8, 9], status=Status.RESERVING)
+    reserved.resume([1, 2, 7, 8, 9, 4], options, None)
+    assert (reserved.prompt_len, reserved.num_output_tokens, reserved.max_new_tokens) == (2, 4, 2)
+    for sequence in (again, reserved):
+        assert sequence.occurrences is not None
+        counts = dict(zip(sequence.occurrences.token_ids, sequence.occurrences.counts, strict=True))
+        assert (counts[1], counts[7], counts[9]) == (0, 1, 1)
+
+
+def test_a_prompt_that_is_all_generated_is_none() -> None:
+    problem = Sequence(1, [1, 2], Options(generated_tokens=2)).problem(100, 100)
+    assert problem is not None and "generated_tokens is 2" in problem[1]

@@ -1,0 +1,224 @@
+"""Drafts change how fast a text comes, never the text, never its distribution."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.engine.test_engine import GREEDY, engine_of, of_kind, run, text
+from tests.worker.workload import Fortune, full_text, hash_executor
+from wire.options import Options
+from worker.engine.engine import Engine
+from worker.engine.outputs import Token
+from worker.engine.sequence import MAX_DRAFTS, Sequence
+from worker.engine.speculation import NgramDrafter, accepted, create
+from worker.executor.batch import Sampling
+from worker.executor.contract import SampledToken
+from worker.executor.sampler import sample
+
+
+def test_a_repeated_ending_is_continued_as_it_was() -> None:
+    drafter = NgramDrafter(3)
+    sequence = Sequence(1, [1, 2, 3, 4, 5, 6, 9, 2, 3, 4])
+    assert drafter.draft([sequence], [8]) == [[5, 6, 9]]
+    assert drafter.draft([sequence], [1]) == [[5]]
+    sequence.token_ids += [7, 3, 4]
+    assert drafter.draft([sequence], [8]) == [[7, 3, 4]], "the latest occurrence"
+
+
+@pytest.mark.parametrize("token_ids", [[1], [1, 1], [1, 2, 3, 4], [1, 2, 1]])
+def test_what_was_never_there_is_not_drafted(token_ids: list[int]) -> None:
+    assert NgramDrafter(4).draft([Sequence(1, token_ids)], [4]) == [[]]
+
+
+def test_a_run_is_drafted_to_go_on() -> None:
+    assert NgramDrafter(4).draft([Sequence(1, [5, 5, 5])], [4]) == [[5]]
+
+
+def continuations(text: list[int], number: int) -> list[list[int]]:
+    """What followed each earlier occurrence of the last three tokens, or else of the last two."""
+    for size in (3, 2):
+        ends = [e for e in range(size, len(text)) if text[e - size : e] == text[-size:]]
+        if ends:
+            return [text[end : end + number] for end in ends]
+    return [[]]
+
+
+@pytest.mark.parametrize("vocab_size", [2, 4, 12])
+def test_a_draft_follows_the_longest_ending_while_the_text_grows(vocab_size: int) -> None:
+    drafter = NgramDrafter(4)
+    draw = np.random.default_rng(0)
+    sequence = Sequence(1, [1])
+    for _ in range(300):
+        (draft,) = drafter.draft([sequence], [4])
+        assert draft in continuations(sequence.token_ids, 4)
+        kept = draft[: draw.integers(5)]  # some drafts are right, from none to all of them
+        sequence.token_ids += [*kept, int(draw.integers(vocab_size))]
+    drafter.forget(1)
+    assert not drafter._indexes
+
+
+def test_a_text_that_repeats_itself_is_followed_where_it_went_on() -> None:
+    drafter = NgramDrafter(2)
+    sequence = Sequence(1, [1, 2, 3, 4, 5, 6, 7, 1, 2])
+    assert drafter.draft([sequence], [8]) == [[3, 4]]
+    sequence.token_ids += [3, 4, 5]
+    assert drafter.draft([sequence], [8]) == [[6, 7]]
+    sequence.token_ids += [9, 2, 3, 4, 5]
+    assert drafter.draft([sequence], [8]) == [[9, 2]], "after what was new, the latest occurrence"
+
+
+def tokens(*token_ids: int) -> list[SampledToken]:
+    return [SampledToken(token_id) for token_id in token_ids]
+
+
+def test_tokens_count_up_to_the_first_wrong_draft() -> None:
+    assert accepted([], tokens(7)) == tokens(7)
+    assert accepted([7, 8], tokens(7, 8, 9)) == tokens(7, 8, 9)
+    assert accepted([7, 5], tokens(7, 8, 9)) == tokens(7, 8)
+    assert accepted([5, 8], tokens(7, 8, 9)) == tokens(7), "what follows a wrong draft is void"
+
+
+@pytest.mark.parametrize("setting", ["ngram", "ngram:0", f"ngram:{MAX_DRAFTS + 1}", "magic:3"])
+def test_what_is_no_drafter_is_refused(setting: str) -> None:
+    with pytest.raises(ValueError, match=r"ngram:K|num_drafts"):
+        create(setting)
+
+
+def test_it_is_off_by_default() -> None:
+    assert create("") is None and create(None) is None
+    assert isinstance(create("ngram:4"), NgramDrafter)
+
+
+def fortunate(num_drafts: int = 4, **settings: int) -> Engine:
+    return Engine(
+        hash_executor(),
+        num_blocks=32,
+        block_size=4,
+        speculate=Fortune(num_drafts),
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [GREEDY, Options(temperature=1.0, seed=3), Options(min_tokens=9)]
+)
+@pytest.mark.parametrize("num_drafts", [1, 2, 7])
+def test_the_text_is_the_plain_one(options: Options, num_drafts: int) -> None:
+    engine = fortunate(num_drafts)
+    for request_id in range(3):
+        engine.add(Sequence(request_id, [3, 4, request_id], options, 30))
+    outputs = run(engine)
+    for request_id in range(3):
+        assert tuple(text(outputs, request_id)) == full_text((3, 4, request_id), 30, options)
+        indexes = [o.index for o in of_kind(outputs, Token) if o.request_id == request_id]
+        assert indexes == list(range(len(indexes)))
+    assert engine.load().used == 0
+
+
+def test_accepted_drafts_save_steps_and_are_counted() -> None:
+    engine = fortunate()
+    engine.add(Sequence(1, [3, 4], GREEDY, 25))
+    run(engine)
+    counters, stats = engine.stats().counters, engine.stats()
+    assert counters.steps < 20 and counters.decode_tokens == 25
+    assert 0 < counters.accepted_tokens < counters.drafted_tokens
+    assert counters.accepted_tokens + counters.steps == 25, "a step is a token and its drafts"
+    assert stats.acceptance_rate == counters.accepted_tokens / counters.drafted_tokens
+
+
+def test_rejected_drafts_never_enter_the_prefix_cache() -> None:
+    engine = fortunate()
+    engine.add(Sequence(1, [3, 4], GREEDY, 25))
+    run(engine)
+    whole = (3, 4, *full_text((3, 4), 25, GREEDY))
+    engine.load()
+    for length in range(5, 27):
+        engine.add(Sequence(length, whole[:length], GREEDY, 3))
+        outputs = run(engine)
+        assert tuple(text(outputs, length)) == full_text(whole[:length], 3, GREEDY)
+
+
+def test_drafts_wait_for_everyone_else() -> None:
+    """Prompts have the budget before them; what is left is for drafts."""
+    engine = fortunate(max_ubatch_tokens=6)
+    engine.add(Sequence(1, [3, 4], GREEDY, 25))
+    engine.step()
+    engine.add(Sequence(2, [4] * 9, GREEDY, 25))
+    engine.step()
+    assert engine.stats().counters.prefill_tokens == 2 + 5
+    assert engine.stats().counters.drafted_tokens == 0
+    engine.step()
+    assert engine.stats().counters.drafted_tokens == 1
+
+
+def test_drafts_never_preempt_and_hold_no_block_after_the_step() -> None:
+    engine = Engine(hash_executor(), num_blocks=3, block_size=2, speculate=Fortune(9))
+    engine.add(Sequence(1, [3, 4], GREEDY, 4))
+    outputs = run(engine)
+    assert tuple(text(outputs, 1)) == full_text((3, 4), 4, GREEDY)
+    assert engine.stats().counters.preemptions == 0
+
+
+def test_a_drafter_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocabulary has 6 tokens, the model's 500"):
+        engine_of(speculate=Fortune(2))  # type: ignore[arg-type]
+
+
+def test_ngrams_do_not_change_the_engine_s_text() -> None:
+    engine = Engine(hash_executor(), num_blocks=32, block_size=4, speculate="ngram:4")
+    engine.add(Sequence(1, [3, 4, 5, 4] * 2, GREEDY, 35))
+    assert tuple(text(run(engine), 1)) == full_text((3, 4, 5, 4) * 2, 35, GREEDY)
+    assert engine.stats().counters.accepted_tokens > 0
+
+
+# The distribution: the rule of the paper, on the torch sampler.
+
+FILTERED = Options(temperature=0.8, top_k=6, top_p=0.9)
+
+
+def target(logits: torch.Tensor, options: Options) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """The probabilities the sampler's docstring promises, written out plainly."""
+    weights = torch.exp((logits.double() - logits.max()) / options.temperature)
+    weights[weights < weights.topk(options.top_k).values[-1]] = 0
+    ranked = weights.sort(descending=True).values
+    last = int((ranked.cumsum(0) < options.top_p * weights.sum()).sum())
+    weights[weights < ranked[last]] = 0
+    return (weights / weights.sum()).numpy()
+
+
+@pytest.mark.parametrize("draft", [0, 1, 2, 9])
+def test_what_comes_out_is_distributed_as_the_target_says(draft: int) -> None:
+    """Whatever is drafted: its own share when right, the rest of q in proportion when wrong."""
+    logits = torch.randn(2, 12, generator=torch.Generator().manual_seed(5))
+    logits[1] = logits[1].flip(0)
+    order = logits[0].argsort(descending=True)
+    x = int(order[draft])
+    q_0, q_1 = (target(row, FILTERED) for row in logits)
+    number = 6000
+    first, second = Counter[int](), Counter[int]()
+    for start in range(0, number, 500):
+        samplings = []
+        for seed in range(start, start + 500):
+            options = Options(temperature=0.8, top_k=6, top_p=0.9, seed=seed)
+            samplings.append(Sampling(seed, options, 5, 5, [1] * 5, drafts=(x,)))
+        y = sample(logits.repeat(500, 1), samplings, frozenset())
+        for row in range(0, 1000, 2):
+            emitted = accepted([x], y[row : row + 2])
+            first[emitted[0].token_id] += 1
+            if len(emitted) == 2:
+                second[emitted[1].token_id] += 1
+    assert fits(first, q_0, number)
+    assert sum(second.values()) == first[x], "accepted with probability q(x)"
+    if first[x]:
+        assert fits(second, q_1, first[x])
+
+
+def fits(counts: Counter[int], q: np.ndarray[tuple[int], np.dtype[np.float64]], n: int) -> bool:
+    """Pearson's test at the 0.1 % level; the seeds are fixed, so it cannot flake."""
+    wanted = {token_id for token_id in range(len(q)) if q[token_id] > 0}
+    chi_square = sum((counts[i] - n * q[i]) ** 2 / (n * q[i]) for i in wanted)
+    freedom = len(wanted) - 1
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+    return set(counts) <= wanted and chi_square < limit

@@ -1,0 +1,237 @@
+"""The engine on a real thread: calls in, outputs out, idle without spinning, one crash report."""
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import Queue
+
+import pytest
+
+from wire.options import Options
+from worker.engine.engine import Engine
+from worker.engine.outputs import Failed, Output, Reserved, Started, Token
+from worker.engine.sequence import Sequence
+from worker.engine.thread import EngineThread, is_computing
+from worker.executor.batch import Batch
+from worker.executor.hash import HashExecutor, create, oracle
+
+TIMEOUT_S = 20.0
+GREEDY = Options(ignore_eos=True)
+
+
+class Owner:
+    """What a worker does with its engine thread, on plain queues."""
+
+    def __init__(self, executor: HashExecutor | None = None) -> None:
+        self.engine = Engine(executor or create(), num_blocks=64, block_size=4)
+        self.outputs: Queue[Output] = Queue()
+        self.crashes: Queue[BaseException] = Queue()
+        self.idle = threading.Event()
+        self.num_checks = 0
+        check = self.engine.check
+
+        def watched_check() -> None:
+            check()
+            self.num_checks += 1
+            self.idle.set()
+
+        self.engine.check = watched_check  # type: ignore[method-assign]
+        self.thread = EngineThread(self.engine, self._deliver, self.crashes.put)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        assert outputs, "nothing to say"
+        for output in outputs:
+            self.outputs.put(output)
+
+    def add(
+        self, request_id: int, prompt: list[int], limit: int, *, transfer: bool = False
+    ) -> None:
+        self.thread.post(
+            lambda engine: engine.add(
+                Sequence(request_id, prompt, GREEDY, limit, transfer=transfer)
+            )
+        )
+
+    def text(self, num_requests: int = 1) -> dict[int, list[int]]:
+        """Collect tokens until so many requests have ended."""
+        texts: dict[int, list[int]] = {}
+        while num_requests:
+            output = self.outputs.get(timeout=TIMEOUT_S)
+            if isinstance(output, Token):
+                texts.setdefault(output.request_id, []).append(output.token_id)
+                num_requests -= output.finish_reason is not None
+        return texts
+
+    def ask(self, question: Callable[[Engine], object]) -> object:
+        answers: Queue[object] = Queue()
+        self.thread.post(lambda engine: answers.put(question(engine)))
+        return answers.get(timeout=TIMEOUT_S)
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.thread.stop()
+    assert owner.crashes.empty()
+
+
+def test_a_deadline_wakes_an_engine_that_waits_for_blocks(owner: Owner) -> None:
+    owner.thread.start()
+    owner.ask(lambda engine: engine.reserve(1, range(64 * 4 - 1)))
+    late = Sequence(2, [5] * 9, Options(deadline_ms=30))
+    owner.thread.post(lambda engine: engine.add(late))
+    outputs = [owner.outputs.get(timeout=TIMEOUT_S) for _ in range(2)]
+    assert [type(output) for output in outputs] == [Reserved, Failed]
+
+
+def test_what_is_posted_before_the_start_is_not_lost(owner: Owner) -> None:
+    owner.add(1, [5] * 6, 8)
+    owner.thread.start()
+    assert owner.text() == {1: oracle([5] * 6, 8, GREEDY)}
+
+
+def test_many_posters_get_every_answer(owner: Owner) -> None:
+    owner.thread.start()
+
+    def post(first: int) -> None:
+        for request_id in range(first, first + 5):
+            owner.add(request_id, [request_id] * 5, 6)
+
+    posters = [threading.Thread(target=post, args=(first,)) for first in range(10, 60, 10)]
+    for poster in posters:
+        poster.start()
+    texts = owner.text(25)
+    for poster in posters:
+        poster.join()
+    assert texts == {i: oracle([i] * 5, 6, GREEDY) for i in texts} and len(texts) == 25
+
+
+def test_an_idle_engine_is_checked_once_and_then_left_alone(owner: Owner) -> None:
+    owner.thread.start()
+    assert owner.idle.wait(TIMEOUT_S)
+    owner.idle.clear()
+    owner.add(1, [5] * 6, 8)
+    owner.text()
+    assert owner.idle.wait(TIMEOUT_S)
+    steps, checks = owner.engine.steps, owner.num_checks
+    assert owner.ask(lambda engine: engine.steps) == steps == 8
+    assert owner.num_checks <= checks + 1
+
+
+def test_a_stalled_reservation_does_not_spin(owner: Owner) -> None:
+    owner.thread.start()
+    owner.thread.post(lambda engine: engine.reserve(1, [5] * 200))
+    owner.thread.post(lambda engine: engine.reserve(2, [5] * 200))
+    owner.outputs.get(timeout=TIMEOUT_S)
+    owner.idle.clear()
+    assert owner.ask(lambda engine: engine.num_waiting) == 1
+    assert owner.idle.wait(TIMEOUT_S)
+    assert owner.ask(lambda engine: engine.has_work()) is False
+    owner.thread.post(lambda engine: engine.cancel(1))
+    output = owner.outputs.get(timeout=TIMEOUT_S)
+    assert output.request_id == 2
+
+
+def test_busy_is_until_there_is_nothing_left(owner: Owner) -> None:
+    assert not owner.thread.is_busy
+    owner.add(1, [5] * 6, 8)
+    assert owner.thread.is_busy
+    owner.thread.start()
+    owner.text()
+    owner.thread.stop()
+
+
+class GatedExecutor(HashExecutor):
+    """Waits inside the forward until it is let on."""
+
+    def __init__(self) -> None:
+        super().__init__(create().info)
+        self.entered = threading.Event()
+        self.gate = threading.Event()
+
+    def forward(self, batch: Batch) -> list[int]:
+        self.entered.set()
+        assert self.gate.wait(TIMEOUT_S)
+        return super().forward(batch)
+
+
+def test_an_admission_is_heard_while_its_batch_is_computed() -> None:
+    executor = GatedExecutor()
+    owner = Owner(executor)
+    owner.thread.start()
+    owner.add(1, [5] * 6, 1, transfer=True)
+    assert executor.entered.wait(TIMEOUT_S)
+    assert isinstance(owner.outputs.get(timeout=TIMEOUT_S), Started)
+    assert owner.outputs.empty() and owner.thread.is_busy
+    executor.gate.set()
+    owner.text()
+    owner.thread.stop()
+
+
+def test_stop_waits_for_the_step_under_way_and_takes_no_more_calls() -> None:
+    executor = GatedExecutor()
+    owner = Owner(executor)
+    owner.thread.start()
+    owner.add(1, [5] * 6, 9)
+    assert executor.entered.wait(TIMEOUT_S)
+    owner.add(2, [5] * 6, 9)
+    stopper = threading.Thread(target=owner.thread.stop)
+    stopper.start()
+    executor.gate.set()
+    stopper.join(TIMEOUT_S)
+    assert not stopper.is_alive() and owner.engine.steps <= 1
+    assert owner.engine.num_running + owner.engine.num_waiting <= 1
+    owner.thread.stop()
+
+
+def test_stopping_what_never_started_is_fine() -> None:
+    Owner().thread.stop()
+
+
+def test_who_stops_need_not_wait_for_a_call_under_way(owner: Owner) -> None:
+    assert not is_computing()
+    entered, go_on, late = threading.Event(), threading.Event(), threading.Event()
+
+    def hang(_: Engine) -> None:
+        entered.set()
+        go_on.wait(TIMEOUT_S)
+
+    owner.thread.start()
+    owner.thread.post(hang)
+    assert entered.wait(TIMEOUT_S)
+    owner.thread.post(lambda _: late.set())
+    owner.thread.stop(wait=False)
+    assert is_computing()
+    go_on.set()
+    owner.thread.stop()
+    assert not is_computing() and not late.is_set()
+
+
+class BrokenExecutor(HashExecutor):
+    def forward(self, batch: Batch) -> list[int]:
+        raise RuntimeError("device lost")
+
+
+def test_a_crash_is_told_once_and_ends_the_thread() -> None:
+    owner = Owner(BrokenExecutor(create().info))
+    owner.thread.start()
+    owner.add(1, [5] * 6, 3)
+    assert str(owner.crashes.get(timeout=TIMEOUT_S)) == "device lost"
+    owner.add(2, [5] * 6, 3)
+    owner.thread.stop()
+    assert owner.crashes.empty()
+
+
+def test_a_call_that_raises_is_a_crash_too(owner: Owner) -> None:
+    owner.thread.start()
+    owner.thread.post(lambda engine: engine.begin_decode)  # harmless: its value is dropped
+    owner.thread.post(lambda engine: 1 // 0)
+    assert isinstance(owner.crashes.get(timeout=TIMEOUT_S), ZeroDivisionError)
+
+
+def test_lost_blocks_are_a_crash_when_the_engine_goes_idle() -> None:
+    owner = Owner()
+    owner.engine.pool.allocate(1)
+    owner.thread.start()
+    assert isinstance(owner.crashes.get(timeout=TIMEOUT_S), AssertionError)
+    owner.thread.stop()

@@ -1,0 +1,182 @@
+"""Penalties and biases equal a plain NumPy reference, row by row, and cost nothing unasked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wire.options import Options
+from worker.executor import penalties
+from worker.executor.batch import Sampling
+from worker.executor.occurrences import Occurrences
+from worker.executor.penalties import adjust
+from worker.executor.sampler import sample
+
+VOCAB = 24
+TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=30)
+
+
+def plain(row: npt.NDArray[np.float32], it: Sampling) -> npt.NDArray[np.float32]:
+    """SPEC 4.8, word by word."""
+    options, result = it.options, row.astype(np.float64)
+    generated = Counter(it.token_ids[it.prompt_len :])
+    for token_id in set(it.token_ids):
+        value = result[token_id]
+        penalty = options.repetition_penalty
+        value = value / penalty if value > 0 else value * penalty
+        if generated[token_id]:
+            value -= generated[token_id] * options.frequency_penalty + options.presence_penalty
+        result[token_id] = value
+    if options.has_penalties:
+        result = result.astype(np.float32).astype(np.float64)
+    biases = Counter[int]()
+    for token_id, bias in options.logit_bias:
+        biases[token_id] += bias  # type: ignore[assignment]
+    for token_id, bias in biases.items():
+        if token_id < VOCAB:
+            result[token_id] += bias
+    return result.astype(np.float32)
+
+
+@st.composite
+def samplings(draw: st.DrawFn) -> Sampling:
+    prompt, answer = draw(TOKENS), draw(TOKENS)
+    off = st.just(0.0)
+    options = Options(
+        repetition_penalty=draw(st.just(1.0) | st.floats(0.01, 100)),
+        presence_penalty=draw(off | st.floats(-2, 2)),
+        frequency_penalty=draw(off | st.floats(-2, 2)),
+        logit_bias=tuple(
+            draw(st.lists(st.tuples(st.integers(0, VOCAB + 5), st.floats(-100, 100)), max_size=6))
+        ),
+    )
+    token_ids = prompt + answer
+    kept = None
+    if draw(st.booleans()):
+        kept = Occurrences(token_ids[: draw(st.integers(len(prompt), len(token_ids)))], len(prompt))
+    return Sampling(1, options, len(token_ids), len(prompt), token_ids, kept)
+
+
+def logits_of(num_rows: int, seed: int) -> torch.Tensor:
+    return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 5
+
+
+@settings(max_examples=200)
+@given(batch=st.lists(samplings(), min_size=1, max_size=8), seed=st.integers(0, 99))
+def test_adjusted_logits_are_the_references(batch: list[Sampling], seed: int) -> None:
+    logits = logits_of(len(batch), seed)
+    before = logits.clone()
+    adjusted = adjust(logits, batch)
+    assert torch.equal(logits, before), "what others read is not changed"
+    for row, it in enumerate(batch):
+        expected = plain(before[row].numpy(), it)
+        np.testing.assert_allclose(adjusted[row].numpy(), expected, rtol=3e-7, atol=1e-5)
+
+
+@given(batch=st.lists(samplings(), min_size=2, max_size=8), seed=st.integers(0, 99))
+def test_no_row_depends_on_another(batch: list[Sampling], seed: int) -> None:
+    logits = logits_of(len(batch), seed)
+    together = adjust(logits, batch)
+    for row, it in enumerate(batch):
+        assert torch.equal(together[row], adjust(logits[row : row + 1], [it])[0])
+
+
+DRAFTED = st.tuples(samplings(), st.lists(st.integers(0, VOCAB - 1), max_size=6).map(tuple))
+
+
+@settings(max_examples=200)
+@given(batch=st.lists(DRAFTED, min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_rows_after_drafts_are_those_of_the_texts_with_them(
+    batch: list[tuple[Sampling, tuple[int, ...]]], seed: int
+) -> None:
+    """Bit by bit, whether occurrences were kept or not."""
+    drafted = [msgspec.structs.replace(it, drafts=drafts) for it, drafts in batch]
+    alone = [
+        msgspec.structs.replace(it, token_ids=[*it.token_ids, *drafts[:d]], occurrences=None)
+        for it, drafts in batch
+        for d in range(len(drafts) + 1)
+    ]
+    logits = logits_of(len(alone), seed)
+    assert torch.equal(adjust(logits, drafted), adjust(logits, alone))
+    # The next step finds what is kept as if no drafts had been there.
+    fewer = logits[: len(batch)]
+    expected = adjust(fewer, [msgspec.structs.replace(it, occurrences=None) for it, _ in batch])
+    assert torch.equal(adjust(fewer, [it for it, _ in batch]), expected)
+
+
+def test_the_text_is_not_counted_again_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = [*range(9), 3, 3]
+    it = Sampling(
+        1, Options(frequency_penalty=1.0), 11, 9, text, Occurrences(text, 9), drafts=(3, 5, 20)
+    )
+    logits = logits_of(4, 0)
+    expected = adjust(logits, [msgspec.structs.replace(it, occurrences=None)])
+    monkeypatch.setattr(penalties, "Occurrences", None)
+    assert torch.equal(adjust(logits, [it]), expected)
+
+
+def asked(token_ids: list[int], prompt_len: int, **options: Any) -> Sampling:
+    return Sampling(1, Options(**options), len(token_ids), prompt_len, token_ids)
+
+
+def test_nobody_asks_and_nothing_is_copied() -> None:
+    logits = logits_of(2, 0)
+    assert adjust(logits, [asked([1, 2, 3], 2), asked([], 0, temperature=1.0)]) is logits
+
+
+def test_the_logits_of_others_stay_bit_by_bit() -> None:
+    logits = logits_of(2, 1)
+    adjusted = adjust(logits, [asked([3, 4], 1, presence_penalty=1.0), asked([3, 4], 1)])
+    assert torch.equal(adjusted[1], logits[1])
+    changed = (adjusted[0] != logits[0]).nonzero()[:, 0].tolist()
+    assert changed == [4], "presence is about the answer"
+    adjusted = adjust(logits, [asked([3, 4], 1, repetition_penalty=2.0), asked([3], 1)])
+    assert (adjusted[0] != logits[0]).nonzero()[:, 0].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_biases_ban_and_force(temperature: float) -> None:
+    logits = logits_of(1, 2)
+    for token_id in range(VOCAB):
+        forced = asked([], 0, temperature=temperature, logit_bias=((token_id, 100.0),))
+        assert sample(logits, [forced], frozenset())[0].token_id == token_id
+    best = int(logits.argmax())
+    for seed in range(50):
+        banned = asked([], 0, temperature=temperature, seed=seed, logit_bias=((best, -100.0),))
+        assert sample(logits, [banned], frozenset())[0].token_id != best
+
+
+def test_min_tokens_is_stronger_than_a_bias() -> None:
+    forced = asked([5], 1, min_tokens=1, logit_bias=((7, 100.0),))
+    assert sample(logits_of(1, 3), [forced], frozenset({7}))[0].token_id != 7
+
+
+def test_logprobs_are_those_of_the_models_logits() -> None:
+    logits = logits_of(1, 4)
+    it = asked([1, 1], 0, logprobs=0, presence_penalty=2.0, logit_bias=((6, 100.0),))
+    [token] = sample(logits, [it], frozenset())
+    assert token.token_id == 6 and token.logprobs is not None
+    assert token.logprobs.logprob == pytest.approx(float(logits.log_softmax(-1)[0, 6]))
+
+
+def test_draws_follow_the_penalized_distribution() -> None:
+    """Chi-square over 4000 positions of one text's draws against the reference's softmax."""
+    logits = logits_of(1, 5) / 4
+    options = {"repetition_penalty": 1.7, "frequency_penalty": 0.4, "presence_penalty": 0.9}
+    token_ids = [0, 1, 2, 2, 3, 3, 3, 4]
+    base = asked(token_ids, 3, temperature=1.0, seed=9, logit_bias=((8, 1.5),), **options)
+    weights = np.exp(plain(logits[0].numpy(), base).astype(np.float64))
+    expected = weights / weights.sum() * 4000
+    batch = [msgspec.structs.replace(base, position=position) for position in range(4000)]
+    drawn = [token.token_id for token in sample(logits.expand(4000, -1), batch, frozenset())]
+    observed = np.bincount(drawn, minlength=VOCAB)
+    chi_square = float(((observed - expected) ** 2 / expected).sum())
+    assert chi_square < 49.7, "23 degrees of freedom, p = 0.001"

@@ -1,0 +1,115 @@
+"""KV leaves as bytes and comes back from any buffer, between caches of other block sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import kernels
+from kernels.cuda.lane import IN_FLIGHT
+from kernels.cuda.staging import Staging
+from tests.kernels.shim.backend import why_not
+from tests.kernels.shim.lane import CpuLane
+from wire.payloads import KVLayout
+from wire.segment import Rectangle
+from worker.model.kv_cache import TorchKVCache
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def cache(dtype: str = "float32", block_size: int = 16, num_blocks: int = 8) -> TorchKVCache:
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=6, dtype=dtype)
+    return TorchKVCache(layout, num_blocks, block_size, torch.device("cpu"))
+
+
+def filled(dtype: str, block_size: int = 16) -> TorchKVCache:
+    result = cache(dtype, block_size)
+    result.pool.copy_(torch.randn(result.pool.shape, generator=torch.Generator().manual_seed(1)))
+    return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize(
+    "rectangle", [Rectangle(0, 3, 0, 40), Rectangle(1, 2, 7, 26), Rectangle(2, 1, 39, 1)]
+)
+def test_bytes_round_trip_between_block_sizes(
+    dtype: str, block_size: int, rectangle: Rectangle
+) -> None:
+    sender, receiver = filled(dtype), cache(dtype, block_size)
+    sent = sender.pack([6, 1, 3], rectangle)
+    num_tokens_bytes = sender.layout.token_bytes // 3 * rectangle.num_layers
+    assert sent.nbytes == len(sent) == rectangle.num_tokens * num_tokens_bytes
+    receiver.unpack([7, 0, 2, 5, 1], rectangle, sent)
+    assert bytes(receiver.pack([7, 0, 2, 5, 1], rectangle)) == bytes(sent)
+
+
+def test_the_bytes_are_in_the_wires_order() -> None:
+    sender = filled("float32")
+    sent = np.frombuffer(sender.pack([6, 1, 3], Rectangle(1, 2, 10, 12)), np.float32)
+    segment = sent.reshape(2, 2, 2, 12, 6)
+    for token in (0, 5, 6, 11):
+        block = [6, 1, 3][(10 + token) // 16]
+        pool = sender.pool[block, 1:3, :, :, (10 + token) % 16].numpy()
+        assert (segment[:, :, :, token] == pool).all()
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_unpacks_from_any_buffer_aligned_or_not(kind: type) -> None:
+    sender, receiver = filled("float32"), cache()
+    rectangle = Rectangle(0, 3, 0, 20)
+    sent = bytes(sender.pack([0, 1], rectangle))
+    for offset in (0, 1):
+        shifted = memoryview(kind(b"\0" * offset + sent))[offset:]
+        receiver.unpack([2, 3], rectangle, kind(sent) if offset == 0 else shifted)
+        assert bytes(receiver.pack([2, 3], rectangle)) == sent
+
+
+def test_a_packed_segment_does_not_change_with_the_cache() -> None:
+    sender = filled("bfloat16")
+    sent = sender.pack([0, 1], Rectangle(0, 3, 0, 20))
+    before = bytes(sent)
+    sender.pool.zero_()
+    assert bytes(sent) == before
+
+
+@pytest.mark.parametrize("size", [0, 1, 3 * 2 * 2 * 6 * 4 * 20 - 4, 3 * 2 * 2 * 6 * 4 * 20 + 4])
+def test_a_segment_of_another_size_is_refused(size: int) -> None:
+    receiver = cache()
+    with pytest.raises(ValueError, match="bytes"):
+        receiver.unpack([0, 1], Rectangle(0, 3, 0, 20), b"\1" * size)
+    assert not receiver.pool.any()
+
+
+def test_a_rectangle_beyond_the_table_is_refused() -> None:
+    receiver = cache()
+    segment = b"\0" * (receiver.layout.token_bytes * 17)
+    with pytest.raises(kernels.ShapeError, match="beyond"):
+        receiver.unpack([0], Rectangle(0, 3, 0, 17), segment)
+    with pytest.raises(kernels.ShapeError, match="layers"):
+        receiver.pack([0], Rectangle(2, 2, 0, 1))
+
+
+def test_a_pool_that_the_host_cannot_read_goes_through_staging() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+    plain = TorchKVCache(layout, 8, 16, torch.device("cpu"))
+    plain.pool.copy_(torch.randn(plain.pool.shape, generator=torch.Generator().manual_seed(1)))
+    lane = CpuLane()
+    staged = TorchKVCache(
+        layout,
+        8,
+        16,
+        torch.device("cpu"),
+        make_staging=lambda pool: Staging(pool, lane, (512, 2048)),
+    )
+    assert (plain.copies_at_once, staged.copies_at_once) == (1, IN_FLIGHT)
+    rectangle, num_moved = Rectangle(1, 2, 7, 26), len(lane.moved)
+    sent = plain.pack([6, 1, 3], rectangle)
+    staged.unpack([2, 7, 0], rectangle, sent)
+    assert staged.pack([2, 7, 0], rectangle) == sent
+    assert num_moved > 0  # it was measured when the cache was made
+    with pytest.raises(ValueError, match="bytes"):
+        staged.unpack([2, 7, 0], rectangle, bytes(sent)[:-1])

@@ -1,0 +1,355 @@
+"""The decode role on real sockets: whole transfers, tokens in order, ends that free everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.worker.scripted import EPOCH, ScriptedRouter, pair, running, scripted_router
+from wire.errors import ErrorCode
+from wire.frames import Cancel, DecodeDone, DecodeRequest, Error, PrefillRequest, Role, Tag
+from wire.options import Options
+from wire.payloads import (
+    ErrorDetail,
+    Logprobs,
+    Usage,
+    decode_map,
+    decode_prefill_result,
+    encode_map,
+    encode_prompt,
+)
+from worker.engine.engine import Engine
+from worker.engine.outputs import Failed, Token
+from worker.executor.hash import create, oracle
+from worker.roles.decode import Generation
+
+PROMPT = [(11 * i) % 1000 for i in range(200)]
+OPTIONS = Options(max_tokens=20, ignore_eos=True)
+
+
+async def first_token(router: ScriptedRouter, request_id: int, prompt: list[int]) -> int:
+    router.prefill(request_id, prompt, OPTIONS)
+    message = await router.receive(Tag.PREFILL_DONE)
+    return decode_prefill_result(message.body()).token_id
+
+
+@pytest.mark.parametrize(("prefill_block", "decode_block"), [(16, 16), (16, 8), (8, 32)])
+async def test_the_text_goes_on_where_the_prefill_worker_stopped(
+    prefill_block: int, decode_block: int
+) -> None:
+    async with pair(
+        prefill={"block_size": prefill_block, "max_ubatch_tokens": 48},
+        decode={"block_size": decode_block},
+    ) as router:
+        expected = oracle(PROMPT, 20, OPTIONS)
+        token = await first_token(router, 1, PROMPT)
+        router.decode(1, [*PROMPT, token], 19, OPTIONS)
+        assert [token, *await router.tokens(19)] == expected
+        done = await router.receive(Tag.DECODE_DONE)
+        assert done.frame == DecodeDone(1)
+        usage = decode_map(Usage, done.body())
+        assert (usage.finish_reason, usage.completion_tokens) == ("length", 19)
+        assert (usage.kv_bytes, usage.kv_skipped_tokens) == (64 * len(PROMPT), 0)
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_blocks_that_are_held_already_are_not_sent() -> None:
+    async with pair() as router:
+        for request_id, skipped in ((1, 0), (2, 192)):
+            token = await first_token(router, request_id, PROMPT)
+            router.decode(request_id, [*PROMPT, token], 1, OPTIONS)
+            await router.tokens(1)
+            usage = decode_map(Usage, (await router.receive(Tag.DECODE_DONE)).body())
+            assert usage.kv_skipped_tokens == skipped
+            assert usage.kv_bytes == 64 * (len(PROMPT) - skipped)
+
+
+async def test_choices_of_one_prompt_share_one_transfer_and_its_blocks() -> None:
+    choices = [Options(max_tokens=20, ignore_eos=True, choice=choice) for choice in range(4)]
+    async with pair() as router:
+        for choice, options in enumerate(choices):
+            router.prefill(choice, PROMPT, options)
+        skipped: list[int] = []
+        while len(skipped) < len(choices):
+            message = await router.receive_any()
+            choice = message.frame.request_id  # type: ignore[attr-defined]
+            if message.tag is Tag.PREFILL_DONE:
+                token = decode_prefill_result(message.body()).token_id
+                router.decode(choice, [*PROMPT, token], 1, choices[choice])
+            elif message.tag is Tag.DECODE_DONE:
+                skipped.append(decode_map(Usage, message.body()).kv_skipped_tokens)
+        assert sorted(skipped) == [0, 192, 192, 192]
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_a_prompt_held_completely_is_ready_before_its_first_token() -> None:
+    prompt = PROMPT[:192]  # whole blocks only
+    async with pair(prefill={"prefix_cache": False}) as router:
+        for request_id in (1, 2):
+            token = await first_token(router, request_id, prompt)
+            router.decode(request_id, [*prompt, token], 5, OPTIONS)
+            assert await router.tokens(5) == oracle(prompt, 6, OPTIONS)[1:]
+            usage = decode_map(Usage, (await router.receive(Tag.DECODE_DONE)).body())
+        assert (usage.kv_bytes, usage.kv_skipped_tokens) == (0, 192)
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_the_decode_request_may_come_before_the_kv() -> None:
+    prompt = list(range(100))
+    token = oracle(prompt, 1, OPTIONS)[0]
+    async with pair() as router:
+        router.decode(1, [*prompt, token], 19, OPTIONS)
+        router.prefill(1, prompt, OPTIONS)
+        await router.receive(Tag.PREFILL_DONE)
+        assert [token, *await router.tokens(19)] == oracle(prompt, 20, OPTIONS)
+        await router.receive(Tag.DECODE_DONE)
+
+
+async def test_an_eos_token_ends_the_text_and_is_not_sent() -> None:
+    options = Options(max_tokens=2000)
+    prompt = PROMPT
+    expected = oracle(prompt, 2000, options)
+    assert 2 < len(expected) < 2000
+    async with pair() as router:
+        router.prefill(1, prompt, options)
+        token = decode_prefill_result((await router.receive(Tag.PREFILL_DONE)).body()).token_id
+        router.decode(1, [*prompt, token], 1999, options)
+        assert [token, *await router.tokens(len(expected) - 1)] == expected
+        usage = decode_map(Usage, (await router.receive(Tag.DECODE_DONE)).body())
+        assert (usage.finish_reason, usage.completion_tokens) == ("stop", len(expected) - 1)
+
+
+async def test_tokens_of_one_step_leave_in_one_message() -> None:
+    async with pair(decode={"step_delay_s": 0.02}) as router:
+        prompts = [[start] * 20 for start in range(8)]
+        tokens = [await first_token(router, i, prompt) for i, prompt in enumerate(prompts)]
+        for i, prompt in enumerate(prompts):
+            router.decode(i, [*prompt, tokens[i]], 10, OPTIONS)
+        message = await router.receive(Tag.DECODE_TOKEN)
+        while len(message.frames) < len(prompts):
+            message = await router.receive(Tag.DECODE_TOKEN)
+        assert {frame.request_id for frame in message.frames} == set(range(8))  # type: ignore[attr-defined]
+        for request_id in range(8):
+            router.send(Role.DECODE, Cancel(request_id, ErrorCode.CANCELLED))
+        await router.until_free(Role.DECODE)
+
+
+async def test_logprobs_ride_with_their_tokens() -> None:
+    options = Options(max_tokens=3, ignore_eos=True, logprobs=1)
+    async with pair() as router:
+        router.prefill(1, PROMPT, options)
+        result = decode_prefill_result((await router.receive(Tag.PREFILL_DONE)).body())
+        assert result.logprobs is not None
+        router.decode(1, [*PROMPT, result.token_id], 2, options)
+        message = await router.receive(Tag.DECODE_TOKEN)
+        entries = decode_map(list[Logprobs | None], message.body())
+        assert len(entries) == len(message.frames) and entries[0] is not None
+
+
+async def test_kv_that_never_comes_ends_the_request() -> None:
+    async with scripted_router() as router, running(router, "decode", lease_s=0.2):
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.TRANSFER_FAILED)
+        assert decode_map(ErrorDetail, message.body()).stage == "transfer"
+
+
+async def test_the_deadline_counts_while_kv_is_awaited() -> None:
+    async with scripted_router() as router, running(router, "decode"):
+        router.decode(1, [*PROMPT, 5], 3, Options(deadline_ms=50))
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.DEADLINE_EXCEEDED)
+        assert "50 ms" in decode_map(ErrorDetail, message.body()).message
+
+
+def test_the_deadline_counts_from_the_request_not_from_the_end_of_its_transfer() -> None:
+    now = [0.0]
+    engine = Engine(create(), num_blocks=32, block_size=16, clock=lambda: now[0])
+    engine.reserve(1, PROMPT)
+    engine.step()
+    now[0] = 1.0
+    router: Any = None  # nothing is said to it
+    options = Options(ignore_eos=True, deadline_ms=300)
+    frame, tokens = DecodeRequest(1, 40), (*PROMPT, 5)
+    Generation(router, frame, tokens, options, asked_s=0.8, lease_s=30.0).begin(engine)
+    assert [type(output) for output in engine.step()] == [Token]
+    now[0] = 1.15
+    (failed,) = engine.step()
+    assert isinstance(failed, Failed) and failed.code is ErrorCode.DEADLINE_EXCEEDED
+
+
+async def test_kv_that_nobody_claims_is_freed_when_its_lease_ends() -> None:
+    async with pair(decode={"lease_s": 0.2}) as router:
+        await first_token(router, 1, PROMPT)
+        await router.until_free(Role.PREFILL, Role.DECODE)
+        token = await first_token(router, 2, PROMPT)
+        router.decode(2, [*PROMPT, token], 1, OPTIONS)
+        await router.tokens(1)
+
+
+async def test_kv_that_a_lost_router_has_not_asked_about_is_freed_at_once() -> None:
+    lost, other = EPOCH << 32 | 1, (EPOCH + 1) << 32 | 1  # the upper half says whose they are
+    prompts = {lost: [1] * 200, other: [2] * 200}  # 13 blocks each
+    async with pair() as router:
+
+        async def until_held(num_blocks: int) -> None:
+            await router.until(
+                lambda: (
+                    (load := router.loads_by_role.get(Role.DECODE)) is not None
+                    and load.used == num_blocks
+                )
+            )
+
+        tokens = {name: await first_token(router, name, text) for name, text in prompts.items()}
+        await router.until_free(Role.PREFILL)  # so both are complete
+        await until_held(26)
+        who = encode_map(ErrorDetail(message="who are you?"))
+        router.send(Role.DECODE, Error(0, ErrorCode.UNKNOWN_PEER), who)
+        await until_held(13)
+        # It is known again: what it asks for now is taken.
+        assert await first_token(router, lost + 1, prompts[lost])
+        await until_held(26)
+        router.decode(other, [*prompts[other], tokens[other]], 1, OPTIONS)
+        assert await router.tokens(1) == oracle(prompts[other], 2, OPTIONS)[1:]
+
+
+async def test_cancel_in_the_middle_of_a_text_frees_its_blocks() -> None:
+    async with pair(decode={"step_delay_s": 0.005, "num_blocks": 1000}) as router:
+        token = await first_token(router, 1, PROMPT)
+        router.decode(1, [*PROMPT, token], 10_000, OPTIONS)
+        await router.tokens(3)
+        router.send(Role.DECODE, Cancel(1, ErrorCode.CANCELLED))
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_a_prompt_too_large_for_the_decode_worker_fails_on_both_sides() -> None:
+    async with pair(decode={"num_blocks": 4}) as router:
+        router.prefill(1, PROMPT, OPTIONS)
+        while (message := (await router.receive_any())).tag is Tag.PREFILL_DONE:
+            pass  # the first token may be drawn before the refusal is heard
+        assert message.frame == Error(1, ErrorCode.OUT_OF_BLOCKS)
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_many_transfers_share_a_small_budget() -> None:
+    budget = {"credit_bytes": 4 << 20, "max_kv_inflight_bytes": 4 << 20, "num_blocks": 4000}
+    async with pair(prefill={"num_blocks": 4000}, decode=budget) as router:
+        prompts = [[start] * 2000 for start in range(20)]
+        for request_id, prompt in enumerate(prompts):
+            router.prefill(request_id, prompt, OPTIONS)
+        num_done = 0
+        while num_done < len(prompts):
+            message = await router.receive_any()
+            if message.tag is Tag.PREFILL_DONE:
+                request_id = message.frame.request_id  # type: ignore[attr-defined]
+                token = decode_prefill_result(message.body()).token_id
+                assert [token] == oracle(prompts[request_id], 1, OPTIONS)
+                router.decode(request_id, [*prompts[request_id], token], 1, OPTIONS)
+            num_done += message.tag is Tag.DECODE_DONE
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_a_cancel_that_overtakes_the_offer_is_remembered() -> None:
+    async with pair() as router:
+        router.send(Role.DECODE, Cancel(1, ErrorCode.CANCELLED))
+        router.send(Role.DECODE, Cancel(2, ErrorCode.CANCELLED))
+        await router.until_free(Role.DECODE)  # a beat later both have been read
+        router.prefill(1, PROMPT, OPTIONS)
+        while (message := await router.receive_any()).tag is Tag.PREFILL_DONE:
+            pass
+        assert message.frame == Error(1, ErrorCode.TRANSFER_FAILED)
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_tokens"),
+    [
+        ([*PROMPT, 40_000], 3),  # not in the vocabulary
+        ([*PROMPT, 5], 0),
+    ],
+)
+async def test_a_continuation_of_something_else_is_refused(
+    tokens: list[int], num_tokens: int
+) -> None:
+    async with pair() as router:
+        await first_token(router, 1, PROMPT)
+        router.decode(1, tokens, num_tokens, OPTIONS)
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.INVALID_REQUEST)
+        assert decode_map(ErrorDetail, message.body()).stage == "decode"
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        PROMPT,  # without the first token
+        [*PROMPT[:-1], 999, 5],  # another prompt
+        [],
+    ],
+)
+async def test_kv_of_other_tokens_than_those_asked_for_is_not_used(tokens: list[int]) -> None:
+    """Whoever is at fault, the client is not; and the text is in no prefix cache."""
+    async with pair() as router:
+        await first_token(router, 1, PROMPT)
+        await router.until_free(Role.PREFILL)
+        router.decode(1, tokens, 3, OPTIONS)
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.TRANSFER_FAILED)
+        assert decode_map(ErrorDetail, message.body()).stage == "transfer"
+        await router.until_free(Role.PREFILL, Role.DECODE)
+        load = router.loads_by_role[Role.DECODE]
+        assert (load.free, load.cached) == (load.total, 0)
+
+
+async def test_a_text_that_is_preempted_goes_on_as_if_it_had_not_been() -> None:
+    prompts = [[start] * 64 for start in range(1, 5)]
+    options = Options(max_tokens=60, ignore_eos=True)
+    async with pair(decode={"num_blocks": 22, "prefix_cache": False}) as router:
+        texts: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            texts[i] = oracle(prompt, 1, options)
+            router.decode(i, [*prompt, *texts[i]], 59, options)
+        for i, prompt in enumerate(prompts):
+            router.prefill(i, prompt, options)
+        num_done = 0
+        while num_done < len(prompts):
+            message = await router.receive_any()
+            assert message.tag in (Tag.PREFILL_DONE, Tag.DECODE_TOKEN, Tag.DECODE_DONE), message
+            num_done += message.tag is Tag.DECODE_DONE
+            if message.tag is Tag.DECODE_TOKEN:
+                for frame in message.frames:
+                    texts[frame.request_id].append(frame.token_id)  # type: ignore[attr-defined]
+        for i, prompt in enumerate(prompts):
+            assert texts[i] == oracle(prompt, 60, options)
+        await router.until_free(Role.DECODE)
+        assert router.loads_by_role[Role.DECODE].preemptions > 0
+
+
+async def test_a_decode_request_that_is_cancelled_before_its_kv_is_forgotten() -> None:
+    async with pair() as router:
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        router.send(Role.DECODE, Cancel(1, ErrorCode.CANCELLED))
+        token = await first_token(router, 2, PROMPT)
+        router.decode(2, [*PROMPT, token], 3, OPTIONS)
+        assert await router.tokens(3) == oracle(PROMPT, 4, OPTIONS)[1:]
+        await router.receive(Tag.DECODE_DONE)
+        await router.until_free(Role.PREFILL, Role.DECODE)
+        assert router.is_quiet
+
+
+async def test_an_id_used_twice_is_one_text() -> None:
+    async with pair() as router:
+        token = await first_token(router, 1, PROMPT)
+        for _ in range(2):
+            router.decode(1, [*PROMPT, token], 3, OPTIONS)
+        assert len(await router.tokens(3)) == 3
+        await router.receive(Tag.DECODE_DONE)
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_frame_for_the_other_role_is_refused() -> None:
+    async with pair() as router:
+        router.send(Role.DECODE, PrefillRequest(1, 1, 0), encode_prompt([1], OPTIONS))
+        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.PROTOCOL)

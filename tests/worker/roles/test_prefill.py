@@ -1,0 +1,235 @@
+"""The prefill role on real sockets: first tokens, refusals, and blocks that come back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from math import inf
+
+import pytest
+
+from tests.worker.scripted import PATIENCE_S, ScriptedDecode, pair, running, scripted_router
+from wire.errors import ErrorCode
+from wire.frames import Cancel, DecodeRequest, Error, PrefillDone, PrefillRequest, Role, Tag
+from wire.options import Options
+from wire.payloads import ErrorDetail, decode_map, decode_prefill_result, encode_prompt
+from worker.executor.batch import Batch
+from worker.executor.hash import HashExecutor, create, oracle
+from worker.roles.prefill import PrefillRole
+
+PROMPT = [(7 * i) % 1000 for i in range(300)]
+OPTIONS = Options(max_tokens=20, ignore_eos=True)
+TOKEN_BYTES = 64
+
+
+class GatedSteps(HashExecutor):
+    """Steps wait at a gate, which is open at first; `num_tokens` has the size of each."""
+
+    def __init__(self) -> None:
+        super().__init__(create().info)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_reached = threading.Event()
+        self.num_tokens: list[int] = []
+
+    def forward(self, batch: Batch) -> list[int]:
+        self.num_tokens.append(len(batch.token_ids))
+        self.is_reached.set()
+        assert self.gate.wait(PATIENCE_S)
+        return super().forward(batch)
+
+
+def prompt_that_ends_at_once() -> list[int]:
+    """A prompt whose first token is an EOS token."""
+    for start in range(3, 2000):
+        if not oracle([start, 5], 1, Options()):
+            return [start, 5]
+    raise AssertionError("none found")
+
+
+async def test_the_first_token_comes_with_the_bytes_handed_over() -> None:
+    async with pair() as router:
+        router.prefill(1, PROMPT, OPTIONS)
+        message = await router.receive(Tag.PREFILL_DONE)
+        assert message.frame == PrefillDone(1, len(PROMPT) * TOKEN_BYTES)
+        result = decode_prefill_result(message.body())
+        assert [result.token_id] == oracle(PROMPT, 1, OPTIONS)
+        assert result.finish_reason is None
+        await router.until_free(Role.PREFILL)
+
+
+async def test_kv_is_offered_early_only_where_a_chunk_is_quick() -> None:
+    """A decode worker keeps blocks from the offer on, and waits for a third of a lease."""
+    executor = GatedSteps()
+    async with (
+        scripted_router() as router,
+        ScriptedDecode() as decode,
+        running(router, "prefill", executor=executor, lease_s=30.0) as process,
+    ):
+        router.announce(decode.endpoint)
+        role = process.worker._role
+        assert isinstance(role, PrefillRole)
+        # How long the last prompt's first chunk took, and whether the next is offered before its.
+        for request_id, seconds, is_early in ((1, inf, False), (2, 0.1, True), (3, 1.0, False)):
+            role.first_chunk_s = seconds
+            executor.gate.clear()
+            executor.is_reached.clear()
+            router.prefill(request_id, [request_id, *PROMPT], OPTIONS)
+            assert await asyncio.to_thread(executor.is_reached.wait, PATIENCE_S)
+            if not is_early:
+                router.send(Role.PREFILL, DecodeRequest(9, 1))  # what was to be said was said
+                assert (await router.receive(Tag.ERROR)).frame == Error(9, ErrorCode.PROTOCOL)
+                assert decode.is_quiet
+                executor.gate.set()
+            await decode.offered(request_id)
+            executor.gate.set()
+            await router.receive(Tag.PREFILL_DONE)
+            assert role.first_chunk_s != seconds, "measured anew"
+            router.send(Role.PREFILL, Cancel(request_id, ErrorCode.CANCELLED))
+            assert (await decode.receive()).frame == Cancel(request_id, ErrorCode.CANCELLED)
+        await router.until_free(Role.PREFILL)
+
+
+async def test_a_request_for_one_token_hands_nothing_over() -> None:
+    async with scripted_router() as router, running(router, "prefill"):
+        options = Options(max_tokens=1, ignore_eos=True)
+        router.prefill(1, PROMPT, options)
+        message = await router.receive(Tag.PREFILL_DONE)
+        assert message.frame == PrefillDone(1, 0)
+        assert decode_prefill_result(message.body()).finish_reason == "length"
+        await router.until_free(Role.PREFILL)
+
+
+async def test_the_last_token_of_a_limit_takes_the_offer_back() -> None:
+    """Two of three tokens are an earlier attempt's: the one drawn here is the last."""
+    options = Options(max_tokens=3, generated_tokens=2, ignore_eos=True)
+    async with pair() as router:
+        router.prefill(1, PROMPT, options)
+        message = await router.receive(Tag.PREFILL_DONE)
+        assert message.frame == PrefillDone(1, 0)
+        assert decode_prefill_result(message.body()).finish_reason == "length"
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_an_eos_token_first_takes_the_offer_back() -> None:
+    async with pair() as router:
+        router.prefill(1, prompt_that_ends_at_once(), Options(max_tokens=20))
+        message = await router.receive(Tag.PREFILL_DONE)
+        assert message.frame == PrefillDone(1, 0)
+        assert decode_prefill_result(message.body()).finish_reason == "stop"
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_the_second_prompt_of_a_prefix_is_read_from_the_cache() -> None:
+    async with scripted_router() as router, running(router, "prefill"):
+        for request_id, cached_tokens in ((1, 0), (2, 288)):
+            router.prefill(request_id, PROMPT, Options(max_tokens=1))
+            message = await router.receive(Tag.PREFILL_DONE)
+            assert decode_prefill_result(message.body()).cached_tokens == cached_tokens
+
+
+async def test_without_a_decode_worker_the_request_is_refused() -> None:
+    async with scripted_router() as router, running(router, "prefill"):
+        router.prefill(1, PROMPT, OPTIONS)
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.NO_WORKER)
+        assert decode_map(ErrorDetail, message.body()).worker == "prefill-0"
+
+
+@pytest.mark.parametrize(
+    ("payload", "code"),
+    [
+        (b"\x01\x00\x00\x00", ErrorCode.PROTOCOL),  # fewer ids than seq_len
+        (encode_prompt([1, 2, 3], Options()) + b"\x81\xa1x\x01", ErrorCode.INVALID_REQUEST),
+        (encode_prompt([1, 2, 40_000], Options()), ErrorCode.INVALID_REQUEST),
+    ],
+)
+async def test_a_bad_request_ends_with_an_error_and_alone(payload: bytes, code: ErrorCode) -> None:
+    async with pair() as router:
+        router.send(Role.PREFILL, PrefillRequest(1, 3, 0), payload)
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, code)
+        router.prefill(2, PROMPT, OPTIONS)
+        assert (await router.receive(Tag.PREFILL_DONE)).frame.request_id == 2  # type: ignore[attr-defined]
+
+
+async def test_kv_over_the_limit_is_refused_before_anything_is_computed() -> None:
+    limit = 100 * TOKEN_BYTES
+    async with pair(prefill={"max_kv_transfer_bytes": limit}) as router:
+        router.prefill(1, PROMPT, OPTIONS)
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.KV_TRANSFER_TOO_LARGE)
+        assert str(limit) in decode_map(ErrorDetail, message.body()).message
+        assert router.loads_by_role[Role.PREFILL].used == 0
+
+
+async def test_a_cancelled_prompt_is_not_read_to_its_end() -> None:
+    slow = {"step_delay_s": 0.01, "max_ubatch_tokens": 16, "num_blocks": 2000}
+    async with pair(prefill=slow, decode={"num_blocks": 2000}) as router:
+        router.prefill(1, PROMPT * 50, OPTIONS)  # ten seconds, were it read
+        router.prefill(2, [5] * 17, OPTIONS)
+        router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
+        message = await router.receive(Tag.PREFILL_DONE)
+        assert message.frame == PrefillDone(2, 17 * TOKEN_BYTES)
+        await router.until_free(Role.PREFILL)
+
+
+async def test_nothing_is_read_of_cancelled_prompts_before_a_short_one() -> None:
+    """Ten long prompts cancelled in the middle of a chunk: that chunk is all the next waits for."""
+    executor, options = GatedSteps(), Options(max_tokens=1, ignore_eos=True)
+    async with (
+        scripted_router() as router,
+        running(router, "prefill", executor=executor, max_ubatch_tokens=64),
+    ):
+        await router.until_free(Role.PREFILL)
+        executor.gate.clear()
+        executor.is_reached.clear()
+        executor.num_tokens.clear()  # of the warmup
+        for request_id in range(1, 11):
+            router.prefill(request_id, [request_id] * 2000, options)
+        assert await asyncio.to_thread(executor.is_reached.wait, PATIENCE_S)
+        for request_id in range(1, 11):
+            router.send(Role.PREFILL, Cancel(request_id, ErrorCode.CANCELLED))
+        router.prefill(11, PROMPT[:16], options)
+        router.send(Role.PREFILL, DecodeRequest(12, 1))  # the answer shows that all was heard
+        assert (await router.receive(Tag.ERROR)).frame == Error(12, ErrorCode.PROTOCOL)
+        executor.gate.set()
+        assert (await router.receive(Tag.PREFILL_DONE)).frame == PrefillDone(11, 0)
+        assert executor.num_tokens == [64, 16]
+
+
+async def test_a_cancel_between_prefill_done_and_decode_request_frees_both_workers() -> None:
+    async with pair() as router:
+        router.prefill(1, PROMPT, OPTIONS)
+        await router.receive(Tag.PREFILL_DONE)
+        for role in (Role.PREFILL, Role.DECODE):  # as a router does
+            router.send(role, Cancel(1, ErrorCode.CANCELLED))
+        await router.until_free(Role.PREFILL, Role.DECODE)
+        assert router.is_quiet
+
+
+async def test_a_cancel_of_the_decode_worker_alone_reaches_the_prefill_worker() -> None:
+    slow = {"step_delay_s": 0.01, "max_ubatch_tokens": 16}
+    async with pair(prefill=slow) as router:
+        router.prefill(1, PROMPT, OPTIONS)
+        await router.until(lambda: router.loads_by_role[Role.DECODE].used > 0)
+        router.send(Role.DECODE, Cancel(1, ErrorCode.CANCELLED))
+        # To the router it is a transfer that broke: it has not asked this worker to cancel.
+        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.TRANSFER_FAILED)
+        await router.until_free(Role.PREFILL, Role.DECODE)
+
+
+async def test_an_id_used_twice_is_one_request() -> None:
+    async with pair() as router:
+        for _ in range(2):
+            router.prefill(1, PROMPT, OPTIONS)
+        await router.receive(Tag.PREFILL_DONE)
+        await router.until_free(Role.PREFILL)
+        assert router.is_quiet
+
+
+async def test_a_cancel_of_nothing_changes_nothing() -> None:
+    async with pair() as router:
+        router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
+        router.prefill(2, PROMPT, OPTIONS)
+        assert (await router.receive(Tag.PREFILL_DONE)).frame == PrefillDone(2, 300 * TOKEN_BYTES)

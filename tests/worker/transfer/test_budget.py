@@ -1,0 +1,109 @@
+"""Whose turn it is, and that the shares of all are never more than there is."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire.payloads import KVLayout, Offer
+from wire.transfer import KVReceiver
+from worker.transfer.budget import IncomingTransfer, TransferBudget
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8")  # 2 bytes a token
+BUDGET, CREDIT = 100, 60
+IDS = count(1)
+
+
+def transfer(
+    wanted_bytes: int, peer: bytes = b"prefill-0-1", *, is_claimed: bool = True
+) -> IncomingTransfer:
+    num_tokens = wanted_bytes // LAYOUT.token_bytes
+    offer = Offer(
+        layout=LAYOUT,
+        num_tokens=num_tokens,
+        total_bytes=num_tokens * LAYOUT.token_bytes,
+        token_ids=bytes(4 * num_tokens),
+    )
+    receiver = KVReceiver(
+        next(IDS), offer, layout=LAYOUT, max_bytes=1000, credit_bytes=CREDIT, lease_s=1.0, now=0.0
+    )
+    if is_claimed:
+        receiver.claim(0.0)
+    return IncomingTransfer(peer, receiver, CREDIT)
+
+
+def test_each_waits_for_its_share_and_none_overtakes() -> None:
+    started: list[IncomingTransfer] = []
+    budget = TransferBudget(BUDGET, started.append)
+    one, large, small = transfer(60), transfer(50), transfer(4)
+    for each in (one, large, small):
+        budget.wait(each)
+    assert started == [one] and budget.free_bytes == 40
+    assert large in budget and small in budget  # the small one would fit
+    budget.end(one)
+    assert started == [one, large, small] and budget.free_bytes == 46
+
+
+def test_more_than_the_credit_is_never_in_flight() -> None:
+    budget = TransferBudget(BUDGET, lambda each: None)
+    budget.wait(long := transfer(90))
+    assert long.share_bytes == CREDIT
+
+
+def test_one_that_leaves_the_line_lets_those_behind_it_go() -> None:
+    started: list[IncomingTransfer] = []
+    budget = TransferBudget(BUDGET, started.append)
+    one, large, small = transfer(60), transfer(50), transfer(4)
+    for each in (one, large, small):
+        budget.wait(each)
+    budget.end(large)
+    assert started == [one, small] and len(budget) == 0
+
+
+def test_a_peer_that_sends_nothing_stops_no_other() -> None:
+    started: list[IncomingTransfer] = []
+    budget = TransferBudget(BUDGET, started.append)
+    silent = [transfer(14, is_claimed=False) for _ in range(5)]
+    for each in silent:
+        budget.wait(each)
+    assert started == silent[:2], "it has a quarter of the bytes, and what is one share over it"
+    budget.wait(other := transfer(14, b"prefill-1-1", is_claimed=False))
+    assert started == [*silent[:2], other]
+    budget.end(silent[0])
+    assert started == [*silent[:2], other, silent[2]]
+
+
+def test_what_a_router_has_asked_for_goes_first_and_has_half_of_the_bytes() -> None:
+    started: list[IncomingTransfer] = []
+    budget = TransferBudget(BUDGET, started.append)
+    silent = [transfer(26, b"prefill-%d-1" % i, is_claimed=False) for i in range(4)]
+    for each in silent:
+        budget.wait(each)
+    assert started == silent[:2], "half of them, from however many peers"
+    budget.wait(asked := transfer(40))
+    assert started == [*silent[:2], asked]
+    silent[3].receiver.claim(0.0)
+    budget.claim(silent[3])
+    assert silent[3] in budget, "there are 8 bytes"
+    budget.end(asked)
+    assert started == [*silent[:2], asked, silent[3]]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 45)), max_size=40))
+def test_no_byte_is_lost_or_given_twice(steps: list[tuple[bool, int]]) -> None:
+    budget, all_of_them = TransferBudget(BUDGET, lambda each: None), list[IncomingTransfer]()
+    for is_new, number in steps:
+        if is_new:
+            all_of_them.append(
+                transfer(2 * number, b"prefill-%d-1" % (number % 3), is_claimed=number % 2 == 0)
+            )
+            budget.wait(all_of_them[-1])
+        elif all_of_them:
+            budget.end(all_of_them[number % len(all_of_them)])
+        assert budget.free_bytes + sum(each.share_bytes for each in all_of_them) == BUDGET
+        assert budget.free_bytes >= 0
+    for each in all_of_them:
+        budget.end(each)
+    assert (budget.free_bytes, len(budget)) == (BUDGET, 0)

@@ -1,0 +1,181 @@
+"""Links to decode workers come and go with PEERS; one that closes takes its transfers along."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tests.worker.scripted import ScriptedDecode, running, scripted_router
+from wire.errors import ErrorCode, PeerLost, WireError
+from wire.frames import Cancel, Error, Heartbeat, KvCache, KvCacheAck, Peers, Role, Tag
+from wire.options import Options
+from wire.payloads import Credit, PeerDetail, encode_map
+from worker.transfer.peers import KEEP_S, DecodePeer, DecodePeers
+from worker.transfer.sockets import KVPlane
+
+PROMPT = list(range(100))
+OPTIONS = Options(max_tokens=20, ignore_eos=True)
+
+
+class Recorder:
+    """A transfer that only listens."""
+
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[object] = asyncio.Queue()
+
+    def on_ack(self, ack: KvCacheAck, credit: Credit) -> None:
+        self.heard.put_nowait((ack, credit))
+
+    def on_error(self, code: int, message: str) -> None:
+        self.heard.put_nowait((code, message))
+
+    def fail(self, error: WireError) -> None:
+        self.heard.put_nowait(error)
+
+    async def hear(self) -> object:
+        return await asyncio.wait_for(self.heard.get(), 10)
+
+
+def detail(endpoint: str, rank: int = 0, epoch: int = 1) -> PeerDetail:
+    return PeerDetail(rank=rank, epoch=epoch, kv_endpoint=endpoint)
+
+
+@asynccontextmanager
+async def decode_peers() -> AsyncIterator[DecodePeers]:
+    plane = KVPlane(1000)
+    peers = DecodePeers(b"prefill-0-1", plane)
+    try:
+        yield peers
+    finally:
+        await peers.close()
+        await plane.close()
+
+
+async def open_transfer(peer: DecodePeer, decode: ScriptedDecode) -> Recorder:
+    recorder = peer.receivers[1] = Recorder()
+    peer.send(KvCache(1, 0, 0))
+    assert (await decode.receive()).frame == KvCache(1, 0, 0)
+    return recorder
+
+
+async def test_a_rank_is_found_by_the_router_that_named_it() -> None:
+    async with decode_peers() as peers, ScriptedDecode() as one, ScriptedDecode() as two:
+        peers.update("a", [detail(one.endpoint, 3), detail(two.endpoint, 5)])
+        peers.update("b", [detail(one.endpoint, 3)])
+        first, second = peers.find("a", 3), peers.find("a", 5)
+        assert first is not None and second is not None and first is not second
+        assert peers.find("b", 3) is first  # one link, whoever names it
+        assert peers.find("a", 0xFFFFFFFF) is first
+        assert peers.find("b", 5) is None and peers.find("c", 3) is None
+        assert (first.name, second.name) == ("decode-3", "decode-5")
+
+
+async def test_a_link_is_kept_a_while_and_as_long_as_it_is_needed() -> None:
+    async with decode_peers() as peers, ScriptedDecode() as decode:
+        peers.update("a", [detail(decode.endpoint)])
+        peer = peers.find("a", 0)
+        assert peer is not None
+        recorder = await open_transfer(peer, decode)
+        start = peer.needed_at
+        peers.update("a", [])
+        assert peers.find("a", 0) is None
+        peers.tick(start + 2 * KEEP_S)  # a transfer is under way
+        peer.receivers.clear()
+        peers.tick(start + 3 * KEEP_S - 1)
+        peers.update("a", [detail(decode.endpoint, epoch=2)])
+        assert peers.find("a", 0) is peer  # named again, the same link
+        peers.update("a", [])
+        peers.tick(start + 4 * KEEP_S)
+        peers.update("a", [detail(decode.endpoint)])
+        assert peers.find("a", 0) is not peer
+        assert recorder.heard.empty()
+
+
+async def test_a_peer_that_vanishes_fails_its_transfers() -> None:
+    async with decode_peers() as peers:
+        decode = ScriptedDecode()
+        peers.update("a", [detail(decode.endpoint)])
+        peer = peers.find("a", 0)
+        assert peer is not None
+        recorder = await open_transfer(peer, decode)
+        await decode.close()
+        assert isinstance(await recorder.hear(), PeerLost)
+        async with ScriptedDecode(decode.endpoint) as restarted:
+            peer.send(KvCache(2, 0, 0))  # the link finds its successor
+            assert (await restarted.receive()).frame == KvCache(2, 0, 0)
+
+
+async def test_answers_reach_their_transfer_and_no_other() -> None:
+    async with decode_peers() as peers, ScriptedDecode() as decode:
+        peers.update("a", [detail(decode.endpoint)])
+        peer = peers.find("a", 0)
+        assert peer is not None
+        recorder = await open_transfer(peer, decode)
+        decode.ack(2, 0, 5)
+        decode.send(Error(3, ErrorCode.INTERNAL))
+        decode.ack(1, 0, 7)
+        assert await recorder.hear() == (KvCacheAck(1, 0), Credit(7, 0, 0))
+        decode.send(Error(1, ErrorCode.OUT_OF_BLOCKS))
+        assert await recorder.hear() == (ErrorCode.OUT_OF_BLOCKS, "")
+
+
+async def test_frames_that_are_none_are_answered_and_survived() -> None:
+    async with decode_peers() as peers, ScriptedDecode() as decode:
+        peers.update("a", [detail(decode.endpoint)])
+        peer = peers.find("a", 0)
+        assert peer is not None
+        recorder = await open_transfer(peer, decode)
+        decode.send(Heartbeat(0, 0, 0))
+        assert (await decode.receive()).frame == Error(0, ErrorCode.PROTOCOL)
+        decode.send(KvCacheAck(1, 0), b"short")
+        error = await recorder.hear()
+        assert isinstance(error, WireError) and error.code is ErrorCode.PROTOCOL
+        decode.ack(1, 0, 7)
+        assert isinstance(await recorder.hear(), WireError | tuple)
+
+
+async def test_nothing_is_opened_once_it_is_closed() -> None:
+    """A decode worker that leaves with us makes its router send PEERS while we close."""
+    async with decode_peers() as peers, ScriptedDecode() as decode:
+        await peers.close()
+        peers.update("a", [detail(decode.endpoint)])
+        assert peers.find("a", 0) is None
+
+
+async def test_an_endpoint_that_is_none_is_no_peer() -> None:
+    async with decode_peers() as peers, ScriptedDecode() as decode:
+        peers.update("a", [detail("nowhere", 1), detail(decode.endpoint, 2)])
+        assert peers.find("a", 1) is None
+        assert peers.find("a", 2) is not None
+
+
+async def test_the_router_hears_at_once_of_a_decode_worker_that_vanished() -> None:
+    async with scripted_router() as router, running(router, "prefill"):
+        decode = ScriptedDecode()
+        router.announce(decode.endpoint)
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        await router.receive(Tag.PREFILL_DONE)
+        await decode.close()
+        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.WORKER_LOST)
+        await router.until_free(Role.PREFILL)
+
+
+async def test_a_decode_worker_no_longer_named_is_refused() -> None:
+    async with (
+        scripted_router() as router,
+        ScriptedDecode() as decode,
+        running(router, "prefill"),
+    ):
+        router.announce(decode.endpoint)
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        router.send(Role.PREFILL, Peers(router.epoch, 0), encode_map([]))
+        router.prefill(2, PROMPT, OPTIONS)
+        messages = [await router.receive_any() for _ in range(2)]
+        assert Error(2, ErrorCode.NO_WORKER) in [message.frame for message in messages]
+        decode.ack(1, 0, 0)  # the one under way goes on
+        router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
+        assert (await decode.receive()).frame == Cancel(1, ErrorCode.CANCELLED)
+        await router.until_free(Role.PREFILL)

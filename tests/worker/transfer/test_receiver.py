@@ -1,0 +1,448 @@
+"""Receptions against a prefill worker played by the test: refusals, violations, every end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.worker.scripted import (
+    GatedExecutor,
+    ScriptedPrefill,
+    ScriptedRouter,
+    running,
+    scripted_router,
+)
+from wire.errors import ErrorCode
+from wire.frames import (
+    Cancel,
+    DecodeRequest,
+    Error,
+    Heartbeat,
+    KvCache,
+    KvCacheAck,
+    PrefillRequest,
+    Role,
+    Tag,
+)
+from wire.options import Options
+from wire.payloads import KVLayout, Usage, decode_map, decode_prefill_result, encode_prompt
+from worker.executor.hash import LAYOUT, oracle
+
+TOKEN_BYTES = LAYOUT.token_bytes
+PROMPT = [(11 * i) % 1000 for i in range(300)]
+TOTAL = len(PROMPT) * TOKEN_BYTES
+OPTIONS = Options(max_tokens=20, ignore_eos=True)
+WHOLE = range(300)
+
+
+@asynccontextmanager
+async def stage(**config: Any) -> AsyncIterator[tuple[ScriptedRouter, ScriptedPrefill]]:
+    """A real decode worker between a router and a prefill worker of the test's."""
+    async with (
+        scripted_router() as router,
+        running(router, "decode", **config),
+        ScriptedPrefill(router) as prefill,
+    ):
+        yield router, prefill
+
+
+async def accepted(prefill: ScriptedPrefill, request_id: int, cached_tokens: int = 0) -> None:
+    prefill.offer(request_id, PROMPT)
+    ack, credit = await prefill.ack()
+    assert (ack.request_id, ack.kv_bytes) == (request_id, 0)
+    assert credit == (TOTAL - cached_tokens * TOKEN_BYTES, cached_tokens, 0)
+
+
+async def test_every_segment_is_acknowledged_and_the_last_is_ready() -> None:
+    async with stage() as (router, prefill):
+        await accepted(prefill, 1)
+        for number, tokens in ((2, range(100, 300)), (1, range(100))):  # in any order
+            prefill.segment(1, tokens, number, 2)
+        for kv_bytes, ready in ((200 * TOKEN_BYTES, 0), (TOTAL, 1)):
+            ack, credit = await prefill.ack()
+            assert (ack.kv_bytes, credit) == (kv_bytes, (TOTAL, 0, ready))
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        assert len(await router.tokens(3)) == 3
+        await router.receive(Tag.DECODE_DONE)
+        await router.until_free(Role.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"layout": KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="uint8")}, 18),
+        ({"total_bytes": TOTAL + 1}, 2),
+        ({"num_tokens": 301}, 2),
+        ({"token_ids": b"123"}, 2),
+        ({"token_ids": b"\xff" * 1200}, 3),  # not in the vocabulary
+    ],
+)
+async def test_an_offer_that_cannot_be_is_refused(changes: dict[str, Any], code: int) -> None:
+    async with stage() as (router, prefill):
+        prefill.offer(1, PROMPT, **changes)
+        assert await prefill.error() == (1, code)
+        await accepted(prefill, 2)
+        prefill.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
+async def test_an_offer_over_the_limit_is_refused() -> None:
+    async with stage(max_kv_transfer_bytes=TOTAL - 1) as (router, prefill):
+        prefill.offer(1, PROMPT)
+        assert await prefill.error() == (1, ErrorCode.KV_TRANSFER_TOO_LARGE)
+        await router.until_free(Role.DECODE)
+
+
+async def test_an_offer_that_can_never_fit_is_refused() -> None:
+    async with stage(num_blocks=4) as (router, prefill):
+        prefill.offer(1, PROMPT)
+        assert await prefill.error() == (1, ErrorCode.OUT_OF_BLOCKS)
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_broken_segment_fails_closed() -> None:
+    async with stage() as (router, prefill):
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        await accepted(prefill, 1)
+        prefill.segment(1, range(200), 1, 2)
+        await prefill.ack()
+        prefill.segment(1, range(200, 300), 2, 2, digest=1)
+        assert await prefill.error() == (1, ErrorCode.TRANSFER_FAILED)
+        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.TRANSFER_FAILED)
+        await router.until_free(Role.DECODE)
+        await accepted(prefill, 2)  # nothing of it is in the prefix cache
+        prefill.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_copy_that_breaks_fails_closed() -> None:
+    executor = GatedExecutor()
+    async with stage(executor=executor) as (router, prefill):
+        executor.cache.problem = RuntimeError("no device")
+        await accepted(prefill, 1)
+        prefill.segment(1, WHOLE)
+        assert await prefill.error() == (1, ErrorCode.INTERNAL)
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_segment_that_comes_twice_counts_once() -> None:
+    async with stage() as (router, prefill):
+        await accepted(prefill, 1)
+        for _ in range(2):
+            prefill.segment(1, range(200), 1, 2)
+        prefill.segment(1, range(200, 300), 2, 2)
+        assert [(await prefill.ack())[0].kv_bytes for _ in range(2)] == [200 * TOKEN_BYTES, TOTAL]
+        router.decode(1, [*PROMPT, 5], 1, OPTIONS)
+        await router.tokens(1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "number"),
+    [(range(100, 300), 1), (range(200, 301), 2), (range(100, 300), 2), (range(200, 300), 3)],
+)
+async def test_a_segment_that_breaks_the_plan_ends_the_transfer(tokens: range, number: int) -> None:
+    async with stage() as (router, prefill):
+        await accepted(prefill, 1)
+        prefill.segment(1, range(200), 1, 2)
+        await prefill.ack()
+        prefill.segment(1, tokens, number, 2)
+        assert await prefill.error() == (1, ErrorCode.PROTOCOL)
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_segment_beyond_the_credit_is_refused() -> None:
+    executor = GatedExecutor(max_model_len=200_000)
+    async with stage(executor=executor, num_blocks=8000, credit_bytes=4 << 20) as (router, prefill):
+        executor.cache.gate.clear()
+        prefill.offer(1, PROMPT * 400)  # 7.3 MiB
+        assert (await prefill.ack())[1].credit == 4 << 20
+        prefill.segment(1, range(65_536), 1, 2)
+        prefill.segment(1, range(65_536, 120_000), 2, 2)  # the first is not stored yet
+        assert await prefill.error() == (1, ErrorCode.PROTOCOL)
+        executor.cache.gate.set()
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_segment_before_the_reservation_is_refused() -> None:
+    async with stage(num_blocks=20) as (router, prefill):
+        await accepted(prefill, 1)
+        prefill.offer(2, PROMPT)  # waits for blocks
+        prefill.send(KvCache(2, 0, 0))
+        ack, credit = await prefill.ack()
+        assert (ack.request_id, ack.kv_bytes, credit) == (2, 0, (0, 0, 0))
+        prefill.segment(2, WHOLE)
+        assert await prefill.error() == (2, ErrorCode.PROTOCOL)
+        prefill.cancel(1)
+        await router.until_free(Role.DECODE)
+
+
+async def test_frames_of_unknown_transfers_are_answered() -> None:
+    async with stage() as (_, prefill):
+        prefill.send(KvCache(5, 0, 0))
+        assert await prefill.error() == (5, ErrorCode.UNKNOWN_REQUEST)
+        prefill.segment(6, WHOLE)
+        assert await prefill.error() == (6, ErrorCode.UNKNOWN_REQUEST)
+        prefill.cancel(7)  # ignored
+        prefill.send_raw(b"no tag", b"")
+        assert await prefill.error() == (0, ErrorCode.PROTOCOL)
+        prefill.send(Heartbeat(0, 0, 0))  # not of this plane
+        assert await prefill.error() == (0, ErrorCode.PROTOCOL)
+        prefill.send(KvCache(8, 0, 0), b"\xc1")
+        assert await prefill.error() == (8, ErrorCode.PROTOCOL)
+        await accepted(prefill, 9)
+
+
+async def test_a_peer_that_vanishes_takes_its_transfers_along() -> None:
+    async with stage() as (router, prefill):
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        await accepted(prefill, 1)
+        prefill.segment(1, range(200), 1, 2)
+        await prefill.ack()
+        await prefill.close()
+        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.WORKER_LOST)
+        await router.until_free(Role.DECODE)
+
+
+async def test_kv_that_is_complete_outlives_its_sender() -> None:
+    async with stage() as (router, prefill):
+        await accepted(prefill, 1)
+        prefill.segment(1, WHOLE)
+        assert (await prefill.ack())[1].ready
+        await prefill.close()
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        assert len(await router.tokens(3)) == 3
+
+
+async def test_nobody_touches_the_transfer_of_another() -> None:
+    async with stage() as (router, prefill), ScriptedPrefill(router, b"prefill-1-1") as other:
+        await accepted(prefill, 1)
+        other.cancel(1)
+        other.segment(1, WHOLE)
+        assert await other.error() == (1, ErrorCode.UNKNOWN_REQUEST)
+        other.offer(1, PROMPT)
+        assert await other.error() == (1, ErrorCode.UNKNOWN_REQUEST)
+        prefill.segment(1, WHOLE)
+        assert (await prefill.ack())[1].ready
+        router.decode(1, [*PROMPT, 5], 1, OPTIONS)
+        await router.tokens(1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [b"decode-1-1", b"router-1", b"prefill-0", b"prefill-00-1", b"prefill-0-1-1", b"xprefill-0-1"],
+)
+async def test_only_a_prefill_worker_may_offer(name: bytes) -> None:
+    async with stage() as (router, _), ScriptedPrefill(router, name) as other:
+        other.offer(1, PROMPT)
+        assert await other.error() == (0, ErrorCode.PROTOCOL)
+        other.send(KvCache(1, 0, 0))
+        assert await other.error() == (0, ErrorCode.PROTOCOL)
+        await router.until_free(Role.DECODE)
+
+
+async def until_free_without_a_trace(router: ScriptedRouter) -> None:
+    await router.until_free(Role.DECODE)
+    load = router.loads_by_role[Role.DECODE]
+    assert (load.free, load.used, load.cached) == (load.total, 0, 0)
+
+
+async def test_kv_that_nobody_asked_for_is_shared_with_nobody() -> None:
+    """A peer stores zeros for a text; who asks for the text gets what its own prefill sent."""
+    async with (
+        stage(lease_s=0.5) as (router, prefill),
+        running(router, "prefill", rank=1),
+    ):
+        await accepted(prefill, 1)
+        prefill.segment(1, WHOLE)
+        assert (await prefill.ack())[1].ready
+        router.announce(router.details[Role.DECODE].kv_endpoint)
+        router.prefill(2, PROMPT, OPTIONS)
+        result = decode_prefill_result((await router.receive(Tag.PREFILL_DONE)).body())
+        router.decode(2, [*PROMPT, result.token_id], 5, OPTIONS)
+        assert await router.tokens(5) == oracle(PROMPT, 6, OPTIONS)[1:]
+        usage = decode_map(Usage, (await router.receive(Tag.DECODE_DONE)).body())
+        assert usage.kv_skipped_tokens == 0
+        assert await prefill.error() == (1, ErrorCode.TRANSFER_FAILED)
+        await router.until_free(Role.DECODE)
+
+
+async def test_kv_that_is_never_claimed_goes_without_a_trace() -> None:
+    async with stage(lease_s=0.2) as (router, prefill):
+        await accepted(prefill, 1)
+        prefill.segment(1, WHOLE)
+        assert (await prefill.ack())[1].ready
+        assert await prefill.error() == (1, ErrorCode.TRANSFER_FAILED)
+        await until_free_without_a_trace(router)
+        assert not router.loads_by_role[Role.DECODE].stored
+
+
+async def test_an_offer_of_other_tokens_than_those_asked_for_is_refused() -> None:
+    """And the right one is still welcome."""
+    async with stage() as (router, prefill), ScriptedPrefill(router, b"prefill-1-1") as other:
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        router.send(Role.DECODE, PrefillRequest(9, 1, 0), encode_prompt([1], OPTIONS))
+        await router.receive(Tag.ERROR)  # so the one before has been read
+        other.offer(1, PROMPT[::-1])
+        assert await other.error() == (1, ErrorCode.PROTOCOL)
+        await accepted(prefill, 1)
+        prefill.segment(1, WHOLE)
+        assert len(await router.tokens(3)) == 3
+
+
+async def test_kv_of_a_text_that_is_being_continued_is_not_taken_again() -> None:
+    """Nor can whoever offers and cancels it end the text."""
+    async with (
+        stage(step_delay_s=0.01) as (router, prefill),
+        ScriptedPrefill(router, b"prefill-1-1") as other,
+    ):
+        await accepted(prefill, 1)
+        prefill.segment(1, WHOLE)
+        router.decode(1, [*PROMPT, 5], 20, OPTIONS)
+        await router.tokens(1)
+        for peer in (other, prefill):
+            peer.offer(1, PROMPT)
+            peer.cancel(1)
+        assert await other.error() == (1, ErrorCode.UNKNOWN_REQUEST)
+        await router.tokens(19)
+        await router.receive(Tag.DECODE_DONE)
+        await router.until_free(Role.DECODE)
+
+
+async def test_offers_without_bytes_hold_a_quarter_for_a_third_of_a_lease() -> None:
+    """64 of them that were to hold every block; another peer's is let in at once."""
+    async with (
+        stage(num_blocks=64 * 20, lease_s=1.5) as (router, prefill),
+        ScriptedPrefill(router, b"prefill-1-1") as other,
+    ):
+        for request_id in range(100, 164):
+            prefill.offer(request_id, [request_id, *PROMPT[1:]])
+        granted = [(await prefill.ack())[0].request_id for _ in range(17)]  # of 19 blocks each
+        await accepted(other, 1)
+        assert prefill.is_quiet
+        load = await router.load(Role.DECODE)
+        assert load.used == 18 * 19
+        ended = {await prefill.error() for _ in granted}
+        assert ended == {(request_id, ErrorCode.TRANSFER_FAILED) for request_id in granted}
+
+
+async def test_a_peer_may_have_so_many_offers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.transfer.receiver.MAX_OFFERS", 3)
+    async with stage() as (router, prefill), ScriptedPrefill(router, b"prefill-1-1") as other:
+        for request_id in (1, 2, 3):
+            prefill.offer(request_id, [request_id, *PROMPT])
+            await prefill.ack()
+        prefill.offer(4, PROMPT)
+        assert await prefill.error() == (4, ErrorCode.OVERLOADED)
+        await accepted(other, 5)
+        prefill.cancel(1)
+        await accepted(prefill, 6)
+        for request_id in (2, 3, 6):
+            prefill.cancel(request_id)
+        other.cancel(5)
+        await until_free_without_a_trace(router)
+
+
+@given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=4))
+@settings(max_examples=25)
+def test_whatever_segments_come_nothing_is_held_in_the_end(
+    num_segments: int, ranges: list[tuple[int, int]]
+) -> None:
+    async def scene() -> None:
+        async with stage() as (router, prefill):
+            prefill.offer(1, PROMPT[:32])
+            await prefill.ack()
+            for number, (start, end) in enumerate(ranges, 1):
+                prefill.segment(1, range(start, max(start, end)), number, num_segments)
+            prefill.cancel(1)
+            await until_free_without_a_trace(router)
+
+    asyncio.run(scene())
+
+
+async def test_blocks_are_not_given_back_while_a_copy_writes_to_them() -> None:
+    executor = GatedExecutor()
+    async with stage(executor=executor, num_blocks=20) as (router, prefill):
+        executor.cache.gate.clear()
+        await accepted(prefill, 1)
+        prefill.segment(1, WHOLE)
+        await executor.cache.until_reached()
+        router.send(Role.DECODE, Cancel(1, ErrorCode.CANCELLED))
+        assert await prefill.error() == (1, ErrorCode.CANCELLED)
+        prefill.offer(2, PROMPT)  # needs the same blocks
+        router.loads.clear()
+        await router.until_joined(Role.DECODE)
+        prefill.send(KvCache(2, 0, 0))
+        assert await prefill.ack() == (KvCacheAck(2, 0), (0, 0, 0))  # waits for blocks
+        executor.cache.gate.set()
+        ack, credit = await prefill.ack()
+        assert (ack.request_id, credit.credit) == (2, TOTAL)
+        prefill.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
+async def test_offers_take_turns_at_the_bytes_in_flight() -> None:
+    executor = GatedExecutor(max_model_len=200_000)
+    budget = {"credit_bytes": 4 << 20, "max_kv_inflight_bytes": 4 << 20, "num_blocks": 9000}
+    async with stage(executor=executor, **budget) as (router, prefill):
+        prefill.offer(1, PROMPT * 250)  # 4.6 MiB: all there is
+        await prefill.ack()
+        for request_id in (2, 3):
+            prefill.offer(request_id, [request_id, *PROMPT])
+            prefill.send(KvCache(request_id, 0, 0))
+            ack, credit = await prefill.ack()
+            assert (ack.request_id, credit) == (request_id, (0, 0, 0))
+        assert router.is_quiet
+        prefill.segment(1, range(40_000), 1, 2)
+        await prefill.ack()
+        prefill.segment(1, range(40_000, 75_000), 2, 2)
+        assert (await prefill.ack())[1].ready
+        router.decode(1, [*PROMPT * 250, 5], 1, OPTIONS)  # else it holds half of all blocks
+        assert [(await prefill.ack())[0].request_id for _ in range(2)] == [2, 3]
+        for request_id in (2, 3):
+            prefill.cancel(request_id)
+        await router.until_free(Role.DECODE)
+
+
+async def test_kv_nobody_claims_is_freed_after_a_lease() -> None:
+    async with stage(lease_s=0.2) as (router, prefill):
+        await accepted(prefill, 1)
+        prefill.segment(1, WHOLE)
+        assert (await prefill.ack())[1].ready
+        assert await prefill.error() == (1, ErrorCode.TRANSFER_FAILED)
+        await router.until_free(Role.DECODE)
+
+
+async def test_silence_for_a_lease_ends_a_transfer() -> None:
+    async with stage(lease_s=0.2) as (router, prefill):
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        await accepted(prefill, 1)
+        assert await prefill.error() == (1, ErrorCode.TRANSFER_FAILED)
+        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.TRANSFER_FAILED)
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_sender_that_gives_up_ends_the_request() -> None:
+    async with stage() as (router, prefill):
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        await accepted(prefill, 1)
+        prefill.cancel(1)
+        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.TRANSFER_FAILED)
+        await router.until_free(Role.DECODE)
+
+
+async def test_the_offer_of_a_request_that_ended_is_refused() -> None:
+    async with stage() as (router, prefill):
+        router.send(Role.DECODE, Cancel(1, ErrorCode.CANCELLED))
+        router.send(Role.DECODE, DecodeRequest(2, 1))
+        prefill.send(KvCache(2, 0, 0))
+        assert await prefill.error() == (2, ErrorCode.UNKNOWN_REQUEST)
+        await router.until_free(Role.DECODE)
+        prefill.offer(1, PROMPT)
+        assert await prefill.error() == (1, ErrorCode.UNKNOWN_REQUEST)
+        router.send(Role.DECODE, Cancel(2, ErrorCode.CANCELLED))

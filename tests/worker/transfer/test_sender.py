@@ -1,0 +1,375 @@
+"""Transfers against a decode worker played by the test: credit, leases, every way to end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tests.worker.scripted import (
+    GatedExecutor,
+    ScriptedDecode,
+    ScriptedRouter,
+    running,
+    scripted_router,
+)
+from wire.aio.zmq import Sending
+from wire.errors import ErrorCode
+from wire.frames import Cancel, DecodeRequest, Error, KvCache, KvCacheAck, PrefillDone, Role, Tag
+from wire.options import Options
+from wire.payloads import Credit, ErrorDetail, decode_map, encode_map
+from wire.transfer import KVSender, Rectangle, TransferState
+from worker.executor.hash import LAYOUT, HashKVCache
+from worker.transfer.sender import OutgoingTransfer
+from worker.transfer.thread import Copies
+
+TOKEN_BYTES = LAYOUT.token_bytes
+PROMPT = [(7 * i) % 1000 for i in range(300)]
+TOTAL = len(PROMPT) * TOKEN_BYTES
+STEP = 100 * TOKEN_BYTES
+OPTIONS = Options(max_tokens=20, ignore_eos=True)
+
+
+@asynccontextmanager
+async def stage(**settings: Any) -> AsyncIterator[tuple[ScriptedRouter, ScriptedDecode]]:
+    """A real prefill worker between a router and a decode worker of the test's."""
+    async with (
+        scripted_router() as router,
+        ScriptedDecode() as decode,
+        running(router, "prefill", **settings),
+    ):
+        router.announce(decode.endpoint)
+        yield router, decode
+
+
+async def failed(router: ScriptedRouter, request_id: int, code: ErrorCode) -> ErrorDetail:
+    """The ERROR of a request, whether or not its first token came before."""
+    while (message := await router.receive_any()).tag is Tag.PREFILL_DONE:
+        pass
+    assert message.frame == Error(request_id, code)
+    return decode_map(ErrorDetail, message.body())
+
+
+async def receive_all(decode: ScriptedDecode, request_id: int) -> None:
+    """Take a whole prompt in, in one grant."""
+    decode.ack(request_id, 0, TOTAL)
+    num_bytes = 0
+    while num_bytes < TOTAL:
+        num_bytes += (await decode.segment(request_id)).num_bytes
+    decode.ack(request_id, TOTAL, TOTAL, ready=True)
+
+
+async def test_no_more_is_sent_than_was_granted() -> None:
+    async with stage() as (router, decode):
+        router.prefill(1, PROMPT, OPTIONS)
+        offer = await decode.offered(1)
+        assert (offer.num_tokens, offer.total_bytes) == (300, TOTAL)
+        assert (await router.receive(Tag.PREFILL_DONE)).frame == PrefillDone(1, TOTAL)
+        for number in range(3):
+            decode.ack(1, number * STEP, (number + 1) * STEP)
+            descriptor = await decode.segment(1)
+            assert (descriptor.token_start, descriptor.num_tokens) == (100 * number, 100)
+            assert descriptor.num_layers == LAYOUT.num_layers
+            # A refused frame and back: the worker had time to send more, had it wished to.
+            router.send(Role.PREFILL, DecodeRequest(9, 1))
+            assert (await router.receive(Tag.ERROR)).frame == Error(9, ErrorCode.PROTOCOL)
+            assert decode.is_quiet
+        decode.ack(1, TOTAL, TOTAL, ready=True)
+        await router.until_free(Role.PREFILL)
+
+
+async def test_segments_leave_while_the_prompt_is_still_read() -> None:
+    async with stage(max_ubatch_tokens=64, step_delay_s=0.01) as (router, decode):
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        decode.ack(1, 0, 50 * TOKEN_BYTES)
+        await decode.segment(1)
+        assert router.is_quiet  # no first token yet
+        decode.ack(1, 50 * TOKEN_BYTES, TOTAL)
+        for _ in range(5):
+            await decode.segment(1)
+        decode.ack(1, TOTAL, TOTAL, ready=True)
+        await router.receive(Tag.PREFILL_DONE)
+        await router.until_free(Role.PREFILL)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (ErrorCode.OUT_OF_BLOCKS, ErrorCode.OUT_OF_BLOCKS),
+        (ErrorCode.PROTOCOL, ErrorCode.TRANSFER_FAILED),  # no fault of the client
+        (ErrorCode.UNKNOWN_REQUEST, ErrorCode.TRANSFER_FAILED),
+        (ErrorCode.CANCELLED, ErrorCode.TRANSFER_FAILED),  # by the loss of its router
+    ],
+)
+async def test_a_refusal_ends_the_request(code: ErrorCode, told: ErrorCode) -> None:
+    async with stage() as (router, decode):
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        decode.send(Error(1, code), encode_map(ErrorDetail(message="no")))
+        detail = await failed(router, 1, told)
+        assert (detail.stage, detail.worker) == ("transfer", "prefill-0")
+        await router.until_free(Role.PREFILL)
+        assert decode.is_quiet  # who refused needs no CANCEL
+
+
+async def test_a_refusal_without_words_is_a_refusal() -> None:
+    async with stage() as (router, decode):
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        decode.send(Error(1, ErrorCode.OUT_OF_BLOCKS))
+        await failed(router, 1, ErrorCode.OUT_OF_BLOCKS)
+
+
+async def test_silence_for_a_lease_ends_the_request() -> None:
+    async with stage(lease_s=0.3) as (router, decode):
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        assert (await decode.receive()).frame == KvCache(1, 0, 0)  # are you there?
+        await failed(router, 1, ErrorCode.TRANSFER_FAILED)
+        message = await decode.receive_past_keepalives()
+        assert message.frame == Cancel(1, ErrorCode.TRANSFER_FAILED)
+        await router.until_free(Role.PREFILL)
+
+
+async def test_a_peer_that_was_mute_is_connected_to_anew() -> None:
+    async with stage(lease_s=0.3) as (router, decode):
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        await failed(router, 1, ErrorCode.TRANSFER_FAILED)
+        await asyncio.wait_for(decode.is_left.wait(), 10)
+        router.prefill(2, PROMPT, OPTIONS)
+        while (message := await decode.receive_past_keepalives()).tag is Tag.CANCEL:
+            pass
+        assert message.frame == KvCache(2, 0, 0)
+        await receive_all(decode, 2)
+        await router.until_free(Role.PREFILL)
+
+
+async def test_answers_keep_an_offer_alive_beyond_its_lease() -> None:
+    async with stage(lease_s=0.3) as (router, decode):
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        for _ in range(4):  # a third of a lease each
+            assert (await decode.receive()).frame == KvCache(1, 0, 0)
+            decode.ack(1, 0, 0)
+        await receive_all(decode, 1)
+        await router.receive(Tag.PREFILL_DONE)
+        await router.until_free(Role.PREFILL)
+
+
+async def test_the_lease_begins_with_the_offer_not_with_the_wait_for_blocks() -> None:
+    async with stage(lease_s=0.3, num_blocks=20, prefix_cache=False) as (router, decode):
+        router.prefill(1, PROMPT, OPTIONS)
+        router.prefill(2, PROMPT, OPTIONS)  # no blocks before the first is gone
+        await decode.offered(1)
+        for _ in range(4):
+            assert (await decode.receive()).frame == KvCache(1, 0, 0)
+            decode.ack(1, 0, 0)
+        await receive_all(decode, 1)
+        message = await decode.receive_past_keepalives()
+        assert message.frame == KvCache(2, 0, 0)
+        assert (await decode.receive()).frame == KvCache(2, 0, 0)  # no CANCEL: it has time
+        await receive_all(decode, 2)
+        for request_id in (1, 2):
+            assert (await router.receive(Tag.PREFILL_DONE)).frame == PrefillDone(request_id, TOTAL)
+        await router.until_free(Role.PREFILL)
+
+
+async def test_cancel_before_the_offer_tells_the_decode_worker_nothing() -> None:
+    async with stage(num_blocks=20, prefix_cache=False) as (router, decode):
+        router.prefill(1, PROMPT, OPTIONS)
+        router.prefill(2, PROMPT, OPTIONS)
+        await decode.offered(1)
+        for request_id in (2, 1):
+            router.send(Role.PREFILL, Cancel(request_id, ErrorCode.CANCELLED))
+        assert (await decode.receive()).frame == Cancel(1, ErrorCode.CANCELLED)
+        await router.until_free(Role.PREFILL)
+        assert decode.is_quiet
+
+
+@pytest.mark.parametrize("state", ["offered", "sending", "sent"])
+async def test_cancel_frees_both_sides(state: str) -> None:
+    async with stage() as (router, decode):
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        await router.receive(Tag.PREFILL_DONE)
+        if state != "offered":
+            decode.ack(1, 0, STEP)
+            await decode.segment(1)
+        if state == "sent":
+            decode.ack(1, STEP, TOTAL)
+            await decode.segment(1)
+            await decode.segment(1)
+        router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
+        assert (await decode.receive()).frame == Cancel(1, ErrorCode.CANCELLED)
+        await router.until_free(Role.PREFILL)
+        decode.ack(1, STEP, TOTAL)  # late, of no effect
+        await router.until_free(Role.PREFILL)
+        assert decode.is_quiet and router.is_quiet
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "credit"),
+    [
+        (STEP + 1, Credit(TOTAL, 0, 0).pack()),  # more than was sent
+        (STEP, Credit(TOTAL, 0, 1).pack()),  # ready before the end
+        (STEP, Credit(TOTAL, 16, 0).pack()),  # cached_tokens changed
+        (STEP, b"\0" * 8),
+    ],
+)
+async def test_a_false_ack_ends_the_transfer(kv_bytes: int, credit: bytes) -> None:
+    async with stage() as (router, decode):
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        decode.ack(1, 0, STEP)
+        await decode.segment(1)
+        decode.send(KvCacheAck(1, kv_bytes), credit)
+        await failed(router, 1, ErrorCode.TRANSFER_FAILED)
+        assert (await decode.receive()).frame == Cancel(1, ErrorCode.PROTOCOL)
+        await router.until_free(Role.PREFILL)
+
+
+async def test_what_was_packed_of_freed_blocks_is_never_sent() -> None:
+    executor = GatedExecutor()
+    settings = {"executor": executor, "num_blocks": 20, "prefix_cache": False}
+    async with stage(**settings) as (router, decode):
+        executor.cache.gate.clear()
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        decode.ack(1, 0, TOTAL)
+        await executor.cache.until_reached()  # a pack is under way
+        await router.receive(Tag.PREFILL_DONE)
+        router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
+        assert (await decode.receive()).frame == Cancel(1, ErrorCode.CANCELLED)
+        router.prefill(2, PROMPT[::-1], OPTIONS)  # into the very same blocks
+        await decode.offered(2)
+        await router.receive(Tag.PREFILL_DONE)
+        executor.cache.gate.set()
+        await receive_all(decode, 2)  # would not take a segment of 1
+        await router.until_free(Role.PREFILL)
+        assert decode.is_quiet
+
+
+async def test_a_cache_that_breaks_ends_the_request_on_both_sides() -> None:
+    executor = GatedExecutor()
+    async with stage(executor=executor) as (router, decode):
+        executor.cache.problem = RuntimeError("no device")
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        decode.ack(1, 0, TOTAL)
+        assert (await decode.receive()).frame == Cancel(1, ErrorCode.INTERNAL)
+        await failed(router, 1, ErrorCode.INTERNAL)
+        await router.until_free(Role.PREFILL)
+
+
+class HoldingPeer:
+    """A socket that never lets go of a buffer by itself."""
+
+    name = "decode-0"
+    num_heard = 0
+    is_mute = False
+
+    def __init__(self) -> None:
+        self.receivers: dict[int, object] = {}
+        self.sendings: list[Sending] = []
+        self.has_all = asyncio.Event()
+
+    def tell(self, *_: object) -> None: ...
+
+    def send(self, frame: object, descriptor: bytes, kv: memoryview, *, track: bool) -> Sending:
+        assert track
+        self.sendings.append(Sending())
+        if len(self.sendings) == 3:
+            self.has_all.set()
+        return self.sendings[-1]
+
+
+@pytest.mark.parametrize("num_heard", [0, 1])
+def test_a_peer_that_answers_others_is_not_mute(num_heard: int) -> None:
+    """Its link is closed for nothing else: all transfers on it would end."""
+    peer: Any = HoldingPeer()
+
+    def make_sender(now: float) -> KVSender:
+        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
+
+    copies: Any = None  # nothing is packed
+    clock = iter(range(100))
+    transfer = OutgoingTransfer(
+        make_sender, peer, HashKVCache(20, 16), copies, lambda _: None, lambda: next(clock)
+    )
+    peer.num_heard = 7
+    transfer.offer(tuple(range(20)), 0, 0.0)
+    peer.num_heard += num_heard
+    transfer.tick(31.0)
+    assert transfer.sender.state is TransferState.FAILED
+    assert peer.is_mute == (num_heard == 0)
+
+
+@pytest.mark.parametrize("num_at_once", [1, 3])
+async def test_segments_are_packed_at_a_time_and_sent_in_order(num_at_once: int) -> None:
+    peer, copies, numbers = HoldingPeer(), Copies(num_at_once), list[int]()
+    together = threading.Barrier(num_at_once)
+
+    class Cache(HashKVCache):
+        def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
+            together.wait(20)  # breaks unless so many are packed at the same moment
+            return super().pack(block_table, rectangle)
+
+    def send(frame: KvCache, *rest: Any, **flags: Any) -> Sending:
+        numbers.append(frame.segment)
+        sending = HoldingPeer.send(peer, frame, *rest, **flags)
+        sending.drop()
+        return sending
+
+    def make_sender(now: float) -> KVSender:
+        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
+
+    peer.send = send  # type: ignore[method-assign, assignment]
+    end = asyncio.get_running_loop().create_future()
+    transfer = OutgoingTransfer(make_sender, peer, Cache(20, 16), copies, end.set_result)  # type: ignore[arg-type]
+    transfer.offer(tuple(range(20)), 0, time.monotonic())
+    task = asyncio.create_task(transfer.run())
+    transfer.advance(100, time.monotonic())
+    transfer.advance(200, time.monotonic())
+    transfer.advance(len(PROMPT), time.monotonic())
+    transfer.on_ack(KvCacheAck(1, 0), Credit(STEP, 0, 0))
+    transfer.on_ack(KvCacheAck(1, 0), Credit(2 * STEP, 0, 0))
+    transfer.on_ack(KvCacheAck(1, 0), Credit(TOTAL, 0, 0))
+    await peer.has_all.wait()
+    transfer.on_ack(KvCacheAck(1, TOTAL), Credit(TOTAL, 0, 1))
+    assert await end is transfer and transfer.sender.state is TransferState.DONE
+    await task
+    assert numbers == [1, 2, 3]
+    copies.close()
+
+
+async def test_it_is_not_forgotten_before_every_buffer_is_back() -> None:
+    peer, copies = HoldingPeer(), Copies()
+    end = asyncio.get_running_loop().create_future()
+
+    def make_sender(now: float) -> KVSender:
+        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
+
+    cache = HashKVCache(20, 16)
+    transfer = OutgoingTransfer(make_sender, peer, cache, copies, end.set_result)  # type: ignore[arg-type]
+    transfer.offer(tuple(range(20)), 0, time.monotonic())
+    task = asyncio.create_task(transfer.run())
+    transfer.advance(len(PROMPT), time.monotonic())
+    transfer.on_ack(KvCacheAck(1, 0), Credit(STEP, 0, 0))
+    transfer.on_ack(KvCacheAck(1, 0), Credit(TOTAL, 0, 0))
+    await peer.has_all.wait()
+    assert transfer.sender.state is TransferState.SENT
+    assert transfer.inflight_bytes == TOTAL
+    transfer.on_ack(KvCacheAck(1, TOTAL), Credit(TOTAL, 0, 1))
+    assert await end is transfer and not peer.receivers
+    for sending in peer.sendings:
+        assert not task.done()
+        sending.drop()
+    await task
+    copies.close()

@@ -1,0 +1,94 @@
+"""The API keys of clients: a file with one key a line, read again when it changes.
+
+Only digests are kept and compared, every one of them and in constant time, so that neither memory
+nor the time of an answer tells a key.  A line taken out is a key revoked, from the next request on.
+A file that cannot be read any more admits nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from wire.process.keys import credential, read_secret
+from wire.process.settings import ConfigError
+
+log = structlog.get_logger(__name__)
+
+MIN_CHARS: Final = 16
+BEARER: Final = b"bearer "
+
+
+class ApiKeys:
+    """The keys in `path`.
+
+    Raises:
+        ConfigError: The file cannot be read, everybody can read it, or it holds no usable key.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen = self._version()
+        self._digests = _read(path)
+
+    def allow(self, given: bytes) -> bool:
+        """Whether this is the digest of a key."""
+        self._refresh()
+        matches = [hmac.compare_digest(given, known) for known in self._digests]
+        return any(matches)
+
+    def _refresh(self) -> None:
+        version = self._version()
+        if version == self._seen:
+            return
+        self._seen = version
+        try:
+            self._digests = _read(self._path)
+            log.info("API keys read", path=str(self._path), keys=len(self._digests))
+        except ConfigError as error:
+            self._digests = ()
+            log.error("no API key is valid now", reason=str(error))
+
+    def _version(self) -> tuple[int, int, int] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def digest(key: bytes) -> bytes:
+    """Return what is kept of a key.  Keys are random and long: no salt, no stretching."""
+    return hashlib.sha256(key).digest()
+
+
+def name_of(key_digest: bytes) -> str:
+    """Return what a key is called in logs and queues: enough of its digest to tell it apart."""
+    return f"key-{key_digest.hex()[:12]}"
+
+
+def bearer(header: bytes | None) -> bytes:
+    """Return the key of an Authorization header, b"" without one."""
+    if header is None or header[: len(BEARER)].lower() != BEARER:
+        return b""
+    return header[len(BEARER) :].strip()
+
+
+def open_api_keys(path: Path | None) -> ApiKeys | None:
+    """Return the configured keys: from `path`, else from the credential `api_keys`."""
+    path = path or credential("api_keys")
+    return None if path is None else ApiKeys(path)
+
+
+def _read(path: Path) -> tuple[bytes, ...]:
+    lines = [line.strip() for line in read_secret(path).splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"{path} holds no API key: scripts/keys --api-key {path} adds one")
+    if any(len(key) < MIN_CHARS for key in keys):
+        raise ConfigError(f"{path} has a key of fewer than {MIN_CHARS} characters: make another")
+    return tuple(digest(key.encode()) for key in keys)

@@ -1,0 +1,162 @@
+"""Who may connect to our ZeroMQ sockets: CURVE key pairs, and the list of those that are known.
+
+One directory holds what a process needs (`scripts/keys` writes it):
+
+    decode-3.key      the secret of the party `decode-3`; only on the machine that runs it
+    authorized_keys   a line for each party, `PUBLIC NAME`, the same on every machine
+
+A name is `router` or `<role>-<rank>`: a key speaks for its own party only.  A name may have several
+keys, while one replaces another; the first is the one that a connecting side expects.  The list is
+read again when the file changes, so that a line taken out is a key revoked.  A line that makes no
+sense admits nobody; a list that cannot be read changes nothing.  Nothing here knows ZeroMQ.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from wire.process.settings import ConfigError
+
+AUTHORIZED: Final = "authorized_keys"
+# Z85, the text form of 32 bytes.  It has `#`, hence a comment is `# ` with a space.
+_KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_NAME: Final = re.compile(r"router|(prefill|decode)-(0|[1-9][0-9]{0,9})")
+_LOG: Final = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A CURVE key pair in Z85."""
+
+    public: str
+    secret: str = field(repr=False)
+
+    def text(self) -> str:
+        """The content of a `.key` file."""
+        return f"public {self.public}\nsecret {self.secret}\n"
+
+
+class Keys:
+    """The keys of the party `name`, from `directory`.
+
+    Raises:
+        ConfigError: A file is missing, malformed, or a secret that everybody may read.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.name = name
+        self.pair = read_key_pair(directory / f"{name}.key")
+        self._path = directory / AUTHORIZED
+        self._seen = _version(self._path)
+        self._parties = _read_parties(self._path)
+
+    def party(self, public: str) -> str | None:
+        """Whose key this is, None for an unknown one."""
+        return self._parties.get(public)
+
+    def public_of(self, name: str) -> str:
+        """The key that the party `name` must prove to have.
+
+        Raises:
+            ConfigError: The list has none.
+        """
+        for public, party in self._parties.items():
+            if party == name:
+                return public
+        raise ConfigError(
+            f"{self._path} has no key of {name}: append the line that scripts/keys printed for it"
+        )
+
+    def refresh(self) -> bool:
+        """Read the list again if its file changed; whether it did."""
+        version = _version(self._path)
+        if version == self._seen:
+            return False
+        self._seen = version
+        try:
+            self._parties = _read_parties(self._path)
+        except ConfigError as error:
+            _LOG.error("the list of keys stays as it was", reason=str(error))
+            return False
+        _LOG.info("list of keys read", path=str(self._path), parties=len(self._parties))
+        return True
+
+
+def is_party(name: str) -> bool:
+    """Whether a party may be called this."""
+    return _NAME.fullmatch(name) is not None
+
+
+def read_key_pair(path: Path) -> KeyPair:
+    """Read a `.key` file.  Raises ConfigError, which names the file and never what is in it."""
+    lines = dict(line.split(" ", 1) for line in read_secret(path).splitlines() if " " in line)
+    public, secret = lines.get("public", ""), lines.get("secret", "")
+    if not (_KEY.fullmatch(public) and _KEY.fullmatch(secret)):
+        raise ConfigError(f"{path} is no key file: make one with scripts/keys")
+    return KeyPair(public, secret)
+
+
+def read_secret(path: Path) -> str:
+    """Return the text of a file that not everybody may read.
+
+    Raises:
+        ConfigError: It cannot be read, or anybody can.
+    """
+    try:
+        # systemd's credentials are readable for a group, whose members are chosen by an ACL.
+        if path.stat().st_mode & 0o007:
+            raise ConfigError(f"{path} is a secret that everybody here can read: chmod 600 {path}")
+        return path.read_text(encoding="ascii")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not plain text") from None
+
+
+def credential(name: str) -> Path | None:
+    """The file that systemd passed as the credential `name` (LoadCredential=), if it did."""
+    directory = os.environ.get("CREDENTIALS_DIRECTORY", "")
+    path = Path(directory) / name
+    return path if directory and path.is_file() else None
+
+
+def open_keys(directory: Path | None, name: str) -> Keys | None:
+    """Return the keys that are configured for `name`: in `directory`, else as credentials."""
+    if directory is None and (found := credential(f"{name}.key")) is not None:
+        directory = found.parent
+    return None if directory is None else Keys(directory, name)
+
+
+def _read_parties(path: Path) -> dict[str, str]:
+    parties: dict[str, str] = {}
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not plain text") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.startswith("# "):
+            continue
+        public, _, name = line.strip().partition(" ")
+        if _KEY.fullmatch(public) and is_party(name.strip()):
+            parties[public] = name.strip()
+        else:
+            _LOG.error(
+                "line ignored: it must be a public key and a name", path=str(path), line=number
+            )
+    return parties
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

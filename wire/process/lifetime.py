@@ -1,0 +1,180 @@
+"""The life of a process: uvloop, signals, exit status, and what systemd wants to be told.
+
+    async def main(stop: Stop) -> int:
+        ...start...
+        notify("READY=1", "STATUS=serving")
+        await stop.wait()
+        ...drain...
+        return 0
+
+    sys.exit(run(main))
+
+The first SIGTERM or SIGINT asks `main` to drain, a second one cancels it, and if that does not end
+the process within `FORCE_S` it is ended.  Exit status: what `main` returns; 78 for a `ConfigError`,
+which systemd does not restart; 1 for a bug; 128 + the signal when forced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import structlog
+import uvloop
+
+from wire.process.exceptions import catch_all
+from wire.process.settings import EX_CONFIG, ConfigError
+
+FORCE_S: Final = 2.0
+# How much more time a start asks systemd for, and how often: three may be lost.
+EXTEND_S: Final = 60.0
+
+_LOG = structlog.get_logger(__name__)
+
+
+class Stop:
+    """Set when the process is to drain and end."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+    def set(self) -> None:
+        """Ask for the drain, as the first signal does."""
+        self._event.set()
+
+
+def run(main: Callable[[Stop], Awaitable[int]]) -> int:
+    """Run `main` to its end and return the exit status.  Call it once, from the main thread."""
+    faulthandler.enable()
+    force = _Force()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_live(main, force))
+    finally:
+        force.disarm()
+
+
+class _Force:
+    """Ends the process from a thread, should the loop or an executor be stuck."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self._timer: threading.Timer | None = None
+
+    def arm(self, status: int) -> None:
+        self.status = status
+        if self._timer is None:
+            self._timer = threading.Timer(FORCE_S, os._exit, (status,))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+async def _live(main: Callable[[Stop], Awaitable[int]], force: _Force) -> int:
+    loop = asyncio.get_running_loop()
+    catch_all(loop)
+    stop = Stop()
+    task = asyncio.ensure_future(main(stop))
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set:
+            _LOG.warning("forced to end", signal=number.name)
+            force.arm(128 + number)
+            task.cancel()
+        else:
+            _LOG.info("draining", signal=number.name)
+            notify("STOPPING=1")
+            stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return force.status or 1
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return EX_CONFIG
+    except Exception:
+        _LOG.exception("the process failed")
+        return 1
+
+
+def notify(*assignments: str) -> bool:
+    """Tell systemd, for example ``notify("READY=1", "STATUS=serving")``.
+
+    Returns whether it was told; without systemd, or if it does not listen, nothing happens.
+    """
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if not path.startswith(("/", "@")):
+        return False
+    if path.startswith("@"):  # Linux: a name that is no file
+        path = "\0" + path[1:]
+    state = "\n".join(assignment.replace("\n", " ") for assignment in assignments)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        try:
+            sender.sendto(state.encode(), path)
+        except OSError:
+            return False
+    return True
+
+
+def extend_start() -> bool:
+    """Ask systemd for `EXTEND_S` more before it calls the start a failure."""
+    return notify(f"EXTEND_TIMEOUT_USEC={round(EXTEND_S * 1e6)}")
+
+
+@contextmanager
+def slow_start(status: str) -> Iterator[None]:
+    """Keep asking for more time while the body runs, which need not return to any loop."""
+    done = threading.Event()
+
+    def ask() -> None:
+        while extend_start() and not done.wait(EXTEND_S / 4):
+            pass
+
+    notify(f"STATUS={status}")
+    thread = threading.Thread(target=ask, name="slow start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def watchdog_s() -> float | None:
+    """Return the period of systemd's watchdog (WatchdogSec=) for this process, None without one."""
+    usec = os.environ.get("WATCHDOG_USEC", "")
+    pid = os.environ.get("WATCHDOG_PID", str(os.getpid()))
+    if not usec.isdecimal() or int(usec) == 0 or pid != str(os.getpid()):
+        return None
+    return int(usec) / 1e6
+
+
+async def keep_watchdog(is_alive: Callable[[], bool]) -> None:
+    """Feed systemd's watchdog at half its period for as long as `is_alive()`; run it as a task."""
+    period_s = watchdog_s()
+    while period_s is not None:
+        if is_alive():
+            notify("WATCHDOG=1")
+        await asyncio.sleep(period_s / 2)

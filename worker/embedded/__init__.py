@@ -1,0 +1,1 @@
+"""The engine inside a program, without any network."""

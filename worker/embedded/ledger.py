@@ -1,0 +1,173 @@
+"""The requests of a serving engine: who waits for which tokens, and what became of them.
+
+A request is open from `open` to its one end.  Whoever ends it takes it out of the table first, so
+that no two ends reach a callback, whichever thread they come from, and nothing follows an end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from threading import Lock
+from typing import Final, Literal
+
+import structlog
+
+from wire.errors import WireError
+from wire.payloads import Logprobs
+from worker.engine.outputs import Token
+
+log = structlog.get_logger("worker")
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+# Results nobody asked for: the oldest are forgotten.
+MAX_RESULTS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One token of the text, its end, or both.
+
+    `token_id` is None where a request ends without one more: a stop token is no part of the text.
+    `prompt_logprobs` come with the first, if asked for, packed as in `wire.logprobs`.  `error` says
+    why when `finish_reason` is "cancelled" or "error".
+    """
+
+    request_id: int
+    token_id: int | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: bytes | None = None
+    finish_reason: FinishReason | None = None
+    error: WireError | None = None
+
+    @property
+    def is_final(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a request."""
+
+    request_id: int
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    error: WireError | None = None
+
+
+Callback = Callable[[TokenOutput], object]
+
+
+@dataclass(slots=True)
+class Request:
+    """One that has not ended."""
+
+    request_id: int
+    prompt_tokens: int
+    callback: Callback | None
+    token_ids: list[int] = field(default_factory=list)
+
+    def tell(self, output: TokenOutput) -> TokenOutput:
+        if output.token_id is not None:
+            self.token_ids.append(output.token_id)
+        if self.callback is not None:
+            try:
+                self.callback(output)
+            except Exception:  # the other requests of this step are owed their tokens
+                log.exception("a callback raised", request=self.request_id)
+        return output
+
+
+class Ledger:
+    """Open requests and the latest results.
+
+    Attributes:
+        ends: How many requests ended for each reason.
+        closed: Once set, nothing is opened any more.
+    """
+
+    def __init__(self) -> None:
+        self.ends: dict[FinishReason, int] = {"stop": 0, "length": 0, "cancelled": 0, "error": 0}
+        self.closed: WireError | None = None
+        self.num_prompt_tokens = 0
+        self.num_tokens = 0
+        self._ids = count(1)
+        self._lock = Lock()
+        self._open: dict[int, Request] = {}
+        self._results: dict[int, Result] = {}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def open(self, prompt_tokens: int, callback: Callback | None) -> int:
+        """Enter a request and return its id.
+
+        Raises:
+            WireError: As given to `close`.
+        """
+        with self._lock:
+            if self.closed is not None:
+                raise WireError(self.closed.code, self.closed.message) from self.closed
+            request = Request(next(self._ids), prompt_tokens, callback)
+            self._open[request.request_id] = request
+            self.num_prompt_tokens += prompt_tokens
+        return request.request_id
+
+    def result(self, request_id: int) -> Result | None:
+        return self._results.get(request_id)
+
+    def on_token(self, token: Token) -> TokenOutput | None:
+        """Pass a token on; the one that ends the text ends the request."""
+        token_id = None if token.finish_reason == "stop" else token.token_id
+        return self._tell(
+            TokenOutput(
+                request_id=token.request_id,
+                token_id=token_id,
+                logprobs=token.logprobs,
+                prompt_logprobs=token.prompt_logprobs,
+                finish_reason=token.finish_reason,
+            )
+        )
+
+    def end(
+        self, request_id: int, finish_reason: FinishReason, error: WireError
+    ) -> TokenOutput | None:
+        """End a request without success; one that has ended is left alone."""
+        return self._tell(TokenOutput(request_id, finish_reason=finish_reason, error=error))
+
+    def close(self, finish_reason: FinishReason, error: WireError) -> None:
+        """End every request, and open no more."""
+        with self._lock:
+            self.closed = self.closed or error
+            request_ids = list(self._open)
+        for request_id in request_ids:
+            self.end(request_id, finish_reason, error)
+
+    def _tell(self, output: TokenOutput) -> TokenOutput | None:
+        with self._lock:
+            request = self._open.get(output.request_id)
+            if request is None:
+                return None
+            self.num_tokens += output.token_id is not None
+            if output.is_final:
+                del self._open[output.request_id]
+                self._settle(request, output)
+        return request.tell(output)
+
+    def _settle(self, request: Request, output: TokenOutput) -> None:
+        """Keep the result: whoever hears of the end finds it there."""
+        assert output.finish_reason is not None
+        self.ends[output.finish_reason] += 1
+        last = () if output.token_id is None else (output.token_id,)
+        self._results[request.request_id] = Result(
+            request_id=request.request_id,
+            prompt_tokens=request.prompt_tokens,
+            token_ids=(*request.token_ids, *last),
+            finish_reason=output.finish_reason,
+            error=output.error,
+        )
+        if len(self._results) > MAX_RESULTS:
+            del self._results[next(iter(self._results))]

@@ -1,0 +1,275 @@
+"""The engine inside a program, without any network: seed 004's ServingEngine.
+
+    with ServingEngine(executor) as serving:                    # a thread steps the engine
+        result = await serving.submit_async([1, 2, 3], Options(max_tokens=9))
+        async for output in serving.stream([1, 2, 3]): ...
+
+    serving = ServingEngine(executor)                           # or the caller does
+    request_id = serving.submit([1, 2, 3], callback=print)
+    while not serving.is_complete(request_id):
+        serving.run_iteration()
+
+Every request ends exactly once: its last output has a `finish_reason`, and nothing follows.  Ids of
+tokens in and out; text, stop strings and HTTP are the router's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+from wire.errors import ErrorCode, LocalProtocolError, WireError
+from wire.options import Options
+from wire.payloads import Load
+from worker.embedded.arguments import checked_ids, checked_options
+from worker.embedded.ledger import Callback, Ledger, Result, TokenOutput
+from worker.engine.engine import Engine
+from worker.engine.measured import ExecutorStatus, measured
+from worker.engine.outputs import Failed, Output, Token
+from worker.engine.sequence import Sequence as EngineSequence
+from worker.engine.settings import EngineSettings
+from worker.engine.slots import Slots
+from worker.engine.thread import EngineThread
+from worker.executor.contract import Executor
+from worker.executor.metrics import Metrics
+
+DEFAULT_MEMORY_BYTES: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ServingMetrics:
+    """Totals since the start, and how things are now."""
+
+    submitted: int
+    completed: int
+    cancelled: int
+    failed: int
+    prompt_tokens: int
+    completion_tokens: int
+    running: int
+    waiting: int
+    load: Load
+    executor: Metrics
+    status: ExecutorStatus
+
+
+class ServingEngine:
+    """Requests in, tokens out.
+
+    `submit` and `cancel` may be called from any thread while the engine's thread runs (from
+    `start` to `close`), and from one thread only while the caller steps with `run_iteration`.
+    Callbacks run where the engine steps.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        **settings: Any,
+    ) -> None:
+        """Allocate the KV cache and warm up.
+
+        Args:
+            memory_bytes: For weights, activations and KV blocks; `num_blocks` wins over it.
+            settings: Those of `worker.engine.settings.EngineSettings`.
+
+        Raises:
+            ValueError: The memory is too small for this model.
+        """
+        self._executor = measured(executor)
+        if num_blocks is None:
+            memory = executor.capabilities.memory
+            max_ubatch_tokens = EngineSettings(**settings).max_ubatch_tokens
+            num_blocks = memory.num_blocks(memory_bytes, max_ubatch_tokens, block_size)
+        self._engine = Engine(
+            self._executor, num_blocks=num_blocks, block_size=block_size, **settings
+        )
+        self._executor.warmup()
+        self._thread: EngineThread | None = None
+        self._ledger = Ledger()
+
+    # A program steps it, or a thread does.
+
+    def start(self) -> None:
+        """Let a thread step the engine from now on."""
+        if self._thread is not None or self._ledger.closed is not None:
+            raise LocalProtocolError("a serving engine starts once")
+        self._thread = EngineThread(self._engine, self._deliver, self._crash)
+        self._thread.start()
+
+    def run_iteration(self) -> list[TokenOutput]:
+        """Compute one step, call the callbacks and return what they were told."""
+        if self._thread is not None:
+            raise LocalProtocolError("the engine's own thread runs the iterations")
+        if self._ledger.closed is not None:
+            raise self._ledger.closed
+        with self._crashing():
+            outputs = self._engine.step() if self._engine.has_work() else []
+            return self._tell(outputs)
+
+    def close(self) -> None:
+        """End every request that is left as cancelled, and give back what the executor took."""
+        if self._thread is not None:
+            self._thread.stop()
+        error = WireError(ErrorCode.DRAINING, "the serving engine is closed")
+        self._ledger.close("cancelled", error)
+        self._executor.shutdown()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Requests.
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        options: Options | None = None,
+        callback: Callback | None = None,
+    ) -> int:
+        """Queue a prompt and return its id; `callback` hears every output, the last included.
+
+        A prompt the model cannot take ends with an error like any other request.
+
+        Raises:
+            TypeError: The ids are not integers, the options no `Options`.
+            ValueError: An option is out of its range.  In both cases nothing was queued.
+            WireError: The engine is closed, or broke.
+        """
+        sequence = EngineSequence(0, checked_ids(token_ids), checked_options(options))
+        sequence.request_id = self._ledger.open(sequence.prompt_len, callback)
+        self._post(lambda engine: engine.add(sequence))
+        return sequence.request_id
+
+    def cancel(self, request_id: int) -> None:
+        """End a request, wherever it is; one that has ended is left alone."""
+        self._post(lambda engine: self._cancel(engine, request_id))
+
+    def is_complete(self, request_id: int) -> bool:
+        """Whether there is a result (of the latest `MAX_RESULTS`)."""
+        return self._ledger.result(request_id) is not None
+
+    def get_result(self, request_id: int) -> Result | None:
+        """Return what became of a request; None while it runs and when it is long forgotten."""
+        return self._ledger.result(request_id)
+
+    async def submit_async(
+        self, token_ids: Sequence[int], options: Options | None = None
+    ) -> Result:
+        """Submit and wait for the end; a task that is cancelled meanwhile cancels the request.
+
+        Raises:
+            WireError: The request failed, or somebody else cancelled it.
+        """
+        outputs = [output async for output in self.stream(token_ids, options)]
+        last = outputs[-1]
+        assert last.finish_reason is not None
+        generated = tuple(out.token_id for out in outputs if out.token_id is not None)
+        return Result(last.request_id, len(token_ids), generated, last.finish_reason)
+
+    async def stream(
+        self, token_ids: Sequence[int], options: Options | None = None
+    ) -> AsyncIterator[TokenOutput]:
+        """Submit and yield outputs, the final one included; leaving early cancels the request.
+
+        Raises:
+            LocalProtocolError: No thread steps the engine.
+            WireError: The request failed, or somebody else cancelled it.
+        """
+        if self._thread is None:
+            raise LocalProtocolError("start the engine's thread first: nothing would ever come")
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
+
+        def deliver(output: TokenOutput) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        request_id = self.submit(token_ids, options, deliver)
+        output: TokenOutput | None = None
+        try:
+            while output is None or not output.is_final:
+                output = await outputs.get()
+                if output.error is not None:
+                    raise output.error
+                yield output
+        finally:
+            if output is None or not output.is_final:
+                self.cancel(request_id)
+
+    def metrics(self) -> ServingMetrics:
+        ends = self._ledger.ends
+        return ServingMetrics(
+            submitted=sum(ends.values()) + self._ledger.num_open,
+            completed=ends["stop"] + ends["length"],
+            cancelled=ends["cancelled"],
+            failed=ends["error"],
+            prompt_tokens=self._ledger.num_prompt_tokens,
+            completion_tokens=self._ledger.num_tokens,
+            running=self._engine.num_running,
+            waiting=self._engine.num_waiting,
+            load=self._engine.load(),
+            executor=self._executor.metrics(),
+            status=self._executor.status(),
+        )
+
+    def slots(self) -> Slots:
+        """Return which requests run at this moment, how far each is, and how fast."""
+        return self._engine.slots()
+
+    def _post(self, call: Callable[[Engine], object]) -> None:
+        if self._thread is not None:
+            self._thread.post(call)
+        else:
+            with self._crashing():
+                call(self._engine)
+
+    # Where the engine steps.
+
+    def _cancel(self, engine: Engine, request_id: int) -> None:
+        engine.cancel(request_id)
+        error = WireError(ErrorCode.CANCELLED, f"request {request_id} was cancelled")
+        self._ledger.end(request_id, "cancelled", error)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        self._tell(outputs)
+
+    def _tell(self, outputs: list[Output]) -> list[TokenOutput]:
+        told: list[TokenOutput | None] = []
+        for output in outputs:
+            match output:
+                case Token():
+                    told.append(self._ledger.on_token(output))
+                case Failed(request_id, code, message):
+                    error = WireError(code, message)
+                    told.append(self._ledger.end(request_id, "error", error))
+        return [output for output in told if output is not None]
+
+    @contextmanager
+    def _crashing(self) -> Iterator[None]:
+        """Have what raises in the caller's thread end every request, as it would in our own."""
+        try:
+            yield
+        except BaseException as error:
+            self._crash(error)
+            raise
+
+    def _crash(self, error: BaseException) -> None:
+        broken = WireError(ErrorCode.INTERNAL, f"the engine broke: {error!r}")
+        broken.__cause__ = error
+        self._ledger.close("error", broken)

@@ -1,0 +1,167 @@
+"""A small model that drafts for a large one; any executor, with a paged KV cache of its own.
+
+Each sequence has a shadow here: the same tokens, other blocks.  A round computes what is new since
+the last one, then one token after the other, all sequences side by side.  What the target did not
+accept is cut off the shadow before the next round.  A shadow draws as its sequence does, with the
+same keys (seed, choice, position) and the same penalties of the same text: where the models agree,
+they draw the same token.
+
+A round has as many batches as drafts, none over `max_ubatch_tokens`: everybody waits for it.  So a
+long prompt is read over many rounds; until its shadow has caught up, or when the blocks run out, a
+sequence gets no drafts, that is all.  Nor does one that the small model cannot compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import msgspec
+import structlog
+
+from worker.engine.batch import Chunk, build
+from worker.engine.blocks import BlockPool
+from worker.engine.sequence import Sequence
+from worker.engine.speculation import checked
+from worker.executor.batch import BatchType
+from worker.executor.contract import Executor, SampledToken, SequenceFailed
+
+log = structlog.get_logger("worker")
+
+
+class ModelDrafter:
+    """Drafts `num_drafts` tokens with an executor; a `worker.engine.speculation.Drafter`."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        num_drafts: int,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        max_ubatch_tokens: int = 512,
+    ) -> None:
+        self.num_drafts = checked(num_drafts)
+        self.vocab_size: int | None = executor.info.vocab_size
+        self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=False)
+        self._executor = executor
+        self._max_ubatch_tokens = max_ubatch_tokens
+        self._max_model_len = executor.info.max_model_len
+        self._shadows: dict[int, Sequence] = {}
+        self._given_up: set[int] = set()
+        executor.allocate(num_blocks, block_size)
+
+    def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
+        """See `Drafter`."""
+        drafting: list[tuple[Sequence, int]] = []
+        for sequence, limit in zip(sequences, limits, strict=True):
+            if sequence.request_id in self._given_up:
+                continue
+            limit = min(limit, self.num_drafts, self._max_model_len - sequence.num_tokens)
+            shadow = self._follow(sequence)
+            if limit > 0 and self._make_room(shadow, limit):
+                drafting.append((shadow, limit))
+        # Who lacks least goes first: what a long prompt needs is read with what the others leave.
+        drafting.sort(key=lambda it: it[0].num_uncomputed_tokens)
+        while drafting:
+            drawn = self._advance([shadow for shadow, _ in drafting])
+            for shadow, token in drawn:
+                shadow.token_ids.append(token.token_id)
+                shadow.drafts += (token.token_id,)
+            # Whoever has no draft after the first batch has not caught up.
+            drafting = [it for it in drafting if 0 < len(it[0].drafts) < it[1]]
+        shadows = [self._shadows.get(sequence.request_id) for sequence in sequences]
+        return [[] if shadow is None else list(shadow.drafts) for shadow in shadows]
+
+    def forget(self, request_id: int) -> None:
+        """See `Drafter`."""
+        self._given_up.discard(request_id)
+        self._free(request_id)
+
+    def check(self) -> None:
+        """Assert that every block is accounted for."""
+        self.pool.check(shadow.block_table for shadow in self._shadows.values())
+
+    def _give_up(self, failure: SequenceFailed, shadows: list[Sequence]) -> None:
+        """Draft no more for whose fault it is; the others go on with the next round."""
+        if not 0 <= failure.index < len(shadows):
+            raise failure
+        request_id = shadows[failure.index].request_id
+        log.warning("the draft model failed", request=request_id, exc_info=failure)
+        shadows[failure.index].drafts = ()
+        self._free(request_id)
+        self._given_up.add(request_id)
+
+    def _free(self, request_id: int) -> None:
+        shadow = self._shadows.pop(request_id, None)
+        if shadow is not None:
+            self.pool.free(shadow.block_table)
+
+    def _follow(self, sequence: Sequence) -> Sequence:
+        """Return the shadow with the sequence's tokens; KV of others counts as not computed."""
+        shadow = self._shadows.get(sequence.request_id)
+        if shadow is None:
+            shadow = self._shadows[sequence.request_id] = _shadow_of(sequence)
+        # A sequence only grows, so what was followed the last time is the same now.
+        followed = shadow.num_tokens - len(shadow.drafts)
+        known = followed + _num_common(shadow.drafts, sequence.token_ids[followed:])
+        if shadow.occurrences is not None:
+            shadow.occurrences.rewind(shadow.token_ids, known)
+        shadow.token_ids[known:] = sequence.token_ids[known:]
+        shadow.drafts = ()
+        # The last token is always computed: the draft after it is drawn from its logits.
+        known = min(known, sequence.num_tokens - 1)
+        shadow.num_computed_tokens = min(shadow.num_computed_tokens, known)
+        return shadow
+
+    def _make_room(self, shadow: Sequence, num_drafts: int) -> bool:
+        num_tokens = shadow.num_tokens + num_drafts - 1  # the last draft needs no KV
+        num_blocks = self.pool.blocks_for(num_tokens) - len(shadow.block_table)
+        if num_blocks > 0:
+            if not self.pool.can_allocate(num_blocks):
+                return False
+            shadow.block_table.extend(self.pool.allocate(num_blocks))
+        return True
+
+    def _advance(self, shadows: list[Sequence]) -> list[tuple[Sequence, SampledToken]]:
+        """Compute one batch of what the shadows lack; draw the next token of who lacks no more.
+
+        Nobody's if one cannot be computed: then nothing counts as computed.
+        """
+        budget, chunks = self._max_ubatch_tokens, list[Chunk]()
+        for shadow in shadows:
+            num_tokens = min(budget, shadow.num_uncomputed_tokens)
+            if num_tokens:
+                chunks.append(Chunk(shadow, num_tokens))
+                budget -= num_tokens
+        batch = build(BatchType.MIXED, chunks, self.pool.block_size)
+        try:
+            logits = self._executor.forward(batch)
+            tokens = self._executor.sample(logits, batch) if batch.samplings else []
+        except SequenceFailed as failure:
+            self._give_up(failure, [chunk.sequence for chunk in chunks])
+            return []
+        for chunk in chunks:
+            chunk.sequence.num_computed_tokens += chunk.num_tokens
+        ready = [chunk.sequence for chunk in chunks if not chunk.sequence.num_uncomputed_tokens]
+        return list(zip(ready, tokens, strict=True))
+
+
+def _shadow_of(sequence: Sequence) -> Sequence:
+    """Return a sequence that draws as this one does, with nothing computed."""
+    options = msgspec.structs.replace(
+        sequence.options,
+        # What was generated is no prompt: penalties and min_tokens count it.
+        generated_tokens=sequence.num_output_tokens,
+        # Nobody reads the logprobs of drafts.
+        logprobs=None,
+        prompt_logprobs=None,
+    )
+    return Sequence(sequence.request_id, sequence.token_ids, options)
+
+
+def _num_common(left: Many[int], right: Many[int]) -> int:
+    """Return how many leading tokens the two share."""
+    for index, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return index
+    return min(len(left), len(right))

@@ -1,0 +1,284 @@
+"""The engine of one worker: (draft,) schedule, batch, forward, sample, commit.
+
+Synchronous and single-threaded: whoever calls `step` owns it (`worker.engine.thread`).  It serves
+both roles: `add` reads prompts, `reserve` and `begin_decode` take over what another worker
+computed.  An exception of the executor leaves `step`: the state of the device is unknown then, the
+process must go; unless it is `SequenceFailed`.  What cannot be served alone fails alone, with an
+output.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from itertools import count
+from typing import Any
+
+from wire.errors import ErrorCode, LocalProtocolError
+from wire.options import Options
+from wire.payloads import Load
+from worker.engine.admission import Problem, bind, find_problem, resume, tell
+from worker.engine.batch import Chunk, build
+from worker.engine.blocks import BlockPool
+from worker.engine.commit import commit
+from worker.engine.outputs import Failed, Output
+from worker.engine.plan import Plan
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import Sequence, Status
+from worker.engine.settings import EngineSettings
+from worker.engine.slots import Slots
+from worker.engine.speculation import Speculation
+from worker.engine.stats import Counters, Stats, load_of
+from worker.engine.step import compute
+from worker.engine.swap import SwapSpace
+from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFailed
+
+
+class Engine:
+    """Sequences in, outputs out; owns the block pool and drives the executor.
+
+    `cache` is the executor's, for packing and unpacking the blocks named in outputs.  `announce`,
+    when set, is called in `step` with `Started`, `Reserved` and `Failed` before the batch is
+    computed, so that a transfer can begin meanwhile.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        num_blocks: int,
+        block_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        **settings: Any,
+    ) -> None:
+        """Allocate the KV cache; `settings` are those of `worker.engine.settings.EngineSettings`.
+
+        Raises:
+            TypeError: There is no such setting.
+            ValueError: One is out of its range.
+        """
+        self.config = EngineSettings(**settings).within(executor.capabilities)
+        self.info = executor.info
+        self.cache = executor.allocate(num_blocks, block_size)
+        is_cached = self.config.enable_prefix_cache
+        self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=is_cached)
+        self.swap = SwapSpace(self.cache, self.config.swap_bytes, clock)
+        self.scheduler = Scheduler(self.pool, self.config, self.swap)
+        self.counters = Counters()
+        self.announce: Callable[[list[Output]], None] | None = None
+        self._executor = executor
+        self._speculation = Speculation(self.config.speculate, self.info)
+        self._clock = clock
+        self._arrivals = count()
+        self._sequences: dict[int, Sequence] = {}
+        self._outputs: list[Output] = []
+        self._is_stalled = False
+
+    # What the worker's role asks for.  Outputs come from `step`, failures too.
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a prompt, to be continued here or, with `transfer`, held; ignore a known id."""
+        bind(sequence, self.info)
+        self._accept(sequence, find_problem(sequence, self.info, self.pool))
+
+    def reserve(
+        self,
+        request_id: int,
+        token_ids: Many[int],
+        offered_by: str = "",
+        *,
+        is_claimed: bool = False,
+    ) -> None:
+        """Queue for blocks into which the KV of these tokens will be unpacked."""
+        sequence = Sequence(request_id, token_ids, offered_by=offered_by, status=Status.RESERVING)
+        sequence.is_claimed = is_claimed
+        self._accept(sequence, find_problem(sequence, self.info, self.pool, 1))
+
+    def claim(self, request_id: int) -> None:
+        """A router has asked for the KV of a reservation; an unknown id is ignored."""
+        self._is_stalled = False
+        if (sequence := self._sequences.get(request_id)) is not None:
+            self.scheduler.reserving.claim(sequence)
+
+    def begin_decode(
+        self,
+        request_id: int,
+        token_ids: Many[int],
+        options: Options,
+        max_new_tokens: int | None = None,
+        asked_s: float | None = None,
+    ) -> None:
+        """Generate from a reservation whose KV is complete; others may share it from here on.
+
+        `token_ids` are the reserved tokens and at least one more, the token drawn after them.  The
+        deadline counts from `asked_s` on the engine's clock, by default from now.
+
+        Raises:
+            LocalProtocolError: The sequence is known, but is not a reservation that was granted.
+        """
+        self._is_stalled = False
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            self._fail(request_id, ErrorCode.UNKNOWN_REQUEST, "there is no such reservation")
+            return
+        if sequence.status is not Status.RESERVED:
+            raise LocalProtocolError(
+                f"request {request_id} cannot begin to decode while {sequence.status}"
+            )
+        problem = resume(sequence, list(token_ids), options, max_new_tokens)
+        if problem := problem or find_problem(sequence, self.info, self.pool):
+            self._finish(sequence)
+            self._fail(request_id, *problem)
+            return
+        sequence.started_s = self._clock()
+        sequence.set_deadline(sequence.started_s if asked_s is None else asked_s)
+        bind(sequence, self.info)
+        self.scheduler.run(sequence)
+
+    def release(self, request_id: int) -> None:
+        """End a transfer: its blocks go back as soon as its first token is there."""
+        self._is_stalled = False
+        if (sequence := self._sequences.get(request_id)) is None:
+            return
+        sequence.is_released = True
+        if sequence.status is Status.HANDING_OVER:
+            self._finish(sequence)
+
+    def cancel(self, request_id: int) -> None:
+        """Drop a sequence in any state and free what it holds; an unknown id is ignored."""
+        self._is_stalled = False
+        if (sequence := self._sequences.get(request_id)) is not None:
+            # What is handed over has ended already, and was counted then.
+            self.counters.cancelled += sequence.status is not Status.HANDING_OVER
+            self._finish(sequence)
+
+    # The step.
+
+    def step(self) -> list[Output]:
+        """Run one iteration over all sequences that can move."""
+        start_s = self._clock()
+        self._speculation.draft(self.scheduler.running)
+        draft_s = self._clock()
+        plan = self.scheduler.schedule(draft_s)
+        self.swap.carry_out(plan.swapped_out, plan.swapped_in)
+        self._tell(plan)
+        chunks = plan.chunks
+        if chunks:
+            batch = build(plan.kind, chunks, self.pool.block_size)
+            forward_s = self._clock()
+            tokens = compute(self._executor, batch)
+            commit_s = self._clock()
+            if isinstance(tokens, SequenceFailed):
+                self._give_up(chunks[tokens.index].sequence, tokens.message)
+            else:
+                self._commit(chunks, tokens)
+                if plan.is_mostly_prefill(self.config.max_ubatch_tokens):
+                    self.swap.costs.observe_prefill(plan.num_prefill_tokens, commit_s - forward_s)
+            self.counters.measure(draft_s - start_s, commit_s - forward_s, self._clock() - draft_s)
+        self._is_stalled = not plan.is_progress
+        return self._take_outputs()
+
+    def has_work(self) -> bool:
+        """Whether `step` could do anything before the engine is asked for something new."""
+        if self._outputs or self.scheduler.running:
+            return True
+        if not self._is_stalled and (self.scheduler.waiting or self.scheduler.reserving):
+            return True
+        return self.idle_s() == 0.0
+
+    def idle_s(self) -> float | None:
+        """Seconds until there is work even if nobody asks for any: a deadline; None for never."""
+        next_s = self.scheduler.deadlines.next_s
+        return None if next_s is None else max(0.0, next_s - self._clock())
+
+    def _tell(self, plan: Plan) -> None:
+        self.counters.count(plan)
+        for sequence in plan.started:
+            sequence.started_s = self._clock()
+        for sequence in plan.failed + plan.overdue:
+            if sequence.status is Status.FINISHED:
+                self._forget(sequence)
+        self._outputs += tell(plan, self.pool)
+        if self.announce is not None and self._outputs:
+            self.announce(self._take_outputs())
+
+    def _commit(self, chunks: list[Chunk], sampled: list[SampledToken]) -> None:
+        outputs, ended = commit(chunks, sampled, self.pool, self.counters)
+        self._outputs += outputs
+        self.counters.finished += len(ended)
+        for sequence in ended:
+            self._end(sequence)
+
+    def _give_up(self, sequence: Sequence, why: str) -> None:
+        """End one; nothing of the step counts as computed, so the others are planned again."""
+        self._fail(sequence.request_id, ErrorCode.MODEL_FAILED, why)
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.transfer and not sequence.is_released:
+            self.scheduler.hold(sequence)
+        else:
+            self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request_id]
+        self._speculation.forget(sequence.request_id)
+
+    def _take_outputs(self) -> list[Output]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _accept(self, sequence: Sequence, problem: Problem | None) -> None:
+        self._is_stalled = False
+        if sequence.request_id in self._sequences:
+            return
+        if sequence.scores and not isinstance(self._executor, Scorer):
+            problem = ErrorCode.INVALID_REQUEST, "this model gives no prompt_logprobs"
+        if problem is not None:
+            self._fail(sequence.request_id, *problem)
+            return
+        sequence.arrive(next(self._arrivals), self._clock())
+        self._sequences[sequence.request_id] = sequence
+        self.scheduler.enqueue(sequence)
+
+    def _fail(self, request_id: int, code: ErrorCode, message: str) -> None:
+        self.counters.failed += 1
+        self._outputs.append(Failed(request_id, code, message))
+
+    # What others want to know.
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks: running, reserved, or being handed over."""
+        return len(self._sequences) - self.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting) + len(self.scheduler.reserving)
+
+    @property
+    def steps(self) -> int:
+        """Batches computed so far; moves as long as there is progress."""
+        return self.counters.steps
+
+    def slots(self) -> Slots:
+        """Return which sequence runs where (seed 002)."""
+        return Slots.of(self.scheduler.running, self.scheduler.max_running, self._clock())
+
+    def stats(self) -> Stats:
+        """Return all totals and gauges (seed 004)."""
+        return Stats.of(self.scheduler, self.counters)
+
+    def load(self) -> Load:
+        """Return a heartbeat's figures; prefix hashes since the last call.  From any thread."""
+        return load_of(self.pool, self.counters)
+
+    def check(self) -> None:
+        """Assert that every block is accounted for; call it when idle, or after any step."""
+        self.pool.check(sequence.block_table for sequence in self._sequences.values())
+        self.swap.check(sequence.request_id for sequence in self.scheduler.waiting)

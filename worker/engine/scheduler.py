@@ -1,0 +1,301 @@
+"""What the next step computes: a pure policy over sequences and blocks, its decision an object.
+
+Generation first, one token for each running sequence; then prompt chunks in what is left of the
+token budget; then admissions; drafts take what nobody else wanted.  When generation needs a block
+and there is none, the sequence that is last in order gives up its blocks: its KV is swapped out
+(`worker.engine.swap` says when) or computed again later.  Only running sequences that can be
+recomputed here are preempted: never a reservation into which KV arrives, never a sequence whose KV
+is being handed over.
+
+A prompt that begins like one that is read in this very step waits for the next one and shares its
+blocks then: of n choices, or of a crowd with one system prompt, one computes.
+
+The order is that of virtual arrivals: a sequence of priority p stands where it would if it had come
+p * ageing_s seconds earlier.  So priorities age without anyone counting, the order of two sequences
+never changes, and nobody starves: who waits is passed only by what comes within the difference of
+the priorities.  Reservations go ahead of new work by the same rule, as if of a priority above all,
+and behind work that was preempted before they came.
+
+It cannot deadlock.  The first running sequence in order can take the blocks of all that may be
+preempted; what may not ends by itself or by its peer's lease; and a sequence that does not fit the
+empty pool is failed.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import Final
+
+from worker.engine.batch import BatchConfig, Chunk
+from worker.engine.blocks import BlockPool
+from worker.engine.deadlines import Deadlines
+from worker.engine.plan import Plan
+from worker.engine.reservations import Reservations
+from worker.engine.sequence import Sequence, Status
+from worker.engine.sharing import filled, missing
+from worker.engine.slots import SlotNumbers
+from worker.engine.swap import Swap, SwapSpace
+from worker.executor.batch import BatchType
+
+# Over the largest of `wire.options.Options.priority`, which is 100.
+RESERVATION_PRIORITY: Final = 101
+
+
+class Scheduler:
+    """The queues of one worker and the policy over them."""
+
+    def __init__(self, pool: BlockPool, config: BatchConfig, swap: SwapSpace) -> None:
+        self.pool = pool
+        self.config = config
+        self.swap = swap
+        self.deadlines = Deadlines()
+        # Generation alone must never fill the budget, or prompts under way would starve.
+        self.max_running = min(config.max_sbatch_sequences, config.max_ubatch_tokens)
+        self.waiting: list[Sequence] = []  # in order
+        self.reserving = Reservations(pool)
+        self.running: list[Sequence] = []  # in order
+        self._slots = SlotNumbers()
+        self._last_kind = BatchType.PREFILL
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Take a new sequence, or a reservation; both must be able to fit."""
+        if sequence.status is Status.RESERVING:
+            self.reserving.add(sequence)
+        else:
+            insort(self.waiting, sequence, key=self._order)
+        self.deadlines.add(sequence)
+
+    def run(self, sequence: Sequence) -> None:
+        """Let a sequence that has its blocks take part in steps."""
+        if sequence.status is Status.RESERVED:
+            self.reserving.begin(sequence)
+            self.deadlines.add(sequence)
+        sequence.move_to(Status.RUNNING)
+        sequence.slot = self._slots.take()
+        insort(self.running, sequence, key=self._order)
+
+    def hold(self, sequence: Sequence) -> None:
+        """Keep the blocks of a sequence that is computed, until `finish`."""
+        self._stop(sequence)
+        sequence.move_to(Status.HANDING_OVER)
+        self.deadlines.remove(sequence)  # from here on the lease of the transfer counts
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence in whatever state it is and give back its blocks."""
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status in (Status.RESERVING, Status.RESERVED):
+            self.reserving.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self._stop(sequence)
+        sequence.move_to(Status.FINISHED)
+        self.deadlines.remove(sequence)
+        self.swap.drop(sequence.request_id)
+        self._give_back(sequence)
+
+    def schedule(self, now: float = 0.0) -> Plan:
+        """Decide the next step; blocks are allocated for everything in the plan."""
+        plan = Plan()
+        for sequence in self.deadlines.take_overdue(now):
+            self._end_overdue(sequence, plan)
+        stepped = self._secure_blocks(plan)
+        decoding: list[Sequence] = []
+        reading: list[Sequence] = []
+        for sequence in stepped:
+            (decoding if sequence.is_decoding else reading).append(sequence)
+        if self._is_turn_of_decode(reading):
+            plan.decode = [Chunk(sequence, 1) for sequence in decoding]
+        budget = self.config.max_ubatch_tokens - len(plan.decode)
+        if self.config.prefer_pure_decode and plan.decode:
+            budget = 0
+        for sequence in reading:
+            budget -= self._plan_chunk(sequence, budget, plan)
+        self._admit(plan, budget)
+        if not plan.chunks:  # a turn given to prompts, and none could be admitted
+            plan.decode = [Chunk(sequence, 1) for sequence in decoding]
+        self._add_drafts(plan)
+        self._last_kind = plan.kind
+        return plan
+
+    def _end_overdue(self, sequence: Sequence, plan: Plan) -> None:
+        plan.overdue.append(sequence)
+        if sequence.status is Status.RUNNING and sequence.transfer and not sequence.is_released:
+            self.hold(sequence)  # its blocks may be read this moment: `finish` says when not
+        else:
+            self.finish(sequence)
+
+    def _secure_blocks(self, plan: Plan) -> list[Sequence]:
+        """Return, in order, the running sequences that take part; each has all blocks it needs."""
+        stepped: list[Sequence] = []
+        block_size = self.pool.block_size
+        for sequence in self.running.copy():
+            if len(stepped) == self.max_running:
+                break
+            if sequence.status is not Status.RUNNING:
+                continue  # preempted by one before it
+            room = len(sequence.block_table) * block_size
+            if len(sequence.token_ids) <= room or self._grow(sequence, plan):
+                stepped.append(sequence)
+        return stepped
+
+    def _is_turn_of_decode(self, reading: list[Sequence]) -> bool:
+        if not self.config.prefer_pure_decode or self._last_kind is not BatchType.DECODE:
+            return True
+        return not (reading or self.waiting)
+
+    def _grow(self, sequence: Sequence, plan: Plan) -> bool:
+        """Get the blocks that its tokens need; say whether the sequence still runs."""
+        num_blocks = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+        if not self.pool.can_ever_fit(sequence.num_tokens):
+            self.finish(sequence)
+            plan.failed.append(sequence)
+            return False
+        while not self.pool.can_allocate(num_blocks):
+            victim = next(s for s in reversed(self.running) if not s.transfer)
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        sequence.block_table.extend(self.pool.allocate(num_blocks))
+        return True
+
+    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
+        self._stop(sequence)
+        sequence.move_to(Status.WAITING)
+        sequence.num_preemptions += 1
+        num_tokens = sequence.num_computed_tokens
+        if self.swap.accepts(num_tokens):
+            self.swap.hold(sequence.request_id, num_tokens)
+            blocks = tuple(sequence.block_table)
+            plan.swapped_out.append(Swap(sequence, blocks, 0, num_tokens))
+        self._give_back(sequence)
+        insort(self.waiting, sequence, key=self._order)
+        plan.preempted.append(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        assert sequence.slot is not None
+        self._slots.give_back(sequence.slot)
+        sequence.slot = None
+
+    def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan) -> int:
+        """Plan as much of the sequence as the budget has; return how many tokens that is."""
+        num_tokens = min(sequence.num_uncomputed_tokens, budget)
+        if num_tokens:
+            if sequence.is_decoding and self.config.prefer_pure_decode:
+                return 0  # its turn comes
+            chunks = plan.decode if sequence.is_decoding else plan.prefill
+            chunks.append(Chunk(sequence, num_tokens))
+            plan.filled.update(filled(sequence, num_tokens, self.pool))
+        return num_tokens
+
+    def _add_drafts(self, plan: Plan) -> None:
+        """Have drafts verified as far as tokens and blocks are left: nobody waits for them."""
+        if not any(chunk.sequence.drafts for chunk in plan.decode):
+            return
+        budget = self.config.max_ubatch_tokens - plan.num_tokens
+        for index, chunk in enumerate(plan.decode):
+            sequence = chunk.sequence
+            if sequence.drafts and budget > 0:
+                num_drafts = self._make_room(sequence, min(len(sequence.drafts), budget))
+                plan.decode[index] = Chunk(sequence, chunk.num_tokens, sequence.drafts[:num_drafts])
+                budget -= num_drafts
+
+    def _make_room(self, sequence: Sequence, num_drafts: int) -> int:
+        """Get blocks for the KV of drafts; return how many of them have room.
+
+        Cached blocks too: what drafts are right about would take them in the next step.
+        """
+        table, pool = sequence.block_table, self.pool
+        room = len(table) * pool.block_size - len(sequence.token_ids)
+        if room >= num_drafts:
+            return num_drafts
+        num_blocks = pool.blocks_for(num_drafts - room)
+        if not pool.can_allocate(num_blocks):
+            return room
+        table.extend(pool.allocate(num_blocks))
+        return num_drafts
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        may_start = self.config.dynamic_batching or not self.running
+        num_later, blocks_later = 0, 0  # of sequences that will start in the next step
+        while (sequence := self._head(num_later)) is not None:
+            if sequence.status is Status.RESERVING:
+                # One token more than there are: the first step must not preempt.
+                num_tokens = sequence.num_tokens
+                if not self._allocate(sequence, num_tokens + 1, num_tokens, blocks_later):
+                    return
+                self.reserving.grant(sequence)
+                sequence.move_to(Status.RESERVED)
+                plan.reserved.append(sequence)
+                continue
+            if not may_start or budget == 0 or len(self.running) + num_later >= self.max_running:
+                return
+            if self._is_better_later(sequence, plan):
+                num_later += 1
+                blocks_later += self.pool.blocks_for(sequence.num_tokens)
+                continue
+            max_cached_tokens = sequence.max_cached_tokens
+            if not self._allocate(sequence, sequence.num_tokens, max_cached_tokens, blocks_later):
+                return
+            self.waiting.remove(sequence)
+            self.run(sequence)
+            self._swap_in(sequence, plan)
+            if not sequence.num_preemptions:
+                plan.started.append(sequence)
+            budget -= self._plan_chunk(sequence, budget, plan)
+
+    def _is_better_later(self, sequence: Sequence, plan: Plan) -> bool:
+        """Whether this step computes the very block from which on the sequence would have to.
+
+        So whoever waits finds more one step later; its slot and blocks are kept for it meanwhile.
+        """
+        # Without dynamic batching the next step takes nobody in.
+        if not self.config.dynamic_batching or self.swap.num_tokens(sequence.request_id):
+            return False
+        return not plan.filled.isdisjoint(missing(sequence, self.pool))
+
+    def _head(self, num_later: int) -> Sequence | None:
+        """Who is next to get blocks; whoever is behind waits even if it would fit."""
+        waiting = self.waiting[num_later] if len(self.waiting) > num_later else None
+        reserving = self.reserving.head()
+        if reserving is None or waiting is None:
+            return reserving or waiting
+        was_first = waiting.num_preemptions and waiting.arrival < reserving.arrival
+        ahead = reserving.arrival_s - self.config.ageing_s * RESERVATION_PRIORITY
+        return waiting if was_first or self._order(waiting) < (ahead, 0) else reserving
+
+    def _order(self, sequence: Sequence) -> tuple[float, int]:
+        """Who goes first; the last is preempted first."""
+        priority = sequence.options.priority
+        return sequence.arrival_s - self.config.ageing_s * priority, sequence.arrival
+
+    def _allocate(
+        self, sequence: Sequence, num_tokens: int, max_cached_tokens: int, blocks_later: int
+    ) -> bool:
+        """Get blocks, sharing cached ones for `max_cached_tokens`, if `blocks_later` are left."""
+        keys = sequence.keys(max_cached_tokens // self.pool.block_size, self.pool.block_size)
+        cached, prefix = self.pool.match_prefix(keys)
+        num_blocks = self.pool.blocks_for(num_tokens) - len(cached)
+        if not self.pool.can_allocate(num_blocks + blocks_later, cached):
+            return False
+        sequence.block_table.extend(self.pool.allocate(num_blocks, cached))
+        sequence.num_cached_tokens = len(cached) * self.pool.block_size
+        sequence.num_computed_tokens = sequence.num_cached_tokens
+        sequence.num_registered_blocks = len(cached)
+        sequence.prefix = prefix
+        return True
+
+    def _swap_in(self, sequence: Sequence, plan: Plan) -> None:
+        """Plan to put back what was swapped out and is not in the prefix cache any more."""
+        start, end = sequence.num_computed_tokens, self.swap.num_tokens(sequence.request_id)
+        if end > start:
+            blocks = tuple(sequence.block_table)
+            plan.swapped_in.append(Swap(sequence, blocks, start, end - start))
+            sequence.num_computed_tokens = end
+        else:
+            self.swap.drop(sequence.request_id)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.pool.free(sequence.block_table)
+        del sequence.block_table[:]
+        sequence.num_computed_tokens = 0

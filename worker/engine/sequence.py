@@ -1,0 +1,289 @@
+"""A sequence is one request's shadow on a worker.
+
+The states and the allowed moves between them are a table.  A sequence knows its tokens, how many of
+them have KV, and which blocks hold it; it decides nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from functools import cache
+from struct import Struct
+from typing import Final
+
+from wire.errors import ErrorCode, LocalProtocolError
+from wire.logprobs import prompt_logprobs_problem
+from wire.options import Options
+from worker.engine.blocks import ROOT, Prefix
+from worker.engine.outputs import FinishReason
+from worker.executor.occurrences import Occurrences
+from worker.executor.scores import PromptScores
+
+# Without a limit of its own a sequence ends at the model's context length.
+UNLIMITED: Final = 2**31 - 1
+# The most tokens that may be guessed at a time (`worker.engine.speculation`).
+MAX_DRAFTS: Final = 64
+
+
+@cache
+def _packer(block_size: int) -> Callable[..., bytes]:
+    return Struct(f"<{block_size}I").pack
+
+
+class Status(StrEnum):
+    """Where a sequence is on this worker."""
+
+    WAITING = "waiting"  # holds no blocks; new, or preempted
+    RUNNING = "running"  # holds blocks; its prompt is read or its tokens are generated
+    HANDING_OVER = "handing_over"  # prefill role: all computed, blocks held until the release
+    RESERVING = "reserving"  # decode role: waits for blocks
+    RESERVED = "reserved"  # decode role: holds blocks into which KV arrives
+    FINISHED = "finished"  # holds nothing, will never be heard of again
+
+
+TRANSITIONS: Final[dict[Status, frozenset[Status]]] = {
+    Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.WAITING, Status.HANDING_OVER, Status.FINISHED}),
+    Status.HANDING_OVER: frozenset({Status.FINISHED}),
+    Status.RESERVING: frozenset({Status.RESERVED, Status.FINISHED}),
+    Status.RESERVED: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.FINISHED: frozenset(),
+}
+
+
+class Sequence:
+    """The tokens of one request, and how far this worker is with them.
+
+    `max_new_tokens` counts what this worker is to generate in all.  A `transfer` sequence is told
+    the request's whole limit, generates one token here and then holds its blocks.
+    """
+
+    __slots__ = (
+        "arrival",
+        "arrival_s",
+        "block_keys",
+        "block_table",
+        "deadline_s",
+        "draft_window",
+        "drafts",
+        "is_claimed",
+        "is_released",
+        "max_len",
+        "max_new_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_given_tokens",
+        "num_preemptions",
+        "num_registered_blocks",
+        "occurrences",
+        "offered_by",
+        "options",
+        "prefix",
+        "prompt_len",
+        "request_id",
+        "scores",
+        "slot",
+        "started_s",
+        "status",
+        "stop_ids",
+        "token_ids",
+        "transfer",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        token_ids: Iterable[int],
+        options: Options | None = None,
+        max_new_tokens: int | None = None,
+        *,
+        transfer: bool = False,
+        offered_by: str = "",
+        status: Status = Status.WAITING,
+    ) -> None:
+        # What is asked.
+        self.request_id = request_id
+        self.token_ids = list(token_ids)
+        # What an earlier attempt generated is no prompt, for the limits and the penalties.
+        self.prompt_len = len(self.token_ids) - (options.generated_tokens if options else 0)
+        self.num_given_tokens = len(self.token_ids)
+        self.transfer = transfer
+        self.offered_by = offered_by  # who sends the KV of a reservation
+        self.stop_ids: frozenset[int] = frozenset()
+        self.scores: PromptScores | None = None
+        self.ask(options or Options(), max_new_tokens)
+        if self.options.prompt_logprobs is not None:
+            self.scores = PromptScores(self.prompt_len, self.options.prompt_logprobs)
+        # Where it stands: for its whole life.
+        self.status = status
+        self.arrival = 0
+        self.arrival_s = 0.0
+        self.deadline_s: float | None = None
+        self.started_s: float | None = None
+        self.is_claimed = False  # of a reservation: a router has asked for it
+        self.is_released = False
+        self.num_preemptions = 0
+        self.block_keys: list[bytes] = []
+        self.draft_window = MAX_DRAFTS
+        self.drafts: tuple[int, ...] = ()  # guesses of what follows, until a token is appended
+        # What it holds: from one admission to the next preemption.
+        self.block_table = array("i")  # the physical blocks, in order
+        self.slot: int | None = None
+        self.num_cached_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_registered_blocks = 0
+        self.prefix: Prefix = ROOT
+
+    def arrive(self, arrival: int, now: float) -> None:
+        """Take a place in the line; the deadline counts from here."""
+        self.arrival, self.arrival_s = arrival, now
+        self.set_deadline(now)
+
+    def set_deadline(self, now: float) -> None:
+        """Count the options' deadline from `now`, when there is one."""
+        if self.options.deadline_ms is not None:
+            self.deadline_s = now + self.options.deadline_ms / 1000
+
+    def ask(self, options: Options, max_new_tokens: int | None) -> None:
+        """Set what is to be generated, by default what is left of the option's limit."""
+        self.options = options
+        self.occurrences: Occurrences | None = None
+        if options.has_penalties:
+            self.occurrences = Occurrences(self.token_ids, self.prompt_len)
+        if max_new_tokens is None and options.max_tokens is not None:
+            max_new_tokens = options.max_tokens - self.num_output_tokens
+        self.max_new_tokens = UNLIMITED if max_new_tokens is None else max_new_tokens
+        self.max_len = self.num_given_tokens + self.max_new_tokens
+
+    def resume(self, token_ids: list[int], options: Options, max_new_tokens: int | None) -> None:
+        """Go on from the KV of all reserved tokens; `token_ids` are those and the ones after.
+
+        Raises:
+            ValueError: They are not.
+        """
+        reserved = self.num_tokens
+        if len(token_ids) <= reserved or token_ids[:reserved] != self.token_ids:
+            raise ValueError("the tokens to continue are not those reserved and at least one more")
+        self.token_ids = token_ids
+        self.prompt_len = reserved - options.generated_tokens
+        self.num_given_tokens = len(token_ids)
+        self.num_computed_tokens = reserved
+        self.ask(options, max_new_tokens)
+
+    def move_to(self, status: Status) -> None:
+        """Change the status along `TRANSITIONS`.
+
+        Raises:
+            LocalProtocolError: There is no such arrow.
+        """
+        if status not in TRANSITIONS[self.status]:
+            raise LocalProtocolError(
+                f"request {self.request_id}: no way from {self.status} to {status}"
+            )
+        self.status = status
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens without KV: the rest of the prompt, or the one that was sampled last."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens of the request, those of another worker included."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Generated tokens of this worker."""
+        return len(self.token_ids) - self.num_given_tokens
+
+    def max_drafts(self) -> int:
+        """How many guessed tokens could be of use: the one after the last guess is drawn too."""
+        num_drafts = self.max_len - len(self.token_ids) - 1
+        if num_drafts > self.draft_window:
+            return self.draft_window
+        return num_drafts if num_drafts > 0 else 0
+
+    def adapt(self, num_drafts: int, num_accepted: int) -> None:
+        """Ask for more guesses where all were right, for one more than were right otherwise.
+
+        A wrong guess is computed for nothing, and with it all that follow.
+        """
+        if num_accepted == num_drafts:
+            self.draft_window = min(2 * self.draft_window, MAX_DRAFTS)
+        else:
+            self.draft_window = num_accepted + 1
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether just the token sampled last lacks its KV; a transfer only reads."""
+        computed = self.num_computed_tokens
+        is_read = computed >= self.prompt_len and not self.transfer
+        return is_read and computed + 1 == len(self.token_ids)
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How many leading tokens need not be computed when their KV is there.
+
+        The last one always is, as the token after it is drawn from its logits.
+        """
+        if self.scores is None:
+            return len(self.token_ids) - 1
+        return min(self.scores.num_scored, len(self.token_ids) - 1)
+
+    def take_prompt_logprobs(self) -> bytes | None:
+        """Return the prompt's logprobs, once, if they were asked for."""
+        scores, self.scores = self.scores, None
+        return None if scores is None else scores.packed()
+
+    def keys(self, num_blocks: int, block_size: int) -> list[bytes]:
+        """Return the tokens of the first `num_blocks` full blocks, u32 little-endian each."""
+        known = len(self.block_keys)
+        if known < num_blocks:
+            pack = _packer(block_size)
+            self.block_keys += [
+                pack(*self.token_ids[start : start + block_size])
+                for start in range(known * block_size, num_blocks * block_size, block_size)
+            ]
+        return self.block_keys[:num_blocks]
+
+    def problem(self, vocab_size: int, max_model_len: int) -> tuple[ErrorCode, str] | None:
+        """Say what makes it impossible for this model, if anything."""
+        if not self.token_ids:
+            return ErrorCode.INVALID_REQUEST, "the prompt is empty"
+        if self.prompt_len < 1:
+            generated = self.options.generated_tokens
+            message = f"generated_tokens is {generated}, not below the {self.num_tokens} ids"
+            return ErrorCode.INVALID_REQUEST, message
+        if min(self.token_ids) < 0 or max(self.token_ids) >= vocab_size:
+            message = f"a token id is not in the model's vocabulary, 0 to {vocab_size - 1}"
+            return ErrorCode.INVALID_REQUEST, message
+        if self.max_new_tokens < 1:
+            message = f"max_new_tokens is {self.max_new_tokens}, not at least 1"
+            return ErrorCode.INVALID_REQUEST, message
+        problem = prompt_logprobs_problem(self.prompt_len, self.options.prompt_logprobs)
+        if problem is not None:
+            return ErrorCode.INVALID_REQUEST, problem
+        if self.num_tokens >= max_model_len:
+            message = f"{self.num_tokens} tokens fill the model's context of {max_model_len}"
+            return ErrorCode.CONTEXT_LENGTH_EXCEEDED, message
+        return None
+
+    def finish_reason(self) -> FinishReason | None:
+        """Say why the token at the end is the last, if it is."""
+        token_ids = self.token_ids
+        if token_ids[-1] in self.stop_ids and self.num_output_tokens > self.options.min_tokens:
+            return "stop"
+        return "length" if len(token_ids) >= self.max_len else None
+
+    def tokens_per_second(self, now: float) -> float:
+        """Return the rate since the sequence started, 0 before (seed 002)."""
+        if self.started_s is None or now <= self.started_s:
+            return 0.0
+        return self.num_new_tokens / (now - self.started_s)

@@ -1,0 +1,163 @@
+"""What an engine has done and what it holds: counters it keeps, and a snapshot for whoever asks.
+
+Seed 004's SchedulerStats and KvCacheManagerStats in one.  Nothing is decided by these figures.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from wire.payloads import Load
+from worker.engine.blocks import BlockPool
+from worker.engine.plan import Plan
+from worker.engine.scheduler import Scheduler
+
+# From the hash executor to a long prompt on a slow machine.
+STEP_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the engine was made; only the engine writes.
+
+    Attributes:
+        prefill_tokens: Computed in chunks, those computed again after a preemption included.
+        decode_tokens: Sampled tokens, drafts that were accepted included.
+        cached_tokens: Found in the prefix cache instead of being computed or received.
+        finished: All their tokens are sampled; a handed-over sequence has one.
+        failed: Ended with an error, `overdue` ones included.
+        drafted_tokens: Drafts that were verified; `accepted_tokens` of them were right.
+        step_counts: Steps between the bounds of `STEP_S`, and those over the last.
+        forward_s: Time in the executor, `draft_s` in the drafter; `overhead_s` is the rest of the
+            steps.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    started: int = 0
+    finished: int = 0
+    failed: int = 0
+    overdue: int = 0
+    cancelled: int = 0
+    preemptions: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    step_counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_S) + 1))
+    draft_s: float = 0.0
+    forward_s: float = 0.0
+    overhead_s: float = 0.0
+
+    def measure(self, draft_s: float, forward_s: float, step_s: float) -> None:
+        """Add up the times of a step; `step_s` has the forward in it and not the drafts."""
+        self.step_counts[bisect_left(STEP_S, draft_s + step_s)] += 1
+        self.draft_s += draft_s
+        self.forward_s += forward_s
+        self.overhead_s += step_s - forward_s
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Add up the drafts of one sequence."""
+        self.drafted_tokens += num_drafts
+        self.accepted_tokens += num_accepted
+
+    def count(self, plan: Plan) -> None:
+        """Add up what a plan says."""
+        self.steps += bool(plan.chunks)
+        self.prefill_tokens += plan.num_prefill_tokens
+        self.preemptions += len(plan.preempted)
+        self.swaps_out += len(plan.swapped_out)
+        self.swaps_in += len(plan.swapped_in)
+        self.started += len(plan.started)
+        self.cached_tokens += sum(sequence.num_cached_tokens for sequence in plan.started)
+        self.cached_tokens += sum(sequence.num_cached_tokens for sequence in plan.reserved)
+        self.overdue += len(plan.overdue)
+        self.failed += len(plan.failed) + len(plan.overdue)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """An engine at one moment: its counters, its queues, its memory."""
+
+    counters: Counters
+    num_waiting: int
+    num_reserving: int
+    num_running: int
+    max_running: int
+    num_swapped: int
+    blocks_total: int
+    blocks_free: int
+    blocks_used: int
+    blocks_cached: int
+    swap_bytes: int
+    max_swap_bytes: int
+    copy_bytes_per_s: float
+    prefill_tokens_per_s: float
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, counters: Counters) -> Stats:
+        pool, swap = scheduler.pool, scheduler.swap
+        return cls(
+            counters=Counters(**asdict(counters)),
+            num_waiting=len(scheduler.waiting),
+            num_reserving=len(scheduler.reserving),
+            num_running=len(scheduler.running),
+            max_running=scheduler.max_running,
+            num_swapped=len(swap),
+            **_blocks(pool),
+            swap_bytes=swap.num_bytes,
+            max_swap_bytes=swap.max_bytes,
+            copy_bytes_per_s=swap.costs.copy_bytes_per_s,
+            prefill_tokens_per_s=swap.costs.prefill_tokens_per_s,
+        )
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts as a share of those verified, 0 if there were none."""
+        return self.counters.accepted_tokens / max(1, self.counters.drafted_tokens)
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Tokens found in the prefix cache as a share of all that were needed."""
+        found = self.counters.cached_tokens
+        return found / max(1, found + self.counters.prefill_tokens)
+
+    @property
+    def overhead_ms(self) -> float:
+        """Mean time of a step outside the executor."""
+        return 1000 * self.counters.overhead_s / max(1, self.counters.steps)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything flat, for logs; the histogram is for metrics only."""
+        figures = asdict(self)
+        counters = figures.pop("counters")
+        del counters["step_counts"]
+        return {**counters, **figures}
+
+
+def load_of(pool: BlockPool, counters: Counters) -> Load:
+    """Return a heartbeat's figures; prefix hashes since the last call.  From any thread."""
+    stored, evicted = pool.journal.read()
+    free, cached = pool.num_free, pool.num_cached
+    return Load(
+        total=pool.num_blocks,
+        used=max(0, pool.num_blocks - free - cached),
+        cached=cached,
+        free=free,
+        preemptions=counters.preemptions,
+        stored=stored,
+        evicted=evicted,
+    )
+
+
+def _blocks(pool: BlockPool) -> dict[str, int]:
+    return {
+        "blocks_total": pool.num_blocks,
+        "blocks_free": pool.num_free,
+        "blocks_used": pool.num_used,
+        "blocks_cached": pool.num_cached,
+    }

@@ -1,0 +1,167 @@
+"""KV of preempted sequences in host memory, bounded, and the choice between it and recomputing.
+
+A preempted sequence can be read again or its KV can be kept elsewhere meanwhile.  With
+
+    copy_s      = 2 * bytes / copy rate         out now, in later
+    recompute_s = tokens / prefill rate         computed tokens, all to be read again
+
+it is swapped when copy_s < recompute_s and the bytes still fit.  Both rates are sums of what was
+measured here, bytes or tokens over seconds, that decay with time; so a short measurement, which
+shows what a call costs rather than what it moves, weighs little.
+
+Of steps, only those that are large and mostly prefill tell the prefill rate, as a recompute's are.
+Others would tell the fixed cost of a step, or the speed of those that generate: most of a prompt
+that the prefix cache holds, or one beside a crowd.  Only prompt tokens count, but the whole time: a
+recompute, too, shares its steps.
+
+Blocks that the prefix cache still holds when the sequence comes back are shared, not copied in; the
+formula does not count on it, as a pool that preempts evicts soon.
+
+The scheduler decides and accounts; the engine has the copies made before anything is computed,
+out before in, so that no block is overwritten before it is saved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from wire.segment import Rectangle
+from worker.engine.sequence import Sequence
+from worker.executor.contract import KVCache
+
+# What is assumed until something was measured: a slow copy, a fast model.
+COPY_BYTES_PER_S: Final = 1e9
+PREFILL_TOKENS_PER_S: Final = 10_000.0
+# The sums hold so many seconds: a measurement that took as long weighs as much as all before it.
+_MEMORY_S: Final = 0.5
+
+
+@dataclass(slots=True)
+class Costs:
+    """What moving and reading KV costs on this machine, learned as it happens."""
+
+    copy_bytes_per_s: float = COPY_BYTES_PER_S
+    prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
+
+    def observe_copy(self, num_bytes: int, elapsed_s: float) -> None:
+        self.copy_bytes_per_s = _updated(self.copy_bytes_per_s, num_bytes, elapsed_s)
+
+    def observe_prefill(self, num_tokens: int, elapsed_s: float) -> None:
+        self.prefill_tokens_per_s = _updated(self.prefill_tokens_per_s, num_tokens, elapsed_s)
+
+    def prefers_swap(self, num_bytes: int, num_tokens: int) -> bool:
+        """Whether moving the bytes out and in is quicker than reading the tokens again."""
+        return 2 * num_bytes / self.copy_bytes_per_s < num_tokens / self.prefill_tokens_per_s
+
+
+def _updated(rate: float, amount: int, elapsed_s: float) -> float:
+    """Return the rate after one more measurement: the sums before it were rate * memory, memory."""
+    if elapsed_s <= 0:  # a clock that did not move says nothing
+        return rate
+    return (rate * _MEMORY_S + amount) / (_MEMORY_S + elapsed_s)
+
+
+class Swap(NamedTuple):
+    """One copy: KV of tokens [token_start, token_start + num_tokens) out of or into `blocks`."""
+
+    sequence: Sequence
+    blocks: tuple[int, ...]
+    token_start: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Held:
+    num_tokens: int
+    kv: memoryview | None = None  # until it is copied out, still in the blocks
+
+
+class SwapSpace:
+    """Host memory for the KV of sequences that wait, `max_bytes` of it at most; 0 for none."""
+
+    def __init__(
+        self, cache: KVCache, max_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if max_bytes < 0:
+            raise ValueError(f"swap_bytes is {max_bytes}, not 0 or more")
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.costs = Costs()
+        self._cache = cache
+        self._layout = cache.layout
+        self._clock = clock
+        self._held: dict[int, _Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def accepts(self, num_tokens: int) -> bool:
+        """Whether the KV of so many tokens fits, and is worth being kept."""
+        num_bytes = num_tokens * self._layout.token_bytes
+        is_room = 0 < num_bytes <= self.max_bytes - self.num_bytes
+        return is_room and self.costs.prefers_swap(num_bytes, num_tokens)
+
+    def hold(self, request_id: int, num_tokens: int) -> None:
+        """Account for KV that is going to be copied out."""
+        assert request_id not in self._held
+        self._held[request_id] = _Held(num_tokens)
+        self.num_bytes += num_tokens * self._layout.token_bytes
+
+    def num_tokens(self, request_id: int) -> int:
+        """How many tokens of the sequence are kept here; 0 for none."""
+        held = self._held.get(request_id)
+        return 0 if held is None else held.num_tokens
+
+    def drop(self, request_id: int) -> None:
+        """Forget the sequence's KV, if it is here."""
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            self.num_bytes -= held.num_tokens * self._layout.token_bytes
+
+    def carry_out(self, swaps_out: Iterable[Swap], swaps_in: Iterable[Swap]) -> None:
+        """Make the copies of one plan, before anything else writes to its blocks."""
+        for swap in swaps_out:
+            self._copy_out(swap)
+        for swap in swaps_in:
+            self._copy_in(swap)
+
+    def check(self, waiting: Iterable[int]) -> None:
+        """Assert that what is held belongs to sequences that wait, and is counted right."""
+        assert self._held.keys() <= set(waiting), "KV of a sequence that does not wait"
+        num_tokens = sum(held.num_tokens for held in self._held.values())
+        assert self.num_bytes == num_tokens * self._layout.token_bytes <= self.max_bytes
+
+    def _copy_out(self, swap: Swap) -> None:
+        """Save what `hold` has accounted for; nothing, if it was dropped meanwhile."""
+        held = self._held.get(swap.sequence.request_id)
+        if held is None:
+            return
+        start_s = self._clock()
+        held.kv = self._cache.pack(swap.blocks, self._rectangle(0, held.num_tokens))
+        self.costs.observe_copy(len(held.kv), self._clock() - start_s)
+
+    def _copy_in(self, swap: Swap) -> None:
+        """Put the KV of a swap's tokens back and forget it."""
+        held = self._held[swap.sequence.request_id]
+        assert held.kv is not None, "nothing comes in that did not go out"
+        start_s = self._clock()
+        kv = self._tail(held.kv, held.num_tokens, swap.token_start)
+        self._cache.unpack(swap.blocks, self._rectangle(swap.token_start, swap.num_tokens), kv)
+        self.costs.observe_copy(len(kv), self._clock() - start_s)
+        self.drop(swap.sequence.request_id)
+
+    def _rectangle(self, token_start: int, num_tokens: int) -> Rectangle:
+        return Rectangle(0, self._layout.num_layers, token_start, num_tokens)
+
+    def _tail(self, kv: memoryview, num_tokens: int, token_start: int) -> memoryview:
+        """Leave out the first tokens: in the wire's order they are in every head's run."""
+        if token_start == 0:
+            return kv
+        runs = 2 * self._layout.num_layers * self._layout.num_kv_heads
+        rows = np.frombuffer(kv, np.uint8).reshape(runs, num_tokens, -1)
+        return np.ascontiguousarray(rows[:, token_start:]).data.cast("B")

@@ -1,0 +1,125 @@
+"""What one step computes, as an executor gets it: tokens of several sequences side by side.
+
+Seed 002's micro-batch: tokens of one forward pass, of one or many sequences, prompt or generated.
+NumPy only; an executor turns the arrays into what its device wants.  `worker.engine.batch` lays
+them out.  What is made for each row of each step is a `msgspec.Struct`: a third of a tuple's cost,
+and no work for the garbage collector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from wire.options import Options
+from worker.executor.occurrences import Occurrences
+from worker.executor.scores import PromptScores
+
+Int32 = npt.NDArray[np.int32]
+
+
+class BatchType(StrEnum):
+    """Whether a step reads prompts, generates, or both (seed 002)."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class Sampling(msgspec.Struct, frozen=True, gc=False):
+    """How to draw the next token of one sequence: `position` is the index that token will have.
+
+    Before it come `token_ids` (prompt and output, `prompt_len` of them prompt).  With D `drafts`
+    it stands for D + 1 rows: row d draws the token after the first d of them, d positions later.
+    `occurrences` may keep the numbers of `token_ids` from step to step, for whoever has penalties.
+    """
+
+    request_id: int
+    options: Options
+    position: int
+    prompt_len: int
+    token_ids: list[int]
+    occurrences: Occurrences | None = None
+    drafts: tuple[int, ...] = ()
+
+
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """One sampled row: where its logits are, and after how many of the drafts it draws."""
+
+    index: int
+    sampling: Sampling
+    num_drafts: int
+
+    @property
+    def options(self) -> Options:
+        return self.sampling.options
+
+    @property
+    def position(self) -> int:
+        return self.sampling.position + self.num_drafts
+
+
+def rows_of(
+    samplings: Sequence[Sampling], is_wanted: Callable[[Sampling], bool] = lambda _: True
+) -> list[Row]:
+    """Return the rows of the wanted ones among all samplings of a step."""
+    rows: list[Row] = []
+    start = 0
+    for sampling in samplings:
+        count = 1 + len(sampling.drafts)
+        if is_wanted(sampling):
+            rows += [Row(start + d, sampling, d) for d in range(count)]
+        start += count
+    return rows
+
+
+class Scoring(NamedTuple):
+    """Positions of one prompt whose next token is known and whose logprob is wanted.
+
+    `next_token_ids` has one entry for each scored row; `num_top` of the likeliest go along.
+    """
+
+    scores: PromptScores
+    next_token_ids: list[int]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens of S sequences, of which R need a next token.
+
+    Attributes:
+        token_ids: [T] input token ids, sequence after sequence.
+        positions: [T] index of each token in its sequence.
+        slots: [T] where its KV goes: block * block_size + offset.
+        query_starts: [S + 1] token range of sequence s is [query_starts[s], query_starts[s + 1]).
+        context_lens: [S] tokens each sequence attends to, this step's included.
+        block_tables: [S, max blocks] physical block of each logical block, padded with 0.
+        sample_rows: [R] rows of T whose logits are wanted, ascending.
+        samplings: One for each sequence that is sampled; together they have R rows.
+        score_rows: [Q] rows of T whose logits are wanted to score prompts; nearly always none.
+        scorings: Together they have Q next tokens, in the order of the rows.
+    """
+
+    kind: BatchType
+    token_ids: Int32
+    positions: Int32
+    slots: Int32
+    query_starts: Int32
+    context_lens: Int32
+    block_tables: Int32
+    sample_rows: Int32
+    samplings: tuple[Sampling, ...]
+    score_rows: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    scorings: tuple[Scoring, ...] = ()
+
+    def keep_scores(self, scored: list[bytes]) -> None:
+        """Give each sequence the packed rows of its scoring."""
+        for scoring, rows in zip(self.scorings, scored, strict=True):
+            scoring.scores.add(len(scoring.next_token_ids), rows)

@@ -1,0 +1,88 @@
+"""Which tokens a sequence has, and how often it generated each: what penalties are made of.
+
+Kept up to date token by token, so a step costs what it added and not the whole sequence.  A pure
+function of the tokens and the prompt's length: a transfer or a preemption changes nothing.  NumPy
+only; the arithmetic of penalties is `worker.executor.penalties`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Occurrences:
+    """The distinct tokens of prompt and answer with their number in the answer."""
+
+    __slots__ = ("_counts", "_ids", "_num_prompt_slots", "_num_seen", "_slots")
+
+    def __init__(self, token_ids: Sequence[int], prompt_len: int) -> None:
+        prompt = dict.fromkeys(token_ids[:prompt_len])
+        self._slots = {token_id: slot for slot, token_id in enumerate(prompt)}
+        self._num_prompt_slots = len(prompt)
+        capacity = 2 * len(prompt) + 16
+        self._ids = np.zeros(capacity, np.int64)
+        self._ids[: len(prompt)] = list(prompt)
+        self._counts = np.zeros(capacity, np.int64)
+        self._num_seen = prompt_len
+        self.update(token_ids)
+
+    def update(self, token_ids: Sequence[int]) -> None:
+        """Count what was generated since; `token_ids` are all of the sequence's tokens."""
+        for token_id in token_ids[self._num_seen :]:
+            slot = self._slots.setdefault(token_id, len(self._slots))
+            if slot == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[slot] = token_id
+            self._counts[slot] += 1
+        self._num_seen = len(token_ids)
+
+    def rewind(self, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Take back what was counted after the first `num_tokens`, all of the prompt among them.
+
+        `token_ids` are those that were counted; there may be more of them.
+        """
+        slots, counts = self._slots, self._counts
+        # From the last to the first: a slot that gets empty is the last one.
+        for token_id in reversed(token_ids[num_tokens : self._num_seen]):
+            slot = slots[token_id]
+            counts[slot] -= 1
+            if not counts[slot] and slot >= self._num_prompt_slots:
+                del slots[token_id]
+        self._num_seen = min(self._num_seen, num_tokens)
+
+    def along(self, drafts: Sequence[int]) -> list[tuple[Int64, Int64]]:
+        """Return [U] distinct tokens and their counts of the text with 0, 1, ... all of `drafts`.
+
+        Nothing of it is kept: each of these pairs costs one more increment, not one more text.
+        The first is what is kept, only to be read before the next update.
+        """
+        ids, counts = self.token_ids, self.counts
+        new: dict[int, int] = {}  # the slots of tokens that only drafts have
+        found = [(ids, counts)]
+        for token_id in drafts:
+            slot = self._slots.get(token_id)
+            if slot is None:
+                slot = new.setdefault(token_id, len(ids))
+            if slot == len(ids):
+                ids, counts = np.append(ids, token_id), np.append(counts, 1)
+            else:
+                counts = counts.copy()
+                counts[slot] += 1
+            found.append((ids, counts))
+        return found
+
+    @property
+    def token_ids(self) -> Int64:
+        """[U] distinct tokens, in the order in which they first came."""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts(self) -> Int64:
+        """[U] how often the answer has each."""
+        return self._counts[: len(self._slots)]

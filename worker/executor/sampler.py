@@ -1,0 +1,180 @@
+"""The next token of each row: greedy, or drawn by a counter-based generator.
+
+The number that decides row r is a pure function of (seed, choice, position), so a sequence goes on
+identically on another worker, in another batch, after a retry:
+
+    mix(x): x ^= x >> 30; x *= 0xBF58476D1CE4E5B9
+            x ^= x >> 27; x *= 0x94D049BB133111EB; x ^= x >> 31
+    key   = mix(mix(seed + G) + (choice + 1) * G)     G = 0x9E3779B97F4A7C15, all modulo 2^64
+    u     = (mix(key + (position + 1) * G) >> 12) / 2^52
+
+that is, over the positions of one text, the SplitMix64 stream that starts at `key`.  The token is
+the first one, in the order of token ids, at which the cumulated weight exceeds u times their sum
+(the inverse of the distribution function).  Weights are exp((logit - max) / temperature) in float64
+of the tokens that pass the filters, in this order:
+
+    top_k  logits not below the k-th largest
+    top_p  the likeliest tokens whose share of the weight left by top_k first reaches top_p
+    min_p  weights not below min_p times the largest
+
+Ties at a filter's border all pass, so a filter never depends on a sorting order.  Filters only look
+at their own row.  Before any of it, greedy or not, come penalties and logit_bias
+(`worker.executor.penalties`); then, until `min_tokens` are generated, EOS and the request's stop
+ids are out.  Log-probabilities, of prompts too, are those of the raw logits: none of all this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import kernels
+from wire.logprobs import LEAST_LOGPROB, Logprobs
+from worker.executor.batch import Row, Sampling, Scoring, rows_of
+from worker.executor.contract import SampledToken
+from worker.executor.penalties import adjust
+
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2: Final = np.uint64(0x94D049BB133111EB)
+# Rows of a prompt that are scored at a time: 128 of a large vocabulary are 80 MB.
+_SCORED_ROWS: Final = 128
+
+Uint64 = npt.NDArray[np.uint64]
+
+
+@torch.inference_mode()
+def sample(
+    logits: torch.Tensor, samplings: Sequence[Sampling], eos_token_ids: frozenset[int]
+) -> list[SampledToken]:
+    """Choose a token for each row.
+
+    Args:
+        logits: [R, vocab] float32; not changed.
+        samplings: Together they have R rows.
+        eos_token_ids: Masked, with a request's own stop ids, until its min_tokens are reached.
+    """
+    if not samplings:
+        return []
+    allowed = _mask_stops(adjust(logits, samplings), samplings, eos_token_ids)
+    token_ids = kernels.argmax(allowed)
+    if random_rows := rows_of(samplings, lambda it: it.options.temperature > 0):
+        places = [row.index for row in random_rows]
+        part = allowed if len(places) == len(token_ids) else allowed[places]
+        sampled = kernels.sample(part, _settings(random_rows))
+        for place, token_id in zip(places, sampled, strict=True):
+            token_ids[place] = token_id
+    tokens = [SampledToken(token_id) for token_id in token_ids]
+    if asked := rows_of(samplings, lambda it: it.options.logprobs is not None):
+        places = [row.index for row in asked]
+        numbers = [row.options.logprobs or 0 for row in asked]
+        kept = [token_ids[place] for place in places]
+        for place, logprobs in zip(places, _logprobs(logits[places], kept, numbers), strict=True):
+            tokens[place] = SampledToken(token_ids[place], logprobs)
+    return tokens
+
+
+@torch.inference_mode()
+def score(logits: torch.Tensor, scorings: Sequence[Scoring]) -> list[bytes]:
+    """Return each scoring's packed rows (`wire.logprobs`).
+
+    Args:
+        logits: [Q, vocab] float32; not changed.
+        scorings: Together they have Q next tokens.
+    """
+    packed, start = [], 0
+    for scoring in scorings:
+        end = start + len(scoring.next_token_ids)
+        packed.append(_scored(logits[start:end], scoring))
+        start = end
+    return packed
+
+
+def uniforms(
+    seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """Return a number in [0, 1) for each (seed, choice, position); the module says which."""
+    seed, choice, position = (np.array(words, np.uint64) for words in (seeds, choices, positions))
+    one = np.uint64(1)
+    key = _mix(_mix(seed + _GOLDEN) + (choice + one) * _GOLDEN)
+    # 52 bits: with 53, u * total could round up to the total and select past the end.
+    bits = _mix(key + (position + one) * _GOLDEN) >> np.uint64(12)
+    return bits.astype(np.float64) * 2.0**-52
+
+
+def _mix(x: Uint64) -> Uint64:
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def _mask_stops(
+    logits: torch.Tensor, samplings: Sequence[Sampling], eos_token_ids: frozenset[int]
+) -> torch.Tensor:
+    """Return the logits, as a changed copy if any row may not stop yet."""
+    rows: list[int] = []
+    columns: list[int] = []
+    # Who may stop before any draft may stop after drafts, but not the other way round.
+    for row in rows_of(samplings, lambda it: it.position - it.prompt_len < it.options.min_tokens):
+        num_generated = row.position - row.sampling.prompt_len  # with the drafts before this row
+        if num_generated < row.options.min_tokens:
+            stops = eos_token_ids.union(row.options.stop_token_ids)
+            # A client may name ids the vocabulary does not have.
+            known = [token_id for token_id in stops if token_id < logits.shape[1]]
+            rows += [row.index] * len(known)
+            columns += known
+    if not rows:
+        return logits
+    masked = logits.clone()
+    masked[rows, columns] = -torch.inf
+    return masked
+
+
+def _settings(rows: list[Row]) -> npt.NDArray[np.void]:
+    """Return what `kernels.sample` is told of each row."""
+    options = [row.options for row in rows]
+    settings = np.empty(len(rows), kernels.SAMPLING)
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        settings[name] = [getattr(it, name) for it in options]
+    settings["uniform"] = uniforms(
+        [option.seed for option in options],
+        [option.choice for option in options],
+        [row.position for row in rows],
+    )
+    return settings
+
+
+def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Of every token, as they may cross the wire: an impossible one's is no infinity there."""
+    return logits.log_softmax(dim=-1).clamp_(LEAST_LOGPROB, 0.0)
+
+
+def _logprobs(logits: torch.Tensor, token_ids: list[int], numbers: list[int]) -> list[Logprobs]:
+    """Return each row's log-probability of its token and of its likeliest `numbers` tokens."""
+    scores = _log_probabilities(logits)
+    chosen: list[float] = scores[range(len(token_ids)), token_ids].tolist()
+    best = scores.topk(min(max(numbers), scores.shape[1]))
+    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        Logprobs(logprob=logprob, top=tuple(zip(ids[:number], values[:number], strict=True)))
+        for logprob, number, (ids, values) in zip(chosen, numbers, tops, strict=True)
+    ]
+
+
+def _scored(logits: torch.Tensor, scoring: Scoring) -> bytes:
+    num_top = min(scoring.num_top, logits.shape[1])
+    words = np.empty((len(logits), 1 + 2 * num_top), "<u4")
+    floats = words.view("<f4")
+    for start in range(0, len(logits), _SCORED_ROWS):
+        part = slice(start, min(start + _SCORED_ROWS, len(logits)))
+        scores = _log_probabilities(logits[part])
+        token_ids = torch.tensor(scoring.next_token_ids[part], device=scores.device)
+        best = scores.topk(num_top)
+        floats[part, 0] = scores.gather(1, token_ids[:, None])[:, 0].cpu().numpy()
+        words[part, 1::2] = best.indices.cpu().numpy()
+        floats[part, 2::2] = best.values.cpu().numpy()
+    return words.tobytes()

@@ -1,0 +1,1 @@
+"""What a prefill and a decode worker do with requests."""

@@ -1,0 +1,293 @@
+"""The decode role: take a prompt's KV in, generate from it, send the tokens to the router.
+
+A request is two things that come on two sockets in any order: the KV (`worker.transfer.receiver`)
+and the DECODE_REQUEST.  Generation begins when both are there.  The tokens of one engine step leave
+in one message per router.  SPEC 4.5, 4.6, 4.7.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
+from wire.frames import DecodeDone, DecodeRequest, DecodeToken, Frame
+from wire.options import Options
+from wire.parts import Message
+from wire.payloads import Logprobs, PeerDetail, Usage, decode_continuation, encode_map
+from wire.transfer import KVReceiver
+from worker.config import Config
+from worker.engine.admission import overdue
+from worker.engine.engine import Engine
+from worker.engine.outputs import Failed, Output, Reserved, Token
+from worker.executor.contract import KVCache, ModelInfo
+from worker.interfaces import Computing, Copying, Plane
+from worker.link import RouterLink
+from worker.metrics import TransferCounts
+from worker.transfer.receiver import IncomingTransfers, unknown
+
+log = structlog.get_logger("worker")
+
+
+class Generation:
+    """One DECODE_REQUEST, from its arrival to its end."""
+
+    __slots__ = (
+        "asked_s",
+        "kv_deadline_s",
+        "max_new_tokens",
+        "num_tokens",
+        "options",
+        "receiver",
+        "request_id",
+        "router",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        router: RouterLink,
+        frame: DecodeRequest,
+        token_ids: tuple[int, ...],
+        options: Options,
+        asked_s: float,
+        lease_s: float,
+    ) -> None:
+        self.router = router
+        self.request_id = frame.request_id
+        self.max_new_tokens = frame.max_new_tokens
+        self.token_ids = token_ids
+        self.options = options
+        self.asked_s = asked_s
+        self.kv_deadline_s = asked_s + lease_s
+        self.receiver: KVReceiver | None = None  # once the KV is there
+        self.num_tokens = 0
+
+    def begin(self, engine: Engine) -> None:
+        engine.begin_decode(
+            self.request_id, self.token_ids, self.options, self.max_new_tokens, self.asked_s
+        )
+
+    def check(self, receiver: KVReceiver) -> None:
+        """Raise RemoteProtocolError unless the KV is that of all tokens but the last ones."""
+        num_tokens = receiver.num_tokens
+        is_short = len(self.token_ids) <= num_tokens
+        if is_short or self.token_ids[:num_tokens] != receiver.token_ids:
+            raise RemoteProtocolError("the KV offered is not that of the tokens asked for")
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether its own deadline passed before the KV was here; after that the engine looks."""
+        deadline_ms = self.options.deadline_ms
+        is_over = deadline_ms is not None and now >= self.asked_s + deadline_ms / 1000
+        return is_over and self.receiver is None
+
+    def usage(self, finish_reason: str) -> Usage:
+        receiver = self.receiver
+        assert receiver is not None
+        return Usage(
+            finish_reason=finish_reason,
+            completion_tokens=self.num_tokens,
+            kv_bytes=receiver.kv_bytes,
+            kv_skipped_tokens=receiver.cached_tokens,
+            kv_seconds=receiver.kv_seconds,
+            kv_transfer_seconds=receiver.transfer_s,
+        )
+
+
+class DecodeRole:
+    """Everything a decode worker has in hand.  Lives on the event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        info: ModelInfo,
+        cache: KVCache,
+        engine: Computing,
+        copies: Copying,
+        plane: Plane,
+        identity: bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._clock = clock
+        self.transfers = TransferCounts()
+        self._generations: dict[int, Generation] = {}
+        self._transfers = IncomingTransfers(
+            config,
+            info,
+            cache,
+            engine,
+            copies,
+            plane,
+            self._is_asked_for,
+            self._begin_if_ready,
+            self._on_transfer_failed,
+            clock,
+        )
+        self.kv_endpoint = self._transfers.endpoint
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests a drain waits for; KV that no router has asked about is not waited for."""
+        return len(self._generations)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._generations and not len(self._transfers)
+
+    @property
+    def kv_inflight_bytes(self) -> int:
+        """Bytes that may arrive, or that are being unpacked."""
+        return self._transfers.inflight_bytes
+
+    # Frames of a router.
+
+    def on_registered(self, router: RouterLink) -> None:
+        # An offer does not say whose request it is; routers of one cluster agree on their lease.
+        self._transfers.lease_s = self._config.lease_s or router.lease_s
+        lost = self._transfers.lost_epochs
+        if lost.get(router.endpoint) == router.epoch & 0xFFFFFFFF:
+            del lost[router.endpoint]
+
+    def on_request(self, router: RouterLink, message: Message) -> None:
+        frame = message.frame
+        if not isinstance(frame, DecodeRequest):
+            raise RemoteProtocolError("a decode worker takes DECODE_REQUEST only")
+        if frame.request_id in self._generations:
+            log.warning("request id used twice, frame dropped", request=frame.request_id)
+            return
+        token_ids, options = decode_continuation(message.body())
+        self._generations[frame.request_id] = generation = Generation(
+            router, frame, token_ids, options, self._clock(), self._transfers.lease_s
+        )
+        if (receiver := self._transfers.get(frame.request_id)) is not None:
+            try:
+                generation.check(receiver)
+            except RemoteProtocolError as error:
+                self._transfers.fail(frame.request_id, error)
+                return
+            self._transfers.claim(frame.request_id)
+        self._begin_if_ready(frame.request_id)
+
+    def on_cancel(self, request_id: int) -> None:
+        self._transfers.cancel(request_id)
+        generation = self._generations.pop(request_id, None)
+        if generation is not None and generation.receiver is not None:
+            self._engine.post(lambda engine: engine.cancel(request_id))
+
+    def on_peers(self, router: RouterLink, peers: list[PeerDetail]) -> None:
+        """Decode workers do not talk to each other."""
+
+    def on_router_lost(self, router: RouterLink) -> None:
+        for request_id, generation in list(self._generations.items()):
+            if generation.router is router:
+                self.on_cancel(request_id)
+        # KV it has not asked about yet would wait for its lease: the id says whose it is (SPEC 1).
+        # A prefill worker that has not noticed yet may offer more of it.
+        epoch = router.epoch & 0xFFFFFFFF
+        self._transfers.lost_epochs[router.endpoint] = epoch
+        for request_id in self._transfers:
+            if request_id >> 32 == epoch:
+                self._transfers.cancel(request_id)
+
+    # Outputs of the engine.
+
+    def on_outputs(self, outputs: list[Output]) -> None:
+        steps: dict[RouterLink, Step] = {}
+        for output in outputs:
+            match output:
+                case Token():
+                    generation = self._generations.get(output.request_id)
+                    if generation is not None:  # else cancelled while the step was under way
+                        step = steps.setdefault(generation.router, Step())
+                        self._on_token(generation, output, step)
+                case Reserved():
+                    self._transfers.on_reserved(output)
+                case Failed():
+                    self._on_failed(output.request_id, output.for_peers())
+        for router, step in steps.items():
+            step.send(router)
+
+    def tick(self, now: float) -> None:
+        """End what has waited a lease for its other half, or past its own deadline."""
+        self._transfers.tick(now)
+        for request_id, generation in list(self._generations.items()):
+            is_alone = generation.receiver is None and request_id not in self._transfers
+            if generation.is_overdue(now):
+                self._transfers.cancel(request_id)
+                self._refuse(request_id, WireError(*overdue(generation.options)), "transfer")
+            elif is_alone and now >= generation.kv_deadline_s:
+                error = TransferFailed("the prefill worker", "its KV never came")
+                self._on_transfer_failed(request_id, error)
+
+    async def close(self) -> None:
+        for request_id in list(self._generations):
+            self.on_cancel(request_id)
+        await self._transfers.close()
+
+    def _is_asked_for(self, receiver: KVReceiver) -> bool:
+        """Whether a router has asked for what is offered; raise WireError for what it has not."""
+        generation = self._generations.get(receiver.request_id)
+        if generation is None:
+            return False
+        if generation.receiver is not None:
+            raise unknown()  # its KV is here, whoever offers it again
+        generation.check(receiver)
+        return True
+
+    def _begin_if_ready(self, request_id: int) -> None:
+        generation = self._generations.get(request_id)
+        if generation is not None and self._transfers.is_complete(request_id):
+            generation.receiver = receiver = self._transfers.take(request_id)
+            skipped_bytes = receiver.cached_tokens * receiver.layout.token_bytes
+            self.transfers.end("done", receiver.kv_bytes, skipped_bytes, receiver.kv_seconds)
+            self._engine.post(generation.begin)
+
+    def _on_token(self, generation: Generation, token: Token, step: Step) -> None:
+        if token.finish_reason != "stop":  # a stop token is no part of the text
+            generation.num_tokens += 1
+            step.tokens.append(DecodeToken(generation.request_id, token.token_id))
+            step.logprobs.append(token.logprobs)
+        if token.finish_reason is not None:
+            del self._generations[generation.request_id]
+            step.ends.append((generation.request_id, generation.usage(token.finish_reason)))
+
+    def _on_failed(self, request_id: int, error: WireError) -> None:
+        if request_id in self._transfers:
+            self._transfers.fail(request_id, error)
+        else:
+            self._refuse(request_id, error, "decode")
+
+    def _on_transfer_failed(self, request_id: int, error: WireError) -> None:
+        self.transfers.end("failed", 0, 0, None)
+        self._refuse(request_id, error, "transfer")
+
+    def _refuse(self, request_id: int, error: WireError, stage: str) -> None:
+        generation = self._generations.pop(request_id, None)
+        if generation is not None:
+            code = ErrorCode(error.code)
+            log.warning("request failed", request=request_id, stage=stage, code=code.label)
+            generation.router.refuse(request_id, error, stage)
+
+
+class Step:
+    """What one engine step has for one router."""
+
+    __slots__ = ("ends", "logprobs", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[Frame] = []
+        self.logprobs: list[Logprobs | None] = []
+        self.ends: list[tuple[int, Usage]] = []
+
+    def send(self, router: RouterLink) -> None:
+        """The tokens in one message, then the ends: nothing follows an end."""
+        if self.tokens:
+            wanted = any(entry is not None for entry in self.logprobs)
+            payload = (encode_map(self.logprobs),) if wanted else ()
+            router.send(self.tokens, *payload)
+        for request_id, usage in self.ends:
+            router.send(DecodeDone(request_id), encode_map(usage))

@@ -1,0 +1,290 @@
+"""The prefill role: read a prompt, hand its KV to a decode worker, answer with the first token.
+
+PREFILL_REQUEST puts a sequence into the engine.  When the engine has blocks for it, the KV is
+offered to the decode worker; where a chunk takes long, only when the first is computed, so that no
+blocks are held there meanwhile.  While chunks are computed, segments leave within the credit
+(`worker.transfer.sender`); the first token goes to the router as soon as it is drawn, whether or
+not the last segment has left.  The blocks are held until the transfer has ended, however it ends.
+SPEC 4.1, 4.2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from math import inf
+from typing import Final
+
+import structlog
+
+from wire.errors import ErrorCode, RemoteProtocolError, TransferTooLarge, WireError
+from wire.frames import ANY_RANK, NO_RANK, PrefillDone, PrefillRequest
+from wire.parts import Message
+from wire.payloads import PeerDetail, PrefillResult, decode_prompt, encode_prefill_result
+from wire.transfer import KVSender
+from worker.config import Config
+from worker.engine.outputs import Computed, Failed, Output, Started, Token
+from worker.engine.sequence import Sequence
+from worker.executor.contract import KVCache, ModelInfo
+from worker.interfaces import Computing, Copying, Plane
+from worker.link import RouterLink
+from worker.metrics import TransferCounts
+from worker.transfer.peers import DecodePeers
+from worker.transfer.sender import OutgoingTransfer
+
+log = structlog.get_logger("worker")
+
+# An offer before the first chunk saves the wait for a step of the decode worker's.  It is made if
+# the last prompt's first chunk took less than so many leases: a tenth of what a decode worker waits
+# for a segment (SPEC 6.6).  Above that, a second with a lease of 30, there is little to save.
+EARLY_OFFER_LEASES: Final = 1 / 30
+
+
+class Prefill:
+    """One PREFILL_REQUEST, until its blocks are given back."""
+
+    __slots__ = (
+        "is_answered",
+        "is_computing",
+        "is_handed_over",
+        "request_id",
+        "router",
+        "started",
+        "started_s",
+        "transfer",
+    )
+
+    def __init__(
+        self, router: RouterLink, request_id: int, transfer: OutgoingTransfer | None
+    ) -> None:
+        self.router = router
+        self.request_id = request_id
+        self.transfer = transfer
+        self.started: Started | None = None
+        self.started_s = 0.0
+        self.is_computing = False  # its first chunk is there
+        # It is over when both are true, in either order: a decode worker that holds the whole
+        # prompt already is ready before the first token is drawn.
+        self.is_answered = False
+        self.is_handed_over = False
+
+
+class PrefillRole:
+    """Everything a prefill worker has in hand.  Lives on the event loop."""
+
+    kv_endpoint = ""
+
+    def __init__(
+        self,
+        config: Config,
+        info: ModelInfo,
+        cache: KVCache,
+        engine: Computing,
+        copies: Copying,
+        plane: Plane,
+        identity: bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._layout = info.layout
+        self._cache = cache
+        self._engine = engine
+        self._copies = copies
+        self._clock = clock
+        self._peers = DecodePeers(identity, plane, clock)
+        self.transfers = TransferCounts()
+        self._prefills: dict[int, Prefill] = {}
+        self.first_chunk_s = inf  # how long the last one took
+        self._transfers: set[asyncio.Task[None]] = set()  # until their buffers are back
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests a drain waits for: also those whose KV is still being handed over."""
+        return len(self._prefills)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._prefills
+
+    @property
+    def kv_inflight_bytes(self) -> int:
+        """Bytes sent and not yet acknowledged."""
+        transfers = (prefill.transfer for prefill in self._prefills.values())
+        return sum(transfer.inflight_bytes for transfer in transfers if transfer is not None)
+
+    # Frames of a router.
+
+    def on_registered(self, router: RouterLink) -> None:
+        """What binds is read from `router` when it is needed."""
+
+    def on_request(self, router: RouterLink, message: Message) -> None:
+        frame = message.frame
+        if not isinstance(frame, PrefillRequest):
+            raise RemoteProtocolError("a prefill worker takes PREFILL_REQUEST only")
+        if frame.request_id in self._prefills:
+            log.warning("request id used twice, frame dropped", request=frame.request_id)
+            return
+        token_ids, options = decode_prompt(message.body(), frame.seq_len)
+        transfer = None
+        if frame.decode_rank != NO_RANK:
+            transfer = self._offer_to(router, frame, token_ids)
+        self._prefills[frame.request_id] = Prefill(router, frame.request_id, transfer)
+        # With a transfer the whole limit is the options', and the engine stops after a token.
+        limit = 1 if transfer is None else None
+        sequence = Sequence(
+            frame.request_id, token_ids, options, limit, transfer=transfer is not None
+        )
+        self._engine.post(lambda engine: engine.add(sequence))
+
+    def on_cancel(self, request_id: int) -> None:
+        prefill = self._prefills.get(request_id)
+        if prefill is not None:
+            self._end(prefill)
+
+    def on_peers(self, router: RouterLink, peers: list[PeerDetail]) -> None:
+        self._peers.update(router.endpoint, peers)
+
+    def on_router_lost(self, router: RouterLink) -> None:
+        for prefill in list(self._prefills.values()):
+            if prefill.router is router:
+                self._end(prefill)
+
+    # Outputs of the engine.
+
+    def on_outputs(self, outputs: list[Output]) -> None:
+        now = self._clock()
+        for output in outputs:
+            prefill = self._prefills.get(output.request_id)
+            if prefill is None:
+                continue  # cancelled while the step was under way
+            match output:
+                case Started():
+                    self._on_started(prefill, output, now)
+                case Computed():
+                    self._on_computed(prefill, output, now)
+                case Token():
+                    self._on_first_token(prefill, output)
+                case Failed():
+                    self._fail(prefill, output.for_peers(), "prefill")
+
+    def _on_started(self, prefill: Prefill, started: Started, now: float) -> None:
+        prefill.started, prefill.started_s = started, now
+        lease_s = self._config.lease_s or prefill.router.lease_s
+        if prefill.transfer is not None and self.first_chunk_s < EARLY_OFFER_LEASES * lease_s:
+            self._offer(prefill.transfer, started, now)
+
+    def _on_computed(self, prefill: Prefill, computed: Computed, now: float) -> None:
+        transfer, started = prefill.transfer, prefill.started
+        assert transfer is not None and started is not None
+        if not prefill.is_computing:
+            prefill.is_computing = True
+            self.first_chunk_s = now - prefill.started_s
+            if not transfer.is_offered:
+                self._offer(transfer, started, now)
+        transfer.advance(computed.num_tokens, now)
+
+    def _offer(self, transfer: OutgoingTransfer, started: Started, now: float) -> None:
+        transfer.offer(started.block_table, started.cached_tokens, now)
+        task = asyncio.create_task(transfer.run())
+        self._transfers.add(task)
+        task.add_done_callback(self._transfers.discard)
+
+    def _on_first_token(self, prefill: Prefill, token: Token) -> None:
+        assert prefill.started is not None
+        transfer, reason = prefill.transfer, token.finish_reason
+        kv_bytes = transfer.sender.total_bytes if transfer is not None and not reason else 0
+        result = PrefillResult(
+            token_id=token.token_id,
+            cached_tokens=prefill.started.cached_tokens,
+            finish_reason=reason,
+            logprobs=token.logprobs,
+            prompt_logprobs=token.prompt_logprobs,
+        )
+        prefill.router.send(
+            PrefillDone(prefill.request_id, kv_bytes), encode_prefill_result(result)
+        )
+        prefill.is_answered = True
+        if not kv_bytes:
+            self._end(prefill)
+        elif prefill.is_handed_over:
+            del self._prefills[prefill.request_id]
+
+    # Transfers.
+
+    def tick(self, now: float) -> None:
+        """Keep leases alive and end what has run out of one."""
+        for prefill in list(self._prefills.values()):
+            if prefill.transfer is not None:
+                prefill.transfer.tick(now)
+        self._peers.tick(now)
+
+    async def close(self) -> None:
+        for prefill in list(self._prefills.values()):
+            self._end(prefill)
+        await self._peers.close()
+        await asyncio.gather(*self._transfers, return_exceptions=True)
+
+    def _offer_to(
+        self, router: RouterLink, frame: PrefillRequest, token_ids: tuple[int, ...]
+    ) -> OutgoingTransfer:
+        peer = self._peers.find(router.endpoint, frame.decode_rank)
+        if peer is None:
+            rank = "any" if frame.decode_rank == ANY_RANK else frame.decode_rank
+            raise WireError(ErrorCode.NO_WORKER, f"no decode worker of rank {rank} is known here")
+        # The offer would be refused for it, but by then the blocks are taken.
+        size, limit = len(token_ids) * self._layout.token_bytes, self._config.max_kv_transfer_bytes
+        if size > limit:
+            raise TransferTooLarge(size, limit)
+
+        def make_sender(now: float) -> KVSender:
+            return KVSender(
+                frame.request_id,
+                self._layout,
+                token_ids,
+                max_bytes=limit,
+                lease_s=self._config.lease_s or router.lease_s,
+                now=now,
+                segment_bytes=self._config.segment_bytes,
+                peer=peer.name,
+            )
+
+        return OutgoingTransfer(
+            make_sender, peer, self._cache, self._copies, self._on_transfer_end, self._clock
+        )
+
+    def _on_transfer_end(self, transfer: OutgoingTransfer) -> None:
+        """The KV is there, or will never be."""
+        self._enter(transfer.sender)
+        prefill = self._prefills.get(transfer.request_id)
+        if prefill is None or prefill.transfer is not transfer:
+            return
+        if transfer.sender.error is not None:
+            self._fail(prefill, transfer.sender.error, "transfer")
+            return
+        prefill.is_handed_over = True
+        self._engine.post(lambda engine: engine.release(prefill.request_id))
+        if prefill.is_answered:
+            del self._prefills[prefill.request_id]
+
+    def _enter(self, sender: KVSender) -> None:
+        accepted_at, now = sender.accepted_at, self._clock()
+        self.transfers.end(
+            sender.state.value,
+            sender.kv_bytes,
+            sender.skipped_tokens * self._layout.token_bytes,
+            None if accepted_at is None else now - accepted_at,
+        )
+
+    def _fail(self, prefill: Prefill, error: WireError, stage: str) -> None:
+        code = ErrorCode(error.code)
+        log.warning("request failed", request=prefill.request_id, stage=stage, code=code.label)
+        prefill.router.refuse(prefill.request_id, error, stage)
+        self._end(prefill)
+
+    def _end(self, prefill: Prefill) -> None:
+        """Forget a request and free what it holds, here and at the decode worker."""
+        del self._prefills[prefill.request_id]
+        if prefill.transfer is not None:
+            prefill.transfer.cancel()
+        self._engine.post(lambda engine: engine.cancel(prefill.request_id))

@@ -1,0 +1,1 @@
+"""KV in and out of a worker."""

@@ -1,0 +1,86 @@
+"""Offers take turns at the bytes that may be in flight to this worker (--max-kv-inflight-bytes).
+
+Each takes a share when its turn comes, as much as may ever be on its way at once, and gives it back
+after its last byte.  The oldest comes first: a small one does not overtake a large one for ever.
+But what a router has asked for goes first, and what none has asked for holds a part of the bytes:
+whoever offers and sends nothing stops nobody else.  Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from wire.transfer import KVReceiver
+from worker.engine.unclaimed import Unclaimed
+
+
+class IncomingTransfer:
+    """One KV cache that arrives from `peer`, until it is claimed or has failed.
+
+    `wanted_bytes` of it are in flight at once, at most.
+    """
+
+    __slots__ = ("block_table", "is_dropped", "peer", "receiver", "share_bytes", "wanted_bytes")
+
+    def __init__(self, peer: bytes, receiver: KVReceiver, credit_bytes: int) -> None:
+        total_bytes = receiver.num_tokens * receiver.layout.token_bytes
+        self.peer = peer
+        self.receiver = receiver
+        self.wanted_bytes = min(credit_bytes, total_bytes)
+        self.share_bytes = 0  # of the bytes in flight, from its turn until its last byte
+        self.is_dropped = False
+        self.block_table: tuple[int, ...] = ()
+
+
+class TransferBudget:
+    """`free_bytes` are nobody's share; `start(transfer)` is called when its turn has come."""
+
+    def __init__(self, budget_bytes: int, start: Callable[[IncomingTransfer], None]) -> None:
+        self.free_bytes = budget_bytes
+        self._start = start
+        self._unclaimed = Unclaimed(budget_bytes)
+        self._waiting: deque[IncomingTransfer] = deque()
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    def __contains__(self, transfer: IncomingTransfer) -> bool:
+        """Whether it waits."""
+        return transfer in self._waiting
+
+    def wait(self, transfer: IncomingTransfer) -> None:
+        """Start it as soon as it is the oldest that may and its share is to be had, perhaps now."""
+        self._waiting.append(transfer)
+        self._start_next()
+
+    def claim(self, transfer: IncomingTransfer) -> None:
+        """A router has asked for it."""
+        self._unclaimed.release(transfer.receiver.request_id)
+        self._start_next()
+
+    def end(self, transfer: IncomingTransfer) -> None:
+        """Nothing more of it will come: give its share back, or its place; idempotent."""
+        if transfer in self._waiting:
+            self._waiting.remove(transfer)
+        self.free_bytes += transfer.share_bytes
+        transfer.share_bytes = 0
+        self._unclaimed.release(transfer.receiver.request_id)
+        self._start_next()
+
+    def _start_next(self) -> None:
+        while (transfer := self._next()) and transfer.wanted_bytes <= self.free_bytes:
+            self._waiting.remove(transfer)
+            transfer.share_bytes = transfer.wanted_bytes
+            self.free_bytes -= transfer.share_bytes
+            if not transfer.receiver.is_claimed:
+                request_id = transfer.receiver.request_id
+                self._unclaimed.hold(request_id, transfer.peer, transfer.share_bytes)
+            self._start(transfer)
+
+    def _next(self) -> IncomingTransfer | None:
+        claimed = (each for each in self._waiting if each.receiver.is_claimed)
+        if (transfer := next(claimed, None)) is not None:
+            return transfer
+        return next((e for e in self._waiting if self._unclaimed.may_hold(e.peer)), None)

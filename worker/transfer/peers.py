@@ -1,0 +1,174 @@
+"""The decode workers a prefill worker hands KV to, as the routers' PEERS frames name them.
+
+One link an endpoint, whichever routers name it: a decode worker never hears the second connection
+of one identity.  So a link outlives the naming for a while, in case the worker is named again, and
+one over which nothing is heard any more is closed before another is made.  SPEC 5.4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import structlog
+
+from wire.aio.zmq import Sending
+from wire.errors import PeerLost, RemoteProtocolError, WireError
+from wire.frames import ANY_RANK, Error, Frame, KvCacheAck
+from wire.parts import Buffer, Message, decode, encode
+from wire.payloads import Credit, ErrorDetail, PeerDetail, decode_error, encode_map
+from wire.process.settings import ConfigError
+from worker.interfaces import Plane
+
+log = structlog.get_logger("worker")
+
+# How long a link is kept that no router names and nothing needs.
+KEEP_S: Final = 60.0
+
+
+class Receiver(Protocol):
+    """Who hears of a transfer's answers (`worker.transfer.sender`)."""
+
+    def on_ack(self, ack: KvCacheAck, credit: Credit) -> None: ...
+    def on_error(self, code: int, message: str) -> None: ...
+    def fail(self, error: WireError) -> None: ...
+
+
+class DecodePeer:
+    """A decode worker, over one link."""
+
+    def __init__(self, detail: PeerDetail, identity: bytes, plane: Plane, now: float) -> None:
+        self.detail = detail
+        self.receivers: dict[int, Receiver] = {}  # by request id, while a transfer is under way
+        self.num_heard = 0
+        self.is_mute = False  # a whole lease passed and it said nothing at all
+        self.needed_at = now
+        self._link = plane.link(
+            identity, detail.kv_endpoint, self._on_message, self._on_down, self.name
+        )
+
+    @property
+    def name(self) -> str:
+        return f"decode-{self.detail.rank}"
+
+    def send(self, frame: Frame, *payload: Buffer, track: bool = False) -> Sending | None:
+        """Send now or as soon as the peer takes it.
+
+        Raises:
+            WireError: Too much waits for this peer already, or the link is closed.
+        """
+        return self._link.send(encode(frame, *payload), track=track)
+
+    def tell(self, frame: Frame, *payload: Buffer) -> None:
+        """Send what the peer can do without: its lease ends the transfer then."""
+        try:
+            self.send(frame, *payload)
+        except WireError as error:
+            log.warning("frame dropped", peer=self.name, tag=frame.tag.name, reason=error.message)
+
+    def fail_all(self) -> None:
+        """Nothing that is under way will be answered."""
+        for receiver in list(self.receivers.values()):
+            receiver.fail(PeerLost(self.name))
+
+    async def close(self) -> None:
+        await self._link.close(0.5)
+
+    def _on_message(self, parts: list[Buffer]) -> None:
+        self.num_heard += 1
+        self.is_mute = False
+        try:
+            self._dispatch(decode(parts))
+        except RemoteProtocolError as error:
+            log.warning("bad frame from decode worker", peer=self.name, reason=error.message)
+            self.tell(Error(0, error.code), encode_map(ErrorDetail(message=error.message)))
+
+    def _dispatch(self, message: Message) -> None:
+        match frame := message.frame:
+            case KvCacheAck() | Error():
+                receiver = self.receivers.get(frame.request_id)
+            case _:
+                raise RemoteProtocolError(f"a decode worker does not send {frame.tag.name}")
+        if receiver is None:  # it has ended here, or is about no transfer at all
+            log.debug("late answer", peer=self.name, tag=frame.tag.name, request=frame.request_id)
+            return
+        try:
+            if isinstance(frame, Error):
+                receiver.on_error(frame.code, decode_error(message.body()).message)
+            else:
+                receiver.on_ack(frame, Credit.unpack(message.body()))
+        except RemoteProtocolError as error:
+            receiver.fail(error)
+            raise
+
+    def _on_down(self) -> None:
+        log.warning("decode worker lost", peer=self.name, transfers=len(self.receivers))
+        self.fail_all()
+
+
+class DecodePeers:
+    """All decode workers known here."""
+
+    def __init__(
+        self, identity: bytes, plane: Plane, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._identity = identity
+        self._plane = plane
+        self._clock = clock
+        self._named: dict[str, list[PeerDetail]] = {}  # by router endpoint
+        self._peers: dict[str, DecodePeer] = {}  # by KV endpoint
+        self._closing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    def update(self, router: str, details: list[PeerDetail]) -> None:
+        """Take a PEERS frame of one router; connect to whom it names."""
+        self._named[router] = details
+        for detail in details:
+            self._connect(detail)
+
+    def find(self, router: str, rank: int) -> DecodePeer | None:
+        """The decode worker of this rank, or for `ANY_RANK` any, that this router named."""
+        for detail in self._named.get(router, ()):
+            if rank in (detail.rank, ANY_RANK):
+                return self._connect(detail)
+        return None
+
+    def tick(self, now: float) -> None:
+        """Let go of links that nobody needs, and of those that are dead without having closed."""
+        named = {detail.kv_endpoint for details in self._named.values() for detail in details}
+        for endpoint, peer in list(self._peers.items()):
+            if endpoint in named or peer.receivers:
+                peer.needed_at = now
+            if peer.is_mute or now - peer.needed_at >= KEEP_S:
+                peer.fail_all()
+                self._close(self._peers.pop(endpoint))
+
+    async def close(self) -> None:
+        """Let go of all, for good: a socket opened now would keep the plane from closing."""
+        self._is_closed = True
+        for peer in self._peers.values():
+            self._close(peer)
+        self._peers.clear()
+        await asyncio.gather(*self._closing)
+
+    def _connect(self, detail: PeerDetail) -> DecodePeer | None:
+        if self._is_closed:
+            return None
+        peer = self._peers.get(detail.kv_endpoint)
+        if peer is not None:
+            peer.detail = detail  # a restarted worker may listen where the old one did
+            return peer
+        try:
+            peer = DecodePeer(detail, self._identity, self._plane, self._clock())
+        except (OSError, ConfigError) as error:
+            log.error("no way to the decode worker", rank=detail.rank, reason=str(error))
+            return None
+        self._peers[detail.kv_endpoint] = peer
+        return peer
+
+    def _close(self, peer: DecodePeer) -> None:
+        task = asyncio.create_task(peer.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

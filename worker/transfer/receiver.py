@@ -1,0 +1,296 @@
+"""The receiving side of KV transfers: `wire.receiver` with socket, engine and cache.  SPEC 6.
+
+An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine, or for the
+same text that is on its way already (`worker.engine.reservations`); only then is a byte let in.
+Segments are verified and unpacked on the transfer thread.  Blocks of a transfer that ended early
+are given back when no copy writes to them any more.  A transfer that is complete waits, for a lease
+at most, until the decode role takes it.
+
+Only prefill workers may offer, and what they offer counts for nothing until a router has asked for
+it (`claim`): nobody shares it, it holds a part of the memory at most, and its time is short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import structlog
+
+from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, TransferFailed, WireError
+from wire.frames import Cancel, Error, Frame, KvCache, Role
+from wire.identity import Identity
+from wire.parts import Buffer, Message, decode, encode
+from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
+from wire.transfer import Ack, KVReceiver, Segment
+from worker.config import Config
+from worker.engine.outputs import Reserved
+from worker.executor.contract import KVCache, ModelInfo
+from worker.interfaces import Computing, Copying, Plane
+from worker.transfer.budget import IncomingTransfer, TransferBudget
+
+log = structlog.get_logger("worker")
+
+# More than can end while an offer is under way; 100 bytes each.
+MAX_ENDED: Final = 4096
+# Offers of one peer at a time, those that only wait included.  A router places 256 requests on a
+# prefill worker by default: four such routers.
+MAX_OFFERS: Final = 1024
+
+
+class IncomingTransfers:
+    """Every KV cache that is arriving here, and the socket they arrive on."""
+
+    def __init__(
+        self,
+        config: Config,
+        info: ModelInfo,
+        cache: KVCache,
+        engine: Computing,
+        copies: Copying,
+        plane: Plane,
+        is_asked_for: Callable[[KVReceiver], bool],
+        on_complete: Callable[[int], None],
+        on_failed: Callable[[int, WireError], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lease_s = config.lease_s or 30.0  # until the first WELCOME, before which none offers
+        self._config = config
+        self._info = info
+        self._cache = cache
+        self._engine = engine
+        self._copies = copies
+        self._clock = clock
+        self._is_asked_for = is_asked_for  # or WireError: the offer is refused
+        self._on_complete = on_complete
+        self._on_failed = on_failed
+        self._transfers: dict[int, IncomingTransfer] = {}
+        self.budget = TransferBudget(config.max_kv_inflight_bytes, self._reserve)
+        self._stores: set[asyncio.Task[None]] = set()
+        # A router's CANCEL may overtake the offer it is about: the sockets are not the same.
+        self._ended: dict[int, None] = {}
+        self.lost_epochs: dict[str, int] = {}  # of routers by endpoint; no offer of theirs is taken
+        self._hub = plane.hub(self._on_message, self._on_lost)
+        bound = self._hub.bind(config.kv_bind)
+        self.endpoint = config.kv_advertise or bound
+
+    @property
+    def inflight_bytes(self) -> int:
+        return sum(transfer.receiver.inflight_bytes for transfer in self._transfers.values())
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(tuple(self._transfers))  # of now: they may end meanwhile
+
+    def is_complete(self, request_id: int) -> bool:
+        transfer = self._transfers.get(request_id)
+        return transfer is not None and transfer.receiver.is_complete
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._transfers
+
+    def claim(self, request_id: int) -> None:
+        """Note that a router asks for this transfer, wherever it is."""
+        transfer = self._transfers[request_id]
+        transfer.receiver.claim(self._clock())
+        self.budget.claim(transfer)
+        self._engine.post(lambda engine: engine.claim(request_id))
+
+    def take(self, request_id: int) -> KVReceiver:
+        """Take a complete transfer over; its blocks are the engine's sequence from now on."""
+        return self._transfers.pop(request_id).receiver
+
+    def get(self, request_id: int) -> KVReceiver | None:
+        transfer = self._transfers.get(request_id)
+        return None if transfer is None else transfer.receiver
+
+    def on_reserved(self, reserved: Reserved) -> None:
+        """The engine has blocks: let the KV come."""
+        transfer = self._transfers.get(reserved.request_id)
+        if transfer is None:
+            return  # ended meanwhile, and the engine has been told
+        transfer.block_table = reserved.block_table
+        self._answer(transfer, transfer.receiver.accept(reserved.cached_tokens, self._clock()))
+
+    def fail(self, request_id: int, error: WireError) -> None:
+        """End a transfer because of `error` and tell both sides."""
+        if transfer := self._transfers.get(request_id):
+            self._refuse(transfer.peer, request_id, error)
+            self._end(transfer, error)
+
+    def cancel(self, request_id: int) -> None:
+        """End a transfer because nobody wants it, also one that has not been offered yet."""
+        self._ended[request_id] = None
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        if transfer := self._transfers.get(request_id):
+            transfer.receiver.cancel()
+            error = WireError(ErrorCode.CANCELLED, "the request was cancelled")
+            self._refuse(transfer.peer, request_id, error)
+            self._drop(transfer)
+
+    def tick(self, now: float) -> None:
+        for request_id, transfer in list(self._transfers.items()):
+            receiver = transfer.receiver
+            if receiver.expired(now):
+                self.fail(request_id, TransferFailed(receiver.peer, receiver.overdue))
+
+    async def close(self) -> None:
+        leaving = WireError(ErrorCode.DRAINING, "the decode worker is leaving")
+        for request_id in self:
+            self.fail(request_id, leaving)
+        await asyncio.gather(*self._stores, return_exceptions=True)
+        await self._hub.close(0.5)
+
+    # Frames of prefill workers.
+
+    def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
+        request_id = 0
+        try:
+            if Identity.parse(peer).role is not Role.PREFILL:
+                raise RemoteProtocolError("only prefill workers speak here: prefill-<rank>-<epoch>")
+            message = decode(parts)
+            match frame := message.frame:
+                case KvCache():
+                    request_id = frame.request_id
+                    self._on_kv_cache(peer, frame, message)
+                case Cancel():
+                    self._on_cancel(peer, frame.request_id)
+                case Error():
+                    log.warning("error from prefill worker", request=frame.request_id)
+                case _:
+                    raise RemoteProtocolError(f"{frame.tag.name} is not a frame of the KV plane")
+        except WireError as error:
+            log.warning("frame refused", request=request_id, reason=error.message)
+            self._refuse(peer, request_id, error)
+
+    def _on_kv_cache(self, peer: bytes, frame: KvCache, message: Message) -> None:
+        transfer = self._transfers.get(frame.request_id)
+        if transfer is None and frame.segment == 0 and message.payload:
+            self._on_offer(peer, frame.request_id, message)
+        elif transfer is None or transfer.peer != peer:
+            raise unknown()
+        elif frame.segment == 0:
+            self._answer(transfer, transfer.receiver.on_keepalive(self._clock()))
+        else:
+            self._on_segment(transfer, frame, message.payload)
+
+    def _on_segment(
+        self, transfer: IncomingTransfer, frame: KvCache, payload: tuple[Buffer, ...]
+    ) -> None:
+        try:
+            segment = transfer.receiver.on_segment(frame, payload, self._clock())
+        except WireError as error:
+            self.fail(frame.request_id, error)
+            return
+        if segment is not None:
+            task = asyncio.create_task(self._store(transfer, segment))
+            self._stores.add(task)
+            task.add_done_callback(self._stores.discard)
+
+    def _on_offer(self, peer: bytes, request_id: int, message: Message) -> None:
+        if request_id in self._ended or request_id >> 32 in self.lost_epochs.values():
+            raise unknown()
+        if sum(transfer.peer == peer for transfer in self._transfers.values()) >= MAX_OFFERS:
+            raise WireError(ErrorCode.OVERLOADED, f"{MAX_OFFERS} offers of yours are here already")
+        receiver = KVReceiver(
+            request_id,
+            decode_map(Offer, message.body()),
+            layout=self._info.layout,
+            max_bytes=self._config.max_kv_transfer_bytes,
+            credit_bytes=self._config.credit_bytes,
+            lease_s=self.lease_s,
+            now=self._clock(),
+            peer=peer.decode().rpartition("-")[0],
+        )
+        if self._is_asked_for(receiver):
+            receiver.claim(self._clock())
+        transfer = IncomingTransfer(peer, receiver, self._config.credit_bytes)
+        self._transfers[request_id] = transfer
+        self.budget.wait(transfer)
+
+    def _on_cancel(self, peer: bytes, request_id: int) -> None:
+        transfer = self._transfers.get(request_id)
+        if transfer is not None and transfer.peer == peer:
+            error = TransferFailed(transfer.receiver.peer, "the prefill worker gave it up")
+            self._end(transfer, error)
+
+    def _on_lost(self, peer: bytes) -> None:
+        for request_id, transfer in list(self._transfers.items()):
+            if transfer.peer == peer and not transfer.receiver.is_complete:
+                self.fail(request_id, PeerLost(transfer.receiver.peer))
+
+    # From an offer to its last byte.
+
+    def _reserve(self, transfer: IncomingTransfer) -> None:
+        """Its turn has come: now it waits for blocks."""
+        receiver, peer = transfer.receiver, transfer.peer.decode()
+        self._engine.post(
+            lambda engine: engine.reserve(
+                receiver.request_id, receiver.token_ids, peer, is_claimed=receiver.is_claimed
+            )
+        )
+
+    async def _store(self, transfer: IncomingTransfer, segment: Segment) -> None:
+        receiver = transfer.receiver
+        try:
+            await self._copies.run(self._unpack, transfer, segment)
+        except Exception as problem:
+            error = problem
+            if not isinstance(error, WireError):
+                log.exception("a segment could not be unpacked", request=receiver.request_id)
+                error = WireError(ErrorCode.INTERNAL, "the KV could not be unpacked")
+            receiver.broken(segment, error)
+            self.fail(receiver.request_id, error)
+        else:
+            self._answer(transfer, receiver.stored(segment, self._clock()))
+        self._give_back(transfer)
+
+    def _unpack(self, transfer: IncomingTransfer, segment: Segment) -> None:
+        if not transfer.receiver.is_over:
+            transfer.receiver.verify(segment)
+            self._cache.unpack(transfer.block_table, segment.rectangle, segment.kv)
+
+    def _answer(self, transfer: IncomingTransfer, ack: Ack | None) -> None:
+        if ack is None:
+            return
+        frame, credit = ack
+        self._send(transfer.peer, frame, credit.pack())
+        if credit.ready and transfer.share_bytes:
+            self.budget.end(transfer)
+            self._on_complete(frame.request_id)
+
+    def _end(self, transfer: IncomingTransfer, error: WireError) -> None:
+        transfer.receiver.fail(error)
+        self._drop(transfer)
+        self._on_failed(transfer.receiver.request_id, error)
+
+    def _drop(self, transfer: IncomingTransfer) -> None:
+        """Forget a transfer that is over; its blocks follow when no copy writes to them."""
+        del self._transfers[transfer.receiver.request_id]
+        transfer.is_dropped = True
+        self.budget.end(transfer)
+        self._give_back(transfer)
+
+    def _give_back(self, transfer: IncomingTransfer) -> None:
+        receiver = transfer.receiver
+        if transfer.is_dropped and receiver.num_unpacking == 0:
+            self._engine.post(lambda engine: engine.cancel(receiver.request_id))
+
+    def _refuse(self, peer: bytes, request_id: int, error: WireError) -> None:
+        detail = ErrorDetail(message=error.message, stage="transfer")
+        self._send(peer, Error(request_id, error.code), encode_map(detail))
+
+    def _send(self, peer: bytes, frame: Frame, payload: bytes) -> None:
+        try:
+            self._hub.send(peer, encode(frame, payload))
+        except WireError as error:
+            log.debug("frame dropped", tag=frame.tag.name, reason=error.message)
+
+
+def unknown() -> WireError:
+    return WireError(ErrorCode.UNKNOWN_REQUEST, "there is no such transfer here")

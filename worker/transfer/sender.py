@@ -1,0 +1,176 @@
+"""One request's KV on its way to a decode worker: `wire.sender` with a cache and a socket.  SPEC 6.
+
+`run` packs the next segments on the transfer threads and sends them without another copy, as long
+as there is one that is computed and within the credit.  Packing copies, so what libzmq still holds
+when a transfer is over are our buffers, never blocks; and what was packed of blocks that were given
+back meanwhile is not sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+
+from wire.aio.zmq import Sending
+from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
+from wire.frames import Cancel, KvCacheAck
+from wire.payloads import Credit
+from wire.transfer import KVSender, Rectangle, segment_digest
+from worker.executor.contract import KVCache
+from worker.interfaces import Copying
+from worker.transfer.peers import DecodePeer
+
+log = structlog.get_logger("worker")
+
+# The bytes of a segment, and their digest.
+Packed = tuple[memoryview, int]
+
+
+class OutgoingTransfer:
+    """The sending end of one transfer.  `on_end` is called once, when it is over: done or failed.
+
+    `make_sender(now)` makes the protocol's end of it, anew for the offer: until there are blocks
+    the request only waits, and no lease runs.
+    """
+
+    def __init__(
+        self,
+        make_sender: Callable[[float], KVSender],
+        peer: DecodePeer,
+        cache: KVCache,
+        copies: Copying,
+        on_end: Callable[[OutgoingTransfer], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.sender = make_sender(clock())
+        self.peer = peer
+        self._make_sender = make_sender
+        self._cache = cache
+        self._copies = copies
+        self._clock = clock
+        self._on_end = on_end
+        self._block_table: tuple[int, ...] = ()
+        self.is_offered = False
+        self._num_heard = 0  # of the peer, before the offer
+        self._sendings: list[Sending] = []
+        self._wake = asyncio.Event()
+
+    @property
+    def request_id(self) -> int:
+        return self.sender.request_id
+
+    @property
+    def inflight_bytes(self) -> int:
+        return 0 if self.sender.is_over else self.sender.kv_bytes - self.sender.acked_bytes
+
+    def offer(self, block_table: tuple[int, ...], cached_tokens: int, now: float) -> None:
+        """Offer it: there are blocks, and `cached_tokens` have their KV.  Then call `run`."""
+        self.sender = self._make_sender(now)
+        self._block_table = block_table
+        self._num_heard = self.peer.num_heard
+        offer = self.sender.offer()
+        self.is_offered = True
+        self.peer.receivers[self.request_id] = self
+        self.peer.tell(*offer)
+        if cached_tokens:
+            self.sender.advance(cached_tokens, now)
+
+    async def run(self) -> None:
+        """Send until it is over, then wait until the socket has let go of every buffer."""
+        try:
+            await self._send_all()
+        except WireError as error:
+            self.fail(error)
+        except Exception:
+            log.exception("transfer broke", request=self.request_id)
+            self.fail(WireError(ErrorCode.INTERNAL, "the transfer of the KV broke"))
+        del self.peer.receivers[self.request_id]
+        self._on_end(self)
+        for sending in self._sendings:
+            await sending.wait()
+
+    def advance(self, num_tokens: int, now: float) -> None:
+        self.sender.advance(num_tokens, now)
+        self._wake.set()
+
+    # How it goes on, or ends.
+
+    def on_ack(self, ack: KvCacheAck, credit: Credit) -> None:
+        try:
+            self.sender.on_ack(ack, credit, self._clock())
+        except RemoteProtocolError as error:  # the sender has failed by it
+            log.warning("bad ACK", request=self.request_id, reason=error.message)
+            self.peer.tell(Cancel(self.request_id, error.code))
+        self._wake.set()
+
+    def on_error(self, code: int, message: str) -> None:
+        """The decode worker wants no more of it, and has freed what it held."""
+        self.sender.on_error(code, message)
+        self._wake.set()
+
+    def fail(self, error: WireError) -> None:
+        """It cannot go on: the peer is lost or silent, or we are broken."""
+        if not self.sender.is_over:
+            self.sender.fail(error)
+            self._take_back(error.code)
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        if not self.sender.is_over:
+            self.sender.cancel()
+            self._take_back(ErrorCode.CANCELLED)
+
+    def tick(self, now: float) -> None:
+        if not self.is_offered or self.sender.is_over:
+            return
+        if self.sender.expired(now):
+            self.peer.is_mute = self.peer.num_heard == self._num_heard
+            self.fail(TransferFailed(self.peer.name, "no answer within the lease"))
+        elif (keepalive := self.sender.keepalive(now)) is not None:
+            self.peer.tell(keepalive)
+
+    def _take_back(self, code: int) -> None:
+        """Have the decode worker free what it reserved."""
+        if self.is_offered:
+            self.peer.tell(Cancel(self.request_id, code))
+        self._wake.set()
+
+    # Segments.
+
+    async def _send_all(self) -> None:
+        """Pack as many segments at a time as copies run at once, and send them in their order."""
+        packing: deque[tuple[Rectangle, asyncio.Future[Packed]]] = deque()
+        try:
+            while not self.sender.is_over:
+                while len(packing) < self._copies.num_at_once:
+                    if (rectangle := self.sender.next_segment()) is None:
+                        break
+                    run = self._copies.run(self._pack, rectangle)
+                    packing.append((rectangle, asyncio.ensure_future(run)))
+                if packing:
+                    rectangle, packed = packing.popleft()
+                    self._send_segment(rectangle, *await packed)
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
+        finally:
+            for _, packed in packing:
+                packed.cancel()
+            await asyncio.gather(*(packed for _, packed in packing), return_exceptions=True)
+
+    def _send_segment(self, rectangle: Rectangle, kv: memoryview, digest: int) -> None:
+        segment = self.sender.segment(rectangle, kv, self._clock(), digest=digest)
+        if segment is None:
+            return  # ended meanwhile; what was packed may be anyone's by now
+        sending = self.peer.send(*segment, track=True)
+        self._sendings = [sending for sending in self._sendings if not sending.done]
+        if sending is not None:
+            self._sendings.append(sending)
+
+    def _pack(self, rectangle: Rectangle) -> Packed:
+        kv = self._cache.pack(self._block_table, rectangle)
+        return kv, segment_digest(self.request_id, kv)

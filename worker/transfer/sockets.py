@@ -1,0 +1,74 @@
+"""The sockets of the KV plane: one ZeroMQ context apart from the bus, and bounds made for segments.
+
+Segments are large and few.  A deep queue in libzmq would hold gigabytes that nobody counts, so it
+is short, and what waits beyond it is counted by us; the credit bounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypedDict
+
+from wire.aio.zmq import Context, Hub, Link, terminate
+from wire.parts import Buffer
+from wire.process.keys import Keys
+from wire.segment import MAX_SEGMENT_BYTES
+
+# Messages that libzmq may hold for one peer and direction.
+HIGH_WATER_MARK: Final = 16
+# More than receivers grant together; a peer that lets so much pile up gets no more.
+MAX_QUEUE_BYTES: Final = 1 << 30
+# What a map has around its one large field.
+MAP_BYTES: Final = 64 << 10
+
+
+class _Bounds(TypedDict):
+    zero_copy: bool
+    max_message_bytes: int
+    max_queue_bytes: int
+    high_water_mark: int
+    context: Context
+    keys: Keys | None
+
+
+class KVPlane:
+    """Makes KV sockets.  Close them first, then this."""
+
+    def __init__(self, max_model_len: int, keys: Keys | None = None) -> None:
+        # The largest part is a segment, or the offer of the longest prompt.
+        part_bytes = max(MAX_SEGMENT_BYTES, 4 * max_model_len) + MAP_BYTES
+        self._bounds = _Bounds(
+            zero_copy=True,
+            max_message_bytes=part_bytes,
+            max_queue_bytes=max(MAX_QUEUE_BYTES, 2 * part_bytes),
+            high_water_mark=HIGH_WATER_MARK,
+            context=Context(),
+            keys=keys,
+        )
+
+    def hub(
+        self,
+        on_message: Callable[[bytes, list[Buffer]], None],
+        on_lost: Callable[[bytes], None],
+    ) -> Hub:
+        """Return the socket of a decode worker, not bound yet."""
+        return Hub(on_message, on_lost=on_lost, **self._bounds)
+
+    def link(
+        self,
+        identity: bytes,
+        endpoint: str,
+        on_message: Callable[[list[Buffer]], None],
+        on_down: Callable[[], None],
+        server: str = "",
+    ) -> Link:
+        """Connect a prefill worker to a decode worker, with keys to the party `server` only.
+
+        Raises:
+            OSError: The endpoint, which it names, makes no sense.
+            ConfigError: No key of that party is known.
+        """
+        return Link(identity, endpoint, on_message, on_down=on_down, server=server, **self._bounds)
+
+    async def close(self) -> None:
+        await terminate(self._bounds["context"])
