@@ -4,42 +4,65 @@
     any of them -> done | error | cancelled
 
 The faces submit and cancel, the bus passes on what workers say (`router.core.replies`), sinks hear
-of it.  A failed attempt is followed by another that goes on at the next token
-(`router.core.failover`).  Pure: it sends through a callable and takes its time from an injected
-clock; `tick` looks for what is overdue.
+of it.  Ending is one function, `_end`: whatever comes first takes the request off the books, and
+whatever comes later finds nothing.  A failed attempt is followed by another that goes on at the
+next token (`router.core.failover`), or ends its request; that too is one function, `fail_attempt`.
+Pure: it sends through a callable and takes its time from an injected clock; `tick` looks for what
+is overdue.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Final
 
 import structlog
+from msgspec import structs
 
+from router.core.failover import AGAIN, RetryBudget, at_fault, given_up, pause_s
 from router.core.fleet import Fleet
 from router.core.index import PrefixIndex
 from router.core.placement import Placement
+from router.core.queue import Queue, heaviest_first
 from router.core.replies import Replies
 from router.core.request import Request, Sink
-from router.core.state import Limits, Observer, RequestState, Send, new_tokens
-from router.core.table import RequestTable
-from router.core.worker import Worker
-from wire.errors import ErrorCode, WireError
-from wire.frames import AS_MANY_AS_FIT
+from router.core.state import (
+    Attempt,
+    Limits,
+    Observer,
+    Phase,
+    RequestState,
+    Send,
+    new_tokens,
+    no_worker,
+)
+from router.core.worker import Worker, WorkerState
+from wire.errors import ErrorCode, PeerLost, WireError
+from wire.frames import AS_MANY_AS_FIT, NO_RANK, Cancel, DecodeRequest, Drain, PrefillRequest, Role
 from wire.parts import Message
-from wire.payloads import Usage
+from wire.payloads import Usage, encode_continuation, encode_prompt
 
 __all__ = ["Dispatcher", "Limits", "Observer", "Send"]
 
 log = structlog.get_logger("router")
 
+# A prefilled request keeps its room for this long, whoever waits: a client that answers
+# PREFILL_DONE with DECODE_REQUEST needs one way there and back, be it around the world.  SPEC 7
+HOLD_GRACE_S: Final = 1.0
+
 
 class Dispatcher:
     """Every request of this router.
 
-    `rejected` counts refused submissions by the label of their code; `is_draining` refuses all new
-    ones.  `router_epoch` (u32) fills the upper half of request ids.
+    `router_epoch` (u32) fills the upper half of request ids.
+
+    Attributes:
+        is_draining: Refuses all new requests.
+        rejected: Refused submissions, by the label of their code.
+        failovers: Attempts that were followed by another, by the label of what they failed with.
+        observers: Who hears of every end; append to it.
     """
 
     def __init__(
@@ -54,39 +77,37 @@ class Dispatcher:
     ) -> None:
         self.is_draining = False
         self._limits = limits
+        self._fleet = fleet
         self._send = send
         self._clock = clock
         self._placement = Placement(fleet, index, limits=limits, router_epoch=router_epoch)
-        self._table = RequestTable(fleet, self._placement, send, limits=limits, clock=clock)
-        self._replies = Replies(self._table, self._placement, send, limits=limits, clock=clock)
+        self._budget = RetryBudget(limits.retry_burst, clock())
+        self._replies = Replies(self, self._placement, limits=limits, clock=clock)
         self._handles = itertools.count(1)
 
+        self._open: dict[int, RequestState] = {}  # by handle
+        self._attempts: dict[int, Attempt] = {}  # by request id
+        self._waiting = Queue()
+        self._resting: list[tuple[float, RequestState]] = []  # until when, before another attempt
+
         self.rejected: Counter[str] = Counter()
+        self.failovers: Counter[str] = Counter()
+        self.observers: list[Observer] = []
 
     @property
     def num_running(self) -> int:
         """Requests that are placed on workers."""
-        return len(self._table.attempts)
+        return len(self._attempts)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait: for a worker with room, or to be tried again."""
-        return len(self._table.open) - len(self._table.attempts)
+        return len(self._open) - len(self._attempts)
 
     @property
     def dropped(self) -> Counter[str]:
         """Frames of workers that changed nothing, by the reason."""
         return self._replies.dropped
-
-    @property
-    def failovers(self) -> Counter[str]:
-        """Attempts that were followed by another, by the label of the code they failed with."""
-        return self._table.failovers
-
-    @property
-    def observers(self) -> list[Observer]:
-        """Who hears of every end; append to it."""
-        return self._table.observers
 
     def check_prompt(self, num_tokens: int) -> None:
         """Refuse a prompt that no worker takes, before its ids are read.
@@ -122,7 +143,7 @@ class Dispatcher:
         try:
             if self.is_draining:
                 raise WireError(ErrorCode.DRAINING, "the router is shutting down")
-            self._table.add(state)
+            self._add(state)
         except WireError as error:
             self.rejected[error.code.label] += 1
             raise
@@ -130,7 +151,7 @@ class Dispatcher:
 
     def decode(self, handle: int, max_new_tokens: int) -> None:
         """The client of a request without `max_new_tokens` says how many it wants; once."""
-        state = self._table.open.get(handle)
+        state = self._open.get(handle)
         if state is None or state.is_decode_asked:
             return
         state.is_decode_asked = True
@@ -141,39 +162,39 @@ class Dispatcher:
                 state.new_tokens = max_new_tokens
             self._placement.check_length(state)
         except WireError as error:
-            self._table.fail(state, error)
+            self._fail(state, error)
         else:
-            self._replies.go_on(state)
-        self._table.place_waiting()
+            self.go_on(state)
+        self._place_waiting()
 
     def stop(self, handle: int) -> None:
         """End a request whose client has all it asked for, a stop string came: a success."""
-        state = self._table.open.get(handle)
+        state = self._open.get(handle)
         if state is not None:
             usage = Usage(finish_reason="stop", kv_bytes=state.kv_bytes)
-            self._table.end(state, None, usage=usage)
-            self._table.place_waiting()
+            self._end(state, None, usage=usage)
+            self._place_waiting()
 
     def cancel(self, handle: int, code: ErrorCode = ErrorCode.CANCELLED) -> None:
         """Drop a request; its sink hears nothing more.  Unknown handles are ignored."""
-        state = self._table.open.get(handle)
+        state = self._open.get(handle)
         if state is not None:
-            self._table.end(state, code)
-            self._table.place_waiting()
+            self._end(state, code)
+            self._place_waiting()
 
     def cancel_all(self, code: ErrorCode, message: str) -> None:
         """End every request with this error: the time to drain is over."""
-        for state in list(self._table.open.values()):
-            self._table.fail(state, WireError(code, message))
+        for state in list(self._open.values()):
+            self._fail(state, WireError(code, message))
 
     def tick(self) -> None:
         """End what is overdue, and what holds room that others wait for without need of it.
 
         Call it several times a second.
         """
-        self._table.fail_overdue()
-        self._table.place_waiting()
-        self._table.make_way()
+        self._fail_overdue()
+        self._place_waiting()
+        self._make_way()
 
     def on_message(self, peer: bytes, message: Message) -> None:
         """Take a message of a registered worker.
@@ -183,17 +204,288 @@ class Dispatcher:
                 request raises nothing and ends that request.
         """
         self._replies.on_message(peer, message)
-        self._table.place_waiting()
+        self._place_waiting()
 
     def on_lost(self, peer: bytes) -> None:
         """A worker is gone, back anew, or stands still: what was placed on it goes elsewhere."""
-        self._table.fail_worker(peer)
-        self._table.place_waiting()
+        self._fail_worker(peer)
+        self._place_waiting()
 
     def on_capacity(self) -> None:
         """A worker joined or freed blocks."""
-        self._table.place_waiting()
+        self._place_waiting()
+
+    # What replies of workers do to a request.
+
+    def attempt(self, request_id: int) -> Attempt | None:
+        """Return the attempt of this id that is under way; None: it has ended, or never was."""
+        return self._attempts.get(request_id)
+
+    def is_open(self, state: RequestState) -> bool:
+        """Whether the request has not ended yet."""
+        return state.handle in self._open
+
+    def go_on(self, state: RequestState) -> None:
+        """The first token is there, or the client asks for the rest: ask for it if both are so."""
+        if state.phase is not Phase.HELD or not state.is_decode_asked:
+            return
+        attempt, num_left = state.attempt, state.num_left
+        if num_left == 0:
+            self.finish_early(state, "length")
+        elif attempt is None:  # It failed while the client made up its mind.
+            self._requeue(state)
+        elif num_left is not None and attempt.decode is not None:
+            state.phase, state.due = Phase.DECODE, state.deadline
+            self._send(
+                attempt.decode.identity,
+                DecodeRequest(attempt.request_id, num_left),
+                encode_continuation(state.token_ids, attempt.options(self._clock())),
+            )
+
+    def finish_early(self, state: RequestState, reason: str) -> None:
+        """End a request well that needs no decoding."""
+        attempt = state.attempt
+        if attempt is not None and attempt.decode is None:
+            self.release_prefill(attempt)  # It handed nothing over: it is done.
+        self.finish(state, Usage(finish_reason=reason, kv_bytes=state.kv_bytes))
+
+    def finish(self, state: RequestState, usage: Usage) -> None:
+        """End a request well; `completion_tokens` is what the client really got."""
+        usage = structs.replace(usage, completion_tokens=len(state.generated))
+        if self._end(state, None, usage=usage):
+            try:
+                state.sink.on_done(usage)
+            except Exception:
+                log.exception("a sink failed", client=state.request.client)
+
+    def drop_sink(self, state: RequestState) -> None:
+        """A sink raised: log it (from the except clause) and end its request, and no other."""
+        log.exception("a sink failed", client=state.request.client)
+        self._fail(state, WireError(ErrorCode.INTERNAL, "internal error of the router"))
+
+    def fail_attempt(
+        self,
+        attempt: Attempt,
+        error: WireError,
+        *,
+        blamed: Worker | None = None,
+        spare: Worker | None = None,
+    ) -> None:
+        """An attempt is over: make another one, or end its request with `error`.
+
+        Its workers are told to drop it, all but the one to `spare`, which has done so.  The next
+        one is placed elsewhere than on the `blamed`, if it can.
+        """
+        state, now = attempt.state, self._clock()
+        if state.num_left == 0:  # The client has every token: only the end was missing.
+            self.finish(state, Usage(finish_reason="length", kv_bytes=state.kv_bytes))
+            return
+        reason = self._no_retry(state, error, now)
+        if reason is not None:
+            self._fail(state, given_up(state, error, reason), spare)
+            return
+        state.trouble = given_up(state, error, "no worker had room for another")
+        state.avoided |= at_fault(attempt, error, blamed)
+        self._abandon(attempt, ErrorCode.CANCELLED, spare)
+        state.attempt = None
+        self.failovers[error.code.label] += 1
+        log.warning("attempt failed, another follows", reason=error.message, code=error.code.label)
+        if state.phase is Phase.HELD:
+            return  # The client has not said that it wants more.
+        pause = pause_s(state, error)
+        if pause:
+            state.phase, state.due = Phase.WAITING, state.deadline
+            self._resting.append((now + pause, state))
+        else:
+            self._requeue(state)
+
+    def release_prefill(self, attempt: Attempt) -> None:
+        """The prefill worker has nothing more to do for this attempt."""
+        worker = self._placement.release_prefill(attempt)
+        if worker is not None:
+            self.let_go(worker)
+
+    def release_decode(self, attempt: Attempt) -> None:
+        """The decode worker has nothing more to do for this attempt."""
+        worker = self._placement.release_decode(attempt)
+        if worker is not None:
+            self.let_go(worker)
 
     def let_go(self, worker: Worker) -> None:
-        """A worker drains: echo DRAIN as soon as nothing refers to it."""
-        self._table.let_go(worker)
+        """Echo DRAIN to a draining worker that nothing refers to any more."""
+        if worker.state is WorkerState.DRAINING and not worker.attempts:
+            self._send(worker.identity, Drain(worker.epoch, 0))
+
+    # Waiting, placing, ending.
+
+    def _add(self, state: RequestState) -> None:
+        """Place a request, or let it wait behind those that wait already.
+
+        Raises:
+            WireError: It can never be served, or too many are waiting: OVERLOADED, or NO_WORKER if
+                it is a worker that is missing, not its room.
+        """
+        self._placement.check(state, self._clock())
+        if self._waiting.is_behind(state) or not self._place(state):
+            self._make_room(state)
+            self._waiting.add(state)
+        self._open[state.handle] = state
+        self._budget.earn()
+
+    def _requeue(self, state: RequestState) -> None:
+        """Let a request without an attempt have another, before those that had none yet."""
+        state.phase = Phase.WAITING
+        state.due = min(state.deadline, self._clock() + self._limits.queue_timeout_s)
+        self._waiting.add_first(state)
+
+    def _place_waiting(self) -> None:
+        """Place what waits while there is room."""
+        if self._resting:
+            self._wake()
+        while (state := self._waiting.first()) is not None and self._place(state):
+            self._waiting.remove(state)
+
+    def _make_way(self) -> None:
+        """Place what waits, ending what is held without being asked on where there is no room."""
+        while (state := self._waiting.first()) is not None:
+            if self._place(state):
+                self._waiting.remove(state)
+                continue
+            giving = self._placement.give_way(state, self._giving_way())
+            if not giving:
+                return
+            for each in giving:
+                message = (
+                    "others need the room of the KV cache, and no DECODE_REQUEST came within "
+                    f"{HOLD_GRACE_S:g} s of PREFILL_DONE; send it with PREFILL_REQUEST"
+                )
+                self._fail(each, WireError(ErrorCode.OVERLOADED, message))
+
+    def _end(
+        self,
+        state: RequestState,
+        code: ErrorCode | None,
+        *,
+        usage: Usage | None = None,
+        spare: Worker | None = None,
+    ) -> bool:
+        """Take a request off the table, silently; False when it has ended already.
+
+        Its workers are told to drop it, all but the one to `spare`, which has done so.
+        """
+        if self._open.pop(state.handle, None) is None:
+            return False
+        self._waiting.remove(state)
+        if state.attempt is not None:
+            self._abandon(state.attempt, code or ErrorCode.CANCELLED, spare)
+        end = state.end(self._clock(), code, usage)
+        for observer in self.observers:
+            observer.on_request_end(end)
+        state.sink.on_end(end)
+        return True
+
+    def _fail(self, state: RequestState, error: WireError, spare: Worker | None = None) -> None:
+        """End a request with an error."""
+        if self._end(state, error.code, spare=spare):
+            try:
+                state.sink.on_error(error)
+            except Exception:
+                log.exception("a sink failed", client=state.request.client)
+
+    def _fail_worker(self, peer: bytes) -> None:
+        """Fail every attempt that needs this worker, which is gone or came back anew."""
+        is_back = self._fleet.get(peer) is not None
+        for attempt in tuple(self._attempts.values()):
+            for worker in (attempt.prefill, attempt.decode):
+                if worker is not None and worker.identity == peer:
+                    # One that came back still runs its half and is told to stop.
+                    spare = None if is_back else worker
+                    self.fail_attempt(attempt, PeerLost(worker.name), spare=spare)
+                    break
+
+    def _fail_overdue(self) -> None:
+        """End every request whose time is over."""
+        now = self._clock()
+        for state in [state for state in self._open.values() if state.due <= now]:
+            error = state.overdue(now)
+            if state.phase is Phase.WAITING and error.code is ErrorCode.OVERLOADED:
+                error = self._missing_worker(state) or error
+            self._fail(state, error)
+
+    def _place(self, state: RequestState) -> bool:
+        attempt = self._placement.place(state)
+        if attempt is None:
+            return False
+        assert attempt.prefill is not None
+        now = self._clock()
+        self._attempts[attempt.request_id] = state.attempt = attempt
+        state.num_attempts += 1
+        state.phase, state.due = Phase.PREFILL, state.deadline
+        state.placed_at = state.placed_at or now
+        rank = NO_RANK if attempt.decode is None else attempt.decode.rank
+        self._send(
+            attempt.prefill.identity,
+            PrefillRequest(attempt.request_id, attempt.seq_len, rank),
+            encode_prompt(state.token_ids, attempt.options(now)),
+        )
+        return True
+
+    def _parked(self) -> list[RequestState]:
+        table = [attempt.state for attempt in self._attempts.values()]
+        return [state for state in table if state.is_parked]
+
+    def _giving_way(self) -> Iterator[RequestState]:
+        """Yield who gives way, in order: who is parked too long, of the client that holds most."""
+        parked, limit = self._parked(), self._clock() - HOLD_GRACE_S
+        is_late = [state.first_at is not None and state.first_at <= limit for state in parked]
+        return heaviest_first(parked, is_late)
+
+    def _make_room(self, state: RequestState) -> None:
+        if len(self._waiting) < self._limits.max_waiting:
+            return
+        message = f"{len(self._waiting)} requests are waiting for a worker already; try later"
+        overloaded = WireError(ErrorCode.OVERLOADED, message)
+        held = Counter(each.request.client for each in self._parked())
+        displaced = self._waiting.displaced_by(state, held)
+        if displaced is None:
+            raise self._missing_worker(state) or overloaded
+        self._fail(displaced, self._missing_worker(displaced) or overloaded)
+
+    def _no_retry(self, state: RequestState, error: WireError, now: float) -> str | None:
+        """Return why there is no further attempt, empty when that needs no words; None: there is.
+
+        The prompt and its answer may have outgrown a limit that the prompt alone was under.
+        """
+        if error.code not in AGAIN:
+            return ""
+        if state.num_attempts >= self._limits.max_attempts:
+            return "" if self._limits.max_attempts == 1 else "no more are made"
+        try:
+            self._placement.check(state, now)
+        except WireError as problem:
+            if problem.code is not ErrorCode.NO_WORKER:
+                return problem.message
+        return None if self._budget.spend(now) else "too many are made at the moment"
+
+    def _wake(self) -> None:
+        now = self._clock()
+        due = [state for at, state in self._resting if at <= now]
+        self._resting = [entry for entry in self._resting if entry[0] > now]
+        for state in due:
+            if state.handle in self._open:
+                self._requeue(state)
+
+    def _abandon(self, attempt: Attempt, code: ErrorCode, spare: Worker | None) -> None:
+        del self._attempts[attempt.request_id]
+        for worker, release in (
+            (attempt.prefill, self.release_prefill),
+            (attempt.decode, self.release_decode),
+        ):
+            if worker is not None:
+                if worker is not spare:
+                    self._send(worker.identity, Cancel(attempt.request_id, code))
+                release(attempt)
+
+    def _missing_worker(self, state: RequestState) -> WireError | None:
+        roles = (Role.PREFILL,) if state.num_left == 1 else (Role.PREFILL, Role.DECODE)
+        return next((no_worker(role) for role in roles if not self._fleet.ready(role)), None)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from router.core.state import RequestState
+from router.core.state import Attempt, RequestState
+from router.core.worker import Worker
 from wire.errors import ErrorCode, WireError
 
 # Faults of a worker, of the way between two, or of the moment: another try may go well (SPEC 8).
@@ -68,3 +69,10 @@ def given_up(state: RequestState, error: WireError, reason: str) -> WireError:
         return error
     tries = f"attempt {state.num_attempts} failed"
     return WireError(error.code, f"{error.message} ({', '.join(filter(None, [tries, reason]))})")
+
+
+def at_fault(attempt: Attempt, error: WireError, blamed: Worker | None) -> set[bytes]:
+    """Return whom the next attempt had better not be placed on: a transfer has two ends."""
+    is_between = error.code is ErrorCode.TRANSFER_FAILED
+    workers = (attempt.prefill, attempt.decode) if is_between else (blamed,)
+    return {worker.identity for worker in workers if worker is not None}

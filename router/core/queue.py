@@ -8,7 +8,7 @@ waiting when it does not fit yet: short prompts of the same priority do not star
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from router.core.state import RequestState
 
@@ -93,3 +93,23 @@ class Queue:
             self._by_priority[priority].get(heaviest) for priority in sorted(self._by_priority)
         )
         return next(state for line in lines if line for state in reversed(line.values()))
+
+
+def heaviest_first(
+    states: Sequence[RequestState], may_go: Sequence[bool]
+) -> Iterator[RequestState]:
+    """Yield those that may go, in order: always the first of the client that has most left.
+
+    `states` are in the order of their age; those that may not go count for their client, too.
+    """
+    count = Counter(state.request.client for state in states)
+    lines: dict[str, list[RequestState]] = {}
+    for state, is_free in zip(reversed(states), reversed(may_go), strict=True):
+        if is_free:
+            lines.setdefault(state.request.client, []).append(state)
+    while lines:
+        client = max(lines, key=lambda client: count[client])
+        yield lines[client].pop()
+        count[client] -= 1
+        if not lines[client]:
+            del lines[client]

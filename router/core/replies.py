@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import cast
+from typing import Protocol, cast
 
 import structlog
 
 from router.core.checks import check_logprobs, check_read, check_token, checked_usage, failure
 from router.core.placement import Placement
-from router.core.state import Attempt, Limits, Phase, RequestState, Send
-from router.core.table import RequestTable
+from router.core.state import Attempt, Limits, Phase, RequestState
 from router.core.worker import Worker
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
-from wire.frames import DecodeDone, DecodeRequest, DecodeToken, Error, PrefillDone
+from wire.frames import DecodeDone, DecodeToken, Error, PrefillDone
 from wire.parts import Message
 from wire.payloads import (
     Logprobs,
@@ -27,10 +26,30 @@ from wire.payloads import (
     Usage,
     decode_map,
     decode_prefill_result,
-    encode_continuation,
 )
 
 log = structlog.get_logger("router")
+
+
+class Requests(Protocol):
+    """What of `router.core.dispatcher.Dispatcher` is used here."""
+
+    def attempt(self, request_id: int) -> Attempt | None: ...
+    def is_open(self, state: RequestState) -> bool: ...
+    def go_on(self, state: RequestState) -> None: ...
+    def finish(self, state: RequestState, usage: Usage) -> None: ...
+    def finish_early(self, state: RequestState, reason: str) -> None: ...
+    def drop_sink(self, state: RequestState) -> None: ...
+    def release_prefill(self, attempt: Attempt) -> None: ...
+    def release_decode(self, attempt: Attempt) -> None: ...
+    def fail_attempt(
+        self,
+        attempt: Attempt,
+        error: WireError,
+        *,
+        blamed: Worker | None = None,
+        spare: Worker | None = None,
+    ) -> None: ...
 
 
 class Replies:
@@ -38,17 +57,15 @@ class Replies:
 
     def __init__(
         self,
-        table: RequestTable,
+        requests: Requests,
         placement: Placement,
-        send: Send,
         *,
         limits: Limits,
         clock: Callable[[], float],
     ) -> None:
         self.dropped: Counter[str] = Counter()
-        self._table = table
+        self._requests = requests
         self._placement = placement
-        self._send = send
         self._hold_s = limits.hold_s
         self._vocab_size = limits.vocab_size
         self._clock = clock
@@ -65,7 +82,7 @@ class Replies:
             return
         if not isinstance(frame, PrefillDone | DecodeDone | Error):
             raise RemoteProtocolError(f"a worker does not send {frame.tag.name}")
-        attempt = self._table.attempts.get(frame.request_id)
+        attempt = self._requests.attempt(frame.request_id)
         if attempt is None:
             self.dropped["unknown_request"] += 1
             return
@@ -77,23 +94,6 @@ class Replies:
             self._on_answer(worker, attempt, frame, message)
         except RemoteProtocolError as error:
             self._on_breach(attempt, worker, error)
-
-    def go_on(self, state: RequestState) -> None:
-        """The first token is there, or the client asks for the rest: ask for it if both are so."""
-        if state.phase is not Phase.HELD or not state.is_decode_asked:
-            return
-        attempt, num_left = state.attempt, state.num_left
-        if num_left == 0:
-            self._finish(state, "length")
-        elif attempt is None:  # It failed while the client made up its mind.
-            self._table.requeue(state)
-        elif num_left is not None and attempt.decode is not None:
-            state.phase, state.due = Phase.DECODE, state.deadline
-            self._send(
-                attempt.decode.identity,
-                DecodeRequest(attempt.request_id, num_left),
-                encode_continuation(state.token_ids, attempt.options(self._clock())),
-            )
 
     def _on_answer(
         self,
@@ -114,12 +114,12 @@ class Replies:
                 raise RemoteProtocolError("DECODE_DONE before DECODE_REQUEST")
             usage = decode_map(Usage, message.body())
             usage = checked_usage(worker, attempt, usage, self._clock())
-            self._table.release_prefill(attempt)
-            self._table.release_decode(attempt)
-            self._table.finish(state, usage)
+            self._requests.release_prefill(attempt)
+            self._requests.release_decode(attempt)
+            self._requests.finish(state, usage)
         else:
             error = failure(worker, frame, message)
-            self._table.fail_attempt(attempt, error, blamed=worker, spare=worker)
+            self._requests.fail_attempt(attempt, error, blamed=worker, spare=worker)
 
     def _on_read(
         self, state: RequestState, attempt: Attempt, frame: PrefillDone, result: PrefillResult
@@ -139,20 +139,13 @@ class Replies:
             elif result.finish_reason != "stop":
                 state.sink.on_token(result.token_id, result.logprobs)
         except Exception:
-            self._table.drop_sink(state)
-        if state.handle not in self._table.open:
+            self._requests.drop_sink(state)
+        if not self._requests.is_open(state):
             return
         if result.finish_reason is not None or state.num_left == 0:
-            self._finish(state, result.finish_reason or "length")
+            self._requests.finish_early(state, result.finish_reason or "length")
         else:
-            self.go_on(state)
-
-    def _finish(self, state: RequestState, reason: str) -> None:
-        """There is nothing to decode."""
-        attempt = state.attempt
-        if attempt is not None and attempt.decode is None:
-            self._table.release_prefill(attempt)  # It handed nothing over: it is done.
-        self._table.finish(state, Usage(finish_reason=reason, kv_bytes=state.kv_bytes))
+            self._requests.go_on(state)
 
     def _on_tokens(self, peer: bytes, message: Message) -> None:
         frames = cast(tuple[DecodeToken, ...], message.frames)
@@ -161,9 +154,9 @@ class Replies:
             logprobs = decode_map(list[Logprobs | None], message.body())
             if len(logprobs) != len(frames):
                 raise RemoteProtocolError("DECODE_TOKEN: logprobs do not match the headers")
-        attempts = self._table.attempts
+        find = self._requests.attempt
         for i, frame in enumerate(frames):
-            attempt = attempts.get(frame.request_id)
+            attempt = find(frame.request_id)
             if attempt is None:
                 self.dropped["unknown_request"] += 1
                 continue
@@ -179,12 +172,12 @@ class Replies:
                 continue
             if attempt.prefill is not None:
                 # A token proves that the KV is there: the transfer has ended.
-                self._table.release_prefill(attempt)
+                self._requests.release_prefill(attempt)
             state.generated.append(frame.token_id)
             try:
                 state.sink.on_token(frame.token_id, scores)
             except Exception:
-                self._table.drop_sink(state)
+                self._requests.drop_sink(state)
 
     def _check_token(
         self, state: RequestState, frame: DecodeToken, scores: Logprobs | None
@@ -203,7 +196,7 @@ class Replies:
         self.dropped["protocol"] += 1
         log.warning("bad frame", worker=worker.name, reason=error.message)
         message = f"{worker.name} broke the protocol"
-        self._table.fail_attempt(attempt, WireError(ErrorCode.INTERNAL, message), blamed=worker)
+        self._requests.fail_attempt(attempt, WireError(ErrorCode.INTERNAL, message), blamed=worker)
 
 
 def _sender(

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
 from router.core.placement import Placement
 from router.core.replies import Replies
 from router.core.state import RequestState
-from router.core.table import RequestTable
 from tests.simulation.seeds import Outcome, run_seed
 from wire.errors import ErrorCode, WireError
 from wire.frames import Hello
@@ -102,7 +102,7 @@ def _reuse_ids(sound: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _spare_decode(sound: Callable[..., Any]) -> Callable[..., Any]:
-    def abandon(self: RequestTable, attempt: Any, code: Any, spare: Any) -> None:
+    def abandon(self: Dispatcher, attempt: Any, code: Any, spare: Any) -> None:
         # The decode worker is not told.
         sound(self, attempt, code, attempt.decode)
 
@@ -183,7 +183,7 @@ def _evict_half(sound: Callable[..., Any]) -> Callable[..., Any]:
 def _double_token(sound: Callable[..., Any]) -> Callable[..., Any]:
     def on_tokens(self: Replies, peer: bytes, message: Message) -> None:
         sound(self, peer, message)
-        attempts = [self._table.attempts.get(frame.request_id) for frame in message.frames]  # type: ignore[attr-defined]
+        attempts = [self._requests.attempt(frame.request_id) for frame in message.frames]  # type: ignore[attr-defined]
         if any(attempt is not None and attempt.state.num_attempts > 1 for attempt in attempts):
             sound(self, peer, message)  # again, after a failover
 
@@ -196,11 +196,11 @@ def _forget_tokens(sound: Any) -> property:
 
 
 def _keep_attempt(sound: Callable[..., Any]) -> Callable[..., Any]:
-    def abandon(self: RequestTable, attempt: Any, *args: Any) -> None:
+    def abandon(self: Dispatcher, attempt: Any, *args: Any) -> None:
         prefill, decode = attempt.prefill, attempt.decode
         sound(self, attempt, *args)
         # What the old attempt still says counts.
-        self.attempts[attempt.request_id] = attempt
+        self._attempts[attempt.request_id] = attempt
         attempt.prefill, attempt.decode = prefill, decode
 
     return abandon
@@ -219,12 +219,12 @@ BUGS: dict[str, Bug] = {
     "skip-fence": Bug(Fleet, "hello", _skip_fence),
     "free-early": Bug(IncomingTransfers, "_give_back", _free_early),
     "reuse-id": Bug(Placement, "__init__", _reuse_ids),
-    "spare-decode": Bug(RequestTable, "_abandon", _spare_decode),
+    "spare-decode": Bug(Dispatcher, "_abandon", _spare_decode),
     "keep-promise": Bug(Placement, "release_decode", _keep_promise),
     "no-digest": Bug(KVReceiver, "verify", _nothing),
-    "no-drain-echo": Bug(RequestTable, "let_go", _nothing),
+    "no-drain-echo": Bug(Dispatcher, "let_go", _nothing),
     "leak-budget": Bug(TransferBudget, "end", _leak_budget),
-    "no-deadline": Bug(RequestTable, "fail_overdue", _nothing),
+    "no-deadline": Bug(Dispatcher, "_fail_overdue", _nothing),
     "ignore-router-loss": Bug(DecodeRole, "on_router_lost", _nothing),
     "keep-unclaimed": Bug(DecodeRole, "on_router_lost", _keep_unclaimed),
     "ack-early": Bug(IncomingTransfers, "_store", _ack_early),
@@ -232,7 +232,7 @@ BUGS: dict[str, Bug] = {
     "evict-half": Bug(BlockPool, "_evict", _evict_half),
     "double-token": Bug(Replies, "_on_tokens", _double_token),
     "forget-tokens": Bug(RequestState, "token_ids", _forget_tokens),
-    "keep-attempt": Bug(RequestTable, "_abandon", _keep_attempt),
+    "keep-attempt": Bug(Dispatcher, "_abandon", _keep_attempt),
     "miss-wake": Bug(OutgoingTransfer, "on_ack", _miss_wake),
     # Found here, and put back to see that it would be found again.
     "cancelled-by-nobody": Bug(

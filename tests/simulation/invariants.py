@@ -68,7 +68,7 @@ def check_orphans(world: World) -> None:
         request_id
         for router in world.routers.values()
         if router.process.state is State.RUNNING
-        for request_id in router.bus.dispatcher._table.attempts
+        for request_id in router.bus.dispatcher._attempts
     }
     orphans: dict[str, float] = {}
     for one in world.workers.values():

@@ -1,16 +1,16 @@
-"""The table of open requests; its life under random events is in test_inflight."""
+"""Who ends once, who waits, and who gives way; random events are in `test_dispatcher.py`."""
 
 from __future__ import annotations
 
 import pytest
 
+from router.core.dispatcher import HOLD_GRACE_S
 from router.core.request import Request
 from router.core.state import Limits
-from router.core.table import HOLD_GRACE_S
 from router.core.worker import WorkerState
-from tests.router.scripted import RecordingSink, Router, first, load
+from tests.router.scripted import RecordingSink, Router, first, load, usage
 from wire.errors import ErrorCode, WireError
-from wire.frames import Drain, Error, PrefillDone, Role, Tag
+from wire.frames import DecodeDone, Drain, Error, PrefillDone, Role, Tag
 from wire.options import Options
 from wire.payloads import Usage
 
@@ -21,13 +21,13 @@ def test_only_the_first_end_counts() -> None:
     router = Router()
     router.pair()
     handle, sink = router.submit()
-    table = router.dispatcher._table
-    state = table.open[handle]
-    table.finish(state, Usage(finish_reason="stop"))
-    table.fail(state, WireError(ErrorCode.INTERNAL, "late"))
-    table.finish(state, Usage(finish_reason="length"))
-    assert not table.end(state, ErrorCode.CANCELLED)
-    assert sink.kinds == ["done"] and len(router.ends.ends) == 1
+    request_id = router.prefill_id()
+    router.say(P, PrefillDone(request_id, 0), first(7, "stop"))
+    router.say(D, DecodeDone(request_id), usage())
+    router.say(P, Error(request_id, ErrorCode.INTERNAL))
+    router.dispatcher.cancel(handle)
+    router.dispatcher.stop(handle)
+    assert sink.kinds == ["prefill", "done"] and len(router.ends.ends) == 1
     router.assert_idle()
 
 
@@ -42,15 +42,11 @@ class DeafSink(RecordingSink):
 def test_a_sink_that_raises_at_the_end_harms_no_one() -> None:
     router = Router()
     router.pair()
-    table = router.dispatcher._table
-    for end in ("finish", "fail"):
-        handle, _ = router.submit()
-        state = table.open[handle]
-        state.sink = DeafSink()
-        if end == "finish":
-            table.finish(state, Usage(finish_reason="stop"))
-        else:
-            table.fail(state, WireError(ErrorCode.INTERNAL, "x"))
+    for _ in range(2):
+        router.dispatcher.submit(Request(tuple(range(20)), Options(), 5, ""), DeafSink())
+    (_, one), (_, other) = router.take(Tag.PREFILL_REQUEST)
+    router.say(P, PrefillDone(one.frame.request_id, 0), first(7, "stop"))  # type: ignore[attr-defined]
+    router.say(P, Error(other.frame.request_id, ErrorCode.INTERNAL))  # type: ignore[attr-defined]
     assert [each.outcome for each in router.ends.ends] == ["stop", "internal"]
     router.assert_idle()
 
