@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -145,7 +145,7 @@ class Tokenizer:
         if self._backend is None:
             return _NoText()
         if self._is_byte_level:
-            return _ByteDetokenizer(self)
+            return _ByteDetokenizer(self._bytes, self._piece)
         return _WindowDetokenizer(self, prompt[-CONTEXT_TOKENS:])
 
     def _piece(self, token_id: int) -> bytes:
@@ -166,17 +166,19 @@ class _NoText:
 
 
 class _ByteDetokenizer:
-    __slots__ = ("_pieces", "_tokenizer", "_utf8")
+    """`known` are the bytes of the tokens seen so far; `bytes_of` finds and adds those of another."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._pieces = tokenizer._bytes
+    __slots__ = ("_bytes_of", "_known", "_utf8")
+
+    def __init__(self, known: Mapping[int, bytes], bytes_of: Callable[[int], bytes]) -> None:
+        self._known = known
+        self._bytes_of = bytes_of
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
-        piece = self._pieces.get(token_id)
+        piece = self._known.get(token_id)
         if piece is None:
-            piece = self._tokenizer._piece(token_id)
+            piece = self._bytes_of(token_id)
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
