@@ -166,7 +166,7 @@ class _NoText:
 
 
 class _ByteDetokenizer:
-    """`known` are the bytes of the tokens seen so far; `bytes_of` finds and adds those of another."""
+    """`known` are the bytes of tokens seen so far; `bytes_of` finds and adds those of another."""
 
     __slots__ = ("_bytes_of", "_known", "_utf8")
 
