@@ -68,7 +68,7 @@ class Request:
 
     request_id: int
     arrival: int
-    kind: str  # plain, hand_over or reserved
+    kind: str  # plain, transfer or reserved
     prompt: tuple[int, ...]
     options: Options
     limit: int

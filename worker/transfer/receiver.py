@@ -205,7 +205,7 @@ class IncomingTransfers:
             credit_bytes=self._config.credit_bytes,
             lease_s=self.lease_s,
             now=self._clock(),
-            peer=peer.decode().rpartition("-")[0],
+            peer=str(Identity.parse(peer)),
         )
         if self._is_asked_for(receiver):
             receiver.claim(self._clock())
