@@ -101,6 +101,12 @@ class Engine:
         if (sequence := self._sequences.get(request_id)) is not None:
             self.scheduler.reserving.claim(sequence)
 
+    def let_others_pass(self, request_id: int) -> None:
+        """No text waits any longer for the KV of this reservation; an unknown id is ignored."""
+        self._is_stalled = False
+        if (sequence := self._sequences.get(request_id)) is not None:
+            self.scheduler.reserving.let_others_pass(sequence)
+
     def begin_decode(
         self,
         request_id: int,

@@ -58,6 +58,10 @@ class Reservations:
         sequence.is_claimed = True
         self._unclaimed.release(sequence.request_id)
 
+    def let_others_pass(self, sequence: Sequence) -> None:
+        """Its KV is here and no router asks for it: nobody waits to share it."""
+        self._arriving.pop(sequence.request_id, None)
+
     def begin(self, sequence: Sequence) -> None:
         """All its KV is here, and it is what a router asked for: others may share it."""
         self.remove(sequence)

@@ -18,10 +18,19 @@ from worker.engine.unclaimed import Unclaimed
 class IncomingTransfer:
     """One KV cache that arrives from `peer`, until it is claimed or has failed.
 
-    `wanted_bytes` of it are in flight at once, at most.
+    `wanted_bytes` of it are in flight at once, at most; equal texts may wait for it while it
+    `is_waited_for`.
     """
 
-    __slots__ = ("block_table", "is_dropped", "peer", "receiver", "share_bytes", "wanted_bytes")
+    __slots__ = (
+        "block_table",
+        "is_dropped",
+        "is_waited_for",
+        "peer",
+        "receiver",
+        "share_bytes",
+        "wanted_bytes",
+    )
 
     def __init__(self, peer: bytes, receiver: KVReceiver, credit_bytes: int) -> None:
         total_bytes = receiver.num_tokens * receiver.layout.token_bytes
@@ -30,6 +39,7 @@ class IncomingTransfer:
         self.wanted_bytes = min(credit_bytes, total_bytes)
         self.share_bytes = 0  # of the bytes in flight, from its turn until its last byte
         self.is_dropped = False
+        self.is_waited_for = True
         self.block_table: tuple[int, ...] = ()
 
 

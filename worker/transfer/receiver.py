@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final
 
 import structlog
@@ -26,6 +27,7 @@ from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
 from wire.transfer import Ack, KVReceiver, Segment
 from worker.config import Config
+from worker.engine.engine import Engine
 from worker.engine.outputs import Reserved
 from worker.executor.contract import KVCache, ModelInfo
 from worker.interfaces import Computing, Copying, Plane
@@ -38,6 +40,9 @@ MAX_ENDED: Final = 4096
 # Offers of one peer at a time, those that only wait included.  A router places 256 requests on a
 # prefill worker by default: four such routers.
 MAX_OFFERS: Final = 1024
+# Equal texts wait so long for KV that is here and that no router has asked for yet.  A router asks
+# as soon as a prompt is read; a client that makes it wait must not make others wait too.
+SHARED_S: Final = 0.5
 
 
 class IncomingTransfers:
@@ -138,6 +143,11 @@ class IncomingTransfers:
             receiver = transfer.receiver
             if receiver.expired(now):
                 self.fail(request_id, TransferFailed(receiver.peer, receiver.overdue))
+            elif not transfer.is_waited_for or receiver.is_claimed:
+                continue
+            elif receiver.finished_at is not None and now - receiver.finished_at >= SHARED_S:
+                transfer.is_waited_for = False
+                self._engine.post(partial(Engine.let_others_pass, request_id=request_id))
 
     async def close(self) -> None:
         leaving = WireError(ErrorCode.DRAINING, "the decode worker is leaving")

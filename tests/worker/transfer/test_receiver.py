@@ -272,6 +272,18 @@ async def test_kv_that_nobody_asked_for_is_shared_with_nobody() -> None:
         await router.until_free(Role.DECODE)
 
 
+async def test_equal_texts_do_not_wait_for_kv_that_no_router_asks_for() -> None:
+    """A client that sends no DECODE_REQUEST holds up nobody who asks the same."""
+    async with stage(lease_s=300) as (router, prefill):
+        await accepted(prefill, 1)
+        prefill.segment(1, WHOLE)
+        assert (await prefill.ack())[1].ready
+        await accepted(prefill, 2)  # the same prompt, of somebody else
+        router.decode(2, [*PROMPT, 5], 3, OPTIONS)
+        prefill.segment(2, WHOLE)
+        assert len(await router.tokens(3)) == 3
+
+
 async def test_kv_that_is_never_claimed_goes_without_a_trace() -> None:
     async with stage(lease_s=0.2) as (router, prefill):
         await accepted(prefill, 1)
