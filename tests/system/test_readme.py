@@ -34,9 +34,10 @@ def test_the_raw_tcp_client_works(tmp_path: Path, cluster: Cluster) -> None:
     assert len(result.stdout.split()) > 20
 
 
-def test_the_model_of_one_s_own_is_the_one_that_is_tested() -> None:
-    _, example = (ROOT / "tests" / "example_model.py").read_text().split('"""\n\n')
-    assert block("def prefill(") == example
+def test_the_examples_it_shows_are_the_files_that_are_tested() -> None:
+    for mark, name in (("def prefill(", "own_model"), ("import socket", "client")):
+        _, example = (ROOT / "scripts" / "examples" / f"{name}.py").read_text().split('"""\n\n')
+        assert block(mark) == example
 
 
 def test_the_engine_in_a_program_works(tmp_path: Path) -> None:
