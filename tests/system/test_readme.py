@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import os
 import re
 import subprocess
@@ -126,3 +128,34 @@ def test_the_walk_of_a_request_is_short(package: str, most: int) -> None:
     files = re.findall(r"^\| \d+ \| \[([\w/]+\.py)\]", walk, re.MULTILINE)
     assert files == sorted(set(files), key=files.index) and len(files) <= most
     assert len(re.findall(r"^\| \d+ \|", walk, re.MULTILINE)) == len(files)
+
+
+def sentences() -> str:
+    """Every text in the code of the product, with … where a value is put in."""
+    found = []
+    for path in itertools.chain.from_iterable(
+        (ROOT / name).rglob("*.py") for name in ("wire", "router", "worker")
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [it.value if isinstance(it, ast.Constant) else "…" for it in parts]
+            if all(isinstance(text, str) for text in texts):
+                found.append("".join(map(str, texts)))
+    return "\n".join(found)
+
+
+def test_the_messages_it_explains_are_in_the_code() -> None:
+    """Piece by piece between the values, for some are put together."""
+    text = (ROOT / "scripts" / "README.md").read_text()
+    table = text[text.index("## Troubleshooting") :]
+    messages = [
+        message
+        for cell in re.findall(r"^\| (.+?) \|", table, re.MULTILINE)
+        for message in re.findall(r"`([^`]+)`", cell)
+        if " " in message
+    ]
+    assert len(messages) > 25
+    said = sentences()
+    for message in messages:
+        for piece in message.split("…"):
+            assert piece.strip() in said, message
