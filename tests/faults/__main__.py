@@ -8,7 +8,7 @@
     scripts/chaos --soak 30        minutes of load with a fault every few seconds
 
 Each starts a cluster of its own on free ports and prints its seed and its figures.  The exit status
-is 1 when something was not as the README promises.  The parts are in tests/faults/.
+is 1 when something was not as router/README.md promises.  The parts are in tests/faults/.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
     scripts/gpu_check --seed 17 --only "verify kv"  a stage, on the inputs of an earlier run
     scripts/gpu_check --backend shim --quick        the same kernels compiled by g++, on the CPU:
                                                     tries this script, says nothing about a GPU
-    scripts/gpu_check --readme                      write verified.json into the README's table
+    scripts/gpu_check --readme                      write verified.json into kernels/README.md
 
 Kernels run on fresh random inputs; the seed is printed.  Every stage is a process of its own.  OUT
 holds findings.jsonl, written at once, log.txt, what the processes said, report.txt, and of a full
@@ -159,7 +159,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     parser.add_argument("--python", default=here, help="the version that wheels are gathered for")
-    parser.add_argument("--readme", action="store_true", help="only write the README's table")
+    parser.add_argument(
+        "--readme", action="store_true", help="only write the table of kernels/README.md"
+    )
     names = [stage.name for stage in STAGES]
     parser.add_argument(
         "--only", action="append", choices=names, help="this stage; may be repeated"

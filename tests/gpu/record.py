@@ -1,4 +1,4 @@
-"""kernels/verified.json: which kernel was right on which GPU; and the README's table of it.
+"""kernels/verified.json: which kernel was right on which GPU, and kernels/README.md's table of it.
 
 A kernel is a `__global__` function of csrc/; its hash is that of all it is compiled from.  What has
 another hash now has changed since, and what is not in the file has never run on a GPU.
@@ -19,7 +19,7 @@ from tests.gpu.trail import Figures, Finding, State
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PATH: Final = ROOT / "kernels" / "verified.json"
-README: Final = ROOT / "README.md"
+README: Final = ROOT / "kernels" / "README.md"
 BEGIN: Final = "<!-- kernels on a GPU: written by scripts/gpu_check --readme -->"
 # The name of each kernel in a source without comments.
 KERNEL: Final = re.compile(r"__global__\s+void\s*(?:__launch_bounds__\(.*?\))?\s*(\w+)\s*\(")
@@ -162,7 +162,7 @@ def state_of(kernel: str, record: Record) -> str:
 
 
 def table(record: Record) -> str:
-    """Return the README's table."""
+    """Return the table of kernels/README.md."""
     rows = [
         f"| `{kernel}` | `csrc/{source}.cu` | {state_of(kernel, record)} |"
         for kernel, source in sources().items()
@@ -171,7 +171,7 @@ def table(record: Record) -> str:
 
 
 def with_table(text: str, record: Record) -> str:
-    """Return the README's text with the table of now.
+    """Return the document's text with the table of now.
 
     Raises:
         ValueError: The marks between which it stands are not there.
@@ -179,5 +179,5 @@ def with_table(text: str, record: Record) -> str:
     before, mark, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not mark or not end:
-        raise ValueError(f"README.md lacks the lines {BEGIN} and {END}")
+        raise ValueError(f"kernels/README.md lacks the lines {BEGIN} and {END}")
     return f"{before}{BEGIN}\n{table(record)}\n{END}{after}"

@@ -1,4 +1,4 @@
-"""verified.json: what may stand in it, what a run adds, and what the README says of it."""
+"""verified.json: what may stand in it, what a run adds, and what kernels/README.md says of it."""
 
 from __future__ import annotations
 

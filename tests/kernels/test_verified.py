@@ -1,4 +1,4 @@
-"""kernels/verified.json is well-formed and the README says what it says.
+"""kernels/verified.json is well-formed and kernels/README.md says what it says.
 
 Which kernels are new or have changed since a GPU last ran them is reported (`pytest -rP`), and no
 failure: whoever changes a kernel need not have a GPU.

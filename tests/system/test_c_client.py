@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import Cluster, hash_oracle
+from tests.cluster import ROOT, Cluster, hash_oracle
 from wire.errors import ErrorCode, RemoteProtocolError
 from wire.frames import (
     ANY_RANK,
@@ -40,7 +40,7 @@ from wire.payloads import (
 )
 from wire.stream import StreamDecoder, encode
 
-SOURCE = Path(__file__).with_name("client.c")
+SOURCE = ROOT / "scripts" / "examples" / "client.c"
 CC = shutil.which("cc")
 FLAGS = ["-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-D_POSIX_C_SOURCE=200809L"]
 pytestmark = pytest.mark.skipif(CC is None, reason="no C compiler")

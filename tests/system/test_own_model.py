@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests import example_model
+from scripts.examples import own_model
 from tests.cluster import Cluster
 from tests.poisoned_model import POISON
 
@@ -22,7 +22,7 @@ from tests.poisoned_model import POISON
 def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("own")
     args = ("--worker-args=--block-size 8 --max-ubatch-tokens 48",)
-    with Cluster(directory, executor="tests.example_model:create", args=args) as cluster:
+    with Cluster(directory, executor="scripts.examples.own_model:create", args=args) as cluster:
         yield cluster
 
 
@@ -84,5 +84,5 @@ def test_a_bug_of_the_model_ends_one_request_once(tmp_path: Path) -> None:
 
 
 def test_it_takes_about_thirty_lines() -> None:
-    lines = inspect.getsource(example_model).splitlines()
+    lines = inspect.getsource(own_model).splitlines()
     assert len([line for line in lines if line.strip()]) <= 32

@@ -1,6 +1,6 @@
-"""The commands of the README's "Several machines", as printed, in network namespaces of their own.
+"""The commands of "Several machines" in scripts/README.md, in network namespaces of their own.
 
-Only what belongs to one machine is changed: the directory /etc/baton, and `python`.
+They run as printed but for what belongs to one machine: the directory /etc/baton, and `python`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import pytest
 
 from tests.cluster import ROOT, START_S, until
 
-README = (ROOT / "README.md").read_text()
-SECTION = README[README.index("## Several machines") : README.index("## The life of a request")]
+DOCUMENT = (ROOT / "scripts" / "README.md").read_text()
+SECTION = DOCUMENT[DOCUMENT.index("## Several machines") : DOCUMENT.index("## Security")]
 COMMANDS = re.findall(r"^    (.+)$", SECTION, re.MULTILINE)
 PYTHON = os.environ | {"PYTHON": sys.executable}
 # A bridge with a machine each at these addresses.
@@ -65,7 +65,7 @@ def hosts() -> Iterator[None]:
 
 
 def command(text: str, etc: Path) -> list[str]:
-    """What to run for a command of the README, with our Python and one host's /etc/baton."""
+    """What to run for a command of the document, with our Python and one host's /etc/baton."""
     words = shlex.split(text.replace("/etc/baton", str(etc)))
     words[0] = {"python": sys.executable, "scripts/keys": str(ROOT / "scripts/keys")}.get(
         words[0], words[0]
@@ -94,7 +94,7 @@ Start = Callable[[str, str, Path], "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a command of the README on a host; its output goes to a file named like the host."""
+    """Start a command of the document on a host; its output goes to a file named like the host."""
     processes: list[subprocess.Popen[bytes]] = []
 
     def run(host: str, text: str, etc: Path) -> subprocess.Popen[bytes]:
@@ -116,7 +116,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.usefixtures("hosts")
-def test_the_readme_s_commands_make_a_cluster(tmp_path: Path, start: Start) -> None:
+def test_the_printed_commands_make_a_cluster(tmp_path: Path, start: Start) -> None:
     etc = {host: tmp_path / host / "etc" for host in HOSTS}
     for mark in ("keys router", "--api-key "):
         subprocess.run(command(the(mark), etc["router"]), check=True, env=PYTHON)
@@ -138,7 +138,7 @@ def test_the_readme_s_commands_make_a_cluster(tmp_path: Path, start: Start) -> N
     answer = until(
         lambda: (text := ask("decode", key)) and "usage" in text and text, "answer", START_S
     )
-    # Sampled without a seed, as the README says it: an EOS may come early.
+    # Sampled without a seed, as the document says it: an EOS may come early.
     assert '"finish_reason":"length"' in answer or '"finish_reason":"stop"' in answer
     assert "invalid_api_key" in ask("prefill", "sk-wrong")
 
@@ -167,7 +167,7 @@ def test_the_readme_s_commands_make_a_cluster(tmp_path: Path, start: Start) -> N
 
 
 @pytest.mark.usefixtures("hosts")
-def test_the_refusals_the_readme_names(tmp_path: Path) -> None:
+def test_the_refusals_the_document_names(tmp_path: Path) -> None:
     """Without --keys and --api-keys the same commands open no port."""
     for mark, host in (("-m router", "router"), ("--role decode", "decode")):
         words = command(the(mark), tmp_path)

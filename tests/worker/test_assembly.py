@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from tests import example_model
+from scripts.examples import own_model
 from wire.process.settings import parse
 from worker.assembly import make_engine
 from worker.config import Config
@@ -70,10 +70,12 @@ def test_who_only_reads_prompts_has_no_drafter() -> None:
 
 @pytest.mark.parametrize("speculate", ["ngram:4", "draft:3:demo"])
 def test_guesses_that_nobody_verifies_are_refused(speculate: str) -> None:
-    executor = example_model.create()
+    executor = own_model.create()
     assert isinstance(executor, StepwiseExecutor)
-    config = Config(num_blocks=4, executor="tests.example_model:create", speculate=speculate)
-    with pytest.raises(ValueError, match=r"tests\.example_model:create.*leave --speculate out"):
+    config = Config(num_blocks=4, executor="scripts.examples.own_model:create", speculate=speculate)
+    with pytest.raises(
+        ValueError, match=r"scripts\.examples\.own_model:create.*leave --speculate out"
+    ):
         make_engine(config, executor)
     reader = Config(role="prefill", num_blocks=4, speculate=speculate)  # who guesses nothing
     assert make_engine(reader, executor).config.speculate is None

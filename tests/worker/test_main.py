@@ -58,7 +58,7 @@ def test_the_threads_of_torch_do_not_spin_unless_told_to(
 
 @pytest.mark.parametrize("speculate", ["ngram:4", "draft:3:no such model"])
 def test_a_draft_model_that_would_be_of_no_use_is_not_loaded(speculate: str) -> None:
-    config = Config(executor="tests.example_model:create", speculate=speculate)
+    config = Config(executor="scripts.examples.own_model:create", speculate=speculate)
     with pytest.raises(ValueError, match="leave --speculate out"):
         load_draft(config, load(config))
 

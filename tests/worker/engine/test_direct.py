@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
+from scripts.examples import own_model
 from scripts.models.make_model import make_model
-from tests import example_model
 from tests.worker.executor.test_forward import pair
 from wire.options import Options
 from wire.segment import Rectangle
@@ -25,7 +25,7 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == "torch":
         path = make_model(tmp_path_factory.mktemp("model"))
         return lambda: TorchExecutor.load(path, name="tiny", dtype="float32", device="cpu")
-    makes: dict[str, Make] = {"hash": create, "functions": example_model.create, "forward": pair}  # type: ignore[dict-item]
+    makes: dict[str, Make] = {"hash": create, "functions": own_model.create, "forward": pair}
     return makes[request.param]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import example_model
+from scripts.examples import own_model
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.options import Options
 from worker.engine.direct import Direct
@@ -75,7 +75,7 @@ def test_it_is_the_same_executor() -> None:
 
 def test_it_scores_prompts_exactly_if_the_executor_does() -> None:
     assert isinstance(measured(create()), Scorer)
-    assert not isinstance(measured(example_model.create()), Scorer)  # type: ignore[arg-type]
+    assert not isinstance(measured(own_model.create()), Scorer)
 
 
 def test_the_states_of_a_life() -> None:

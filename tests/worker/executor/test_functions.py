@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests import example_model
+from scripts.examples import own_model
 from wire.payloads import KVLayout
 from wire.process.lifetime import Stop
 from worker.app import EXIT_CRASHED, Worker
@@ -85,7 +85,7 @@ def test_a_token_outside_the_vocabulary_is_refused(token_id: int) -> None:
 
 def test_the_example_goes_on_as_the_text_did() -> None:
     prompt = [7, 8, 9, 10, 11, 12, 7, 8]
-    executor = example_model.create()
+    executor = own_model.create()
     assert isinstance(executor, StepwiseExecutor)
     assert first_tokens(executor, prompt) == [9, 10]
 

@@ -1,11 +1,12 @@
-"""A model of one's own: one attention layer that goes on as the text did after the same token.
+"""A model of your own: one attention layer that goes on as the text did after the same token.
 
-python -m router --model demo --executor tests.example_model:create
+python -m router --model demo --executor scripts.examples.own_model:create
 """
 
 import numpy as np
 
 from wire.payloads import KVLayout
+from worker.executor.contract import Executor
 from worker.executor.functions import serve_functions
 
 VOCAB, DIM = 8192, 64  # more tokens than the demo model's tokenizer has
@@ -28,7 +29,7 @@ def decode_step(kv: bytes, last_token_id: int, position: int) -> tuple[int, byte
     return int(np.argmax(EMBED @ now[np.argmax(scores), 1])), now.tobytes()
 
 
-def create(**settings: object) -> object:
+def create(**settings: object) -> Executor:
     return serve_functions(
         prefill, decode_step, layout=LAYOUT, vocab_size=VOCAB, max_model_len=2048, settings=settings
     )
