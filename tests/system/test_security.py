@@ -164,7 +164,7 @@ def flood(cluster: Cluster, mechanism: bytes) -> int:
                 stream.sendall(part)
         except OSError:  # it hung up, or reads no more
             assert mechanism != b"NULL" or isinstance(cluster, Locked)
-        return router.memory_info().rss - before
+        return int(router.memory_info().rss - before)
 
 
 def connections_of_strangers(cluster: Locked) -> None:

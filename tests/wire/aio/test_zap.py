@@ -121,7 +121,7 @@ async def test_without_an_authenticator_of_its_own_a_socket_admits_nobody(
     elif where == "another domain":
         authenticator = Authenticator(context, keys, b"elsewhere")
     router.bind(LOOPBACK)
-    endpoint = router.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+    endpoint = bytes(router.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
     try:
         known = client_options(pairs["prefill-0"], pairs["router"].public)
         stranger = client_options(new_key_pair(), pairs["router"].public)

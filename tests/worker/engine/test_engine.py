@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hypothesis.strategies as st
 import pytest
@@ -41,8 +41,8 @@ class RecordingExecutor(HashExecutor):
         return super().forward(batch)
 
 
-def engine_of(num_blocks: int = 64, block_size: int = 4, **settings: int) -> Engine:
-    return Engine(RecordingExecutor(), num_blocks=num_blocks, block_size=block_size, **settings)  # type: ignore[arg-type]
+def engine_of(num_blocks: int = 64, block_size: int = 4, **settings: Any) -> Engine:
+    return Engine(RecordingExecutor(), num_blocks=num_blocks, block_size=block_size, **settings)
 
 
 def run(engine: Engine, max_steps: int = 500) -> list[Output]:

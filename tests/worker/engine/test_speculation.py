@@ -163,7 +163,7 @@ def test_drafts_never_preempt_and_hold_no_block_after_the_step() -> None:
 
 def test_a_drafter_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="vocabulary has 6 tokens, the model's 500"):
-        engine_of(speculate=Fortune(2))  # type: ignore[arg-type]
+        engine_of(speculate=Fortune(2))
 
 
 def test_ngrams_do_not_change_the_engine_s_text() -> None:
