@@ -21,8 +21,8 @@ import pytest
 import zmq
 
 from tests.cluster import hash_oracle, until
-from tests.scripts.test_keys import keys as scripts_keys
-from tests.system.test_security import Locked
+from tests.scripts.key_script import keys as scripts_keys
+from tests.system.locked import Locked
 from wire.aio.port import client_options
 from wire.aio.tcp import Client, connect
 from wire.errors import ErrorCode

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.wire.process.test_keys import write
+from tests.wire.process.key_files import write
 from wire.aio.outbox import Limits
 from wire.aio.port import Port, client_options, link_options, new_key_pair, server_options
 from wire.process.keys import Keys

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tests.wire.process.test_keys import write
+from tests.wire.process.key_files import write
 from wire.aio import zap
 from wire.aio.port import Context, client_options, new_key_pair, server_options
 from wire.aio.zap import Authenticator, Gate

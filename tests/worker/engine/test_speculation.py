@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker.engine.test_engine import GREEDY, engine_of, of_kind, run, text
+from tests.worker.engine.hashed import GREEDY, engine_of, of_kind, run, text
 from tests.worker.workload import Fortune, full_text, hash_executor
 from wire.options import Options
 from worker.engine.engine import Engine

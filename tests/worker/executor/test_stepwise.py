@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.worker.executor.test_forward import ForwardModel, pair
-from tests.worker.executor.test_functions import LAYOUT, decode_step, prefill
+from tests.worker.executor.byte_model import LAYOUT, decode_step, prefill
+from tests.worker.executor.forward_pair import ForwardModel, pair
 from wire.errors import ErrorCode
 from wire.options import Options
 from wire.payloads import KVLayout
