@@ -39,10 +39,17 @@ class LocalWorkers:
     `is_free(role, rank)` says whether no worker, ours or another, has this place now.
     """
 
-    def __init__(self, config: Config, bus: str, is_free: Callable[[str, int], bool]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        bus: str,
+        is_free: Callable[[str, int], bool],
+        min_pause_s: float = MIN_PAUSE_S,
+    ) -> None:
         self._config = config
         self._bus = bus
         self._is_free = is_free
+        self._min_pause_s = min_pause_s
         self._tasks: list[asyncio.Task[None]] = []
         self._processes: dict[tuple[str, int], asyncio.subprocess.Process] = {}
         self._is_stopping = False
@@ -77,7 +84,7 @@ class LocalWorkers:
 
     async def _look_after(self, role: str, rank: int) -> None:
         loop = asyncio.get_running_loop()
-        name, pause_s = f"{role}-{rank}", MIN_PAUSE_S
+        name, pause_s = f"{role}-{rank}", self._min_pause_s
         while not self._is_stopping:
             started_at = loop.time()
             status = await self._run(role, rank)
@@ -88,9 +95,10 @@ class LocalWorkers:
                 return
             if status == EX_TEMPFAIL:
                 await self._until_free(role, rank)
-                pause_s = MIN_PAUSE_S
+                pause_s = self._min_pause_s
                 continue
-            pause_s = MIN_PAUSE_S if loop.time() - started_at > HEALTHY_S else pause_s
+            if loop.time() - started_at > HEALTHY_S:
+                pause_s = self._min_pause_s
             log.warning("local worker died", worker=name, status=status, restart_in_s=pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
@@ -99,7 +107,7 @@ class LocalWorkers:
         name = f"{role}-{rank}"
         log.error("another worker has this rank; ours waits until it is free", worker=name)
         while not self._is_free(role, rank):  # noqa: ASYNC110 - the fleet is pure: no events
-            await asyncio.sleep(MIN_PAUSE_S)
+            await asyncio.sleep(self._min_pause_s)
         log.info("the rank is free again", worker=name)
 
     async def _run(self, role: str, rank: int) -> int:

@@ -194,6 +194,13 @@ def test_no_object_is_received_by_unpickling() -> None:
             assert name not in {"recv_pyobj", "send_pyobj", "allow_pickle"}, path
 
 
+def test_what_tests_share_is_in_modules_that_hold_no_tests() -> None:
+    for path in sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]):
+        for name in imports(ast.parse(path.read_text())):
+            parts = name.split(".")
+            assert parts[0] != "tests" or not any(p.startswith("test_") for p in parts), path
+
+
 def test_nothing_else_stands_at_the_top() -> None:
     names = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
     assert names - TOP_LEVEL - {"build", "dist"} <= {

@@ -1,7 +1,7 @@
 """Which decode worker holds the KV of which prefix, as far as the router knows.
 
 Per worker a set of prefix hashes (`wire.prefix`) in least-recently-used order, never more than the
-worker has blocks, or `MAX_HELD`.  Fed by what heartbeats say was stored and evicted, and at
+worker has blocks, or `max_held`.  Fed by what heartbeats say was stored and evicted, and at
 placement by what is about to be stored, so that requests in one heartbeat's time already find each
 other.  It is a hint: a wrong entry costs a transfer, never a wrong answer, since the decode worker
 itself says what it holds.
@@ -20,14 +20,15 @@ MAX_HELD: Final = 1 << 18
 class PrefixIndex:
     """Prefix hashes by worker identity."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_held: int = MAX_HELD) -> None:
+        self._max_held = max_held
         self._held: dict[bytes, OrderedDict[int, None]] = {}
         self._capacity: dict[bytes, int] = {}
 
     def add(self, identity: bytes, num_blocks: int) -> None:
         """Start knowing a worker with this many blocks, holding nothing yet."""
         self._held[identity] = OrderedDict()
-        self._capacity[identity] = min(num_blocks, MAX_HELD)
+        self._capacity[identity] = min(num_blocks, self._max_held)
 
     def remove(self, identity: bytes) -> None:
         """Forget a worker; idempotent."""

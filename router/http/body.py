@@ -25,11 +25,20 @@ CLOSE: Final = (b"connection", b"close")
 
 
 class Bodies:
-    """Reads bodies: each of `max_bytes`, its first byte within `grace_s`."""
+    """Reads bodies: each of `max_bytes`, its first byte within `grace_s`, then at a pace."""
 
-    def __init__(self, max_bytes: int = MAX_BODY_BYTES, grace_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        max_bytes: int = MAX_BODY_BYTES,
+        grace_s: float = 5.0,
+        *,
+        bytes_per_s: int = BODY_BYTES_PER_S,
+        max_total_bytes: int = MAX_TOTAL_BYTES,
+    ) -> None:
         self._max_bytes = max_bytes
         self._grace_s = grace_s
+        self._bytes_per_s = bytes_per_s
+        self._max_total_bytes = max_total_bytes
         self._total_bytes = 0
 
     @asynccontextmanager
@@ -48,7 +57,7 @@ class Bodies:
             nonlocal held
             self._total_bytes += size - held
             held = size
-            if self._total_bytes > MAX_TOTAL_BYTES:
+            if self._total_bytes > self._max_total_bytes:
                 raise WireError(ErrorCode.OVERLOADED, "too many large bodies at a time")
 
         try:
@@ -64,7 +73,7 @@ class Bodies:
                 def on_bytes(size: int) -> None:
                     # The deadline moves with what has come: a body that trickles ends soon,
                     # whatever its size is said to be.
-                    timer.reschedule(begin + self._grace_s + size / BODY_BYTES_PER_S)
+                    timer.reschedule(begin + self._grace_s + size / self._bytes_per_s)
                     hold(size)
 
                 raw = await asgi.read_body(

@@ -43,11 +43,14 @@ class Limits:
 
     `idle_s` is between two requests.  It is longer than clients keep an idle connection (5 s, say
     httpx and openai): who hangs up first must not be us, just as they send the next request.
+    `flush_s` and `stall_s` are for hanging up: `LingeringTransport`.
     """
 
     max_connections: int = 4096
     grace_s: float = 5.0
     idle_s: float = 120.0
+    flush_s: float = FLUSH_S
+    stall_s: float = STALL_S
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -194,7 +197,7 @@ class LingeringTransport:
 
     Closing a socket with bytes unread resets the connection, and the client may never see the
     answer that was written before.  So our side is ended first, and what comes is thrown away until
-    the client ends its own, for `FLUSH_S`; what waits to be sent has `STALL_S` for its next byte.
+    the client ends its own, for `flush_s`; what waits to be sent has `stall_s` for its next byte.
     """
 
     def __init__(self, transport: asyncio.Transport, protocol: GuardedProtocol) -> None:
@@ -232,7 +235,8 @@ class LingeringTransport:
 
     def _wait(self) -> None:
         self._unsent_bytes = self._transport.get_write_buffer_size()
-        allowed_s = STALL_S if self._unsent_bytes else FLUSH_S
+        limits = self._protocol.limits
+        allowed_s = limits.stall_s if self._unsent_bytes else limits.flush_s
         self._timer = self._protocol.loop.call_later(allowed_s, self._on_timer)
 
     def _on_timer(self) -> None:

@@ -15,7 +15,7 @@ from router.http.asgi import HttpError
 MAX_OBJECTS: Final = 32 * 1024
 MAX_NUMBERS: Final = 256 * 1024
 # Looked at in one step.
-_STEP_BYTES: Final = 1 << 18
+STEP_BYTES: Final = 1 << 18
 
 
 class Values(NamedTuple):
@@ -46,14 +46,14 @@ def check_values(raw: bytes) -> None:
             )
 
 
-def count_values(raw: bytes) -> Values:
+def count_values(raw: bytes, step_bytes: int = STEP_BYTES) -> Values:
     """Count up to just over the limits, where it stops."""
     quotes = brackets = commas = 0
     is_in_string = False
     carry = b""
-    for start in range(0, len(raw), _STEP_BYTES):
+    for start in range(0, len(raw), step_bytes):
         # Within strings, backslashes pair up from the left; what is left of them escapes one byte.
-        step = (carry + raw[start : start + _STEP_BYTES]).replace(rb"\\", b"")
+        step = (carry + raw[start : start + step_bytes]).replace(rb"\\", b"")
         carry = step[-1:] if step.endswith(b"\\") else b""
         parts = step.removesuffix(b"\\").replace(rb"\"", b"").split(b'"')
         outside = b"".join(parts[is_in_string::2])

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from tests.gpu.targets import TARGETS, Reached, Target, judge
+from tests.gpu.trail import Figures
 
 DECODE = Target("decode", "attend", "decode_gbs", "copy_gbs", 0.80, 0.95)
 
@@ -24,7 +25,7 @@ def test_a_ratio_is_judged_at_its_borders(measured: float, reached: Reached) -> 
 
 
 def test_a_row_with_one_border_only() -> None:
-    figures = {"decode_gbs": 85.0, "copy_gbs": 100.0}
+    figures: Figures = {"decode_gbs": 85.0, "copy_gbs": 100.0}
     assert judge(DECODE._replace(stretch=None), figures).reached is Reached.TARGET
     assert judge(DECODE._replace(target=None), figures).reached is Reached.SHORT
     assert judge(DECODE._replace(target=None, stretch=0.8), figures).reached is Reached.STRETCH
@@ -33,7 +34,7 @@ def test_a_row_with_one_border_only() -> None:
 @pytest.mark.parametrize("bad", [None, 0.0, -1.0, math.nan, math.inf, "fast"])
 @pytest.mark.parametrize("name", ["decode_gbs", "copy_gbs"])
 def test_what_is_no_figure_was_not_measured(bad: float | str | None, name: str) -> None:
-    figures: dict[str, float | str] = {"decode_gbs": 90.0, "copy_gbs": 100.0}
+    figures: Figures = {"decode_gbs": 90.0, "copy_gbs": 100.0}
     del figures[name]
     if bad is not None:
         figures[name] = bad

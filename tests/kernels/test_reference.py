@@ -26,7 +26,7 @@ def test_a_group_never_gathers_more_than_its_limit(monkeypatch: pytest.MonkeyPat
     assert [group.shape[0] for group in it.batch.scratch["groups", None]] == [2, 2, 1, 1]
 
 
-class CastsOfTorch211(TorchDispatchMode):
+class CastsOfTorch211(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Conversions to fp8 as torch 2.11 makes them: what does not fit becomes NaN."""
 
     def __torch_dispatch__(
@@ -43,7 +43,7 @@ class CastsOfTorch211(TorchDispatchMode):
 def test_fp8_saturates_whatever_torch_makes_of_it(held: torch.dtype) -> None:
     pool = torch.zeros(2, 1, 2, 1, 8, 8, dtype=held)
     pool[1, 0, 0, 0, 0] = torch.tensor([1.0, 448, 449, 465, 6e4, -6e4, math.inf, math.nan])
-    with CastsOfTorch211():
+    with CastsOfTorch211():  # type: ignore[no-untyped-call]
         sent = reference.pack_kv(pool, [1], range(1), range(8), torch.float8_e4m3fn)
     want = torch.tensor([1.0, 448, 448, 448, 448, -448, 448, math.nan])
     torch.testing.assert_close(sent[0, 0, 0, 0].float(), want, rtol=0, atol=0, equal_nan=True)

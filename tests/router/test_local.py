@@ -31,7 +31,12 @@ STUBBORN = (
 
 def run_script(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(local, "command", lambda *_: [sys.executable, "-S", "-c", script])
-    monkeypatch.setattr(local, "MIN_PAUSE_S", 0.01)
+
+
+def local_workers(
+    sizes: tuple[int, int], is_free: Callable[[str, int], bool] = lambda *_: True
+) -> LocalWorkers:
+    return LocalWorkers(Config(local=sizes), "tcp://127.0.0.1:1", is_free, min_pause_s=0.01)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -70,7 +75,7 @@ async def test_workers_are_started_and_end_when_they_are_asked_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_script(monkeypatch, OBEDIENT)
-    workers = LocalWorkers(Config(local=(1, 2)), "tcp://127.0.0.1:1", lambda *_: True)
+    workers = local_workers((1, 2))
     workers.start()
     await until(lambda: len(workers.pids) == 3)
     pids = dict(workers.pids)
@@ -81,7 +86,7 @@ async def test_workers_are_started_and_end_when_they_are_asked_to(
 
 async def test_a_worker_that_dies_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run_script(monkeypatch, OBEDIENT)
-    workers = LocalWorkers(Config(local=(0, 1)), "tcp://127.0.0.1:1", lambda *_: True)
+    workers = local_workers((0, 1))
     workers.start()
     await until(lambda: workers.pids)
     first = workers.pids["decode", 0]
@@ -95,7 +100,7 @@ async def test_a_worker_with_wrong_settings_is_not_tried_again(
 ) -> None:
     tries = tmp_path / "tries"
     run_script(monkeypatch, f"open({str(tries)!r}, 'a').write('x'); raise SystemExit(78)")
-    workers = LocalWorkers(Config(local=(1, 0)), "tcp://127.0.0.1:1", lambda *_: True)
+    workers = local_workers((1, 0))
     workers.start()
     await until(lambda: all(task.done() for task in workers._tasks))
     assert tries.read_text() == "x"
@@ -112,7 +117,7 @@ async def test_a_worker_whose_rank_is_taken_is_started_when_it_is_free(
         return (role, rank) not in others
 
     run_script(monkeypatch, f"open({str(tries)!r}, 'a').write('x'); raise SystemExit(75)")
-    workers = LocalWorkers(Config(local=(0, 1)), "tcp://127.0.0.1:1", place_is_free)
+    workers = local_workers((0, 1), place_is_free)
     workers.start()
     await until(lambda: len(asked) > 3)
     assert tries.read_text() == "x" and set(asked) == {("decode", 0)}
@@ -127,7 +132,7 @@ async def test_a_worker_that_will_not_end_is_killed(
 ) -> None:
     is_up = tmp_path / "up"
     run_script(monkeypatch, STUBBORN.format(path=str(is_up)))
-    workers = LocalWorkers(Config(local=(1, 0)), "tcp://127.0.0.1:1", lambda *_: True)
+    workers = local_workers((1, 0))
     workers.start()
     await until(is_up.exists)
     [pid] = workers.pids.values()

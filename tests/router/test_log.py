@@ -1,7 +1,7 @@
 """The one line of a request: sums of counts, the worst of the times, nothing that was not."""
 
 from router.log import facts
-from tests.router.test_metrics import ended
+from tests.router.ends import ended
 
 
 def test_choices_add_up_and_the_worst_time_counts() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.core.request import RequestEnd
 from router.metrics import Metrics
+from tests.router.ends import ended
 from tests.router.scripted import Router, first, load
 from wire.errors import ErrorCode, WireError
 from wire.frames import PrefillDone, Role
@@ -130,23 +129,3 @@ def test_names_and_units() -> None:
     names = {name.partition("{")[0] for name in samples(metrics)}
     assert all(re.fullmatch(r"baton_[a-z_]+", name) for name in names)
     assert not [name for name in names if re.search(r"_(ms|mb|gb|percent|created)$", name)]
-
-
-def ended(outcome: str, **changes: Any) -> RequestEnd:
-    fields: dict[str, Any] = {
-        "outcome": outcome,
-        "code": None,
-        "client": "",
-        "prompt_tokens": 1,
-        "cached_tokens": 0,
-        "completion_tokens": 1,
-        "kv_bytes": 0,
-        "kv_skipped_tokens": 0,
-        "kv_seconds": 0.0,
-        "kv_transfer_seconds": 0.0,
-        "queue_s": 0.0,
-        "ttft_s": None,
-        "decode_s": None,
-        "total_s": 1.0,
-    }
-    return RequestEnd(**(fields | changes))

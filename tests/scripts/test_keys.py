@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cluster import ROOT
+from tests.scripts.key_script import keys
 from wire.process.api_keys import ApiKeys, digest
 from wire.process.keys import Keys
-
-
-def keys(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "keys.py"), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
 def test_each_party_gets_a_pair_that_the_others_know(tmp_path: Path) -> None:

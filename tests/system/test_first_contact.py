@@ -148,7 +148,7 @@ def test_a_router_says_what_it_waits_for_and_then_what_to_try(tmp_path: Path) ->
             [is_ready] = until(lambda: events("ready; try "), "it says that it is ready")
             words = shlex.split(is_ready["event"].removeprefix("ready; try "))
             assert words[:2] == ["curl", f"{http}/v1/completions"] and words[2::2] == ["-H", "-d"]
-            headers = [words[3].split(": ")]
+            headers = dict([words[3].split(": ")])
             answer = httpx.post(words[1], headers=headers, content=words[5], trust_env=False)
             assert answer.json()["choices"][0]["text"]
             time.sleep(1.5)  # the next look at the workers

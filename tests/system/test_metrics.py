@@ -167,6 +167,12 @@ def eos_of(prompt: list[int]) -> int:
     return len(hash_oracle(prompt, 400, Options()))
 
 
+def num_placed(cluster: Cluster) -> int:
+    """How many requests the decode worker has; 0 while it is not ready."""
+    worker = cluster.find("decode", 0)
+    return int(worker["placed"]) if worker else 0
+
+
 async def announce(cluster: Cluster, key: str, body_bytes: int) -> bytes:
     """Say how large a body will be, send none of it, and return how the answer begins."""
     host, _, port = cluster.http.removeprefix("http://").rpartition(":")
@@ -184,9 +190,11 @@ async def test_requests_that_get_nowhere_are_counted_too(tmp_path: Path) -> None
     key = "sk-" + "7" * 40
     (tmp_path / "keys").write_text(key + "\n")
     (tmp_path / "keys").chmod(0o600)
-    args = ("--api-keys", str(tmp_path / "keys"), "--max-waiting", "0")
-    args += ("--max-running-per-worker", "1", "--queue-timeout-ms", "500")
-    args += ("--worker-args", "--hash-step-ms 10")
+    args = (
+        *("--api-keys", str(tmp_path / "keys"), "--max-waiting", "0"),
+        *("--max-running-per-worker", "1", "--queue-timeout-ms", "500"),
+        *("--worker-args", "--hash-step-ms 10"),
+    )
     natural = next(p for n in range(1, 400) if eos_of(p := [n, n + 1]) < 64)
     with Cluster(tmp_path, local="1,1", executor="hash", args=args, api_key=key) as cluster:
         async with httpx.AsyncClient(
@@ -202,7 +210,7 @@ async def test_requests_that_get_nowhere_are_counted_too(tmp_path: Path) -> None
             endless = asyncio.create_task(
                 client.post("/v1/completions", json=completion(max_tokens=LONG))
             )
-            await asyncio.to_thread(until, lambda: cluster.find("decode", 0)["placed"], "placed")
+            await asyncio.to_thread(until, lambda: num_placed(cluster), "placed")
             for _ in range(N):
                 await ask(client, 429)
             endless.cancel()

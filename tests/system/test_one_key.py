@@ -8,6 +8,7 @@ anything, and the workers that are really there must stay.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,8 +21,8 @@ import pytest
 import zmq
 
 from tests.cluster import hash_oracle, until
-from tests.scripts.test_keys import keys as scripts_keys
-from tests.system.test_security import Locked
+from tests.scripts.key_script import keys as scripts_keys
+from tests.system.locked import Locked
 from wire.aio.port import client_options
 from wire.aio.tcp import Client, connect
 from wire.errors import ErrorCode
@@ -110,7 +111,7 @@ class Hostile:
         """The next message of this tag; None when there is none in time."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
-            if self._socket.poll(left_s * 1000):
+            if self._socket.poll(math.ceil(left_s * 1000)):
                 message = decode(self._socket.recv_multipart())
                 if message.tag is tag:
                     return message
@@ -411,7 +412,7 @@ async def test_beside_the_real_one_the_same_key_gets_nowhere(keyed: Locked) -> N
 @pytest.mark.parametrize("odd", [{"max_model_len": 1}, {"max_kv_transfer_bytes": 0}])
 @pytest.mark.parametrize("key", ["decode-1", "prefill-1"])
 def test_a_worker_that_takes_next_to_nothing_spoils_nothing(
-    keyed: Locked, key: str, odd: dict[str, int]
+    keyed: Locked, key: str, odd: dict[str, Any]
 ) -> None:
     with closing(Hostile(keyed, key)) as peer:
         peer.hello(**odd)

@@ -7,6 +7,7 @@ a cache that was lost, mixed up or misplaced shows here in plain words.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import httpx
 
@@ -17,12 +18,12 @@ NUM_CASES = 100
 LEAST_ACCURACY = 0.9
 
 
-async def post(client: httpx.AsyncClient, path: str, body: dict[str, object]) -> str:
+async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, object]) -> str:
     limits = {"model": "demo", "temperature": 0, "max_tokens": 24}
-    response = await client.post(path, json=body | limits)
+    response = await client.post(path, json={**body, **limits})
     assert response.status_code == 200, response.text
     choice = response.json()["choices"][0]
-    return choice["text"] if "text" in choice else choice["message"]["content"]  # type: ignore[no-any-return]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
 async def test_recall_of_held_out_stories(cluster: Cluster) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import httpx
 import psutil
@@ -17,7 +16,7 @@ import pytest
 import zmq
 
 from tests.cluster import ROOT, Cluster, hash_oracle, kv_endpoint, until
-from tests.scripts.test_keys import keys as scripts_keys
+from tests.system.locked import Locked
 from tests.worker.scripted import ScriptedPrefill
 from wire.aio.port import client_options, new_key_pair
 from wire.aio.tcp import Client, connect
@@ -26,38 +25,10 @@ from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, Hello, Prefi
 from wire.options import Options
 from wire.parts import Message
 from wire.payloads import encode_prompt
-from wire.process.keys import KeyPair, Keys, read_key_pair
+from wire.process.keys import Keys
 
 MIB = 1 << 20
 MAX_GROWTH = 16 * MIB
-PARTIES = ("router", "prefill-0", "decode-0", "decode-1", "decode-2")
-
-
-class Locked(Cluster):
-    """A cluster with keys and API keys."""
-
-    def __init__(self, directory: Path, **settings: object) -> None:
-        self.keys, self.api_keys = directory / "keys", directory / "api_keys"
-        scripts_keys(self.keys, *PARTIES)
-        scripts_keys("--api-key", self.api_keys)
-        scripts_keys("--api-key", self.api_keys)
-        self.comment, self.key, self.other_key = self.api_keys.read_text().splitlines()
-        args = ("--keys", str(self.keys), "--api-keys", str(self.api_keys))
-        super().__init__(directory, executor="hash", args=args, api_key=self.key)
-
-    def pair(self, name: str) -> KeyPair:
-        return read_key_pair(self.keys / f"{name}.key")
-
-    @property
-    def secrets(self) -> list[str]:
-        return [self.key, self.other_key, *(self.pair(name).secret for name in PARTIES)]
-
-    def complete(self, key: str) -> httpx.Response:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4}
-        return httpx.post(
-            f"{self.http}/v1/completions", json=body, headers=headers, trust_env=False, timeout=30
-        )
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +135,7 @@ def flood(cluster: Cluster, mechanism: bytes) -> int:
                 stream.sendall(part)
         except OSError:  # it hung up, or reads no more
             assert mechanism != b"NULL" or isinstance(cluster, Locked)
-        return router.memory_info().rss - before
+        return int(router.memory_info().rss - before)
 
 
 def connections_of_strangers(cluster: Locked) -> None:

@@ -27,8 +27,8 @@ async def ask(cluster: Cluster, face: str) -> None:
     """Ask for one token, over a connection that is closed again."""
     if face == "http":
         body = {"prompt": [1, 2], "max_tokens": 1}
-        async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
-            answer = await client.post(cluster.http + "/v1/completions", json=body)
+        async with httpx.AsyncClient(timeout=30, trust_env=False) as web:
+            answer = await web.post(cluster.http + "/v1/completions", json=body)
         assert answer.status_code == 200
         return
     client = await connect(*cluster.tcp)

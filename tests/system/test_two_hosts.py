@@ -22,7 +22,7 @@ from tests.cluster import ROOT, START_S, until
 
 DOCUMENT = (ROOT / "scripts" / "README.md").read_text()
 SECTION = DOCUMENT[DOCUMENT.index("## Several machines") : DOCUMENT.index("## Security")]
-COMMANDS = re.findall(r"^    (.+)$", SECTION, re.MULTILINE)
+COMMANDS: list[str] = re.findall(r"^    (.+)$", SECTION, re.MULTILINE)
 PYTHON = os.environ | {"PYTHON": sys.executable}
 # A bridge with a machine each at these addresses.
 HOSTS = {"router": "10.0.0.1", "prefill": "10.0.0.2", "decode": "10.0.0.3"}

@@ -54,7 +54,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def install(directory: Path, *flags: str) -> str:
-    command = [UNITS / "install", "--root", directory, "--python", sys.executable, *flags]
+    paths = (UNITS / "install", "--root", directory, "--python", sys.executable)
+    command = [*map(str, paths), *flags]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

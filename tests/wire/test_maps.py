@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -31,7 +33,7 @@ VALUES = st.recursive(
     max_leaves=60,
 )
 # One map head for each of msgpack's three widths of a count.
-HEADS = {
+HEADS: dict[str, Callable[[int], bytes]] = {
     "fixmap": lambda count: bytes([0x80 | count]),
     "map 16": lambda count: b"\xde" + count.to_bytes(2, "big"),
     "map 32": lambda count: b"\xdf" + count.to_bytes(4, "big"),
@@ -87,7 +89,7 @@ def test_a_key_twice_is_refused_in_every_payload() -> None:
         (list[Logprobs | None], b"\xdd\x00\x00\x00\x01" + token),
     ]:
         with pytest.raises(RemoteProtocolError, match="twice"):
-            decode_map(kind, buffer)  # type: ignore[arg-type]
+            decode_map(kind, buffer)
     with pytest.raises(RemoteProtocolError, match="twice"):
         decode_prefill_result(bytes(8) + b"\x81" + encode("logprobs") + token)
     with pytest.raises(RemoteProtocolError, match="twice"):

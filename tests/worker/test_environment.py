@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from tests.worker.scripted import PATIENCE_S, create, scripted_router
+from tests.worker.scripted import PATIENCE_S, scripted_router
 from wire.aio.zmq import Link
 from wire.frames import Role
 from wire.process.lifetime import Stop
@@ -13,6 +13,7 @@ from worker.app import Worker
 from worker.config import Config
 from worker.engine.thread import EngineThread
 from worker.environment import Environment
+from worker.executor.hash import create
 from worker.transfer.sockets import KVPlane
 from worker.transfer.thread import Copies
 

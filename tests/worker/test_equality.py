@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scripts.models.make_model import make_model
-from tests.worker.engine.test_engine import run, text
+from tests.worker.engine.hashed import run, text
 from wire.options import Options
 from worker.engine.draft_model import ModelDrafter
 from worker.engine.engine import Engine

@@ -208,6 +208,10 @@ async def test_who_is_refused_does_not_try_again(code: ErrorCode) -> None:
         assert len(router.hellos) == 1
 
 
+def hellos(router: ScriptedRouter, count: int) -> Callable[[], bool]:
+    return lambda: len(router.hellos) == count
+
+
 def fenced(wait_s: float) -> bytes:
     return encode_map(ErrorDetail(message="another one is here", retry_after_s=wait_s))
 
@@ -221,7 +225,7 @@ async def test_who_is_fenced_waits_for_as_long_as_a_dead_worker_may_go_unnoticed
                 router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
                 await alone.until(lambda: alone.link._hello_due_s == 3.0 / FENCED_TRIES)
                 await alone.link.tick(1.0)
-                await router.until(lambda tries=tries: len(router.hellos) == tries + 1)
+                await router.until(hellos(router, tries + 1))
             assert alone.link.state is LinkState.JOINING
             router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
             assert await alone.state() is LinkState.REFUSED

@@ -66,8 +66,9 @@ def test_what_an_engine_did() -> None:
 
 def test_how_full_and_how_fast_it_is() -> None:
     now = [0.0]
-    settings = {"max_sbatch_sequences": 4, "clock": lambda: now[0]}
-    subject = Engine(create(), num_blocks=16, block_size=4, **settings)
+    subject = Engine(
+        create(), num_blocks=16, block_size=4, clock=lambda: now[0], max_sbatch_sequences=4
+    )
     metrics = served(subject)
     for request_id in (1, 2):
         subject.add(Sequence(request_id, (1, 2, request_id), Options(ignore_eos=True)))

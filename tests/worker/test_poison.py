@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.worker.engine.test_engine import GREEDY, run
+from tests.worker.engine.hashed import GREEDY, run
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from tests.worker.scripted import pair
 from wire.errors import ErrorCode

@@ -19,7 +19,7 @@ import structlog
 
 BACKLOG: Final = 1024
 # After an accept that failed: the process has no descriptor left, which takes a while to change.
-_PAUSE_S: Final = 1.0
+PAUSE_S: Final = 1.0
 
 _LOG = structlog.get_logger(__name__)
 
@@ -49,13 +49,15 @@ async def listen(
     *,
     handshake_s: float,
     max_handshakes: int,
+    pause_s: float = PAUSE_S,
 ) -> Listener:
     """Give each client of a listening socket a protocol, under TLS once its handshake is over.
 
     At most `max_handshakes` may be under way, each for `handshake_s`; one more is hung up on.
+    Where no descriptor is left, the next client is accepted after `pause_s`.
     """
     if tls is not None:
-        return TlsListener(make_protocol, sock, tls, handshake_s, max_handshakes)
+        return TlsListener(make_protocol, sock, tls, handshake_s, max_handshakes, pause_s)
     loop = asyncio.get_running_loop()
     return await loop.create_server(make_protocol, sock=sock, backlog=BACKLOG)
 
@@ -70,10 +72,12 @@ class TlsListener:
         tls: ssl.SSLContext,
         handshake_s: float,
         max_handshakes: int,
+        pause_s: float,
     ) -> None:
         sock.setblocking(False)
         self._make_protocol, self._socket, self._tls = make_protocol, sock, tls
         self._handshake_s, self._max_handshakes = handshake_s, max_handshakes
+        self._pause_s = pause_s
         self._handshakes: dict[asyncio.Task[None], socket.socket] = {}
         self._accepting = asyncio.create_task(self._accept())
 
@@ -94,7 +98,7 @@ class TlsListener:
                     client, _ = await loop.sock_accept(self._socket)
                 except OSError as error:
                     _LOG.warning("cannot accept a connection", error=str(error))
-                    await asyncio.sleep(_PAUSE_S)
+                    await asyncio.sleep(self._pause_s)
                     continue
                 if len(self._handshakes) < self._max_handshakes:
                     self._start(client)

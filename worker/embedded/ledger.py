@@ -88,7 +88,8 @@ class Ledger:
         closed: Once set, nothing is opened any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_results: int = MAX_RESULTS) -> None:
+        self._max_results = max_results
         self.ends: dict[FinishReason, int] = {"stop": 0, "length": 0, "cancelled": 0, "error": 0}
         self.closed: WireError | None = None
         self.num_prompt_tokens = 0
@@ -169,5 +170,5 @@ class Ledger:
             finish_reason=output.finish_reason,
             error=output.error,
         )
-        if len(self._results) > MAX_RESULTS:
+        if len(self._results) > self._max_results:
             del self._results[next(iter(self._results))]

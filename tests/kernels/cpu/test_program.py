@@ -94,7 +94,7 @@ def test_two_programs_at_a_time() -> None:
 
 
 class Weights(NamedTuple):
-    index: int
+    operation: int
     heard: int
     next_even: int = 0
     next_odd: int = 0
@@ -104,8 +104,8 @@ class Weights(NamedTuple):
 def note_next(a: Weights, _thread: int) -> None:
     """Write down what an operation is told of the weights that come next."""
     if take(a, 1) == 0:
-        ints_at(a.heard)[2 * a.index] = a.next_even
-        ints_at(a.heard)[2 * a.index + 1] = a.next_odd
+        ints_at(a.heard)[2 * a.operation] = a.next_even
+        ints_at(a.heard)[2 * a.operation + 1] = a.next_odd
 
 
 def test_each_operation_with_weights_hears_of_those_that_come_next() -> None:

@@ -40,7 +40,7 @@ def filled() -> list[float]:
     numbers: npt.NDArray[np.float32] = np.full(4, 2, np.float32)
     arguments = record_of(Arguments(numbers.ctypes.data, 0.1, True, np.float64(-3)))
     threads.run(fill, arguments.ctypes.data, 1)
-    return numbers.tolist()
+    return list(map(float, numbers))
 
 
 WANT = [np.float32(0.1), 1.0, -3.0, np.float32(0.2)]

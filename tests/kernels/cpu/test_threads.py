@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import NamedTuple
@@ -89,9 +90,11 @@ class Row(NamedTuple):
 row_at = records_at(Row)
 
 
-@njit
-def call_take_chunk(address: int, total: int, num_threads: int, thread: int) -> tuple[int, int]:
+def _take_chunk_at(address: int, total: int, num_threads: int, thread: int) -> tuple[int, int]:
     return take_chunk(row_at(address), total, num_threads, thread)
+
+
+call_take_chunk: Callable[[int, int, int, int], tuple[int, int]] = njit(_take_chunk_at)
 
 
 def taken(total: int, num_threads: int, order: list[int]) -> Taken:

@@ -19,15 +19,20 @@ def lane() -> SideStream:
     return SideStream(torch.device("cuda", 0))
 
 
+def spend(cycles: int) -> None:
+    """Keep the stream that computes busy."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.gpu
 def test_work_waits_for_what_was_marked_and_is_done_at_the_end(lane: SideStream) -> None:
     source = torch.zeros(1 << 20, device="cuda")
     target = lane.pinned(source.shape, source.dtype)
     assert target.is_pinned()
-    torch.cuda._sleep(20_000_000)  # cycles: the stream that computes is late
+    spend(20_000_000)  # the stream that computes is late
     source.fill_(7)
     lane.mark()
-    torch.cuda._sleep(2_000_000_000)  # the next step
+    spend(2_000_000_000)  # the next step
     with lane.working():
         target.copy_(source, non_blocking=True)
     assert bool((target == 7).all())

@@ -394,7 +394,7 @@ def test_frames_of_the_other_role_drop_the_worker_that_sends_them(router: Router
         _, sink = router.submit()
         request_id = router.prefill_id()
         value = {DecodeToken: (3,), PrefillDone: (0,), DecodeDone: ()}[frame]
-        router.say(peer, frame(request_id, *value), *filter(None, [payload]))  # type: ignore[arg-type]
+        router.say(peer, frame(request_id, *value), *filter(None, [payload]))
         assert sink.error.code is ErrorCode.WORKER_LOST
         assert router.forgotten.pop() == peer and router.fleet.get(peer) is None
         router.join(Role.PREFILL if peer == P else Role.DECODE)

@@ -8,7 +8,7 @@ from router.core.checks import SENTENCES
 from router.core.failover import PER_S, RetryBudget, given_up, pause_s
 from router.core.request import Request
 from router.core.state import Limits, Phase
-from tests.router.core.test_state import state
+from tests.router.core.states import state
 from tests.router.scripted import RecordingSink, Router, first, load, usage
 from wire.errors import ErrorCode, PeerLost, WireError
 from wire.frames import (

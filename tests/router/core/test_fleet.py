@@ -166,17 +166,17 @@ def test_hello_is_what_the_identity_says(identity: bytes, frame: Hello) -> None:
 @pytest.mark.parametrize(
     "counted",
     [
-        {"total": 65, "used": 0, "cached": 0, "free": 65},
-        {"total": 64, "used": 65, "cached": 0, "free": 0},
-        {"total": 64, "used": 0, "cached": 2**53 - 1, "free": 0},
-        {"total": 64, "used": 0, "cached": 0, "free": 65},
+        Load(total=65, used=0, cached=0, free=65),
+        Load(total=64, used=65, cached=0, free=0),
+        Load(total=64, used=0, cached=2**53 - 1, free=0),
+        Load(total=64, used=0, cached=0, free=65),
     ],
 )
-def test_a_worker_counts_no_other_blocks_than_it_has(counted: dict[str, int]) -> None:
+def test_a_worker_counts_no_other_blocks_than_it_has(counted: Load) -> None:
     table = fleet()
     identity = hello(table)
     with pytest.raises(RemoteProtocolError, match="blocks"):
-        table.heartbeat(identity, BEAT, Load(**counted), 1.0)
+        table.heartbeat(identity, BEAT, counted, 1.0)
     assert table.ready(Role.DECODE) == []
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,9 +64,8 @@ def test_no_worker_is_taken_to_hold_more_than_it_has_blocks(
         assert index.size(b"d") <= 7
 
 
-def test_a_worker_fills_no_more_memory_than_any_has_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.core.index.MAX_HELD", 8)
-    table = PrefixIndex()
+def test_a_worker_fills_no_more_memory_than_any_has_blocks() -> None:
+    table = PrefixIndex(max_held=8)
     table.add(b"d", 2**31 - 1)
     for start in range(0, 100, 10):
         table.store(b"d", range(start, start + 10))

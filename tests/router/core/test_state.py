@@ -3,26 +3,13 @@ from __future__ import annotations
 import pytest
 
 from router.core.request import Request
-from router.core.state import Attempt, Phase, RequestState, new_tokens, no_worker
-from tests.router.scripted import RecordingSink, worker
+from router.core.state import Attempt, Phase, new_tokens, no_worker
+from tests.router.core.states import state
+from tests.router.scripted import worker
 from wire.errors import ErrorCode
 from wire.frames import Role
 from wire.options import Options
 from wire.payloads import PrefillResult, Usage
-
-
-def state(request: Request, phase: Phase = Phase.WAITING) -> RequestState:
-    return RequestState(
-        handle=1,
-        request=request,
-        sink=RecordingSink(),
-        new_tokens=new_tokens(request),
-        is_decode_asked=request.max_new_tokens is not None,
-        submitted_at=10.0,
-        deadline=20.0,
-        due=15.0,
-        phase=phase,
-    )
 
 
 @pytest.mark.parametrize(

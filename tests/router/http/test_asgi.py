@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from router.http import asgi
 from router.http.asgi import HttpError, http_error
+from tests.router.http.asgi_wire import Wire, scope
 from wire.errors import ErrorCode, TransferTooLarge, WireError
-
-
-def scope(*headers: tuple[bytes, bytes]) -> dict[str, Any]:
-    return {"type": "http", "headers": list(headers)}
-
-
-class Wire:
-    """ASGI's two callables over lists."""
-
-    def __init__(self, incoming: Sequence[dict[str, Any]] = ()) -> None:
-        self.incoming = list(incoming)
-        self.sent: list[Any] = []
-
-    async def receive(self) -> dict[str, Any]:
-        return self.incoming.pop(0)
-
-    async def send(self, event: Any) -> None:
-        self.sent.append(event)
 
 
 @pytest.mark.parametrize("code", ErrorCode)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.http import body
 from router.http.asgi import JSON, Event, HttpError
 from router.http.body import Bodies
 from router.http.exchange import HttpExchange
@@ -47,9 +46,8 @@ async def test_a_body_in_pieces() -> None:
     assert await whole(exchange(events())) == b"[1,2]"
 
 
-async def test_what_has_come_buys_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_has_come_buys_time() -> None:
     """Slower than the grace as a whole, but never below the pace."""
-    monkeypatch.setattr(body, "BODY_BYTES_PER_S", 1)
 
     async def events() -> AsyncIterator[Event]:
         yield chunk(bytes(60))
@@ -57,7 +55,8 @@ async def test_what_has_come_buys_time(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.sleep(0.1)
         yield chunk(b"", more=False)
 
-    assert len(await whole(exchange(events()), SLOW)) == 60
+    bodies = Bodies(grace_s=0.05, bytes_per_s=1)
+    assert len(await whole(exchange(events()), bodies)) == 60
 
 
 async def test_a_size_that_is_only_announced_buys_none() -> None:
@@ -94,15 +93,14 @@ async def test_a_body_of_exactly_the_limit(*, announced: bool) -> None:
     assert caught.value.status == 413
 
 
-async def test_all_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_bodies_together_have_a_limit() -> None:
     """It is of those that are being read or worked on, and given back however they end."""
-    monkeypatch.setattr(body, "MAX_TOTAL_BYTES", 100)
 
     async def events(size: int) -> AsyncIterator[Event]:
         yield chunk(bytes(size))
         yield chunk(b"", more=False)
 
-    bodies = Bodies()
+    bodies = Bodies(max_total_bytes=100)
     async with bodies.of(exchange(events(60))):
         with pytest.raises(WireError, match="too many large bodies"):
             await whole(exchange(events(41)), bodies)

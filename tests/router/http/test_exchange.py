@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from router.http.exchange import HttpExchange
-from tests.router.http.test_asgi import Wire, scope
-from tests.router.http.test_completion import Core, started
-from tests.router.test_metrics import ended
+from tests.router.ends import ended
+from tests.router.http.asgi_wire import Wire, scope
+from tests.router.http.scripted import Core, started
 from wire.errors import ErrorCode, WireError
 from wire.payloads import PrefillResult, Usage
 

@@ -10,6 +10,7 @@ import shutil
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -163,11 +164,8 @@ async def test_connections_have_a_limit() -> None:
         writer.close()
 
 
-async def test_a_client_that_does_not_take_its_answer_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("router.http.server.STALL_S", 0.05)
-    async with serving(QUICK) as server:
+async def test_a_client_that_does_not_take_its_answer_is_cut_off() -> None:
+    async with serving(replace(QUICK, stall_s=0.05)) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
         writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
         await reader.readuntil(b"\r\n")
@@ -235,9 +233,8 @@ async def test_who_is_refused_while_sending_gets_the_answer(path: bytes) -> None
         assert statuses == [413 if path == b"refuse" else 200] * 8
 
 
-async def test_who_never_stops_sending_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http.server.FLUSH_S", 0.05)
-    async with serving() as server:
+async def test_who_never_stops_sending_is_cut_off() -> None:
+    async with serving(Limits(flush_s=0.05)) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"POST /refuse HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         assert error_free(await reader.readuntil(b"no")) == 413

@@ -15,7 +15,7 @@ from router.http.choice import OutputOptions
 from router.http.completion import Completion
 from router.http.sse import ChunkWriter
 from router.text.tokenizer import Tokenizer
-from tests.router.http.test_completion import Core, Writer
+from tests.router.http.scripted import Core, Writer
 from tests.router.site import LETTERS, events, ids
 from wire.options import Options
 from wire.payloads import Logprobs, Usage

@@ -16,7 +16,7 @@ from router.http.completion import Completion
 from router.http.sse import DONE, PING, ChunkWriter
 from router.http.writer import Disconnected, ResponseWriter, wait_for_disconnect
 from router.text.tokenizer import Tokenizer
-from tests.router.http.test_completion import Core
+from tests.router.http.scripted import Core
 from tests.router.site import LETTERS, events, ids
 from wire.errors import ErrorCode, WireError
 from wire.options import Options

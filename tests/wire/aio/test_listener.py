@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from tests import certificate
-from wire.aio.listener import bind, listen
+from wire.aio.listener import PAUSE_S, bind, listen
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
 
@@ -42,12 +42,23 @@ def context_of(made: certificate.Certificate) -> ssl.SSLContext:
 
 @asynccontextmanager
 async def listening(
-    tls: ssl.SSLContext | None, *, handshake_s: float = 10.0, max_handshakes: int = 2
+    tls: ssl.SSLContext | None,
+    *,
+    handshake_s: float = 10.0,
+    max_handshakes: int = 2,
+    pause_s: float = PAUSE_S,
 ) -> AsyncIterator[int]:
     """Listen and give the port."""
     sock = bind("127.0.0.1", 0)
     port: int = sock.getsockname()[1]
-    listener = await listen(Echo, sock, tls, handshake_s=handshake_s, max_handshakes=max_handshakes)
+    listener = await listen(
+        Echo,
+        sock,
+        tls,
+        handshake_s=handshake_s,
+        max_handshakes=max_handshakes,
+        pause_s=pause_s,
+    )
     try:
         yield port
     finally:
@@ -132,7 +143,6 @@ async def test_closing_ends_handshakes_and_frees_the_port(made: certificate.Cert
 async def test_having_no_descriptor_left_is_waited_out(
     made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wire.aio.listener._PAUSE_S", 0.01)
     loop, failures = asyncio.get_running_loop(), 2
     accept = loop.sock_accept
 
@@ -144,7 +154,7 @@ async def test_having_no_descriptor_left_is_waited_out(
         return await accept(sock)
 
     monkeypatch.setattr(loop, "sock_accept", fail_twice)
-    async with listening(context_of(made)) as port:
+    async with listening(context_of(made), pause_s=0.01) as port:
         assert await echo(port, made.trust) == b"hello"
     assert not failures
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.wire.process.test_keys import write
+from tests.wire.process.key_files import write
 from wire.aio.outbox import Limits
 from wire.aio.port import Port, client_options, link_options, new_key_pair, server_options
 from wire.process.keys import Keys
@@ -23,7 +23,7 @@ def test_the_options_make_a_curve_socket(is_server: bool) -> None:
         assert port.socket.get(zmq.MECHANISM) == zmq.CURVE
         assert bool(port.socket.get(zmq.CURVE_SERVER)) == is_server
         if is_server:
-            assert port.socket.get(zmq.ZAP_DOMAIN).rstrip(b"\0") == b"baton"
+            assert bytes(port.socket.get(zmq.ZAP_DOMAIN)).rstrip(b"\0") == b"baton"
             assert port.socket.get(zmq.ZAP_ENFORCE_DOMAIN) == 1
     finally:
         port.shut(0.0)

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tests.wire.process.test_keys import write
+from tests.wire.process.key_files import write
 from wire.aio import zap
 from wire.aio.port import Context, client_options, new_key_pair, server_options
 from wire.aio.zap import Authenticator, Gate
@@ -121,7 +121,7 @@ async def test_without_an_authenticator_of_its_own_a_socket_admits_nobody(
     elif where == "another domain":
         authenticator = Authenticator(context, keys, b"elsewhere")
     router.bind(LOOPBACK)
-    endpoint = router.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+    endpoint = bytes(router.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
     try:
         known = client_options(pairs["prefill-0"], pairs["router"].public)
         stranger = client_options(new_key_pair(), pairs["router"].public)

@@ -6,20 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.wire.process.key_files import write
 from wire.aio.port import new_key_pair
-from wire.process.keys import KeyPair, Keys, credential, is_party, open_keys, read_key_pair
+from wire.process.keys import Keys, credential, is_party, open_keys, read_key_pair
 from wire.process.settings import ConfigError
-
-
-def write(directory: Path, *names: str) -> dict[str, KeyPair]:
-    pairs = {name: new_key_pair() for name in names}
-    for name, pair in pairs.items():
-        path = directory / f"{name}.key"
-        path.write_text(pair.text())
-        path.chmod(0o600)
-    lines = [f"{pair.public} {name}\n" for name, pair in pairs.items()]
-    (directory / "authorized_keys").write_text("# who is who\n\n" + "".join(lines))
-    return pairs
 
 
 def test_a_party_has_its_secret_and_knows_the_others(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import threading
 import pytest
 
 from wire.errors import ErrorCode, WireError
-from worker.embedded import ledger
 from worker.embedded.ledger import Ledger, TokenOutput
 from worker.engine.outputs import FinishReason, Token
 
@@ -85,9 +84,8 @@ def test_a_callback_that_raises_harms_nobody() -> None:
     assert result is not None and result.token_ids == (5, 6)
 
 
-def test_old_results_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "MAX_RESULTS", 2)
-    book = Ledger()
+def test_old_results_are_forgotten() -> None:
+    book = Ledger(max_results=2)
     request_ids = [book.open(1, None) for _ in range(3)]
     for request_id in request_ids:
         book.on_token(token(request_id, 5, "length"))

@@ -23,9 +23,11 @@ class Step:
         self.outputs: list[Output] = []
         self.ended: list[Sequence] = []
 
-    def sequence(self, num_tokens: int, computed: int, limit: int = 50, **more: bool) -> Sequence:
+    def sequence(
+        self, num_tokens: int, computed: int, limit: int = 50, *, transfer: bool = False
+    ) -> Sequence:
         prompt = list(range(num_tokens))
-        it = Sequence(1, prompt, IGNORE_EOS, limit, status=Status.RUNNING, **more)
+        it = Sequence(1, prompt, IGNORE_EOS, limit, transfer=transfer, status=Status.RUNNING)
         it.block_table.extend(self.pool.allocate(4))
         it.num_computed_tokens = computed
         return it

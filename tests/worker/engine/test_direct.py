@@ -7,7 +7,7 @@ import pytest
 
 from scripts.examples import own_model
 from scripts.models.make_model import make_model
-from tests.worker.executor.test_forward import pair
+from tests.worker.executor.forward_pair import pair
 from wire.options import Options
 from wire.segment import Rectangle
 from worker.engine.direct import Direct

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from scripts.models.make_model import make_model
-from tests.worker.engine.test_engine import GREEDY, run, text
+from tests.worker.engine.hashed import GREEDY, run, text
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from tests.worker.workload import MAX_MODEL_LEN, VOCAB_SIZE, full_text, hash_executor
 from wire.options import Options

@@ -1,15 +1,23 @@
 """The engine on the hash executor: its text equals the oracle's, its blocks are conserved."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TypeVar
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.worker.engine.hashed import (
+    GREEDY,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    RecordingExecutor,
+    engine_of,
+    of_kind,
+    run,
+    text,
+)
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
 from wire.prefix import prefix_hashes
@@ -18,53 +26,7 @@ from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch, BatchType
-from worker.executor.contract import ModelInfo
-from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor, oracle
-
-Kind = TypeVar("Kind")
-
-VOCAB_SIZE = 500
-MAX_MODEL_LEN = 64
-
-
-class RecordingExecutor(HashExecutor):
-    """The hash executor, remembering what kind of batches it was given."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            ModelInfo("hash", "hash", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, LAYOUT)
-        )
-        self.batches: list[Batch] = []
-
-    def forward(self, batch: Batch) -> list[int]:
-        self.batches.append(batch)
-        return super().forward(batch)
-
-
-def engine_of(num_blocks: int = 64, block_size: int = 4, **settings: int) -> Engine:
-    return Engine(RecordingExecutor(), num_blocks=num_blocks, block_size=block_size, **settings)  # type: ignore[arg-type]
-
-
-def run(engine: Engine, max_steps: int = 500) -> list[Output]:
-    """Step until the engine has nothing to do."""
-    outputs: list[Output] = []
-    for _ in range(max_steps):
-        if not engine.has_work():
-            return outputs
-        outputs += engine.step()
-        engine.check()
-        engine.pool.audit()
-    raise AssertionError("the engine does not come to rest")
-
-
-def text(outputs: Iterable[Output], request_id: int) -> list[int]:
-    return [
-        output.token_id
-        for output in outputs
-        if isinstance(output, Token)
-        and output.request_id == request_id
-        and output.finish_reason != "stop"
-    ]
+from worker.executor.hash import LAYOUT, oracle
 
 
 @pytest.mark.parametrize("max_ubatch_tokens", [7, 512])
@@ -79,13 +41,6 @@ def test_of_a_crowd_with_one_system_prompt_one_computes_it(max_ubatch_tokens: in
     counters = engine.stats().counters
     assert counters.prefill_tokens == 41 + 5 and counters.cached_tokens == 5 * 40
     assert counters.finished == 6
-
-
-def of_kind(outputs: Iterable[Output], kind: type[Kind]) -> list[Kind]:
-    return [output for output in outputs if isinstance(output, kind)]
-
-
-GREEDY = Options(ignore_eos=True)
 
 
 def expected(prompt: list[int], num_tokens: int, options: Options = GREEDY) -> list[int]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker.engine.test_engine import GREEDY, engine_of, of_kind, run, text
+from tests.worker.engine.hashed import GREEDY, engine_of, of_kind, run, text
 from tests.worker.workload import Fortune, full_text, hash_executor
 from wire.options import Options
 from worker.engine.engine import Engine
@@ -163,7 +163,7 @@ def test_drafts_never_preempt_and_hold_no_block_after_the_step() -> None:
 
 def test_a_drafter_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="vocabulary has 6 tokens, the model's 500"):
-        engine_of(speculate=Fortune(2))  # type: ignore[arg-type]
+        engine_of(speculate=Fortune(2))
 
 
 def test_ngrams_do_not_change_the_engine_s_text() -> None:

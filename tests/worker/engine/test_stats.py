@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.worker.engine.test_engine import GREEDY, engine_of, run
+from tests.worker.engine.hashed import GREEDY, engine_of, run
 from wire.options import Options
 from worker.engine.sequence import Sequence
 from worker.engine.stats import Counters, Stats

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scripts.examples import own_model
-from wire.payloads import KVLayout
+from tests.worker.executor.byte_model import LAYOUT, decode_step, prefill
 from wire.process.lifetime import Stop
 from worker.app import EXIT_CRASHED, Worker
 from worker.config import Config
@@ -15,19 +15,6 @@ from worker.engine.direct import Direct
 from worker.executor.contract import SequenceFailed
 from worker.executor.functions import DecodeStepFn, PrefillFn, serve_functions
 from worker.executor.stepwise import StepwiseExecutor
-
-# 4 bytes a token: its id.
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="uint8")
-
-
-def prefill(token_ids: bytes, seq_len: int) -> tuple[bytes, bytes]:
-    return struct.pack("<I", seq_len), token_ids
-
-
-def decode_step(kv: bytes, last_token_id: int, position: int) -> tuple[int, bytes]:
-    assert len(kv) == 4 * position
-    updated = kv + struct.pack("<I", last_token_id)
-    return sum(updated) % 100, updated
 
 
 def executor_of(

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.worker.executor.test_forward import ForwardModel, pair
-from tests.worker.executor.test_functions import LAYOUT, decode_step, prefill
+from tests.worker.executor.byte_model import LAYOUT, decode_step, prefill
+from tests.worker.executor.forward_pair import ForwardModel, pair
 from wire.errors import ErrorCode
 from wire.options import Options
 from wire.payloads import KVLayout
@@ -19,7 +19,7 @@ from worker.engine.outputs import Failed, Token
 from worker.engine.sequence import Sequence
 from worker.executor.contract import SequenceFailed
 from worker.executor.forward import Float32, GetKV
-from worker.executor.functions import DecodeStepFn, serve_functions
+from worker.executor.functions import serve_functions
 from worker.executor.hostcache import Bytes
 from worker.executor.stepwise import Answer, StepwiseExecutor, describe
 
@@ -90,11 +90,11 @@ def raising(*_: object) -> Any:
 
 
 POISON = 77
-DECODE_FAULTS: dict[str, tuple[DecodeStepFn, str]] = {
+DECODE_FAULTS: dict[str, tuple[Callable[[bytes, int, int], Any], str]] = {
     "raises": (raising, "KeyError: 'no such thing'"),
     "id": (lambda kv, _, __: (100, kv + bytes(4)), "ValueError: the model chose token 100, not"),
-    "no id": (lambda kv, _, __: (None, kv + bytes(4)), "TypeError: the model chose a NoneType"),  # type: ignore[return-value,arg-type]
-    "no pair": (lambda *_: 5, "TypeError: cannot unpack"),  # type: ignore[return-value,arg-type]
+    "no id": (lambda kv, _, __: (None, kv + bytes(4)), "TypeError: the model chose a NoneType"),
+    "no pair": (lambda *_: 5, "TypeError: cannot unpack"),
     "kv": (lambda kv, _, __: (5, kv), "ValueError: DecodeStepFn returned"),
 }
 
@@ -105,7 +105,7 @@ def test_a_fault_of_the_model_ends_one_sequence(fault: str, max_ubatch_tokens: i
     """Of the first sequence of a batch and of its last, in the prompt's last token."""
     broken, message = DECODE_FAULTS[fault]
 
-    def poisoned(kv: bytes, last_token_id: int, position: int) -> tuple[int, bytes]:
+    def poisoned(kv: bytes, last_token_id: int, position: int) -> Any:
         step = broken if last_token_id == POISON else decode_step
         return step(kv, last_token_id, position)
 
