@@ -100,6 +100,17 @@ async def test_a_second_request_has_its_own_time_and_silence_its_end() -> None:
         assert answer.count(b"HTTP/1.1 200") == 2 and answer.endswith(b"/2")
 
 
+async def test_a_body_is_no_part_of_the_headers_after_it() -> None:
+    body = bytes(8 * MAX_HEADER_BYTES)
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for _ in range(2):
+            writer.write(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(5) == b"/read"
+        writer.close()
+
+
 def test_who_hangs_up_first_is_the_client() -> None:
     """Else it may send its next request just as we do, and sees its connection reset."""
     expiry_s = httpx.Limits().keepalive_expiry

@@ -203,7 +203,7 @@ async def test_bytes_that_trickle_buy_no_time(house: House) -> None:
     client = await connect("127.0.0.1", server.port)
 
     async def trickle() -> None:
-        for octet in b"".join(encode(Cancel(1, 0), bytes(2000))):
+        for octet in b"".join(encode(Cancel(1, 0), bytes(300))):
             client._writer.write(bytes([octet]))
             await asyncio.sleep(0.02)
 
@@ -300,14 +300,16 @@ async def test_what_waits_at_the_end_has_the_time_of_a_stall(
         told.connection.send(DecodeToken(1, 1), bytes(900 * KIB))
         for _ in range(12):
             told.connection.send(DecodeToken(1, 1), bytes(900 * KIB))
-        told.connection.close()
 
     server = await house.serve(Limits(max_write_bytes=64 << 20), answer=flood)
     loop = asyncio.get_running_loop()
     with deaf_client(server.port) as client:
         client.setblocking(False)
         told = await house.handlers.get()
-        await told.closed
+        await told.messages.get()
+        stall = told.connection._write_timer
+        told.connection.close()
+        assert stall is not None and stall.cancelled(), "its time begins anew"
         await asyncio.sleep(0.3)
         num_bytes = 0
         while octets := await loop.sock_recv(client, 1 << 20):
