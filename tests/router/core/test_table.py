@@ -183,6 +183,30 @@ def test_nothing_gives_way_while_the_prefill_worker_has_its_fill() -> None:
     assert not ended(parked) and router.dispatcher.num_waiting == 1
 
 
+def test_room_for_all_but_the_first_token_is_enough() -> None:
+    """The decode worker gets the first with the prompt: 20 and 12 tokens are 2 blocks."""
+    router = Router()
+    router.pair()
+    parked = prefilled(router, 1, "hog", prompt=20)  # 2 blocks
+    router.beat(D, load(64, used=64))
+    router.submit(20, new=12, client="new")
+    router.now += HOLD_GRACE_S
+    router.dispatcher.tick()
+    assert ended(parked) == [0]
+
+
+def test_a_place_that_an_error_frees_is_taken_at_once() -> None:
+    router = Router(Limits(max_running_per_worker=1))
+    router.pair()
+    handle, sink = router.submit(20, new=None)
+    router.say(P, PrefillDone(router.prefill_id(), 0), first())
+    router.submit(client="new")
+    assert router.dispatcher.num_waiting == 1
+    router.dispatcher.decode(handle, 5000)
+    assert sink.error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    assert router.dispatcher.num_waiting == 0
+
+
 def test_what_was_held_for_a_moment_only_counts_too() -> None:
     router = Router(Limits(max_running_per_worker=6))
     router.pair()
