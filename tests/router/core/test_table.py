@@ -296,6 +296,7 @@ def test_blocks_that_are_only_promised_are_back_at_once() -> None:
     router.now += HOLD_GRACE_S
     router.dispatcher.tick()
     assert ended(hog) == [0, 1] and len(router.take(Tag.PREFILL_REQUEST)) == 1
+    assert router.fleet.get(D).returning_blocks == 0  # type: ignore[union-attr]
 
 
 def test_no_one_gives_way_on_a_worker_that_is_too_small() -> None:
