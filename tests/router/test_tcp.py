@@ -393,7 +393,9 @@ def revoke(key_file: Path) -> None:
 async def test_a_key_in_hello_opens_the_connection_until_it_is_revoked(key_file: Path) -> None:
     async with face(api_keys=ApiKeys(key_file)) as (router, client):
         hello(client, KEY)
-        ask(client, 1, 3000 // 4)  # bigger than what is taken before HELLO
+        ask(client, 1, 2000)  # bigger than what is taken before HELLO
+        assert (await error(client))[:2] == (1, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
+        ask(client, 1)
         await router.request_id()
         revoke(key_file)
         ask(client, 2)
@@ -421,6 +423,32 @@ async def test_no_key_is_an_error_and_the_end(key_file: Path) -> None:
         assert (await error(client))[:2] == (0, ErrorCode.UNAUTHORIZED)
         assert await client.next_message() is None
         assert router.take(Tag.PREFILL_REQUEST) == []
+
+
+@pytest.mark.parametrize("frame", [DecodeRequest(1, 2), Cancel(1, 0)])
+async def test_without_a_key_nothing_at_all_is_taken(
+    key_file: Path, frame: DecodeRequest | Cancel
+) -> None:
+    async with face(api_keys=ApiKeys(key_file)) as (_, client):
+        client.send(frame)
+        assert (await error(client))[:2] == (0, ErrorCode.UNAUTHORIZED)
+
+
+async def test_what_was_cancelled_makes_room_for_another_request() -> None:
+    async with face(max_requests=1) as (router, client):
+        for request_id in (1, 2):
+            ask(client, request_id)
+            await router.request_id()
+            client.send(Cancel(request_id, 0))
+        ask(client, 3)
+        await router.request_id()
+
+
+async def test_what_no_later_attempt_can_better_says_no_time_for_one() -> None:
+    async with face() as (_, client):
+        ask(client, 1, 2000)
+        _, code, detail = await error(client)
+        assert code == ErrorCode.CONTEXT_LENGTH_EXCEEDED and detail.retry_after_s is None
 
 
 async def test_before_hello_a_frame_is_small(key_file: Path) -> None:

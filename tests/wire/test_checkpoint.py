@@ -88,6 +88,13 @@ def test_a_header_that_is_none_is_refused(model: Path, header: bytes) -> None:
         check_weights(model)
 
 
+def test_weights_are_beside_their_index(model: Path) -> None:
+    (model / SINGLE).rename(model.parent / SINGLE)
+    (model / INDEX).write_text(json.dumps({"weight_map": {"a": f"../{SINGLE}"}}))
+    with pytest.raises(ModelError, match="not beside it"):
+        check_weights(model)
+
+
 def test_missing_weights_are_named(model: Path) -> None:
     (model / SINGLE).unlink()
     with pytest.raises(ModelError, match=f"neither {SINGLE} nor {INDEX}"):

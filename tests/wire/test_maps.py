@@ -95,3 +95,11 @@ def test_a_key_twice_is_refused_in_every_payload() -> None:
     with pytest.raises(RemoteProtocolError, match="twice"):
         decode_options(pairs(("max_tokens", 2), ("max_tokens", 2)))
     assert decode_options(pairs(("max_tokens", 2))) == Options(max_tokens=2)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 70_000])
+def test_each_map_of_an_array_is_looked_at(count: int) -> None:
+    twice = b"\x82\xa1a\x01\xa1a\x02"
+    head = msgspec.msgpack.encode([None] * count)[:-count]
+    with pytest.raises(msgspec.ValidationError, match="twice"):
+        check_keys(head + (count - 1) * b"\x80" + twice)

@@ -149,3 +149,11 @@ def test_a_message_owns_its_payload() -> None:
     chunk[:] = bytes(len(chunk))
     message = decoder.next_message()
     assert message is not None and message.payload == (b"abc",)
+
+
+def test_a_payload_counts_in_bytes_whatever_its_items_are() -> None:
+    decoder = StreamDecoder()
+    for part in encode(Cancel(1, 12), memoryview(bytes(12)).cast("I")):
+        decoder.receive(part)
+    message = decoder.next_message()
+    assert message is not None and len(message.body()) == 12 and decoder.buffered_bytes == 0

@@ -212,6 +212,9 @@ def hellos(router: ScriptedRouter, count: int) -> Callable[[], bool]:
     return lambda: len(router.hellos) == count
 
 
+STILL = ErrorDetail(message="it is here still", retry_after_s=3.0)
+
+
 def fenced(wait_s: float) -> bytes:
     return encode_map(ErrorDetail(message="another one is here", retry_after_s=wait_s))
 
@@ -230,6 +233,10 @@ async def test_who_is_fenced_waits_for_as_long_as_a_dead_worker_may_go_unnoticed
             router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
             assert await alone.state() is LinkState.REFUSED
             assert alone.link.is_fenced and alone.link.refusal == "another one is here"
+            assert alone.role.num_lost == 1
+            router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), encode_map(STILL))
+            await alone.until(lambda: alone.link.refusal == STILL.message)
+            assert alone.role.num_lost == 1, "it had nothing to lose"
 
 
 async def test_a_worker_that_another_router_serves_stands_by() -> None:
@@ -249,6 +256,14 @@ async def test_a_worker_that_another_router_serves_stands_by() -> None:
             assert await alone.state() is LinkState.READY and not alone.link.is_fenced
 
 
+async def test_the_times_of_a_router_are_those_it_says() -> None:
+    async with scripted_router() as router:
+        router.heartbeat_ms, router.lease_ms = 250, 4000
+        async with stage(router) as alone:
+            assert await alone.state() is LinkState.READY
+            assert (alone.link.heartbeat_s, alone.link.lease_s) == (0.25, 4.0)
+
+
 async def test_a_fenced_worker_gets_the_place_that_becomes_free() -> None:
     async with scripted_router() as router, stage(router) as alone:
         assert await alone.state() is LinkState.READY
@@ -259,6 +274,7 @@ async def test_a_fenced_worker_gets_the_place_that_becomes_free() -> None:
         assert await alone.state() is LinkState.READY
         router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
         assert await alone.state() is LinkState.JOINING, "it waits anew"
+        assert alone.link._fenced_s == 3.0
 
 
 async def test_a_drain_is_said_again_to_a_router_that_came_back() -> None:

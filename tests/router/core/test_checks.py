@@ -11,8 +11,9 @@ from struct import pack
 
 import msgspec
 import pytest
+import structlog
 
-from router.core.checks import SENTENCES
+from router.core.checks import MAX_LOGGED, SENTENCES
 from router.core.state import Limits
 from tests.router.scripted import RecordingSink, Router, first, usage
 from wire.errors import ErrorCode
@@ -124,6 +125,24 @@ def test_logprobs_that_nobody_asked_for_do_not_reach_a_client(router: Router) ->
         assert is_tried_elsewhere(router, Tag.PREFILL_REQUEST, bad)
 
 
+def test_a_prompt_is_scored_by_the_first_attempt_only() -> None:
+    router = Router(Limits(vocab_size=VOCAB))
+    for rank in (0, 1, 2):
+        router.join(Role.PREFILL, rank)
+        router.join(Role.DECODE, rank)
+    _, sink = router.submit(PROMPT, prompt_logprobs=1)
+    scores = join_prompt_logprobs(1, 19 * [ROW])
+    peer, request_id = asked(router, Tag.PREFILL_REQUEST)
+    result = PrefillResult(token_id=7, prompt_logprobs=scores)
+    router.say(peer, PrefillDone(request_id, 0), read(result))
+    router.bus.on_lost(asked(router, Tag.DECODE_REQUEST)[0])
+    bad, request_id = asked(router, Tag.PREFILL_REQUEST)
+    result = PrefillResult(token_id=7, prompt_logprobs=join_prompt_logprobs(1, 20 * [ROW]))
+    router.say(bad, PrefillDone(request_id, 0), read(result))
+    assert sink.kinds == ["prefill"], "its token is not taken either"
+    assert is_tried_elsewhere(router, Tag.PREFILL_REQUEST, bad)
+
+
 def decoding(router: Router) -> tuple[RecordingSink, bytes, int]:
     _, sink = router.submit(PROMPT, new=5, logprobs=1)
     peer, request_id = asked(router, Tag.PREFILL_REQUEST)
@@ -213,6 +232,16 @@ def test_an_error_of_a_worker_is_in_our_words_or_not_its_to_say(
     else:
         assert sink.error.code is ErrorCode.INTERNAL
         assert sink.error.message == f"{role.name.lower()}-0 broke the protocol"
+
+
+def test_the_words_of_a_worker_are_cut_in_the_log() -> None:
+    router = Router(Limits(max_attempts=1))
+    peer, _ = router.pair()
+    router.submit()
+    said = encode_map(ErrorDetail(message=4096 * "x"))
+    with structlog.testing.capture_logs() as lines:
+        router.say(peer, Error(router.prefill_id(), ErrorCode.INTERNAL), said)
+    assert [line["reason"] for line in lines if "reason" in line] == [MAX_LOGGED * "x"]
 
 
 def test_what_only_the_router_may_say() -> None:

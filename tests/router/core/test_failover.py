@@ -151,6 +151,51 @@ def test_a_worker_that_failed_is_avoided_and_given_a_pause(router: Router) -> No
     assert sink.events == []
 
 
+def test_a_request_that_ends_while_it_pauses_is_not_tried_again(router: Router) -> None:
+    handle, _ = router.submit(20)
+    peer, frame, _, _ = asked(router)
+    router.say(peer, Error(frame.request_id, ErrorCode.INTERNAL))
+    assert (router.dispatcher.num_waiting, router.dispatcher.num_running) == (1, 0)
+    router.dispatcher.cancel(handle)
+    router.now += 10.0
+    router.dispatcher.tick()
+    assert router.take(Tag.PREFILL_REQUEST) == []
+
+
+def test_a_request_is_placed_when_its_first_attempt_is(router: Router) -> None:
+    handle, _ = router.submit(20)
+    placed_at = router.dispatcher._table.open[handle].placed_at
+    router.now += 1.0
+    router.bus.on_lost(asked(router)[0])
+    assert len(router.take(Tag.PREFILL_REQUEST)) == 1
+    assert router.dispatcher._table.open[handle].placed_at == placed_at == 100.0
+
+
+def test_a_worker_that_failed_long_ago_is_still_avoided(router: Router) -> None:
+    router.join(Role.PREFILL, 2)
+    router.sent.clear()
+    router.submit(20)
+    for expected in (P, P1, b"prefill-2-1"):
+        peer, frame, _, _ = asked(router)
+        assert peer == expected
+        router.say(peer, Error(frame.request_id, ErrorCode.INTERNAL))
+        router.now += 10.0
+        router.dispatcher.tick()
+
+
+def test_a_worker_that_failed_is_better_than_one_that_is_too_small() -> None:
+    router = Router(Limits())
+    router.pair()
+    router.join(Role.DECODE, 1, num_blocks=1)
+    router.sent.clear()
+    router.submit(20)
+    _, frame, _, _ = asked(router)
+    router.say(D, Error(frame.request_id, ErrorCode.INTERNAL))
+    router.now += 10.0
+    router.dispatcher.tick()
+    assert asked(router)[1].decode_rank == 0
+
+
 def test_attempts_are_bounded_and_the_error_says_so(router: Router) -> None:
     _, sink = router.submit()
     failure = encode_map(ErrorDetail(message="a broken device"))

@@ -199,12 +199,21 @@ def test_missed_heartbeats_make_a_worker_overdue() -> None:
     assert len(table.overdue(late + 1.0)) == 2
 
 
+def test_a_worker_that_is_in_one_step_for_too_long_is_suspect() -> None:
+    table = fleet(stall_s=2.0)
+    identity = hello(table)
+    for step_ms, state in ((1999, WorkerState.READY), (2000, WorkerState.SUSPECT), (0, "ready")):
+        worker = table.heartbeat(identity, BEAT, load(step_ms=step_ms), 1.0)
+        assert worker is not None and worker.state == state
+
+
 def test_a_lost_worker_stays_listed_until_its_rank_is_back() -> None:
     table = fleet()
     identity = hello(table)
     table.heartbeat(identity, BEAT, load(64, used=64), 0.0)
     lost = table.lose(identity, 0.0)
     assert lost is not None and lost.state is WorkerState.LOST and lost.load is None
+    assert (lost.running, lost.waiting) == (0, 0), "nothing runs on it"
     assert list(table) == [lost] and table.live(Role.DECODE) == []
     assert table.lose(identity, 0.0) is None
     hello(table, epoch=2, now=GONE_S)

@@ -167,6 +167,62 @@ def test_nothing_gives_way_while_there_is_room_or_where_it_would_not_help() -> N
     assert ended(parked) == [0]
 
 
+def test_nothing_gives_way_while_the_prefill_worker_has_its_fill() -> None:
+    router = Router(Limits(max_running_per_worker=2))
+    router.pair()
+    parked = prefilled(router, 2, "hog")
+    for _ in range(2):
+        router.submit(new=0)  # These need the prefill worker only.
+    router.submit(client="new")
+    router.now += HOLD_GRACE_S
+    router.dispatcher.tick()
+    assert not ended(parked) and router.dispatcher.num_waiting == 1
+
+
+def test_room_for_all_but_the_first_token_is_enough() -> None:
+    """The decode worker gets the first with the prompt: 20 and 12 tokens are 2 blocks."""
+    router = Router()
+    router.pair()
+    parked = prefilled(router, 1, "hog", prompt=20)  # 2 blocks
+    router.beat(D, load(64, used=64))
+    router.submit(20, new=12, client="new")
+    router.now += HOLD_GRACE_S
+    router.dispatcher.tick()
+    assert ended(parked) == [0]
+
+
+def test_a_place_that_an_error_frees_is_taken_at_once() -> None:
+    router = Router(Limits(max_running_per_worker=1))
+    router.pair()
+    handle, sink = router.submit(20, new=None)
+    router.say(P, PrefillDone(router.prefill_id(), 0), first())
+    router.submit(client="new")
+    assert router.dispatcher.num_waiting == 1
+    router.dispatcher.decode(handle, 5000)
+    assert sink.error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    assert router.dispatcher.num_waiting == 0
+
+
+def test_what_was_held_for_a_moment_only_counts_too() -> None:
+    router = Router(Limits(max_running_per_worker=6))
+    router.pair()
+    big, small = prefilled(router, 1, "big"), prefilled(router, 2, "small")
+    router.now += HOLD_GRACE_S
+    more = prefilled(router, 3, "big")
+    router.submit(client="new")
+    router.dispatcher.tick()
+    assert ended(big) == [0] and not ended(small) and not ended(more)
+
+
+def test_what_runs_takes_no_place_in_the_queue() -> None:
+    router = Router(Limits(max_running_per_worker=3, max_waiting=1))
+    router.pair()
+    sinks = [router.submit(client="busy")[1] for _ in range(4)]
+    with pytest.raises(WireError) as caught:
+        router.submit(client="new")
+    assert caught.value.code is ErrorCode.OVERLOADED and not ended(sinks)
+
+
 def test_clients_that_hold_as_much_give_way_in_turn() -> None:
     router = Router(Limits(max_running_per_worker=6))
     router.pair()
@@ -236,6 +292,7 @@ def test_blocks_that_are_only_promised_are_back_at_once() -> None:
     router.now += HOLD_GRACE_S
     router.dispatcher.tick()
     assert ended(hog) == [0, 1] and len(router.take(Tag.PREFILL_REQUEST)) == 1
+    assert router.fleet.get(D).returning_blocks == 0  # type: ignore[union-attr]
 
 
 def test_no_one_gives_way_on_a_worker_that_is_too_small() -> None:

@@ -159,6 +159,15 @@ def test_one_odd_worker_gets_nothing_and_spoils_nothing(role: Role, odd: dict[st
     assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
 
 
+def test_what_is_not_handed_over_is_within_any_limit_of_kv() -> None:
+    table, placement = cluster()
+    peer = Identity(Role.PREFILL, 0, 1).name
+    table.hello(peer, Hello(1, 0, Role.PREFILL), detail(max_kv_transfer_bytes=64), 0.0)
+    table.heartbeat(peer, Heartbeat(0, 0, 0), load(), 0.0)
+    placement.check(state(new=0), 0.0)
+    assert placed(placement, state(new=0)).prefill is table.get(peer)
+
+
 def test_a_token_that_the_model_lacks_is_refused_before_a_worker_sees_it() -> None:
     table, _ = cluster(Role.PREFILL, Role.DECODE)
     limits = Limits(vocab_size=40)

@@ -13,7 +13,7 @@ from router.http.exchange import HttpExchange
 from router.http.writer import Disconnected
 from wire.errors import WireError
 
-SLOW = Bodies(grace_s=0.05)
+SLOW = Bodies(grace_s=0.1)
 
 
 async def whole(exchange: HttpExchange, bodies: Bodies | None = None) -> bytes:
@@ -52,7 +52,7 @@ async def test_what_has_come_buys_time() -> None:
     async def events() -> AsyncIterator[Event]:
         yield chunk(bytes(60))
         yield chunk(b"")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.2)
         yield chunk(b"", more=False)
 
     bodies = Bodies(grace_s=0.05, bytes_per_s=1)
@@ -61,9 +61,10 @@ async def test_what_has_come_buys_time() -> None:
 
 async def test_a_size_that_is_only_announced_buys_none() -> None:
     async def events() -> AsyncIterator[Event]:
-        while True:
+        for _ in range(100):
             yield chunk(b"x")
             await asyncio.sleep(0.01)
+        raise AssertionError("each byte bought time")
 
     with pytest.raises(HttpError) as caught:
         await whole(exchange(events(), length=2_000_000), SLOW)

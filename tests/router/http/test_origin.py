@@ -69,6 +69,7 @@ def test_our_own_pages_and_addresses_typed_in() -> None:
     origins = Origins()
     assert refused(origins, origin="http://localhost:8000", sec_fetch_site="same-origin") is None
     assert refused(origins, sec_fetch_site="none") is None
+    assert refused(origins, host="LocalHost:8000", origin="http://LocalHost:8000") is None
 
 
 def test_an_allowed_page_may_read() -> None:

@@ -18,7 +18,13 @@ import pytest
 
 from router.config import Config
 from router.http.asgi import Receive, Scope, Send, read_body, respond
-from router.http.server import MAX_HEADER_BYTES, MAX_PIPELINED, HttpServer, Limits
+from router.http.server import (
+    MAX_HEADER_BYTES,
+    MAX_PIPELINED,
+    HttpServer,
+    Limits,
+    framing_problem,
+)
 from router.http.tls import server_context
 from tests import certificate
 
@@ -99,6 +105,17 @@ async def test_a_second_request_has_its_own_time_and_silence_its_end() -> None:
     async with serving(Limits(grace_s=0.2, idle_s=0.2)) as server:
         answer = await ask(server, GET % 1 + GET % 2)
         assert answer.count(b"HTTP/1.1 200") == 2 and answer.endswith(b"/2")
+
+
+async def test_a_body_is_no_part_of_the_headers_after_it() -> None:
+    body = bytes(8 * MAX_HEADER_BYTES)
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for _ in range(2):
+            writer.write(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(5) == b"/read"
+        writer.close()
 
 
 def test_who_hangs_up_first_is_the_client() -> None:
@@ -270,6 +287,15 @@ async def test_framings_that_two_servers_might_read_differently(headers: bytes) 
 async def test_one_host_is_enough_and_http_1_0_needs_none() -> None:
     async with serving() as server:
         assert (await ask(server, b"GET /1 HTTP/1.0\r\n\r\n")).endswith(b"/1")
+
+
+def test_chunked_is_the_only_coding_in_any_spelling() -> None:
+    def problem(*codings: bytes) -> str:
+        headers = [(b"host", b"x"), *((b"transfer-encoding", coding) for coding in codings)]
+        return framing_problem(headers, "1.1")
+
+    assert not problem() and not problem(b"chunked") and not problem(b" Chunked ")
+    assert problem(b"gzip") and problem(b"gzip", b"chunked") and problem(b"chunked", b"chunked")
 
 
 @pytest.mark.parametrize("chunk", [b"5\r\nhello!", b"x\r\n", b"-1\r\n", b"f" * 17 + b"\r\n"])

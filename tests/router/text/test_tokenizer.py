@@ -187,12 +187,18 @@ def takes_spaces() -> tokenizers.Tokenizer:
     return backend
 
 
+def takes_spaces_after() -> tokenizers.Tokenizer:
+    backend = byte_level()
+    backend.add_special_tokens([tokenizers.AddedToken("<mask>", rstrip=True)])
+    return backend
+
+
 def words() -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
 
 
 @pytest.mark.parametrize(
-    "make", [drops_unknown, splits_away, strips, replaces, takes_spaces, words]
+    "make", [drops_unknown, splits_away, strips, replaces, takes_spaces, takes_spaces_after, words]
 )
 def test_of_tokenizers_that_swallow_text_nothing_is_said(make: Any) -> None:
     assert Tokenizer(make()).least_tokens(" " * 100_000) == 0

@@ -181,6 +181,51 @@ async def test_a_large_message_has_time_by_its_size(house: House) -> None:
     assert await told.closed is None
 
 
+async def test_each_message_has_its_own_time(house: House) -> None:
+    def echo(told: Told, message: Message) -> None:
+        told.connection.send(message.frame)
+
+    server = await house.serve(Limits(message_s=0.5), answer=echo)
+    client = await connect("127.0.0.1", server.port)
+    async with client:
+        for number in (1, 2):
+            octets = b"".join(encode(Cancel(number, 0)))
+            client._writer.write(octets[:10])
+            await asyncio.sleep(0.05)  # so the rest comes by itself
+            client._writer.write(octets[10:])
+            message = await client.next_message()
+            assert message is not None and message.frame == Cancel(number, 0)
+            await asyncio.sleep(0.6)
+
+
+async def test_bytes_that_trickle_buy_no_time(house: House) -> None:
+    server = await house.serve(Limits(message_s=0.2))
+    client = await connect("127.0.0.1", server.port)
+
+    async def trickle() -> None:
+        for octet in b"".join(encode(Cancel(1, 0), bytes(300))):
+            client._writer.write(bytes([octet]))
+            await asyncio.sleep(0.02)
+
+    trickling = asyncio.create_task(trickle())
+    async with client:
+        message = await client.next_message()
+        assert message is not None and message.frame == Error(0, ErrorCode.PROTOCOL)
+        assert not trickling.done()
+        trickling.cancel()
+
+
+async def test_a_refusal_of_many_words_can_be_read(house: House) -> None:
+    def refuse(told: Told, message: Message) -> None:
+        raise WireError(ErrorCode.DRAINING, 5000 * "x")
+
+    server = await house.serve(answer=refuse)
+    async with await connect("127.0.0.1", server.port) as client:
+        client.send(Cancel(1, 0))
+        message = await client.next_message()
+        assert message is not None and detail_of(message).message == 4096 * "x"
+
+
 def deaf_client(port: int) -> socket.socket:
     """A client that asks once and never reads, with a small window."""
     client = socket.socket()
@@ -244,6 +289,46 @@ async def test_a_client_that_catches_up_after_the_end_must_still_hang_up(house: 
         while await loop.sock_recv(client, 1 << 20):
             pass
         await told.connection.closed  # The client does not close its side.
+
+
+async def test_what_waits_at_the_end_has_the_time_of_a_stall(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wire.aio.tcp._HANG_UP_S", 0.05)
+
+    def flood(told: Told, message: Message) -> None:
+        told.connection.send(DecodeToken(1, 1), bytes(900 * KIB))
+        for _ in range(12):
+            told.connection.send(DecodeToken(1, 1), bytes(900 * KIB))
+
+    server = await house.serve(Limits(max_write_bytes=64 << 20), answer=flood)
+    loop = asyncio.get_running_loop()
+    with deaf_client(server.port) as client:
+        client.setblocking(False)
+        told = await house.handlers.get()
+        await told.messages.get()
+        stall = told.connection._write_timer
+        told.connection.close()
+        assert stall is not None and stall.cancelled(), "its time begins anew"
+        await asyncio.sleep(0.3)
+        num_bytes = 0
+        while octets := await loop.sock_recv(client, 1 << 20):
+            num_bytes += len(octets)
+        assert num_bytes > 13 * 900 * KIB
+        await told.connection.closed
+
+
+async def test_nothing_is_kept_for_a_connection_that_has_ended(house: House) -> None:
+    server = await house.serve()
+    client = await connect("127.0.0.1", server.port)
+    client.send(Cancel(1, 0))
+    told = await house.handlers.get()
+    await told.messages.get()
+    told.connection.close()
+    await client.close()
+    await told.connection.closed
+    timers = told.connection._read_timer, told.connection._write_timer
+    assert all(timer is not None and timer.cancelled() for timer in timers)
 
 
 async def test_what_waits_for_a_client_is_bounded(house: House) -> None:
@@ -320,6 +405,25 @@ async def test_a_client_with_nothing_open_may_not_be_silent_for_long(house: Hous
     assert isinstance(await (await house.handlers.get()).closed, WireError)
 
 
+async def test_a_client_that_hears_something_is_not_idle(house: House) -> None:
+    loop, sent_at = asyncio.get_running_loop(), list[float]()
+
+    def answer(told: Told, message: Message) -> None:
+        def send() -> None:
+            sent_at.append(loop.time())
+            told.connection.send(DecodeToken(1, 1))
+
+        loop.call_later(0.4, send)
+
+    server = await house.serve(Limits(idle_s=0.5), answer)
+    async with await connect("127.0.0.1", server.port) as client:
+        client.send(Cancel(1, 0))
+        for frame in (DecodeToken(1, 1), Error(0, ErrorCode.DEADLINE_EXCEEDED)):
+            message = await client.next_message()
+            assert message is not None and message.frame == frame
+        assert loop.time() - sent_at[0] >= 0.5
+
+
 async def test_a_client_that_waits_for_something_may(house: House) -> None:
     asked = 0
 
@@ -355,3 +459,17 @@ async def test_a_frame_limit_can_be_lower_for_a_while(house: House) -> None:
         message = await client.next_message()
         assert message is not None and message.frame == Error(0, ErrorCode.PROTOCOL)
     assert (await house.handlers.get()).messages.qsize() == 3
+
+
+async def test_the_limit_that_returns_is_that_of_the_server(house: House) -> None:
+    def answer(told: Told, message: Message) -> None:
+        told.connection.limit_frames(64)
+        told.connection.limit_frames(None)
+
+    server = await house.serve(Limits(max_frame_bytes=100), answer)
+    async with await connect("127.0.0.1", server.port) as client:
+        client.send(Cancel(1, 0))
+        client.send(Cancel(1, 0), bytes(85))
+        message = await client.next_message()
+        assert message is not None and message.frame == Error(0, ErrorCode.PROTOCOL)
+        assert "16 to 100" in detail_of(message).message

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
 
 from wire.errors import ErrorCode, WireError
-from wire.process.exceptions import MAX_FRAMES, WITHHELD, described, printed, text
+from wire.process.exceptions import MAX_FRAMES, WITHHELD, catch_all, described, printed, text
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -34,6 +37,29 @@ def caught(call: Callable[[], object]) -> BaseException:
 )
 def test_texts_without_values_are_kept(error: BaseException) -> None:
     assert text(error) == "plain"
+
+
+def test_an_error_of_a_submodule_is_one_of_its_library() -> None:
+    """As cupy_backends.cuda.api.runtime.CUDARuntimeError is."""
+    kind = type("DeviceError", (RuntimeError,), {"__module__": "cupy_backends.cuda.runtime"})
+    assert text(kind("plain")) == "plain"
+    other = type("DeviceError", (RuntimeError,), {"__module__": "cupyright"})
+    assert text(other("SECRET")) == WITHHELD
+
+
+@pytest.mark.parametrize("bracket", "<({")
+def test_what_a_message_of_the_loop_shows_of_values_is_cut(bracket: str) -> None:
+    loop = asyncio.new_event_loop()
+    handler = sys.excepthook, sys.unraisablehook, threading.excepthook
+    try:
+        catch_all(loop)
+        with structlog.testing.capture_logs() as lines:
+            loop.call_exception_handler({"message": f"Exception in f{bracket}SECRET"})
+    finally:
+        sys.excepthook, sys.unraisablehook, threading.excepthook = handler
+        loop.close()
+    assert [line["what"].startswith("Exception in f") for line in lines] == [True]
+    assert "SECRET" not in str(lines)
 
 
 @pytest.mark.parametrize(

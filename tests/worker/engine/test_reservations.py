@@ -49,6 +49,14 @@ def test_who_begins_with_what_arrives_waits_until_it_is_here(token_ids: list[int
     assert reservations._pool.match_prefix(second.keys(2, 4))[0] == first.block_table.tolist()[:2]
 
 
+def test_who_is_asked_for_waits_for_the_same_text_too() -> None:
+    reservations, first, second = pair(PROMPT)
+    reservations.claim(second)
+    assert reservations.head() is None
+    begin(reservations, first)
+    assert reservations.head() is second
+
+
 @pytest.mark.parametrize("token_ids", [PROMPT[:9], [*PROMPT[:9], 3], PROMPT[:4]])
 def test_who_needs_less_than_what_arrives_does_not_wait_for_all(token_ids: list[int]) -> None:
     reservations, _, second = pair(token_ids)
@@ -92,6 +100,17 @@ def test_a_peer_holds_a_quarter_of_the_pool_unclaimed_and_one_offer_more() -> No
     assert reservations.head() is other, "others pass"
     reservations.claim(first)
     assert reservations.head() is more
+
+
+def test_blocks_that_were_shared_already_are_not_held_by_a_peer() -> None:
+    pool = BlockPool(36, 4)
+    reservations = Reservations(pool)
+    for number in range(3):
+        sequence = reservation(number, [number, *PROMPT])
+        sequence.num_cached_tokens = 8  # 2 blocks of 3
+        arriving(reservations, sequence, pool)
+    reservations.add(more := reservation(10, [7, 8, 9]))
+    assert reservations.head() is more, "it holds 3 blocks, and may hold 9"
 
 
 def test_all_peers_hold_half_of_the_pool_unclaimed() -> None:

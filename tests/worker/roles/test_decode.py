@@ -155,6 +155,14 @@ async def test_kv_that_never_comes_ends_the_request() -> None:
         assert decode_map(ErrorDetail, message.body()).stage == "transfer"
 
 
+async def test_a_text_may_take_longer_than_a_lease() -> None:
+    async with pair(decode={"lease_s": 0.2, "step_delay_s": 0.02}) as router:
+        token = await first_token(router, 1, PROMPT)
+        router.decode(1, [*PROMPT, token], 19, OPTIONS)
+        assert [token, *await router.tokens(19)] == oracle(PROMPT, 20, OPTIONS)
+        await router.receive(Tag.DECODE_DONE)
+
+
 async def test_the_deadline_counts_while_kv_is_awaited() -> None:
     async with scripted_router() as router, running(router, "decode"):
         router.decode(1, [*PROMPT, 5], 3, Options(deadline_ms=50))

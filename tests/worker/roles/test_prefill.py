@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from math import inf
 
 import pytest
@@ -74,6 +75,7 @@ async def test_kv_is_offered_early_only_where_a_chunk_is_quick() -> None:
             role.first_chunk_s = seconds
             executor.gate.clear()
             executor.is_reached.clear()
+            asked_s = time.monotonic()
             router.prefill(request_id, [request_id, *PROMPT], OPTIONS)
             assert await asyncio.to_thread(executor.is_reached.wait, PATIENCE_S)
             if not is_early:
@@ -85,6 +87,7 @@ async def test_kv_is_offered_early_only_where_a_chunk_is_quick() -> None:
             executor.gate.set()
             await router.receive(Tag.PREFILL_DONE)
             assert role.first_chunk_s != seconds, "measured anew"
+            assert role.first_chunk_s < time.monotonic() - asked_s
             router.send(Role.PREFILL, Cancel(request_id, ErrorCode.CANCELLED))
             assert (await decode.receive()).frame == Cancel(request_id, ErrorCode.CANCELLED)
         await router.until_free(Role.PREFILL)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.scripted import (
+    EPOCH,
     GatedExecutor,
     ScriptedPrefill,
     ScriptedRouter,
@@ -31,7 +32,14 @@ from wire.frames import (
     Tag,
 )
 from wire.options import Options
-from wire.payloads import KVLayout, Usage, decode_map, decode_prefill_result, encode_prompt
+from wire.payloads import (
+    KVLayout,
+    Usage,
+    decode_error,
+    decode_map,
+    decode_prefill_result,
+    encode_prompt,
+)
 from worker.executor.hash import LAYOUT, oracle
 
 TOKEN_BYTES = LAYOUT.token_bytes
@@ -90,6 +98,15 @@ async def test_an_offer_that_cannot_be_is_refused(changes: dict[str, Any], code:
         await accepted(prefill, 2)
         prefill.cancel(2)
         await router.until_free(Role.DECODE)
+
+
+async def test_a_client_reads_which_worker_gave_it_up() -> None:
+    async with stage() as (router, prefill):
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        await accepted(prefill, 1)
+        prefill.cancel(1)
+        detail = decode_error((await router.receive(Tag.ERROR)).body())
+        assert "with prefill-0 failed" in detail.message
 
 
 async def test_an_offer_over_the_limit_is_refused() -> None:
@@ -343,6 +360,50 @@ async def test_offers_without_bytes_hold_a_quarter_for_a_third_of_a_lease() -> N
         assert ended == {(request_id, ErrorCode.TRANSFER_FAILED) for request_id in granted}
 
 
+async def test_an_offer_that_waits_for_blocks_has_them_as_soon_as_a_router_asks() -> None:
+    async with stage(num_blocks=80) as (router, prefill):
+        for request_id in (1, 2, 3):  # 19 blocks each
+            prefill.offer(request_id, [request_id, *PROMPT])
+        assert [(await prefill.ack())[0].request_id for _ in range(2)] == [1, 2]
+        await router.load(Role.DECODE)
+        assert prefill.is_quiet, "its peer holds a quarter"
+        router.decode(3, [3, *PROMPT, 5], 1, OPTIONS)
+        assert (await prefill.ack())[0].request_id == 3
+        for request_id in (1, 2, 3):
+            prefill.cancel(request_id)
+        await router.until_free(Role.DECODE)
+
+
+async def test_an_offer_that_was_asked_for_before_does_not_wait() -> None:
+    async with stage(num_blocks=80) as (router, prefill):
+        router.decode(3, [3, *PROMPT, 5], 1, OPTIONS)
+        router.send(Role.DECODE, PrefillRequest(9, 1, 0), encode_prompt([1], OPTIONS))
+        await router.receive(Tag.ERROR)  # so the one before has been read
+        for request_id in (1, 2, 3):
+            prefill.offer(request_id, [request_id, *PROMPT])
+        assert {(await prefill.ack())[0].request_id for _ in range(3)} == {1, 2, 3}
+        for request_id in (1, 2, 3):
+            prefill.cancel(request_id)
+        await router.until_free(Role.DECODE)
+
+
+async def test_an_offer_that_waits_for_its_bytes_has_them_as_soon_as_a_router_asks() -> None:
+    executor = GatedExecutor(max_model_len=200_000)
+    budget = {"credit_bytes": 4 << 20, "max_kv_inflight_bytes": 4 << 20, "num_blocks": 9000}
+    async with stage(executor=executor, **budget) as (router, prefill):
+        prompts = {request_id: [request_id] * 18_000 for request_id in (1, 2)}  # 1.1 MiB
+        for request_id, prompt in prompts.items():
+            prefill.offer(request_id, prompt)
+        assert (await prefill.ack())[0].request_id == 1
+        await router.load(Role.DECODE)
+        assert prefill.is_quiet, "its peer holds a quarter"
+        router.decode(2, [*prompts[2], 5], 1, OPTIONS)
+        assert (await prefill.ack())[0].request_id == 2
+        for request_id in (1, 2):
+            prefill.cancel(request_id)
+        await router.until_free(Role.DECODE)
+
+
 async def test_a_peer_may_have_so_many_offers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.transfer.receiver.MAX_OFFERS", 3)
     async with stage() as (router, prefill), ScriptedPrefill(router, b"prefill-1-1") as other:
@@ -458,3 +519,44 @@ async def test_the_offer_of_a_request_that_ended_is_refused() -> None:
         prefill.offer(1, PROMPT)
         assert await prefill.error() == (1, ErrorCode.UNKNOWN_REQUEST)
         router.send(Role.DECODE, Cancel(2, ErrorCode.CANCELLED))
+
+
+async def test_of_what_has_ended_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.transfer.receiver.MAX_ENDED", 2)
+    async with stage() as (router, prefill):
+        for request_id in (1, 2, 3):
+            router.send(Role.DECODE, Cancel(request_id, ErrorCode.CANCELLED))
+        router.send(Role.DECODE, PrefillRequest(9, 1, 0), encode_prompt([1], OPTIONS))
+        await router.receive(Tag.ERROR)  # so those before have been read
+        for request_id in (2, 3):
+            prefill.offer(request_id, PROMPT)
+            assert await prefill.error() == (request_id, ErrorCode.UNKNOWN_REQUEST)
+        await accepted(prefill, 1)
+        prefill.cancel(1)
+
+
+async def test_an_offer_of_what_a_lost_router_asked_for_is_refused() -> None:
+    lost = EPOCH << 32 | 1
+    async with scripted_router() as router:
+        router.epoch = 7 << 32 | EPOCH  # ids have the lower half of it
+        async with running(router, "decode"), ScriptedPrefill(router) as prefill:
+            router.epoch += 1  # another process of it
+            num_hellos = len(router.hellos)
+            router.send(Role.DECODE, Error(0, ErrorCode.UNKNOWN_PEER))
+            await router.until(lambda: len(router.hellos) > num_hellos)
+            await router.load(Role.DECODE)
+            prefill.offer(lost, PROMPT)
+            assert await prefill.error() == (lost, ErrorCode.UNKNOWN_REQUEST)
+            await accepted(prefill, lost + (1 << 32))
+            prefill.cancel(lost + (1 << 32))
+            await router.until_free(Role.DECODE)
+
+
+async def test_kv_that_comes_after_the_deadline_of_its_request_is_refused() -> None:
+    options = Options(max_tokens=20, deadline_ms=100)
+    async with stage() as (router, prefill):
+        router.decode(1, [*PROMPT, 5], 3, options)
+        await accepted(prefill, 1)
+        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.DEADLINE_EXCEEDED)
+        assert await prefill.error() == (1, ErrorCode.CANCELLED)
+        await router.until_free(Role.DECODE)
