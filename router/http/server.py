@@ -28,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from router.http.asgi import Header, HttpError, retry_after
 from wire.aio.listener import bind, listen
 from wire.errors import ErrorCode
+from wire.parts import Buffer
 
 MAX_HEADER_BYTES: Final = 64 << 10
 # What was written when a face closes gets this long to leave.
@@ -229,11 +230,11 @@ class _Parser(httptools.HttpRequestParser):
         # uvicorn's: what comes after "Connection: close" is not an error.
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: Buffer) -> None:  # type: ignore[override]
         try:
             super().feed_data(data)
         except httptools.HttpParserUpgrade as offer:
-            self._protocol.resume(data[offer.args[0] :])
+            self._protocol.resume(bytes(data)[offer.args[0] :])
 
 
 class LingeringTransport:

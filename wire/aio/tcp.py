@@ -159,7 +159,7 @@ class Connection(asyncio.Protocol):
         self._take_messages()
 
     def _take_messages(self) -> None:
-        """Take what has come; of very much, a part, and no more is read until it is the rest's turn."""
+        """Take what has come; of very much it is a part, and others go before the rest."""
         num_taken = 0
         try:
             while not self.is_closing and (message := self._decoder.next_message()) is not None:

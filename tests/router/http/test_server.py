@@ -304,7 +304,9 @@ async def test_who_offers_an_upgrade_is_served_without(upgrade: bytes, size: int
         for _ in range(4):
             head = await reader.readuntil(b"\r\n\r\n")
             heads.append(head.split()[1])
-            texts.append(await reader.readexactly(int(head.split(b"content-length: ")[1].split()[0])))
+            texts.append(
+                await reader.readexactly(int(head.split(b"content-length: ")[1].split()[0]))
+            )
         assert heads == [b"200"] * 4
         assert texts == [b"hello", b"first", b"nothing", b"/4"]
         writer.close()
