@@ -31,7 +31,13 @@ from router.http.requests import CompletionRequest, RequestContext, RequestParse
 from router.http.sse import ChunkWriter
 from router.http.status import Status
 from router.http.threads import Threads
-from router.http.writer import Disconnected, ResponseWriter, wait_for_disconnect, whole_body
+from router.http.writer import (
+    Disconnected,
+    ResponseWriter,
+    size_of_scores,
+    wait_for_disconnect,
+    whole_body,
+)
 from wire.errors import ErrorCode, WireError, shown
 from wire.process.api_keys import ApiKeys
 from wire.traffic import Traffic
@@ -229,7 +235,9 @@ class Application:
         if not body.stream:
             pieces = await writer.collect(completion)
             head = {"id": completion_id, "created": created, "model": self._model_name}
-            await exchange.respond(200, whole_body(wanted, completion, pieces, head))
+            render = partial(whole_body, wanted, completion, pieces, head)
+            answer = await self._threads.run(size_of_scores(pieces), render)
+            await exchange.respond(200, answer)
             return
         chunks = ChunkWriter(
             completion,
@@ -313,7 +321,9 @@ class _Signal:
             waiter.set_result(None)
 
     async def wait(self) -> None:
-        if not self._is_set:
+        if self._is_set:
+            await asyncio.sleep(0)  # who always has more to write lets others have their turn
+        else:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         self._is_set = False

@@ -11,6 +11,7 @@ Pure: no clock, no loop.  What a piece looks like on the network is `router.http
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -143,15 +144,15 @@ class Choice:
 
     # The writer.
 
-    def take(self) -> list[Piece]:
-        """Return what can be shown now; the last piece of all carries the finish reason.
+    def take(self, max_tokens: int = sys.maxsize) -> list[Piece]:
+        """Return what `max_tokens` show; the last piece of all carries the finish reason.
 
         When this ends the choice by a stop string, the caller must cancel `handle`.
         """
         if self.finish_reason is not None:
             self._pending.clear()
             return []
-        token_ids, self._pending = self._pending, []
+        token_ids, self._pending = self._pending[:max_tokens], self._pending[max_tokens:]
         if self._prompt_logprobs is not None:
             self._scores = self._take_prompt_scores(self._prompt_logprobs)
             self._prompt_logprobs = None
@@ -159,7 +160,7 @@ class Choice:
             pieces = self._take_plain(token_ids)
         else:
             pieces = self._take(token_ids)
-        if self.usage is not None and self.finish_reason is None:
+        if self.usage is not None and self.finish_reason is None and not self._pending:
             rest = self._rest()
             is_stopped = self._stops is not None and self._stops.is_stopped
             reason = "length" if self.output.is_echo_only else self.usage.finish_reason
@@ -173,7 +174,8 @@ class Choice:
         return [Piece(text) for text in texts if text or not self.output.tokenizer.has_text]
 
     def _take(self, token_ids: list[int]) -> list[Piece]:
-        logprobs, self._logprobs = self._logprobs, []
+        num_tokens = len(token_ids)
+        logprobs, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
         output, pieces = self.output, list[Piece]()
         for position, token_id in enumerate(token_ids):
             text = self._text_of(token_id)

@@ -7,12 +7,15 @@ gateway gives it a writer to wake when there is something to write.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Final, Protocol
 
 from router.core.request import Request
 from router.http.choice import MAX_PENDING_TOKENS, Choice, OutputOptions, Piece
 from router.http.responses import UsageBody, usage_body
 from wire.errors import ErrorCode, WireError
+
+# Tokens that are taken before others have their turn: some milliseconds, with their scores.
+MAX_AT_ONCE: Final = 64
 
 
 class Core(Protocol):
@@ -83,19 +86,28 @@ class Completion:
             raise
 
     def take(self) -> list[tuple[Choice, list[Piece]]]:
-        """Return what the choices that moved since the last call have to show."""
-        dirty, self._dirty = self._dirty, {}
+        """Return what the choices that moved since the last call have to show.
+
+        Of very much it is a part, and the writer is woken for the rest.
+        """
         taken = []
         self.num_new_tokens = 0
-        for choice in dirty:
-            self.num_new_tokens += choice.lag
-            taken.append((choice, choice.take()))
+        for choice in tuple(self._dirty):
+            if self.num_new_tokens >= MAX_AT_ONCE:
+                break
+            lag = choice.lag
+            taken.append((choice, choice.take(MAX_AT_ONCE - self.num_new_tokens)))
+            self.num_new_tokens += lag - choice.lag
+            if choice.is_over or not choice.lag:
+                del self._dirty[choice]
             if choice.error is not None:
                 self.error = self.error or choice.error
                 self.cancel()
             elif choice.finish_reason is not None:
                 self._num_open -= 1
                 self._cancel(choice)  # If a stop string ended it, no worker knows of it.
+        if self._dirty:
+            self._writer.wake()
         return taken
 
     def cancel(self) -> None:

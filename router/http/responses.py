@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
+import msgspec
 from msgspec import Struct
 
 from router.http.choice import Choice, Piece, ScoredToken
@@ -13,6 +14,8 @@ from router.text.tokenizer import Tokenizer
 
 # JSON has no infinity.
 LEAST_LOGPROB: Final = -9999.0
+# Tokens whose scores are encoded at a time: a millisecond or two.
+_SLICE: Final = 64
 
 
 class PromptDetails(Struct):
@@ -110,9 +113,9 @@ def chat_logprobs(tokenizer: Tokenizer, scores: Iterable[ScoredToken]) -> dict[s
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     return {
-        "token": tokenizer.token_text(token_id),
+        "token": _text(tokenizer, token_id),
         "logprob": max(logprob, LEAST_LOGPROB),
-        "bytes": list(tokenizer.token_bytes(token_id)),
+        "bytes": list(_bytes(tokenizer, token_id)),
     }
 
 
@@ -120,6 +123,32 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str
 def _text(tokenizer: Tokenizer, token_id: int) -> str:
     # A long prompt's tokens and their alternatives are many, and mostly the same ones.
     return tokenizer.token_text(token_id)
+
+
+@lru_cache(maxsize=1 << 16)
+def _bytes(tokenizer: Tokenizer, token_id: int) -> tuple[int, ...]:
+    return tuple(tokenizer.token_bytes(token_id))
+
+
+def _encoded(
+    render: Callable[[Tokenizer, Sequence[ScoredToken]], dict[str, Any]],
+    choice: Choice,
+    scores: Sequence[ScoredToken],
+) -> dict[str, Any] | None:
+    """Return the logprobs of a whole choice, each token's encoded already.
+
+    There may be millions of numbers: given all of them at once, the encoder would hold the GIL for
+    longer than others should wait.
+    """
+    if not choice.output.has_logprobs:
+        return None
+    tokenizer = choice.output.tokenizer
+    body = render(tokenizer, ())
+    for start in range(0, len(scores), _SLICE):
+        for name, values in render(tokenizer, scores[start : start + _SLICE]).items():
+            if values:
+                body[name] += [msgspec.Raw(msgspec.json.encode(value)) for value in values]
+    return body
 
 
 def _logprob(score: ScoredToken) -> float:
@@ -142,27 +171,24 @@ def whole(pieces: Iterable[Piece]) -> Piece:
 
 def text_choice(choice: Choice, piece: Piece) -> dict[str, Any]:
     """Return one entry of `choices` of a text completion."""
-    output = choice.output
-    logprobs = completion_logprobs(output.tokenizer, piece.scores) if output.has_logprobs else None
     body = {
         "index": choice.index,
         "text": choice.prefix + piece.text,
-        "logprobs": logprobs,
+        "logprobs": _encoded(completion_logprobs, choice, piece.scores),
         "finish_reason": piece.finish_reason,
     }
-    return body | _ids(choice, piece) if output.has_ids else body
+    return body | _ids(choice, piece) if choice.output.has_ids else body
 
 
 def chat_choice(choice: Choice, piece: Piece) -> dict[str, Any]:
     """Return one entry of `choices` of a chat completion."""
-    output = choice.output
     body = {
         "index": choice.index,
         "message": {"role": "assistant", "content": piece.text, "refusal": None},
-        "logprobs": chat_logprobs(output.tokenizer, piece.scores) if output.has_logprobs else None,
+        "logprobs": _encoded(chat_logprobs, choice, piece.scores),
         "finish_reason": piece.finish_reason,
     }
-    return body | _ids(choice, piece) if output.has_ids else body
+    return body | _ids(choice, piece) if choice.output.has_ids else body
 
 
 def _ids(choice: Choice, piece: Piece) -> dict[str, Any]:

@@ -21,12 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, cast
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.http.asgi import Header, HttpError, retry_after
 from wire.aio.listener import bind, listen
 from wire.errors import ErrorCode
+from wire.parts import Buffer
 
 MAX_HEADER_BYTES: Final = 64 << 10
 # What was written when a face closes gets this long to leave.
@@ -61,6 +63,8 @@ class GuardedProtocol(HttpToolsProtocol):
     """
 
     limits = Limits()
+    # Whether the parser reads headers again that we have read already.
+    _is_resuming = False
     _timer: asyncio.TimerHandle | None = None
     _num_owed = 0
     # Between two requests, or in the headers of one, whose first byte has come then.
@@ -73,6 +77,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _refusal: HttpError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.parser = _Parser(self)
         super().connection_made(cast(asyncio.Transport, LingeringTransport(transport, self)))
         self._arm()
         if len(self.connections) > self.limits.max_connections:
@@ -98,11 +103,31 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self._num_owed and self._is_in_headers and self._timer is None:
             self._arm()
 
+    def resume(self, rest: bytes) -> None:
+        """Go on in HTTP/1.1 after headers that offer an upgrade, which we do not take.
+
+        For the parser the message is over then; for us comes its body, as its headers say.
+        """
+        framing = (b"content-length", b"transfer-encoding")
+        lines = [b"%s: %s\r\n" % header for header in self.headers if header[0] in framing]
+        self.parser = _Parser(self)
+        self._is_resuming = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(lines))
+        self.parser.feed_data(rest)
+
     def on_message_begin(self) -> None:
+        if self._is_resuming:
+            return
         self._has_begun = True
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        if not self._is_resuming:
+            super().on_url(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_resuming:
+            return
         if not self._is_in_body:
             super().on_header(name, value)
             return
@@ -112,17 +137,24 @@ class GuardedProtocol(HttpToolsProtocol):
             self._complain(f"the trailers are over {MAX_HEADER_BYTES} bytes")
 
     def on_headers_complete(self) -> None:
+        if self._is_resuming:
+            self._is_resuming = False
+            return
         self._disarm()
         if problem := framing_problem(self.headers, self.parser.get_http_version()):
             self._complain(problem)
         if len(self.pipeline) >= MAX_PIPELINED:
             self._complain(f"over {MAX_PIPELINED} requests wait on this connection")
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # it would take that for the answer
         super().on_headers_complete()
         self._num_owed += 1
         self._is_in_headers, self._has_begun, self._is_in_body = False, False, True
         self._header_bytes = 0
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # its body comes now
         self._is_in_headers, self._is_in_body, self._header_bytes = True, False, 0
         super().on_message_complete()
 
@@ -190,6 +222,22 @@ class GuardedProtocol(HttpToolsProtocol):
     def _on_slow(self) -> None:
         self._timer = None
         self._refuse(408, "the headers came too slowly", "header_timeout")
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Reads on where a client offers another protocol, as if it had not."""
+
+    def __init__(self, protocol: GuardedProtocol) -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+        # uvicorn's: what comes after "Connection: close" is not an error.
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def feed_data(self, data: Buffer) -> None:  # type: ignore[override]
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._protocol.resume(bytes(data)[offer.args[0] :])
 
 
 class LingeringTransport:

@@ -1,4 +1,5 @@
-"""Threads for what would hold up the event loop: large bodies, whose texts are to be tokenized.
+"""Threads for what would hold up the event loop: large bodies, whose texts are to be tokenized,
+and large answers, with the log-probabilities of many tokens.
 
 Few threads, so that a crowd of large bodies costs the memory and the cores of a few; the others
 wait in the order they came.  Ordinary bodies do not wait behind the largest.  What runs here must

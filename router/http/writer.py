@@ -9,7 +9,7 @@ Waits only on what it is given (a signal, ASGI's callables): the loop is the HTT
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final, Protocol
 
 import msgspec
@@ -25,6 +25,8 @@ from router.http.sse import HEADERS, PING, ChunkWriter, failure
 PING_S: Final = 10.0
 # A write that takes longer than this has a client that does not read.
 STALL_S: Final = 10.0
+# Of one token and its log-probability in an answer.
+BYTES_PER_SCORE: Final = 32
 
 
 class Signal(Protocol):
@@ -189,6 +191,12 @@ def whole_body(
         "usage": completion.usage,
     }
     return msgspec.json.encode(body)
+
+
+def size_of_scores(pieces: Iterable[Piece]) -> int:
+    """About how many bytes the log-probabilities of an answer will have."""
+    scored = [score.logprobs for piece in pieces for score in piece.scores if score.logprobs]
+    return BYTES_PER_SCORE * sum([1 + len(each.top) for each in scored])
 
 
 async def wait_for_disconnect(receive: Receive, writer: ResponseWriter) -> None:

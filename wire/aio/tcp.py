@@ -30,6 +30,8 @@ __all__ = ["Client", "Connection", "Handler", "Limits", "Server", "connect", "se
 _LOG = structlog.get_logger(__name__)
 # How long a client may take to hang up after our last byte, before we do.
 _HANG_UP_S: Final = 1.0
+# Messages of one client that are taken before others have their turn: some milliseconds.
+MAX_AT_ONCE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +156,35 @@ class Connection(asyncio.Protocol):
         if self.is_closing:
             return
         self._decoder.receive(data)
+        self._take_messages()
+
+    def _take_messages(self) -> None:
+        """Take what has come; of very much it is a part, and others go before the rest."""
+        num_taken = 0
         try:
             while not self.is_closing and (message := self._decoder.next_message()) is not None:
                 self._message_began_at = None
                 self._traffic.received[message.tag] += 1
                 if self._handler is not None:
                     self._handler.on_message(message)
+                num_taken += 1
+                if num_taken == MAX_AT_ONCE:
+                    self._transport.pause_reading()
+                    self._loop.call_soon(self._go_on)
+                    break
         except WireError as error:
             self.refuse(error)
         except Exception:
             _LOG.exception("handler failed", peer=self.peer_name)
             self.refuse(WireError(ErrorCode.INTERNAL, "internal error"))
         self._watch_rate()
+
+    def _go_on(self) -> None:
+        if self._transport.is_closing():
+            return
+        self._transport.resume_reading()
+        if not self.is_closing:
+            self._take_messages()
 
     def eof_received(self) -> bool:
         self._end(None)

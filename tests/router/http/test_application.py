@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from router.core.state import Limits
-from router.http import completion
+from router.http import completion, writer
 from router.http.body import Bodies
 from router.http.origin import Origins
 from router.http.threads import INLINE_BYTES
@@ -351,6 +351,26 @@ async def test_a_long_body_is_read_in_a_thread(site: Site, path: str) -> None:
     assert site.application._bodies._total_bytes == 0
     await post(site, path, {"prompt": "x", "tokens": [1]})
     assert readers[1] is threading.main_thread()
+
+
+@pytest.mark.parametrize("has_many", [False, True])
+async def test_an_answer_with_many_scores_is_written_in_a_thread(
+    site: Site, monkeypatch: pytest.MonkeyPatch, has_many: bool
+) -> None:
+    """128 choices with 20 scores for each token took the loop 14 s."""
+    writers = []
+
+    def whole_body(*arguments: Any) -> bytes:
+        writers.append(threading.current_thread())
+        return writer.whole_body(*arguments)
+
+    monkeypatch.setattr("router.http.application.whole_body", whole_body)
+    site.answer = lambda prompt: Answer("hey" * 10, logprobs=True)
+    body = await chat(site, logprobs=True, top_logprobs=5, n=16 if has_many else 1, max_tokens=40)
+    assert [len(each["logprobs"]["content"]) for each in body["choices"]] == [30] * (
+        16 if has_many else 1
+    )
+    assert (writers == [threading.main_thread()]) == (not has_many)
 
 
 async def test_a_hopeless_prompt_is_no_reason_to_try_again_while_workers_are_away(

@@ -113,3 +113,33 @@ def test_a_stop_in_the_first_token_is_cancelled_before_anyone_writes() -> None:
     [(stopped, pieces), _] = subject.take()
     assert (stopped.finish_reason, pieces[-1].text) == ("stop", "")
     assert (core.stopped, core.cancelled) == ([1], [])
+
+
+def test_very_much_is_taken_in_parts_and_nothing_is_lost() -> None:
+    """A client that reads again after a pause has thousands of tokens waiting, for each choice."""
+    subject, writer = started(core := Core())
+    tokens = ids("ab") * module.MAX_AT_ONCE
+    for sink in core.sinks:
+        for token_id in tokens:
+            sink.on_token(token_id, None)
+        sink.on_done(Usage(finish_reason="length"))
+    texts, parts = ["", ""], 0
+    while not subject.is_over:
+        wakes = writer.wakes
+        for choice, pieces in subject.take():
+            texts[choice.index] += "".join(piece.text for piece in pieces)
+        assert subject.num_new_tokens <= module.MAX_AT_ONCE
+        assert subject.is_over or writer.wakes > wakes
+        parts += 1
+    assert texts == ["ab" * module.MAX_AT_ONCE] * 2 and parts == 4
+    assert [choice.finish_reason for choice in subject.choices] == ["length"] * 2
+    assert subject.take() == []
+
+
+def test_a_stop_string_ends_a_choice_though_more_waits() -> None:
+    subject, _ = started(core := Core(), 1, stop="b")
+    for token_id in ids("ab") * module.MAX_AT_ONCE:
+        core.sinks[0].on_token(token_id, None)
+    [(_, pieces)] = subject.take()
+    assert pieces[-1].finish_reason == "stop" and subject.is_over
+    assert core.stopped == [1] and subject.take() == []

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
+
+import msgspec
+import pytest
 
 from router.http.choice import Choice, OutputOptions, Piece, ScoredToken
 from router.http.responses import (
@@ -83,6 +87,16 @@ def test_a_chat_choice() -> None:
     assert body["message"] == {"role": "assistant", "content": "ab", "refusal": None}
     assert (body["index"], body["finish_reason"]) == (1, "length")
     assert len(body["logprobs"]["content"]) == 2
+
+
+@pytest.mark.parametrize("number", [0, 1, 64, 130])
+def test_the_scores_of_many_tokens_are_those_of_each(number: int) -> None:
+    """They are encoded in slices; the answer is the same."""
+    piece = Piece("a", (), SCORES * number, "length")
+    subject = choice(has_logprobs=True)
+    for entry, render in ((text_choice, completion_logprobs), (chat_choice, chat_logprobs)):
+        answer = json.loads(msgspec.json.encode(entry(subject, piece)))
+        assert answer["logprobs"] == render(TOKENIZER, piece.scores)
 
 
 def test_kv_transfer_is_null_until_something_was_handed_over() -> None:

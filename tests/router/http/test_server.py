@@ -33,7 +33,10 @@ POST = b"POST /read HTTP/1.1\r\nhost: x\r\n"
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the path; reads a body only at /read, refuses it unread at /refuse."""
+    """Answers with the path; reads a body only at /read, refuses it unread at /refuse.
+
+    /echo reads the body and answers with that.
+    """
     if scope["path"] == "/slow":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"begin ", "more_body": True})
@@ -42,6 +45,9 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
         return
     if scope["path"] == "/refuse":
         await respond(send, 413, b"no", headers=((b"connection", b"close"),))
+        return
+    if scope["path"] == "/echo":
+        await respond(send, 200, await read_body(scope, receive) or b"nothing")
         return
     if scope["path"] == "/read":
         await read_body(scope, receive)
@@ -296,6 +302,61 @@ def test_chunked_is_the_only_coding_in_any_spelling() -> None:
 
     assert not problem() and not problem(b"chunked") and not problem(b" Chunked ")
     assert problem(b"gzip") and problem(b"gzip", b"chunked") and problem(b"chunked", b"chunked")
+
+
+UPGRADES = [
+    b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
+    b"connection: upgrade\r\nupgrade: websocket\r\n",
+]
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES)
+@pytest.mark.parametrize("size", [1, 5, 10_000])
+async def test_who_offers_an_upgrade_is_served_without(upgrade: bytes, size: int) -> None:
+    """Java's HttpClient offers h2c with its first request; RFC 9110 7.8 lets a server ignore it."""
+    post = b"POST /echo HTTP/1.1\r\nhost: x\r\n" + upgrade
+    counted = post + b"content-length: 5\r\n\r\nhello"
+    chunked = post + b"transfer-encoding: chunked\r\n\r\n2\r\nfi\r\n3\r\nrst\r\n0\r\n\r\n"
+    async with serving(Limits(idle_s=0.2)) as server:
+        data = counted + chunked + post + b"\r\n" + GET % 4
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for start in range(0, len(data), size):
+            writer.write(data[start : start + size])
+            await asyncio.sleep(0)
+        heads, texts = [], []
+        for _ in range(4):
+            head = await reader.readuntil(b"\r\n\r\n")
+            heads.append(head.split()[1])
+            texts.append(
+                await reader.readexactly(int(head.split(b"content-length: ")[1].split()[0]))
+            )
+        assert heads == [b"200"] * 4
+        assert texts == [b"hello", b"first", b"nothing", b"/4"]
+        writer.close()
+
+
+async def test_what_follows_an_upgrade_has_the_same_limits() -> None:
+    head = b"POST /echo HTTP/1.1\r\nhost: x\r\n" + UPGRADES[0]
+    async with serving() as server:
+        answer = await ask(server, head + b"\r\nno HTTP at all\r\n\r\n")
+        good, _, bad = answer.partition(b"nothing")
+        assert error_free(good) == 200 and error_of(bad) == (400, "invalid_http")
+        for framing in (b"transfer-encoding: gzip\r\n", b"content-length: 1\r\n" * 2):
+            assert error_of(await ask(server, head + framing + b"\r\n")) == (400, "invalid_http")
+        close = b"connection: close\r\ncontent-length: 2\r\n\r\nhi"
+        assert (await ask(server, head + close)).endswith(b"hi")
+        connect = b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n"
+        assert error_of(await ask(server, connect)) == (400, "invalid_http")
+
+
+async def test_http_1_0_is_never_told_to_continue() -> None:
+    """RFC 9110 10.1.1: such a client would take it for the answer."""
+    for version, count in ((b"1.0", 0), (b"1.1", 1)):
+        head = b"POST /echo HTTP/" + version + b"\r\nhost: x\r\nconnection: close\r\n"
+        async with serving() as server:
+            body = b"expect: 100-continue\r\ncontent-length: 2\r\n\r\nhi"
+            answer = await ask(server, head + body)
+            assert answer.count(b"100 Continue") == count and answer.endswith(b"hi")
 
 
 @pytest.mark.parametrize("chunk", [b"5\r\nhello!", b"x\r\n", b"-1\r\n", b"f" * 17 + b"\r\n"])

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from wire.aio.tcp import Connection, Limits, Server, connect, serve
+from wire.aio.tcp import MAX_AT_ONCE, Connection, Limits, Server, connect, serve
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Cancel, DecodeDone, DecodeToken, Error
 from wire.parts import Message
@@ -93,6 +93,50 @@ async def test_messages_go_both_ways_in_order(house: House) -> None:
     told = await house.handlers.get()
     assert told.connection.peer_name.startswith("127.0.0.1:")
     assert await told.closed is None
+
+
+async def test_others_have_a_turn_however_much_came_at_once(house: House) -> None:
+    """Thousands of small frames are in one read: the loop goes round between them."""
+    loop = asyncio.get_running_loop()
+    in_this_turn, longest, num_messages = 0, 0, 20 * MAX_AT_ONCE + 1
+
+    def count(told: Told, message: Message) -> None:
+        nonlocal in_this_turn, longest
+        if not in_this_turn:
+            loop.call_soon(turn)
+        in_this_turn += 1
+        longest = max(longest, in_this_turn)
+
+    def turn() -> None:
+        nonlocal in_this_turn
+        in_this_turn = 0
+
+    server = await house.serve(answer=count)
+    async with await connect("127.0.0.1", server.port) as client:
+        told = await house.handlers.get()
+        for i in range(num_messages):
+            client.send(Cancel(i + 1, 0))
+        await client.drain()
+        came = [(await told.messages.get()).frame for _ in range(num_messages)]
+    assert came == [Cancel(i + 1, 0) for i in range(num_messages)]
+    assert longest <= 2 * MAX_AT_ONCE, "what was read while others had theirs may follow at once"
+
+
+async def test_a_client_that_goes_amid_much_is_noticed(house: House) -> None:
+    def refuse(told: Told, message: Message) -> None:
+        if message.frame == Cancel(3 * MAX_AT_ONCE, 0):
+            raise RemoteProtocolError("enough")
+
+    for last in (2 * MAX_AT_ONCE, 4 * MAX_AT_ONCE):
+        server = await house.serve(answer=refuse)
+        client = await connect("127.0.0.1", server.port)
+        for i in range(last):
+            client.send(Cancel(i + 1, 0))
+        await client.close()
+        told = await house.handlers.get()
+        error = await told.closed
+        assert (error is None) == (last < 3 * MAX_AT_ONCE)
+        assert told.messages.qsize() == min(last, 3 * MAX_AT_ONCE)
 
 
 async def test_a_client_iterates_until_the_server_hangs_up(house: House) -> None:
