@@ -124,9 +124,7 @@ class IncomingTransfers:
 
     def cancel(self, request_id: int) -> None:
         """End a transfer because nobody wants it, also one that has not been offered yet."""
-        self._ended[request_id] = None
-        if len(self._ended) > MAX_ENDED:
-            del self._ended[next(iter(self._ended))]
+        self._note_end(request_id)
         if transfer := self._transfers.get(request_id):
             transfer.receiver.cancel()
             error = WireError(ErrorCode.CANCELLED, "the request was cancelled")
@@ -270,11 +268,21 @@ class IncomingTransfers:
         self._on_failed(transfer.receiver.request_id, error)
 
     def _drop(self, transfer: IncomingTransfer) -> None:
-        """Forget a transfer that is over; its blocks follow when no copy writes to them."""
+        """Forget a transfer that is over; its blocks follow when no copy writes to them.
+
+        Its id is not taken again: the blocks that the engine has for it may be on their way here
+        still, and would pass for those of the next.
+        """
+        self._note_end(transfer.receiver.request_id)
         del self._transfers[transfer.receiver.request_id]
         transfer.is_dropped = True
         self.budget.end(transfer)
         self._give_back(transfer)
+
+    def _note_end(self, request_id: int) -> None:
+        self._ended[request_id] = None
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def _give_back(self, transfer: IncomingTransfer) -> None:
         receiver = transfer.receiver

@@ -446,3 +446,28 @@ async def test_the_offer_of_a_request_that_ended_is_refused() -> None:
         prefill.offer(1, PROMPT)
         assert await prefill.error() == (1, ErrorCode.UNKNOWN_REQUEST)
         router.send(Role.DECODE, Cancel(2, ErrorCode.CANCELLED))
+
+
+async def test_the_id_of_a_transfer_that_ended_is_not_taken_again() -> None:
+    async with stage() as (router, prefill):
+        prefill.offer(1, PROMPT)
+        await prefill.ack()
+        prefill.cancel(1)
+        prefill.offer(1, PROMPT)
+        assert await prefill.error() == (1, ErrorCode.UNKNOWN_REQUEST)
+        await until_free_without_a_trace(router)
+
+
+async def test_blocks_on_their_way_are_never_those_of_another_offer() -> None:
+    """The engine tells which blocks an offer has while the loop reads CANCEL and the next offer."""
+    async with stage() as (router, prefill):
+        for request_id in range(2, 22):
+            for num_blocks in range(1, 40):
+                prefill.offer(request_id, [5] * 16 * num_blocks)
+                prefill.cancel(request_id)
+            await router.load(Role.DECODE)
+        await until_free_without_a_trace(router)
+        async with ScriptedPrefill(router, b"prefill-1-1") as other:
+            await accepted(other, 1)
+            other.segment(1, WHOLE)
+            assert (await other.ack())[1].ready
