@@ -15,6 +15,7 @@ import structlog
 from router.core.dispatcher import Dispatcher, Limits
 from router.core.fleet import Fleet
 from router.core.index import PrefixIndex
+from router.core.request_ids import RequestIds
 from router.core.worker import Worker, WorkerState
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, WireError
 from wire.frames import Drain, Error, Frame, Heartbeat, Hello, Peers, Role, Tag, Welcome
@@ -48,18 +49,18 @@ class Bus:
         forget: Callable[[bytes], None],
         limits: Limits,
         lease_ms: int,
-        router_epoch: int,
+        request_ids: RequestIds,
         clock: Callable[[], float],
     ) -> None:
         self.fleet = fleet
         self.index = PrefixIndex()
         self.dispatcher = Dispatcher(
-            fleet, self.index, self.send, limits=limits, router_epoch=router_epoch, clock=clock
+            fleet, self.index, self.send, limits=limits, request_ids=request_ids, clock=clock
         )
         self._transmit = transmit
         self._forget = forget
         self._lease_ms = lease_ms
-        self._epoch = router_epoch
+        self._epoch = request_ids.epoch
         self._clock = clock
         self._next_beat = 0.0
         # Workers that take nothing any more; they are dropped from `tick`, not from inside a send.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import structlog
 
@@ -39,7 +39,7 @@ class Dispatcher:
     """Every request of this router.
 
     `rejected` counts refused submissions by the label of their code; `is_draining` refuses all new
-    ones.  `router_epoch` (u32) fills the upper half of request ids.
+    ones.  `request_ids` name the attempts (`router.core.request_ids`).
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Dispatcher:
         send: Send,
         *,
         limits: Limits,
-        router_epoch: int,
+        request_ids: Iterator[int],
         clock: Callable[[], float],
     ) -> None:
         self.is_draining = False
         self._limits = limits
         self._send = send
         self._clock = clock
-        self._placement = Placement(fleet, index, limits=limits, router_epoch=router_epoch)
+        self._placement = Placement(fleet, index, limits=limits, request_ids=request_ids)
         self._table = RequestTable(fleet, self._placement, send, limits=limits, clock=clock)
         self._replies = Replies(self._table, self._placement, send, limits=limits, clock=clock)
         self._handles = itertools.count(1)

@@ -11,6 +11,7 @@ import pytest
 
 from router.bus import Bus
 from router.core.request import Request
+from router.core.request_ids import RequestIds
 from router.core.state import Limits
 from router.core.worker import WorkerState
 from tests.router.scripted import (
@@ -260,7 +261,7 @@ class Sockets:
             forget=self.hub.forget,
             limits=Limits(max_attempts=1),
             lease_ms=5000,
-            router_epoch=7,
+            request_ids=RequestIds(7),
             clock=time.monotonic,
         )
         self._changed = asyncio.Event()
