@@ -30,6 +30,8 @@ _ANSWERED_BY: Final = {
     Tag.DECODE_TOKEN: Role.DECODE,
     Tag.DECODE_DONE: Role.DECODE,
 }
+# Of one message, so that none is long to read: the logprobs of MAX_HEADERS tokens are 1.4 MiB.
+MAX_MESSAGE_BYTES: Final = 2 << 20
 # Of what a worker says in words, in the log.
 MAX_LOGGED: Final = 200
 
@@ -80,6 +82,8 @@ class Bus:
     def on_message(self, peer: bytes, parts: list[Buffer]) -> None:
         """Take one message off the socket."""
         try:
+            if (num_bytes := sum(map(len, parts))) > MAX_MESSAGE_BYTES:
+                raise RemoteProtocolError(f"a message of {num_bytes} bytes")
             message = decode(parts)
             if self.fleet.get(peer) is None and not isinstance(message.frame, Hello):
                 self.send_error(peer, ErrorCode.UNKNOWN_PEER, "say HELLO first")

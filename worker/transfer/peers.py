@@ -26,6 +26,8 @@ log = structlog.get_logger("worker")
 
 # How long a link is kept that no router names and nothing needs.
 KEEP_S: Final = 60.0
+# And of such links so many, however often decode workers come, go and move: each is two sockets.
+MAX_KEPT: Final = 16
 
 
 class Receiver(Protocol):
@@ -122,11 +124,23 @@ class DecodePeers:
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
+    @property
+    def num_links(self) -> int:
+        return len(self._peers)
+
     def update(self, router: str, details: list[PeerDetail]) -> None:
         """Take a PEERS frame of one router; connect to whom it names."""
         self._named[router] = details
         for detail in details:
             self._connect(detail)
+        named = self._named_endpoints()
+        kept = [
+            endpoint
+            for endpoint, peer in self._peers.items()
+            if endpoint not in named and not peer.receivers
+        ]
+        for endpoint in kept[:-MAX_KEPT]:
+            self._close(self._peers.pop(endpoint))
 
     def find(self, router: str, rank: int) -> DecodePeer | None:
         """The decode worker of this rank, or for `ANY_RANK` any, that this router named."""
@@ -137,7 +151,7 @@ class DecodePeers:
 
     def tick(self, now: float) -> None:
         """Let go of links that nobody needs, and of those that are dead without having closed."""
-        named = {detail.kv_endpoint for details in self._named.values() for detail in details}
+        named = self._named_endpoints()
         for endpoint, peer in list(self._peers.items()):
             if endpoint in named or peer.receivers:
                 peer.needed_at = now
@@ -152,6 +166,9 @@ class DecodePeers:
             self._close(peer)
         self._peers.clear()
         await asyncio.gather(*self._closing)
+
+    def _named_endpoints(self) -> set[str]:
+        return {detail.kv_endpoint for details in self._named.values() for detail in details}
 
     def _connect(self, detail: PeerDetail) -> DecodePeer | None:
         if self._is_closed:

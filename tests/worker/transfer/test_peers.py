@@ -11,7 +11,7 @@ from wire.errors import ErrorCode, PeerLost, WireError
 from wire.frames import Cancel, Error, Heartbeat, KvCache, KvCacheAck, Peers, Role, Tag
 from wire.options import Options
 from wire.payloads import Credit, PeerDetail, encode_map
-from worker.transfer.peers import KEEP_S, DecodePeer, DecodePeers
+from worker.transfer.peers import KEEP_S, MAX_KEPT, DecodePeer, DecodePeers
 from worker.transfer.sockets import KVPlane
 
 PROMPT = list(range(100))
@@ -90,6 +90,21 @@ async def test_a_link_is_kept_a_while_and_as_long_as_it_is_needed() -> None:
         peers.update("a", [detail(decode.endpoint)])
         assert peers.find("a", 0) is not peer
         assert recorder.heard.empty()
+
+
+async def test_a_decode_worker_that_moves_on_and_on_leaves_few_links_behind() -> None:
+    async with decode_peers() as peers, ScriptedDecode() as decode:
+        peers.update("b", [detail(decode.endpoint, 7)])
+        needed = peers.find("b", 7)
+        assert needed is not None
+        await open_transfer(needed, decode)
+        peers.update("b", [])
+        for port in range(1000, 1000 + 3 * MAX_KEPT):
+            peers.update("a", [detail(f"tcp://127.0.0.1:{port}", 1)])
+            peers.update("a", [])
+        assert peers.num_links == MAX_KEPT + 1, "and the one with a transfer"
+        peers.update("b", [detail(decode.endpoint, 7)])
+        assert peers.find("b", 7) is needed
 
 
 async def test_a_peer_that_vanishes_fails_its_transfers() -> None:
