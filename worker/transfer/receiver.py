@@ -38,6 +38,8 @@ MAX_ENDED: Final = 4096
 # Offers of one peer at a time, those that only wait included.  A router places 256 requests on a
 # prefill worker by default: four such routers.
 MAX_OFFERS: Final = 1024
+# And so many tokens of those that no router has asked for yet: 40 bytes each, 80 MB.
+MAX_OFFERED_TOKENS: Final = 1 << 21
 
 
 class IncomingTransfers:
@@ -193,11 +195,11 @@ class IncomingTransfers:
     def _on_offer(self, peer: bytes, request_id: int, message: Message) -> None:
         if request_id in self._ended or request_id >> 32 in self.lost_epochs.values():
             raise unknown()
-        if sum(transfer.peer == peer for transfer in self._transfers.values()) >= MAX_OFFERS:
-            raise WireError(ErrorCode.OVERLOADED, f"{MAX_OFFERS} offers of yours are here already")
+        offer = decode_map(Offer, message.body())
+        self._check_room(peer, offer.num_tokens)
         receiver = KVReceiver(
             request_id,
-            decode_map(Offer, message.body()),
+            offer,
             layout=self._info.layout,
             max_bytes=self._config.max_kv_transfer_bytes,
             credit_bytes=self._config.credit_bytes,
@@ -210,6 +212,15 @@ class IncomingTransfers:
         transfer = IncomingTransfer(peer, receiver, self._config.credit_bytes)
         self._transfers[request_id] = transfer
         self.budget.wait(transfer)
+
+    def _check_room(self, peer: bytes, num_tokens: int) -> None:
+        """Refuse more offers than a peer may have; one alone may be of any length."""
+        offers = [each.receiver for each in self._transfers.values() if each.peer == peer]
+        if len(offers) >= MAX_OFFERS:
+            raise WireError(ErrorCode.OVERLOADED, f"{MAX_OFFERS} offers of yours are here already")
+        held = sum(receiver.num_tokens for receiver in offers if not receiver.is_claimed)
+        if held and held + num_tokens > MAX_OFFERED_TOKENS:
+            raise WireError(ErrorCode.OVERLOADED, f"offers of {held} tokens of yours are here")
 
     def _on_cancel(self, peer: bytes, request_id: int) -> None:
         transfer = self._transfers.get(request_id)

@@ -348,6 +348,23 @@ async def test_a_peer_may_have_so_many_offers_at_a_time(monkeypatch: pytest.Monk
         await until_free_without_a_trace(router)
 
 
+async def test_a_peer_may_have_so_many_tokens_unclaimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.transfer.receiver.MAX_OFFERED_TOKENS", len(PROMPT) - 1)
+    async with stage() as (router, prefill), ScriptedPrefill(router, b"prefill-1-1") as other:
+        await accepted(prefill, 1)  # alone
+        prefill.offer(2, PROMPT[:16])
+        assert await prefill.error() == (2, ErrorCode.OVERLOADED)
+        await accepted(other, 3)
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)  # now it is claimed, and counts no more
+        prefill.segment(1, WHOLE)
+        assert (await prefill.ack())[1].ready
+        await router.tokens(2)
+        prefill.offer(4, PROMPT[:16])
+        assert (await prefill.ack())[0].request_id == 4
+        prefill.cancel(4)
+        other.cancel(3)
+
+
 @given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=4))
 @settings(max_examples=25)
 def test_whatever_segments_come_nothing_is_held_in_the_end(
