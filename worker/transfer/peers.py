@@ -47,13 +47,18 @@ class DecodePeer:
         self.num_heard = 0
         self.is_mute = False  # a whole lease passed and it said nothing at all
         self.needed_at = now
+        self.expected = self.name
         self._link = plane.link(
-            identity, detail.kv_endpoint, self._on_message, self._on_down, self.name
+            identity, detail.kv_endpoint, self._on_message, self._on_down, self.expected
         )
 
     @property
     def name(self) -> str:
         return f"decode-{self.detail.rank}"
+
+    @property
+    def is_up(self) -> bool:
+        return self._link.is_up
 
     def send(self, frame: Frame, *payload: Buffer, track: bool = False) -> Sending | None:
         """Send now or as soon as the peer takes it.
@@ -174,9 +179,14 @@ class DecodePeers:
         if self._is_closed:
             return None
         peer = self._peers.get(detail.kv_endpoint)
-        if peer is not None:
+        if peer is not None and (peer.is_up or peer.expected == f"decode-{detail.rank}"):
             peer.detail = detail  # a restarted worker may listen where the old one did
             return peer
+        if peer is not None:
+            # Who named this endpoint first may not be who listens there: with keys, a link that
+            # expects another party never comes up.
+            peer.fail_all()
+            self._close(self._peers.pop(detail.kv_endpoint))
         try:
             peer = DecodePeer(detail, self._identity, self._plane, self._clock())
         except (OSError, ConfigError) as error:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+from tests.wire.process.test_keys import write
 from tests.worker.scripted import ScriptedDecode, running, scripted_router
 from wire.errors import ErrorCode, PeerLost, WireError
 from wire.frames import Cancel, Error, Heartbeat, KvCache, KvCacheAck, Peers, Role, Tag
 from wire.options import Options
 from wire.payloads import Credit, PeerDetail, encode_map
+from wire.process.keys import Keys
 from worker.transfer.peers import KEEP_S, MAX_KEPT, DecodePeer, DecodePeers
 from worker.transfer.sockets import KVPlane
 
@@ -105,6 +108,25 @@ async def test_a_decode_worker_that_moves_on_and_on_leaves_few_links_behind() ->
         assert peers.num_links == MAX_KEPT + 1, "and the one with a transfer"
         peers.update("b", [detail(decode.endpoint, 7)])
         assert peers.find("b", 7) is needed
+
+
+async def test_a_worker_that_names_the_endpoint_of_another_does_not_keep_it(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, "prefill-0", "decode-0", "decode-1")
+    plane = KVPlane(1000, Keys(tmp_path, "prefill-0"))
+    peers = DecodePeers(b"prefill-0-1", plane)
+    async with ScriptedDecode(keys=Keys(tmp_path, "decode-0")) as decode:
+        false, true = detail(decode.endpoint, 1), detail(decode.endpoint, 0)
+        peers.update("a", [false])
+        for named in ([false, true], [true, false]):
+            peers.update("a", named)
+            peer = peers.find("a", 0)
+            assert peer is not None
+            await open_transfer(peer, decode)
+            assert peers.find("a", 1) is peer, "one link an endpoint"
+        await peers.close()
+        await plane.close()
 
 
 async def test_a_peer_that_vanishes_fails_its_transfers() -> None:
