@@ -117,7 +117,9 @@ class Bus:
         for worker in self.fleet.overdue(now):
             self.lose(worker.identity, f"no heartbeat for {now - worker.last_seen:.1f} s")
         while self._stuck:
-            self.lose(self._stuck.pop(), "its queue is full")
+            peer = self._stuck.pop()
+            self._forget(peer)  # and with it what waits: it may stay connected and never read
+            self.lose(peer, "its queue is full")
         if now >= self._next_beat:
             self._next_beat = now + self.fleet.heartbeat_s
             for role in (Role.PREFILL, Role.DECODE):

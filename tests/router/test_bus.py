@@ -257,6 +257,7 @@ def test_a_worker_whose_queue_is_full_is_dropped_from_the_next_tick() -> None:
     assert router.fleet.get(P) is not None
     router.bus.tick()
     assert router.fleet.get(P) is None and sink.error.code is ErrorCode.WORKER_LOST
+    assert router.forgotten == [P], "what waits for it is dropped"
 
 
 class Sockets:
