@@ -27,6 +27,7 @@ from router.core.cluster import Readiness, try_this, unready
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
 from router.core.request import RequestEnd
+from router.core.request_ids import RequestIds
 from router.core.state import Limits
 from router.http.application import Application
 from router.http.body import Bodies
@@ -84,7 +85,7 @@ class Router:
             limits=limits(config, vocab_size(model_path)),
             lease_ms=config.lease_ms,
             # Below 2^31, so that 2^32 requests after it still leave ids within 64 bits.
-            router_epoch=secrets.randbelow(2**31 - 1) + 1,
+            request_ids=RequestIds(secrets.randbelow(2**31 - 1) + 1),
             clock=time.monotonic,
         )
         self.application = Application(

@@ -15,6 +15,7 @@ import structlog
 from router.core.dispatcher import Dispatcher, Limits
 from router.core.fleet import Fleet
 from router.core.index import PrefixIndex
+from router.core.request_ids import RequestIds
 from router.core.worker import Worker, WorkerState
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, WireError
 from wire.frames import Drain, Error, Frame, Heartbeat, Hello, Peers, Role, Tag, Welcome
@@ -29,6 +30,8 @@ _ANSWERED_BY: Final = {
     Tag.DECODE_TOKEN: Role.DECODE,
     Tag.DECODE_DONE: Role.DECODE,
 }
+# Of one message, so that none is long to read: the logprobs of MAX_HEADERS tokens are 1.4 MiB.
+MAX_MESSAGE_BYTES: Final = 2 << 20
 # Of what a worker says in words, in the log.
 MAX_LOGGED: Final = 200
 
@@ -48,18 +51,18 @@ class Bus:
         forget: Callable[[bytes], None],
         limits: Limits,
         lease_ms: int,
-        router_epoch: int,
+        request_ids: RequestIds,
         clock: Callable[[], float],
     ) -> None:
         self.fleet = fleet
         self.index = PrefixIndex()
         self.dispatcher = Dispatcher(
-            fleet, self.index, self.send, limits=limits, router_epoch=router_epoch, clock=clock
+            fleet, self.index, self.send, limits=limits, request_ids=request_ids, clock=clock
         )
         self._transmit = transmit
         self._forget = forget
         self._lease_ms = lease_ms
-        self._epoch = router_epoch
+        self._epoch = request_ids.epoch
         self._clock = clock
         self._next_beat = 0.0
         # Workers that take nothing any more; they are dropped from `tick`, not from inside a send.
@@ -79,6 +82,8 @@ class Bus:
     def on_message(self, peer: bytes, parts: list[Buffer]) -> None:
         """Take one message off the socket."""
         try:
+            if (num_bytes := sum(map(len, parts))) > MAX_MESSAGE_BYTES:
+                raise RemoteProtocolError(f"a message of {num_bytes} bytes")
             message = decode(parts)
             if self.fleet.get(peer) is None and not isinstance(message.frame, Hello):
                 self.send_error(peer, ErrorCode.UNKNOWN_PEER, "say HELLO first")
@@ -112,7 +117,9 @@ class Bus:
         for worker in self.fleet.overdue(now):
             self.lose(worker.identity, f"no heartbeat for {now - worker.last_seen:.1f} s")
         while self._stuck:
-            self.lose(self._stuck.pop(), "its queue is full")
+            peer = self._stuck.pop()
+            self._forget(peer)  # and with it what waits: it may stay connected and never read
+            self.lose(peer, "its queue is full")
         if now >= self._next_beat:
             self._next_beat = now + self.fleet.heartbeat_s
             for role in (Role.PREFILL, Role.DECODE):

@@ -17,7 +17,7 @@ from wire.frames import HEADER_BYTES, DecodeToken, Frame, Tag, frame_of
 
 TAG: Final = Struct("<I")
 # One engine step's tokens: more running sequences than any worker has, 1 MiB of headers.
-MAX_HEADERS: Final = 65_536
+MAX_HEADERS: Final = 4096
 
 Buffer = bytes | bytearray | memoryview
 

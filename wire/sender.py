@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from math import inf
 from struct import Struct
+from typing import Final
 
 from wire.errors import LocalProtocolError, TransferTooLarge
 from wire.frames import KvCache, KvCacheAck
@@ -24,6 +26,11 @@ from wire.segment import (
     plan,
     segment_digest,
 )
+
+# When the whole prompt is read its blocks are held for so long, whatever the receiver says: it may
+# have been asked for the rest and have ended it, and nobody else knows of this transfer then.  It
+# is as long as a receiver waits for its claim.
+HANDOVER_LEASES: Final = 20
 
 
 class KVSender(Transfer):
@@ -65,6 +72,7 @@ class KVSender(Transfer):
         # When how many tokens were computed, ascending in both.
         self._computed_tokens: list[int] = []
         self._computed_at: list[float] = []
+        self._end_by = inf
         self._free_at = now
         self._keepalive_at = now + lease_s / 3
 
@@ -96,7 +104,7 @@ class KVSender(Transfer):
         if self.is_over:
             return
         self._check_ack(ack, credit)
-        self._deadline = now + self._lease_s
+        self._deadline = min(now + self._lease_s, self._end_by)
         if credit.credit == 0 and not credit.ready:
             return  # the offer waits for blocks
         if self.accepted_at is None:
@@ -113,6 +121,8 @@ class KVSender(Transfer):
         if not self._computed_tokens or num_tokens > self._computed_tokens[-1]:
             self._computed_tokens.append(num_tokens)
             self._computed_at.append(now)
+            if num_tokens == self.num_tokens:
+                self._end_by = now + HANDOVER_LEASES * self._lease_s
 
     def next_segment(self) -> Rectangle | None:
         """Claim the next rectangle that is computed and within the credit, if there is one."""

@@ -56,7 +56,7 @@ HOLD_GRACE_S: Final = 1.0
 class Dispatcher:
     """Every request of this router.
 
-    `router_epoch` (u32) fills the upper half of request ids.
+    `request_ids` name the attempts (`router.core.request_ids`).
 
     Attributes:
         is_draining: Refuses all new requests.
@@ -72,7 +72,7 @@ class Dispatcher:
         send: Send,
         *,
         limits: Limits,
-        router_epoch: int,
+        request_ids: Iterator[int],
         clock: Callable[[], float],
     ) -> None:
         self.is_draining = False
@@ -80,7 +80,7 @@ class Dispatcher:
         self._fleet = fleet
         self._send = send
         self._clock = clock
-        self._placement = Placement(fleet, index, limits=limits, router_epoch=router_epoch)
+        self._placement = Placement(fleet, index, limits=limits, request_ids=request_ids)
         self._budget = RetryBudget(limits.retry_burst, clock())
         self._replies = Replies(self, self._placement, limits=limits, clock=clock)
         self._handles = itertools.count(1)

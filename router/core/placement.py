@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from router.core.fleet import Fleet
 from router.core.index import PrefixIndex
@@ -27,16 +26,16 @@ from wire.logprobs import prompt_logprobs_problem
 
 
 class Placement:
-    """Which attempt is on which worker.  `router_epoch` fills the upper half of request ids."""
+    """Which attempt is on which worker; `request_ids` name the attempts."""
 
     def __init__(
-        self, fleet: Fleet, index: PrefixIndex, *, limits: Limits, router_epoch: int
+        self, fleet: Fleet, index: PrefixIndex, *, limits: Limits, request_ids: Iterator[int]
     ) -> None:
         self._fleet = fleet
         self._index = index
         self._max_running = limits.max_running_per_worker
         self._vocab_size = limits.vocab_size
-        self._request_ids = itertools.count((router_epoch << 32) + 1)
+        self._request_ids = request_ids
 
     def check(self, state: RequestState, now: float) -> None:
         """Refuse what no worker here can ever serve.

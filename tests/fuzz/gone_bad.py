@@ -21,6 +21,7 @@ from router.core.checks import SENTENCES
 from router.core.cluster import cluster
 from router.core.fleet import Fleet
 from router.core.request import Request, RequestEnd
+from router.core.request_ids import RequestIds
 from router.core.state import Limits
 from router.metrics import Metrics
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
@@ -135,7 +136,7 @@ class Core:
             forget=self._forget,
             limits=Limits(max_attempts=1, vocab_size=VOCAB),
             lease_ms=5000,
-            router_epoch=7,
+            request_ids=RequestIds(7),
             clock=lambda: self._now,
         )
         self._metrics = Metrics(self._fleet, self._bus.dispatcher)

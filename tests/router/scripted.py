@@ -9,6 +9,7 @@ from router.bus import Bus
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
 from router.core.request import Request, RequestEnd
+from router.core.request_ids import RequestIds
 from router.core.state import Limits
 from router.core.worker import Worker
 from wire.aio.zmq import Link
@@ -142,7 +143,7 @@ class Router:
             forget=self.forgotten.append,
             limits=limits or Limits(max_attempts=1),
             lease_ms=5000,
-            router_epoch=EPOCH,
+            request_ids=RequestIds(EPOCH),
             clock=lambda: self.now,
         )
         self.ends = Ends()

@@ -18,6 +18,7 @@ import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from router.bus import Bus
+from router.core.request_ids import RequestIds
 from router.core.state import Limits
 from router.http.application import Application
 from tests.router.scripted import EPOCH, detail, fleet, load
@@ -128,7 +129,7 @@ class Site:
             forget=lambda peer: None,
             limits=limits or Limits(max_attempts=1),
             lease_ms=5000,
-            router_epoch=EPOCH,
+            request_ids=RequestIds(EPOCH),
             clock=time.monotonic,
         )
         self.application = Application(

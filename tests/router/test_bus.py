@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.bus import Bus
+from router.bus import MAX_MESSAGE_BYTES, Bus
 from router.core.request import Request
+from router.core.request_ids import RequestIds
 from router.core.state import Limits
 from router.core.worker import WorkerState
 from tests.router.scripted import (
@@ -40,8 +41,8 @@ from wire.frames import (
     Welcome,
 )
 from wire.options import Options
-from wire.parts import Buffer
-from wire.payloads import ErrorDetail, PeerDetail, WelcomeDetail, decode_map, encode_map
+from wire.parts import Buffer, encode
+from wire.payloads import ErrorDetail, Logprobs, PeerDetail, WelcomeDetail, decode_map, encode_map
 from wire.prefix import prefix_hashes
 
 P, D = b"prefill-0-1", b"decode-0-1"
@@ -171,6 +172,15 @@ def test_a_worker_that_sends_garbage_is_forgotten(parts: list[Buffer]) -> None:
     router.submit()
 
 
+def test_a_message_that_would_be_long_to_read_is_not_read() -> None:
+    router = Router()
+    peer = router.join(Role.DECODE)
+    scores = encode_map([Logprobs(logprob=-0.5)] * (MAX_MESSAGE_BYTES // 10))
+    router.bus.on_message(peer, encode(DecodeToken(1, 5), scores))
+    assert [(to, code) for to, code, _ in errors(router)] == [(peer, ErrorCode.PROTOCOL)]
+    assert router.bus.fleet.get(peer) is None
+
+
 def test_a_worker_that_plays_the_router_is_forgotten() -> None:
     router = Router()
     router.pair()
@@ -247,6 +257,7 @@ def test_a_worker_whose_queue_is_full_is_dropped_from_the_next_tick() -> None:
     assert router.fleet.get(P) is not None
     router.bus.tick()
     assert router.fleet.get(P) is None and sink.error.code is ErrorCode.WORKER_LOST
+    assert router.forgotten == [P], "what waits for it is dropped"
 
 
 class Sockets:
@@ -260,7 +271,7 @@ class Sockets:
             forget=self.hub.forget,
             limits=Limits(max_attempts=1),
             lease_ms=5000,
-            router_epoch=7,
+            request_ids=RequestIds(7),
             clock=time.monotonic,
         )
         self._changed = asyncio.Event()

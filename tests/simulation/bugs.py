@@ -94,7 +94,7 @@ def _free_early(sound: Callable[..., Any]) -> Callable[..., Any]:
 def _reuse_ids(sound: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Placement, *args: Any, **settings: Any) -> None:
         sound(self, *args, **settings)
-        first = (settings["router_epoch"] << 32) + 1
+        first = (settings["request_ids"].epoch << 32) + 1
         ids: Any = itertools.cycle(range(first, first + 6))  # and then from the start again
         self._request_ids = ids
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from router.bus import Bus
 from router.core.fleet import Fleet
+from router.core.request_ids import RequestIds
 from router.core.state import Limits
 from tests.simulation.loop import new_process
 from tests.simulation.network import Network
@@ -65,7 +66,7 @@ class RouterProcess:
                 deadline_s=DEADLINE_S,
             ),
             lease_ms=round(LEASE_S * 1000),
-            router_epoch=epoch,
+            request_ids=RequestIds(epoch, key=b"the same each time"),
             clock=self.process.time,
         )
         self.hub.bind(endpoint_of(name))

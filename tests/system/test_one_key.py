@@ -358,7 +358,7 @@ def _row(cluster: Locked, peer: Hostile) -> dict[str, Any]:
 async def _placed(peer: Hostile, requests: Requests) -> tuple[int, Ids]:
     """Have a request placed on the hostile peer; return the client's id of it, and the bus's.
 
-    Ids on the bus are counted, so a peer that has one knows all that came before.
+    Of the ids of others it can but guess one: they do not follow from its own.
     """
     if peer.identity.role is Role.DECODE:  # decode-0 has one already
         requests.ask(2, OWN)

@@ -8,10 +8,11 @@ from wire.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, Tran
 from wire.frames import KvCache, KvCacheAck
 from wire.payloads import Credit, KVLayout, Offer, decode_map
 from wire.segment import MAX_SEGMENT_BYTES, Rectangle, SegmentDescriptor, segment_digest
-from wire.sender import KVSender
+from wire.sender import HANDOVER_LEASES, KVSender
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")  # 16 bytes a token
 ID = 5 << 32 | 9
+LEASE_S = 9.0
 
 
 def sender(num_tokens: int = 6, *, segment_bytes: int = 32, max_bytes: int = 1024) -> KVSender:
@@ -20,7 +21,7 @@ def sender(num_tokens: int = 6, *, segment_bytes: int = 32, max_bytes: int = 102
         LAYOUT,
         range(num_tokens),
         max_bytes=max_bytes,
-        lease_s=9.0,
+        lease_s=LEASE_S,
         segment_bytes=segment_bytes,
         now=0.0,
     )
@@ -85,6 +86,20 @@ def test_a_segment_needs_a_credit_and_computed_tokens() -> None:
     late.advance(2, 3.0)  # stale, harmless
     late.advance(4, 3.0)
     assert late.next_segment() == Rectangle(0, 2, 2, 2)
+
+
+def test_a_receiver_cannot_keep_the_blocks_with_words() -> None:
+    one = sender()
+    ack(one, 0, 0)
+    one.advance(4, 0.0)
+    now, step = 0.0, 1.0
+    assert not one.expired(now)
+    while not one.expired(now) and now < 1e4:  # it says again and again that the offer waits
+        if now == 100.0:
+            one.advance(6, now)
+        one.on_ack(KvCacheAck(ID, 0), Credit(0, 0, 0), now)
+        now += step
+    assert now == 100.0 + HANDOVER_LEASES * LEASE_S
 
 
 def test_cached_tokens_are_not_sent() -> None:

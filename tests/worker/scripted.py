@@ -247,11 +247,11 @@ async def pair(
 class ScriptedDecode:
     """The KV socket of a decode worker; every frame is up to the test."""
 
-    def __init__(self, endpoint: str = "tcp://127.0.0.1:0") -> None:
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:0", **security: Any) -> None:
         self.peer = b""
         self.is_left = asyncio.Event()  # by a peer whose connection ended
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
-        self._hub = Hub(self._on_message, on_lost=lambda _: self.is_left.set())
+        self._hub = Hub(self._on_message, on_lost=lambda _: self.is_left.set(), **security)
         self.endpoint = self._hub.bind(endpoint)
 
     async def __aenter__(self) -> Self:

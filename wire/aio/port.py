@@ -74,7 +74,10 @@ def link_options(keys: Keys | None, server: str) -> Options:
 
 
 class Port:
-    """A socket and its monitor.  `zero_copy`: large parts cross it without a copy."""
+    """A socket and its monitor.  `zero_copy`: large parts cross it without a copy.
+
+    Raises OSError when there are too many sockets.
+    """
 
     def __init__(
         self,
@@ -87,7 +90,10 @@ class Port:
         security: Options,
     ) -> None:
         self.context, self._owns_context = context or Context(), context is None
-        self.socket: zmq.Socket[bytes] = self.context.socket(kind)
+        try:
+            self.socket: zmq.Socket[bytes] = self.context.socket(kind)
+        except zmq.ZMQError as error:  # there are too many
+            raise OSError(error.errno, f"cannot open a socket: {error.strerror}") from error
         bounds = {"MAXMSGSIZE": limits.part_bytes, "SNDHWM": hwm, "RCVHWM": hwm}
         role = sockopts.ROUTER if kind == zmq.ROUTER else sockopts.DEALER
         for name, value in {**bounds, **sockopts.COMMON, **role, **security}.items():

@@ -20,6 +20,8 @@ import structlog
 # One turn reads at most this much, so that timers and other sockets get theirs.
 MAX_BURST: Final = 256
 MAX_BURST_BYTES: Final = 16 << 20
+# A peer may say what takes long to read: after this much time the turn is over too.
+MAX_BURST_S: Final = 0.005
 
 _LOG = structlog.get_logger(__name__)
 _P = ParamSpec("_P")
@@ -132,13 +134,13 @@ class Pump:
             self.wake()
 
     def _drain(self) -> bool:
-        num_bytes = 0
+        num_bytes, end = 0, self._loop.time() + MAX_BURST_S
         for _ in range(MAX_BURST):
             read_bytes = self._receive()
             if read_bytes is None:
                 return True
             num_bytes += read_bytes
-            if num_bytes > MAX_BURST_BYTES or self.is_closed:
+            if num_bytes > MAX_BURST_BYTES or self.is_closed or self._loop.time() >= end:
                 return False
         return False
 

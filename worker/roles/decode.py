@@ -15,7 +15,7 @@ import structlog
 from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
 from wire.frames import DecodeDone, DecodeRequest, DecodeToken, Frame
 from wire.options import Options
-from wire.parts import Message
+from wire.parts import MAX_HEADERS, Message
 from wire.payloads import Logprobs, PeerDetail, Usage, decode_continuation, encode_map
 from wire.transfer import KVReceiver
 from worker.config import Config
@@ -284,10 +284,11 @@ class Step:
         self.ends: list[tuple[int, Usage]] = []
 
     def send(self, router: RouterLink) -> None:
-        """The tokens in one message, then the ends: nothing follows an end."""
-        if self.tokens:
-            wanted = any(entry is not None for entry in self.logprobs)
-            payload = (encode_map(self.logprobs),) if wanted else ()
-            router.send(self.tokens, *payload)
+        """The tokens in as few messages as hold them, then the ends: nothing follows an end."""
+        for start in range(0, len(self.tokens), MAX_HEADERS):
+            logprobs = self.logprobs[start : start + MAX_HEADERS]
+            wanted = any(entry is not None for entry in logprobs)
+            payload = (encode_map(logprobs),) if wanted else ()
+            router.send(self.tokens[start : start + MAX_HEADERS], *payload)
         for request_id, usage in self.ends:
             router.send(DecodeDone(request_id), encode_map(usage))

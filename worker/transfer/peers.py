@@ -26,6 +26,8 @@ log = structlog.get_logger("worker")
 
 # How long a link is kept that no router names and nothing needs.
 KEEP_S: Final = 60.0
+# And of such links so many, however often decode workers come, go and move: each is two sockets.
+MAX_KEPT: Final = 16
 
 
 class Receiver(Protocol):
@@ -45,13 +47,18 @@ class DecodePeer:
         self.num_heard = 0
         self.is_mute = False  # a whole lease passed and it said nothing at all
         self.needed_at = now
+        self.expected = self.name
         self._link = plane.link(
-            identity, detail.kv_endpoint, self._on_message, self._on_down, self.name
+            identity, detail.kv_endpoint, self._on_message, self._on_down, self.expected
         )
 
     @property
     def name(self) -> str:
         return f"decode-{self.detail.rank}"
+
+    @property
+    def is_up(self) -> bool:
+        return self._link.is_up
 
     def send(self, frame: Frame, *payload: Buffer, track: bool = False) -> Sending | None:
         """Send now or as soon as the peer takes it.
@@ -122,11 +129,23 @@ class DecodePeers:
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
+    @property
+    def num_links(self) -> int:
+        return len(self._peers)
+
     def update(self, router: str, details: list[PeerDetail]) -> None:
         """Take a PEERS frame of one router; connect to whom it names."""
         self._named[router] = details
         for detail in details:
             self._connect(detail)
+        named = self._named_endpoints()
+        kept = [
+            endpoint
+            for endpoint, peer in self._peers.items()
+            if endpoint not in named and not peer.receivers
+        ]
+        for endpoint in kept[:-MAX_KEPT]:
+            self._close(self._peers.pop(endpoint))
 
     def find(self, router: str, rank: int) -> DecodePeer | None:
         """The decode worker of this rank, or for `ANY_RANK` any, that this router named."""
@@ -137,7 +156,7 @@ class DecodePeers:
 
     def tick(self, now: float) -> None:
         """Let go of links that nobody needs, and of those that are dead without having closed."""
-        named = {detail.kv_endpoint for details in self._named.values() for detail in details}
+        named = self._named_endpoints()
         for endpoint, peer in list(self._peers.items()):
             if endpoint in named or peer.receivers:
                 peer.needed_at = now
@@ -153,13 +172,21 @@ class DecodePeers:
         self._peers.clear()
         await asyncio.gather(*self._closing)
 
+    def _named_endpoints(self) -> set[str]:
+        return {detail.kv_endpoint for details in self._named.values() for detail in details}
+
     def _connect(self, detail: PeerDetail) -> DecodePeer | None:
         if self._is_closed:
             return None
         peer = self._peers.get(detail.kv_endpoint)
-        if peer is not None:
+        if peer is not None and (peer.is_up or peer.expected == f"decode-{detail.rank}"):
             peer.detail = detail  # a restarted worker may listen where the old one did
             return peer
+        if peer is not None:
+            # Who named this endpoint first may not be who listens there: with keys, a link that
+            # expects another party never comes up.
+            peer.fail_all()
+            self._close(self._peers.pop(detail.kv_endpoint))
         try:
             peer = DecodePeer(detail, self._identity, self._plane, self._clock())
         except (OSError, ConfigError) as error:

@@ -43,6 +43,8 @@ MAX_OFFERS: Final = 1024
 # Equal texts wait so long for KV that is here and that no router has asked for yet.  A router asks
 # as soon as a prompt is read; a client that makes it wait must not make others wait too.
 SHARED_S: Final = 0.5
+# And so many tokens of those that no router has asked for yet: 40 bytes each, 80 MB.
+MAX_OFFERED_TOKENS: Final = 1 << 21
 
 
 class IncomingTransfers:
@@ -129,9 +131,7 @@ class IncomingTransfers:
 
     def cancel(self, request_id: int) -> None:
         """End a transfer because nobody wants it, also one that has not been offered yet."""
-        self._ended[request_id] = None
-        if len(self._ended) > MAX_ENDED:
-            del self._ended[next(iter(self._ended))]
+        self._note_end(request_id)
         if transfer := self._transfers.get(request_id):
             transfer.receiver.cancel()
             error = WireError(ErrorCode.CANCELLED, "the request was cancelled")
@@ -205,11 +205,11 @@ class IncomingTransfers:
     def _on_offer(self, peer: bytes, request_id: int, message: Message) -> None:
         if request_id in self._ended or request_id >> 32 in self.lost_epochs.values():
             raise unknown()
-        if sum(transfer.peer == peer for transfer in self._transfers.values()) >= MAX_OFFERS:
-            raise WireError(ErrorCode.OVERLOADED, f"{MAX_OFFERS} offers of yours are here already")
+        offer = decode_map(Offer, message.body())
+        self._check_room(peer, offer.num_tokens)
         receiver = KVReceiver(
             request_id,
-            decode_map(Offer, message.body()),
+            offer,
             layout=self._info.layout,
             max_bytes=self._config.max_kv_transfer_bytes,
             credit_bytes=self._config.credit_bytes,
@@ -222,6 +222,15 @@ class IncomingTransfers:
         transfer = IncomingTransfer(peer, receiver, self._config.credit_bytes)
         self._transfers[request_id] = transfer
         self.budget.wait(transfer)
+
+    def _check_room(self, peer: bytes, num_tokens: int) -> None:
+        """Refuse more offers than a peer may have; one alone may be of any length."""
+        offers = [each.receiver for each in self._transfers.values() if each.peer == peer]
+        if len(offers) >= MAX_OFFERS:
+            raise WireError(ErrorCode.OVERLOADED, f"{MAX_OFFERS} offers of yours are here already")
+        held = sum(receiver.num_tokens for receiver in offers if not receiver.is_claimed)
+        if held and held + num_tokens > MAX_OFFERED_TOKENS:
+            raise WireError(ErrorCode.OVERLOADED, f"offers of {held} tokens of yours are here")
 
     def _on_cancel(self, peer: bytes, request_id: int) -> None:
         transfer = self._transfers.get(request_id)
@@ -280,11 +289,21 @@ class IncomingTransfers:
         self._on_failed(transfer.receiver.request_id, error)
 
     def _drop(self, transfer: IncomingTransfer) -> None:
-        """Forget a transfer that is over; its blocks follow when no copy writes to them."""
+        """Forget a transfer that is over; its blocks follow when no copy writes to them.
+
+        Its id is not taken again: the blocks that the engine has for it may be on their way here
+        still, and would pass for those of the next.
+        """
+        self._note_end(transfer.receiver.request_id)
         del self._transfers[transfer.receiver.request_id]
         transfer.is_dropped = True
         self.budget.end(transfer)
         self._give_back(transfer)
+
+    def _note_end(self, request_id: int) -> None:
+        self._ended[request_id] = None
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def _give_back(self, transfer: IncomingTransfer) -> None:
         receiver = transfer.receiver

@@ -51,8 +51,12 @@ class KVPlane:
         on_message: Callable[[bytes, list[Buffer]], None],
         on_lost: Callable[[bytes], None],
     ) -> Hub:
-        """Return the socket of a decode worker, not bound yet."""
-        return Hub(on_message, on_lost=on_lost, **self._bounds)
+        """Return the socket of a decode worker, not bound yet.
+
+        It sends ACKs and errors only.  A peer that reads none of them is not worth a segment queue.
+        """
+        bounds: _Bounds = {**self._bounds, "max_queue_bytes": 2 * self._bounds["max_message_bytes"]}
+        return Hub(on_message, on_lost=on_lost, **bounds)
 
     def link(
         self,

@@ -8,6 +8,7 @@ from router.core.fleet import Fleet
 from router.core.index import PrefixIndex
 from router.core.placement import Placement
 from router.core.request import Request
+from router.core.request_ids import RequestIds
 from router.core.state import Attempt, Limits, RequestState, new_tokens
 from tests.router.scripted import RecordingSink, detail, fleet, load
 from wire.errors import ErrorCode, WireError
@@ -39,7 +40,7 @@ def cluster(*roles: Role) -> tuple[Fleet, Placement]:
         table.hello(identity, Hello(1, rank, role), detail(), 0.0)
         table.heartbeat(identity, Heartbeat(0, 0, 0), load(), 0.0)
         index.add(identity, 64)
-    return table, Placement(table, index, limits=Limits(), router_epoch=EPOCH)
+    return table, Placement(table, index, limits=Limits(), request_ids=RequestIds(EPOCH))
 
 
 def books(table: Fleet) -> list[tuple[int, int, int, int]]:
@@ -67,7 +68,7 @@ def test_what_fits_is_what_the_context_leaves_after_the_first_token() -> None:
 def test_both_workers_are_charged_and_released() -> None:
     table, placement = cluster(Role.PREFILL, Role.DECODE)
     attempt = placed(placement)
-    assert attempt.request_id == (EPOCH << 32) + 1
+    assert attempt.request_id >> 32 == EPOCH
     assert books(table) == [(1, 1, 40, 0), (1, 1, 0, 3)]
     placement.finish_reading(attempt)
     placement.finish_reading(attempt)
@@ -171,7 +172,7 @@ def test_what_is_not_handed_over_is_within_any_limit_of_kv() -> None:
 def test_a_token_that_the_model_lacks_is_refused_before_a_worker_sees_it() -> None:
     table, _ = cluster(Role.PREFILL, Role.DECODE)
     limits = Limits(vocab_size=40)
-    placement = Placement(table, PrefixIndex(), limits=limits, router_epoch=EPOCH)
+    placement = Placement(table, PrefixIndex(), limits=limits, request_ids=RequestIds(EPOCH))
     placement.check(state(40), 0.0)
     with pytest.raises(WireError, match=r"token id 40 .* 0 to 39") as caught:
         placement.check(state(41), 0.0)

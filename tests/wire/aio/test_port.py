@@ -30,6 +30,13 @@ def test_the_options_make_a_curve_socket(is_server: bool) -> None:
         port.context.term()
 
 
+def test_one_socket_too_many_is_an_os_error() -> None:
+    with zmq.Context() as context:
+        context.set(zmq.MAX_SOCKETS, 1)
+        with context.socket(zmq.DEALER), pytest.raises(OSError, match="cannot open a socket"):
+            Port(context, zmq.DEALER, Limits(1, 1000), 1, zero_copy=False, security={})
+
+
 def test_every_pair_is_another() -> None:
     pairs = {new_key_pair().secret for _ in range(10)}
     assert len(pairs) == 10

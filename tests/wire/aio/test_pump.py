@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import structlog
 
+from wire.aio import pump
 from wire.aio.pump import MAX_BURST, MAX_BURST_BYTES, Pump, guarded
 
 
@@ -116,6 +117,18 @@ async def test_a_turn_is_bounded_in_bytes_too(source: Source) -> None:
         before = len(source.inbox)
         await asyncio.sleep(0)
         assert before - len(source.inbox) <= 2
+    await source.idle.wait()
+
+
+async def test_a_turn_is_bounded_in_time_too(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pump, "MAX_BURST_S", 0.0)  # every message takes longer than that
+    source.arrive(*[1] * 20)
+    while source.inbox:
+        before = len(source.inbox)
+        await asyncio.sleep(0)
+        assert before - len(source.inbox) <= 1
     await source.idle.wait()
 
 

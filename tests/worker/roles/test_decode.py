@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.worker.scripted import EPOCH, ScriptedRouter, pair, running, scripted_router
 from wire.errors import ErrorCode
-from wire.frames import Cancel, DecodeDone, DecodeRequest, Error, PrefillRequest, Role, Tag
+from wire.frames import (
+    Cancel,
+    DecodeDone,
+    DecodeRequest,
+    DecodeToken,
+    Error,
+    Frame,
+    PrefillRequest,
+    Role,
+    Tag,
+)
 from wire.options import Options
+from wire.parts import MAX_HEADERS, decode, encode
 from wire.payloads import (
     ErrorDetail,
     Logprobs,
@@ -22,7 +33,8 @@ from wire.payloads import (
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Token
 from worker.executor.hash import create, oracle
-from worker.roles.decode import Generation
+from worker.link import RouterLink
+from worker.roles.decode import Generation, Step
 
 PROMPT = [(11 * i) % 1000 for i in range(200)]
 OPTIONS = Options(max_tokens=20, ignore_eos=True)
@@ -133,6 +145,22 @@ async def test_tokens_of_one_step_leave_in_one_message() -> None:
         for request_id in range(8):
             router.send(Role.DECODE, Cancel(request_id, ErrorCode.CANCELLED))
         await router.until_free(Role.DECODE)
+
+
+def test_a_step_of_more_tokens_than_a_message_holds_leaves_in_several() -> None:
+    sent: list[tuple[int, int]] = []
+
+    class Router:
+        def send(self, frames: list[Frame], *payload: bytes) -> None:
+            message = decode(encode(frames, *payload))
+            sent.append((len(message.frames), len(decode_map(list[Logprobs], message.body()))))
+
+    step = Step()
+    for _ in range(MAX_HEADERS + 1):
+        step.tokens.append(DecodeToken(1, 5))
+        step.logprobs.append(Logprobs(logprob=-0.5))
+    step.send(cast(RouterLink, Router()))
+    assert sent == [(MAX_HEADERS, MAX_HEADERS), (1, 1)]
 
 
 async def test_logprobs_ride_with_their_tokens() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+from tests.wire.process.key_files import write
 from tests.worker.scripted import ScriptedDecode, running, scripted_router
 from wire.errors import ErrorCode, PeerLost, WireError
 from wire.frames import Cancel, Error, Heartbeat, KvCache, KvCacheAck, Peers, Role, Tag
 from wire.options import Options
 from wire.payloads import Credit, PeerDetail, encode_map
-from worker.transfer.peers import KEEP_S, DecodePeer, DecodePeers
+from wire.process.keys import Keys
+from worker.transfer.peers import KEEP_S, MAX_KEPT, DecodePeer, DecodePeers
 from worker.transfer.sockets import KVPlane
 
 PROMPT = list(range(100))
@@ -90,6 +93,40 @@ async def test_a_link_is_kept_a_while_and_as_long_as_it_is_needed() -> None:
         peers.update("a", [detail(decode.endpoint)])
         assert peers.find("a", 0) is not peer
         assert recorder.heard.empty()
+
+
+async def test_a_decode_worker_that_moves_on_and_on_leaves_few_links_behind() -> None:
+    async with decode_peers() as peers, ScriptedDecode() as decode:
+        peers.update("b", [detail(decode.endpoint, 7)])
+        needed = peers.find("b", 7)
+        assert needed is not None
+        await open_transfer(needed, decode)
+        peers.update("b", [])
+        for port in range(1000, 1000 + 3 * MAX_KEPT):
+            peers.update("a", [detail(f"tcp://127.0.0.1:{port}", 1)])
+            peers.update("a", [])
+        assert peers.num_links == MAX_KEPT + 1, "and the one with a transfer"
+        peers.update("b", [detail(decode.endpoint, 7)])
+        assert peers.find("b", 7) is needed
+
+
+async def test_a_worker_that_names_the_endpoint_of_another_does_not_keep_it(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, "prefill-0", "decode-0", "decode-1")
+    plane = KVPlane(1000, Keys(tmp_path, "prefill-0"))
+    peers = DecodePeers(b"prefill-0-1", plane)
+    async with ScriptedDecode(keys=Keys(tmp_path, "decode-0")) as decode:
+        false, true = detail(decode.endpoint, 1), detail(decode.endpoint, 0)
+        peers.update("a", [false])
+        for named in ([false, true], [true, false]):
+            peers.update("a", named)
+            peer = peers.find("a", 0)
+            assert peer is not None
+            await open_transfer(peer, decode)
+            assert peers.find("a", 1) is peer, "one link an endpoint"
+        await peers.close()
+        await plane.close()
 
 
 async def test_a_peer_that_vanishes_fails_its_transfers() -> None:

@@ -421,6 +421,23 @@ async def test_a_peer_may_have_so_many_offers_at_a_time(monkeypatch: pytest.Monk
         await until_free_without_a_trace(router)
 
 
+async def test_a_peer_may_have_so_many_tokens_unclaimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.transfer.receiver.MAX_OFFERED_TOKENS", len(PROMPT) - 1)
+    async with stage() as (router, prefill), ScriptedPrefill(router, b"prefill-1-1") as other:
+        await accepted(prefill, 1)  # alone
+        prefill.offer(2, PROMPT[:16])
+        assert await prefill.error() == (2, ErrorCode.OVERLOADED)
+        await accepted(other, 3)
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)  # now it is claimed, and counts no more
+        prefill.segment(1, WHOLE)
+        assert (await prefill.ack())[1].ready
+        await router.tokens(2)
+        prefill.offer(4, PROMPT[:16])
+        assert (await prefill.ack())[0].request_id == 4
+        prefill.cancel(4)
+        other.cancel(3)
+
+
 @given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=4))
 @settings(max_examples=25)
 def test_whatever_segments_come_nothing_is_held_in_the_end(
@@ -560,3 +577,28 @@ async def test_kv_that_comes_after_the_deadline_of_its_request_is_refused() -> N
         assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.DEADLINE_EXCEEDED)
         assert await prefill.error() == (1, ErrorCode.CANCELLED)
         await router.until_free(Role.DECODE)
+
+
+async def test_the_id_of_a_transfer_that_ended_is_not_taken_again() -> None:
+    async with stage() as (router, prefill):
+        prefill.offer(1, PROMPT)
+        await prefill.ack()
+        prefill.cancel(1)
+        prefill.offer(1, PROMPT)
+        assert await prefill.error() == (1, ErrorCode.UNKNOWN_REQUEST)
+        await until_free_without_a_trace(router)
+
+
+async def test_blocks_on_their_way_are_never_those_of_another_offer() -> None:
+    """The engine tells which blocks an offer has while the loop reads CANCEL and the next offer."""
+    async with stage() as (router, prefill):
+        for request_id in range(2, 22):
+            for num_blocks in range(1, 40):
+                prefill.offer(request_id, [5] * 16 * num_blocks)
+                prefill.cancel(request_id)
+            await router.load(Role.DECODE)
+        await until_free_without_a_trace(router)
+        async with ScriptedPrefill(router, b"prefill-1-1") as other:
+            await accepted(other, 1)
+            other.segment(1, WHOLE)
+            assert (await other.ack())[1].ready
