@@ -27,7 +27,7 @@ MIN_GROUP_KEYS = 64
 MAX_GROUP_VALUES = 1 << 24
 # Sorting a large vocabulary is slow; so many of the likeliest tokens nearly always hold the top_p.
 _CANDIDATES = 256
-_LARGE_VOCABULARY = 8192
+LARGE_VOCABULARY = 8192
 
 
 class Group(NamedTuple):
@@ -336,7 +336,7 @@ def _keep_top_p(weights: torch.Tensor, shares: list[float]) -> None:
     share = torch.tensor([shares[row] for row in rows], dtype=weights.dtype, device=weights.device)
     # A cumulated sum adds each row in order; a plain sum's rounding depends on the batch's shape.
     wanted = part.cumsum(dim=-1)[:, -1:] * share[:, None]
-    if part.shape[1] > _LARGE_VOCABULARY:
+    if part.shape[1] > LARGE_VOCABULARY:
         candidates = part.topk(_CANDIDATES).values
         border = _border(candidates, wanted)
         is_short = (candidates.cumsum(dim=-1)[:, -1:] < wanted)[:, 0]

@@ -29,8 +29,14 @@ class RecordingExecutor(HashExecutor):
         return super().forward(batch)
 
 
-def engine_of(num_blocks: int = 64, block_size: int = 4, **settings: Any) -> Engine:
-    return Engine(RecordingExecutor(), num_blocks=num_blocks, block_size=block_size, **settings)
+def engine_of(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    executor: RecordingExecutor | None = None,
+    **settings: Any,
+) -> Engine:
+    executor = executor or RecordingExecutor()
+    return Engine(executor, num_blocks=num_blocks, block_size=block_size, **settings)
 
 
 def run(engine: Engine, max_steps: int = 500) -> list[Output]:

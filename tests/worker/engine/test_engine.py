@@ -105,11 +105,10 @@ def test_the_context_length_ends_it() -> None:
 
 
 def test_no_logits_are_asked_for_before_the_prompt_is_complete() -> None:
-    engine = engine_of(max_ubatch_tokens=5)
+    executor = RecordingExecutor()
+    engine = engine_of(executor=executor, max_ubatch_tokens=5)
     engine.add(Sequence(1, [5] * 12, GREEDY, 2))
     run(engine)
-    executor = engine._executor
-    assert isinstance(executor, RecordingExecutor)
     assert [len(batch.sample_rows) for batch in executor.batches] == [0, 0, 1, 1]
     assert [batch.kind for batch in executor.batches] == [BatchType.PREFILL] * 3 + [
         BatchType.DECODE
@@ -416,22 +415,20 @@ def test_cancelling_the_unknown_changes_nothing() -> None:
     assert not engine.has_work() and engine.step() == []
 
 
-def test_a_failing_executor_leaves_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of()
+def test_a_failing_executor_leaves_the_step() -> None:
+    class Lost(RecordingExecutor):
+        def forward(self, batch: Batch) -> list[int]:
+            raise RuntimeError("device lost")
+
+    engine = engine_of(executor=Lost())
     engine.add(Sequence(1, [5] * 6, GREEDY, 3))
-
-    def forward(batch: Batch) -> None:
-        raise RuntimeError("device lost")
-
-    monkeypatch.setattr(engine._executor, "forward", forward)
     with pytest.raises(RuntimeError, match="device lost"):
         engine.step()
 
 
 def test_admissions_are_announced_before_the_batch_is_computed() -> None:
-    engine = engine_of()
-    executor = engine._executor
-    assert isinstance(executor, RecordingExecutor)
+    executor = RecordingExecutor()
+    engine = engine_of(executor=executor)
     heard: list[tuple[int, Output]] = []
     engine.announce = lambda outputs: heard.extend((len(executor.batches), o) for o in outputs)
     engine.add(Sequence(1, [5] * 6, GREEDY, 3))

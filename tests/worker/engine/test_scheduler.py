@@ -38,7 +38,7 @@ class Queue:
         like: int | None = None,
     ) -> Sequence:
         """Queue a prompt; it begins as those that are `like` the same request."""
-        return self._enqueue(
+        return self.enqueue(
             Sequence(
                 request_id,
                 self._prompt(request_id if like is None else like, num_tokens),
@@ -53,12 +53,12 @@ class Queue:
             request_id, self._prompt(request_id, num_tokens), status=Status.RESERVING
         )
         sequence.is_claimed = True
-        return self._enqueue(sequence)
+        return self.enqueue(sequence)
 
     def _prompt(self, request_id: int, num_tokens: int) -> list[int]:
         return [1000 * request_id + index for index in range(num_tokens)]
 
-    def _enqueue(self, sequence: Sequence) -> Sequence:
+    def enqueue(self, sequence: Sequence) -> Sequence:
         sequence.arrive(len(self.sequences), self.now)
         self.sequences[sequence.request_id] = sequence
         self.scheduler.enqueue(sequence)
@@ -169,7 +169,7 @@ def test_a_cached_prefix_is_not_computed_again_but_the_last_token_is() -> None:
     queue.step()
     queue.scheduler.finish(first)
     again = Sequence(2, first.token_ids[:8])
-    queue._enqueue(again)
+    queue.enqueue(again)
     assert sizes(queue.step()) == ([], [(2, 4)])
     assert again.num_cached_tokens == 4
 

@@ -165,7 +165,7 @@ def test_filters_and_draws_equal_plain_python(
 def test_top_p_of_a_large_vocabulary(top_p: float) -> None:
     # Peaked rows end among the candidates, flat ones need the whole vocabulary sorted.
     for scale in (0.1, 4.0):
-        logits = logits_of(3, vocab=reference._LARGE_VOCABULARY + 1, scale=scale)
+        logits = logits_of(3, vocab=reference.LARGE_VOCABULARY + 1, scale=scale)
         samplings = [asked(temperature=1.0, top_p=top_p, seed=i) for i in range(3)]
         want = [plain_draw(row.numpy(), it) for row, it in zip(logits, samplings, strict=True)]
         assert ids(logits, samplings) == want
@@ -174,7 +174,7 @@ def test_top_p_of_a_large_vocabulary(top_p: float) -> None:
 def test_only_flat_rows_have_their_whole_vocabulary_sorted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    logits = logits_of(5, vocab=reference._LARGE_VOCABULARY + 1, scale=4.0)
+    logits = logits_of(5, vocab=reference.LARGE_VOCABULARY + 1, scale=4.0)
     logits[1] /= 40
     logits[3] /= 60
     samplings = [asked(temperature=1.0, top_p=0.95, seed=i) for i in range(5)]
@@ -188,7 +188,7 @@ def test_only_flat_rows_have_their_whole_vocabulary_sorted(
     monkeypatch.setattr(reference, "_descending", descending)
     monkeypatch.setattr(kernels, "backend_of", lambda _: reference)
     assert ids(logits, samplings) == want
-    assert shapes == [(2, reference._LARGE_VOCABULARY + 1)]
+    assert shapes == [(2, reference.LARGE_VOCABULARY + 1)]
 
 
 @settings(max_examples=100, deadline=None)
