@@ -25,6 +25,9 @@ ANY: Final = "*"
 PREFLIGHT_S: Final = 600
 # What a page's script may read of an answer beside its body.
 _EXPOSED: Final = b"x-request-id, retry-after"
+_HOST: Final = re.compile(
+    r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\[\]:/@]*))(:[0-9]{1,5})?", re.ASCII
+)
 _NAMES: Final = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{0,1024}")
 
 
@@ -67,7 +70,7 @@ class Origins:
                 (b"access-control-expose-headers", _EXPOSED),
                 (b"vary", b"Origin"),
             )
-        site = find_header(scope, b"sec-fetch-site") or b"none"
+        site = (find_header(scope, b"sec-fetch-site") or b"none").strip().lower()
         is_same = origin.lower().partition("://")[2] == host
         if (origin and not is_same) or (not origin and site in (b"cross-site", b"same-site")):
             raise HttpError(
@@ -113,10 +116,9 @@ def check_origin(origin: str) -> str:
 
 
 def _name(host: str) -> str:
-    """A Host without its port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and ":" in host else host
+    """A Host without its port, an IPv6 address without its brackets; empty: it is no Host."""
+    match = _HOST.fullmatch(host)
+    return match["address"] or match["name"] or "" if match else ""
 
 
 def _is_address(name: str) -> bool:
