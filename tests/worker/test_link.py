@@ -14,11 +14,18 @@ from structlog.testing import capture_logs
 from tests.worker.scripted import PATIENCE_S, ScriptedRouter, pair, scripted_router
 from wire.aio.zmq import Link
 from wire.errors import ErrorCode
-from wire.frames import Cancel, DecodeToken, Drain, Error, Peers, Role, Tag
+from wire.frames import Cancel, DecodeToken, Drain, Error, Peers, Role, Tag, Welcome
 from wire.identity import Identity
 from wire.options import Options
 from wire.parts import Message
-from wire.payloads import ErrorDetail, HelloDetail, PeerDetail, decode_prefill_result, encode_map
+from wire.payloads import (
+    ErrorDetail,
+    HelloDetail,
+    PeerDetail,
+    WelcomeDetail,
+    decode_prefill_result,
+    encode_map,
+)
 from worker.executor.hash import LAYOUT
 from worker.link import (
     FENCED_TRIES,
@@ -262,6 +269,19 @@ async def test_the_times_of_a_router_are_those_it_says() -> None:
         async with stage(router) as alone:
             assert await alone.state() is LinkState.READY
             assert (alone.link.heartbeat_s, alone.link.lease_s) == (0.25, 4.0)
+
+
+async def test_another_process_of_a_router_asks_for_nothing_that_the_first_asked_for() -> None:
+    """A connection may outlast the router's process: a proxy, or a socket that was handed on."""
+    async with scripted_router() as router, stage(router) as alone:
+        assert await alone.state() is LinkState.READY
+        again = encode_map(WelcomeDetail(max_kv_transfer_bytes=1 << 20))
+        for epoch, num_lost in ((router.epoch, 0), (router.epoch + 1, 1), (router.epoch + 1, 1)):
+            router.send(Role.PREFILL, Welcome(epoch, 1000, 1000), again)
+            await alone.until(lambda epoch=epoch: alone.link.epoch == epoch)  # type: ignore[misc]
+            router.send(Role.PREFILL, Peers(epoch, 2), encode_map([]))  # is answered, when read
+            await router.receive(Tag.ERROR)
+            assert alone.role.num_lost == num_lost
 
 
 async def test_a_fenced_worker_gets_the_place_that_becomes_free() -> None:
