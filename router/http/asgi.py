@@ -122,6 +122,12 @@ def request_id(scope: Scope, fresh: str) -> str:
     return given.decode("ascii") if given and _REQUEST_ID.fullmatch(given) else fresh
 
 
+def has_body(scope: Scope) -> bool:
+    """Whether the request says that a body comes with it."""
+    length = find_header(scope, b"content-length") or b"0"
+    return length != b"0" or find_header(scope, b"transfer-encoding") is not None
+
+
 def check_content_type(scope: Scope) -> None:
     """Refuse bodies that do not say that they are plain JSON.
 

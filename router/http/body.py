@@ -61,7 +61,9 @@ class Bodies:
                 raise WireError(ErrorCode.OVERLOADED, "too many large bodies at a time")
 
         try:
-            yield await self._whole(exchange, hold)
+            raw = await self._whole(exchange, hold)
+            exchange.is_body_read = True
+            yield raw
         finally:
             self._total_bytes -= held
 

@@ -31,6 +31,8 @@ class HttpExchange:
     status: int = 200
     outcome: str = "ok"
     key_name: str = ""
+    # Nothing more of the body will come.
+    is_body_read: bool = False
     # What lets a web page that is allowed to ask read the answer.
     cors: tuple[Header, ...] = ()
     writer: ResponseWriter | None = None
@@ -57,9 +59,12 @@ class HttpExchange:
     ) -> None:
         """Send a whole response."""
         self.status = status
-        await asgi.respond(
-            self.send, status, body, content_type=content_type, headers=(*self.headers, *headers)
-        )
+        named = {name: (name, value) for name, value in (*self.headers, *headers)}
+        if not self.is_body_read and asgi.has_body(self.scope):
+            # The server hangs up on a body that nobody reads: the client must not ask here again.
+            named |= {b"connection": (b"connection", b"close")}
+        all_headers = tuple(named.values())
+        await asgi.respond(self.send, status, body, content_type=content_type, headers=all_headers)
 
     async def reply(self, body: object, status: int = 200, *headers: Header) -> None:
         """Send a whole response of JSON."""

@@ -424,6 +424,25 @@ async def test_a_client_that_goes_away_frees_the_workers(site: Site) -> None:
     assert site.bus.dispatcher.num_running == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "status"), [("/nowhere", b"404"), ("/readyz", b"405"), ("/tokenize", b"200")]
+)
+async def test_who_is_answered_before_the_body_is_read_must_not_ask_there_again(
+    site: Site, path: str, status: bytes
+) -> None:
+    """The body comes later than its headers, as a second segment may: the server hangs up."""
+    head, _, body = request_bytes({"prompt": "ab"}, path).partition(b"\r\n\r\n")
+    async with listening(site.application) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(head + b"\r\n\r\n")
+        if status == b"200":
+            writer.write(body)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.split()[1] == status
+        assert (b"connection: close" in answer) == (status != b"200")
+        writer.close()
+
+
 async def test_a_client_that_goes_away_before_a_whole_answer(site: Site) -> None:
     site.answer = lambda prompt: Answer(hangs_after=0)
     async with listening(site.application) as address:
