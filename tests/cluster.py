@@ -165,12 +165,15 @@ class Cluster:
 
     def kill_local(self, role: str, rank: int) -> None:
         """SIGKILL a worker that the router started itself."""
-        started = [
-            event
+        os.kill(self.local_pids(role, rank)[-1], signal.SIGKILL)
+
+    def local_pids(self, role: str, rank: int) -> list[int]:
+        """The processes that the router started as this worker, one after another."""
+        return [
+            event["pid"]
             for event in map(json.loads, self.log().splitlines())
             if event["event"] == "local worker started" and event["worker"] == f"{role}-{rank}"
         ]
-        os.kill(started[-1]["pid"], signal.SIGKILL)
 
     def log(self) -> str:
         return self.log_path.read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,7 +50,11 @@ def test_a_place_that_becomes_free_is_taken_and_given_back(cluster: Cluster) -> 
     newcomer = cluster.worker("decode", 0)
     until_logged(cluster, "worker refused")
     cluster.kill_local("decode", 0)  # while the newcomer still asks
+    until(lambda: len(cluster.local_pids("decode", 0)) == 2, "it is started again", START_S)
+    again = cluster.local_pids("decode", 0)[-1]
+    os.kill(again, signal.SIGSTOP)  # so that it is the newcomer who comes first
     until(lambda: epoch(cluster) != incumbent, "the newcomer has the place", START_S)
+    os.kill(again, signal.SIGCONT)
     taken = epoch(cluster)
     until_logged(cluster, "ours waits until it is free")  # the local one was started again
     assert newcomer.poll() is None and epoch(cluster) == taken
