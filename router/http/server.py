@@ -1,14 +1,16 @@
-"""The HTTP server: uvicorn on our loop, with the limits that it has not.
+"""The HTTP server: uvicorn on our loop, with the limits that it does not have.
 
-uvicorn knows no time limit before a request is complete, no limit of its headers, no cap that
-answers as an API should.  `GuardedProtocol` adds them around its protocol:
+uvicorn has no time limit before a request is complete, no limit of its headers, and no limit of
+connections that answers as an API should.  `GuardedProtocol` adds them around its protocol:
 
-    headers     complete `grace_s` after the connection began, the first byte after an answer came,
-                or that answer ended; within MAX_HEADER_BYTES
-    framing     what two servers might read differently is answered 400 bodies      the HTTP
-    application's business, which reads them; what comes after the answer is not read answers     a
-    client that does not take the end of one is cut off connections `max_connections`; one more gets
-    503 and Retry-After; as many TLS handshakes
+    headers      within MAX_HEADER_BYTES, and complete within `grace_s`: from when the connection
+                 began, from their first byte after an answer, or from the end of that answer
+    framing      what two servers might read differently is answered 400
+    bodies       are read by the application; what comes after its answer is thrown away
+    answers      a client that does not take the end of one is cut off
+    connections  `max_connections`; one more gets 503 and Retry-After; as many TLS handshakes
+
+All that we know of uvicorn beyond its documentation is in this file.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.http.asgi import Header, HttpError, retry_after
+from router.http.asgi import Header, HttpError, Send, retry_after
 from wire.aio.listener import bind, listen
 from wire.errors import ErrorCode
 from wire.parts import Buffer
@@ -359,6 +361,20 @@ class HttpServer(uvicorn.Server):
     async def run_on_loop(self) -> None:
         """Serve until `should_exit`."""
         await self.serve(sockets=[self._socket])
+
+
+def abort(send: Send) -> bool:
+    """Drop the connection, unsent bytes included; False when this server gives no way to.
+
+    ASGI has no word for it: a response cut short is closed only after its buffer was sent, and a
+    client that does not read would keep it forever.  uvicorn's `send` is a method of the cycle that
+    holds the transport.
+    """
+    transport = getattr(getattr(send, "__self__", None), "transport", None)
+    if transport is None:
+        return False
+    transport.abort()
+    return True
 
 
 def _response(error: HttpError) -> bytes:
