@@ -1,9 +1,9 @@
-"""The HTTP face of the router: a pure ASGI application with the routes of the OpenAI API.
+"""The ASGI application: routes, the one place where errors become answers, one log line a request.
 
-Routing, the error boundary, one log line per request, and the only event-loop work of the HTTP
-side: threads for long prompts, watching for clients that leave.  What is in a body is
-`router.http.requests`, what runs is `router.http.completion`, what is written is
-`router.http.writer`.  TLS is the server's business (`router.http.server`).
+A completion passes through it in four steps: `router.http.limits` reads the body,
+`router.http.requests` makes requests to the core of it, `router.http.completion` submits them, and
+`router.http.writer` sends what they bring.  While that runs, a task watches for the client to
+leave.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from wire.traffic import Traffic
 
 log = structlog.get_logger("router")
 
+# Silent streams are kept alive, and clients that do not read are looked for, this often.
 TICK_S: Final = 1.0
 # What is logged when the client left before its answer (nginx began this number; never sent).
 CLIENT_CLOSED: Final = 499
@@ -120,7 +121,7 @@ class Application:
                 HttpExchange(scope, receive, send, asgi.request_id(scope, fresh), time.monotonic())
             )
 
-    # The boundary: every error becomes an answer here, every request a line.
+    # Every error becomes an answer here, and every request a line in the log.
 
     async def _serve(self, exchange: HttpExchange) -> None:
         try:
@@ -184,7 +185,7 @@ class Application:
         else:
             await handler(exchange)
 
-    # What is asked most.
+    # Completions.
 
     async def _completions(self, exchange: HttpExchange) -> None:
         await self._complete(exchange, self._parser.completion)
@@ -197,8 +198,8 @@ class Application:
     ) -> None:
         if self.draining:
             raise WireError(ErrorCode.DRAINING, "the router is shutting down; try another one")
-        # While no worker is here, the last length they took still tells a hopeless request from one
-        # to be sent again.
+        # Known even while no worker is here: who sends a prompt that is too long for the model is told
+        # so, and not to try again.
         max_model_len = self._fleet.last_max_model_len
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")

@@ -24,7 +24,7 @@ Send = Callable[[Event], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 JSON: Final = b"application/json"
-# What the client is told to wait before it asks again: about one placement round.
+# Seconds that the client is told to wait before it asks again.
 RETRY_AFTER_S: Final = 1
 # Request ids come from outside and go into our logs.
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9_.:=+/-]{1,128}")
@@ -93,7 +93,7 @@ def _type(status: int) -> str:
 def http_error(error: WireError) -> HttpError:
     """Return what a client is told of an error of the system.
 
-    Errors without a status of their own are ours to look into: their words stay in the log.
+    An error that is not in HTTP_STATUS is a fault of ours: the client is told its code alone.
     """
     status = HTTP_STATUS.get(error.code, 500)
     headers: tuple[Header, ...] = ()
@@ -108,7 +108,7 @@ def http_error(error: WireError) -> HttpError:
 
 
 def retry_after() -> Header:
-    """Return the header of answers that a later attempt may better."""
+    """Return the header of an error that may be over when the client asks again."""
     return b"retry-after", b"%d" % RETRY_AFTER_S
 
 

@@ -181,8 +181,8 @@ class CompletionBody(Sampled, kw_only=True):
     def options(self, *, choice: int, seed: int, max_tokens: int) -> Options:
         options = super().options(choice=choice, seed=seed, max_tokens=max_tokens)
         if max_tokens == 1 and options.prompt_logprobs is not None:
-            # Evaluators count on an entry for the one token that is generated, even if it is EOS,
-            # and workers do not say which token ended a request.  It is the last one anyway.
+            # Programs that score texts expect an entry for the one generated token, even if it is
+            # EOS, which workers do not send.  So EOS must not end it; the limit of one does.
             return structs.replace(options, ignore_eos=True, stop_token_ids=())
         return options
 
@@ -276,7 +276,7 @@ class DetokenizeBody(Struct, kw_only=True):
     model: str | None = None
 
     def check(self) -> None:
-        """Nothing beyond the types."""
+        """The types say everything."""
 
 
 _NEUTRAL: Final[dict[str, object]] = {

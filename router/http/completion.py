@@ -27,8 +27,8 @@ from wire.errors import ErrorCode, WireError
 from wire.logprobs import unpack_prompt_logprobs
 from wire.payloads import Logprobs, PrefillResult, Usage
 
-# Tokens a client may lag behind before it is cut off: some 100 KB of events, beyond the 64 KiB and
-# the kernel's buffers that are full by then.
+# Tokens a client may lag behind before it is cut off: some 100 KB of events, on top of the server's
+# 64 KiB and the kernel's buffers, which are full by then.
 MAX_PENDING_TOKENS: Final = 4096
 # Tokens that are taken before others have their turn: some milliseconds, with their scores.
 MAX_AT_ONCE: Final = 64
@@ -37,7 +37,7 @@ MAX_AT_ONCE: Final = 64
 class ScoredToken(NamedTuple):
     """A token with its log-probabilities and where its text starts in the choice's text.
 
-    A prompt's first token has none: nothing precedes it.
+    A prompt's first token has no log-probabilities: nothing precedes it.
     """
 
     token_id: int
@@ -46,7 +46,7 @@ class ScoredToken(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one event shows: text, on the last one why it ended, and if asked for the tokens."""
+    """What one event shows: text, the tokens if asked for, and in the last one why it ended."""
 
     text: str
     token_ids: Sequence[int] = ()
@@ -103,7 +103,7 @@ class Choice:
     error: WireError | None = None
     usage: Usage | None = None
     end: RequestEnd | None = None
-    # The first token ended it: whoever is woken can spare the decode worker the request.
+    # A stop string is in the first token: it can be ended before a decode worker gets it.
     is_stopped_at_once: bool = False
 
     _pending: list[int] = field(default_factory=list)
@@ -143,7 +143,7 @@ class Choice:
         self._prompt_logprobs = result.prompt_logprobs
         if self.asked.is_echo_only:
             return
-        if result.finish_reason != "stop":  # Then the token is the end sign, not text.
+        if result.finish_reason != "stop":  # else the token is EOS, which has no text
             self.is_stopped_at_once = self._stops_at(result.token_id)
             self.on_token(result.token_id, result.logprobs)
 
@@ -168,7 +168,7 @@ class Choice:
     # The writer.
 
     def take(self, max_tokens: int = sys.maxsize) -> list[Piece]:
-        """Return what `max_tokens` show; the last piece of all carries the finish reason.
+        """Return the pieces of the next `max_tokens`; the last one of all has the finish reason.
 
         When this ends the choice by a stop string, the caller must cancel `handle`.
         """
@@ -191,7 +191,7 @@ class Choice:
         return pieces
 
     def _take_plain(self, token_ids: list[int]) -> list[Piece]:
-        """What `_take` does when there is only text to show: the path of most tokens."""
+        """The same as `_take` where there is only text to show, as for most tokens."""
         self.num_tokens += len(token_ids)
         texts = map(self._feed, token_ids)
         return [Piece(text) for text in texts if text or not self.asked.tokenizer.has_text]
@@ -251,7 +251,8 @@ class Choice:
         return piece
 
     def _finish(self, pieces: list[Piece], text: str, reason: str) -> None:
-        # The end goes out with the last token where possible: clients time one event a token.
+        # The end goes out with the last token where possible: who measures the time between tokens
+        # takes each event for one.
         self.finish_reason = reason
         rest = self._piece(text, reason)
         if pieces:
@@ -266,7 +267,7 @@ class Choice:
 
 
 class Core(Protocol):
-    """What of `router.core.dispatcher.Dispatcher` is used here."""
+    """The part of `router.core.dispatcher.Dispatcher` that is used here."""
 
     def submit(self, request: Request, sink: Choice) -> int: ...
 
@@ -336,7 +337,7 @@ class Completion:
     def take(self) -> list[tuple[Choice, list[Piece]]]:
         """Return what the choices that moved since the last call have to show.
 
-        Of very much it is a part, and the writer is woken for the rest.
+        Where more than MAX_AT_ONCE tokens wait, it takes that many and wakes the writer again.
         """
         taken = []
         self.num_new_tokens = 0
@@ -353,7 +354,7 @@ class Completion:
                 self.cancel()
             elif choice.finish_reason is not None:
                 self._num_open -= 1
-                self._cancel(choice)  # If a stop string ended it, no worker knows of it.
+                self._cancel(choice)  # the workers do not know that a stop string ended it
         if self._dirty:
             self._writer.wake()
         return taken
@@ -366,7 +367,7 @@ class Completion:
     def _cancel(self, choice: Choice) -> None:
         if choice.handle is not None and choice.usage is None and choice.error is None:
             if choice.finish_reason is not None or choice.is_stopped_at_once:
-                self._core.stop(choice.handle)  # A stop string ended it.
+                self._core.stop(choice.handle)  # a stop string ended it
             else:
                 self._core.cancel(choice.handle)
         choice.handle = None
@@ -377,6 +378,6 @@ class Completion:
         if choice in self._dirty:
             if choice.lag > MAX_PENDING_TOKENS:
                 self._writer.overrun()
-        elif choice.finish_reason is None:  # Else a stop string ended it, and more was under way.
+        elif choice.finish_reason is None:  # else these tokens come after a stop string
             self._dirty[choice] = None
             self._writer.wake()

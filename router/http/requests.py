@@ -145,7 +145,7 @@ class RequestParser:
         self._check_biases(body)
         requests = []
         for token_ids, echo in prompts:
-            # Where none is wanted, one is drawn all the same, and not shown.
+            # Workers always generate a token; where none is asked for, it is not shown.
             limit = max_model_len - len(token_ids)
             max_tokens = max(limit if body.token_limit is None else body.token_limit, 1)
             for choice in range(body.num_choices):

@@ -1,4 +1,4 @@
-"""The response bodies of the OpenAI API: usage, logprobs, completions and chat completions."""
+"""The response bodies of the OpenAI API: usage, logprobs, completions, chat completions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KvTransfer(Struct):
 
 
 class UsageBody(Struct):
-    """`usage`; `kv_transfer` is ours, null while nothing was handed over or it is not known yet."""
+    """`usage`; `kv_transfer` is our addition, null where no KV was sent, and until it is known."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -33,7 +33,7 @@ def event(body: bytes) -> bytes:
 
 
 def failure(error: HttpError) -> bytes:
-    """The end of a stream that broke: clients raise on the first and stop at the second."""
+    """The end of a stream that broke: the error, at which clients raise, and the usual end."""
     return event(error.body) + DONE
 
 
@@ -101,7 +101,7 @@ class ChunkWriter:
         return entry
 
     def _render_around(self, choice: Choice) -> tuple[bytes, bytes]:
-        # Cut at a text that JSON does not change and that stands in no other field.
+        # A chunk is rendered whose text is one NUL, which no other field has, and cut there.
         mark = b'"\\u0000"'
         before, after = self._chunk(choice, Piece("\0")).rsplit(mark, 1)
         return before, after

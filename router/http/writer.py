@@ -23,10 +23,11 @@ STALL_S: Final = 10.0
 
 
 class ResponseWriter:
-    """The writing half of one HTTP request.
+    """Sends the answer to one HTTP request.
 
     `cut_off` is called once when the client does not read; it must interrupt the write under way.
-    `on_tokens` hears how long the tokens of a single stream took.
+    `on_tokens` is told the time since the tokens before and the number of the new ones, where the
+    request has one choice.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ResponseWriter:
     # The writer.
 
     async def stream(self, completion: Completion, chunks: ChunkWriter) -> None:
-        """Write events until the exchange is over.
+        """Write events until the completion is over.
 
         Raises:
             Disconnected: The client is gone.
@@ -154,14 +155,14 @@ class ResponseWriter:
 
 
 async def wait_for_disconnect(receive: Receive, writer: ResponseWriter) -> None:
-    """Tell the delivery when the client leaves; the request must have been read whole."""
+    """Tell `writer` when the client leaves; the body must have been read whole."""
     while (await receive())["type"] != "http.disconnect":
         pass
     writer.disconnect()
 
 
 class _Signal:
-    """An event for a single waiter that is cleared by waiting: half the price of asyncio's."""
+    """Like `asyncio.Event`, for one waiter, and cleared by waiting; it takes half the time."""
 
     __slots__ = ("_is_set", "_waiter")
 
@@ -177,7 +178,7 @@ class _Signal:
 
     async def wait(self) -> None:
         if self._is_set:
-            await asyncio.sleep(0)  # who always has more to write lets others have their turn
+            await asyncio.sleep(0)  # where there is always more to write, others need a turn too
         else:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
