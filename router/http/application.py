@@ -198,8 +198,8 @@ class Application:
     ) -> None:
         if self.draining:
             raise WireError(ErrorCode.DRAINING, "the router is shutting down; try another one")
-        # Known even while no worker is here: who sends a prompt that is too long for the model is told
-        # so, and not to try again.
+        # Known even while no worker is here: a prompt that is too long for the model is answered
+        # with that, and not with a 503, after which it would be sent again.
         max_model_len = self._fleet.last_max_model_len
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
