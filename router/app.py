@@ -30,14 +30,14 @@ from router.core.request import RequestEnd
 from router.core.request_ids import RequestIds
 from router.core.state import Limits
 from router.http.application import Application
-from router.http.body import Bodies
+from router.http.limits import Bodies
 from router.http.origin import Origins
 from router.http.server import FLUSH_S, HttpServer
 from router.http.server import Limits as HttpLimits
-from router.http.tls import server_context
 from router.local import LocalWorkers
 from router.model import vocab_size
 from router.tcp import serve_clients
+from wire.aio.listener import server_context
 from wire.aio.tcp import Limits as TcpLimits
 from wire.aio.tcp import Server
 from wire.aio.zmq import Hub

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_settings import SettingsConfigDict
 
-from router.http.asgi import MAX_BODY_BYTES
+from router.http.limits import MAX_BODY_BYTES
 from router.http.origin import check_origin
 from wire.process.keys import credential
 from wire.process.settings import Settings

@@ -1,9 +1,9 @@
-"""The HTTP face of the router: a pure ASGI application with the routes of the OpenAI API.
+"""The ASGI application: routes, the one place where errors become answers, one log line a request.
 
-Routing, the error boundary, one log line per request, and the only event-loop work of the HTTP
-side: threads for long prompts, watching for clients that leave.  What is in a body is
-`router.http.requests`, what runs is `router.http.completion`, what is written is
-`router.http.writer`.  TLS is the server's business (`router.http.server`).
+A completion passes through it in four steps: `router.http.limits` reads the body,
+`router.http.requests` makes requests to the core of it, `router.http.completion` submits them, and
+`router.http.writer` sends what they bring.  While that runs, a task watches for the client to
+leave.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -22,34 +22,30 @@ from router import metrics
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
 from router.http import asgi
-from router.http.asgi import HttpError, Receive, Scope, Send
-from router.http.body import Bodies
-from router.http.completion import Completion
-from router.http.exchange import Handler, HttpExchange
+from router.http.asgi import Disconnected, HttpError, HttpExchange, Receive, Scope, Send
+from router.http.completion import Completion, CompletionRequest
+from router.http.limits import Bodies, Threads
 from router.http.origin import Origins, preflight
-from router.http.requests import CompletionRequest, RequestContext, RequestParser
-from router.http.sse import ChunkWriter
+from router.http.requests import RequestParser
+from router.http.responses import size_of_scores, whole_body
+from router.http.server import abort
+from router.http.sse import ChunkWriter, failure
 from router.http.status import Status
-from router.http.threads import Threads
-from router.http.writer import (
-    Disconnected,
-    ResponseWriter,
-    size_of_scores,
-    wait_for_disconnect,
-    whole_body,
-)
+from router.http.writer import ResponseWriter, wait_for_disconnect
 from wire.errors import ErrorCode, WireError, shown
 from wire.process.api_keys import ApiKeys
 from wire.traffic import Traffic
 
 log = structlog.get_logger("router")
 
+# Silent streams are kept alive, and clients that do not read are looked for, this often.
 TICK_S: Final = 1.0
 # What is logged when the client left before its answer (nginx began this number; never sent).
 CLIENT_CLOSED: Final = 499
 # Answered without an API key: they say nothing but whether to send work here.
 OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/health"})
 
+Handler = Callable[[HttpExchange], Awaitable[None]]
 T = TypeVar("T")
 
 
@@ -125,7 +121,7 @@ class Application:
                 HttpExchange(scope, receive, send, asgi.request_id(scope, fresh), time.monotonic())
             )
 
-    # The boundary: every error becomes an answer here, every request a line.
+    # Every error becomes an answer here, and every request a line in the log.
 
     async def _serve(self, exchange: HttpExchange) -> None:
         try:
@@ -145,8 +141,8 @@ class Application:
 
     async def _refuse(self, exchange: HttpExchange, error: HttpError) -> None:
         exchange.status, exchange.outcome = error.status, error.code or "error"
-        if exchange.writer is not None and exchange.writer.is_started:
-            await exchange.writer.fail(error)
+        if exchange.is_streaming:
+            await exchange.send({"type": "http.response.body", "body": failure(error)})
         else:
             await exchange.respond(error.status, error.body, *error.headers)
 
@@ -189,7 +185,7 @@ class Application:
         else:
             await handler(exchange)
 
-    # What is asked most.
+    # Completions.
 
     async def _completions(self, exchange: HttpExchange) -> None:
         await self._complete(exchange, self._parser.completion)
@@ -202,16 +198,22 @@ class Application:
     ) -> None:
         if self.draining:
             raise WireError(ErrorCode.DRAINING, "the router is shutting down; try another one")
-        wanted = await self._read(exchange, partial(read, context=self._context(exchange)))
-        exchange.writer = writer = self._writer(exchange)
-        completion = Completion(
-            self._dispatcher, wanted.output, writer, num_choices=wanted.body.num_choices
+        # Known even while no worker is here: a prompt that is too long for the model is answered
+        # with that, and not with a 503, after which it would be sent again.
+        max_model_len = self._fleet.last_max_model_len
+        if max_model_len is None:
+            raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
+        seed = secrets.randbits(63)
+        asked = await self._read(
+            exchange, partial(read, asker=exchange.asker, seed=seed, max_model_len=max_model_len)
         )
-        completion.submit(wanted.requests)
+        writer = self._writer(exchange)
+        completion = Completion(self._dispatcher, asked, writer)
+        completion.submit()
         watch = asyncio.create_task(wait_for_disconnect(exchange.receive, writer))
         self._writers.add(writer)
         try:
-            await self._deliver(exchange, wanted, completion, writer)
+            await self._deliver(exchange, completion, writer)
         except asyncio.CancelledError:
             if not writer.is_cut:
                 raise
@@ -221,48 +223,30 @@ class Application:
             self._writers.discard(writer)
             watch.cancel()
             completion.cancel()
-            exchange.note(completion)
+            exchange.is_streaming = writer.is_started
+            exchange.outcome, exchange.facts = completion.outcome, completion.facts
 
     async def _deliver(
-        self,
-        exchange: HttpExchange,
-        wanted: CompletionRequest,
-        completion: Completion,
-        writer: ResponseWriter,
+        self, exchange: HttpExchange, completion: Completion, writer: ResponseWriter
     ) -> None:
-        body, created = wanted.body, int(time.time())
-        completion_id = f"{'chatcmpl' if wanted.is_chat else 'cmpl'}-{exchange.request_id}"
-        if not body.stream:
-            pieces = await writer.collect(completion)
-            head = {"id": completion_id, "created": created, "model": self._model_name}
-            render = partial(whole_body, wanted, completion, pieces, head)
-            answer = await self._threads.run(size_of_scores(pieces), render)
-            await exchange.respond(200, answer)
+        asked = completion.asked
+        head = {
+            "id": f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{exchange.request_id}",
+            "created": int(time.time()),
+            "model": self._model_name,
+        }
+        if asked.is_streamed:
+            await writer.stream(completion, ChunkWriter(completion, head))
             return
-        chunks = ChunkWriter(
-            completion,
-            completion_id=completion_id,
-            created=created,
-            model=self._model_name,
-            is_chat=wanted.is_chat,
-            has_usage=body.wants_usage,
-            has_running_usage=body.wants_usage_always,
-        )
-        await writer.stream(completion, chunks)
-
-    def _context(self, exchange: HttpExchange) -> RequestContext:
-        # What it last was serves for saying no: a hopeless request is not to be sent again.
-        max_model_len = self._fleet.last_max_model_len
-        if max_model_len is None:
-            raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
-        return RequestContext(exchange.context, secrets.randbits(63), max_model_len)
+        pieces = await writer.collect(completion)
+        render = partial(whole_body, completion, pieces, head)
+        await exchange.respond(200, await self._threads.run(size_of_scores(pieces), render))
 
     def _writer(self, exchange: HttpExchange) -> ResponseWriter:
         task = asyncio.current_task()
         assert task is not None
         return ResponseWriter(
             exchange.send,
-            _Signal(),
             headers=exchange.headers,
             clock=time.monotonic,
             cut_off=task.cancel,
@@ -274,7 +258,7 @@ class Application:
         assert task is not None
         task.uncancel()
         self.metrics.on_slow_client()
-        if asgi.abort(exchange.send):
+        if abort(exchange.send):
             await watch  # The server has to see its connection gone before this returns.
 
     def _start_ticking(self) -> None:
@@ -303,27 +287,3 @@ class Application:
         """Return what `read` makes of the body: a long one in a thread."""
         async with self._bodies.of(exchange) as raw:
             return await self._threads.run(len(raw), partial(read, raw))
-
-
-class _Signal:
-    """An event for a single waiter that is cleared by waiting: half the price of asyncio's."""
-
-    __slots__ = ("_is_set", "_waiter")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        self._is_set = True
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def wait(self) -> None:
-        if self._is_set:
-            await asyncio.sleep(0)  # who always has more to write lets others have their turn
-        else:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._is_set = False

@@ -1,13 +1,15 @@
-"""HTTP without a server: errors in the shape OpenAI clients parse, headers, bodies with a cap.
+"""One HTTP request as ASGI hands it over, and the errors it may be answered with.
 
-Works on ASGI's plain dicts and callables.  Knows nothing of completions, and reads no clock: the
-gateway puts time limits around what is awaited here.
+`HttpExchange` goes with a request from its first header to its line in the log.  Errors have the
+shape that OpenAI clients parse.  Knows nothing of completions, and waits for nothing but ASGI's own
+callables; bodies are read in `router.http.limits`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -20,14 +22,9 @@ Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 Header = tuple[bytes, bytes]
-# Is told how much of a body has come; what it raises ends the reading.
-OnBytes = Callable[[int], None]
 
 JSON: Final = b"application/json"
-# Half a million tokens as text, or 300,000 as decimal ids.  Reading JSON and dropping what the
-# tokenizer made of a text hold the GIL: of 4 MB for longer than others should wait.
-MAX_BODY_BYTES: Final = 2 * 1024 * 1024
-# What the client is told to wait before it asks again: about one placement round.
+# Seconds that the client is told to wait before it asks again.
 RETRY_AFTER_S: Final = 1
 # Request ids come from outside and go into our logs.
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9_.:=+/-]{1,128}")
@@ -47,8 +44,12 @@ HTTP_STATUS: Final[dict[ErrorCode, int]] = {
 }
 
 
+class Disconnected(Exception):
+    """The client went away, or was cut off because it did not read; nobody is left to answer."""
+
+
 class HttpError(Exception):
-    """An answer that is not the one hoped for.  `code` is a word a program can test for."""
+    """The request is answered with an error.  `code` is a word that a program can test for."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ def _type(status: int) -> str:
 def http_error(error: WireError) -> HttpError:
     """Return what a client is told of an error of the system.
 
-    Errors without a status of their own are ours to look into: their words stay in the log.
+    An error that is not in HTTP_STATUS is a fault of ours: the client is told its code alone.
     """
     status = HTTP_STATUS.get(error.code, 500)
     headers: tuple[Header, ...] = ()
@@ -107,7 +108,7 @@ def http_error(error: WireError) -> HttpError:
 
 
 def retry_after() -> Header:
-    """Return the header of answers that a later attempt may better."""
+    """Return the header of an error that may be over when the client asks again."""
     return b"retry-after", b"%d" % RETRY_AFTER_S
 
 
@@ -128,25 +129,6 @@ def has_body(scope: Scope) -> bool:
     return length != b"0" or find_header(scope, b"transfer-encoding") is not None
 
 
-def check_content_type(scope: Scope) -> None:
-    """Refuse bodies that do not say that they are plain JSON.
-
-    Raises:
-        HttpError: 415.
-    """
-    kind = find_header(scope, b"content-type") or b""
-    if kind.split(b";")[0].strip().lower() != JSON:
-        # A web page may send any other type to any host without asking first.
-        raise HttpError(
-            415,
-            "send the header Content-Type: application/json (curl: -H 'content-type: "
-            "application/json')",
-            code="unsupported_media_type",
-        )
-    if (find_header(scope, b"content-encoding") or b"identity").lower() != b"identity":
-        raise HttpError(415, "send the body uncompressed", code="unsupported_media_type")
-
-
 def check_api_key(scope: Scope, api_keys: ApiKeys) -> str:
     """Return the name of the request's key, or refuse it; its body is not read.
 
@@ -163,48 +145,6 @@ def check_api_key(scope: Scope, api_keys: ApiKeys) -> str:
             headers=((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
         )
     return name_of(known)
-
-
-async def read_body(
-    scope: Scope,
-    receive: Receive,
-    limit: int = MAX_BODY_BYTES,
-    on_bytes: OnBytes = lambda size: None,
-) -> bytes | None:
-    """Return the whole body; None when the client went away before its end.
-
-    `on_bytes` is told how much has come, each time that some has.
-
-    Raises:
-        HttpError: 413, before more than `limit` bytes are kept.
-    """
-    announced = find_header(scope, b"content-length") or b"0"
-    if announced.isdigit() and int(announced) > limit:
-        raise _too_large(limit)
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        event = await receive()
-        if event["type"] == "http.disconnect":
-            return None
-        chunk = event.get("body", b"")
-        size += len(chunk)
-        if size > limit:
-            raise _too_large(limit)
-        on_bytes(size)
-        chunks.append(chunk)
-        if not event.get("more_body", False):
-            return b"".join(chunks)
-
-
-def _too_large(limit: int) -> HttpError:
-    # The rest of the body is not read, so the connection cannot be used again.
-    return HttpError(
-        413,
-        f"the body is over the limit of {limit} bytes",
-        code="body_too_large",
-        headers=((b"connection", b"close"),),
-    )
 
 
 async def respond(
@@ -225,6 +165,64 @@ async def respond(
     await send({"type": "http.response.body", "body": body})
 
 
+@dataclass(eq=False, slots=True)
+class HttpExchange:
+    """A request and what became of it; `started_at` is on the monotonic clock.
+
+    `key_name` names its API key, where there are keys; `status`, `outcome` and `facts` are for its
+    line in the log.
+    """
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    request_id: str
+    started_at: float
+    endpoint: str = "unknown"
+    status: int = 200
+    outcome: str = "ok"
+    key_name: str = ""
+    # The whole body was received.
+    is_body_read: bool = False
+    # The first events of a stream were sent: an error can only be one more event.
+    is_streaming: bool = False
+    # Headers that let a web page on the list of allowed ones read the answer.
+    cors: tuple[Header, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def headers(self) -> tuple[Header, ...]:
+        """Headers of every response."""
+        return ((b"x-request-id", self.request_id.encode()), *self.cors)
+
+    @property
+    def client(self) -> str:
+        """The address of the other end, empty when the server does not say."""
+        address = self.scope.get("client")
+        return address[0] if address else ""
+
+    @property
+    def asker(self) -> str:
+        """Who takes turns with the others that wait: an API key, or without keys an address."""
+        return self.key_name or self.client
+
+    async def respond(
+        self, status: int, body: bytes, *headers: Header, content_type: bytes = JSON
+    ) -> None:
+        """Send a whole response."""
+        self.status = status
+        named = {name: (name, value) for name, value in (*self.headers, *headers)}
+        if not self.is_body_read and has_body(self.scope):
+            # The server hangs up on a body that nobody reads: the client must not ask here again.
+            named |= {b"connection": (b"connection", b"close")}
+        all_headers = tuple(named.values())
+        await respond(self.send, status, body, content_type=content_type, headers=all_headers)
+
+    async def reply(self, body: object, status: int = 200, *headers: Header) -> None:
+        """Send a whole response of JSON."""
+        await self.respond(status, msgspec.json.encode(body), *headers)
+
+
 async def lifespan(receive: Receive, send: Send) -> None:
     """Answer the server's start and stop; there is nothing to prepare."""
     while True:
@@ -232,17 +230,3 @@ async def lifespan(receive: Receive, send: Send) -> None:
         await send({"type": f"{kind}.complete"})
         if kind == "lifespan.shutdown":
             return
-
-
-def abort(send: Send) -> bool:
-    """Drop the connection, unsent bytes included; False when this server gives no way to.
-
-    ASGI has no word for it: a response cut short is closed only after its buffer was sent, and a
-    client that does not read would keep it forever.  uvicorn's `send` is a method of the cycle that
-    holds the transport.
-    """
-    transport = getattr(getattr(send, "__self__", None), "transport", None)
-    if transport is None:
-        return False
-    transport.abort()
-    return True

@@ -1,4 +1,4 @@
-"""The request bodies of the OpenAI API: what is accepted, in which range, and what it asks of us.
+"""The request bodies of the OpenAI API: fields, ranges, and the options they become.
 
 Unknown fields are ignored, as clients expect.  A known field that would change the answer and is
 not supported is refused in words: an answer that silently is not what was asked for is worse than
@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Meta, Struct, structs
 
 from router.http.asgi import HttpError
-from router.http.messages import flat_messages, invalid
 from wire.options import (
     MAX_LOGIT_BIASES,
     MAX_STOP_TOKEN_IDS,
@@ -29,6 +28,8 @@ from wire.options import (
 MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 16
 DEFAULT_COMPLETION_TOKENS: Final = 16
+# Of chat messages; `function` is the older name of `tool`.
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -180,8 +181,8 @@ class CompletionBody(Sampled, kw_only=True):
     def options(self, *, choice: int, seed: int, max_tokens: int) -> Options:
         options = super().options(choice=choice, seed=seed, max_tokens=max_tokens)
         if max_tokens == 1 and options.prompt_logprobs is not None:
-            # Evaluators count on an entry for the one token that is generated, even if it is EOS,
-            # and workers do not say which token ended a request.  It is the last one anyway.
+            # Programs that score texts expect an entry for the one generated token, even if it is
+            # EOS, which workers do not send.  So EOS must not end it; the limit of one does.
             return structs.replace(options, ignore_eos=True, stop_token_ids=())
         return options
 
@@ -251,6 +252,33 @@ class ChatBody(Sampled, kw_only=True):
         self.messages = flat_messages(self.messages)
 
 
+class TokenizeBody(Struct, kw_only=True):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid("prompt", "or messages must be given, and not both")
+        if self.messages is not None:
+            self.messages = flat_messages(self.messages)
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+    def check(self) -> None:
+        """The types say everything."""
+
+
 _NEUTRAL: Final[dict[str, object]] = {
     "tools": [],
     "functions": [],
@@ -262,6 +290,8 @@ _NEUTRAL: Final[dict[str, object]] = {
 
 class Body(Protocol):
     """What `parse` reads."""
+
+    model: str | None
 
     def check(self) -> None:
         """Refuse, with an HttpError, what no single field's range can say."""
@@ -290,3 +320,36 @@ def parse(kind: type[_Body], raw: bytes) -> _Body:
         raise HttpError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     body.check()
     return body
+
+
+def invalid(param: str | None, problem: str) -> HttpError:
+    """Return the 400 that names a field and what is wrong with it."""
+    message = f"{param}: {problem}" if param else problem
+    return HttpError(400, message, code="invalid_value", param=param)
+
+
+def flat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose contents are strings, as chat templates want them.
+
+    A content may be a list of parts: those of text are joined, any other is refused.
+
+    Raises:
+        HttpError: 400; names the message.
+    """
+    return [_flat_message(f"messages[{index}]", each) for index, each in enumerate(messages)]
+
+
+def _flat_message(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    if message.get("role") not in ROLES:
+        raise invalid(f"{where}.role", f"expected one of {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message["role"] == "assistant"):
+        return message
+    if not isinstance(content, list):
+        raise invalid(f"{where}.content", "expected a string or a list of text parts")
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise invalid(f"{where}.content[{index}]", "expected a part of type text")
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}

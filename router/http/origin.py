@@ -1,4 +1,4 @@
-"""Web pages: which of them may send requests here, and by which names they may reach us.
+"""Which web pages may send requests, and by which host names they may reach the router.
 
 A browser sends what any page asks it to, from inside the network, to whoever a name leads to.  So
 
@@ -82,7 +82,7 @@ class Origins:
         return ()
 
     def _is_ours(self, name: str) -> bool:
-        """Whether a page of somebody else's cannot have this host name."""
+        """Whether no web page of somebody else can have this host name."""
         return name == "localhost" or name in self._hosts or _is_address(name)
 
 

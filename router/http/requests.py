@@ -7,82 +7,37 @@ thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from router.core.request import Request
 from router.http.asgi import HttpError
 from router.http.bodies import (
+    Body,
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     Prompt,
     Sampled,
+    TokenizeBody,
+    invalid,
     parse,
 )
-from router.http.choice import OutputOptions
-from router.http.messages import flat_messages, invalid
-from router.http.values import MAX_NUMBERS, check_values
+from router.http.completion import CompletionRequest
+from router.http.limits import MAX_NUMBERS, check_values
 from router.model import vocab_size
 from router.text.chat_template import ChatTemplate
 from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer, TooManyTokens
 from wire.errors import ErrorCode, WireError, shown
-from wire.options import TokenId
 
-# Variables of a chat template that are the server's to set.
+# Variables of a chat template that only the router sets.
 _RESERVED: Final = frozenset({"messages", "add_generation_prompt"})
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True):
-    """POST /tokenize: a prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def check(self) -> None:
-        if (self.prompt is None) == (self.messages is None):
-            raise invalid("prompt", "or messages must be given, and not both")
-        if self.messages is not None:
-            self.messages = flat_messages(self.messages)
-
-
-class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """POST /detokenize."""
-
-    tokens: list[TokenId]
-    model: str | None = None
-
-    def check(self) -> None:
-        """Nothing beyond the types."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """Who asks, the seed for those who name none, and the longest sequence the workers take."""
-
-    client: str
-    seed: int
-    max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """One HTTP request, understood: a core request and the text to echo for every choice."""
-
-    body: Sampled
-    output: OutputOptions
-    requests: Sequence[tuple[Request, str]]
-
-    @property
-    def is_chat(self) -> bool:
-        return isinstance(self.body, ChatBody)
+_Body = TypeVar("_Body", bound=Body)
 
 
 class RequestParser:
@@ -98,35 +53,34 @@ class RequestParser:
     def has_text(self) -> bool:
         return self._tokenizer.has_text
 
-    def completion(self, raw: bytes, context: RequestContext) -> CompletionRequest:
+    def completion(
+        self, raw: bytes, *, asker: str, seed: int, max_model_len: int
+    ) -> CompletionRequest:
         """Read the body of /v1/completions.
 
-        Raises:
-            HttpError, WireError: It asks for what it cannot have.
-        """
-        check_values(raw)
-        body = parse(CompletionBody, raw)
-        self.check_model(body.model)
-        prompts = []
-        for prompt in body.prompts:
-            special = body.add_special_tokens is not False
-            token_ids = self._token_ids(prompt, context.max_model_len, add_special_tokens=special)
-            prompts.append((token_ids, self._echo(body, prompt)))
-        return self._wanted(body, prompts, context)
-
-    def chat(self, raw: bytes, context: RequestContext) -> CompletionRequest:
-        """Read the body of /v1/chat/completions.
+        `seed` is for who names none, `max_model_len` the longest sequence that the workers take.
 
         Raises:
             HttpError, WireError: It asks for what it cannot have.
         """
-        check_values(raw)
-        body = parse(ChatBody, raw)
-        self.check_model(body.model)
+        body = self._read(CompletionBody, raw)
+        special = body.add_special_tokens is not False
+        prompts = [
+            (
+                self._token_ids(each, max_model_len, add_special_tokens=special),
+                self._echo(body, each),
+            )
+            for each in body.prompts
+        ]
+        return self._asked(body, prompts, asker, seed, max_model_len)
+
+    def chat(self, raw: bytes, *, asker: str, seed: int, max_model_len: int) -> CompletionRequest:
+        """Read the body of /v1/chat/completions; the same as `completion` otherwise."""
+        body = self._read(ChatBody, raw)
         text = self._render(body, body.messages)
         special = bool(body.add_special_tokens)  # The template writes them itself.
-        token_ids = self._token_ids(text, context.max_model_len, add_special_tokens=special)
-        return self._wanted(body, [(token_ids, "")], context)
+        token_ids = self._token_ids(text, max_model_len, add_special_tokens=special)
+        return self._asked(body, [(token_ids, "")], asker, seed, max_model_len)
 
     def tokenize(self, raw: bytes, max_model_len: int | None) -> bytes:
         """Answer /tokenize, in JSON.
@@ -134,9 +88,7 @@ class RequestParser:
         Raises:
             HttpError, WireError: There is no tokenizer, or no template, or a bad body.
         """
-        check_values(raw)
-        body = parse(TokenizeBody, raw)
-        self.check_model(body.model)
+        body = self._read(TokenizeBody, raw)
         if body.messages is not None:
             text, special = self._render(body, body.messages), bool(body.add_special_tokens)
         else:
@@ -156,9 +108,7 @@ class RequestParser:
         Raises:
             HttpError: A bad body.
         """
-        check_values(raw)
-        body = parse(DetokenizeBody, raw)
-        self.check_model(body.model)
+        body = self._read(DetokenizeBody, raw)
         text = self._tokenizer.decode(body.tokens, skip_special_tokens=False)
         return msgspec.json.encode({"prompt": text})
 
@@ -176,36 +126,50 @@ class RequestParser:
                 param="model",
             )
 
-    def _wanted(
-        self, body: Sampled, prompts: Sequence[tuple[Sequence[int], str]], context: RequestContext
+    def _read(self, kind: type[_Body], raw: bytes) -> _Body:
+        check_values(raw)
+        body = parse(kind, raw)
+        self.check_model(body.model)
+        return body
+
+    def _asked(
+        self,
+        body: Sampled,
+        prompts: Sequence[tuple[Sequence[int], str]],
+        asker: str,
+        seed: int,
+        max_model_len: int,
     ) -> CompletionRequest:
         if body.stops and not self._tokenizer.has_text:
             raise invalid("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
         self._check_biases(body)
         requests = []
         for token_ids, echo in prompts:
-            # Where none is wanted, one is drawn all the same, and not shown.
-            limit = context.max_model_len - len(token_ids)
+            # Workers always generate a token; where none is asked for, it is not shown.
+            limit = max_model_len - len(token_ids)
             max_tokens = max(limit if body.token_limit is None else body.token_limit, 1)
             for choice in range(body.num_choices):
-                options = body.options(choice=choice, seed=context.seed, max_tokens=max_tokens)
-                request = Request(tuple(token_ids), options, max_tokens - 1, context.client)
-                requests.append((request, echo))
-        output = OutputOptions(
+                options = body.options(choice=choice, seed=seed, max_tokens=max_tokens)
+                requests.append((Request(tuple(token_ids), options, max_tokens - 1, asker), echo))
+        return CompletionRequest(
+            requests=requests,
+            num_choices=body.num_choices,
             tokenizer=self._tokenizer,
             stops=StopAutomaton(body.stops) if body.stops else None,
             min_tokens=body.min_tokens or 0,
-            has_logprobs=body.num_logprobs is not None,
+            is_chat=isinstance(body, ChatBody),
+            is_streamed=bool(body.stream),
             is_echo_only=body.token_limit == 0,
+            has_logprobs=body.num_logprobs is not None,
             has_ids=bool(body.return_token_ids),
-            is_eager=bool(body.stream or body.stops),
+            has_usage=body.wants_usage,
+            has_running_usage=body.wants_usage and body.wants_usage_always,
         )
-        return CompletionRequest(body, output, requests)
 
     def _token_ids(
         self, prompt: Prompt, max_model_len: int, *, add_special_tokens: bool
     ) -> Sequence[int]:
-        """The ids of a prompt that leaves the context room for a token at least."""
+        """The ids of a prompt; one that leaves no room for a token after it is refused."""
         try:
             if isinstance(prompt, str):
                 return self._tokenizer.encode(

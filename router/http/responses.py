@@ -1,21 +1,23 @@
-"""The response bodies of the OpenAI API: usage, logprobs, completions and chat completions."""
+"""The response bodies of the OpenAI API: usage, logprobs, completions, chat completions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
-from router.http.choice import Choice, Piece, ScoredToken
+from router.http.completion import Choice, Completion, Piece, ScoredToken
 from router.text.tokenizer import Tokenizer
 
 # JSON has no infinity.
 LEAST_LOGPROB: Final = -9999.0
 # Tokens whose scores are encoded at a time: a millisecond or two.
 _SLICE: Final = 64
+# Of one token and its log-probability in an answer.
+BYTES_PER_SCORE: Final = 32
 
 
 class PromptDetails(Struct):
@@ -36,7 +38,7 @@ class KvTransfer(Struct):
 
 
 class UsageBody(Struct):
-    """`usage`; `kv_transfer` is ours, null while nothing was handed over or it is not known yet."""
+    """`usage`; `kv_transfer` is our addition, null where no KV was sent, and until it is known."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -140,9 +142,9 @@ def _encoded(
     There may be millions of numbers: given all of them at once, the encoder would hold the GIL for
     longer than others should wait.
     """
-    if not choice.output.has_logprobs:
+    if not choice.asked.has_logprobs:
         return None
-    tokenizer = choice.output.tokenizer
+    tokenizer = choice.asked.tokenizer
     body = render(tokenizer, ())
     for start in range(0, len(scores), _SLICE):
         for name, values in render(tokenizer, scores[start : start + _SLICE]).items():
@@ -177,7 +179,7 @@ def text_choice(choice: Choice, piece: Piece) -> dict[str, Any]:
         "logprobs": _encoded(completion_logprobs, choice, piece.scores),
         "finish_reason": piece.finish_reason,
     }
-    return body | _ids(choice, piece) if choice.output.has_ids else body
+    return body | _ids(choice, piece) if choice.asked.has_ids else body
 
 
 def chat_choice(choice: Choice, piece: Piece) -> dict[str, Any]:
@@ -188,8 +190,29 @@ def chat_choice(choice: Choice, piece: Piece) -> dict[str, Any]:
         "logprobs": _encoded(chat_logprobs, choice, piece.scores),
         "finish_reason": piece.finish_reason,
     }
-    return body | _ids(choice, piece) if choice.output.has_ids else body
+    return body | _ids(choice, piece) if choice.asked.has_ids else body
 
 
 def _ids(choice: Choice, piece: Piece) -> dict[str, Any]:
     return {"token_ids": list(piece.token_ids), "prompt_token_ids": list(choice.prompt)}
+
+
+def whole_body(
+    completion: Completion, pieces: Sequence[Piece], head: Mapping[str, object]
+) -> bytes:
+    """Return the body of a response that is not streamed; `head` holds id, created and model."""
+    asked, choices = completion.asked, completion.choices
+    entry = chat_choice if asked.is_chat else text_choice
+    body = {
+        **head,
+        "object": "chat.completion" if asked.is_chat else "text_completion",
+        "choices": [entry(choice, piece) for choice, piece in zip(choices, pieces, strict=True)],
+        "usage": usage_body(choices, asked.num_choices),
+    }
+    return msgspec.json.encode(body)
+
+
+def size_of_scores(pieces: Iterable[Piece]) -> int:
+    """About how many bytes the log-probabilities of an answer will have."""
+    scored = [score.logprobs for piece in pieces for score in piece.scores if score.logprobs]
+    return BYTES_PER_SCORE * sum([1 + len(each.top) for each in scored])

@@ -1,14 +1,16 @@
-"""The HTTP server: uvicorn on our loop, with the limits that it has not.
+"""The HTTP server: uvicorn on our loop, with the limits that it does not have.
 
-uvicorn knows no time limit before a request is complete, no limit of its headers, no cap that
-answers as an API should.  `GuardedProtocol` adds them around its protocol:
+uvicorn has no time limit before a request is complete, no limit of its headers, and no limit of
+connections that answers as an API should.  `GuardedProtocol` adds them around its protocol:
 
-    headers     complete `grace_s` after the connection began, the first byte after an answer came,
-                or that answer ended; within MAX_HEADER_BYTES
-    framing     what two servers might read differently is answered 400 bodies      the HTTP
-    application's business, which reads them; what comes after the answer is not read answers     a
-    client that does not take the end of one is cut off connections `max_connections`; one more gets
-    503 and Retry-After; as many TLS handshakes
+    headers      within MAX_HEADER_BYTES, and complete within `grace_s`: from when the connection
+                 began, from their first byte after an answer, or from the end of that answer
+    framing      what two servers might read differently is answered 400
+    bodies       are read by the application; what comes after its answer is thrown away
+    answers      a client that does not take the end of one is cut off
+    connections  `max_connections`; one more gets 503 and Retry-After; as many TLS handshakes
+
+All that we know of uvicorn beyond its documentation is in this file.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.http.asgi import Header, HttpError, retry_after
+from router.http.asgi import Header, HttpError, Send, retry_after
 from wire.aio.listener import bind, listen
 from wire.errors import ErrorCode
 from wire.parts import Buffer
 
 MAX_HEADER_BYTES: Final = 64 << 10
-# What was written when a face closes gets this long to leave.
+# When the router stops, what was written has this long to be sent.
 FLUSH_S: Final = 2.0
 # A client that takes nothing of the end of its answer for this long is cut off.
 STALL_S: Final = 10.0
@@ -58,8 +60,8 @@ class Limits:
 class GuardedProtocol(HttpToolsProtocol):
     """One connection.
 
-    `_num_owed` requests were read and not answered to their end.  What is wrong with the bytes that
-    follow them is said after their answers, which nothing cuts.
+    `_num_owed` requests are not answered to their end yet.  When the bytes after them are wrong,
+    the client is told so after those answers, none of which is cut short.
     """
 
     limits = Limits()
@@ -67,13 +69,13 @@ class GuardedProtocol(HttpToolsProtocol):
     _is_resuming = False
     _timer: asyncio.TimerHandle | None = None
     _num_owed = 0
-    # Between two requests, or in the headers of one, whose first byte has come then.
+    # The next bytes are headers; the first of them has come.
     _is_in_headers = True
     _has_begun = False
     _is_in_body = False
     _header_bytes = 0
     _complaint = "this is not HTTP/1.1"
-    # What will be said once nothing is owed; from then on nothing more is read.
+    # The error to answer with once nothing is owed.  When it is set, nothing more is read.
     _refusal: HttpError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -90,7 +92,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def may_have_unread(self) -> bool:
-        """Whether the client may be sending what nobody will look at."""
+        """Whether the client may be sending bytes that nobody will read."""
         return self._is_in_body or self._refusal is not None
 
     def data_received(self, data: bytes) -> None:
@@ -195,7 +197,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._answer(self._refusal)
 
     def _give_up_body(self) -> None:
-        """The end of this request's body will not come: it gets the refusal for an answer."""
+        """Drop the request whose body is broken off; one that has an answer already keeps it."""
         if self.pipeline:
             self.pipeline.popleft()
         elif self.cycle.response_started:
@@ -230,7 +232,7 @@ class _Parser(httptools.HttpRequestParser):
     def __init__(self, protocol: GuardedProtocol) -> None:
         super().__init__(protocol)
         self._protocol = protocol
-        # uvicorn's: what comes after "Connection: close" is not an error.
+        # As in uvicorn: bytes after a request with "Connection: close" are no error.
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def feed_data(self, data: Buffer) -> None:  # type: ignore[override]
@@ -359,6 +361,20 @@ class HttpServer(uvicorn.Server):
     async def run_on_loop(self) -> None:
         """Serve until `should_exit`."""
         await self.serve(sockets=[self._socket])
+
+
+def abort(send: Send) -> bool:
+    """Drop the connection, unsent bytes included; False when this server gives no way to.
+
+    ASGI has no word for it: a response cut short is closed only after its buffer was sent, and a
+    client that does not read would keep it forever.  uvicorn's `send` is a method of the cycle that
+    holds the transport.
+    """
+    transport = getattr(getattr(send, "__self__", None), "transport", None)
+    if transport is None:
+        return False
+    transport.abort()
+    return True
 
 
 def _response(error: HttpError) -> bytes:

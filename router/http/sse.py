@@ -7,15 +7,14 @@ for an empty event).  Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from router.http.asgi import Header, HttpError
-from router.http.choice import Choice, Piece
-from router.http.completion import Completion
-from router.http.responses import UsageBody, chat_logprobs, completion_logprobs
+from router.http.completion import Choice, Completion, Piece
+from router.http.responses import UsageBody, chat_logprobs, completion_logprobs, usage_body
 
 DONE: Final = b"data: [DONE]\n\n"
 PING: Final = b": ping\n\n"
@@ -34,34 +33,19 @@ def event(body: bytes) -> bytes:
 
 
 def failure(error: HttpError) -> bytes:
-    """The end of a stream that broke: clients raise on the first and stop at the second."""
+    """The end of a stream that broke: the error, at which clients raise, and the usual end."""
     return event(error.body) + DONE
 
 
 class ChunkWriter:
-    """Renders the pieces of one exchange; `is_chat` chooses between the two APIs."""
+    """Renders the pieces of one completion; `head` holds id, created and model of every chunk."""
 
-    def __init__(
-        self,
-        completion: Completion,
-        *,
-        completion_id: str,
-        created: int,
-        model: str,
-        is_chat: bool,
-        has_usage: bool = False,
-        has_running_usage: bool = False,
-    ) -> None:
+    def __init__(self, completion: Completion, head: Mapping[str, object]) -> None:
         self._completion = completion
-        self._is_chat = is_chat
-        self._has_usage = has_usage
-        self._has_running_usage = has_usage and has_running_usage
-        self._head = {
-            "id": completion_id,
-            "object": "chat.completion.chunk" if is_chat else "text_completion",
-            "created": created,
-            "model": model,
-        }
+        self._asked = asked = completion.asked
+        kind = "chat.completion.chunk" if asked.is_chat else "text_completion"
+        self._head = {"id": head["id"], "object": kind, **head}  # in the order of the API
+        self._is_rich = asked.has_logprobs or asked.has_ids or asked.has_running_usage
         self._around: dict[Choice, tuple[bytes, bytes]] = {}
 
     def take(self) -> bytes:
@@ -72,9 +56,8 @@ class ChunkWriter:
             if around is None and pieces:
                 parts.append(self._chunk(choice, pieces.pop(0), is_first=True))
                 around = self._around[choice] = self._render_around(choice)
-            is_rich = self._is_rich(choice)
             for piece in pieces:
-                if around is None or is_rich or piece.finish_reason is not None:
+                if around is None or self._is_rich or piece.finish_reason is not None:
                     parts.append(self._chunk(choice, piece))
                 else:
                     parts += (around[0], _encode(piece.text), around[1])
@@ -82,44 +65,43 @@ class ChunkWriter:
 
     def end(self) -> bytes:
         """Return what follows the last chunk."""
-        if not self._has_usage:
+        if not self._asked.has_usage:
             return DONE
-        return self._document([], self._completion.usage) + DONE
-
-    def _is_rich(self, choice: Choice) -> bool:
-        output = choice.output
-        return output.has_logprobs or output.has_ids or self._has_running_usage
+        return self._document([], self._usage()) + DONE
 
     def _chunk(self, choice: Choice, piece: Piece, *, is_first: bool = False) -> bytes:
         entry = self._entry(choice, piece, is_first=is_first)
-        usage = self._completion.usage if self._has_running_usage else None
+        usage = self._usage() if self._asked.has_running_usage else None
         return self._document([entry], usage)
+
+    def _usage(self) -> UsageBody:
+        return usage_body(self._completion.choices, self._asked.num_choices)
 
     def _document(self, choices: Sequence[dict[str, Any]], usage: UsageBody | None) -> bytes:
         document: dict[str, Any] = {**self._head, "choices": choices}
-        if self._has_usage:
+        if self._asked.has_usage:
             document["usage"] = usage
         return event(_encode(document))
 
     def _entry(self, choice: Choice, piece: Piece, *, is_first: bool) -> dict[str, Any]:
-        tokenizer, has_logprobs = choice.output.tokenizer, choice.output.has_logprobs
+        asked = self._asked
         entry: dict[str, Any] = {"index": choice.index}
-        if self._is_chat:
+        if asked.is_chat:
             entry["delta"] = _delta(piece, is_first=is_first)
-            entry["logprobs"] = chat_logprobs(tokenizer, piece.scores) if has_logprobs else None
+            render = chat_logprobs
         else:
             entry["text"] = choice.prefix + piece.text if is_first else piece.text
-            scores = completion_logprobs(tokenizer, piece.scores) if has_logprobs else None
-            entry["logprobs"] = scores
+            render = completion_logprobs
+        entry["logprobs"] = render(asked.tokenizer, piece.scores) if asked.has_logprobs else None
         entry["finish_reason"] = piece.finish_reason
-        if choice.output.has_ids:
+        if asked.has_ids:
             entry["token_ids"] = list(piece.token_ids)
             if is_first:
                 entry["prompt_token_ids"] = list(choice.prompt)
         return entry
 
     def _render_around(self, choice: Choice) -> tuple[bytes, bytes]:
-        # Cut at a text that JSON does not change and that stands in no other field.
+        # A chunk is rendered whose text is one NUL, which no other field has, and cut there.
         mark = b'"\\u0000"'
         before, after = self._chunk(choice, Piece("\0")).rsplit(mark, 1)
         return before, after

@@ -10,8 +10,7 @@ from typing import Any
 from router import metrics
 from router.core.cluster import Counts, cluster, unready
 from router.core.fleet import Fleet
-from router.http.asgi import retry_after
-from router.http.exchange import HttpExchange
+from router.http.asgi import HttpExchange, retry_after
 from router.http.requests import RequestParser
 from wire.process.exposition import CONTENT_TYPE
 

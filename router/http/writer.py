@@ -1,57 +1,38 @@
-"""Writes one exchange to one HTTP client, as a stream or whole.
+"""Writes the answer to one HTTP client, as a stream or whole, and cuts one that does not read.
 
 The response begins with the first thing to say, so whatever goes wrong before the first token still
 has an HTTP status of its own.  A client that leaves is noticed while nothing is written; one that
 stays but does not read is cut off, by `tick` or by the tokens that pile up.
-
-Waits only on what it is given (a signal, ASGI's callables): the loop is the HTTP application's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Final, Protocol
+import asyncio
+from collections.abc import Callable
+from typing import Final
 
-import msgspec
-
-from router.http.asgi import Header, HttpError, Receive, Send, http_error
-from router.http.choice import Choice, Piece
-from router.http.completion import Completion
-from router.http.requests import CompletionRequest
-from router.http.responses import chat_choice, text_choice, whole
+from router.http.asgi import Disconnected, Header, Receive, Send, http_error
+from router.http.completion import Choice, Completion, Piece
+from router.http.responses import whole
 from router.http.sse import HEADERS, PING, ChunkWriter, failure
 
 # Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
 PING_S: Final = 10.0
 # A write that takes longer than this has a client that does not read.
 STALL_S: Final = 10.0
-# Of one token and its log-probability in an answer.
-BYTES_PER_SCORE: Final = 32
-
-
-class Signal(Protocol):
-    """Something to wait for, once for however often it was set."""
-
-    def set(self) -> None: ...
-
-    def wait(self) -> Awaitable[None]: ...
-
-
-class Disconnected(Exception):
-    """The client went away, or was sent away (`ResponseWriter.is_cut`)."""
 
 
 class ResponseWriter:
-    """The writing half of one HTTP request.
+    """Sends the answer to one HTTP request.
 
     `cut_off` is called once when the client does not read; it must interrupt the write under way.
-    `on_tokens` hears how long the tokens of a single stream took.
+    `on_tokens` is told the time since the tokens before and the number of the new ones, where the
+    request has one choice.
     """
 
     def __init__(
         self,
         send: Send,
-        signal: Signal,
         *,
         headers: tuple[Header, ...],
         clock: Callable[[], float],
@@ -60,7 +41,7 @@ class ResponseWriter:
     ) -> None:
         self._send = send
         self._headers = [*HEADERS, *headers]
-        self._signal = signal
+        self._signal = _Signal()
         self._clock = clock
         self._cut_off = cut_off
         self._on_tokens = on_tokens
@@ -102,7 +83,7 @@ class ResponseWriter:
     # The writer.
 
     async def stream(self, completion: Completion, chunks: ChunkWriter) -> None:
-        """Write events until the exchange is over.
+        """Write events until the completion is over.
 
         Raises:
             Disconnected: The client is gone.
@@ -140,10 +121,6 @@ class ResponseWriter:
             raise http_error(completion.error)
         return [whole(each) for each in pieces.values()]
 
-    async def fail(self, error: HttpError) -> None:
-        """End a stream that has begun; the client learns why."""
-        await self._write(failure(error), is_last=True)
-
     async def _wait(self) -> None:
         await self._signal.wait()
         if self.is_gone:
@@ -177,30 +154,32 @@ class ResponseWriter:
             self.disconnect()
 
 
-def whole_body(
-    wanted: CompletionRequest, completion: Completion, pieces: list[Piece], head: dict[str, object]
-) -> bytes:
-    """Return the body of a response that is not streamed; `head` holds id, created and model."""
-    entry = chat_choice if wanted.is_chat else text_choice
-    body = {
-        **head,
-        "object": "chat.completion" if wanted.is_chat else "text_completion",
-        "choices": [
-            entry(choice, piece) for choice, piece in zip(completion.choices, pieces, strict=True)
-        ],
-        "usage": completion.usage,
-    }
-    return msgspec.json.encode(body)
-
-
-def size_of_scores(pieces: Iterable[Piece]) -> int:
-    """About how many bytes the log-probabilities of an answer will have."""
-    scored = [score.logprobs for piece in pieces for score in piece.scores if score.logprobs]
-    return BYTES_PER_SCORE * sum([1 + len(each.top) for each in scored])
-
-
 async def wait_for_disconnect(receive: Receive, writer: ResponseWriter) -> None:
-    """Tell the delivery when the client leaves; the request must have been read whole."""
+    """Tell `writer` when the client leaves; the body must have been read whole."""
     while (await receive())["type"] != "http.disconnect":
         pass
     writer.disconnect()
+
+
+class _Signal:
+    """Like `asyncio.Event`, for one waiter, and cleared by waiting; it takes half the time."""
+
+    __slots__ = ("_is_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        if self._is_set:
+            await asyncio.sleep(0)  # where there is always more to write, others need a turn too
+        else:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._is_set = False

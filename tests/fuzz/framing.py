@@ -16,7 +16,8 @@ from typing import Any, Final, cast
 
 import uvicorn
 
-from router.http.asgi import HttpError, Receive, Scope, Send, read_body, respond
+from router.http.asgi import HttpError, Receive, Scope, Send, respond
+from router.http.limits import read_body
 from router.http.server import GuardedProtocol, Limits
 
 CHUNKED: Final = b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"

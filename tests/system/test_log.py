@@ -93,7 +93,7 @@ if "router" in sys.orig_argv:
         raise ValueError(secret)
     async def fail_later(secret):
         fail(secret)
-    def completion(self, raw, context):
+    def completion(self, raw, **about):
         secret = raw.decode()
         if "SECRET" in secret:
             loop = asyncio.get_running_loop()
@@ -101,7 +101,7 @@ if "router" in sys.orig_argv:
             loop.create_task(fail_later(secret))
             threading.Thread(target=fail, args=(secret,)).start()
             {{}}[secret]
-        return read(self, raw, context)
+        return read(self, raw, **about)
     RequestParser.completion = completion
 """
 

@@ -13,9 +13,13 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, Protocol
 
 import structlog
+
+from wire.process.keys import read_secret
+from wire.process.settings import ConfigError
 
 BACKLOG: Final = 1024
 # After an accept that failed: the process has no descriptor left, which takes a while to change.
@@ -34,6 +38,24 @@ class Listener(Protocol):
 
     async def wait_closed(self) -> None:
         """Wait until that is so."""
+
+
+def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """Return TLS 1.2 or newer with this certificate chain and its key (PEM); None without them.
+
+    Raises:
+        ConfigError: A file is missing, unreadable, readable by everybody, or does not fit.
+    """
+    if cert is None or key is None:
+        return None
+    read_secret(key)  # only for its errors, which say in words what is wrong with the file
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(cert, key)
+    except OSError as error:  # ssl.SSLError too
+        raise ConfigError(f"cannot use {cert} with {key}: {error.strerror or error}") from None
+    return context
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from router.core.request import Request
-from router.http.choice import Choice, OutputOptions
-from router.http.completion import Completion
+from router.http.completion import Choice, Completion, CompletionRequest
 from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer
 from tests.router.site import LETTERS
@@ -55,8 +54,12 @@ def started(
     core: Core, count: int = 2, *, stop: str | None = None, per_prompt: int = 1
 ) -> tuple[Completion, Writer]:
     writer = Writer()
-    output = OutputOptions(tokenizer=TOKENIZER, stops=StopAutomaton([stop]) if stop else None)
-    subject = Completion(core, output, writer, num_choices=per_prompt)
-    request = Request((1, 2, 3), Options(), 5)
-    subject.submit([(request, "")] * count)
+    asked = CompletionRequest(
+        tokenizer=TOKENIZER,
+        requests=[(Request((1, 2, 3), Options(), 5), "")] * count,
+        num_choices=per_prompt,
+        stops=StopAutomaton([stop]) if stop else None,
+    )
+    subject = Completion(core, asked, writer)
+    subject.submit()
     return subject, writer

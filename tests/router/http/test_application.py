@@ -15,10 +15,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from router.core.state import Limits
-from router.http import completion, writer
-from router.http.body import Bodies
+from router.http import completion, responses
+from router.http.limits import INLINE_BYTES, Bodies
 from router.http.origin import Origins
-from router.http.threads import INLINE_BYTES
+from router.http.sse import ChunkWriter
 from tests.router.scripted import Ends
 from tests.router.site import Answer, Site, events, ids, listening, write_model
 from wire.errors import ErrorCode
@@ -320,6 +320,21 @@ async def test_a_bug_is_a_500_that_says_nothing(
     assert [entry["event"] for entry in logs] == ["bug", "request"]
 
 
+async def test_a_stream_that_breaks_by_our_own_fault_says_so_and_ends(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def boom(self: ChunkWriter) -> bytes:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(ChunkWriter, "end", boom)
+    with capture_logs() as logs:
+        chunks = await chat(site, stream=True)
+    assert "choices" in chunks[0] and chunks[-1]["error"]["code"] == "internal"
+    assert "secret" not in chunks[-1]["error"]["message"]
+    line = logs[-1]
+    assert (line["event"], line["status"], line["outcome"]) == ("request", 500, "internal")
+
+
 # Around a request.
 
 
@@ -362,7 +377,7 @@ async def test_an_answer_with_many_scores_is_written_in_a_thread(
 
     def whole_body(*arguments: Any) -> bytes:
         writers.append(threading.current_thread())
-        return writer.whole_body(*arguments)
+        return responses.whole_body(*arguments)
 
     monkeypatch.setattr("router.http.application.whole_body", whole_body)
     site.answer = lambda prompt: Answer("hey" * 10, logprobs=True)

@@ -1,13 +1,14 @@
-"""HTTP without a server: error bodies, statuses, headers, bodies with a cap."""
+"""One HTTP request without a server: error bodies, statuses, headers, and who asks."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from router.http import asgi
-from router.http.asgi import HttpError, http_error
+from router.http.asgi import HttpExchange, http_error
 from tests.router.http.asgi_wire import Wire, scope
 from wire.errors import ErrorCode, TransferTooLarge, WireError
 
@@ -57,64 +58,6 @@ def test_a_good_request_id_is_kept() -> None:
     assert asgi.request_id(scope(), "fresh") == "fresh"
 
 
-@pytest.mark.parametrize("kind", [b"application/json", b"Application/JSON; charset=utf-8"])
-def test_json_that_says_so(kind: bytes) -> None:
-    asgi.check_content_type(scope((b"content-type", kind)))
-
-
-def test_a_body_that_says_nothing_is_told_what_to_say() -> None:
-    """A web page may send it to anybody without asking first."""
-    with pytest.raises(HttpError, match="curl: -H 'content-type: application/json'") as caught:
-        asgi.check_content_type(scope())
-    assert caught.value.status == 415
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        (b"content-type", b"application/x-www-form-urlencoded"),
-        (b"content-type", b"text/plain"),
-        (b"content-encoding", b"gzip"),
-    ],
-)
-def test_other_types_are_415(header: tuple[bytes, bytes]) -> None:
-    with pytest.raises(HttpError) as caught:
-        asgi.check_content_type(scope(header, (b"content-type", b"application/json")))
-    assert caught.value.status == 415
-
-
-async def test_a_body_in_pieces() -> None:
-    wire = Wire(
-        [
-            {"type": "http.request", "body": b"ab", "more_body": True},
-            {"type": "http.request", "body": b"c"},
-        ]
-    )
-    assert await asgi.read_body(scope(), wire.receive) == b"abc"
-
-
-async def test_a_client_that_leaves_before_the_end() -> None:
-    wire = Wire(
-        [{"type": "http.request", "body": b"ab", "more_body": True}, {"type": "http.disconnect"}]
-    )
-    assert await asgi.read_body(scope(), wire.receive) is None
-
-
-async def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
-    with pytest.raises(HttpError, match="limit of 9 bytes") as caught:
-        await asgi.read_body(scope((b"content-length", b"10")), Wire().receive, 9)
-    assert caught.value.status == 413
-    assert caught.value.headers == ((b"connection", b"close"),)
-
-
-async def test_a_body_that_grows_too_large_is_left() -> None:
-    pieces = [{"type": "http.request", "body": b"x" * 6, "more_body": True}] * 3
-    wire = Wire(pieces)
-    with pytest.raises(HttpError):
-        await asgi.read_body(scope((b"content-length", b"lies")), wire.receive, 9)
-    assert len(wire.incoming) == 1
-
-
 async def test_a_response() -> None:
     wire = Wire()
     await asgi.respond(wire.send, 201, b"hi", headers=((b"a", b"b"),))
@@ -134,5 +77,26 @@ async def test_the_servers_start_and_stop() -> None:
     ]
 
 
-def test_a_server_without_a_transport_cannot_be_aborted() -> None:
-    assert not asgi.abort(Wire().send)
+def exchange(wire: Wire, **more: Any) -> HttpExchange:
+    return HttpExchange(scope() | more, wire.receive, wire.send, "id-1", 0.0)
+
+
+async def test_every_response_echoes_the_request_id() -> None:
+    wire = Wire()
+    subject = exchange(wire)
+    await subject.reply({"a": 1}, 503, (b"retry-after", b"1"))
+    headers = dict(wire.sent[0]["headers"])
+    assert (headers[b"x-request-id"], headers[b"retry-after"]) == (b"id-1", b"1")
+    assert (subject.status, wire.sent[1]["body"]) == (503, b'{"a":1}')
+
+
+def test_the_client_is_an_address_or_nothing() -> None:
+    assert exchange(Wire(), client=("10.0.0.1", 5)).client == "10.0.0.1"
+    assert exchange(Wire(), client=None).client == ""
+
+
+def test_who_asks_is_the_key_or_else_the_address() -> None:
+    subject = exchange(Wire(), client=("10.0.0.1", 5))
+    assert subject.asker == "10.0.0.1"
+    subject.key_name = "key-0123456789ab"
+    assert subject.asker == "key-0123456789ab"

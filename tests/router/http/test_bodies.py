@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.http.asgi import HttpError
-from router.http.bodies import ChatBody, CompletionBody, parse
-from router.http.requests import DetokenizeBody, TokenizeBody
+from router.http.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    flat_messages,
+    invalid,
+    parse,
+)
 from wire.options import Options
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -250,3 +257,39 @@ def test_tokenize_wants_one_of_two() -> None:
     with pytest.raises(HttpError):
         parse(TokenizeBody, b"{}")
     assert parse(TokenizeBody, b'{"prompt": ""}').prompt == ""
+
+
+def test_text_parts_become_one_string() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert flat_messages([{"role": "user", "content": parts, "name": "x"}]) == [
+        {"role": "user", "content": "a\nb", "name": "x"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "root", "content": "x"}, "messages[0].role"),
+        ({"role": "User", "content": "x"}, "messages[0].role"),
+        ({"role": ["user"], "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": 3}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
+    ],
+)
+def test_a_bad_message_is_named(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        flat_messages([message])
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_an_assistant_may_have_said_nothing() -> None:
+    silent = {"role": "assistant", "content": None}
+    assert flat_messages([silent]) == [silent]
+
+
+def test_the_field_is_in_the_message() -> None:
+    assert invalid("n", "is odd").message == "n: is odd"
+    assert invalid(None, "is odd").message == "is odd"

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from router.http.asgi import HttpError
-from router.http.requests import CompletionRequest, RequestContext, RequestParser
+from router.http.completion import CompletionRequest
+from router.http.requests import RequestParser
 from tests.router.site import ids, write_model
 from wire.errors import ErrorCode, WireError
 
-CONTEXT = RequestContext("10.0.0.1", 77, 100)
+CONTEXT: dict[str, Any] = {"asker": "10.0.0.1", "seed": 77, "max_model_len": 100}
 CHAT = [{"role": "user", "content": "hi"}]
 
 
@@ -32,7 +33,7 @@ def raw(**fields: Any) -> bytes:
 
 
 def complete(parser: RequestParser, **fields: Any) -> CompletionRequest:
-    return parser.completion(raw(**fields), CONTEXT)
+    return parser.completion(raw(**fields), **CONTEXT)
 
 
 def test_a_text_prompt_gets_the_models_special_tokens(parser: RequestParser) -> None:
@@ -63,7 +64,7 @@ def test_echo_is_the_text_of_the_prompt(parser: RequestParser) -> None:
 
 
 def test_a_chat_is_rendered_and_runs_to_the_end_of_the_context(parser: RequestParser) -> None:
-    wanted = parser.chat(raw(messages=CHAT), CONTEXT)
+    wanted = parser.chat(raw(messages=CHAT), **CONTEXT)
     [(request, _)] = wanted.requests
     assert wanted.is_chat
     assert request.token_ids == (0, *ids("user:hi\nassistant:"))
@@ -98,14 +99,14 @@ def test_a_hopeless_text_is_refused_without_tokenizing_it(
 ) -> None:
     monkeypatch.setattr(parser._tokenizer, "_backend", object())
     with pytest.raises(WireError, match="at least"):
-        parser.chat(raw(messages=[CHAT[0] | {"content": "x" * 2000}]), CONTEXT)
+        parser.chat(raw(messages=[CHAT[0] | {"content": "x" * 2000}]), **CONTEXT)
 
 
 def test_a_body_of_too_many_values_is_not_decoded(parser: RequestParser) -> None:
     body = b'{"prompt": 7, "tools": [' + b",".join([b"[]"] * 200_000) + b"]}"
     for read in (parser.completion, parser.chat):
         with pytest.raises(HttpError, match="strings, arrays and objects"):
-            read(body, CONTEXT)
+            read(body, **CONTEXT)
     with pytest.raises(HttpError, match="strings, arrays and objects"):
         parser.tokenize(body, 100)
     with pytest.raises(HttpError, match="over 262144 values"):
@@ -125,10 +126,10 @@ def test_errors_repeat_little_of_what_was_sent(parser: RequestParser) -> None:
         assert len(caught.value.body) < 1000
     for message in ({"role": long, "content": "a"}, {"role": "user", "content": [{long: 1}]}):
         with pytest.raises(HttpError) as caught:
-            parser.chat(raw(messages=[message]), CONTEXT)
+            parser.chat(raw(messages=[message]), **CONTEXT)
         assert len(caught.value.body) < 1000
     with pytest.raises(HttpError) as caught:
-        parser.chat(raw(messages=CHAT, chat_template_kwargs={"messages": long}), CONTEXT)
+        parser.chat(raw(messages=CHAT, chat_template_kwargs={"messages": long}), **CONTEXT)
     assert len(caught.value.body) < 1000
 
 
@@ -148,14 +149,14 @@ def test_another_model_is_not_found(parser: RequestParser) -> None:
 def test_template_variables_of_the_client(parser: RequestParser) -> None:
     fields: dict[str, Any] = {"messages": CHAT, "chat_template_kwargs": {"messages": []}}
     with pytest.raises(HttpError, match="must not set messages"):
-        parser.chat(raw(**fields), CONTEXT)
-    parser.chat(raw(messages=CHAT, chat_template_kwargs={"enable_thinking": False}), CONTEXT)
+        parser.chat(raw(**fields), **CONTEXT)
+    parser.chat(raw(messages=CHAT, chat_template_kwargs={"enable_thinking": False}), **CONTEXT)
 
 
 def test_who_needs_to_be_woken_for_every_token(parser: RequestParser) -> None:
-    assert not complete(parser, prompt="a").output.is_eager
-    assert complete(parser, prompt="a", stop="b").output.is_eager
-    assert complete(parser, prompt="a", stream=True).output.is_eager
+    assert not complete(parser, prompt="a").is_eager
+    assert complete(parser, prompt="a", stop="b").is_eager
+    assert complete(parser, prompt="a", stream=True).is_eager
 
 
 def test_tokenize_and_back(parser: RequestParser) -> None:
@@ -174,7 +175,7 @@ def test_a_model_without_words(wordless: RequestParser) -> None:
     with pytest.raises(HttpError, match="stop_token_ids"):
         complete(wordless, prompt=[1], stop="a")
     with pytest.raises(WireError, match="chat template"):
-        wordless.chat(raw(messages=CHAT), CONTEXT)
+        wordless.chat(raw(messages=CHAT), **CONTEXT)
 
 
 def test_a_broken_config_stops_the_start(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_an_echo_without_answer_still_reads_the_prompt(parser: RequestParser) ->
     [(request, echo)] = wanted.requests
     assert (request.options.max_tokens, request.max_new_tokens, echo) == (1, 0, "ab")
     assert request.options.prompt_logprobs == 1
-    assert wanted.output.is_echo_only
+    assert wanted.is_echo_only
 
 
 def test_a_bias_outside_the_vocabulary_is_refused(parser: RequestParser) -> None:

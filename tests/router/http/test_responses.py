@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.http.choice import Choice, OutputOptions, Piece, ScoredToken
+from router.http.completion import Choice, CompletionRequest, Piece, ScoredToken
 from router.http.responses import (
     LEAST_LOGPROB,
     chat_choice,
@@ -31,9 +31,9 @@ SCORES = [
 ]
 
 
-def choice(**output: Any) -> Choice:
+def choice(**asked: Any) -> Choice:
     return Choice(
-        1, (5, 6), OutputOptions(tokenizer=TOKENIZER, **output), lambda choice: None, prefix="<"
+        1, (5, 6), CompletionRequest(tokenizer=TOKENIZER, **asked), lambda choice: None, prefix="<"
     )
 
 

@@ -17,16 +17,19 @@ import httpx
 import pytest
 
 from router.config import Config
-from router.http.asgi import Receive, Scope, Send, read_body, respond
+from router.http.asgi import Receive, Scope, Send, respond
+from router.http.limits import read_body
 from router.http.server import (
     MAX_HEADER_BYTES,
     MAX_PIPELINED,
     HttpServer,
     Limits,
+    abort,
     framing_problem,
 )
-from router.http.tls import server_context
 from tests import certificate
+from tests.router.http.asgi_wire import Wire
+from wire.aio.listener import server_context
 
 GET = b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST /read HTTP/1.1\r\nhost: x\r\n"
@@ -381,3 +384,7 @@ async def test_pipelines_have_a_limit() -> None:
         answer = await ask(server, GET % 1 * (MAX_PIPELINED + 2))
         assert answer.count(b"HTTP/1.1 200") == MAX_PIPELINED + 1
         assert b"invalid_http" in answer
+
+
+def test_a_server_without_a_transport_cannot_be_aborted() -> None:
+    assert not abort(Wire().send)

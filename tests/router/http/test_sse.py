@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from router.core.request import Request
 from router.http import sse
 from router.http.asgi import HttpError
-from router.http.choice import OutputOptions
-from router.http.completion import Completion
+from router.http.completion import Completion, CompletionRequest
 from router.http.sse import ChunkWriter
 from router.text.tokenizer import Tokenizer
 from tests.router.http.scripted import Core, Writer
@@ -26,15 +25,19 @@ HEAD = {"id": "cmpl-1", "created": 7, "model": "m"}
 class Stream:
     """A writer over an exchange whose core is a list."""
 
-    def __init__(self, count: int = 1, *, prefix: str = "", output: Any = None, **options: Any):
+    def __init__(self, count: int = 1, *, prefix: str = "", is_chat: bool = True, **asked: Any):
         self.core = Core()
-        all_terms = OutputOptions(tokenizer=Tokenizer(LETTERS), **(output or {}))
-        self.completion = Completion(self.core, all_terms, Writer(), num_choices=count)
-        self.completion.submit([(Request((8, 9), Options(), 5), prefix)] * count)
-        settings: dict[str, Any] = {"is_chat": True} | options
-        self.writer = ChunkWriter(
-            self.completion, completion_id="cmpl-1", created=7, model="m", **settings
+        requests = [(Request((8, 9), Options(), 5), prefix)] * count
+        request = CompletionRequest(
+            tokenizer=Tokenizer(LETTERS),
+            requests=requests,
+            num_choices=count,
+            is_chat=is_chat,
+            **asked,
         )
+        self.completion = Completion(self.core, request, Writer())
+        self.completion.submit()
+        self.writer = ChunkWriter(self.completion, HEAD)
 
     def say(self, text: str, choice: int = 0) -> list[Any]:
         for token_id in ids(text):
@@ -97,7 +100,7 @@ def test_running_usage_needs_usage() -> None:
 
 
 def test_token_ids_and_the_prompt_with_the_first() -> None:
-    first, second = Stream(output={"has_ids": True}).say("ab")
+    first, second = Stream(has_ids=True).say("ab")
     assert first["choices"][0]["token_ids"] == ids("a")
     assert first["choices"][0]["prompt_token_ids"] == [8, 9]
     assert second["choices"][0]["token_ids"] == ids("b")
@@ -105,9 +108,9 @@ def test_token_ids_and_the_prompt_with_the_first() -> None:
 
 
 def test_logprobs_on_every_chunk() -> None:
-    for chunk in Stream(output={"has_logprobs": True}).say("ab"):
+    for chunk in Stream(has_logprobs=True).say("ab"):
         assert len(chunk["choices"][0]["logprobs"]["content"]) == 1
-    text = Stream(output={"has_logprobs": True}, is_chat=False).say("ab")
+    text = Stream(has_logprobs=True, is_chat=False).say("ab")
     assert text[1]["choices"][0]["logprobs"]["text_offset"] == [1]
 
 

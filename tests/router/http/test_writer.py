@@ -9,12 +9,10 @@ import pytest
 
 from router.core.request import Request
 from router.http import writer as module
-from router.http.application import _Signal
-from router.http.asgi import HttpError
-from router.http.choice import OutputOptions
-from router.http.completion import Completion
+from router.http.asgi import Disconnected, HttpError
+from router.http.completion import Completion, CompletionRequest
 from router.http.sse import DONE, PING, ChunkWriter
-from router.http.writer import Disconnected, ResponseWriter, wait_for_disconnect
+from router.http.writer import ResponseWriter, wait_for_disconnect
 from router.text.tokenizer import Tokenizer
 from tests.router.http.scripted import Core
 from tests.router.site import LETTERS, events, ids
@@ -26,7 +24,7 @@ from wire.payloads import Usage
 class Client:
     """One HTTP client by hand: a clock that stands still, a `send` that can be made to block."""
 
-    def __init__(self, *, is_eager: bool = True) -> None:
+    def __init__(self, *, is_streamed: bool = True) -> None:
         self.now = 0.0
         self.sent: list[Any] = []
         self.bodies: asyncio.Queue[bytes] = asyncio.Queue()
@@ -38,21 +36,22 @@ class Client:
         self.core = Core()
         self.writer = ResponseWriter(
             self._send,
-            _Signal(),
             headers=((b"x", b"y"),),
             clock=lambda: self.now,
             cut_off=self._cut,
             on_tokens=lambda gap, count: self.tokens.append((gap, count)),
         )
-        output = OutputOptions(tokenizer=Tokenizer(LETTERS), is_eager=is_eager)
-        self.completion = Completion(self.core, output, self.writer, num_choices=1)
-        self.completion.submit([(Request((8, 9), Options(), 5), "")])
+        asked = CompletionRequest(
+            tokenizer=Tokenizer(LETTERS),
+            requests=[(Request((8, 9), Options(), 5), "")],
+            is_streamed=is_streamed,
+        )
+        self.completion = Completion(self.core, asked, self.writer)
+        self.completion.submit()
         self.sink = self.core.sinks[0]
 
     def stream(self) -> asyncio.Task[None]:
-        chunks = ChunkWriter(
-            self.completion, completion_id="c", created=1, model="m", is_chat=False, has_usage=False
-        )
+        chunks = ChunkWriter(self.completion, {"id": "c", "created": 1, "model": "m"})
         return asyncio.create_task(self.writer.stream(self.completion, chunks))
 
     def say(self, text: str) -> None:
@@ -178,7 +177,7 @@ async def test_tokens_that_pile_up_cut_a_blocked_write_only() -> None:
 
 
 async def test_a_whole_answer() -> None:
-    client = Client(is_eager=False)
+    client = Client(is_streamed=False)
     task = asyncio.create_task(client.writer.collect(client.completion))
     client.say("abc")
     client.sink.on_done(Usage(finish_reason="length"))
@@ -195,10 +194,3 @@ async def test_a_whole_answer_that_fails() -> None:
     with pytest.raises(HttpError) as caught:
         await task
     assert caught.value.status == 429
-
-
-async def test_a_stream_that_breaks_by_our_own_fault() -> None:
-    client = Client()
-    await client.writer.fail(HttpError(500, "bug", code="internal"))
-    [error] = events((await client.bodies.get()).decode())
-    assert error["error"]["code"] == "internal"

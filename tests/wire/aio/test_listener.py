@@ -8,13 +8,15 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import cast
 
 import pytest
 import uvloop
 
 from tests import certificate
-from wire.aio.listener import PAUSE_S, bind, listen
+from wire.aio.listener import PAUSE_S, bind, listen, server_context
+from wire.process.settings import ConfigError
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
 
@@ -164,3 +166,28 @@ def test_the_same_on_the_loop_that_processes_use(made: certificate.Certificate) 
         runner.run(test_one_handshake_too_many_is_hung_up_on(made))
         runner.run(test_a_handshake_has_its_time_and_its_form(made, b""))
         runner.run(test_closing_ends_handshakes_and_frees_the_port(made))
+
+
+def test_none_is_plain() -> None:
+    assert server_context(None, None) is None
+
+
+def test_tls_is_new_enough(tmp_path: Path) -> None:
+    made = certificate.make(tmp_path)
+    context = server_context(made.cert, made.key)
+    assert context is not None and context.minimum_version == ssl.TLSVersion.TLSv1_2
+
+
+def test_what_does_not_work_is_named(tmp_path: Path) -> None:
+    made = certificate.make(tmp_path)
+    with pytest.raises(ConfigError, match=r"nothing\.pem"):
+        server_context(made.cert, tmp_path / "nothing.pem")
+    with pytest.raises(ConfigError, match=r"nothing\.pem"):
+        server_context(tmp_path / "nothing.pem", made.key)
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(ConfigError, match="cannot use"):
+        server_context(made.cert, certificate.make(other).key)
+    made.key.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        server_context(made.cert, made.key)

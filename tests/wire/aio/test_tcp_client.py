@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from router.http.tls import server_context
 from tests import certificate
+from wire.aio.listener import server_context
 from wire.aio.tcp import Connection, Limits, serve
 from wire.aio.tcp_client import connect
 from wire.errors import RemoteProtocolError

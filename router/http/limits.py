@@ -1,0 +1,247 @@
+"""What the body of a request may cost: its size, its pace, its values, and the time of the loop.
+
+A body must be plain JSON, small enough and fast enough.  All bodies that are being read or
+understood have one limit together: what goes over it is refused at once, since whoever is made to
+wait holds memory meanwhile, and may do so on purpose.
+
+Its values are counted before it is decoded.  Decoding holds the GIL from the first byte to the
+last, and four megabytes of ``[],[],…`` become a million objects meanwhile: the event loop would
+wait for all of them.  Counting takes a few milliseconds, in steps between which the loop may run.
+
+Large bodies and large answers are worked on in threads.  There are few, so that many large bodies
+at once cost the memory and the cores of a few; the others wait in the order they came, and ordinary
+bodies do not wait behind the largest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple, TypeVar
+
+from router.http.asgi import (
+    JSON,
+    Disconnected,
+    Header,
+    HttpError,
+    HttpExchange,
+    Receive,
+    Scope,
+    find_header,
+)
+from wire.errors import ErrorCode, WireError
+
+# Half a million tokens as text, or 300,000 as decimal ids.  Reading JSON and freeing what the
+# tokenizer made of a text hold the GIL: of 4 MB for longer than others should wait.
+MAX_BODY_BYTES: Final = 2 * 1024 * 1024
+# A body must come at this rate at least, after a grace; slower is an attack or a broken link.
+BODY_BYTES_PER_S: Final = 64 * 1024
+# Of all bodies that are being read or understood.
+MAX_TOTAL_BYTES: Final = 256 * 1024 * 1024
+
+# Of one body.  A message has five of the first, a prompt of ids one of the second for each token.
+MAX_OBJECTS: Final = 32 * 1024
+MAX_NUMBERS: Final = 256 * 1024
+# Counted in one step.
+STEP_BYTES: Final = 1 << 18
+
+# Bodies up to this size are worked on by the loop itself: about a millisecond.
+INLINE_BYTES: Final = 16 * 1024
+# Up to here it takes some ten milliseconds; far more beyond.
+ORDINARY_BYTES: Final = 128 * 1024
+NUM_ORDINARY: Final = 2
+NUM_LARGE: Final = 1
+
+# The rest of the body is not read, so the connection cannot be used again.
+_CLOSE: Final[Header] = (b"connection", b"close")
+
+T = TypeVar("T")
+
+
+class Bodies:
+    """Reads bodies: each of `max_bytes`, its first byte within `grace_s`, then at a pace."""
+
+    def __init__(
+        self,
+        max_bytes: int = MAX_BODY_BYTES,
+        grace_s: float = 5.0,
+        *,
+        bytes_per_s: int = BODY_BYTES_PER_S,
+        max_total_bytes: int = MAX_TOTAL_BYTES,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._grace_s = grace_s
+        self._bytes_per_s = bytes_per_s
+        self._max_total_bytes = max_total_bytes
+        self._total_bytes = 0
+
+    @asynccontextmanager
+    async def of(self, exchange: HttpExchange) -> AsyncIterator[bytes]:
+        """The body of a request; its bytes count until the block ends.
+
+        Raises:
+            HttpError: 408, 413 or 415.
+            WireError: OVERLOADED; there are too many at a time.
+            Disconnected: The client left before its end.
+        """
+        check_content_type(exchange.scope)
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            self._total_bytes += size - held
+            held = size
+            if self._total_bytes > self._max_total_bytes:
+                raise WireError(ErrorCode.OVERLOADED, "too many large bodies at a time")
+
+        try:
+            raw = await self._read(exchange, hold)
+            exchange.is_body_read = True
+            yield raw
+        finally:
+            self._total_bytes -= held
+
+    async def _read(self, exchange: HttpExchange, hold: Callable[[int], None]) -> bytes:
+        begin = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self._grace_s) as timer:
+
+                def on_bytes(size: int) -> None:
+                    # The deadline moves with what has come: a body that trickles ends soon,
+                    # whatever its size is said to be.
+                    timer.reschedule(begin + self._grace_s + size / self._bytes_per_s)
+                    hold(size)
+
+                raw = await read_body(exchange.scope, exchange.receive, self._max_bytes, on_bytes)
+        except TimeoutError:
+            raise HttpError(
+                408, "the body came too slowly", code="body_timeout", headers=(_CLOSE,)
+            ) from None
+        if raw is None:
+            raise Disconnected
+        return raw
+
+
+def check_content_type(scope: Scope) -> None:
+    """Refuse bodies that do not say that they are plain JSON.
+
+    Raises:
+        HttpError: 415.
+    """
+    kind = find_header(scope, b"content-type") or b""
+    if kind.split(b";")[0].strip().lower() != JSON:
+        # A web page may send any other type to any host without asking first.
+        raise HttpError(
+            415,
+            "send the header Content-Type: application/json (curl: -H 'content-type: "
+            "application/json')",
+            code="unsupported_media_type",
+        )
+    if (find_header(scope, b"content-encoding") or b"identity").lower() != b"identity":
+        raise HttpError(415, "send the body uncompressed", code="unsupported_media_type")
+
+
+async def read_body(
+    scope: Scope,
+    receive: Receive,
+    limit: int = MAX_BODY_BYTES,
+    on_bytes: Callable[[int], None] = lambda size: None,
+) -> bytes | None:
+    """Return the whole body; None when the client went away before its end.
+
+    `on_bytes` is told how much has come, each time that some has; what it raises ends the reading.
+
+    Raises:
+        HttpError: 413, before more than `limit` bytes are kept.
+    """
+    announced = find_header(scope, b"content-length") or b"0"
+    if announced.isdigit() and int(announced) > limit:
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        event = await receive()
+        if event["type"] == "http.disconnect":
+            return None
+        chunk = event.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        on_bytes(size)
+        chunks.append(chunk)
+        if not event.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _too_large(limit: int) -> HttpError:
+    message = f"the body is over the limit of {limit} bytes"
+    return HttpError(413, message, code="body_too_large", headers=(_CLOSE,))
+
+
+class Values(NamedTuple):
+    """`objects` are strings, keys included, arrays and objects; `commas` separate all values."""
+
+    objects: int
+    commas: int
+
+
+def check_values(raw: bytes) -> None:
+    """Refuse a body of more values than can be decoded without holding up others.
+
+    Raises:
+        HttpError: 413.
+    """
+    if len(raw) <= MAX_OBJECTS:
+        return
+    values = count_values(raw)
+    for number, limit, what in (
+        (values.objects, MAX_OBJECTS, "strings, arrays and objects"),
+        (values.commas, MAX_NUMBERS, "values"),
+    ):
+        if number > limit:
+            raise HttpError(
+                413,
+                f"the body has over {limit} {what}: send less at a time",
+                code="too_many_values",
+            )
+
+
+def count_values(raw: bytes, step_bytes: int = STEP_BYTES) -> Values:
+    """Count the values of a JSON text, exactly, up to just over the limits, where it stops."""
+    quotes = brackets = commas = 0
+    is_in_string = False
+    carry = b""
+    for start in range(0, len(raw), step_bytes):
+        # A backslash escapes the byte after it, which may be another one: pairs go first, then what
+        # is escaped by a single one.  The last byte of a step may escape the first of the next.
+        step = (carry + raw[start : start + step_bytes]).replace(rb"\\", b"")
+        carry = step[-1:] if step.endswith(b"\\") else b""
+        parts = step.removesuffix(b"\\").replace(rb"\"", b"").split(b'"')
+        outside = b"".join(parts[is_in_string::2])
+        quotes += len(parts) - 1
+        is_in_string = quotes % 2 == 1
+        brackets += outside.count(b"[") + outside.count(b"{")
+        commas += outside.count(b",")
+        if quotes // 2 + brackets > MAX_OBJECTS or commas > MAX_NUMBERS:
+            break
+    return Values(quotes // 2 + brackets, commas)
+
+
+class Threads:
+    """Runs `work` by the size of what it works on: in the loop, or in a thread.
+
+    In a thread it must release the GIL, or hold it for a few milliseconds at a time.
+    """
+
+    def __init__(self) -> None:
+        self._ordinary = ThreadPoolExecutor(NUM_ORDINARY, "ordinary-body")
+        self._large = ThreadPoolExecutor(NUM_LARGE, "large-body")
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """Return what `work` returns, or raise what it raises."""
+        if size <= INLINE_BYTES:
+            return work()
+        pool = self._ordinary if size <= ORDINARY_BYTES else self._large
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
