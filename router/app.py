@@ -27,8 +27,7 @@ from router.core.cluster import Readiness, try_this, unready
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
 from router.core.request import RequestEnd
-from router.core.request_ids import RequestIds
-from router.core.state import Limits
+from router.core.state import Limits, RequestIds
 from router.http.application import Application
 from router.http.body import Bodies
 from router.http.origin import Origins

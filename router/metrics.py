@@ -27,9 +27,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from router.core.cluster import Counts
-from router.core.fleet import Fleet
+from router.core.fleet import Fleet, WorkerState
 from router.core.request import RequestEnd
-from router.core.worker import WorkerState
 from wire.errors import ErrorCode
 from wire.frames import Role
 from wire.process.exposition import Distribution, frames, gauge, tally

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from router.bus import Bus
 from router.core.fleet import Fleet
-from router.core.request_ids import RequestIds
-from router.core.state import Limits
+from router.core.state import Limits, RequestIds
 from tests.simulation.loop import new_process
 from tests.simulation.network import Network
 from tests.simulation.scenario import Scenario

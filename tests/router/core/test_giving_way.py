@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from router.core.dispatcher import HOLD_GRACE_S
+from router.core.fleet import WorkerState
 from router.core.request import Request
 from router.core.state import Limits
-from router.core.worker import WorkerState
 from tests.router.scripted import RecordingSink, Router, first, load, usage
 from wire.errors import ErrorCode, WireError
 from wire.frames import DecodeDone, Drain, Error, PrefillDone, Role, Tag
