@@ -30,8 +30,8 @@ _ANSWERED_BY: Final = {
     Tag.DECODE_TOKEN: Role.DECODE,
     Tag.DECODE_DONE: Role.DECODE,
 }
-# A longer message is refused: reading it would hold up the event loop.  No worker has reason to send
-# more than 1.4 MiB, the logprobs of MAX_HEADERS tokens.
+# A longer message is refused: reading it would hold up the event loop.  The longest that a worker
+# has reason to send has 1.4 MiB, the logprobs of MAX_HEADERS tokens.
 MAX_MESSAGE_BYTES: Final = 2 << 20
 
 

@@ -97,7 +97,7 @@ class Replies:
         self.dropped: Counter[str] = Counter()
         self._requests = requests
         self._placement = placement
-        self._hold_s = limits.hold_s
+        self._lease_s = limits.lease_s
         self._vocab_size = limits.vocab_size
         self._clock = clock
 
@@ -159,7 +159,7 @@ class Replies:
         self._placement.finish_reading(attempt)
         now = self._clock()
         is_first, state.kv_bytes = state.first is None, frame.kv_bytes
-        state.phase, state.due = Phase.HELD, min(state.deadline, now + self._hold_s)
+        state.phase, state.due = Phase.HELD, min(state.deadline, now + self._lease_s)
         if result.finish_reason != "stop":
             state.generated.append(result.token_id)
         try:

@@ -34,7 +34,7 @@ class Limits:
     """What a router allows its requests; times are in seconds.
 
     Attributes:
-        hold_s: A request whose client has not sent DECODE_REQUEST keeps its KV for this long.
+        lease_s: A request whose client has not sent DECODE_REQUEST keeps its KV for this long.
         max_attempts: Of one request; 1 means that what failed is not tried again.
         retry_burst: Attempts after the first that all requests together may make at once
             (`router.core.failover`): as many as a few lost workers cost.
@@ -44,7 +44,7 @@ class Limits:
     max_waiting: int = 1024
     max_running_per_worker: int = 256
     queue_timeout_s: float = 30.0
-    hold_s: float = 30.0
+    lease_s: float = 30.0
     deadline_s: float = 600.0
     max_attempts: int = 4
     retry_burst: int = 1024

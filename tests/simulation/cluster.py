@@ -61,7 +61,7 @@ class RouterProcess:
                 max_waiting=scenario.max_waiting,
                 max_running_per_worker=scenario.max_running,
                 queue_timeout_s=4.0,
-                hold_s=LEASE_S,
+                lease_s=LEASE_S,
                 deadline_s=DEADLINE_S,
             ),
             lease_ms=round(LEASE_S * 1000),

@@ -276,7 +276,7 @@ def test_no_attempt_is_made_beyond_the_deadline_of_its_request() -> None:
 
 
 def test_what_is_held_ends_with_its_own_deadline_too() -> None:
-    router = Router(Limits(hold_s=30.0, deadline_s=20.0))
+    router = Router(Limits(lease_s=30.0, deadline_s=20.0))
     router.pair()
     [sink] = prefilled(router, 1, "slow")
     router.now += 20.0
