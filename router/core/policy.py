@@ -2,8 +2,8 @@
 
 Prefill: the worker with the fewest prompt tokens still to be read, then the fewest requests.
 Decode: the worker with the least ``missing prompt tokens + SEQUENCE_COST x requests there``, among
-those with enough free blocks; missing are the tokens whose KV it does not hold already.  Ties go to
-the lower rank.  So the same workers and the same `PrefixIndex` always give the same choice.
+those with enough free blocks; missing are the tokens whose KV it does not hold already.  A tie goes
+to more free blocks, then to the lower rank: equal circumstances always give the same choice.
 """
 
 from __future__ import annotations
