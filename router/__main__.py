@@ -1,6 +1,6 @@
 """`python -m router`: take requests over HTTP and raw TCP, and place them on workers.
 
-Imports are nearly all of a start, and after a crash everybody waits for it.
+A start consists almost only of imports, and after a crash every client waits for it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import sys
 
 def main(argv: list[str]) -> int:
     """Run to the end and return the exit status."""
-    # Nothing that an import makes is garbage, and it stays: to look through it later, in a full
-    # collection, stopped everybody for 60 ms.
+    # What imports make is never garbage.  Frozen, the collector does not look through it: that took
+    # 60 ms each time, and nothing else ran meanwhile.
     gc.disable()
     from router.start import start
 

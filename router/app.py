@@ -1,10 +1,10 @@
-"""One router process: the bus, the two faces, the local workers, and how they start and stop.
+"""One router process: the bus, HTTP, raw TCP and the local workers; how they start and stop.
 
-    start   bus, raw TCP, HTTP, then the local workers; the endpoints go to the log and `ready_file`
-    drain   unready and refusing at once; open requests get `drain_s`; then the faces close, then
-            the local workers, and the bus last: workers still say good-bye on it
+    start   the bus, raw TCP, HTTP, then the local workers; the log and `ready_file` say where
+    drain   `/readyz` says no and new requests are refused; open ones get `drain_s` to end
+    close   raw TCP and HTTP, then the local workers, and the bus last, for they leave over it
 
-What a request is and where it goes is in pure modules; here are sockets, tasks and the clock.
+Here are sockets, tasks and the clock; what a request is and where it goes is in `router.core`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from router.core.cluster import Readiness, try_this, unready
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
 from router.core.request import RequestEnd
-from router.core.request_ids import RequestIds
-from router.core.state import Limits
+from router.core.state import Limits, RequestIds
 from router.http.application import Application
 from router.http.limits import Bodies
 from router.http.origin import Origins
@@ -53,15 +52,15 @@ from wire.traffic import Traffic
 
 log = structlog.get_logger("router")
 
-# Deadlines and heartbeats are looked at this often.
+# Between two looks at deadlines and heartbeats, at most.
 MAX_TICK_S: Final = 0.1
-# Systemd is told this often how things are.
+# Between two reports to systemd.
 REPORT_S: Final = 1.0
 WORKER_ROLES: Final = (Role.PREFILL, Role.DECODE)
 
 
 class Router:
-    """The process; `endpoints` are the bound ones after `start`."""
+    """All parts of the process.  `endpoints` are where it listens, known after `start`."""
 
     def __init__(self, config: Config, model_path: Path, model_fingerprint: str) -> None:
         self.config = config
@@ -84,7 +83,7 @@ class Router:
             forget=self._hub.forget,
             limits=limits(config, vocab_size(model_path)),
             lease_ms=config.lease_ms,
-            # Below 2^31, so that 2^32 requests after it still leave ids within 64 bits.
+            # Below 2^31: every 2^32 requests the epoch grows by one, and ids have 64 bits.
             request_ids=RequestIds(secrets.randbelow(2**31 - 1) + 1),
             clock=time.monotonic,
         )
@@ -114,7 +113,7 @@ class Router:
 
     @property
     def status(self) -> str:
-        """One line for systemd."""
+        """One line for systemd: how many requests there are, and ready workers."""
         workers = [f"{len(self.fleet.ready(role))} {role.name.lower()}" for role in WORKER_ROLES]
         running, waiting = self.dispatcher.num_running, self.dispatcher.num_waiting
         return f"{running} running, {waiting} waiting, {' and '.join(workers)} workers ready"
@@ -158,7 +157,7 @@ class Router:
         log.info("listening", **self.endpoints, model=config.model_name)
 
     async def until_stopped(self, stop: Stop) -> bool:
-        """Serve until asked to stop; False when a part of the router broke before."""
+        """Serve until asked to stop; False if a part of the router broke before."""
         stopped = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -167,7 +166,7 @@ class Router:
         return stopped in done
 
     async def drain(self) -> None:
-        """Refuse new requests and let the open ones end, for `drain_s` at most."""
+        """Refuse new requests and wait until the open ones end, for `drain_s` at most."""
         self.application.draining = self.dispatcher.is_draining = True
         try:
             async with asyncio.timeout(self.config.drain_s):
@@ -177,7 +176,7 @@ class Router:
             self.dispatcher.cancel_all(ErrorCode.DRAINING, "the router shut down before the end")
 
     async def close(self) -> None:
-        """Close the faces, end the local workers, then close the bus."""
+        """Close raw TCP and HTTP, end the local workers, then close the bus."""
         if self._tcp is not None:
             await self._tcp.close(FLUSH_S)
         if self._http is not None:
@@ -226,7 +225,7 @@ class Router:
 
 
 class Idle:
-    """Tells when no request is open."""
+    """Waits until no request is open."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -241,19 +240,19 @@ class Idle:
         self._ended.set()
 
     async def wait(self) -> None:
-        """Return when nothing is open; nothing new may come in meanwhile."""
+        """Return when no request is open.  The router must refuse new ones meanwhile."""
         while self.num_open:
             self._ended.clear()
             await self._ended.wait()
 
 
 def limits(config: Config, num_tokens: int | None = None) -> Limits:
-    """Return the bounds of requests that these settings ask for, for a model of `num_tokens`."""
+    """Return the limits that these settings say, for a model with `num_tokens` tokens."""
     return Limits(
         max_waiting=config.max_waiting,
         max_running_per_worker=config.max_running_per_worker,
         queue_timeout_s=config.queue_timeout_ms / 1000,
-        hold_s=config.lease_ms / 1000,
+        lease_s=config.lease_ms / 1000,
         deadline_s=config.deadline_ms / 1000,
         max_attempts=config.max_attempts,
         retry_burst=4 * config.max_running_per_worker,
@@ -285,7 +284,7 @@ async def serve(config: Config, model_path: Path, model_fingerprint: str, stop: 
 
 
 def allow_many_files() -> None:
-    """Let this process have as many connections as the system allows it."""
+    """Raise the limit on open files, and so on connections, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):  # macOS has a lower limit than it says

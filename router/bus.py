@@ -1,8 +1,8 @@
-"""The router's end of the bus: workers join, beat, drain and are lost here; the rest is passed on.
+"""The router's end of the bus: workers join, send heartbeats, drain and are lost here.
 
-What a registered worker says about requests goes to `Dispatcher`.  An unknown identity is asked for
-HELLO; one whose bytes are no message of ours is forgotten and must introduce itself again.  It
-knows the socket as two callables, so that it runs without one.  SPEC 5.
+What a worker says about requests is passed on to `Dispatcher`.  A peer that nobody knows is asked
+for HELLO; one that breaks the protocol is forgotten, and has to join again.  The socket is two
+callables here, so that tests need none.  SPEC 5.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Final
 
 import structlog
 
-from router.core.dispatcher import Dispatcher, Limits
-from router.core.fleet import Fleet
-from router.core.index import PrefixIndex
-from router.core.request_ids import RequestIds
-from router.core.worker import Worker, WorkerState
+from router.core.dispatcher import Dispatcher
+from router.core.fleet import Fleet, Worker, WorkerState
+from router.core.policy import PrefixIndex
+from router.core.replies import MAX_LOGGED
+from router.core.state import Limits, RequestIds
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, WireError
 from wire.frames import Drain, Error, Frame, Heartbeat, Hello, Peers, Role, Tag, Welcome
 from wire.parts import Buffer, Message, decode, encode
@@ -24,23 +24,23 @@ from wire.payloads import ErrorDetail, HelloDetail, Load, WelcomeDetail, decode_
 
 log = structlog.get_logger("router")
 
-# Whose frames these are: a worker that sends one of the other role's broke the protocol.
+# Which role sends these frames: a worker of the other role that sends one breaks the protocol.
 _ANSWERED_BY: Final = {
     Tag.PREFILL_DONE: Role.PREFILL,
     Tag.DECODE_TOKEN: Role.DECODE,
     Tag.DECODE_DONE: Role.DECODE,
 }
-# Of one message, so that none is long to read: the logprobs of MAX_HEADERS tokens are 1.4 MiB.
+# A longer message is refused: reading it would hold up the event loop.  The longest that a worker
+# has reason to send has 1.4 MiB, the logprobs of MAX_HEADERS tokens.
 MAX_MESSAGE_BYTES: Final = 2 << 20
-# Of what a worker says in words, in the log.
-MAX_LOGGED: Final = 200
 
 
 class Bus:
-    """Workers and requests over one bound socket.
+    """What goes over the one bound socket that all workers connect to.
 
-    `transmit(peer, parts)` may raise WireError, `forget(peer)` may not.  The owner calls
-    `on_message` and `on_lost` from the socket and `tick` several times a second.
+    `transmit(peer, parts)` sends and may raise WireError; `forget(peer)` drops the connection and
+    what waits for it.  The owner calls `on_message` and `on_lost` for the socket, and `tick`
+    several times a second.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Bus:
         self._epoch = request_ids.epoch
         self._clock = clock
         self._next_beat = 0.0
-        # Workers that take nothing any more; they are dropped from `tick`, not from inside a send.
+        # Workers whose queue is full.  `tick` drops them: who calls `send` is still using them.
         self._stuck: set[bytes] = set()
 
     def send(self, peer: bytes, frames: Frame | Sequence[Frame], *payload: Buffer) -> None:
-        """Send to a worker.  One that is gone will be reported by the socket or miss its beats."""
+        """Send to a worker.  If it is gone, the socket says so or its heartbeats are missed."""
         try:
             self._transmit(peer, encode(frames, *payload))
         except PeerLost:
@@ -112,7 +112,7 @@ class Bus:
         self._on_removed(worker)
 
     def tick(self) -> None:
-        """Beat when it is time, and drop workers that stopped beating or reading."""
+        """Send heartbeats when it is time; drop workers that stopped sending theirs, or reading."""
         now = self._clock()
         for worker in self.fleet.overdue(now):
             self.lose(worker.identity, f"no heartbeat for {now - worker.last_seen:.1f} s")
@@ -129,7 +129,7 @@ class Bus:
 
     def send_error(self, peer: bytes, code: ErrorCode, message: str) -> None:
         """Tell a peer what is wrong with its connection."""
-        # Who is fenced by a worker that is dead gets its place when its beats have been missed.
+        # If the worker that has the rank is dead, the rank is free when its heartbeats were missed.
         again_s = self.fleet.fence_s if code is ErrorCode.FENCED else None
         detail = ErrorDetail(message=message, stage="router", retry_after_s=again_s)
         self.send(peer, Error(0, code), encode_map(detail))
@@ -139,7 +139,7 @@ class Bus:
         if isinstance(frame, Hello):
             self._on_hello(peer, frame, decode_map(HelloDetail, message.body()))
             return
-        assert worker is not None  # Only known peers get here.
+        assert worker is not None  # `on_message` answers unknown peers itself.
         if _ANSWERED_BY.get(frame.tag, worker.role) is not worker.role:
             raise RemoteProtocolError(f"{worker.name} is not one that sends {frame.tag.name}")
         if isinstance(frame, Heartbeat):

@@ -1,8 +1,8 @@
-"""The router's settings: one declaration is the flags, the environment and the validation.
+"""The settings of a router: one declaration is flags, environment, validation and help.
 
-`wire.process.settings.parse(Config, argv)` makes one of these; every field is the flag of the same
-name with dashes and the variable ``BATON_<NAME>``.  Ports may be 0: the endpoints that were really
-bound are logged and written to `ready_file`.
+`wire.process.settings.parse(Config, argv)` reads them: a field is the flag of the same name with
+dashes, and the variable ``BATON_<NAME>``.  A port may be 0: the endpoints that were then bound are
+in the log and in `ready_file`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import (
     Field,
@@ -19,54 +19,19 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import SettingsConfigDict
 
 from router.http.limits import MAX_BODY_BYTES
 from router.http.origin import check_origin
 from wire.process.keys import credential
-from wire.process.settings import Settings
+from wire.process.settings import SharedSettings
 
-GiB: Final = 1024**3
-# Settings of workers only: `--local` workers read them from the environment the router was given.
-WORKER_SETTINGS: Final = (
-    "role",
-    "rank",
-    "router",
-    "dtype",
-    "threads",
-    "max_model_len",
-    "block_size",
-    "num_blocks",
-    "kv_cache_bytes",
-    "max_ubatch_tokens",
-    "max_sbatch_sequences",
-    "prefer_pure_decode",
-    "dynamic_batching",
-    "prefix_cache",
-    "ageing_s",
-    "swap_bytes",
-    "speculate",
-    "kv_bind",
-    "kv_advertise",
-    "segment_bytes",
-    "credit_bytes",
-    "max_kv_inflight_bytes",
-    "lease_s",
-    "hash_step_ms",
-    "metrics",
-)
 NumWorkers = Annotated[int, Field(ge=0, le=64)]
 
 
-class Config(Settings):
+class Config(SharedSettings):
     """Take requests over HTTP and raw TCP and place them on prefill and decode workers."""
 
-    model_config = SettingsConfigDict(env_prefix="BATON_")
-
     # What is served.
-    model: str = Field(
-        default="demo", description="a model directory, 'demo', or a Hugging Face name"
-    )
     served_model_name: str = Field(
         default="", description="the name clients use; empty: taken from --model"
     )
@@ -81,12 +46,7 @@ class Config(Settings):
         default=None, description="write the bound endpoints there as one JSON line once listening"
     )
 
-    # Who may connect.  Paths only: secrets are in files, never in a command line or a variable.
-    keys: Path | None = Field(
-        default=None,
-        description="directory with router.key and authorized_keys, as scripts/keys writes them; "
-        "none: these systemd credentials, if there are any",
-    )
+    # Who may connect.
     api_keys: Path | None = Field(
         default=None,
         description="file with the API keys of clients, one a line; none: the systemd credential "
@@ -111,9 +71,6 @@ class Config(Settings):
     )
 
     # Limits.
-    max_kv_transfer_bytes: int = Field(
-        default=4 * GiB, ge=1, description="largest KV cache of one request that may be handed over"
-    )
     max_waiting: int = Field(default=1024, ge=0, description="requests that may wait for a worker")
     max_running_per_worker: int = Field(
         default=256, ge=1, description="requests placed on one worker at a time; the rest wait here"
@@ -172,27 +129,14 @@ class Config(Settings):
         le=86_400.0,
         description="silence of a client with no request; keep it longer than clients do (5 s)",
     )
-    drain_s: float = Field(
-        default=30.0, ge=0.0, le=3600.0, description="grace for open requests on SIGTERM"
-    )
 
     # Workers of our own.
     local: tuple[NumWorkers, NumWorkers] = Field(
         default=(0, 0), description="P,D: also run P prefill and D decode workers on this machine"
     )
-    executor: str = Field(
-        default="torch", description="of the local workers: torch, hash, module:factory"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="of the local workers"
-    )
     worker_args: str = Field(
         default="",
         description="more flags of the local workers, quoted as for a shell: '--num-blocks 64'",
-    )
-
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="debug shows every frame"
     )
 
     @field_validator("local", mode="wrap")
@@ -237,22 +181,22 @@ class Config(Settings):
 
     @property
     def hosts(self) -> list[str]:
-        """`allowed_hosts` one by one, this machine's name, and the one that HTTP is bound to."""
+        """`allowed_hosts` one by one, this machine's name, and the host that HTTP is bound to."""
         named = [host for each in self.allowed_hosts.split(",") if (host := each.strip())]
         bound, _ = split_endpoint(self.http)
         return [*named, socket.gethostname(), *([] if bound == "*" else [bound])]
 
     @property
     def model_name(self) -> str:
-        """The name clients ask for: `served_model_name`, or the last part of `model`."""
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+        """What clients call the model: `served_model_name`, or the last part of `model`."""
+        return self.served_model_name or super().model_name
 
 
 def split_endpoint(endpoint: str, flag: str = "endpoint") -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT`` or ``tcp://HOST:PORT``; ``ipc://`` is this machine.
+    """Return the host and port of ``HOST:PORT`` or ``tcp://HOST:PORT``; ``ipc://`` is this machine.
 
     Raises:
-        ValueError: It is neither; the message names the flag.
+        ValueError: It is none of these; the message names the flag.
     """
     if endpoint.startswith("ipc://"):
         return "localhost", 0

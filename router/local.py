@@ -1,10 +1,9 @@
 """Workers on this machine as child processes: `--local P,D`.
 
-Each is started, watched, and started again when it dies, with a growing pause.  One that says its
-settings are wrong (exit status 78) is not tried again; one that found its rank taken (75) is, as
-soon as the place is free.  None outlives the router: on shutdown they
-get SIGTERM, then SIGKILL; when the router itself is killed, Linux kills them (PR_SET_PDEATHSIG).
-Their logs go to our stderr.
+Each is started again when it dies, after a pause that grows.  One that ends because its settings
+are wrong (exit status 78) is not started again; one that found its rank taken (75) is, as soon as
+the rank is free.  None outlives the router: at the end they get SIGTERM, then SIGKILL; when the
+router itself is killed, Linux kills them (PR_SET_PDEATHSIG).  Their logs go to our stderr.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from typing import Final
 import structlog
 
 from router.config import Config
-from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
+from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, SharedSettings
 
 log = structlog.get_logger("router")
 
 MIN_PAUSE_S: Final = 0.5
 MAX_PAUSE_S: Final = 30.0
-# A worker that ran this long was healthy: its next death is a new story.
+# After a worker has run for this long, the pause is short again.
 HEALTHY_S: Final = 60.0
 _PR_SET_PDEATHSIG: Final = 1
 
 
 class LocalWorkers:
-    """The child processes of one router; `bus` is the endpoint that was really bound.
+    """The child processes of one router; `bus` is the endpoint that it has bound.
 
-    `is_free(role, rank)` says whether no worker, ours or another, has this place now.
+    `is_free(role, rank)` tells whether no worker, one of ours or another, has this rank now.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class LocalWorkers:
 
     @property
     def pids(self) -> dict[tuple[str, int], int]:
-        """Process ids of those that run, by role and rank."""
+        """The process ids of the workers that run, by role and rank."""
         return {key: process.pid for key, process in self._processes.items()}
 
     def start(self) -> None:
@@ -66,7 +65,7 @@ class LocalWorkers:
                 self._tasks.append(asyncio.create_task(self._look_after(role, rank)))
 
     async def stop(self, grace_s: float) -> None:
-        """Ask all to end, kill who is left after `grace_s`, and return when none is there."""
+        """Ask all workers to end, kill those left after `grace_s`, and return when all are gone."""
         self._is_stopping = True
         for process in self._processes.values():
             _signal(process, signal.SIGTERM)
@@ -111,7 +110,7 @@ class LocalWorkers:
         log.info("the rank is free again", worker=name)
 
     async def _run(self, role: str, rank: int) -> int:
-        # A session of its own: Ctrl-C reaches the router only, which then drains in order.
+        # In a session of its own: Ctrl-C reaches only the router, which then ends its workers.
         process = await asyncio.create_subprocess_exec(
             *command(self._config, self._bus, role, rank),
             stdin=asyncio.subprocess.DEVNULL,
@@ -121,7 +120,7 @@ class LocalWorkers:
         )
         self._processes[role, rank] = process
         log.info("local worker started", worker=f"{role}-{rank}", pid=process.pid)
-        if self._is_stopping:  # It came up while the others were asked to end.
+        if self._is_stopping:  # `stop` has signalled the others already.
             _signal(process, signal.SIGKILL)
         try:
             return await process.wait()
@@ -130,28 +129,17 @@ class LocalWorkers:
 
 
 def command(config: Config, bus: str, role: str, rank: int) -> list[str]:
-    """Return the command line of one local worker; `worker_args` come last and so win."""
-    settings = {
-        "role": role,
-        "rank": rank,
-        "router": bus,
-        "model": config.model,
-        "executor": config.executor,
-        "device": config.device,
-        "max_kv_transfer_bytes": config.max_kv_transfer_bytes,
-        "drain_s": config.drain_s,
-        "log_level": config.log_level,
-    }
-    if config.keys is not None:
-        settings["keys"] = config.keys.resolve()
+    """Return the command line of one local worker; `worker_args` come last, so that they win."""
+    shared = config.model_dump(include={*SharedSettings.model_fields}, exclude_none=True)
+    settings = {"role": role, "rank": rank, "router": bus, **shared}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     return [sys.executable, "-m", "worker", *flags, *shlex.split(config.worker_args)]
 
 
 def environment(ours: os._Environ[str] | dict[str, str]) -> dict[str, str]:
-    """Return a worker's environment: ours without the router's own settings.
+    """Return the environment of a worker: ours, without the variables that set up the router.
 
-    The directory of this package comes first on its path, so that it runs the same release.
+    Its path for imports begins with ours, so that it runs the same release.
     """
     dropped = {f"BATON_{name.upper()}" for name in Config.model_fields}
     kept = {name: value for name, value in ours.items() if name.upper() not in dropped}
@@ -161,7 +149,7 @@ def environment(ours: os._Environ[str] | dict[str, str]) -> dict[str, str]:
 
 
 def _die_with(parent: int) -> Callable[[], None] | None:
-    """Return what a child calls before it becomes the worker, so that it cannot outlive us."""
+    """Return what a child calls before it becomes a worker, so that it cannot outlive us."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

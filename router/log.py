@@ -1,7 +1,7 @@
-"""The one line that the log has of a request, over HTTP and raw TCP alike: what its ends add up to.
+"""What the one line of the log about a request says, over HTTP and raw TCP alike.
 
-An HTTP request may have several choices, each a request of its own inside the router; a raw TCP
-request has one.  Nothing of prompts or texts is in it.  Pure.
+An HTTP request may have several choices, each of which is a request of its own inside the router; a
+raw TCP request is one.  No prompt and no text is in the log.  Pure.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from router.core.request import RequestEnd
 
 
 def facts(ends: Sequence[RequestEnd]) -> dict[str, int | float]:
-    """Return what requests that belong together came to.
+    """Return the figures of requests that belong together, from how they ended.
 
-    Counts are sums; `attempts` and the times, in seconds, are those of the worst.  What no
-    request got as far as is left out.
+    Counts are summed up; of `attempts` and of the times, in seconds, the largest counts.  A time
+    that no request got as far as is left out.
     """
     if not ends:
         return {}

@@ -1,8 +1,8 @@
 """GET /metrics: what the router measures, for Prometheus.
 
-Names, units and labels are as `wire.process.exposition` has them.  What the core knows anyway
-(fleet, queues, dropped frames) is read when it is asked for; what happens is counted as it happens,
-per token in a few plain list operations instead of a library call.
+How series are named is said in `wire.process.exposition`.  What the core counts anyway (workers,
+queues, dropped frames) is read when Prometheus asks.  The rest is counted as it happens; tokens in
+a few plain list operations, for a call of the library would take longer.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from router.core.cluster import Counts
-from router.core.fleet import Fleet
+from router.core.fleet import Fleet, WorkerState
 from router.core.request import RequestEnd
-from router.core.worker import WorkerState
 from wire.errors import ErrorCode
 from wire.frames import Role
 from wire.process.exposition import Distribution, frames, gauge, tally
 from wire.traffic import Traffic
 
-# From a small model on one machine to a large one over a slow network.
+# Bounds of histograms, in seconds: from a small model on one machine to a large one far away.
 FIRST_TOKEN_S: Final = (
     0.001,
     0.005,
@@ -90,12 +89,12 @@ REQUEST_S: Final = (
     600,
 )
 
-# Finish reasons come from workers: whatever else one says is "other", so that labels stay bounded.
+# Finish reasons come from workers; what is none of these counts as "other", so that labels are few.
 OUTCOMES: Final = frozenset({"stop", "length", *(code.label for code in ErrorCode)})
 
 
 class CoreCounts(Counts, Protocol):
-    """What of `router.core.dispatcher.Dispatcher` is read when /metrics is asked for."""
+    """The part of `router.core.dispatcher.Dispatcher` that is read here."""
 
     rejected: Tally[str]
 
@@ -107,12 +106,12 @@ class CoreCounts(Counts, Protocol):
 
 
 class Metrics:
-    """The router's registry.  Observes the ends of requests (`router.core.state.Observer`)."""
+    """All series of the router.  One of `Dispatcher.observers`: it hears of every end."""
 
     def __init__(
         self, fleet: Fleet, core: CoreCounts, planes: Mapping[str, Traffic] | None = None
     ) -> None:
-        # They would double the series, and nobody reads them.
+        # The *_created series: they would be as many again, and nobody reads them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._http = Counter(
@@ -139,7 +138,7 @@ class Metrics:
             "How late the last timer of the event loop was.",
             registry=self._registry,
         )
-        # Resident memory moves with the allocators; these are what somebody holds.
+        # These grow when something leaks; resident memory grows and shrinks for other reasons, too.
         self.tasks = Gauge("baton_tasks", "Asyncio tasks of the router.", registry=self._registry)
         blocks = Gauge(
             "baton_python_blocks",
@@ -181,11 +180,11 @@ class Metrics:
             self._kv_seconds.observe(end.kv_seconds)
 
     def on_response(self, endpoint: str, outcome: str) -> None:
-        """Count an HTTP request; both labels come from fixed sets."""
+        """Count an HTTP request; there are few endpoints and outcomes, as labels must be."""
         self._http.labels(endpoint, outcome).inc()
 
     def on_tokens(self, gap_s: float, num_tokens: int) -> None:
-        """Count tokens of one stream that came together, `gap_s` after those before them."""
+        """Count tokens of one stream that came together, `gap_s` after the ones before."""
         self._token.observe(gap_s / num_tokens, num_tokens)
 
     def on_slow_client(self) -> None:
@@ -193,11 +192,11 @@ class Metrics:
         self._slow_clients.inc()
 
     def on_lag(self, lag_s: float) -> None:
-        """Note how late a timer was."""
+        """Take how late a timer of the event loop was."""
         self._lag.set(lag_s)
 
     def render(self) -> bytes:
-        """Return the text exposition."""
+        """Return all series in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:

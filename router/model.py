@@ -15,10 +15,10 @@ class _Model(msgspec.Struct):
 
 
 def vocab_size(model_path: Path) -> int | None:
-    """Return how many tokens the model has; None where config.json does not say.
+    """Return how many different tokens the model knows; None if config.json does not say.
 
     Raises:
-        ModelError: It is no such file; the message names it.
+        ModelError: The file cannot be read as such; the message names it.
     """
     path = model_path / "config.json"
     if not path.is_file():

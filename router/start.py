@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 
 from router.app import serve
-from router.config import WORKER_SETTINGS, Config
+from router.config import Config
 from wire.checkpoint import ModelError, check_files, check_weights
 from wire.errors import WireError
 from wire.model import fingerprint, locate
@@ -18,7 +18,7 @@ log = structlog.get_logger("router")
 
 def start(argv: list[str]) -> int:
     """Run to the end and return the exit status; 78 when the settings cannot work."""
-    config = parse(Config, argv, also_known=WORKER_SETTINGS)
+    config = parse(Config, argv, beside="worker.config")
     configure(config.log_level)
     try:
         path = locate(config.model)
@@ -35,7 +35,7 @@ def start(argv: list[str]) -> int:
 
 
 def has_own_weights(config: Config) -> bool:
-    """Whether local workers will load this model's weights into our own transformer."""
+    """Tell whether local workers will load this model's weights, which a plug-in may not need."""
     return (
         any(config.local) and config.executor == "torch" and "--executor" not in config.worker_args
     )

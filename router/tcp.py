@@ -1,9 +1,9 @@
-"""The raw TCP face: clients speak the router's side of the protocol.  SPEC 2.2, 7.
+"""Raw TCP: clients that speak the router's side of the protocol.  SPEC 2.2, 7.
 
-Ids are the connection's own; each open one maps to a handle of `Dispatcher`.  A connection that
-ends takes its requests with it.  Where API keys are configured, a connection begins with a HELLO
-that carries one, and ends at the next request after the key was revoked.  Bytes, rates and buffers
-are `wire.aio.tcp`'s business.
+A client chooses the request ids of its connection; each open one stands for a handle of
+`Dispatcher`.  When a connection ends, its requests are cancelled.  Where the router asks for API
+keys, a connection begins with a HELLO that has one, and ends at the first request after that key
+was revoked.  Reading and writing, their limits and buffers are in `wire.aio.tcp`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ from wire.traffic import Traffic
 
 log = structlog.get_logger("router")
 
-# Frames that crossed an end on the way must find its session; more than can be under way.
+# Requests that ended lately are remembered, for frames that the client sent before it heard of the
+# end; so many of one connection.
 MAX_ENDED: Final = 1024
-# A client that has not said who it is gets room for saying it.
+# Bytes that a client may send before its HELLO was accepted.
 MAX_HELLO_BYTES: Final = 4096
-# What a client is told to wait before it asks again: about one placement round.
+# After how long a client may ask again, as it is told: by then, others may have ended.
 RETRY_AFTER_S: Final = 1.0
 RETRYABLE: Final = frozenset(
     {ErrorCode.OVERLOADED, ErrorCode.NO_WORKER, ErrorCode.DRAINING, ErrorCode.OUT_OF_BLOCKS}
@@ -84,7 +85,7 @@ async def serve_clients(
 
 
 class Client:
-    """One connection: the requests open on it, and the sessions of those that ended lately."""
+    """One connection: the requests open on it, and those that ended lately."""
 
     def __init__(
         self,
@@ -113,8 +114,8 @@ class Client:
         """Take a frame of the client.
 
         Raises:
-            RemoteProtocolError: It broke the protocol; the connection ends.
-            WireError: UNAUTHORIZED; so does it then.
+            RemoteProtocolError: The client broke the protocol; the connection ends.
+            WireError: UNAUTHORIZED; the connection ends, too.
         """
         frame = message.frame
         is_first, self._has_begun = not self._has_begun, True
@@ -153,13 +154,13 @@ class Client:
             raise WireError(ErrorCode.UNAUTHORIZED, "this API key is not valid")
 
     def on_closed(self, error: Exception | None) -> None:
-        """Cancel everything: there is no one left to answer."""
+        """Cancel every request: there is nobody to answer."""
         requests, self._open = self._open, {}
         for request in requests.values():
             self._dispatcher.cancel(request.handle)
 
     def end(self, request_id: int) -> None:
-        """The terminal frame of a request was sent, or its CANCEL came."""
+        """Close a request: its last frame is about to be sent, or its CANCEL came."""
         request = self._open.pop(request_id, None)
         if request is not None:
             self._ended[request_id] = request.session
@@ -199,7 +200,7 @@ class Client:
         request.handle = self._dispatcher.submit(asked, request)
 
     def _on_decode_request(self, frame: DecodeRequest) -> None:
-        # SPEC 4.5: the prompt and options of PREFILL_REQUEST hold, whatever comes along here.
+        # SPEC 4.5: the prompt and options are those of PREFILL_REQUEST; a payload here is not read.
         request = self._open.get(frame.request_id)
         if request is not None:
             request.session.on(Tag.DECODE_REQUEST, Direction.REQUEST)
@@ -220,7 +221,7 @@ class Client:
 
 
 class ClientRequest:
-    """One open request of a client: the sink that writes frames with the client's own id."""
+    """One open request of a client: the sink that answers with frames under the client's own id."""
 
     def __init__(self, request_id: int, connection: Connection, client: Client) -> None:
         self.session = Session(Direction.RESPONSE)
@@ -230,7 +231,7 @@ class ClientRequest:
         self._client = client
 
     def refuse(self, error: WireError) -> None:
-        """It was not accepted: the line of the log is all there is of it."""
+        """Answer and log a request that was not accepted; `on_end` logs the others."""
         self._note(error.code.label)
         self.on_error(error)
 

@@ -110,7 +110,7 @@ class Ours:
             num_blocks=blocks,
             block_size=BLOCK_SIZE,
             max_ubatch_tokens=2048,
-            enable_prefix_cache=False,
+            prefix_cache=False,
         )
         self.overhead_ms: dict[int, float] = {}
         self._ids = 0

@@ -13,10 +13,10 @@ from wire.errors import WireError
 from wire.model import fingerprint, locate
 from wire.process.lifetime import Stop, run, slow_start
 from wire.process.log import configure
-from wire.process.settings import parse
-from worker.app import EXIT_CONFIG, Worker
+from wire.process.settings import EX_CONFIG, parse
+from worker.app import Worker
 from worker.assembly import check_speculation
-from worker.config import ROUTER_SETTINGS, Config
+from worker.config import Config
 from worker.engine.thread import is_computing
 from worker.executor.contract import Executor
 from worker.executor.registry import create
@@ -84,7 +84,7 @@ async def serve(config: Config, executor: Executor, draft: Executor | None, stop
             worker = Worker(config, executor, draft=draft)
         except ValueError as error:  # of the constructor only: one of `run` is a bug
             log.error("cannot serve with these settings", reason=str(error))
-            return EXIT_CONFIG
+            return EX_CONFIG
         return await worker.run(stop)
     except OSError as error:  # the address may be free when the worker is started again
         log.error("cannot bind or connect", reason=str(error))
@@ -92,7 +92,7 @@ async def serve(config: Config, executor: Executor, draft: Executor | None, stop
 
 
 def main() -> int:
-    config = parse(Config, sys.argv[1:], also_known=ROUTER_SETTINGS)
+    config = parse(Config, sys.argv[1:], beside="router.config")
     lines = configure(config.log_level)
     log.info("loading", model=config.model, executor=config.executor)
     try:
@@ -101,11 +101,11 @@ def main() -> int:
             draft = load_draft(config, executor)
     except (WireError, ValueError) as error:
         log.error("cannot serve this model", reason=str(error))
-        return EXIT_CONFIG
+        return EX_CONFIG
     except Exception as error:  # a plug-in's own, or a file that is not what it should be
         reason = f"{type(error).__name__}: {error}"
         log.exception("the executor failed to load", executor=config.executor, reason=reason)
-        return EXIT_CONFIG
+        return EX_CONFIG
     status = run(lambda stop: serve(config, executor, draft, stop))
     if is_computing():
         # Told to stop in its warmup.  Python itself cannot end under a thread that computes: it

@@ -22,7 +22,7 @@ from wire.process.api_keys import open_api_keys
 from wire.process.keys import open_keys
 from wire.process.lifetime import Stop, extend_start, keep_watchdog, notify
 from wire.process.scrape import ScrapePort
-from wire.process.settings import EX_TEMPFAIL
+from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
 from worker.assembly import make_engine
 from worker.config import Config
 from worker.counted import CountedConnect, CountedPlane
@@ -44,7 +44,6 @@ TICK_S: Final = 0.1
 # Between heartbeats while one cannot hold all that the prefix cache has to tell.
 REST_S: Final = 0.1
 EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts it
-EXIT_CONFIG: Final = 78  # EX_CONFIG: a restart would not help
 
 
 class Worker:
@@ -156,7 +155,7 @@ class Worker:
                     return EXIT_CRASHED
                 if all(router.state is LinkState.REFUSED for router in self._routers):
                     is_fenced = all(router.is_fenced for router in self._routers)
-                    return EX_TEMPFAIL if is_fenced else EXIT_CONFIG
+                    return EX_TEMPFAIL if is_fenced else EX_CONFIG
                 await self._wait_for_change(stopping)
             return await self._drain()
         finally:

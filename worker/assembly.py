@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import fields
 
 from worker.config import Config
 from worker.engine.draft_model import ModelDrafter
 from worker.engine.engine import Engine
-from worker.engine.speculation import Drafter
+from worker.engine.settings import EngineSettings
 from worker.executor.contract import Executor
 from worker.memory import count_blocks, free_bytes
 
@@ -48,10 +49,11 @@ def make_engine(
         max_ubatch_tokens=config.max_ubatch_tokens,
         free_bytes=free_bytes(config.device),
     )
-    # Who only reads prompts has nothing to guess.
-    speculate: str | Drafter | None = config.speculate if config.role == "decode" else None
+    chosen = config.model_dump(include={field.name for field in fields(EngineSettings)})
+    if config.role == "prefill":
+        chosen["speculate"] = None  # it generates no text whose next tokens one could guess
     if draft is not None:
-        speculate = ModelDrafter(
+        chosen["speculate"] = ModelDrafter(
             draft,
             config.num_drafts,
             num_blocks=num_blocks,
@@ -59,16 +61,5 @@ def make_engine(
             max_ubatch_tokens=config.max_ubatch_tokens,
         )
     return Engine(
-        executor,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_ubatch_tokens=config.max_ubatch_tokens,
-        max_sbatch_sequences=config.max_sbatch_sequences,
-        prefer_pure_decode=config.prefer_pure_decode,
-        dynamic_batching=config.dynamic_batching,
-        enable_prefix_cache=config.prefix_cache,
-        ageing_s=config.ageing_s,
-        swap_bytes=config.swap_bytes,
-        speculate=speculate,
-        clock=clock,
+        executor, num_blocks=num_blocks, block_size=config.block_size, clock=clock, **chosen
     )

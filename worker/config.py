@@ -11,43 +11,14 @@ from pydantic import Field, field_validator, model_validator
 
 from wire.payloads import Endpoint
 from wire.process.keys import credential
-from wire.process.settings import Settings
-from worker.engine.sequence import MAX_DRAFTS
-from worker.engine.speculation import checked
+from wire.process.settings import SharedSettings
 
 MIB: Final = 1 << 20
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
 WILDCARD_HOSTS: Final = ("*", "0.0.0.0", "[::]")
-# Settings of a router only: one file of variables may serve every process of a machine.
-ROUTER_SETTINGS: Final = (
-    "served_model_name",
-    "http",
-    "tcp",
-    "bus",
-    "ready_file",
-    "tls_cert",
-    "tls_key",
-    "max_waiting",
-    "max_running_per_worker",
-    "max_connections",
-    "max_requests_per_connection",
-    "max_attempts",
-    "max_body_bytes",
-    "allowed_origins",
-    "allowed_hosts",
-    "stall_ms",
-    "heartbeat_ms",
-    "lease_ms",
-    "queue_timeout_ms",
-    "deadline_ms",
-    "grace_s",
-    "idle_s",
-    "local",
-    "worker_args",
-)
 
 
-class Config(Settings):
+class Config(SharedSettings):
     """A worker: reads prompts (prefill) or generates from them (decode), as a router asks."""
 
     role: Literal["prefill", "decode"] = Field(
@@ -60,13 +31,6 @@ class Config(Settings):
         default=("tcp://127.0.0.1:5570",),
         min_length=1,
         description="bus endpoints of the routers to serve",
-    )
-    model: str = Field(
-        default="demo", description="a directory, 'demo', or a name on the Hugging Face hub"
-    )
-    executor: str = Field(default="torch", description="torch, hash or module:factory")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="where the model runs"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
@@ -107,8 +71,8 @@ class Config(Settings):
     )
     speculate: str = Field(
         default="",
-        description=f"draft up to K tokens a step, {MAX_DRAFTS} at most: ngram:K from the text so "
-        "far, draft:K:MODEL with a smaller model of the same tokenizer (a decode worker loads it); "
+        description="draft up to K tokens a step, 64 at most: ngram:K from the text so far, "
+        "draft:K:MODEL with a smaller model of the same tokenizer (a decode worker loads it); "
         "empty: off",
     )
     kv_bind: str = Field(
@@ -117,11 +81,6 @@ class Config(Settings):
     kv_advertise: str = Field(
         default="",
         description="the KV endpoint that others should connect to; empty is the bound one",
-    )
-    max_kv_transfer_bytes: int = Field(
-        default=4096 * MIB,
-        ge=1,
-        description="largest KV cache of one request that may be transferred",
     )
     segment_bytes: int = Field(
         default=2 * MIB, ge=1 * MIB, le=4 * MIB, description="size of a KV segment on the wire"
@@ -142,14 +101,6 @@ class Config(Settings):
         le=3600,
         description="how long KV is kept for a peer that says nothing; 0 is what the router says",
     )
-    drain_s: float = Field(
-        default=30.0, ge=0, le=3600, description="time to finish work after SIGTERM"
-    )
-    keys: Path | None = Field(
-        default=None,
-        description="directory with <role>-<rank>.key and authorized_keys, as scripts/keys writes "
-        "them; none: these systemd credentials, if there are any",
-    )
     metrics: str = Field(
         default="",
         description="HOST:PORT of a /metrics of this worker's own; empty: none",
@@ -162,9 +113,6 @@ class Config(Settings):
     insecure: bool = Field(
         default=False,
         description="allow --kv-bind and --metrics beyond this machine without keys",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least level"
     )
     hash_step_ms: float = Field(
         default=0.0, ge=0, le=60_000, description="hash executor: time of a step"
@@ -200,6 +148,9 @@ class Config(Settings):
     def _check_speculate(cls, setting: str) -> str:
         found = fullmatch(r"ngram:([0-9]+)|draft:([0-9]+):.+", setting)
         if found is not None:
+            # Here: a router looks at this declaration too, and should not load an engine for it.
+            from worker.engine.speculation import checked
+
             checked(int(found[1] or found[2]))
         elif setting:
             raise ValueError("neither ngram:K nor draft:K:MODEL")
@@ -249,11 +200,6 @@ class Config(Settings):
     def party(self) -> str:
         """Whose key this worker has."""
         return f"{self.role}-{self.rank}"
-
-    @property
-    def model_name(self) -> str:
-        """The last part of `model`, which is what clients call it by default."""
-        return self.model.rstrip("/").rpartition("/")[2]
 
     @property
     def draft_model(self) -> str | None:

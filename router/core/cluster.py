@@ -1,4 +1,4 @@
-"""GET /v1/cluster and the readiness of the router: the fleet as JSON."""
+"""What one can see of the workers: `GET /v1/cluster`, and whether the router is ready."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any, Final, Protocol
 
 import structlog
 
-from router.core.fleet import Fleet
-from router.core.worker import Worker
+from router.core.fleet import Fleet, Worker
 from wire.frames import Role
 from wire.payloads import Load
 
 log = structlog.get_logger("router")
 
-# A person who looks at the log sees soon enough what is missing, and a log is not flooded.
+# Between two lines that say what is missing: soon enough for a person, few enough for a log.
 AGAIN_S: Final = 10.0
 
 
 class Counts(Protocol):
-    """What of `router.core.dispatcher.Dispatcher` is used here."""
+    """The part of `router.core.dispatcher.Dispatcher` that is used here."""
 
     @property
     def num_running(self) -> int: ...
@@ -31,10 +30,10 @@ class Counts(Protocol):
 
 
 def cluster(fleet: Fleet, dispatcher: Counts, now: float) -> dict[str, Any]:
-    """Return every worker, prefill first, and the router's own requests.
+    """Return every worker as JSON, prefill workers first, and how many requests the router has.
 
-    What is said of a worker is from its last heartbeat, `last_seen_s` seconds before `now`, but for
-    `placed`: what this router has there at this moment.
+    The figures of a worker are those of its last heartbeat, `last_seen_s` seconds before `now`;
+    only `placed`, the attempts that this router has there, is of this moment.
     """
     workers = sorted(fleet, key=lambda worker: (worker.role, worker.rank))
     return {
@@ -66,7 +65,7 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
 
 
 def unready(fleet: Fleet, *, is_draining: bool) -> list[str]:
-    """Return why requests cannot be served now; nothing when they can."""
+    """Return the reasons why requests cannot be served now; none if they can."""
     reasons = [
         f"no {role.name.lower()} worker is ready" + _others(fleet, role)
         for role in (Role.PREFILL, Role.DECODE)
@@ -76,11 +75,8 @@ def unready(fleet: Fleet, *, is_draining: bool) -> list[str]:
 
 
 class Readiness:
-    """Which line the log gets: that the router waits, and for what, every `AGAIN_S`; or that it is
-    ready, once each time.
-
-    `try_this` is a command that asks for a completion.
-    """
+    """Writes to the log that the router is ready, each time it becomes so, with a command to try;
+    or, every `AGAIN_S`, what it waits for."""
 
     def __init__(self, try_this: str) -> None:
         self._ready = f"ready; try {try_this}"
@@ -88,14 +84,14 @@ class Readiness:
         self._next_at = 0.0
 
     def on_look(self, reasons: Sequence[str], now: float) -> None:
-        """Take what `unready` says; call it about once a second."""
+        """Take the reasons that `unready` returned; call it about once a second."""
         if not reasons:
             if not self._is_ready:
                 log.info(self._ready)
             self._is_ready = self._has_been_ready = True
         elif self._is_ready or now >= self._next_at:
             self._is_ready, self._next_at = False, now + AGAIN_S
-            # Every start begins so: nothing to worry about.
+            # At the start this is no reason for a warning: the workers are about to come.
             note = log.warning if self._has_been_ready else log.info
             note("waiting for workers", reasons=list(reasons))
 

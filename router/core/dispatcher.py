@@ -3,12 +3,14 @@
     WAITING -> PREFILL -> (HELD ->) DECODE
     any of them -> done | error | cancelled
 
-The faces submit and cancel, the bus passes on what workers say (`router.core.replies`), sinks hear
-of it.  Ending is one function, `_end`: whatever comes first takes the request off the books, and
-whatever comes later finds nothing.  A failed attempt is followed by another that goes on at the
-next token (`router.core.failover`), or ends its request; that too is one function, `fail_attempt`.
-Pure: it sends through a callable and takes its time from an injected clock; `tick` looks for what
-is overdue.
+HTTP and raw TCP submit and cancel requests, the bus passes on what workers say of them
+(`router.core.replies`), and each request's sink hears what comes of it.  Every end goes through one
+method, `_end`: the first to call it takes the request off the table, and whoever comes later finds
+nothing.  An attempt that failed is followed by another, which goes on at the next token
+(`router.core.failover`), or the request ends: that is one method too, `fail_attempt`.
+
+Pure: it sends through a callable and reads the time from the clock it is given; `tick` looks for
+what is overdue.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import structlog
 from msgspec import structs
 
 from router.core.failover import AGAIN, RetryBudget, at_fault, given_up, pause_s
-from router.core.fleet import Fleet
-from router.core.index import PrefixIndex
+from router.core.fleet import Fleet, Worker, WorkerState
 from router.core.placement import Placement
+from router.core.policy import PrefixIndex
 from router.core.queue import Queue, heaviest_first
 from router.core.replies import Replies
 from router.core.request import Request, Sink
@@ -38,31 +40,28 @@ from router.core.state import (
     new_tokens,
     no_worker,
 )
-from router.core.worker import Worker, WorkerState
 from wire.errors import ErrorCode, PeerLost, WireError
 from wire.frames import AS_MANY_AS_FIT, NO_RANK, Cancel, DecodeRequest, Drain, PrefillRequest, Role
 from wire.parts import Message
 from wire.payloads import Usage, encode_continuation, encode_prompt
 
-__all__ = ["Dispatcher", "Limits", "Observer", "Send"]
-
 log = structlog.get_logger("router")
 
-# A prefilled request keeps its room for this long, whoever waits: a client that answers
-# PREFILL_DONE with DECODE_REQUEST needs one way there and back, be it around the world.  SPEC 7
+# A request whose prompt is read keeps its KV for this long even if others wait: its client answers
+# PREFILL_DONE with DECODE_REQUEST, and both have to travel, perhaps around the world.  SPEC 7.
 HOLD_GRACE_S: Final = 1.0
 
 
 class Dispatcher:
     """Every request of this router.
 
-    `request_ids` name the attempts (`router.core.request_ids`).
+    `request_ids` name the attempts (`router.core.state.RequestIds`).
 
     Attributes:
-        is_draining: Refuses all new requests.
-        rejected: Refused submissions, by the label of their code.
-        failovers: Attempts that were followed by another, by the label of what they failed with.
-        observers: Who hears of every end; append to it.
+        is_draining: Whether new requests are refused.
+        rejected: How many requests `submit` and `check_prompt` refused, by error code.
+        failovers: How many attempts were followed by another, by the error code of the first.
+        observers: Called at every end; append to it.
     """
 
     def __init__(
@@ -88,7 +87,8 @@ class Dispatcher:
         self._open: dict[int, RequestState] = {}  # by handle
         self._attempts: dict[int, Attempt] = {}  # by request id
         self._waiting = Queue()
-        self._resting: list[tuple[float, RequestState]] = []  # until when, before another attempt
+        # Requests that pause before another attempt, and until when.
+        self._resting: list[tuple[float, RequestState]] = []
 
         self.rejected: Counter[str] = Counter()
         self.failovers: Counter[str] = Counter()
@@ -101,16 +101,16 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait: for a worker with room, or to be tried again."""
+        """Requests that wait for a worker with room, or to be tried again."""
         return len(self._open) - len(self._attempts)
 
     @property
     def dropped(self) -> Counter[str]:
-        """Frames of workers that changed nothing, by the reason."""
+        """How many frames of workers were dropped, by reason."""
         return self._replies.dropped
 
     def check_prompt(self, num_tokens: int) -> None:
-        """Refuse a prompt that no worker takes, before its ids are read.
+        """Refuse a prompt that is too long for every worker, before its token ids are decoded.
 
         Raises:
             WireError: CONTEXT_LENGTH_EXCEEDED.
@@ -122,10 +122,10 @@ class Dispatcher:
             raise
 
     def submit(self, request: Request, sink: Sink) -> int:
-        """Accept a request and return its handle; `sink` hears of it from now on.
+        """Accept a request and return its handle; `sink` hears what comes of it.
 
         Raises:
-            WireError: It was refused; no worker has seen it and `sink` hears nothing.
+            WireError: It was refused; no worker has seen it, and `sink` hears nothing.
         """
         now = self._clock()
         deadline_ms = request.options.deadline_ms
@@ -150,7 +150,7 @@ class Dispatcher:
         return state.handle
 
     def decode(self, handle: int, max_new_tokens: int) -> None:
-        """The client of a request without `max_new_tokens` says how many it wants; once."""
+        """Take how many tokens a client wants that did not say so in its request; only once."""
         state = self._open.get(handle)
         if state is None or state.is_decode_asked:
             return
@@ -168,7 +168,7 @@ class Dispatcher:
         self._place_waiting()
 
     def stop(self, handle: int) -> None:
-        """End a request whose client has all it asked for, a stop string came: a success."""
+        """End a request well because a stop string came; its sink hears only `on_end`."""
         state = self._open.get(handle)
         if state is not None:
             usage = Usage(finish_reason="stop", kv_bytes=state.kv_bytes)
@@ -176,19 +176,20 @@ class Dispatcher:
             self._place_waiting()
 
     def cancel(self, handle: int, code: ErrorCode = ErrorCode.CANCELLED) -> None:
-        """Drop a request; its sink hears nothing more.  Unknown handles are ignored."""
+        """Drop a request; its sink hears only `on_end`.  An unknown handle is ignored."""
         state = self._open.get(handle)
         if state is not None:
             self._end(state, code)
             self._place_waiting()
 
     def cancel_all(self, code: ErrorCode, message: str) -> None:
-        """End every request with this error: the time to drain is over."""
+        """End every request with this error."""
         for state in list(self._open.values()):
             self._fail(state, WireError(code, message))
 
     def tick(self) -> None:
-        """End what is overdue, and what holds room that others wait for without need of it.
+        """End requests that are overdue, and those that keep KV for a client that does not ask on
+        while others wait for the room.
 
         Call it several times a second.
         """
@@ -200,14 +201,14 @@ class Dispatcher:
         """Take a message of a registered worker.
 
         Raises:
-            RemoteProtocolError: It is none that a worker sends.  What breaks the rules of a single
-                request raises nothing and ends that request.
+            RemoteProtocolError: Workers do not send such messages.  One that breaks the rules for a
+                single request raises nothing: that attempt fails.
         """
         self._replies.on_message(peer, message)
         self._place_waiting()
 
     def on_lost(self, peer: bytes) -> None:
-        """A worker is gone, back anew, or stands still: what was placed on it goes elsewhere."""
+        """A worker is gone, was started anew, or stands still: its requests go elsewhere."""
         self._fail_worker(peer)
         self._place_waiting()
 
@@ -215,18 +216,18 @@ class Dispatcher:
         """A worker joined or freed blocks."""
         self._place_waiting()
 
-    # What replies of workers do to a request.
+    # Called by `router.core.replies`.
 
     def attempt(self, request_id: int) -> Attempt | None:
-        """Return the attempt of this id that is under way; None: it has ended, or never was."""
+        """Return the attempt with this id; None if it has ended, or never was."""
         return self._attempts.get(request_id)
 
     def is_open(self, state: RequestState) -> bool:
-        """Whether the request has not ended yet."""
+        """Tell whether the request has not ended yet."""
         return state.handle in self._open
 
     def go_on(self, state: RequestState) -> None:
-        """The first token is there, or the client asks for the rest: ask for it if both are so."""
+        """Have the rest generated, if the first token is there and the client asks for more."""
         if state.phase is not Phase.HELD or not state.is_decode_asked:
             return
         attempt, num_left = state.attempt, state.num_left
@@ -243,14 +244,14 @@ class Dispatcher:
             )
 
     def finish_early(self, state: RequestState, reason: str) -> None:
-        """End a request well that needs no decoding."""
+        """End a request well whose first token, or the one after a failover, was the last."""
         attempt = state.attempt
         if attempt is not None and attempt.decode is None:
             self.release_prefill(attempt)  # It handed nothing over: it is done.
         self.finish(state, Usage(finish_reason=reason, kv_bytes=state.kv_bytes))
 
     def finish(self, state: RequestState, usage: Usage) -> None:
-        """End a request well; `completion_tokens` is what the client really got."""
+        """End a request well; its usage counts the tokens that the client really got."""
         usage = structs.replace(usage, completion_tokens=len(state.generated))
         if self._end(state, None, usage=usage):
             try:
@@ -259,7 +260,7 @@ class Dispatcher:
                 log.exception("a sink failed", client=state.request.client)
 
     def drop_sink(self, state: RequestState) -> None:
-        """A sink raised: log it (from the except clause) and end its request, and no other."""
+        """End a request whose sink raised, and no other.  Call it where the exception is caught."""
         log.exception("a sink failed", client=state.request.client)
         self._fail(state, WireError(ErrorCode.INTERNAL, "internal error of the router"))
 
@@ -271,13 +272,13 @@ class Dispatcher:
         blamed: Worker | None = None,
         spare: Worker | None = None,
     ) -> None:
-        """An attempt is over: make another one, or end its request with `error`.
+        """Follow a failed attempt by another one, or end its request with `error`.
 
-        Its workers are told to drop it, all but the one to `spare`, which has done so.  The next
-        one is placed elsewhere than on the `blamed`, if it can.
+        Its workers are told to cancel it; `spare` is not, it knows already or is gone.  The next
+        attempt avoids the worker that is `blamed`, if it can.
         """
         state, now = attempt.state, self._clock()
-        if state.num_left == 0:  # The client has every token: only the end was missing.
+        if state.num_left == 0:  # The client has every token; only DECODE_DONE was missing.
             self.finish(state, Usage(finish_reason="length", kv_bytes=state.kv_bytes))
             return
         reason = self._no_retry(state, error, now)
@@ -291,7 +292,7 @@ class Dispatcher:
         self.failovers[error.code.label] += 1
         log.warning("attempt failed, another follows", reason=error.message, code=error.code.label)
         if state.phase is Phase.HELD:
-            return  # The client has not said that it wants more.
+            return  # The client has not asked for more yet; `go_on` will queue it.
         pause = pause_s(state, error)
         if pause:
             state.phase, state.due = Phase.WAITING, state.deadline
@@ -300,19 +301,19 @@ class Dispatcher:
             self._requeue(state)
 
     def release_prefill(self, attempt: Attempt) -> None:
-        """The prefill worker has nothing more to do for this attempt."""
+        """Take the attempt off its prefill worker, which has nothing more to do for it."""
         worker = self._placement.release_prefill(attempt)
         if worker is not None:
             self.let_go(worker)
 
     def release_decode(self, attempt: Attempt) -> None:
-        """The decode worker has nothing more to do for this attempt."""
+        """Take the attempt off its decode worker, which has nothing more to do for it."""
         worker = self._placement.release_decode(attempt)
         if worker is not None:
             self.let_go(worker)
 
     def let_go(self, worker: Worker) -> None:
-        """Echo DRAIN to a draining worker that nothing refers to any more."""
+        """Answer DRAIN, if the worker drains and has no attempt any more: it may go."""
         if worker.state is WorkerState.DRAINING and not worker.attempts:
             self._send(worker.identity, Drain(worker.epoch, 0))
 
@@ -322,8 +323,8 @@ class Dispatcher:
         """Place a request, or let it wait behind those that wait already.
 
         Raises:
-            WireError: It can never be served, or too many are waiting: OVERLOADED, or NO_WORKER if
-                it is a worker that is missing, not its room.
+            WireError: It can never be served; or too many wait already: OVERLOADED, or NO_WORKER if
+                they wait because there is no worker.
         """
         self._placement.check(state, self._clock())
         if self._waiting.is_behind(state) or not self._place(state):
@@ -333,20 +334,20 @@ class Dispatcher:
         self._budget.earn()
 
     def _requeue(self, state: RequestState) -> None:
-        """Let a request without an attempt have another, before those that had none yet."""
+        """Let a request wait for another attempt, before those that had none yet."""
         state.phase = Phase.WAITING
         state.due = min(state.deadline, self._clock() + self._limits.queue_timeout_s)
         self._waiting.add_first(state)
 
     def _place_waiting(self) -> None:
-        """Place what waits while there is room."""
+        """Place requests that wait, while there is room."""
         if self._resting:
             self._wake()
         while (state := self._waiting.first()) is not None and self._place(state):
             self._waiting.remove(state)
 
     def _make_way(self) -> None:
-        """Place what waits, ending what is held without being asked on where there is no room."""
+        """Place requests that wait; for want of room, end those whose client does not ask on."""
         while (state := self._waiting.first()) is not None:
             if self._place(state):
                 self._waiting.remove(state)
@@ -369,9 +370,10 @@ class Dispatcher:
         usage: Usage | None = None,
         spare: Worker | None = None,
     ) -> bool:
-        """Take a request off the table, silently; False when it has ended already.
+        """Take a request off the table and tell its sink and the observers how it ended.
 
-        Its workers are told to drop it, all but the one to `spare`, which has done so.
+        Returns False if it has ended already.  Its workers are told to cancel it; `spare` is not,
+        it knows already or is gone.
         """
         if self._open.pop(state.handle, None) is None:
             return False
@@ -393,13 +395,13 @@ class Dispatcher:
                 log.exception("a sink failed", client=state.request.client)
 
     def _fail_worker(self, peer: bytes) -> None:
-        """Fail every attempt that needs this worker, which is gone or came back anew."""
-        is_back = self._fleet.get(peer) is not None
+        """Fail every attempt on this worker, which is gone, was started anew or stands still."""
+        is_here = self._fleet.get(peer) is not None
         for attempt in tuple(self._attempts.values()):
             for worker in (attempt.prefill, attempt.decode):
                 if worker is not None and worker.identity == peer:
-                    # One that came back still runs its half and is told to stop.
-                    spare = None if is_back else worker
+                    # A worker that is here may still be at work for it, and is told to stop.
+                    spare = None if is_here else worker
                     self.fail_attempt(attempt, PeerLost(worker.name), spare=spare)
                     break
 
@@ -435,7 +437,8 @@ class Dispatcher:
         return [state for state in table if state.is_parked]
 
     def _giving_way(self) -> Iterator[RequestState]:
-        """Yield who gives way, in order: who is parked too long, of the client that holds most."""
+        """Yield the requests that give way, in order: held for too long without DECODE_REQUEST,
+        those of the client that holds most first."""
         parked, limit = self._parked(), self._clock() - HOLD_GRACE_S
         is_late = [state.first_at is not None and state.first_at <= limit for state in parked]
         return heaviest_first(parked, is_late)
@@ -452,9 +455,9 @@ class Dispatcher:
         self._fail(displaced, self._missing_worker(displaced) or overloaded)
 
     def _no_retry(self, state: RequestState, error: WireError, now: float) -> str | None:
-        """Return why there is no further attempt, empty when that needs no words; None: there is.
+        """Return why there is no further attempt, "" if the error says enough; None: there is one.
 
-        The prompt and its answer may have outgrown a limit that the prompt alone was under.
+        The checks of `submit` are made again: with what was generated, the text to read is longer.
         """
         if error.code not in AGAIN:
             return ""

@@ -1,20 +1,20 @@
-"""Whether a failed attempt is made again: for which errors, how often, how soon, at what rate.
+"""Whether a failed attempt is followed by another: for which errors, how often, how soon.
 
-An attempt that failed changed nothing but the tokens the client has already: the next one reads the
-prompt and those tokens anew, under a new request id, and goes on at the next position.  Retries
-cannot pile up on a cluster in trouble: each request has a few, all of them together share a budget
-(the shape of Finagle's: a burst, then a fraction of the traffic).  Pure.
+The next attempt reads the prompt and the tokens that the client has already, under a new request
+id, and goes on at the next token.  Attempts cannot pile up on a cluster in trouble: each request
+has a few, and all requests share a budget (as in Finagle: a burst, then a fraction of the traffic).
+Pure.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from router.core.fleet import Worker
 from router.core.state import Attempt, RequestState
-from router.core.worker import Worker
 from wire.errors import ErrorCode, WireError
 
-# Faults of a worker, of the way between two, or of the moment: another try may go well (SPEC 8).
+# Errors of a worker, of a transfer, or of the moment: another attempt may go well (SPEC 8).
 AGAIN: Final = frozenset(
     {
         ErrorCode.INTERNAL,
@@ -27,15 +27,16 @@ AGAIN: Final = frozenset(
         ErrorCode.UNKNOWN_REQUEST,
     }
 )
-# What a second try earns per request and per second, so that a long calm pays for a lost worker.
+# What the budget of retries earns with each request and each second: what was earned while all went
+# well pays for a lost worker.
 PER_REQUEST: Final = 0.2
 PER_S: Final = 10.0
-# A worker that is gone is not asked again; one that failed gets a pause, twice as long each time.
+# Before another attempt, and twice as long each time; after a lost worker there is none.
 PAUSE_S: Final = 0.1
 
 
 class RetryBudget:
-    """Retries the router may still make: `burst` at most, earned by requests and by time."""
+    """How many retries the router may still make: `burst` at most, earned by requests and time."""
 
     def __init__(self, burst: int, now: float) -> None:
         self._burst = float(burst)
@@ -47,7 +48,7 @@ class RetryBudget:
         self._left = min(self._burst, self._left + PER_REQUEST)
 
     def spend(self, now: float) -> bool:
-        """Take one retry; False when there is none left."""
+        """Take one retry; False if there is none left."""
         self._left = min(self._burst, self._left + PER_S * (now - self._earned_at))
         self._earned_at = now
         if self._left < 1.0:
@@ -72,7 +73,7 @@ def given_up(state: RequestState, error: WireError, reason: str) -> WireError:
 
 
 def at_fault(attempt: Attempt, error: WireError, blamed: Worker | None) -> set[bytes]:
-    """Return whom the next attempt had better not be placed on: a transfer has two ends."""
+    """Return which workers the next attempt should avoid: of a failed transfer, both ends."""
     is_between = error.code is ErrorCode.TRANSFER_FAILED
     workers = (attempt.prefill, attempt.decode) if is_between else (blamed,)
     return {worker.identity for worker in workers if worker is not None}

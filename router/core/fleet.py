@@ -1,48 +1,136 @@
-"""The workers this router knows, by ZeroMQ identity: who may join, who is alive, how loaded.
+"""The workers this router knows: who may join, who is alive, how loaded each is.
 
-A worker joins with HELLO, is placed on from its first HEARTBEAT (which says how many blocks are
-free), is suspect while its beats are late or its steps stand still, drains when it asks to, and is
-lost when its beats stop or its socket closes.  Who has a (role, rank) and is alive keeps it,
-whoever else asks.  What a worker says of itself binds that worker only: no limit of one is a limit
-of all.  Pure: time comes in as an argument, nothing is sent from here.
+A worker joins with HELLO.  It gets requests from its first HEARTBEAT on, which says how many blocks
+are free.  It is suspect, and gets none, while its heartbeats are late or its engine stands still;
+it drains when it asks to, and is lost when its heartbeats stop or its connection closes.  A worker
+that is alive keeps its role and rank, whoever else asks for them.  A limit that a worker states is
+that worker's only, never one of the whole fleet.
+
+Pure: time comes in as an argument, nothing is sent from here.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
 from ipaddress import ip_address
 from typing import Final, NamedTuple
 
-from router.core.worker import Worker, WorkerState
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import NO_RANK, VERSION, Heartbeat, Hello, Role
 from wire.identity import Identity
 from wire.payloads import HelloDetail, KVLayout, Load, PeerDetail
 
-# A peer is dead after this many silent heartbeat intervals (FIELD_NOTES A2).
+# A worker is lost after this many heartbeat intervals of silence.
 MISSED_BEATS: Final = 3
-# One that was silent for this long is not placed on until it is heard again.
+# After this many it gets no more requests until it is heard again.
 SUSPECT_BEATS: Final = 2
-# A worker that died comes back this soon if something supervises it: requests wait for it.
+# A worker that died is back within this time if something restarts it: requests wait for it.
 REJOIN_S: Final = 10.0
-# Lost workers stay listed until their rank comes back; ranks are few, strangers are not trusted.
+# Lost workers are listed until their rank is taken; only the latest, for any rank may be claimed.
 MAX_LOST: Final = 64
 MAX_WORKERS: Final = 4096
 
 
+class WorkerState(StrEnum):
+    """Where a worker is in its life, as `/v1/cluster` shows it."""
+
+    JOINING = "joining"
+    READY = "ready"
+    DRAINING = "draining"
+    SUSPECT = "suspect"
+    LOST = "lost"
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """One worker process: what it said of itself, and what this router has placed on it.
+
+    It is `is_stalled` while its engine stays in one step for too long, though heartbeats come.
+    """
+
+    identity: bytes
+    role: Role
+    rank: int
+    epoch: int
+    detail: HelloDetail
+    last_seen: float
+    state: WorkerState = WorkerState.JOINING
+
+    lost_at: float = 0.0
+    is_stalled: bool = False
+
+    # From its last HEARTBEAT.
+    load: Load | None = None
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+
+    # Placed by this router: the ids of the attempts that involve it; how many of them keep it busy;
+    # the prompt tokens it still has to read.
+    attempts: set[int] = field(default_factory=set)
+    num_active: int = 0
+    prompt_tokens: int = 0
+    # Blocks set aside for attempts by id, and their sum, until a heartbeat counts them as used.
+    promised: dict[int, int] = field(default_factory=dict)
+    promised_blocks: int = 0
+    # Blocks of attempts that were ended to make room, until a heartbeat counts them as free.
+    returning_blocks: int = 0
+    # Attempts that have taken their blocks since the last heartbeat.
+    _settling: set[int] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role.name.lower()}-{self.rank}"
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is WorkerState.READY
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that a new request may have: free or cached, less those set aside for others."""
+        if self.load is None:
+            return 0
+        return self.load.free + self.load.cached - self.promised_blocks
+
+    def promise(self, request_id: int, num_blocks: int) -> None:
+        """Set blocks aside for an attempt, until a heartbeat counts them as used."""
+        self.promised[request_id] = num_blocks
+        self.promised_blocks += num_blocks
+
+    def settle(self, request_id: int) -> None:
+        """The attempt has taken its blocks: the next heartbeat will count them."""
+        if request_id in self.promised:
+            self._settling.add(request_id)
+
+    def unpromise(self, request_id: int) -> None:
+        """Set nothing aside for this attempt any more; idempotent."""
+        self.promised_blocks -= self.promised.pop(request_id, 0)
+        self._settling.discard(request_id)
+
+    def on_load(self, load: Load) -> None:
+        """Take the blocks of a heartbeat, which counts those that attempts took before it."""
+        self.load, self.returning_blocks = load, 0
+        for request_id in tuple(self._settling):
+            self.unpromise(request_id)
+
+
 class Joined(NamedTuple):
-    """A HELLO that was accepted; `replaced` had fallen silent, or is the same worker come again."""
+    """A HELLO that was accepted.  `replaced` had the rank before: a worker that had fallen silent,
+    or this one, which says HELLO again."""
 
     worker: Worker
     replaced: Worker | None
 
 
 class Fleet:
-    """The table of workers.
+    """The table of workers, by ZeroMQ identity.
 
-    `own_max_kv_transfer_bytes` is the router's own setting; an engine that is longer than `stall_s`
-    in one step stands still.
+    `own_max_kv_transfer_bytes` is the router's own limit; a worker whose engine is longer than
+    `stall_s` in one step stands still.
     """
 
     def __init__(
@@ -63,7 +151,7 @@ class Fleet:
         self._lost: OrderedDict[tuple[Role, int], Worker] = OrderedDict()
 
     def __iter__(self) -> Iterator[Worker]:
-        """Every worker that is here, and the lost ones whose rank did not come back."""
+        """Yield every worker that is here, and the lost ones whose rank nobody has now."""
         yield from self._workers.values()
         yield from self._lost.values()
 
@@ -72,11 +160,11 @@ class Fleet:
         return self._workers.get(identity)
 
     def live(self, role: Role) -> list[Worker]:
-        """Workers of a role that are here, in whatever state."""
+        """Return the workers of a role that are here, in whatever state."""
         return [worker for worker in self._workers.values() if worker.role is role]
 
     def expected(self, role: Role, now: float) -> list[Worker]:
-        """Workers of a role that are ready, or will be soon if all goes well."""
+        """Return the workers of a role that are ready, or will be soon if all goes well."""
         lost = (worker for worker in self._lost.values() if now - worker.lost_at <= REJOIN_S)
         return [
             worker
@@ -85,37 +173,37 @@ class Fleet:
         ]
 
     def ready(self, role: Role) -> list[Worker]:
-        """Workers of a role that requests may be placed on."""
+        """Return the workers of a role that requests may be placed on."""
         return [worker for worker in self.live(role) if worker.is_ready]
 
     @property
     def last_max_model_len(self) -> int | None:
-        """`max_model_len`, or what it was when the last worker left; None: none was ever here."""
+        """`max_model_len`, or what it was when the last worker left; None if none was ever here."""
         return self.max_model_len or self._last_max_model_len
 
     @property
     def layout(self) -> KVLayout | None:
-        """The KV layout all workers here share; None while there is no worker."""
+        """The KV layout, which all workers here share; None while there is no worker."""
         return next((worker.detail.layout for worker in self._workers.values()), None)
 
     @property
     def max_kv_transfer_bytes(self) -> int:
-        """Largest KV cache that a worker of each role here takes, within the router's own limit."""
+        """The largest KV cache that a worker of each role takes, within the router's own limit."""
         limits = self._best(lambda detail: detail.max_kv_transfer_bytes)
         return min([self.own_max_kv_transfer_bytes, *limits])
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest sequence in tokens that a worker of each role takes; None while none is here."""
+        """The longest sequence in tokens that a worker of each role takes; None: none is here."""
         return min(self._best(lambda detail: detail.max_model_len), default=None)
 
     @property
     def fence_s(self) -> float:
-        """How long a worker that vanished may still have its rank: then its beats are missed."""
+        """How long a worker that vanished keeps its rank: until it has missed its heartbeats."""
         return MISSED_BEATS * self.heartbeat_s
 
     def peers(self) -> list[PeerDetail]:
-        """The decode workers, for PEERS; draining ones included: transfers may be under way."""
+        """Return the decode workers for PEERS; those that drain too, they may be taking KV in."""
         return [
             PeerDetail(
                 rank=worker.rank,
@@ -131,8 +219,8 @@ class Fleet:
 
         Raises:
             WireError: MISMATCH, FENCED or OVERLOADED; the message says what to fix.
-            RemoteProtocolError: It says it is another than its ZeroMQ identity says, which is what
-                its key was checked against.
+            RemoteProtocolError: It claims to be another worker than its ZeroMQ identity says; and
+                its key was checked against that identity.
         """
         if reason := self._mismatch(hello, detail):
             raise WireError(ErrorCode.MISMATCH, reason)
@@ -154,10 +242,10 @@ class Fleet:
     def heartbeat(
         self, identity: bytes, beat: Heartbeat, load: Load | None, now: float
     ) -> Worker | None:
-        """Note that a worker is alive and how loaded; None when it is unknown.
+        """Note that a worker is alive, and how loaded it is; None if it is unknown.
 
         Raises:
-            RemoteProtocolError: It counts other blocks than it has.
+            RemoteProtocolError: Its blocks do not add up to those it has.
         """
         worker = self._workers.get(identity)
         if worker is None:
@@ -179,14 +267,14 @@ class Fleet:
         return worker
 
     def drain(self, identity: bytes) -> Worker | None:
-        """The worker wants no more placements; None when it is unknown."""
+        """Place nothing more on this worker; None if it is unknown."""
         worker = self._workers.get(identity)
         if worker is not None:
             worker.state = WorkerState.DRAINING
         return worker
 
     def lose(self, identity: bytes, now: float) -> Worker | None:
-        """Take a worker out; None when it is unknown.  One that drained is not listed as lost."""
+        """Take a worker out; None if it is unknown.  One that drained is not listed as lost."""
         self._last_max_model_len = self.last_max_model_len
         worker = self._workers.pop(identity, None)
         if worker is None:
@@ -202,7 +290,7 @@ class Fleet:
         return worker
 
     def overdue(self, now: float) -> list[Worker]:
-        """Workers whose heartbeats stopped; those whose are late become suspect."""
+        """Return the workers whose heartbeats stopped; mark those whose are late as suspect."""
         late = now - SUSPECT_BEATS * self.heartbeat_s
         for worker in self._workers.values():
             if worker.is_ready and worker.last_seen < late:
@@ -211,11 +299,11 @@ class Fleet:
         return [worker for worker in self._workers.values() if worker.last_seen < limit]
 
     def is_free(self, role: Role, rank: int) -> bool:
-        """Whether no worker has this rank."""
+        """Tell whether no worker has this rank."""
         return (role, rank) not in self._ranks
 
     def _fence(self, incumbent: Worker, now: float) -> None:
-        """Refuse another worker the place of one that was heard lately."""
+        """Refuse another worker the rank of one that was heard lately."""
         if now - incumbent.last_seen <= SUSPECT_BEATS * self.heartbeat_s:
             raise WireError(
                 ErrorCode.FENCED,
@@ -224,7 +312,7 @@ class Fleet:
             )
 
     def _best(self, limit: Callable[[HelloDetail], int]) -> list[int]:
-        """Of each role that is here the highest limit: what is over it no worker would take."""
+        """Return for each role that is here the highest limit: over it, no worker could take it."""
         found = [
             [limit(worker.detail) for worker in self.live(role)]
             for role in (Role.PREFILL, Role.DECODE)
@@ -232,7 +320,8 @@ class Fleet:
         return [max(limits) for limits in found if limits]
 
     def _layout_beside(self, role: Role, rank: int) -> KVLayout | None:
-        """The layout of the others: a rank that comes back may bring another one when alone."""
+        """Return the KV layout of all workers but this one, which may come back with another layout
+        if it is the only one."""
         return next(
             (
                 worker.detail.layout
@@ -274,7 +363,7 @@ class Fleet:
 
 
 def _is_reachable(endpoint: str) -> bool:
-    """Whether prefill workers may connect there: no wildcard, no group, a port that exists."""
+    """Tell whether prefill workers can connect there: no wildcard, no multicast, a valid port."""
     if not endpoint.startswith("tcp://"):
         return bool(endpoint)
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")

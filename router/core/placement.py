@@ -1,7 +1,8 @@
-"""Puts requests on workers and takes them off again: admission, choice, and the books.
+"""Puts requests on workers and takes them off again, and keeps count of what is on each worker.
 
-`check` refuses what can never be served, before anything is sent; `place` picks the workers by
-`router.core.policy` and charges them; `release_*` are the only ways off the books.  Pure.
+`check` refuses what can never be served, before anything is sent.  `place` picks two workers
+(`router.core.policy`) and counts the request there; only `release_prefill` and `release_decode`
+take it off again.  Pure.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from router.core.fleet import Fleet
-from router.core.index import PrefixIndex
+from router.core.fleet import Fleet, Worker
 from router.core.policy import (
+    PrefixIndex,
     blocks_to_promise,
     can_ever_fit,
     num_blocks,
@@ -19,14 +20,13 @@ from router.core.policy import (
     pick_prefill,
 )
 from router.core.state import Attempt, Limits, RequestState, no_worker
-from router.core.worker import Worker
 from wire.errors import ErrorCode, TransferTooLarge, WireError
 from wire.frames import Role
 from wire.logprobs import prompt_logprobs_problem
 
 
 class Placement:
-    """Which attempt is on which worker; `request_ids` name the attempts."""
+    """Chooses workers and keeps their counts; `request_ids` name the attempts."""
 
     def __init__(
         self, fleet: Fleet, index: PrefixIndex, *, limits: Limits, request_ids: Iterator[int]
@@ -57,7 +57,7 @@ class Placement:
         problem = prompt_logprobs_problem(seq_len, options.prompt_logprobs)
         if problem is not None:
             raise WireError(ErrorCode.INVALID_REQUEST, problem)
-        # Under the largest length, so that a long prompt is not looked through for nothing.
+        # The length first: a prompt that is too long is not searched for its largest id.
         self.check_length(state)
         if (largest := max(state.request.token_ids)) >= self._vocab_size:
             raise WireError(
@@ -75,7 +75,7 @@ class Placement:
             self._check_role(Role.DECODE, seq_len, now)
 
     def check_length(self, state: RequestState) -> None:
-        """Refuse more tokens than any workers take.
+        """Refuse a request that is longer than any worker takes.
 
         Raises:
             WireError: CONTEXT_LENGTH_EXCEEDED.
@@ -83,7 +83,7 @@ class Placement:
         self.check_tokens(len(state.request.token_ids), 1 + (state.new_tokens or 0))
 
     def check_tokens(self, seq_len: int, wanted: int) -> None:
-        """The same, of a prompt's length and the tokens wanted after it.
+        """Refuse a prompt of `seq_len` tokens with `wanted` after it if no worker takes so many.
 
         Raises:
             WireError: CONTEXT_LENGTH_EXCEEDED.
@@ -97,10 +97,10 @@ class Placement:
             )
 
     def num_that_fit(self, state: RequestState) -> int:
-        """Return how many tokens fit into the model's context after the first.
+        """Return how many tokens after the first the model's context has room for.
 
         Raises:
-            WireError: NO_WORKER; the context's length is not known without one.
+            WireError: NO_WORKER: workers say how long the context is, and there was none yet.
         """
         limit = self._fleet.last_max_model_len
         if limit is None:
@@ -108,7 +108,7 @@ class Placement:
         return max(0, limit - len(state.request.token_ids) - 1)
 
     def place(self, state: RequestState) -> Attempt | None:
-        """Choose workers and charge them; None when there is no room now."""
+        """Choose workers and count an attempt there; None if there is no room now."""
         num_left = state.num_left
         token_ids = state.token_ids
         prefill = pick_prefill(
@@ -142,8 +142,8 @@ class Placement:
     def give_way(self, state: RequestState, parked: Iterable[RequestState]) -> list[RequestState]:
         """Return which of `parked`, taken in this order, must end so that `state` can be placed.
 
-        None of them if that would not help, or if enough have ended already and only the heartbeat
-        is missing that shows it.  The caller ends those that are returned.
+        None of them if that would not help, or if enough have ended already and the next heartbeat
+        will show it.  The caller ends those that are returned.
         """
         seq_len, num_left = len(state.token_ids), state.num_left
         prefills = self._candidates(Role.PREFILL, state)
@@ -156,7 +156,7 @@ class Placement:
         }
         new_tokens = None if num_left is None else num_left - 1
         giving: dict[bytes, list[RequestState]] = {identity: [] for identity in workers}
-        # Blocks that come back at once, since they are but promised, and with a heartbeat.
+        # Blocks that come back: at once if they are only set aside, with a heartbeat if taken.
         promised, held = Counter[bytes](), Counter[bytes]()
 
         def has_room(worker: Worker) -> bool:
@@ -186,7 +186,8 @@ class Placement:
         return []
 
     def _candidates(self, role: Role, state: RequestState) -> list[Worker]:
-        """Ready workers that take so much; who failed it only if no other could ever serve it."""
+        """Return the ready workers whose limits allow this request, without those that failed it
+        unless no other could ever serve it."""
         workers = [worker for worker in self._fleet.ready(role) if _takes(worker, state)]
         if not state.avoided:
             return workers
@@ -199,7 +200,7 @@ class Placement:
         return others or workers
 
     def finish_reading(self, attempt: Attempt) -> None:
-        """PREFILL_DONE came, or never will: the prompt weighs on its worker no more."""
+        """PREFILL_DONE came, or never will: the prefill worker reads this prompt no more."""
         if attempt.is_reading:
             assert attempt.prefill is not None
             attempt.is_reading = False
@@ -209,7 +210,7 @@ class Placement:
                 attempt.decode.settle(attempt.request_id)
 
     def release_prefill(self, attempt: Attempt) -> Worker | None:
-        """Take the attempt off its prefill worker; idempotent; returns that worker."""
+        """Take the attempt off its prefill worker and return that worker; idempotent."""
         worker = attempt.prefill
         if worker is not None:
             self.finish_reading(attempt)
@@ -218,7 +219,7 @@ class Placement:
         return worker
 
     def release_decode(self, attempt: Attempt) -> Worker | None:
-        """Take the attempt off its decode worker; idempotent; returns that worker."""
+        """Take the attempt off its decode worker and return that worker; idempotent."""
         worker = attempt.decode
         if worker is not None:
             worker.attempts.discard(attempt.request_id)
@@ -240,10 +241,10 @@ class Placement:
 
 
 def _takes(worker: Worker, state: RequestState) -> bool:
-    """Whether a request is within what the worker said of itself.
+    """Tell whether a request is within the limits that this worker stated.
 
-    Compared here and not with the least of all, so that one odd worker gets nothing instead of
-    making every request fail.
+    Each worker is asked, not the least limit of all compared: one odd worker gets nothing, instead
+    of making every request fail.
     """
     detail = worker.detail
     kv_bytes = 0 if state.num_left == 1 else len(state.token_ids) * detail.layout.token_bytes

@@ -1,31 +1,94 @@
-"""Where a request goes: the least loaded prefill worker, the decode worker that saves most.
+"""Which workers a request goes to, and which decode worker holds the KV of which prefix.
 
-Prefill: fewest prompt tokens still to be read, then fewest requests.
-Decode: least ``missing prompt tokens + SEQUENCE_COST x requests running there`` among the workers
-with enough blocks.  Pure functions of the fleet and the prefix index; ties go to the lower rank,
-so that a decision can be explained.
+Prefill: the worker with the fewest prompt tokens still to be read, then the fewest requests.
+Decode: the worker with the least ``missing prompt tokens + SEQUENCE_COST x requests there``, among
+those with enough free blocks; missing are the tokens whose KV it does not hold already.  A tie goes
+to more free blocks, then to the lower rank: equal circumstances always give the same choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from router.core.index import PrefixIndex
-from router.core.worker import Worker
+from router.core.fleet import Worker
 from wire.prefix import prefix_hashes
 
-# One more running sequence weighs as much as this many prompt tokens whose KV must be handed over.
-# Each sequence makes every step of its worker longer for as long as it runs; a missing prefix costs
-# once.  At 128 a shared prefix of 1000 tokens draws about 8 requests to its holder before the next
-# goes elsewhere and warms another worker, so a hot prefix cannot pile everything on one worker.
+# Hashes kept of one worker, however many blocks it claims to have: 40 MB of the router's memory.
+MAX_HELD: Final = 1 << 18
+# One more request on a worker weighs as much as this many prompt tokens whose KV has to be sent.
+# A request slows every step of its worker for as long as it runs; a missing prefix costs only once.
+# At 128 a shared prefix of 1000 tokens draws about 8 requests to the worker that holds it; the next
+# goes elsewhere, and then two workers hold it: no prefix can pile every request on one worker.
 SEQUENCE_COST: Final = 128
-# Tokens a request is taken to generate when it does not say (raw TCP before DECODE_REQUEST).
+# Taken as the length of the answer while a raw TCP client has not said it in DECODE_REQUEST.
 UNKNOWN_NEW_TOKENS: Final = 256
 
 
+class PrefixIndex:
+    """Which decode worker holds the KV of which prefix, as far as the router knows.
+
+    For each worker a set of prefix hashes (`wire.prefix`), the least recently used first, and never
+    more than the worker has blocks, or `max_held`.  Heartbeats say what was stored and evicted; and
+    what a request will store is added when it is placed, for the equal prompts that come before the
+    next heartbeat.  A wrong entry costs a transfer but never a wrong answer: the decode worker
+    itself says what it holds.
+    """
+
+    def __init__(self, max_held: int = MAX_HELD) -> None:
+        self._max_held = max_held
+        self._held: dict[bytes, OrderedDict[int, None]] = {}
+        self._capacity: dict[bytes, int] = {}
+
+    def add(self, identity: bytes, num_blocks: int) -> None:
+        """Begin with a worker that has this many blocks and holds nothing yet."""
+        self._held[identity] = OrderedDict()
+        self._capacity[identity] = min(num_blocks, self._max_held)
+
+    def remove(self, identity: bytes) -> None:
+        """Forget a worker; idempotent."""
+        self._held.pop(identity, None)
+        self._capacity.pop(identity, None)
+
+    def size(self, identity: bytes) -> int:
+        """Return how many hashes are kept of a worker: never more than it has blocks."""
+        return len(self._held.get(identity, ()))
+
+    def store(self, identity: bytes, hashes: Sequence[int]) -> None:
+        """The worker holds these blocks, or will soon: those of one prompt, in order."""
+        held = self._held.get(identity)
+        if held is None:
+            return
+        # Backwards, so that the last block is forgotten first: without the first, none can be used.
+        for value in reversed(hashes):
+            held[value] = None
+            held.move_to_end(value)
+        for _ in range(len(held) - self._capacity[identity]):
+            held.popitem(last=False)
+
+    def evict(self, identity: bytes, hashes: Iterable[int]) -> None:
+        """The worker does not hold these blocks any more."""
+        held = self._held.get(identity)
+        if held is None:
+            return
+        for value in hashes:
+            held.pop(value, None)
+
+    def longest(self, identity: bytes, hashes: Sequence[int]) -> int:
+        """Return how many blocks the worker holds, counted from the first of this prompt."""
+        held = self._held.get(identity)
+        if not held:
+            return 0
+        for count, value in enumerate(hashes):
+            if value not in held:
+                return count
+        return len(hashes)
+
+
 class DecodeChoice(NamedTuple):
-    """A decode worker, the blocks to promise there, and the prompt tokens it holds already."""
+    """A decode worker, the blocks to set aside there, the prompt tokens whose KV it holds already,
+    and the prefix hashes of the whole prompt."""
 
     worker: Worker
     num_blocks: int
@@ -34,25 +97,25 @@ class DecodeChoice(NamedTuple):
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold this many tokens."""
+    """Return how many blocks this many tokens take."""
     return -(-num_tokens // block_size)
 
 
 def can_ever_fit(worker: Worker, num_tokens: int) -> bool:
-    """Whether an empty worker could hold this many tokens and one more."""
+    """Tell whether the worker, were it empty, could hold this many tokens and one more."""
     detail = worker.detail
     return num_tokens < min(detail.num_blocks * detail.block_size, detail.max_model_len + 1)
 
 
 def blocks_to_promise(worker: Worker, num_tokens: int, max_new_tokens: int | None) -> int:
-    """Blocks that a decode worker must have to spare for a prompt and what follows it."""
+    """Return how many free blocks a decode worker needs for a prompt and its answer."""
     new_tokens = UNKNOWN_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     detail = worker.detail
     return min(num_blocks(num_tokens + new_tokens, detail.block_size), detail.num_blocks)
 
 
 def pick_prefill(workers: Sequence[Worker], num_tokens: int, max_running: int) -> Worker | None:
-    """Return the prefill worker with the least left to read; None when none has room now."""
+    """Return the prefill worker with the least left to read; None if none has room now."""
     candidates = [
         worker
         for worker in workers
@@ -68,10 +131,10 @@ def pick_decode(
     index: PrefixIndex,
     max_running: int,
 ) -> DecodeChoice | None:
-    """Return the decode worker to hand this prompt to; None when none has room now.
+    """Return the decode worker that gets the KV of this prompt; None if none has room now.
 
-    A request that could outgrow a whole worker is let in when that worker has all its blocks to
-    spare: most such requests end early, and the worker fails the one that does not.
+    A request whose answer might take more blocks than a worker has is placed when all of them are
+    free: most such answers end early, and the worker ends the request whose answer does not.
     """
     hashes: dict[int, list[int]] = {}
     best: DecodeChoice | None = None

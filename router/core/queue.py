@@ -1,8 +1,8 @@
 """The requests that wait for a worker with room: by priority, then clients in turn, then in order.
 
-Within a priority each client has a line of its own and the lines take turns, so one client's
-thousand requests do not hold up another's first.  The head of the queue keeps those behind it
-waiting when it does not fit yet: short prompts of the same priority do not starve a long one.
+Within a priority each client has a line of its own, and the lines take turns: a thousand requests
+of one client do not hold up the first of another.  While the request whose turn it is finds no
+worker with room, all others wait: else short prompts would always pass a long one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Line = OrderedDict[int, RequestState]
 
 
 class Queue:
-    """Waiting requests; every operation is O(1) in their number, but for `displaced_by`."""
+    """Waiting requests.  No operation but `displaced_by` takes longer when more of them wait."""
 
     def __init__(self) -> None:
-        # At most 201 priorities (wire.options); one without requests has no entry, nor has a line.
+        # By priority (201 at most, wire.options), then by client; nothing empty is kept.
         self._by_priority: dict[int, OrderedDict[str, Line]] = {}
         self._num_of_client: Counter[str] = Counter()
         self._size = 0
@@ -35,14 +35,14 @@ class Queue:
         self._size += 1
 
     def add_first(self, state: RequestState) -> None:
-        """Put a request before all of its priority: it has waited, and been served, already."""
+        """Put a request before all others of its priority: it has had its turn already."""
         self.add(state)
         lines = self._by_priority[state.request.options.priority]
         lines[state.request.client].move_to_end(state.handle, last=False)
         lines.move_to_end(state.request.client, last=False)
 
     def remove(self, state: RequestState) -> None:
-        """Take a request out, and give the others of its priority their turn; idempotent."""
+        """Take a request out; its client's line goes behind the others.  Idempotent."""
         priority, client = state.request.options.priority, state.request.client
         lines = self._by_priority.get(priority, OrderedDict())
         line = lines.get(client)
@@ -67,18 +67,18 @@ class Queue:
         return next(iter(next(iter(lines.values())).values()))
 
     def is_behind(self, state: RequestState) -> bool:
-        """Whether someone who waits comes before this new request."""
+        """Tell whether a request that waits comes before this new one."""
         first = self.first()
         return first is not None and (
             first.request.options.priority >= state.request.options.priority
         )
 
     def displaced_by(self, state: RequestState, held: Mapping[str, int]) -> RequestState | None:
-        """Return whose place a new request takes when there is none left; None: its own is denied.
+        """Return which request a new one displaces from the full queue; None: it is refused itself.
 
-        The client with most in the queue gives its last and least important one to another that
-        has fewer, so that nobody can keep others out by asking for much.  What a client has `held`
-        elsewhere without being asked on counts as if it waited here.
+        The client with the most requests here loses its last one of the lowest priority, if the new
+        one's client has fewer: nobody can keep others out by asking for much.  `held` counts by
+        client the requests that wait for DECODE_REQUEST, as if they waited here.
         """
         if not self._size:
             return None
@@ -98,9 +98,9 @@ class Queue:
 def heaviest_first(
     states: Sequence[RequestState], may_go: Sequence[bool]
 ) -> Iterator[RequestState]:
-    """Yield those that may go, in order: always the first of the client that has most left.
+    """Yield the requests that may go, each time the oldest of the client that has the most left.
 
-    `states` are in the order of their age; those that may not go count for their client, too.
+    `states` are the oldest first; those that may not go count for their client, too.
     """
     count = Counter(state.request.client for state in states)
     lines: dict[str, list[RequestState]] = {}

@@ -1,38 +1,69 @@
-"""What workers say about requests, and where that takes each of them.
+"""What workers say about requests: checked, then passed on to the request it is about.
 
-Frames of an attempt that is over, or from a worker that is not its, change nothing: counted and
-dropped.  A frame out of turn is the worker's fault: the attempt fails, the request goes on with
-another one if it may.  Pure.
+A frame about an attempt that is over, or from a worker that does not serve it, is counted and
+dropped.  A frame out of turn, or one that cannot be true, is the worker's fault: that attempt
+fails, and the request may have another.  The decoders in `wire.payloads` check what can be checked
+without knowing the request; here is what only the router knows: the model's vocabulary, the length
+of the prompt, which log-probabilities were asked for, how long it took.
+
+A client never reads the words of a worker, but a sentence of ours for each code (`SENTENCES`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import structlog
+from msgspec import structs
 
-from router.core.checks import check_logprobs, check_read, check_token, checked_usage, failure
+from router.core.failover import AGAIN
+from router.core.fleet import Worker
 from router.core.placement import Placement
 from router.core.state import Attempt, Limits, Phase, RequestState
-from router.core.worker import Worker
-from wire.errors import ErrorCode, RemoteProtocolError, WireError
+from wire.errors import ErrorCode, RemoteProtocolError, RequestFailed, WireError
 from wire.frames import DecodeDone, DecodeToken, Error, PrefillDone
+from wire.logprobs import largest_top_token_id, num_rows
 from wire.parts import Message
 from wire.payloads import (
     Logprobs,
     PrefillResult,
     Usage,
+    decode_error,
     decode_map,
     decode_prefill_result,
 )
 
 log = structlog.get_logger("router")
 
+# The codes with which a worker may end a request, and what the client reads then.  SPEC 5.6.
+SENTENCES: Final = {
+    ErrorCode.INTERNAL: "the worker failed",
+    ErrorCode.PROTOCOL: "the worker does not understand the router; run the same release on both",
+    ErrorCode.INVALID_REQUEST: "the worker refused the request: an option or a token id is out of "
+    "range for this model",
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: "the prompt fills the model's context; shorten it",
+    ErrorCode.KV_TRANSFER_TOO_LARGE: "the KV cache of this prompt is over max_kv_transfer_bytes of "
+    "a worker; shorten the prompt or raise the limit on the workers",
+    ErrorCode.OVERLOADED: "the worker has no room",
+    ErrorCode.NO_WORKER: "the prefill worker does not know the decode worker",
+    ErrorCode.DRAINING: "the worker is leaving",
+    ErrorCode.DEADLINE_EXCEEDED: "the request's deadline passed on the worker",
+    ErrorCode.WORKER_LOST: "the worker lost the other one",
+    ErrorCode.TRANSFER_FAILED: "the KV cache could not be handed over",
+    ErrorCode.OUT_OF_BLOCKS: "the worker has no KV blocks for this request; shorten the prompt or "
+    "raise --num-blocks of the workers",
+    ErrorCode.UNKNOWN_REQUEST: "the worker does not know the request",
+    ErrorCode.MISMATCH: "the workers do not fit each other",
+    ErrorCode.MODEL_FAILED: "the model cannot compute this request",
+}
+# Characters of a worker's own words that the log gets.
+MAX_LOGGED: Final = 200
+
 
 class Requests(Protocol):
-    """What of `router.core.dispatcher.Dispatcher` is used here."""
+    """The part of `router.core.dispatcher.Dispatcher` that is used here."""
 
     def attempt(self, request_id: int) -> Attempt | None: ...
     def is_open(self, state: RequestState) -> bool: ...
@@ -53,7 +84,7 @@ class Requests(Protocol):
 
 
 class Replies:
-    """Takes frames of registered workers to their requests; `dropped` counts by the reason."""
+    """Passes frames of registered workers on to requests; `dropped` counts the others by reason."""
 
     def __init__(
         self,
@@ -66,7 +97,7 @@ class Replies:
         self.dropped: Counter[str] = Counter()
         self._requests = requests
         self._placement = placement
-        self._hold_s = limits.hold_s
+        self._lease_s = limits.lease_s
         self._vocab_size = limits.vocab_size
         self._clock = clock
 
@@ -107,29 +138,28 @@ class Replies:
             if not attempt.is_reading:
                 raise RemoteProtocolError("PREFILL_DONE came twice")
             result = decode_prefill_result(message.body())
-            check_read(worker, attempt, frame, result, self._vocab_size)
+            _check_read(worker, attempt, frame, result, self._vocab_size)
             self._on_read(state, attempt, frame, result)
         elif isinstance(frame, DecodeDone):
             if state.phase is not Phase.DECODE:
                 raise RemoteProtocolError("DECODE_DONE before DECODE_REQUEST")
             usage = decode_map(Usage, message.body())
-            usage = checked_usage(worker, attempt, usage, self._clock())
+            usage = _checked_usage(worker, attempt, usage, self._clock())
             self._requests.release_prefill(attempt)
             self._requests.release_decode(attempt)
             self._requests.finish(state, usage)
         else:
-            error = failure(worker, frame, message)
+            error = _failure(worker, frame, message)
             self._requests.fail_attempt(attempt, error, blamed=worker, spare=worker)
 
     def _on_read(
         self, state: RequestState, attempt: Attempt, frame: PrefillDone, result: PrefillResult
     ) -> None:
-        """The prompt is read, and what follows it is drawn: for the client it is the first token,
-        or one more after a failover."""
+        """The prompt is read and a token generated: the first, or the next one after a failover."""
         self._placement.finish_reading(attempt)
         now = self._clock()
         is_first, state.kv_bytes = state.first is None, frame.kv_bytes
-        state.phase, state.due = Phase.HELD, min(state.deadline, now + self._hold_s)
+        state.phase, state.due = Phase.HELD, min(state.deadline, now + self._lease_s)
         if result.finish_reason != "stop":
             state.generated.append(result.token_id)
         try:
@@ -184,14 +214,14 @@ class Replies:
     ) -> None:
         if state.phase is not Phase.DECODE or len(state.generated) > (state.new_tokens or 0):
             raise RemoteProtocolError("a token that was not asked for")
-        check_token(frame.token_id, self._vocab_size)
+        _check_vocabulary(frame.token_id, self._vocab_size)
         if scores is not None:
-            check_logprobs(scores, state.request.options.logprobs, self._vocab_size)
+            _check_logprobs(scores, state.request.options.logprobs, self._vocab_size)
 
     def _on_breach(self, attempt: Attempt, worker: Worker, error: RemoteProtocolError) -> None:
-        """The worker broke the rules of one request.  The client did nothing wrong.
+        """Fail an attempt whose worker broke the protocol.
 
-        Nor does it hear what it was: some of that may be the worker's own words.
+        The client is not told how: some of that may be the worker's own words.
         """
         self.dropped["protocol"] += 1
         log.warning("bad frame", worker=worker.name, reason=error.message)
@@ -202,10 +232,74 @@ class Replies:
 def _sender(
     attempt: Attempt, peer: bytes, frame: PrefillDone | DecodeDone | Error
 ) -> Worker | None:
-    """Return the attempt's worker that `peer` is, if it is its place to send this frame."""
+    """Return the worker of the attempt that `peer` is, if it is the one to send such a frame."""
     prefill = None if isinstance(frame, DecodeDone) else attempt.prefill
     decode = None if isinstance(frame, PrefillDone) else attempt.decode
     for worker in (prefill, decode):
         if worker is not None and worker.identity == peer:
             return worker
     return None
+
+
+def _check_vocabulary(token_id: int, vocab_size: int) -> None:
+    """Refuse a token that the model does not have, like all checks with RemoteProtocolError."""
+    if token_id >= vocab_size:
+        raise RemoteProtocolError(f"token {token_id} is not below {vocab_size}, the vocabulary")
+
+
+def _check_logprobs(logprobs: Logprobs | None, num_top: int | None, vocab_size: int) -> None:
+    """Refuse log-probabilities that were not asked for, or more than `num_top` of them."""
+    if logprobs is None:
+        return
+    if num_top is None or len(logprobs.top) > num_top:
+        raise RemoteProtocolError(f"{len(logprobs.top)} top logprobs, asked for: {num_top}")
+    for token_id, _ in logprobs.top:
+        _check_vocabulary(token_id, vocab_size)
+
+
+def _check_read(
+    worker: Worker, attempt: Attempt, frame: PrefillDone, result: PrefillResult, vocab_size: int
+) -> None:
+    """Refuse a PREFILL_DONE that cannot be true."""
+    options = attempt.state.request.options
+    _check_size(worker, attempt, frame.kv_bytes, result.cached_tokens)
+    _check_vocabulary(result.token_id, vocab_size)
+    _check_logprobs(result.logprobs, options.logprobs, vocab_size)
+    packed = result.prompt_logprobs
+    if packed is None:
+        return
+    # A prompt is scored once, by the first attempt.
+    num_top = None if attempt.num_generated else options.prompt_logprobs
+    if num_top is None or num_rows(packed, num_top) != attempt.seq_len - 1:
+        raise RemoteProtocolError("prompt_logprobs are not those that were asked for")
+    _check_vocabulary(largest_top_token_id(packed), vocab_size)
+
+
+def _checked_usage(worker: Worker, attempt: Attempt, usage: Usage, now: float) -> Usage:
+    """Return what a DECODE_DONE says, with no time longer than the router has waited."""
+    _check_size(worker, attempt, usage.kv_bytes, usage.kv_skipped_tokens)
+    placed_at = attempt.state.placed_at
+    elapsed_s = 0.0 if placed_at is None else now - placed_at
+    return structs.replace(
+        usage,
+        kv_seconds=min(usage.kv_seconds, elapsed_s),
+        kv_transfer_seconds=min(usage.kv_transfer_seconds, elapsed_s),
+    )
+
+
+def _failure(worker: Worker, frame: Error, message: Message) -> RequestFailed:
+    """Return a worker's ERROR in our words, with its name where another worker may do better."""
+    code, said = ErrorCode(frame.code), decode_error(message.body()).message
+    if code not in SENTENCES:
+        raise RemoteProtocolError(f"a worker does not end a request with {code.label}")
+    log.info("worker refused", worker=worker.name, code=code.label, reason=said[:MAX_LOGGED])
+    where = f" ({worker.name})" if code in AGAIN else ""
+    return RequestFailed(code, SENTENCES[code] + where)
+
+
+def _check_size(worker: Worker, attempt: Attempt, kv_bytes: int, num_tokens: int) -> None:
+    if num_tokens > attempt.seq_len:
+        raise RemoteProtocolError(f"{num_tokens} tokens held already, of {attempt.seq_len}")
+    most_bytes = attempt.seq_len * worker.detail.layout.token_bytes
+    if kv_bytes > most_bytes:
+        raise RemoteProtocolError(f"{kv_bytes} KV bytes, and the prompt has {most_bytes}")

@@ -1,7 +1,7 @@
-"""A client's request inside the router, and the sink its events go to.
+"""What a client asks of the core, and the sink that hears the answer; types only.
 
-Both faces (HTTP in `router.http.application`, raw TCP in `router.tcp`) make a `Request`, give it to
-`router.core.dispatcher.Dispatcher.submit` with a `Sink`, and hear of it through that sink only.
+HTTP (`router.http`) and raw TCP (`router.tcp`) make a `Request`, give it to `Dispatcher.submit`
+(`router.core.dispatcher`) together with a `Sink`, and hear of it through that sink only.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from wire.payloads import Logprobs, PrefillResult, Usage
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to be continued once.
+    """One prompt that gets one answer.
 
-    `max_new_tokens` counts the tokens after the first; None means that a DECODE_REQUEST will say
-    (raw TCP).  `client` names who asks, for fairness and logs: an API key by its digest, or without
-    keys an address, whatever its port.
+    `max_new_tokens` counts the tokens after the first; None means that DECODE_REQUEST will say how
+    many (raw TCP).  `client` names who asks, for taking turns and for the log: the digest of an API
+    key, or without keys the address without its port.
     """
 
     token_ids: tuple[int, ...]
@@ -31,10 +31,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestEnd:
-    """What one accepted request came to; times in seconds, None when it did not get that far.
+    """How an accepted request ended and what it took; times in seconds, None if it got not so far.
 
-    `outcome` is the finish reason (``stop``, ``length``) or the label of `code`.  `queue_s` runs to
-    the placement, `ttft_s` from submission to the first token, `decode_s` from there to the end.
+    `outcome` is the finish reason (``stop``, ``length``) or the label of `code`.  `queue_s` is from
+    `submit` to the placement, `ttft_s` from `submit` to the first token, `decode_s` from there to
+    the end, `total_s` all of it.
     """
 
     outcome: str
@@ -55,11 +56,11 @@ class RequestEnd:
 
 
 class Sink(Protocol):
-    """Where the events of one request go, in this order: prefill, token*, then done or error.
+    """Hears what comes of a request: `on_prefill`, `on_token` for each further token, its end.
 
-    Exactly one of `on_done` and `on_error` is called, once, and nothing after it, unless the owner
-    cancelled the request: then it is neither.  `on_end` comes before either and in any case, for
-    the books.  Called on the event loop; must not block and must not raise.
+    Every request ends with one call of `on_end`.  Right after it follows `on_done` or `on_error`,
+    unless whoever submitted the request stopped or cancelled it; then nothing.  All are called on
+    the event loop, and must neither block nor raise.
     """
 
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
@@ -75,4 +76,4 @@ class Sink(Protocol):
         """The request ended badly."""
 
     def on_end(self, end: RequestEnd) -> None:
-        """The request ended, in whatever way."""
+        """The request ended, in whatever way: for metrics and the log."""

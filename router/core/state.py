@@ -1,40 +1,50 @@
-"""One request inside the router: the client's side of it, and one try of it on two workers.
+"""One request inside the router, and its attempts: each a try of it on two workers.
 
-A `RequestState` is the client's request from `submit` to its end; an `Attempt` is one try of it
-under a request id that is never used again.  The table of them is `router.core.dispatcher`.
+A `RequestState` is the client's request from `submit` to its end.  An `Attempt` is one try of it
+under an id from `RequestIds`, which is never used again.  All of them are in the tables of
+`router.core.dispatcher`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import secrets
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from hashlib import blake2b
+from typing import Final, Protocol
 
 from msgspec import structs
 
+from router.core.fleet import Worker
 from router.core.request import Request, RequestEnd, Sink
-from router.core.worker import Worker
 from wire.errors import ErrorCode, WireError
 from wire.frames import MAX_TOKEN_ID, Frame, Role
 from wire.options import Options
 from wire.parts import Buffer
 from wire.payloads import PrefillResult, Usage
 
+# Rounds of the Feistel network that hides the order of the ids of attempts.
+_NUM_ROUNDS: Final = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What bounds the requests of a router; times in seconds.
+    """What a router allows its requests; times are in seconds.
 
-    `max_attempts` is per request, 1 is no failover; `retry_burst` is what all of them may spend at
-    once (`router.core.failover`): a few lost workers' worth.  `vocab_size` is the model's, as far
-    as the router can tell.
+    Attributes:
+        lease_s: A request whose client has not sent DECODE_REQUEST keeps its KV for this long.
+        max_attempts: Of one request; 1 means that what failed is not tried again.
+        retry_burst: Attempts after the first that all requests together may make at once
+            (`router.core.failover`): as many as a few lost workers cost.
+        vocab_size: Of the model; where the router cannot tell, the largest that fits a frame.
     """
 
     max_waiting: int = 1024
     max_running_per_worker: int = 256
     queue_timeout_s: float = 30.0
-    hold_s: float = 30.0
+    lease_s: float = 30.0
     deadline_s: float = 600.0
     max_attempts: int = 4
     retry_burst: int = 1024
@@ -42,21 +52,22 @@ class Limits:
 
 
 class Observer(Protocol):
-    """Who keeps the statistics: one of `Dispatcher.observers`.  Must not raise."""
+    """One of `Dispatcher.observers`: metrics, for one.  Must not raise."""
 
     def on_request_end(self, end: RequestEnd) -> None:
         """An accepted request ended, in whatever way; called once for each."""
 
 
 class Send(Protocol):
-    """Sends one message to a worker; never raises: a peer that is gone is reported as lost."""
+    """Sends one message to a worker.  Never raises: that a worker is gone is reported elsewhere."""
 
     def __call__(self, peer: bytes, frames: Frame | Sequence[Frame], *payload: Buffer) -> None:
         """Send `frames` with their payload parts."""
 
 
 class Phase(Enum):
-    """How far a request is.  HELD: a raw TCP client has not sent its DECODE_REQUEST yet."""
+    """How far a request is.  HELD: its prompt is read, and its client, one of raw TCP, has not sent
+    DECODE_REQUEST yet."""
 
     WAITING = auto()
     PREFILL = auto()
@@ -66,10 +77,13 @@ class Phase(Enum):
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """One try of a request, which had `num_generated` tokens when it began.
+    """One try of a request.
 
-    `prefill` becomes None once the decode worker has shown that it holds the KV, `decode` is None
-    when the first token is the last.  `is_reading` until PREFILL_DONE.
+    Attributes:
+        prefill: The worker that reads the prompt; None once the decode worker holds the KV.
+        decode: The worker that generates; None if the first token is also the last.
+        num_generated: Tokens that earlier attempts had generated when this one began.
+        is_reading: Whether PREFILL_DONE is still to come.
     """
 
     request_id: int
@@ -81,11 +95,12 @@ class Attempt:
 
     @property
     def seq_len(self) -> int:
-        """Tokens that are read: the prompt, and what was generated before."""
+        """Tokens that are read: the prompt, and what earlier attempts had generated."""
         return len(self.state.request.token_ids) + self.num_generated
 
     def options(self, now: float) -> Options:
-        """What its workers are told: the whole limit, the time left, what is no prompt."""
+        """Return the options for its workers: the limit on tokens, those of earlier attempts
+        included, and the time that is left."""
         state = self.state
         options = state.request.options
         changes: dict[str, int | None] = {}
@@ -102,9 +117,13 @@ class Attempt:
 class RequestState:
     """One request between `submit` and its end.
 
-    `new_tokens` counts those after the first, None while a raw TCP client has set no limit at all.
-    `due` is the next moment at which something must have happened: see `overdue`.  `trouble` is
-    what the last attempt failed of.
+    Attributes:
+        new_tokens: Tokens wanted after the first; None while a raw TCP client has not said.
+        is_decode_asked: Whether the client has said how many tokens it wants.
+        due: When the request ends with an error if it is no further by then: see `overdue`.
+        avoided: Identities of workers that failed it: others are chosen if there are any.
+        trouble: What its last attempt failed with.
+        first: The answer to the prompt, with the first token.
     """
 
     handle: int
@@ -118,7 +137,6 @@ class RequestState:
     phase: Phase = Phase.WAITING
     attempt: Attempt | None = None
     num_attempts: int = 0
-    # Workers that failed it, by identity: others are better, if there are any.
     avoided: set[bytes] = field(default_factory=set)
     trouble: WireError | None = None
     generated: list[int] = field(default_factory=list)
@@ -129,22 +147,22 @@ class RequestState:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The prompt and what is generated: what the next attempt reads."""
+        """The prompt and what was generated: what another attempt would read."""
         return (*self.request.token_ids, *self.generated)
 
     @property
     def is_parked(self) -> bool:
-        """Whether it holds KV on a decode worker and no DECODE_REQUEST has come yet."""
+        """Whether its KV is kept on workers, and no DECODE_REQUEST has come yet."""
         return self.phase is Phase.HELD and self.attempt is not None
 
     @property
     def total_tokens(self) -> int:
-        """The longest it may become, prompt and answer; as far as the client has said by now."""
+        """Tokens of the prompt and of the longest answer, as far as the client has said by now."""
         return len(self.request.token_ids) + 1 + (self.new_tokens or 0)
 
     @property
     def num_left(self) -> int | None:
-        """Tokens still to be generated; None while a raw TCP client has set no limit at all."""
+        """Tokens still to be generated; None while a raw TCP client has not said how many."""
         return None if self.new_tokens is None else self.new_tokens + 1 - len(self.generated)
 
     def overdue(self, now: float) -> WireError:
@@ -163,7 +181,7 @@ class RequestState:
         )
 
     def end(self, now: float, code: ErrorCode | None, usage: Usage | None) -> RequestEnd:
-        """Return what this request came to."""
+        """Return how this request ended and what it took."""
         first_at, placed_at = self.first_at, self.placed_at
         usage = usage or Usage(finish_reason="", kv_bytes=self.kv_bytes)
         return RequestEnd(
@@ -186,7 +204,7 @@ class RequestState:
 
 
 def new_tokens(request: Request) -> int | None:
-    """Return how many tokens after the first a request asks for, None when it does not say."""
+    """Return how many tokens after the first a request asks for; None if it does not say."""
     limits = [] if request.max_new_tokens is None else [request.max_new_tokens]
     if request.options.max_tokens is not None:
         limits.append(request.options.max_tokens - 1)
@@ -194,6 +212,36 @@ def new_tokens(request: Request) -> int | None:
 
 
 def no_worker(role: Role) -> WireError:
-    """Return the error of a request that no worker of this role is there for."""
+    """Return the error of a request for which a worker of this role is missing."""
     name = role.name.lower()
     return WireError(ErrorCode.NO_WORKER, f"no {name} worker is ready; try again shortly")
+
+
+class RequestIds:
+    """The ids of attempts: none comes twice, and who knows some of them cannot guess another.
+
+    A worker learns the ids of what is placed on it.  If they were consecutive, it could offer KV
+    under the id of somebody else's request before that request's own prefill worker does (SPEC
+    6.2).  So the lower half of an id is a counter whose 32 bits are permuted with a secret key: a
+    Feistel network with BLAKE2b.  The upper half is `epoch` (32 bits too).
+    """
+
+    def __init__(self, epoch: int, key: bytes | None = None) -> None:
+        self.epoch = epoch
+        self._key = secrets.token_bytes(16) if key is None else key
+        self._numbers = itertools.count()
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        rounds, number = divmod(next(self._numbers), 1 << 32)
+        return (self.epoch + rounds << 32) + self._permute(number)
+
+    def _permute(self, number: int) -> int:
+        left, right = divmod(number, 1 << 16)
+        for i in range(_NUM_ROUNDS):
+            block = bytes((i, right >> 8, right & 0xFF))
+            mask = blake2b(block, digest_size=2, key=self._key).digest()
+            left, right = right, left ^ int.from_bytes(mask, "little")
+        return left << 16 | right

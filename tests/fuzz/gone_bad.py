@@ -17,12 +17,11 @@ from typing import Any, Final
 import structlog
 
 from router.bus import Bus
-from router.core.checks import SENTENCES
 from router.core.cluster import cluster
 from router.core.fleet import Fleet
+from router.core.replies import SENTENCES
 from router.core.request import Request, RequestEnd
-from router.core.request_ids import RequestIds
-from router.core.state import Limits
+from router.core.state import Limits, RequestIds
 from router.metrics import Metrics
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import (

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 
 from router.bus import Bus
 from router.core.dispatcher import Dispatcher
-from router.core.fleet import Fleet
+from router.core.fleet import Fleet, Worker
 from router.core.request import Request, RequestEnd
-from router.core.request_ids import RequestIds
-from router.core.state import Limits
-from router.core.worker import Worker
+from router.core.state import Limits, RequestIds
 from wire.aio.zmq import Link
 from wire.errors import WireError
 from wire.frames import DecodeToken, Frame, Heartbeat, Hello, Role, Tag

@@ -18,8 +18,7 @@ import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from router.bus import Bus
-from router.core.request_ids import RequestIds
-from router.core.state import Limits
+from router.core.state import Limits, RequestIds
 from router.http.application import Application
 from tests.router.scripted import EPOCH, detail, fleet, load
 from wire.errors import ErrorCode

@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from router.bus import MAX_MESSAGE_BYTES, Bus
+from router.core.fleet import WorkerState
 from router.core.request import Request
-from router.core.request_ids import RequestIds
-from router.core.state import Limits
-from router.core.worker import WorkerState
+from router.core.state import Limits, RequestIds
 from tests.router.scripted import (
     LAYOUT,
     RecordingSink,

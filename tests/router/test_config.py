@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from router.config import WORKER_SETTINGS, Config, split_endpoint
-from wire.process.settings import parse
+from router.config import Config, split_endpoint
+from wire.process.settings import EX_CONFIG, parse
 from worker.config import Config as WorkerConfig
 
 
@@ -112,8 +115,27 @@ def test_router_and_workers_agree_on_their_common_defaults() -> None:
     assert worker.max_kv_transfer_bytes == router.max_kv_transfer_bytes
 
 
-def test_the_settings_of_local_workers_are_known() -> None:
-    assert set(WorkerConfig.model_fields) - set(Config.model_fields) == set(WORKER_SETTINGS)
+def test_the_settings_of_local_workers_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {f"BATON_{name.upper()}": "" for name in WorkerConfig.model_fields}
+    parse(Config, [], beside="worker.config", environ=environ)
+    assert capsys.readouterr().err == ""
+
+
+def test_looking_at_the_settings_of_workers_loads_no_engine() -> None:
+    program = "import sys, worker.config; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 0
+
+
+@pytest.mark.parametrize("role", ["router", "worker"])
+def test_each_process_knows_the_variables_of_the_other(role: str) -> None:
+    command = [sys.executable, "-m", role, "--model", "/nowhere"]
+    variables = {"BATON_BUS": "tcp://127.0.0.1:0", "BATON_RANK": "1", "BATON_RNAK": "2"}
+    ended = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == EX_CONFIG
+    [warning] = [line for line in ended.stderr.splitlines() if "is not a setting" in line]
+    assert "BATON_RNAK is not a setting; did you mean BATON_RANK?" in warning
 
 
 def test_every_field_has_a_description() -> None:

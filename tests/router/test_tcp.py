@@ -273,7 +273,7 @@ async def test_a_worker_error_reaches_the_client() -> None:
 
 
 async def test_a_hold_without_decode_request_ends_with_the_lease() -> None:
-    async with face(Limits(hold_s=5.0)) as (router, client):
+    async with face(Limits(lease_s=5.0)) as (router, client):
         ask(client, 1)
         router.say(P, PrefillDone(await router.request_id(), 0), first())
         assert (await hear(client)).tag is Tag.PREFILL_DONE

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from router.bus import Bus
 from router.core.fleet import Fleet
-from router.core.request_ids import RequestIds
-from router.core.state import Limits
+from router.core.state import Limits, RequestIds
 from tests.simulation.loop import new_process
 from tests.simulation.network import Network
 from tests.simulation.scenario import Scenario
@@ -62,7 +61,7 @@ class RouterProcess:
                 max_waiting=scenario.max_waiting,
                 max_running_per_worker=scenario.max_running,
                 queue_timeout_s=4.0,
-                hold_s=LEASE_S,
+                lease_s=LEASE_S,
                 deadline_s=DEADLINE_S,
             ),
             lease_ms=round(LEASE_S * 1000),

@@ -30,8 +30,8 @@ from wire.errors import ErrorCode
 from wire.frames import Cancel, Error, Role, Tag
 from wire.options import Options
 from wire.payloads import MAX_HASHES, decode_prefill_result
-from wire.process.settings import EX_TEMPFAIL
-from worker.app import EXIT_CONFIG, EXIT_CRASHED
+from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
+from worker.app import EXIT_CRASHED
 from worker.engine.thread import is_computing
 from worker.executor.batch import Batch
 
@@ -197,8 +197,8 @@ async def test_a_drain_has_an_end() -> None:
 @pytest.mark.parametrize(
     ("code", "second", "status"),
     [
-        (ErrorCode.MISMATCH, ErrorCode.MISMATCH, EXIT_CONFIG),
-        (ErrorCode.FENCED, ErrorCode.MISMATCH, EXIT_CONFIG),
+        (ErrorCode.MISMATCH, ErrorCode.MISMATCH, EX_CONFIG),
+        (ErrorCode.FENCED, ErrorCode.MISMATCH, EX_CONFIG),
         (ErrorCode.FENCED, ErrorCode.FENCED, EX_TEMPFAIL),
     ],
 )
@@ -340,7 +340,7 @@ def test_a_signal_ends_a_process_in_its_warmup(tmp_path: Path) -> None:
 
 def test_what_cannot_be_loaded_is_said_in_a_line() -> None:
     ended = run_worker("--executor", "json:loads", "--log-level", "info")
-    assert ended.returncode == EXIT_CONFIG
+    assert ended.returncode == EX_CONFIG
     assert "the executor failed to load" in ended.stdout + ended.stderr
     assert "is not a setting" not in ended.stderr
 
@@ -348,7 +348,7 @@ def test_what_cannot_be_loaded_is_said_in_a_line() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_said_with_what_to_install() -> None:
     ended = run_worker("--device", "cuda")
-    assert ended.returncode == EXIT_CONFIG
+    assert ended.returncode == EX_CONFIG
     said = ended.stdout + ended.stderr
     assert "no GPU: torch" in said and "install a CUDA build of torch" in said
     assert "Traceback" not in said
@@ -356,7 +356,7 @@ def test_a_gpu_that_is_not_there_is_said_with_what_to_install() -> None:
 
 def test_more_blocks_than_memory_are_refused_in_a_line() -> None:
     ended = run_worker("--executor", "hash", "--num-blocks", str(1 << 45))
-    assert ended.returncode == EXIT_CONFIG
+    assert ended.returncode == EX_CONFIG
     said = ended.stdout + ended.stderr
     assert "num_blocks is" in said and "lower --num-blocks to" in said
     assert "Traceback" not in said

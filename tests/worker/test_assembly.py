@@ -29,7 +29,7 @@ def test_the_flags_reach_the_engine() -> None:
     settings = engine.config
     assert (engine.pool.num_blocks, engine.pool.block_size) == (7, 4)
     assert (settings.max_ubatch_tokens, settings.max_sbatch_sequences) == (9, 3)
-    assert (settings.enable_prefix_cache, settings.ageing_s, settings.swap_bytes) == (False, 2, 5)
+    assert (settings.prefix_cache, settings.ageing_s, settings.swap_bytes) == (False, 2, 5)
     assert settings.speculate == "ngram:3"
 
 

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from router.config import Config as RouterConfig
 from wire.process.settings import parse
-from worker.config import ROUTER_SETTINGS, Config
+from worker.config import Config
+from worker.engine.sequence import MAX_DRAFTS
 
 
 def test_the_defaults_serve_the_demo_on_this_machine() -> None:
@@ -86,7 +87,8 @@ def test_a_draft_model_is_for_who_generates() -> None:
 
 
 def test_too_many_drafts_are_refused_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert Config(speculate="ngram:64").num_drafts == 64
+    assert Config(speculate="ngram:64").num_drafts == MAX_DRAFTS
+    assert f"{MAX_DRAFTS} at most" in (Config.model_fields["speculate"].description or "")
     with pytest.raises(SystemExit, match="78"):
         parse(Config, ["--speculate", "draft:99:demo"])
     (line,) = capsys.readouterr().err.splitlines()
@@ -94,13 +96,15 @@ def test_too_many_drafts_are_refused_in_a_line(capsys: pytest.CaptureFixture[str
     assert line.endswith(f"{setting}: num_drafts is 99, not between 1 and 64")
 
 
-def test_the_settings_of_a_router_are_known() -> None:
-    assert set(RouterConfig.model_fields) - set(Config.model_fields) == set(ROUTER_SETTINGS)
+def test_the_settings_of_a_router_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {f"BATON_{name.upper()}": "" for name in RouterConfig.model_fields}
+    parse(Config, [], beside="router.config", environ=environ)
+    assert capsys.readouterr().err == ""
 
 
 def test_one_file_of_variables_serves_both(capsys: pytest.CaptureFixture[str]) -> None:
     environ = {"BATON_HTTP": "127.0.0.1:1", "BATON_RANK": "1", "BATON_RNAK": "2"}
-    parse(Config, [], also_known=ROUTER_SETTINGS, environ=environ)
+    parse(Config, [], beside="router.config", environ=environ)
     assert capsys.readouterr().err.count("is not a setting") == 1
 
 

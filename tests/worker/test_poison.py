@@ -48,7 +48,7 @@ def ends_badly(prompt: list[int], num_tokens: int) -> bool:
         {"speculate": "ngram:4"},
         {"num_blocks": 11},
         {"num_blocks": 11, "swap_bytes": 1 << 20},
-        {"enable_prefix_cache": False},
+        {"prefix_cache": False},
     ],
 )
 def test_neighbours_keep_their_text(place: str, settings: dict[str, object]) -> None:

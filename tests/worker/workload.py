@@ -105,7 +105,7 @@ class Workload:
             "max_sbatch_sequences": draw.choice([1, 4, 64]),
             "prefer_pure_decode": draw.random() < 0.3,
             "dynamic_batching": draw.random() < 0.8,
-            "enable_prefix_cache": draw.random() < 0.7,
+            "prefix_cache": draw.random() < 0.7,
             "ageing_s": draw.choice([0.01, 1.0, 10.0]),
             "swap_bytes": draw.choice([0, 0, 10, 40, 1000]) * LAYOUT.token_bytes,
             "speculate": self.drafter,

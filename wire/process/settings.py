@@ -21,11 +21,12 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import SecretBytes, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, SecretBytes, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -45,7 +46,11 @@ class Settings(BaseSettings):
     """A frozen declaration; sequences are written with commas (``--local 2,2``)."""
 
     model_config = SettingsConfigDict(
-        frozen=True, env_ignore_empty=True, enable_decoding=False, validate_default=True
+        env_prefix="BATON_",
+        frozen=True,
+        env_ignore_empty=True,
+        enable_decoding=False,
+        validate_default=True,
     )
 
     @field_validator("*", mode="before")
@@ -58,12 +63,46 @@ class Settings(BaseSettings):
         return [item.strip() for item in value.split(",") if item.strip()]
 
 
+class SharedSettings(Settings):
+    """What a router and its workers are told alike.  A router tells it to its local workers."""
+
+    model: str = Field(
+        default="demo", description="a model directory, 'demo', or a name on the Hugging Face hub"
+    )
+    executor: str = Field(
+        default="torch", description="what a worker computes with: torch, hash or module:factory"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="where a worker computes"
+    )
+    max_kv_transfer_bytes: int = Field(
+        default=4 << 30, ge=1, description="largest KV cache of one request that may be handed over"
+    )
+    # A path, like all that is secret: never in a command line or a variable itself.
+    keys: Path | None = Field(
+        default=None,
+        description="directory with router.key or <role>-<rank>.key, and authorized_keys, as "
+        "scripts/keys writes them; none: these systemd credentials, if there are any",
+    )
+    drain_s: float = Field(
+        default=30.0, ge=0, le=3600, description="time to finish open requests after SIGTERM"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least level that is logged"
+    )
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model: the last part of `model`."""
+        return self.model.rstrip("/").rpartition("/")[2]
+
+
 def parse(
     kind: type[_S],
     argv: Sequence[str],
     prefix: str = "BATON_",
     *,
-    also_known: Collection[str] = (),
+    beside: str = "",
     environ: Mapping[str, str] = os.environ,
 ) -> _S:
     """Read a role's settings, or end the process.
@@ -71,7 +110,8 @@ def parse(
     Args:
         kind: The declaration; its docstring is the first line of --help.
         argv: The command line without the program.
-        also_known: Settings of other roles (field names), whose variables may be set here too.
+        beside: The module that declares the other role's `Config`.  Its variables may be set here
+            too: one file of variables may serve every process of a machine.
         environ: Only searched for misspelt variables; values are always read from os.environ.
 
     Raises:
@@ -84,9 +124,12 @@ def parse(
     except ConfigError as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")
         raise SystemExit(EX_CONFIG) from None
-    known = {_variable(name, prefix) for name in [*kind.model_fields, *also_known]}
-    for variable in sorted(environ):
-        if variable.startswith(prefix) and variable.upper() not in known:
+    known = _variables(kind, prefix)
+    given = [name for name in sorted(environ) if name.startswith(prefix)]
+    if beside and not known.issuperset(map(str.upper, given)):
+        known |= _variables(import_module(beside).Config, prefix)
+    for variable in given:
+        if variable.upper() not in known:
             hint = _suggest(variable, known)
             sys.stderr.write(f"{parser.prog}: warning: {variable} is not a setting{hint}\n")
     return config
@@ -178,6 +221,10 @@ def _flag(name: str) -> str:
 
 def _variable(name: str, prefix: str) -> str:
     return prefix + name.upper()
+
+
+def _variables(kind: type[BaseSettings], prefix: str) -> set[str]:
+    return {_variable(name, prefix) for name in kind.model_fields}
 
 
 def _suggest(name: str, known: Collection[str]) -> str:

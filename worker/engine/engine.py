@@ -61,7 +61,7 @@ class Engine:
         self.config = EngineSettings(**settings).within(executor.capabilities)
         self.info = executor.info
         self.cache = executor.allocate(num_blocks, block_size)
-        is_cached = self.config.enable_prefix_cache
+        is_cached = self.config.prefix_cache
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=is_cached)
         self.swap = SwapSpace(self.cache, self.config.swap_bytes, clock)
         self.scheduler = Scheduler(self.pool, self.config, self.swap)

@@ -1,4 +1,4 @@
-"""The settings of an engine: declared, explained, defaulted and checked here and nowhere else."""
+"""The settings of an engine; a worker has a flag of the same name for each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class EngineSettings(BatchConfig):
     """What may be chosen besides the number and the size of the blocks.
 
     Attributes:
-        enable_prefix_cache: Keep the KV of ended sequences for others that begin alike.
+        prefix_cache: Keep the KV of ended sequences for others that begin alike.
         swap_bytes: Host memory for the KV of preempted sequences; 0 for none, they are recomputed.
         speculate: Who guesses tokens: "ngram:K", a drafter, or nobody.
     """
 
-    enable_prefix_cache: bool = True
+    prefix_cache: bool = True
     swap_bytes: int = 0
     speculate: str | Drafter | None = None
 

@@ -502,7 +502,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(Limits(max_waiting=3, max_running_per_worker=2, hold_s=5.0))
+        self.router = Router(Limits(max_waiting=3, max_running_per_worker=2, lease_s=5.0))
         self.sinks: list[RecordingSink] = []
         self.handles: list[int] = []
         self.refused = 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.core.checks import SENTENCES
 from router.core.failover import PER_S, RetryBudget, given_up, pause_s
+from router.core.replies import SENTENCES
 from router.core.request import Request
 from router.core.state import Limits, Phase
 from tests.router.core.states import state

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.core.fleet import MAX_LOST, MISSED_BEATS, Fleet
-from router.core.worker import WorkerState
-from tests.router.scripted import LAYOUT, detail, fleet, load
+from router.core.fleet import MAX_LOST, MISSED_BEATS, Fleet, WorkerState
+from tests.router.scripted import LAYOUT, detail, fleet, load, worker
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import NO_RANK, Heartbeat, Hello, Role
 from wire.identity import Identity
@@ -286,3 +285,23 @@ def test_promised_blocks_count_until_a_heartbeat_shows_them() -> None:
     assert worker.available_blocks == 54
     worker.settle(2)
     assert not worker.promised and worker.promised_blocks == 0
+
+
+def test_a_promise_counts_until_a_heartbeat_shows_its_blocks() -> None:
+    it = worker(Role.DECODE)
+    it.promise(1, 3)
+    assert it.available_blocks == 61
+    it.on_load(load(64))
+    assert it.available_blocks == 61  # Not settled: the blocks are not taken yet.
+    it.settle(1)
+    it.settle(2)
+    it.on_load(load(64, used=3))
+    assert it.available_blocks == 61 and not it.promised
+    it.unpromise(1)
+    assert it.promised_blocks == 0
+
+
+def test_a_worker_without_a_heartbeat_has_nothing_to_give() -> None:
+    it = worker(Role.PREFILL, 4)
+    it.load = None
+    assert it.available_blocks == 0 and it.name == "prefill-4" and it.is_ready

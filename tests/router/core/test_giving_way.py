@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from router.core.dispatcher import HOLD_GRACE_S
+from router.core.fleet import WorkerState
 from router.core.request import Request
 from router.core.state import Limits
-from router.core.worker import WorkerState
 from tests.router.scripted import RecordingSink, Router, first, load, usage
 from wire.errors import ErrorCode, WireError
 from wire.frames import DecodeDone, Drain, Error, PrefillDone, Role, Tag
@@ -276,7 +276,7 @@ def test_no_attempt_is_made_beyond_the_deadline_of_its_request() -> None:
 
 
 def test_what_is_held_ends_with_its_own_deadline_too() -> None:
-    router = Router(Limits(hold_s=30.0, deadline_s=20.0))
+    router = Router(Limits(lease_s=30.0, deadline_s=20.0))
     router.pair()
     [sink] = prefilled(router, 1, "slow")
     router.now += 20.0

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from router.core.fleet import Fleet
-from router.core.index import PrefixIndex
 from router.core.placement import Placement
+from router.core.policy import PrefixIndex
 from router.core.request import Request
-from router.core.request_ids import RequestIds
-from router.core.state import Attempt, Limits, RequestState, new_tokens
+from router.core.state import Attempt, Limits, RequestIds, RequestState, new_tokens
 from tests.router.scripted import RecordingSink, detail, fleet, load
 from wire.errors import ErrorCode, WireError
 from wire.frames import Heartbeat, Hello, Role

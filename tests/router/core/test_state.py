@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+from itertools import islice, pairwise
+
 import pytest
 
 from router.core.request import Request
-from router.core.state import Attempt, Phase, new_tokens, no_worker
+from router.core.state import Attempt, Phase, RequestIds, new_tokens, no_worker
 from tests.router.core.states import state
 from tests.router.scripted import worker
 from wire.errors import ErrorCode
 from wire.frames import Role
 from wire.options import Options
 from wire.payloads import PrefillResult, Usage
+
+EPOCH = 7
+MANY = 50_000
 
 
 @pytest.mark.parametrize(
@@ -70,3 +75,22 @@ def test_an_early_end_has_no_times_it_did_not_reach() -> None:
 
 def test_a_missing_role_is_named() -> None:
     assert "no decode worker" in no_worker(Role.DECODE).message
+
+
+def test_no_id_comes_twice_and_all_are_of_the_epoch() -> None:
+    ids = list(islice(RequestIds(EPOCH), MANY))
+    assert len(set(ids)) == MANY
+    assert {each >> 32 for each in ids} == {EPOCH}
+
+
+def test_who_knows_some_cannot_tell_the_next() -> None:
+    ids = list(islice(RequestIds(EPOCH), MANY))
+    steps = {(later - earlier) % 2**32 for earlier, later in pairwise(ids)}
+    assert len(steps) > 0.99 * MANY, "no step is a rule"
+    again = list(islice(RequestIds(EPOCH), MANY))
+    assert len(set(ids) & set(again)) < MANY / 100, "another process draws another key"
+
+
+def test_the_key_is_all_that_decides() -> None:
+    assert next(RequestIds(EPOCH, b"one")) == next(RequestIds(EPOCH, b"one"))
+    assert next(RequestIds(EPOCH, b"one")) != next(RequestIds(EPOCH, b"two"))

@@ -174,7 +174,7 @@ def test_unknown_variables_are_warned_of_and_those_of_other_roles_are_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     environ = {"BATON_RNAK": "1", "BATON_HTTP": "x", "BATON_RANK": "1", "OTHER": "1"}
-    parse(Config, [], also_known=["http"], environ=environ)
+    parse(Config, [], beside="router.config", environ=environ)
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "warning: BATON_RNAK is not a setting; did you mean BATON_RANK?" in err

@@ -130,7 +130,7 @@ def test_a_second_prompt_finds_the_first_s_blocks() -> None:
 
 
 def test_without_a_prefix_cache_nothing_is_found() -> None:
-    engine = engine_of(enable_prefix_cache=False)
+    engine = engine_of(prefix_cache=False)
     for request_id in (1, 2):
         engine.add(Sequence(request_id, [5] * 9, GREEDY, 3))
         assert of_kind(run(engine), Started)[0].cached_tokens == 0
@@ -537,7 +537,7 @@ def test_an_overdue_transfer_keeps_its_blocks_until_the_role_says_so() -> None:
 
 
 def test_swapping_changes_no_token_and_computes_nothing_again() -> None:
-    engine = engine_of(num_blocks=9, swap_bytes=1 << 20, enable_prefix_cache=False)
+    engine = engine_of(num_blocks=9, swap_bytes=1 << 20, prefix_cache=False)
     engine.swap.costs.copy_bytes_per_s = 1e12
     prompts = {request_id: [request_id] * 9 for request_id in range(3)}
     for request_id, prompt in prompts.items():
