@@ -18,8 +18,7 @@ from prometheus_client.registry import Collector
 from wire.process.exposition import Distribution, counter, frames, gauge, histogram, tally
 from wire.traffic import Traffic
 from worker.config import Config
-from worker.engine.slots import Slots
-from worker.engine.stats import STEP_S, Stats
+from worker.engine.stats import STEP_S, Slots, Stats
 
 # From a few blocks within one machine to a long prompt over a slow network.
 TRANSFER_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 40)

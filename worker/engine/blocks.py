@@ -31,7 +31,8 @@ class Prefix(NamedTuple):
 
 ROOT: Final = Prefix(0, 0)
 
-_Key = tuple[int, bytes]
+# Where a block is in the trie: the serial number of its parent, and its tokens.
+Place = tuple[int, bytes]
 
 
 class Journal:
@@ -97,8 +98,8 @@ class BlockPool:
         self._cached: dict[
             int, None
         ] = {}  # unreferenced and in the trie, least recently used first
-        self._trie: dict[_Key, tuple[int, Prefix]] = {}
-        self._keys: dict[int, _Key] = {}  # the block's place in the trie
+        self._trie: dict[Place, tuple[int, Prefix]] = {}
+        self._keys: dict[int, Place] = {}  # the block's place in the trie
         # Blocks in the trie by prefix hash.  Two, when one was computed again behind a parent that
         # was evicted meanwhile: the hash is gone when both are.
         self._holders = Counter[int]()
