@@ -13,7 +13,7 @@ from wire.errors import WireError
 from wire.parts import Buffer
 from wire.process.keys import Keys
 from wire.traffic import Traffic
-from worker.interfaces import Connect, Connection, Listener, Plane
+from worker.environment import Connect, Connection, Listener, Plane
 
 
 class CountedConnect:

@@ -41,7 +41,7 @@ from wire.payloads import (
     decode_map,
     encode_map,
 )
-from worker.interfaces import Connect, Connection
+from worker.environment import Connect, Connection
 
 log = structlog.get_logger("worker")
 

@@ -22,8 +22,8 @@ from worker.config import Config
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Output, Reserved, Token
 from worker.engine.sequence import overdue
+from worker.environment import Computing, Copying, Plane
 from worker.executor.contract import KVCache, ModelInfo
-from worker.interfaces import Computing, Copying, Plane
 from worker.link import RouterLink
 from worker.metrics import TransferCounts
 from worker.transfer.receiver import IncomingTransfers, unknown

@@ -557,7 +557,7 @@ def test_only_large_steps_are_mostly_prefill(
     assert plan.is_mostly_prefill(max_ubatch_tokens) is is_mostly
 
 
-def test_its_kind_is_what_it_holds() -> None:
+def test_the_kind_of_a_plan_is_what_it_holds() -> None:
     decode, prefill = [Chunk(SEQUENCE, 1)], [Chunk(SEQUENCE, 4)]
     assert Plan(decode=decode).kind is BatchType.DECODE
     assert Plan(prefill=prefill).kind is BatchType.PREFILL
@@ -587,7 +587,7 @@ def due_in(request_id: int, deadline_ms: int | None) -> Sequence:
     return result
 
 
-def test_they_come_out_in_order_and_once() -> None:
+def test_deadlines_come_out_in_order_and_once() -> None:
     deadlines = Deadlines()
     for request_id, deadline_ms in ((1, 3000), (2, 1000), (3, None), (4, 2000)):
         deadlines.add(due_in(request_id, deadline_ms))
@@ -618,7 +618,7 @@ def test_what_ended_early_does_not_pile_up() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.booleans(), st.integers(0, 25)), max_size=40))
-def test_it_agrees_with_a_plain_list(steps: list[tuple[int, bool, int]]) -> None:
+def test_deadlines_agree_with_a_plain_list(steps: list[tuple[int, bool, int]]) -> None:
     deadlines, plain = Deadlines(), dict[int, Sequence]()
     for request_id, (deadline_s, is_removed, now) in enumerate(steps):
         added = due_in(request_id, 1000 * deadline_s)
@@ -633,7 +633,7 @@ def test_it_agrees_with_a_plain_list(steps: list[tuple[int, bool, int]]) -> None
         assert len(deadlines) == len(plain)
 
 
-def test_the_lowest_free_number_is_taken() -> None:
+def test_the_lowest_free_slot_number_is_taken() -> None:
     numbers = SlotNumbers()
     assert [numbers.take() for _ in range(4)] == [0, 1, 2, 3]
     numbers.give_back(2)
