@@ -12,13 +12,13 @@ then.  So n choices of one prompt, or many requests with one system prompt, comp
 
 The order: a sequence of priority p stands where it would if it had come p * ageing_s seconds
 earlier.  So the order of two sequences never changes, and none starves: one that waits is passed
-only by those that come within the difference of their priorities times ageing_s.  Reservations
-stand as if of a priority above all others, but behind sequences that were preempted before they
-came.
+only by those that come within ageing_s times the difference of their priorities.  Reservations
+stand as if their priority were above all others, but behind sequences that were preempted before
+they came.
 
 It cannot deadlock.  The first running sequence in order can take the blocks of all that may be
-preempted; those that may not end by themselves or by the lease of their transfer; and a sequence
-that would not fit the empty pool fails.
+preempted.  The others end by themselves or with the lease of their transfer.  A sequence that would
+not fit the empty pool fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from worker.executor.batch import BatchType
 LARGE_STEP_TOKENS: Final = 512
 # Over the largest of `wire.options.Options.priority`, which is 100.
 RESERVATION_PRIORITY: Final = 101
-# The heap of deadlines is cleaned when it holds so many more ended sequences than live ones.
+# The heap of deadlines is cleaned when it is so much longer than twice the live sequences.
 _SLACK: Final = 64
 
 
