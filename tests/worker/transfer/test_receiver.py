@@ -356,7 +356,7 @@ async def test_offers_without_bytes_hold_a_quarter_for_a_third_of_a_lease() -> N
         assert prefill.is_quiet
         load = await router.load(Role.DECODE)
         assert load.used == 18 * 19
-        ended = set()
+        ended: set[tuple[int, int]] = set()
         while len(ended) < len(granted):
             frame = (await prefill.receive()).frame
             if isinstance(frame, Error):
