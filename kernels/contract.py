@@ -18,13 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 POOL_RANK = 6
 # What `kernels.sample` is told of each row.
@@ -47,6 +49,20 @@ class ShapeError(KernelError, ValueError):
     """Arguments whose shapes, dtypes or ranges do not fit each other; nothing was written."""
 
 
+class Scratch:
+    """What backends derive from a batch once and use in every layer: one object of each type."""
+
+    def __init__(self) -> None:
+        self._kept: dict[type[Any], Any] = {}
+
+    def of(self, kind: type[T]) -> T:
+        """Return the object of this type; the first time it is made, without arguments."""
+        if kind not in self._kept:
+            self._kept[kind] = kind()
+        kept: T = self._kept[kind]
+        return kept
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedBatch:
     """Where the tokens of one step live; made once a step, used by every layer.
@@ -59,14 +75,14 @@ class PagedBatch:
         query_starts: [S + 1] sequence s owns tokens [query_starts[s], query_starts[s + 1]).
         context_lens: [S] tokens of the sequence, this step's included; its queries are the last.
         block_tables: [S, M] physical block of each logical block; columns past the end are ignored.
-        scratch: what a backend derived from the rest.
+        scratch: What backends derived from the rest.
     """
 
     slots: torch.Tensor
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
-    scratch: dict[Any, Any] = field(default_factory=dict)
+    scratch: Scratch = field(default_factory=Scratch)
 
 
 class Backend(Protocol):

@@ -9,6 +9,7 @@ they are planned once a step and kept in the batch.  16-bit values are widened: 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,14 @@ class Group(NamedTuple):
     shape: tuple[int, int, int]
 
 
+@dataclass(slots=True)
+class StepPlan:
+    """What is derived from a batch once: pool rows of its slots in layer 0, groups by window."""
+
+    rows: torch.Tensor | None = None
+    groups: dict[int | None, list[Group]] = field(default_factory=dict)
+
+
 def check_pool(pool: torch.Tensor) -> None:
     """Torch takes pools of any size."""
 
@@ -65,16 +74,16 @@ def append_kv(
     if rotation is not None:
         key_value = torch.stack((rotated(key_value[:, 0], rotation), key_value[:, 1]), dim=1)
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
-    rows = batch.scratch.get("rows")
-    if rows is None:
+    plan = batch.scratch.of(StepPlan)
+    if plan.rows is None:
         slots = batch.slots.numpy().astype(np.int64)
         block_rows = num_layers * 2 * num_kv_heads * block_size
         first = slots // block_size * block_rows + slots % block_size
         by_head = first[:, None] + np.arange(2 * num_kv_heads) * block_size
-        rows = batch.scratch["rows"] = torch.from_numpy(by_head.ravel()).to(pool.device)
+        plan.rows = torch.from_numpy(by_head.ravel()).to(pool.device)
     # One layer is 2 * Hkv * B rows: shift the view, not the rows.
     layer_rows = pool.view(-1, head_dim)[layer * 2 * num_kv_heads * block_size :]
-    layer_rows.index_copy_(0, rows, key_value.reshape(-1, head_dim).to(pool.dtype))
+    layer_rows.index_copy_(0, plan.rows, key_value.reshape(-1, head_dim).to(pool.dtype))
 
 
 def rotated(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
@@ -97,9 +106,10 @@ def paged_attention(
     window: int | None,
 ) -> torch.Tensor:
     """See `kernels.paged_attention`."""
-    groups: list[Group] | None = batch.scratch.get(("groups", window))
-    if groups is None:
-        groups = batch.scratch["groups", window] = _plan(batch, pool, window)
+    plans = batch.scratch.of(StepPlan).groups
+    if window not in plans:
+        plans[window] = _plan(batch, pool, window)
+    groups = plans[window]
     if len(groups) == 1 and groups[0].queries is None:
         return _attend(query, pool, layer, groups[0], scale)
     out = torch.empty_like(query)

@@ -42,9 +42,9 @@ FLOORS = {
     ],
     "worker": [
         *("worker/model", "worker/executor", "worker/engine", "worker/embedded"),
-        *("worker/interfaces.py", "worker/config.py", "worker/memory.py", "worker/assembly.py"),
-        *("worker/warmup.py", "worker/pulse.py", "worker/metrics.py", "worker/link.py"),
-        *("worker/transfer", "worker/environment.py", "worker/counted.py", "worker/roles"),
+        *("worker/config.py", "worker/memory.py", "worker/assembly.py", "worker/metrics.py"),
+        *("worker/transfer/sockets.py", "worker/transfer/thread.py", "worker/environment.py"),
+        *("worker/link.py", "worker/transfer", "worker/counted.py", "worker/roles"),
         *("worker/app.py", "worker/__main__.py"),
     ],
 }
@@ -80,7 +80,7 @@ ASYNC = {
 }
 UNPICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 # Types only: there is nothing to run.
-DECLARATIONS = {"router/core/request.py", "worker/engine/outputs.py", "worker/interfaces.py"}
+DECLARATIONS = {"router/core/request.py", "worker/engine/outputs.py"}
 # One idea a file: what belongs together stays together, and still fits in an afternoon.
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60

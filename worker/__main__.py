@@ -49,16 +49,16 @@ def load_draft(config: Config, executor: Executor) -> Executor | None:
 
 
 def _set_threads(num_threads: int) -> None:
-    """Say what torch's thread pools are to be like; they read it when an executor imports torch.
+    """Set the size of torch's thread pools in the environment, where it is read at its import.
 
-    NumPy is loaded by now: its own pool is as large as the environment said at the start.
+    NumPy has been imported: the size of its own pool was set by the environment at the start.
     """
-    if num_threads:  # of the two the smaller counts, so both have to go
+    if num_threads:  # the smaller of the two counts, so both are set
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
-    # Else OpenMP's threads spin until their next work, on the cores that `kernels.cpu.threads`
-    # needs: a quarter of a step is lost to the few operations that are torch's, the sampler's.
+    # By default OpenMP's threads spin while they wait, on the cores that `kernels.cpu.threads`
+    # needs: the few operations that the sampler leaves to torch would slow a step by a quarter.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -82,7 +82,7 @@ async def serve(config: Config, executor: Executor, draft: Executor | None, stop
     try:
         try:
             worker = Worker(config, executor, draft=draft)
-        except ValueError as error:  # of the constructor only: one of `run` is a bug
+        except ValueError as error:  # from the constructor only; in `run` it would be a bug
             log.error("cannot serve with these settings", reason=str(error))
             return EX_CONFIG
         return await worker.run(stop)

@@ -28,14 +28,13 @@ from worker.config import Config
 from worker.counted import CountedConnect, CountedPlane
 from worker.engine.measured import measured
 from worker.engine.outputs import Output
+from worker.engine.thread import Pulse, Standstill, Warmup
 from worker.environment import Environment
 from worker.executor.contract import Executor, ModelInfo
 from worker.link import LinkState, RouterLink
 from worker.metrics import Metrics
-from worker.pulse import Pulse, Standstill
 from worker.roles.decode import DecodeRole
 from worker.roles.prefill import PrefillRole
-from worker.warmup import Warmup
 
 log = structlog.get_logger("worker")
 

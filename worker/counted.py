@@ -13,11 +13,11 @@ from wire.errors import WireError
 from wire.parts import Buffer
 from wire.process.keys import Keys
 from wire.traffic import Traffic
-from worker.interfaces import Connect, Connection, Listener, Plane
+from worker.environment import Connect, Connection, Listener, Plane
 
 
 class CountedConnect:
-    """Connects as `connect` does, with these keys."""
+    """Connects to routers as `connect` does, by default with `keys`."""
 
     def __init__(self, connect: Connect, keys: Keys | None) -> None:
         self.traffic = Traffic()
@@ -43,7 +43,7 @@ class CountedConnect:
 
 
 class CountedPlane:
-    """The KV sockets; `num_up` of the connections to other workers are up."""
+    """The KV sockets; `num_up` is how many connections to other workers are up."""
 
     def __init__(self, plane: Plane) -> None:
         self.traffic = Traffic()

@@ -1,24 +1,95 @@
-"""What a worker finds outside itself: the time, its connections, and the threads that compute.
+"""What a worker finds outside itself: the time, its sockets, and the threads that compute and copy.
 
-One value, passed to `worker.app.Worker`; the defaults are the real things.  The simulation
-(`scripts/simulate`) passes virtual time, a network of its own and threads that are events, and so
-runs the very code that serves.
+The parts of a worker know their sockets and threads by the interfaces declared here.  `Environment`
+has the real ones; the simulation (`tests/simulation`) passes virtual time, sockets on a network of
+its own, and threads that are events, and so runs the very code that serves.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from wire.aio.zmq import Link
+from wire.aio.zmq import Link, Sending
+from wire.parts import Buffer
 from wire.process.keys import Keys
 from worker.engine.engine import Engine
 from worker.engine.outputs import Output
-from worker.engine.thread import EngineThread
-from worker.interfaces import Computing, Connect, Copying, Plane
+from worker.engine.thread import Call, EngineThread
 from worker.transfer.sockets import KVPlane
 from worker.transfer.thread import Copies
+
+
+class Connection(Protocol):
+    """The way to one peer (`wire.aio.zmq.Link`)."""
+
+    @property
+    def is_up(self) -> bool: ...
+    def send(self, parts: Sequence[Buffer], *, track: bool = False) -> Sending | None: ...
+    async def close(self, linger_s: float = 0.0) -> None: ...
+
+
+class Listener(Protocol):
+    """A bound socket with many peers (`wire.aio.zmq.Hub`)."""
+
+    def bind(self, endpoint: str) -> str: ...
+    def send(
+        self, peer: bytes, parts: Sequence[Buffer], *, track: bool = False
+    ) -> Sending | None: ...
+    async def close(self, linger_s: float = 0.0) -> None: ...
+
+
+class Connect(Protocol):
+    """Connects to a router; the callbacks are those of `wire.aio.zmq.Link`.  Raises OSError."""
+
+    def __call__(
+        self,
+        identity: bytes,
+        endpoint: str,
+        on_message: Callable[[list[Buffer]], None],
+        *,
+        on_up: Callable[[], None],
+        on_down: Callable[[], None],
+        keys: Keys | None = None,
+    ) -> Connection: ...
+
+
+class Plane(Protocol):
+    """Where KV travels (`worker.transfer.sockets.KVPlane`)."""
+
+    def hub(
+        self, on_message: Callable[[bytes, list[Buffer]], None], on_lost: Callable[[bytes], None]
+    ) -> Listener: ...
+    def link(
+        self,
+        identity: bytes,
+        endpoint: str,
+        on_message: Callable[[list[Buffer]], None],
+        on_down: Callable[[], None],
+        server: str = "",
+    ) -> Connection: ...
+    async def close(self) -> None: ...
+
+
+class Computing(Protocol):
+    """Where the engine runs (`worker.engine.thread.EngineThread`)."""
+
+    @property
+    def is_busy(self) -> bool: ...
+    def start(self) -> None: ...
+    def post(self, call: Call) -> None: ...
+    def stop(self, *, wait: bool = True) -> None: ...
+
+
+class Copying(Protocol):
+    """Where KV is packed and unpacked (`worker.transfer.thread.Copies`)."""
+
+    num_at_once: int
+
+    def run(self, copy: Callable[..., Any], *args: Any) -> Awaitable[Any]: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 The worker says HELLO whenever the connection comes up or a router that does not know it asks for
 one; WELCOME makes it ready.  A refusal (another model) is fatal: the router said what to fix, and
-trying again would not help.  Being fenced is fatal too, but not at once: who has our rank may be
-dead without the router having noticed, and then the place is ours in a moment.  A router that is
-lost has ended all it asked of us, so we end it too.  SPEC 5.
+trying again would not help.  FENCED is fatal too, but not at once: the worker that has our rank may
+be dead without the router having noticed, and then the rank is ours in a moment.  A router that is
+lost wants nothing any more of what it asked for, so we end that.  SPEC 5.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from wire.payloads import (
     decode_map,
     encode_map,
 )
-from worker.interfaces import Connect, Connection
+from worker.environment import Connect, Connection
 
 log = structlog.get_logger("worker")
 
 FATAL_CODES: Final = frozenset({ErrorCode.MISMATCH, ErrorCode.FENCED, ErrorCode.UNAUTHORIZED})
-# A fenced worker asks so many times while it waits for the place.
+# A fenced worker says HELLO so many times while it waits for its rank.
 FENCED_TRIES: Final = 3
-# What two workers call each other's fault is not the client's.
-# CANCELLED: the other one has lost the router that asked for it, which knows nothing of it yet.
+# Codes with which one worker refuses another; the router is told TRANSFER_FAILED in their place.
+# CANCELLED: the other worker has lost the router, which may not have noticed it yet.
 BETWEEN_WORKERS: Final = frozenset(
     {
         ErrorCode.PROTOCOL,
@@ -58,8 +58,8 @@ BETWEEN_WORKERS: Final = frozenset(
         ErrorCode.CANCELLED,
     }
 )
-# A router that missed three beats is lost, but one that reads a huge prompt may miss quick ones.
-# A connection that closes is noticed at once, without this.
+# A router that is silent for three heartbeats is lost, but not before so many seconds: it may miss
+# quick ones while it reads a huge prompt.  A connection that closes is noticed at once.
 MIN_SILENCE_S: Final = 3.0
 # A HELLO without an answer is said again, then said on another connection: a router never hears
 # the second connection of one identity, and needs 25 to 30 s to see that a vanished one is gone.
@@ -74,7 +74,7 @@ class Requests(Protocol):
     """What a role does with the frames of a router."""
 
     def on_registered(self, router: RouterLink) -> None:
-        """WELCOME came: what it says holds from now on."""
+        """WELCOME came: its settings hold from now on."""
 
     def on_request(self, router: RouterLink, message: Message) -> None:
         """PREFILL_REQUEST or DECODE_REQUEST.  Raises WireError to refuse it."""
@@ -86,7 +86,7 @@ class Requests(Protocol):
         """The decode workers that this router knows."""
 
     def on_router_lost(self, router: RouterLink) -> None:
-        """The router, or this process of it, will never claim what it asked for."""
+        """The router, or that process of it, wants nothing any more of what it asked for."""
 
 
 class LinkState(StrEnum):
@@ -136,9 +136,9 @@ class RouterLink:
             await self._link.close(linger_s)
 
     async def tick(self, elapsed_s: float) -> None:
-        """Notice a router that says nothing, or does not read.  `elapsed_s` since the last call.
+        """Notice a router that sends nothing or does not read; `elapsed_s` since the last call.
 
-        Counted in calls, so that a pause of this process is not taken for the router's.
+        Time is counted in calls, so that a pause of this process is not taken for the router's.
         """
         self._silent_s += elapsed_s
         self._hello_due_s -= elapsed_s
@@ -159,11 +159,11 @@ class RouterLink:
                     log.warning("no WELCOME from the router yet", router=self.endpoint)
                 self._say_hello()
         elif self.is_fenced and self._hello_due_s <= 0:
-            # Another router serves us, or this process would have ended: here we stand by.
+            # Another router has accepted us, or this process would have ended: keep trying here.
             self._say_hello()
 
     def send(self, frames: Frame | list[Frame], *payload: Buffer) -> None:
-        """Send to the router; what a dead router would have got is of no use to anyone."""
+        """Send to the router; dropped if its connection is down, for then it is lost anyway."""
         if self._is_stuck:
             return  # a frame is missing already: nothing may follow it
         assert self._link is not None, "open comes first"
@@ -292,17 +292,17 @@ class RouterLink:
             self.refusal, was_fenced = detail.message, self.is_fenced
             self.is_fenced = frame.code == ErrorCode.FENCED
             if was_fenced and self.is_fenced:
-                return  # still
+                return  # it was fenced before
             self.requests.on_router_lost(self)
             self._become(LinkState.REFUSED)
         else:
             log.warning("error from router", router=self.endpoint, message=detail.message)
 
     def _may_wait(self, detail: ErrorDetail) -> bool:
-        """Whether the one who has our rank may still turn out to be dead; HELLO goes on until then.
+        """Whether the worker that has our rank may still turn out to be dead; until then say HELLO.
 
-        The router says for how long: a connection that closed it notices at once, but a machine
-        that vanished only by its missing heartbeats.
+        The router says for how long that may be: it notices a closed connection at once, but a
+        machine that vanished only by its missing heartbeats.
         """
         if self._fenced_s is None:
             self._fenced_s = detail.retry_after_s or 0.0
@@ -316,7 +316,8 @@ class RouterLink:
     def _on_unknown(self) -> None:
         """The router does not know us, or not any more.
 
-        It says so once a frame, but a second HELLO would end what follows the first: one is enough.
+        It says so for every frame it gets, but only one HELLO may follow: a second one would end
+        what began after the first.
         """
         if self.state is LinkState.READY:
             self._lose("it does not know us")

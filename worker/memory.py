@@ -1,6 +1,6 @@
 """How many KV blocks a worker gets, and whether they fit beside the model.
 
-The weights are loaded when this is asked, so what is free is for the activations of the largest
+This is asked when the weights are loaded: what is free then is for the activations of the largest
 step and for the blocks.
 """
 
@@ -31,7 +31,7 @@ def count_blocks(
         free_bytes: Memory for activations and blocks; None if nobody knows.
 
     Raises:
-        ValueError: Not one block, or more than fit; the message says which setting to change.
+        ValueError: There would be no block, or more than fit; the message says what to change.
     """
     block_bytes = memory.kv_bytes_per_token * block_size
     blocks = num_blocks or kv_cache_bytes // block_bytes
@@ -57,9 +57,9 @@ def count_blocks(
 
 def free_bytes(device: str) -> int | None:
     """Return the memory that is free where an executor on `device` computes; None if unknown."""
-    # Who has not imported torch by now does not compute with it, on no device.
+    # A process that has not imported torch by now computes without it.
     torch = sys.modules.get("torch")
-    # Whether "auto" found a usable GPU shows in where the model lies.
+    # If "auto" found a usable GPU, the model lies in its memory.
     if device != "cpu" and torch is not None and torch.cuda.memory_allocated():
         free: int = torch.cuda.mem_get_info()[0]
         return free
@@ -79,7 +79,7 @@ def _free_in_container() -> int | None:
     limit, usage, stat = (_CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
     if not limit.exists() or not limit.read_text().strip().isdecimal():  # "max" is no limit
         return None
-    # Pages of files count as used, but give way to who needs the memory.
+    # Pages of files count as used, but are given up when memory is needed.
     figures = _figures(stat.read_text())
     used = int(usage.read_text()) - figures["active_file"] - figures["inactive_file"]
     return max(0, int(limit.read_text()) - used)

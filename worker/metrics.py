@@ -1,8 +1,8 @@
-"""GET /metrics of a worker: what it knows better than its heartbeats say.
+"""`GET /metrics` of a worker: the figures of its heartbeats, and more.
 
-Everything is read when it is asked for; what is not kept anywhere else is in `TransferCounts`.
-Names that the router has too mean the same here, less `role` and `rank`: Prometheus names the
-instance.
+All figures are read when they are asked for; those kept nowhere else are in `TransferCounts`.
+Metrics that a router has too mean the same here, but have no labels `role` and `rank`: Prometheus
+adds the instance.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from prometheus_client.registry import Collector
 from wire.process.exposition import Distribution, counter, frames, gauge, histogram, tally
 from wire.traffic import Traffic
 from worker.config import Config
-from worker.engine.slots import Slots
-from worker.engine.stats import STEP_S, Stats
+from worker.engine.stats import STEP_S, Slots, Stats
 
 # From a few blocks within one machine to a long prompt over a slow network.
 TRANSFER_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 40)
 
 
 class TransferCounts:
-    """The transfers that ended at this end of theirs.
+    """The transfers that ended, as this worker saw them.
 
     Attributes:
         ends: How many, by how: done, failed, cancelled.
         kv_bytes: Bytes of KV that crossed the network.
-        skipped_bytes: Bytes that did not have to: the decode worker held them.
+        skipped_bytes: Bytes that were not sent, as the decode worker held them already.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class TransferCounts:
         )
 
     def end(self, how: str, kv_bytes: int, skipped_bytes: int, seconds: float | None) -> None:
-        """Enter one; `seconds` from its acceptance, None if it did not get so far."""
+        """Count one; `seconds` from its acceptance, None if it was not accepted."""
         self.ends[how] += 1
         self.kv_bytes += kv_bytes
         self.skipped_bytes += skipped_bytes
@@ -91,7 +90,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Nothing beforehand: a registry would otherwise collect once to find the names."""
+        """Return no names beforehand; without this the registry would collect once to find them."""
         return []
 
     def collect(self) -> Iterator[Metric]:

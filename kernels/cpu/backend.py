@@ -39,6 +39,10 @@ __all__ = [
 ]
 
 
+class StepItems(dict[int, WorkItems]):
+    """The work items of a step by how many query heads share a KV head."""
+
+
 def paged_attention(
     query: torch.Tensor,
     pool: torch.Tensor,
@@ -56,9 +60,10 @@ def paged_attention(
         shared, heads = query.shape[1] // num_kv_heads, query.float()
         if heads.stride(2) != 1:
             heads = heads.contiguous()
-        items: WorkItems | None = batch.scratch.get(shared)
+        step_items = batch.scratch.of(StepItems)
+        items = step_items.get(shared)
         if items is None:
-            items = batch.scratch[shared] = WorkItems(shared)
+            items = step_items[shared] = WorkItems(shared)
             items.set(batch)
             Program([items.plan()]).run()
         Program([attend(heads, pool, layer, items, out, scale=scale, window=window)]).run()

@@ -7,6 +7,7 @@ same kernels compiled for the CPU.  Pointers are integers: the caller keeps the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -94,6 +95,14 @@ class Planned(NamedTuple):
     merges: torch.Tensor
     parts: torch.Tensor
     logs: torch.Tensor
+
+
+@dataclass(slots=True)
+class OnDevice:
+    """What of a batch lies on the device: its tensors by name, work by window and query heads."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    works: dict[tuple[int | None, int], list[Planned]] = field(default_factory=dict)
 
 
 def attention_kernels(dtype: torch.dtype, head_dim: int) -> list[str]:
@@ -216,11 +225,11 @@ def attention(
     if not is_tiled(query.dtype, head_dim):
         grid = (query.shape[0], query.shape[1])
         return [Launch("attention", f"attend_plain<{name}>", grid, 32, 0, arguments, (query, out))]
-    key = ("cuda work", window, query.shape[1])
-    if key not in batch.scratch:
-        batch.scratch[key] = _works(query, pool, batch, window, wanted_blocks)
+    works, key = batch.scratch.of(OnDevice).works, (window, query.shape[1])
+    if key not in works:
+        works[key] = _works(query, pool, batch, window, wanted_blocks)
     launches = []
-    for tile, work, items, merges, parts, logs in batch.scratch[key]:
+    for tile, work, items, merges, parts, logs in works[key]:
         mine = arguments.copy()
         point(mine, work=items, merges=merges, parts=parts, logs=logs)
         num_kv_heads, keep = pool.shape[3], (query, out, items, merges, parts, logs)
@@ -356,11 +365,10 @@ def _on_device(
     batch: PagedBatch, pool: torch.Tensor, name: str, tensor: torch.Tensor
 ) -> torch.Tensor:
     """Upload a tensor of the batch once for all layers."""
-    key = ("cuda", name)
-    if key not in batch.scratch:
-        batch.scratch[key] = tensor.to(pool.device)
-    held: torch.Tensor = batch.scratch[key]
-    return held
+    tensors = batch.scratch.of(OnDevice).tensors
+    if name not in tensors:
+        tensors[name] = tensor.to(pool.device)
+    return tensors[name]
 
 
 def _width(size: int, *tensors: torch.Tensor) -> int:

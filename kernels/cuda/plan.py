@@ -15,7 +15,7 @@ import torch
 
 from kernels.contract import PagedBatch
 from kernels.cuda import tiling
-from kernels.cuda.launch import Planned, is_tiled, on_device
+from kernels.cuda.launch import OnDevice, Planned, is_tiled, on_device
 
 NOTHING = -1
 
@@ -57,11 +57,11 @@ class FixedPlan:
             context_lens=torch.ones(num_sequences, dtype=torch.int32),
             block_tables=tables,
         )
-        scratch, device = self.batch.scratch, pool.device
-        scratch["cuda", "slots"] = self.batch.slots.to(device)
-        scratch["cuda", "starts"] = self.batch.query_starts.to(device)
-        scratch["cuda", "contexts"] = self.batch.context_lens.to(device)
-        scratch["cuda", "tables"] = tables.to(device)
+        held, device = self.batch.scratch.of(OnDevice), pool.device
+        held.tensors["slots"] = self.batch.slots.to(device)
+        held.tensors["starts"] = self.batch.query_starts.to(device)
+        held.tensors["contexts"] = self.batch.context_lens.to(device)
+        held.tensors["tables"] = tables.to(device)
         head_dim = pool.shape[5]
         few, many = tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)
         self._tile = few if self._group <= few.rows else many
@@ -69,7 +69,7 @@ class FixedPlan:
         if is_tiled(pool.dtype, head_dim):
             for window in windows:
                 room = self._rooms[window] = self._room(num_sequences)
-                scratch["cuda work", window, num_heads] = [room]
+                held.works[window, num_heads] = [room]
 
     def _room(self, num_sequences: int) -> Planned:
         """Return room for the most items there can be."""
@@ -88,10 +88,10 @@ class FixedPlan:
         mine.context_lens[:count], mine.context_lens[count:] = batch.context_lens, 1
         mine.block_tables[:count, :columns] = batch.block_tables
         mine.block_tables[count:, 0] = self._spare_slot // self._pool.shape[4]
-        scratch = mine.scratch
-        scratch["cuda", "slots"].copy_(mine.slots)
-        scratch["cuda", "contexts"].copy_(mine.context_lens)
-        scratch["cuda", "tables"][:, :columns].copy_(mine.block_tables[:, :columns])
+        tensors = mine.scratch.of(OnDevice).tensors
+        tensors["slots"].copy_(mine.slots)
+        tensors["contexts"].copy_(mine.context_lens)
+        tensors["tables"][:, :columns].copy_(mine.block_tables[:, :columns])
         for window, room in self._rooms.items():
             work = tiling.work(
                 self._starts,

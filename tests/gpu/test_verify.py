@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.contract import Backend
+from kernels.contract import Backend, Scratch
 from tests.gpu import verify
 from tests.gpu.inputs import TOLERANCE, Shape, error, formula, lengths, paged
 from tests.gpu.settings import Part, Settings
@@ -97,7 +97,7 @@ def test_keys_that_are_missing_from_a_long_context_show(dtype: torch.dtype, cont
     want = formula(it, 1, 0.125, None)
 
     def share(dropped: int) -> float:
-        batch = replace(it.batch, context_lens=it.batch.context_lens - dropped, scratch={})
+        batch = replace(it.batch, context_lens=it.batch.context_lens - dropped, scratch=Scratch())
         got = reference.paged_attention(it.query, it.pool, 1, batch, 0.125, None)
         return error(got, want, TOLERANCE[dtype])
 

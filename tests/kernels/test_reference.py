@@ -16,14 +16,15 @@ from tests.kernels.scenes import check, scene
 def test_decode_of_many_is_one_group() -> None:
     it = scene([(200, 1), (150, 1), (255, 1)])
     check(it, None)
-    assert len(it.batch.scratch["groups", None]) == 1
+    assert len(it.batch.scratch.of(reference.StepPlan).groups[None]) == 1
 
 
 def test_a_group_never_gathers_more_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "MAX_GROUP_VALUES", 4 * 64 * 16 * 2)
     it = scene([(40, 1)] * 5 + [(50, 4)])
     check(it, None)
-    assert [group.shape[0] for group in it.batch.scratch["groups", None]] == [2, 2, 1, 1]
+    groups = it.batch.scratch.of(reference.StepPlan).groups[None]
+    assert [group.shape[0] for group in groups] == [2, 2, 1, 1]
 
 
 class CastsOfTorch211(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ from worker.engine.measured import ExecutorStatus, measured
 from worker.engine.outputs import Failed, Output, Token
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.engine.settings import EngineSettings
-from worker.engine.slots import Slots
+from worker.engine.stats import Slots
 from worker.engine.thread import EngineThread
 from worker.executor.contract import Executor
 from worker.executor.metrics import Metrics

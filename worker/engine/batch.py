@@ -21,7 +21,7 @@ class BatchConfig:
         max_sbatch_sequences: Sequences that run side by side.
         prefer_pure_decode: Never mix: while something generates, every other step reads prompts.
         dynamic_batching: New sequences join running ones; else they wait until all have ended.
-        ageing_s: One point of priority goes ahead of so many seconds of waiting.
+        ageing_s: One point of priority counts as so many seconds of waiting.
     """
 
     max_ubatch_tokens: int = 512
@@ -89,7 +89,7 @@ def build(kind: BatchType, chunks: Many[Chunk], block_size: int) -> Batch:
 
 def _block_tables(chunks: Many[Chunk]) -> Int32:
     tables = [chunk.sequence.block_table for chunk in chunks]
-    # Padded as bytes: a copy row by row into an array takes three times as long.
+    # Padded as bytes: copying row by row into an array takes three times as long.
     row_bytes = 4 * max(map(len, tables))
     rows = [table.tobytes().ljust(row_bytes, b"\0") for table in tables]
     return np.frombuffer(bytearray().join(rows), np.int32).reshape(len(tables), -1)

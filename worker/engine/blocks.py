@@ -5,8 +5,8 @@ does, but its full block of tokens may be asked for again; the least recently us
 
 The prefix cache is a trie in one dict: (serial number of the parent, tokens of the block) leads to
 the block.  Serial numbers are never reused and tokens are compared, not hashes, so no collision can
-lead to the KV of other tokens.  The hashes of `wire.prefix` ride along: they are what the router's
-index is told by the journal.
+lead to the KV of other tokens.  Each prefix has its hash of `wire.prefix` too: by these hashes the
+journal tells routers what the cache holds.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ class Prefix(NamedTuple):
 
 ROOT: Final = Prefix(0, 0)
 
-_Key = tuple[int, bytes]
+# Where a block is in the trie: the serial number of its parent, and its tokens.
+Place = tuple[int, bytes]
 
 
 class Journal:
-    """Prefix hashes that came and went since the last reading; what cancels out is not told.
+    """Prefix hashes stored and evicted since the last reading; not those that were both.
 
-    Bounded by the pool: at most one entry for each block stored, and one for each that was told.
-    The engine thread writes, any thread reads.
+    Bounded by the pool: at most one entry for each block stored, and one for each hash told before.
+    The engine's thread writes, any thread reads.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class Journal:
                 self._evicted[prefix_hash] = None
 
     def __len__(self) -> int:
-        """What is left to tell."""
+        """How many hashes are left to tell."""
         return len(self._stored) + len(self._evicted)
 
     def read(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -66,7 +67,7 @@ class Journal:
             return _drain(self._stored), _drain(self._evicted)
 
     def restart(self, hashes: Iterable[int]) -> None:
-        """Tell everything anew: the reader knows nothing."""
+        """Tell all these hashes to a reader that knows nothing."""
         with self._lock:
             self._stored = dict.fromkeys(hashes)
             self._evicted = {}
@@ -94,13 +95,12 @@ class BlockPool:
         self.num_used = 0  # blocks that sequences refer to; a shared one counts once
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: dict[
-            int, None
-        ] = {}  # unreferenced and in the trie, least recently used first
-        self._trie: dict[_Key, tuple[int, Prefix]] = {}
-        self._keys: dict[int, _Key] = {}  # the block's place in the trie
-        # Blocks in the trie by prefix hash.  Two, when one was computed again behind a parent that
-        # was evicted meanwhile: the hash is gone when both are.
+        # In the trie, but no sequence refers to them; the least recently used first.
+        self._cached: dict[int, None] = {}
+        self._trie: dict[Place, tuple[int, Prefix]] = {}
+        self._keys: dict[int, Place] = {}  # by block
+        # How many blocks in the trie have a prefix hash.  Two, when one was computed again behind a
+        # parent that was evicted meanwhile: the hash is evicted when both are.
         self._holders = Counter[int]()
         self._serials = count(1)
 
@@ -121,7 +121,7 @@ class BlockPool:
         return self.blocks_for(num_tokens) <= self.num_blocks
 
     def match_prefix(self, keys: Sequence[bytes]) -> tuple[list[int], Prefix]:
-        """Find the longest known chain of these blocks of tokens.  Nothing is taken yet.
+        """Find the longest known chain of these blocks of tokens; `allocate` takes them.
 
         Returns:
             The blocks that hold it, to be passed to `allocate` at once, and its prefix.
@@ -179,7 +179,7 @@ class BlockPool:
     def register(self, parent: Prefix, key: bytes, block: int) -> Prefix:
         """Make a full, computed block findable behind `parent`; return its prefix.
 
-        When another block holds the same already, that one stays the one to be found.
+        When another block holds the same tokens behind it already, that one stays findable.
         """
         if not self.enable_prefix_cache:
             return ROOT
@@ -212,7 +212,7 @@ class BlockPool:
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert free + used + cached == total and that `tables` explain every reference.
 
-        Costs what the tables are long: cheap enough for a worker that goes idle.
+        Takes time in proportion to the tables: little enough for whenever a worker goes idle.
         """
         free, used, cached, total = self.num_free, self.num_used, self.num_cached, self.num_blocks
         assert free + used + cached == total, (
@@ -228,7 +228,7 @@ class BlockPool:
         assert len(references) == used, f"{used} blocks are used, {len(references)} have an owner"
 
     def audit(self) -> None:
-        """Assert what `check` takes for granted; costs what the pool is large: for tests."""
+        """Assert what `check` takes for granted; for tests, as it goes through the whole pool."""
         places = [*self._free, *self._cached]
         assert len(set(places)) == len(places), "a block is in two places"
         assert {block for block, refs in enumerate(self._refs) if refs == 0} == set(places)

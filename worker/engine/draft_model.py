@@ -6,9 +6,9 @@ accept is cut off the shadow before the next round.  A shadow draws as its seque
 same keys (seed, choice, position) and the same penalties of the same text: where the models agree,
 they draw the same token.
 
-A round has as many batches as drafts, none over `max_ubatch_tokens`: everybody waits for it.  So a
-long prompt is read over many rounds; until its shadow has caught up, or when the blocks run out, a
-sequence gets no drafts, that is all.  Nor does one that the small model cannot compute.
+All sequences wait for a round, so it has as many batches as drafts, none over `max_ubatch_tokens`.
+A long prompt is therefore read over many rounds.  Until its shadow has caught up a sequence gets no
+drafts, nor when the blocks run out, nor when the small model cannot compute it.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class ModelDrafter:
             shadow = self._follow(sequence)
             if limit > 0 and self._make_room(shadow, limit):
                 drafting.append((shadow, limit))
-        # Who lacks least goes first: what a long prompt needs is read with what the others leave.
+        # Those with the fewest tokens to compute go first; a long prompt gets what they leave.
         drafting.sort(key=lambda it: it[0].num_uncomputed_tokens)
         while drafting:
             drawn = self._advance([shadow for shadow, _ in drafting])
             for shadow, token in drawn:
                 shadow.token_ids.append(token.token_id)
                 shadow.drafts += (token.token_id,)
-            # Whoever has no draft after the first batch has not caught up.
+            # A shadow without a draft after the first batch has not caught up.
             drafting = [it for it in drafting if 0 < len(it[0].drafts) < it[1]]
         shadows = [self._shadows.get(sequence.request_id) for sequence in sequences]
         return [[] if shadow is None else list(shadow.drafts) for shadow in shadows]
@@ -82,7 +82,7 @@ class ModelDrafter:
         self.pool.check(shadow.block_table for shadow in self._shadows.values())
 
     def _give_up(self, failure: SequenceFailed, shadows: list[Sequence]) -> None:
-        """Draft no more for whose fault it is; the others go on with the next round."""
+        """Draft no more for the sequence that failed; the others go on with the next round."""
         if not 0 <= failure.index < len(shadows):
             raise failure
         request_id = shadows[failure.index].request_id
@@ -97,7 +97,7 @@ class ModelDrafter:
             self.pool.free(shadow.block_table)
 
     def _follow(self, sequence: Sequence) -> Sequence:
-        """Return the shadow with the sequence's tokens; KV of others counts as not computed."""
+        """Return the shadow with the sequence's tokens; where they differ, KV is computed again."""
         shadow = self._shadows.get(sequence.request_id)
         if shadow is None:
             shadow = self._shadows[sequence.request_id] = _shadow_of(sequence)
@@ -123,9 +123,9 @@ class ModelDrafter:
         return True
 
     def _advance(self, shadows: list[Sequence]) -> list[tuple[Sequence, SampledToken]]:
-        """Compute one batch of what the shadows lack; draw the next token of who lacks no more.
+        """Compute one batch of tokens; draw the next token of each shadow that is complete then.
 
-        Nobody's if one cannot be computed: then nothing counts as computed.
+        If one shadow cannot be computed, nothing counts as computed and no token is drawn.
         """
         budget, chunks = self._max_ubatch_tokens, list[Chunk]()
         for shadow in shadows:
@@ -150,7 +150,7 @@ def _shadow_of(sequence: Sequence) -> Sequence:
     """Return a sequence that draws as this one does, with nothing computed."""
     options = msgspec.structs.replace(
         sequence.options,
-        # What was generated is no prompt: penalties and min_tokens count it.
+        # Penalties and min_tokens count what was generated, so it must not pass for prompt.
         generated_tokens=sequence.num_output_tokens,
         # Nobody reads the logprobs of drafts.
         logprobs=None,

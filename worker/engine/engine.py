@@ -1,10 +1,10 @@
-"""The engine of one worker: (draft,) schedule, batch, forward, sample, commit.
+"""The engine of one worker: `step` is draft, schedule, batch, forward, sample, commit.
 
-Synchronous and single-threaded: whoever calls `step` owns it (`worker.engine.thread`).  It serves
-both roles: `add` reads prompts, `reserve` and `begin_decode` take over what another worker
-computed.  An exception of the executor leaves `step`: the state of the device is unknown then, the
-process must go; unless it is `SequenceFailed`.  What cannot be served alone fails alone, with an
-output.
+Synchronous: all calls come from one thread (`worker.engine.thread`).  It serves both roles: `add`
+takes a prompt to be read here, `reserve` and `begin_decode` a prompt that another worker has read.
+When an executor raises `SequenceFailed`, or a request cannot be served, that sequence alone ends,
+with the output `Failed`.  Any other exception of the executor leaves `step`: nobody knows then what
+state the device is in, so the process has to end.
 """
 
 from __future__ import annotations
@@ -18,19 +18,15 @@ from typing import Any
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
 from wire.payloads import Load
-from worker.engine.admission import Problem, bind, find_problem, resume, tell
 from worker.engine.batch import Chunk, build
 from worker.engine.blocks import BlockPool
-from worker.engine.commit import commit
 from worker.engine.outputs import Failed, Output
-from worker.engine.plan import Plan
-from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import Sequence, Status
+from worker.engine.scheduler import Plan, Scheduler
+from worker.engine.sequence import Problem, Sequence, Status
 from worker.engine.settings import EngineSettings
-from worker.engine.slots import Slots
 from worker.engine.speculation import Speculation
-from worker.engine.stats import Counters, Stats, load_of
-from worker.engine.step import compute
+from worker.engine.stats import Counters, Slots, Stats, load_of
+from worker.engine.step import commit, compute, tell
 from worker.engine.swap import SwapSpace
 from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFailed
 
@@ -75,12 +71,15 @@ class Engine:
         self._outputs: list[Output] = []
         self._is_stalled = False
 
-    # What the worker's role asks for.  Outputs come from `step`, failures too.
+    # What a role asks for.  The answers, refusals included, are outputs of `step`.
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a prompt, to be continued here or, with `transfer`, held; ignore a known id."""
-        bind(sequence, self.info)
-        self._accept(sequence, find_problem(sequence, self.info, self.pool))
+        """Queue a prompt to be read; what comes after is generated here unless it is a `transfer`.
+
+        An id that is known already is ignored.
+        """
+        sequence.bind(self.info)
+        self._accept(sequence, sequence.problem(self.info, self.pool))
 
     def reserve(
         self,
@@ -93,7 +92,7 @@ class Engine:
         """Queue for blocks into which the KV of these tokens will be unpacked."""
         sequence = Sequence(request_id, token_ids, offered_by=offered_by, status=Status.RESERVING)
         sequence.is_claimed = is_claimed
-        self._accept(sequence, find_problem(sequence, self.info, self.pool, 1))
+        self._accept(sequence, sequence.problem(self.info, self.pool, 1))
 
     def claim(self, request_id: int) -> None:
         """A router has asked for the KV of a reservation; an unknown id is ignored."""
@@ -102,7 +101,7 @@ class Engine:
             self.scheduler.reserving.claim(sequence)
 
     def let_others_pass(self, request_id: int) -> None:
-        """No text waits any longer for the KV of this reservation; an unknown id is ignored."""
+        """Reservations that begin alike wait for this one's KV no longer; ignore an unknown id."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is not None:
             self.scheduler.reserving.let_others_pass(sequence)
@@ -132,18 +131,18 @@ class Engine:
             raise LocalProtocolError(
                 f"request {request_id} cannot begin to decode while {sequence.status}"
             )
-        problem = resume(sequence, list(token_ids), options, max_new_tokens)
-        if problem := problem or find_problem(sequence, self.info, self.pool):
+        problem = sequence.resume(list(token_ids), options, max_new_tokens)
+        if problem := problem or sequence.problem(self.info, self.pool):
             self._finish(sequence)
             self._fail(request_id, *problem)
             return
         sequence.started_s = self._clock()
         sequence.set_deadline(sequence.started_s if asked_s is None else asked_s)
-        bind(sequence, self.info)
+        sequence.bind(self.info)
         self.scheduler.run(sequence)
 
     def release(self, request_id: int) -> None:
-        """End a transfer: its blocks go back as soon as its first token is there."""
+        """The transfer has ended: free the blocks, or when the first token is there, then."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is None:
             return
@@ -155,14 +154,14 @@ class Engine:
         """Drop a sequence in any state and free what it holds; an unknown id is ignored."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is not None:
-            # What is handed over has ended already, and was counted then.
+            # A sequence that is being handed over was counted as finished.
             self.counters.cancelled += sequence.status is not Status.HANDING_OVER
             self._finish(sequence)
 
     # The step.
 
     def step(self) -> list[Output]:
-        """Run one iteration over all sequences that can move."""
+        """Compute one batch of all sequences that can go on; return what is to be said of them."""
         start_s = self._clock()
         self._speculation.draft(self.scheduler.running)
         draft_s = self._clock()
@@ -217,7 +216,7 @@ class Engine:
             self._end(sequence)
 
     def _give_up(self, sequence: Sequence, why: str) -> None:
-        """End one; nothing of the step counts as computed, so the others are planned again."""
+        """End the one that failed; nothing was committed, so the next step computes the others."""
         self._fail(sequence.request_id, ErrorCode.MODEL_FAILED, why)
         self._end(sequence)
 
@@ -256,7 +255,7 @@ class Engine:
         self.counters.failed += 1
         self._outputs.append(Failed(request_id, code, message))
 
-    # What others want to know.
+    # The figures that others read.
 
     @property
     def num_running(self) -> int:

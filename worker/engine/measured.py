@@ -1,8 +1,11 @@
-"""Any executor, with what seed 003 wants around it: status, metrics and a warmup.
+"""What seed 003 has around an executor: status, metrics, a warmup, and steps made by hand.
 
-A step is `forward` and, if anything is sampled, the `sample` after it; one that a sequence fails is
-logged and not counted.  The engine calls from its thread; `status` and `metrics` may be asked from
-any.
+`MeasuredExecutor` stands between an engine and its executor.  It counts as a step `forward` and, if
+anything is sampled, the `sample` after it; a step that fails with `SequenceFailed` is logged and
+not counted.  The engine calls from its thread; `status` and `metrics` may be called from any.
+
+`Direct` drives an executor without an engine: seed 003's prefill, decode and release_cache, for the
+warmup, for trying a plug-in in a console and for tests of executors.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -18,7 +22,9 @@ from typing import Any
 import structlog
 
 from wire.options import Options
-from worker.engine.direct import Direct
+from worker.engine.batch import Chunk, build
+from worker.engine.blocks import BlockPool
+from worker.engine.sequence import Sequence, Status
 from worker.executor.batch import Batch, BatchType
 from worker.executor.contract import Executor, KVCache, SampledToken, Scorer, SequenceFailed
 from worker.executor.metrics import Metrics, Stopwatch
@@ -38,7 +44,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes: what this executor allocated, and the most this process ever had in memory."""
+    """Bytes of the model, of its KV cache, and the most that this process ever had in memory."""
 
     parameter_bytes: int
     kv_cache_bytes: int
@@ -47,7 +53,7 @@ class MemoryUsage:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatus:
-    """How an executor is now.  `last_step_s` is on the clock it was given; None before any step."""
+    """An executor at one moment; `last_step_s` is when its last step ended, None before any."""
 
     state: State
     batch_sequences: int
@@ -56,7 +62,7 @@ class ExecutorStatus:
 
 
 class MeasuredExecutor:
-    """An executor that knows how it is; implements `worker.executor.contract.Executor`."""
+    """An executor with status and metrics; implements `worker.executor.contract.Executor`."""
 
     def __init__(self, executor: Executor, *, clock: Callable[[], float] = time.perf_counter):
         self.info = executor.info
@@ -78,15 +84,15 @@ class MeasuredExecutor:
         return self._cache
 
     def warmup(self) -> None:
-        """Read a prompt and generate, so that no request pays for what is done only once.
+        """Read a prompt and generate a token, so that no request waits for what is done only once.
 
-        What a plug-in does wrong shows here, before the first request.  For the time between
-        `allocate` and the first sequence: it writes to blocks.  It is not counted.
+        A broken plug-in fails here, before the first request.  It writes to blocks, so its time is
+        between `allocate` and the first sequence.  It is not counted.
         """
         assert self._cache is not None, "allocate comes first"
         room = min(self._cache.num_blocks * self._cache.block_size, self.info.max_model_len)
         direct = Direct(self._executor, self._cache)
-        # Tokens are drawn: there is more to compile for that than for the likeliest.
+        # With a temperature: drawing a token needs more to be compiled than taking the likeliest.
         sequence = direct.prefill([0] * min(2, room), Options(temperature=1.0))
         if room > 2:
             direct.decode(sequence)
@@ -132,7 +138,7 @@ class MeasuredExecutor:
     def _watched(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
             return call(*args)
-        except SequenceFailed as failure:  # nothing is wrong but with that sequence
+        except SequenceFailed as failure:  # only that sequence is affected
             self._state, self._batch_sequences = State.READY, 0
             log.warning("a sequence cannot be computed", exc_info=failure)
             raise
@@ -155,6 +161,74 @@ class MeasuredScorer(MeasuredExecutor):
     def __init__(self, executor: Executor, scorer: Scorer) -> None:
         super().__init__(executor)
         self.score = scorer.score
+
+
+class Direct:
+    """Reads prompts and generates, each call one step.  `cache` is what `allocate` returned.
+
+    It hands out blocks of its own, so an engine must not use the same cache meanwhile.
+    """
+
+    def __init__(self, executor: Executor, cache: KVCache) -> None:
+        self._executor = executor
+        self._pool = BlockPool(cache.num_blocks, cache.block_size, enable_prefix_cache=False)
+
+    def prefill(self, token_ids: Many[int], options: Options | None = None) -> Sequence:
+        """Read a prompt; return the sequence, its first token appended to its `token_ids`."""
+        (sequence,) = self.batch_prefill([token_ids], options)
+        return sequence
+
+    def batch_prefill(
+        self, prompts: Many[Many[int]], options: Options | None = None
+    ) -> list[Sequence]:
+        """Read several prompts in one step.
+
+        Raises:
+            ValueError: There are not enough blocks.
+        """
+        sequences = [Sequence(index, prompt, options) for index, prompt in enumerate(prompts)]
+        self._step(BatchType.PREFILL, sequences)
+        return sequences
+
+    def decode(self, sequence: Sequence) -> SampledToken:
+        """Compute the KV of the sequence's last token; draw, append and return the next one."""
+        (token,) = self.batch_decode([sequence])
+        return token
+
+    def batch_decode(self, sequences: Many[Sequence]) -> list[SampledToken]:
+        """Generate one token of each sequence in one step.
+
+        Raises:
+            ValueError: There are not enough blocks.
+        """
+        return self._step(BatchType.DECODE, sequences)
+
+    def release_cache(self, sequence: Sequence) -> None:
+        """Take the sequence's blocks back; it cannot go on."""
+        self._pool.free(sequence.block_table)
+        del sequence.block_table[:]
+        sequence.move_to(Status.FINISHED)
+
+    def _step(self, kind: BatchType, sequences: Many[Sequence]) -> list[SampledToken]:
+        self._allocate(sequences)
+        chunks = [Chunk(sequence, sequence.num_uncomputed_tokens) for sequence in sequences]
+        batch = build(kind, chunks, self._pool.block_size)
+        tokens = self._executor.sample(self._executor.forward(batch), batch)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.num_computed_tokens = sequence.num_tokens
+            sequence.token_ids.append(token.token_id)
+        return tokens
+
+    def _allocate(self, sequences: Many[Sequence]) -> None:
+        wanted = [
+            self._pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+            for sequence in sequences
+        ]
+        if not self._pool.can_allocate(sum(wanted)):
+            raise ValueError(f"{sum(wanted)} more blocks are too many, {self._pool.num_free} left")
+        for sequence, num_blocks in zip(sequences, wanted, strict=True):
+            if num_blocks:
+                sequence.block_table.extend(self._pool.allocate(num_blocks))
 
 
 def measured(executor: Executor) -> MeasuredExecutor:

@@ -1,4 +1,4 @@
-"""What the engine says about sequences: the outputs of a step.  Plain data, no behaviour."""
+"""What the engine says about sequences: the outputs of a step; types only."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Computed:
     num_tokens: int
 
 
-class Token(msgspec.Struct, frozen=True, gc=False):  # a step makes hundreds: cheap ones
+class Token(msgspec.Struct, frozen=True, gc=False):  # the cheapest type: a step makes hundreds
     """A sampled token; `index` counts from 0 the tokens sampled on this worker.
 
-    With `finish_reason` "stop" the token is an EOS or stop token: it ends the sequence and is no
-    part of the text.  With "length" it is the last token of the text.  `prompt_logprobs` comes
+    With `finish_reason` "stop" it is an EOS or stop token: it ends the sequence and is not part of
+    the text.  With "length" it is the last token of the text.  `prompt_logprobs` comes
     with the first token, if asked for, packed as in `wire.logprobs`.
     """
 
@@ -64,7 +64,7 @@ class Failed:
     message: str
 
     def for_peers(self) -> WireError:
-        """Return what the network is told: what a model says may be of paths or prompts."""
+        """Return the error for the network; without a model's message, which may quote prompts."""
         if self.code is ErrorCode.MODEL_FAILED:
             return WireError(
                 self.code, "the model failed on this request; the worker's log has why"

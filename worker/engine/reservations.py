@@ -1,32 +1,37 @@
 """Reservations: sequences whose KV another worker computes.  They wait for blocks, then for the KV.
 
-Who waits goes in order, except that a text whose beginning is on its way already, as with n choices
-of one prompt, lets others pass until that is here, and shares its blocks then: neither bytes nor
-blocks are spent twice.  It waits for nothing that its own KV would not wait for: the other is no
-longer than itself, came first, and from the same peer.
+They get blocks in order, with one exception.  While KV arrives that a sequence begins with, as with
+n choices of one prompt, the sequence lets others pass, and shares those blocks when the KV is here:
+so neither bytes nor blocks are spent twice.  This costs it no time, for the other sequence is no
+longer, came first, and its KV comes from the same peer.
 
-Until a router has asked for it, KV is only what a peer says it is: it is shared with nobody, goes
-behind what was asked for, and holds a part of the pool at most, by peer and in all.
+A reservation is claimed when a router has asked for it.  Until then the KV may be anything that a
+peer chose to send: no other sequence shares it, claimed ones get blocks first, and unclaimed ones
+hold a part of the pool at most, by peer and in all (SPEC 6.2).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Hashable
+from typing import Final
 
 from worker.engine.blocks import BlockPool
 from worker.engine.sequence import Sequence
-from worker.engine.sharing import register
-from worker.engine.unclaimed import Unclaimed
+
+# One peer may hold a quarter, all together half: two bad peers leave half to claimed transfers.
+PEER_PART: Final = 4
+PART_OF_ALL: Final = 2
 
 
 class Reservations:
-    """Those that wait for blocks, in order, and those whose KV arrives."""
+    """The sequences that wait for blocks, in order, and those whose KV arrives."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._waiting: deque[Sequence] = deque()
         self._arriving: dict[int, Sequence] = {}
-        self._unclaimed = Unclaimed(pool.num_blocks)  # blocks, but those shared with others
+        self._unclaimed = Unclaimed(pool.num_blocks)  # counts blocks, less shared ones
 
     def __len__(self) -> int:
         """How many wait for blocks."""
@@ -45,7 +50,7 @@ class Reservations:
         return next((s for s in unclaimed if not self._is_on_its_way(s)), None)
 
     def grant(self, sequence: Sequence) -> None:
-        """It has its blocks: now its KV arrives."""
+        """Enter that the sequence got its blocks, so its KV may arrive."""
         self._waiting.remove(sequence)
         self._arriving[sequence.request_id] = sequence
         if not sequence.is_claimed:
@@ -54,27 +59,27 @@ class Reservations:
             self._unclaimed.hold(sequence.request_id, sequence.offered_by, num_blocks)
 
     def claim(self, sequence: Sequence) -> None:
-        """A router has asked for it."""
+        """Enter that a router has asked for it."""
         sequence.is_claimed = True
         self._unclaimed.release(sequence.request_id)
 
     def let_others_pass(self, sequence: Sequence) -> None:
-        """Its KV is here and no router asks for it: nobody waits to share it."""
+        """Have no sequence wait to share it: its KV is here, but no router has asked for it."""
         self._arriving.pop(sequence.request_id, None)
 
     def begin(self, sequence: Sequence) -> None:
-        """All its KV is here, and it is what a router asked for: others may share it."""
+        """Let others share its KV: all of it is here, and a router has asked for it."""
         self.remove(sequence)
-        register(sequence, self._pool)
+        sequence.register(self._pool)
 
     def remove(self, sequence: Sequence) -> None:
-        """It ended, wherever it was."""
+        """Forget a sequence that ended or began to generate."""
         self._unclaimed.release(sequence.request_id)
         if self._arriving.pop(sequence.request_id, None) is None and sequence in self._waiting:
             self._waiting.remove(sequence)
 
     def _is_on_its_way(self, sequence: Sequence) -> bool:
-        """Whether KV arrives, from its own peer, of a text that it begins with or equals."""
+        """Whether KV arrives from the same peer for tokens that the sequence begins with."""
         if not self._pool.enable_prefix_cache:
             return False
         return any(
@@ -83,8 +88,43 @@ class Reservations:
         )
 
 
+class Unclaimed:
+    """How much of a `total` unclaimed transfers hold: blocks here, bytes in `worker.transfer`.
+
+    A peer whose transfers hold its part gets no more, and no peer does when all together hold
+    theirs.  The transfer that exceeds a part is still let in, for it may be the only one.  A router
+    asks as soon as a prompt is read, so an honest peer holds few.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._held: dict[int, tuple[Hashable, int]] = {}  # by request id
+        self._by_peer = Counter[Hashable]()
+
+    @property
+    def num_held(self) -> int:
+        return self._by_peer.total()
+
+    def may_hold(self, peer: Hashable) -> bool:
+        """Whether one more transfer of `peer` may hold something."""
+        is_over = PEER_PART * self._by_peer[peer] >= self._total
+        return not is_over and PART_OF_ALL * self.num_held < self._total
+
+    def hold(self, request_id: int, peer: Hashable, amount: int) -> None:
+        self._held[request_id] = peer, amount
+        self._by_peer[peer] += amount
+
+    def release(self, request_id: int) -> None:
+        """Enter that it was claimed or has ended; nothing happens the second time."""
+        if (held := self._held.pop(request_id, None)) is not None:
+            peer, amount = held
+            self._by_peer[peer] -= amount
+            if not self._by_peer[peer]:
+                del self._by_peer[peer]
+
+
 def _begins_with(token_ids: list[int], other: Sequence) -> bool:
     count = other.num_tokens
-    # The last token first: texts that begin alike for long are compared at length only if need be.
+    # The last token first: it nearly always tells, and the whole comparison is long.
     is_likely = count <= len(token_ids) and token_ids[count - 1] == other.token_ids[-1]
     return is_likely and token_ids[:count] == other.token_ids

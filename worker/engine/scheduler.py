@@ -1,44 +1,106 @@
-"""What the next step computes: a pure policy over sequences and blocks, its decision an object.
+"""What the next step computes: a pure policy over sequences and blocks; its decision is a `Plan`.
 
-Generation first, one token for each running sequence; then prompt chunks in what is left of the
-token budget; then admissions; drafts take what nobody else wanted.  When generation needs a block
-and there is none, the sequence that is last in order gives up its blocks: its KV is swapped out
-(`worker.engine.swap` says when) or computed again later.  Only running sequences that can be
-recomputed here are preempted: never a reservation into which KV arrives, never a sequence whose KV
-is being handed over.
+Each running sequence generates one token first; chunks of prompts take what is left of the step's
+token budget, those of running sequences before those of new ones; drafts take the rest.  When a
+running sequence needs a block and none is free, the sequence that is last in order is preempted:
+its KV is swapped out (`worker.engine.swap` says when) or computed again later.  Only sequences that
+can be recomputed here are preempted: no reservation into which KV arrives, and no sequence whose KV
+is being sent to another worker.
 
-A prompt that begins like one that is read in this very step waits for the next one and shares its
-blocks then: of n choices, or of a crowd with one system prompt, one computes.
+A prompt that begins like one that this step reads waits for the next step and shares its blocks
+then.  So n choices of one prompt, or many requests with one system prompt, compute it once.
 
-The order is that of virtual arrivals: a sequence of priority p stands where it would if it had come
-p * ageing_s seconds earlier.  So priorities age without anyone counting, the order of two sequences
-never changes, and nobody starves: who waits is passed only by what comes within the difference of
-the priorities.  Reservations go ahead of new work by the same rule, as if of a priority above all,
-and behind work that was preempted before they came.
+The order: a sequence of priority p stands where it would if it had come p * ageing_s seconds
+earlier.  So the order of two sequences never changes, and none starves: one that waits is passed
+only by those that come within ageing_s times the difference of their priorities.  Reservations
+stand as if their priority were above all others, but behind sequences that were preempted before
+they came.
 
 It cannot deadlock.  The first running sequence in order can take the blocks of all that may be
-preempted; what may not ends by itself or by its peer's lease; and a sequence that does not fit the
-empty pool is failed.
+preempted.  The others end by themselves or with the lease of their transfer.  A sequence that would
+not fit the empty pool fails.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import Final
 
 from worker.engine.batch import BatchConfig, Chunk
-from worker.engine.blocks import BlockPool
-from worker.engine.deadlines import Deadlines
-from worker.engine.plan import Plan
+from worker.engine.blocks import BlockPool, Place
 from worker.engine.reservations import Reservations
 from worker.engine.sequence import Sequence, Status
-from worker.engine.sharing import filled, missing
-from worker.engine.slots import SlotNumbers
 from worker.engine.swap import Swap, SwapSpace
 from worker.executor.batch import BatchType
 
+# In a step of so many tokens the fixed cost of a step is small beside the cost of its tokens.
+LARGE_STEP_TOKENS: Final = 512
 # Over the largest of `wire.options.Options.priority`, which is 100.
 RESERVATION_PRIORITY: Final = 101
+# The heap of deadlines is cleaned when it is so much longer than twice the live sequences.
+_SLACK: Final = 64
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: what it computes, and which sequences changed state while it was planned.
+
+    Attributes:
+        decode: Of each sequence that generates, the token sampled last, and drafts after it.
+        prefill: Chunks of prompts, or of what is computed again after a preemption.
+        preempted: Lost their blocks and wait.
+        swapped_out: KV of preempted sequences that is to be saved in host memory.
+        swapped_in: Saved KV that is to be copied into its sequence's new blocks.
+        started: Run for the first time.
+        reserved: Reservations that got their blocks.
+        failed: Do not fit the pool, even alone; their blocks are free.
+        filled: The first block that each chunk of `prefill` makes full; who needs it waits.
+        overdue: Passed their deadline.  Their blocks are free, except of one whose KV may be on
+            its way to another worker: it keeps them until that has ended.
+    """
+
+    decode: list[Chunk] = field(default_factory=list)
+    prefill: list[Chunk] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    swapped_out: list[Swap] = field(default_factory=list)
+    swapped_in: list[Swap] = field(default_factory=list)
+    started: list[Sequence] = field(default_factory=list)
+    reserved: list[Sequence] = field(default_factory=list)
+    failed: list[Sequence] = field(default_factory=list)
+    overdue: list[Sequence] = field(default_factory=list)
+    filled: set[Place] = field(default_factory=set)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return self.decode + self.prefill
+
+    @property
+    def kind(self) -> BatchType:
+        if not self.prefill:
+            return BatchType.DECODE
+        return BatchType.MIXED if self.decode else BatchType.PREFILL
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_rows for chunk in self.chunks)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.prefill)
+
+    def is_mostly_prefill(self, max_ubatch_tokens: int) -> bool:
+        """Whether prompts fill at least half of the step, and half of a large step."""
+        large = min(max_ubatch_tokens, LARGE_STEP_TOKENS)
+        return bool(self.prefill) and 2 * self.num_prefill_tokens >= max(self.num_tokens, large)
+
+    @property
+    def is_progress(self) -> bool:
+        """Whether anything changed; if not, another plan would be as empty until a call comes."""
+        admitted = self.started or self.reserved or self.swapped_in
+        ended = self.failed or self.overdue
+        return bool(self.decode or self.prefill or self.preempted or admitted or ended)
 
 
 class Scheduler:
@@ -66,7 +128,7 @@ class Scheduler:
         self.deadlines.add(sequence)
 
     def run(self, sequence: Sequence) -> None:
-        """Let a sequence that has its blocks take part in steps."""
+        """Let a sequence that has its blocks take part in the next steps."""
         if sequence.status is Status.RESERVED:
             self.reserving.begin(sequence)
             self.deadlines.add(sequence)
@@ -75,7 +137,7 @@ class Scheduler:
         insort(self.running, sequence, key=self._order)
 
     def hold(self, sequence: Sequence) -> None:
-        """Keep the blocks of a sequence that is computed, until `finish`."""
+        """Stop computing a sequence but keep its blocks, until `finish`."""
         self._stop(sequence)
         sequence.move_to(Status.HANDING_OVER)
         self.deadlines.remove(sequence)  # from here on the lease of the transfer counts
@@ -111,7 +173,7 @@ class Scheduler:
         for sequence in reading:
             budget -= self._plan_chunk(sequence, budget, plan)
         self._admit(plan, budget)
-        if not plan.chunks:  # a turn given to prompts, and none could be admitted
+        if not plan.chunks:  # it was the prompts' turn, but none could be admitted
             plan.decode = [Chunk(sequence, 1) for sequence in decoding]
         self._add_drafts(plan)
         self._last_kind = plan.kind
@@ -120,7 +182,7 @@ class Scheduler:
     def _end_overdue(self, sequence: Sequence, plan: Plan) -> None:
         plan.overdue.append(sequence)
         if sequence.status is Status.RUNNING and sequence.transfer and not sequence.is_released:
-            self.hold(sequence)  # its blocks may be read this moment: `finish` says when not
+            self.hold(sequence)  # its blocks may be read at this moment; `finish` frees them
         else:
             self.finish(sequence)
 
@@ -132,7 +194,7 @@ class Scheduler:
             if len(stepped) == self.max_running:
                 break
             if sequence.status is not Status.RUNNING:
-                continue  # preempted by one before it
+                continue  # preempted for one before it in this loop
             room = len(sequence.block_table) * block_size
             if len(sequence.token_ids) <= room or self._grow(sequence, plan):
                 stepped.append(sequence)
@@ -144,7 +206,7 @@ class Scheduler:
         return not (reading or self.waiting)
 
     def _grow(self, sequence: Sequence, plan: Plan) -> bool:
-        """Get the blocks that its tokens need; say whether the sequence still runs."""
+        """Get the blocks that its tokens need; return whether the sequence still runs."""
         num_blocks = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
         if not self.pool.can_ever_fit(sequence.num_tokens):
             self.finish(sequence)
@@ -182,14 +244,14 @@ class Scheduler:
         num_tokens = min(sequence.num_uncomputed_tokens, budget)
         if num_tokens:
             if sequence.is_decoding and self.config.prefer_pure_decode:
-                return 0  # its turn comes
+                return 0  # it generates, in the turn of those that do
             chunks = plan.decode if sequence.is_decoding else plan.prefill
             chunks.append(Chunk(sequence, num_tokens))
-            plan.filled.update(filled(sequence, num_tokens, self.pool))
+            plan.filled.update(sequence.filled(num_tokens, self.pool))
         return num_tokens
 
     def _add_drafts(self, plan: Plan) -> None:
-        """Have drafts verified as far as tokens and blocks are left: nobody waits for them."""
+        """Add drafts to the plan as far as tokens and blocks are left; they displace nothing."""
         if not any(chunk.sequence.drafts for chunk in plan.decode):
             return
         budget = self.config.max_ubatch_tokens - plan.num_tokens
@@ -201,9 +263,9 @@ class Scheduler:
                 budget -= num_drafts
 
     def _make_room(self, sequence: Sequence, num_drafts: int) -> int:
-        """Get blocks for the KV of drafts; return how many of them have room.
+        """Get blocks for the KV of drafts; return how many drafts have room.
 
-        Cached blocks too: what drafts are right about would take them in the next step.
+        Cached blocks are taken too: accepted drafts would need them in the next step anyway.
         """
         table, pool = sequence.block_table, self.pool
         room = len(table) * pool.block_size - len(sequence.token_ids)
@@ -245,17 +307,17 @@ class Scheduler:
             budget -= self._plan_chunk(sequence, budget, plan)
 
     def _is_better_later(self, sequence: Sequence, plan: Plan) -> bool:
-        """Whether this step computes the very block from which on the sequence would have to.
+        """Whether this step fills the first block that the sequence lacks in the prefix cache.
 
-        So whoever waits finds more one step later; its slot and blocks are kept for it meanwhile.
+        One step later it can share that block; a place and blocks are kept for it until then.
         """
-        # Without dynamic batching the next step takes nobody in.
+        # Without dynamic batching the next step admits nobody.
         if not self.config.dynamic_batching or self.swap.num_tokens(sequence.request_id):
             return False
-        return not plan.filled.isdisjoint(missing(sequence, self.pool))
+        return not plan.filled.isdisjoint(sequence.missing(self.pool))
 
     def _head(self, num_later: int) -> Sequence | None:
-        """Who is next to get blocks; whoever is behind waits even if it would fit."""
+        """Who is next to get blocks; those behind it wait even if they would fit."""
         waiting = self.waiting[num_later] if len(self.waiting) > num_later else None
         reserving = self.reserving.head()
         if reserving is None or waiting is None:
@@ -272,7 +334,7 @@ class Scheduler:
     def _allocate(
         self, sequence: Sequence, num_tokens: int, max_cached_tokens: int, blocks_later: int
     ) -> bool:
-        """Get blocks, sharing cached ones for `max_cached_tokens`, if `blocks_later` are left."""
+        """Get blocks, cached ones for up to `max_cached_tokens`; leave `blocks_later` to others."""
         keys = sequence.keys(max_cached_tokens // self.pool.block_size, self.pool.block_size)
         cached, prefix = self.pool.match_prefix(keys)
         num_blocks = self.pool.blocks_for(num_tokens) - len(cached)
@@ -286,7 +348,7 @@ class Scheduler:
         return True
 
     def _swap_in(self, sequence: Sequence, plan: Plan) -> None:
-        """Plan to put back what was swapped out and is not in the prefix cache any more."""
+        """Plan to copy back the swapped KV that is not in the prefix cache any more."""
         start, end = sequence.num_computed_tokens, self.swap.num_tokens(sequence.request_id)
         if end > start:
             blocks = tuple(sequence.block_table)
@@ -299,3 +361,68 @@ class Scheduler:
         self.pool.free(sequence.block_table)
         del sequence.block_table[:]
         sequence.num_computed_tokens = 0
+
+
+class Deadlines:
+    """Sequences by the time at which they must have ended; the caller brings the time.
+
+    A heap of deadlines, and a table of the sequences that still have one.  A sequence that ends
+    early leaves the table at once, but the heap only at its deadline or with the next cleaning.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []
+        self._sequences: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """Watch a sequence, if it has a deadline."""
+        if sequence.deadline_s is not None:
+            self._sequences[sequence.request_id] = sequence
+            heappush(self._heap, (sequence.deadline_s, sequence.request_id))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Stop watching; a sequence that is not watched is ignored."""
+        if self._sequences.pop(sequence.request_id, None) is None:
+            return
+        if len(self._heap) > 2 * len(self._sequences) + _SLACK:
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
+            heapify(self._heap)
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next one is due; None if none is."""
+        while self._heap and not self._is_current(self._heap[0]):
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def take_overdue(self, now: float) -> list[Sequence]:
+        """Return those that are due, earliest first, and watch them no more."""
+        overdue: list[Sequence] = []
+        while (next_s := self.next_s) is not None and next_s <= now:
+            overdue.append(self._sequences.pop(heappop(self._heap)[1]))
+        return overdue
+
+    def _is_current(self, entry: tuple[float, int]) -> bool:
+        deadline_s, request_id = entry
+        sequence = self._sequences.get(request_id)
+        return sequence is not None and sequence.deadline_s == deadline_s
+
+
+class SlotNumbers:
+    """Hands out the lowest number not in use, so that a display keeps one line per sequence."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._next = 0
+
+    def take(self) -> int:
+        if self._free:
+            return heappop(self._free)
+        self._next += 1
+        return self._next - 1
+
+    def give_back(self, number: int) -> None:
+        heappush(self._free, number)

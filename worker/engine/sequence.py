@@ -1,7 +1,7 @@
-"""A sequence is one request's shadow on a worker.
+"""A sequence: one request as the worker that computes it sees it, and the table of its states.
 
-The states and the allowed moves between them are a table.  A sequence knows its tokens, how many of
-them have KV, and which blocks hold it; it decides nothing.
+A sequence knows its tokens, how many of them have KV, which blocks hold it, which of those are in
+the prefix cache, and whether a model and a pool can serve it at all.  It schedules nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Final
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.logprobs import prompt_logprobs_problem
 from wire.options import Options
-from worker.engine.blocks import ROOT, Prefix
+from worker.engine.blocks import ROOT, BlockPool, Place, Prefix
 from worker.engine.outputs import FinishReason
+from worker.executor.contract import ModelInfo
 from worker.executor.occurrences import Occurrences
 from worker.executor.scores import PromptScores
 
@@ -25,6 +26,8 @@ from worker.executor.scores import PromptScores
 UNLIMITED: Final = 2**31 - 1
 # The most tokens that may be guessed at a time (`worker.engine.speculation`).
 MAX_DRAFTS: Final = 64
+# Why a request is refused: its code, and a message that the client reads.
+Problem = tuple[ErrorCode, str]
 
 
 @cache
@@ -40,7 +43,7 @@ class Status(StrEnum):
     HANDING_OVER = "handing_over"  # prefill role: all computed, blocks held until the release
     RESERVING = "reserving"  # decode role: waits for blocks
     RESERVED = "reserved"  # decode role: holds blocks into which KV arrives
-    FINISHED = "finished"  # holds nothing, will never be heard of again
+    FINISHED = "finished"  # holds nothing and is forgotten
 
 
 TRANSITIONS: Final[dict[Status, frozenset[Status]]] = {
@@ -56,8 +59,9 @@ TRANSITIONS: Final[dict[Status, frozenset[Status]]] = {
 class Sequence:
     """The tokens of one request, and how far this worker is with them.
 
-    `max_new_tokens` counts what this worker is to generate in all.  A `transfer` sequence is told
-    the request's whole limit, generates one token here and then holds its blocks.
+    `max_new_tokens` is how many tokens this worker is to generate.  With `transfer` it is the whole
+    limit of the request, though only the first token is generated here: then the blocks are held
+    until their KV has been sent.
     """
 
     __slots__ = (
@@ -103,10 +107,10 @@ class Sequence:
         offered_by: str = "",
         status: Status = Status.WAITING,
     ) -> None:
-        # What is asked.
+        # What the request asks for.
         self.request_id = request_id
         self.token_ids = list(token_ids)
-        # What an earlier attempt generated is no prompt, for the limits and the penalties.
+        # Tokens that an earlier attempt generated count as output for limits and penalties.
         self.prompt_len = len(self.token_ids) - (options.generated_tokens if options else 0)
         self.num_given_tokens = len(self.token_ids)
         self.transfer = transfer
@@ -116,7 +120,7 @@ class Sequence:
         self.ask(options or Options(), max_new_tokens)
         if self.options.prompt_logprobs is not None:
             self.scores = PromptScores(self.prompt_len, self.options.prompt_logprobs)
-        # Where it stands: for its whole life.
+        # Its progress, kept from its arrival to its end.
         self.status = status
         self.arrival = 0
         self.arrival_s = 0.0
@@ -128,7 +132,7 @@ class Sequence:
         self.block_keys: list[bytes] = []
         self.draft_window = MAX_DRAFTS
         self.drafts: tuple[int, ...] = ()  # guesses of what follows, until a token is appended
-        # What it holds: from one admission to the next preemption.
+        # What it holds while it has blocks; a preemption takes it away.
         self.block_table = array("i")  # the physical blocks, in order
         self.slot: int | None = None
         self.num_cached_tokens = 0
@@ -137,7 +141,7 @@ class Sequence:
         self.prefix: Prefix = ROOT
 
     def arrive(self, arrival: int, now: float) -> None:
-        """Take a place in the line; the deadline counts from here."""
+        """Note when it came, and as which; the deadline counts from now."""
         self.arrival, self.arrival_s = arrival, now
         self.set_deadline(now)
 
@@ -157,26 +161,35 @@ class Sequence:
         self.max_new_tokens = UNLIMITED if max_new_tokens is None else max_new_tokens
         self.max_len = self.num_given_tokens + self.max_new_tokens
 
-    def resume(self, token_ids: list[int], options: Options, max_new_tokens: int | None) -> None:
-        """Go on from the KV of all reserved tokens; `token_ids` are those and the ones after.
+    def bind(self, info: ModelInfo) -> None:
+        """Have the model's EOS tokens and context end it, besides what its options say."""
+        eos = frozenset[int]() if self.options.ignore_eos else info.eos_token_ids
+        self.stop_ids = eos.union(self.options.stop_token_ids)
+        self.max_len = min(self.max_len, info.max_model_len)
 
-        Raises:
-            ValueError: They are not.
+    def resume(
+        self, token_ids: list[int], options: Options, max_new_tokens: int | None
+    ) -> Problem | None:
+        """Continue a reservation: `token_ids` are the reserved ones, whose KV is here, and more.
+
+        If they are not, nothing changes and the problem is returned.
         """
         reserved = self.num_tokens
         if len(token_ids) <= reserved or token_ids[:reserved] != self.token_ids:
-            raise ValueError("the tokens to continue are not those reserved and at least one more")
+            message = "the tokens to continue are not those reserved and at least one more"
+            return ErrorCode.INVALID_REQUEST, message
         self.token_ids = token_ids
         self.prompt_len = reserved - options.generated_tokens
         self.num_given_tokens = len(token_ids)
         self.num_computed_tokens = reserved
         self.ask(options, max_new_tokens)
+        return None
 
     def move_to(self, status: Status) -> None:
-        """Change the status along `TRANSITIONS`.
+        """Change the status.
 
         Raises:
-            LocalProtocolError: There is no such arrow.
+            LocalProtocolError: `TRANSITIONS` does not allow it.
         """
         if status not in TRANSITIONS[self.status]:
             raise LocalProtocolError(
@@ -204,16 +217,16 @@ class Sequence:
         return len(self.token_ids) - self.num_given_tokens
 
     def max_drafts(self) -> int:
-        """How many guessed tokens could be of use: the one after the last guess is drawn too."""
+        """How many drafts could be of use: after the last of them one more token is drawn."""
         num_drafts = self.max_len - len(self.token_ids) - 1
         if num_drafts > self.draft_window:
             return self.draft_window
         return num_drafts if num_drafts > 0 else 0
 
     def adapt(self, num_drafts: int, num_accepted: int) -> None:
-        """Ask for more guesses where all were right, for one more than were right otherwise.
+        """Allow twice as many drafts if all were accepted, else one more than were.
 
-        A wrong guess is computed for nothing, and with it all that follow.
+        A wrong draft is computed for nothing, and so is every draft after it.
         """
         if num_accepted == num_drafts:
             self.draft_window = min(2 * self.draft_window, MAX_DRAFTS)
@@ -222,16 +235,17 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether just the token sampled last lacks its KV; a transfer only reads."""
+        """Whether only the token sampled last lacks its KV; never so of a transfer."""
         computed = self.num_computed_tokens
         is_read = computed >= self.prompt_len and not self.transfer
         return is_read and computed + 1 == len(self.token_ids)
 
     @property
     def max_cached_tokens(self) -> int:
-        """How many leading tokens need not be computed when their KV is there.
+        """How many leading tokens need not be computed if their KV is in the prefix cache.
 
-        The last one always is, as the token after it is drawn from its logits.
+        The last token is computed in any case: the next one is drawn from its logits.  So are
+        tokens whose logits give the logprobs of the prompt.
         """
         if self.scores is None:
             return len(self.token_ids) - 1
@@ -253,16 +267,46 @@ class Sequence:
             ]
         return self.block_keys[:num_blocks]
 
-    def problem(self, vocab_size: int, max_model_len: int) -> tuple[ErrorCode, str] | None:
-        """Say what makes it impossible for this model, if anything."""
+    def register(self, pool: BlockPool) -> None:
+        """Put the blocks that became full of computed tokens into the prefix cache."""
+        num_full = self.num_computed_tokens // pool.block_size
+        if num_full == self.num_registered_blocks:
+            return
+        keys = self.keys(num_full, pool.block_size)
+        for index in range(self.num_registered_blocks, num_full):
+            self.prefix = pool.register(self.prefix, keys[index], self.block_table[index])
+        self.num_registered_blocks = num_full
+
+    def filled(self, num_tokens: int, pool: BlockPool) -> list[Place]:
+        """Return the first block that is full when `num_tokens` more are computed; [] if none is.
+
+        It is named by its place in the prefix cache, where it will be.
+        """
+        index = self.num_registered_blocks
+        is_full = self.num_computed_tokens + num_tokens >= (index + 1) * pool.block_size
+        if not is_full or not pool.enable_prefix_cache:
+            return []
+        return [(self.prefix.serial, self.keys(index + 1, pool.block_size)[index])]
+
+    def missing(self, pool: BlockPool) -> list[Place]:
+        """Return the first full block that is not in the prefix cache yet; [] if all are."""
+        keys = self.keys(self.max_cached_tokens // pool.block_size, pool.block_size)
+        cached, prefix = pool.match_prefix(keys)
+        return [(prefix.serial, key) for key in keys[len(cached) : len(cached) + 1]]
+
+    def problem(self, info: ModelInfo, pool: BlockPool, extra_tokens: int = 0) -> Problem | None:
+        """Say why the model cannot serve it, or the pool even if empty, with so many tokens more.
+
+        None if they can.
+        """
         if not self.token_ids:
             return ErrorCode.INVALID_REQUEST, "the prompt is empty"
         if self.prompt_len < 1:
             generated = self.options.generated_tokens
             message = f"generated_tokens is {generated}, not below the {self.num_tokens} ids"
             return ErrorCode.INVALID_REQUEST, message
-        if min(self.token_ids) < 0 or max(self.token_ids) >= vocab_size:
-            message = f"a token id is not in the model's vocabulary, 0 to {vocab_size - 1}"
+        if min(self.token_ids) < 0 or max(self.token_ids) >= info.vocab_size:
+            message = f"a token id is not in the model's vocabulary, 0 to {info.vocab_size - 1}"
             return ErrorCode.INVALID_REQUEST, message
         if self.max_new_tokens < 1:
             message = f"max_new_tokens is {self.max_new_tokens}, not at least 1"
@@ -270,10 +314,18 @@ class Sequence:
         problem = prompt_logprobs_problem(self.prompt_len, self.options.prompt_logprobs)
         if problem is not None:
             return ErrorCode.INVALID_REQUEST, problem
-        if self.num_tokens >= max_model_len:
-            message = f"{self.num_tokens} tokens fill the model's context of {max_model_len}"
+        if self.num_tokens >= info.max_model_len:
+            message = f"{self.num_tokens} tokens fill the model's context of {info.max_model_len}"
             return ErrorCode.CONTEXT_LENGTH_EXCEEDED, message
+        if not pool.can_ever_fit(self.num_tokens + extra_tokens):
+            return self.out_of_blocks(pool)
         return None
+
+    def out_of_blocks(self, pool: BlockPool) -> Problem:
+        """Say that it does not fit the pool, not even alone."""
+        room = f"{pool.num_blocks} blocks of {pool.block_size} tokens"
+        message = f"{self.num_tokens} tokens do not fit this worker's {room}"
+        return ErrorCode.OUT_OF_BLOCKS, message
 
     def finish_reason(self) -> FinishReason | None:
         """Say why the token at the end is the last, if it is."""
@@ -287,3 +339,10 @@ class Sequence:
         if self.started_s is None or now <= self.started_s:
             return 0.0
         return self.num_new_tokens / (now - self.started_s)
+
+
+def overdue(options: Options) -> Problem:
+    """Say that the deadline of the options has passed."""
+    # What the client asked for, less what had passed when the request came here.
+    message = f"not finished within the {options.deadline_ms} ms that its deadline_ms left"
+    return ErrorCode.DEADLINE_EXCEEDED, message

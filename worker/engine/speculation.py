@@ -5,13 +5,14 @@ the target's distribution after x_1 ... x_i; y_i, for i from 0 to K, is drawn fr
 
     accept x_i with probability min(1, q(x_i) / p(x_i)), else draw from norm(max(0, q - p))
 
-and here p is a point at x_i, whoever drafted it.  Then the first is q(x_i), the second is q without
-x_i, and drawing y ~ q and comparing does both at once: y = x_i has probability q(x_i), and a y that
-differs is distributed as q without x_i.  So the sampler's own draw is the verification, and as its
-generator is keyed by (seed, choice, position), what comes out is not just distributed like the
-plain text: it is the plain text, greedy or not, here or on another worker.
+and here p is a point at x_i, whoever drafted it.  Then the probability is q(x_i), and the other
+distribution is q without x_i.  Drawing y ~ q and comparing does both at once: y = x_i has
+probability q(x_i), and a y that differs is distributed as q without x_i.  So the sampler's own draw
+is the verification, and as its generator is keyed by (seed, choice, position), what comes out is
+not just distributed like the plain text: it is the plain text, greedy or not, here or on another
+worker.
 
-A sequence whose drafts are rejected is given fewer, one that accepts them all twice as many.
+A sequence whose drafts are rejected gets fewer, one whose drafts are all accepted twice as many.
 
 The KV of a rejected draft lies behind the sequence's computed tokens: the next step overwrites it,
 nothing reads it, no block with it is registered.
@@ -29,7 +30,7 @@ from worker.executor.contract import ModelInfo, SampledToken
 class Drafter(Protocol):
     """Drafts how sequences go on.  Wrong drafts cost time, never correctness.
 
-    `vocab_size` is that of the tokens it may come up with; None if it only repeats what it saw.
+    `vocab_size` is that of the tokens it may draft; None if it only repeats tokens of the text.
     """
 
     vocab_size: int | None
@@ -42,10 +43,10 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Prompt lookup: what followed the last time the text's last tokens occurred.
+    """Prompt lookup: drafts what followed the last time that the text's last tokens occurred.
 
     Each sequence has an index from n-grams to the position after an occurrence, the latest that
-    was no mere repetition.  It grows with the text: a draft costs what is new, not what is long.
+    was no mere repetition.  It grows with the text: a draft takes time for the new tokens only.
     """
 
     vocab_size: int | None = None
@@ -76,8 +77,8 @@ class NgramDrafter:
 class _NgramIndex:
     """Where each pair and each triple of a growing text occurred, and where it goes on.
 
-    As long as the text repeats what followed an occurrence, there is nothing to look up, and
-    nothing to index that is not known.
+    As long as the text repeats what followed an occurrence, nothing is looked up, and nothing is
+    indexed: those n-grams are known.
     """
 
     __slots__ = ("_after", "_num_seen", "_start")
@@ -85,7 +86,7 @@ class _NgramIndex:
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], int] = {}
         self._num_seen = 2
-        self._start = 0  # what the next token may repeat; 0 for nothing
+        self._start = 0  # where the token is that the next one may repeat; 0 for none
 
     def find(self, token_ids: list[int], limit: int) -> list[int]:
         """Return what followed an earlier occurrence of the longest known ending."""
@@ -101,7 +102,7 @@ class _NgramIndex:
         if len(token_ids) < 3:
             return 0
         after, end = self._after, self._num_seen
-        x = token_ids[end - 3] if end > 2 else -1  # no token: nobody looks for this triple
+        x = token_ids[end - 3] if end > 2 else -1  # no token: this triple is never looked up
         y = token_ids[end - 2]
         # Index what something follows: the n-grams that end before the last token.
         for z in token_ids[end - 1 : -1]:
@@ -110,13 +111,13 @@ class _NgramIndex:
         z = token_ids[-1]
         # A triple is seldom there by chance; a pair is the last resort.
         start = after.get((x, y, z)) or after.get((y, z), 0)
-        if start:  # nothing is indexed while the text repeats what follows: this triple is now
+        if start:  # while the text repeats what follows nothing is indexed, so this triple is now
             after.setdefault((x, y, z), end)
         return start
 
 
 def accepted(x: Many[int], y: Many[SampledToken]) -> Many[SampledToken]:
-    """Return the tokens that the target stands for: each y up to the first that is not its x.
+    """Return the tokens of the target that count: each y up to the first that is not its x.
 
     Args:
         x: K drafts.
@@ -140,7 +141,7 @@ class Speculation:
             )
 
     def draft(self, running: Many[Sequence]) -> None:
-        """Have the next tokens drafted of everything that generates."""
+        """Have the next tokens of all sequences that generate drafted."""
         if self._drafter is None:
             return
         decoding = [s for s in running if s.is_decoding and not s.drafts]
@@ -152,7 +153,7 @@ class Speculation:
             sequence.drafts = tuple(drafted[:limit])
 
     def forget(self, request_id: int) -> None:
-        """A sequence has ended."""
+        """Have the drafter drop what it keeps for a sequence that has ended."""
         if self._drafter is not None:
             self._drafter.forget(request_id)
 
@@ -177,7 +178,7 @@ def checked(num_drafts: int) -> int:
     """Return how many drafts a sequence is to get at a time.
 
     Raises:
-        ValueError: They are none, or over `MAX_DRAFTS`.
+        ValueError: It is not between 1 and `MAX_DRAFTS`.
     """
     if not 1 <= num_drafts <= MAX_DRAFTS:
         raise ValueError(f"num_drafts is {num_drafts}, not between 1 and {MAX_DRAFTS}")

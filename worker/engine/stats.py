@@ -1,20 +1,23 @@
-"""What an engine has done and what it holds: counters it keeps, and a snapshot for whoever asks.
+"""Figures of an engine: what it has done, what it holds, which sequence runs in which slot.
 
-Seed 004's SchedulerStats and KvCacheManagerStats in one.  Nothing is decided by these figures.
+Seed 004's SchedulerStats and KvCacheManagerStats in one, and the slots of seed 002.  Nothing is
+decided by these figures.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any, Final
 
 from wire.payloads import Load
 from worker.engine.blocks import BlockPool
-from worker.engine.plan import Plan
-from worker.engine.scheduler import Scheduler
+from worker.engine.scheduler import Plan, Scheduler
+from worker.engine.sequence import Sequence
 
-# From the hash executor to a long prompt on a slow machine.
+# Bounds of the histogram: the first are for the hash executor, the last for a slow machine.
 STEP_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
 
 
@@ -26,10 +29,10 @@ class Counters:
         prefill_tokens: Computed in chunks, those computed again after a preemption included.
         decode_tokens: Sampled tokens, drafts that were accepted included.
         cached_tokens: Found in the prefix cache instead of being computed or received.
-        finished: All their tokens are sampled; a handed-over sequence has one.
+        finished: Sequences whose last token was sampled; with a transfer the first is the last.
         failed: Ended with an error, `overdue` ones included.
         drafted_tokens: Drafts that were verified; `accepted_tokens` of them were right.
-        step_counts: Steps between the bounds of `STEP_S`, and those over the last.
+        step_counts: Steps by duration: one number per bound of `STEP_S`, one for longer ones.
         forward_s: Time in the executor, `draft_s` in the drafter; `overhead_s` is the rest of the
             steps.
     """
@@ -54,7 +57,7 @@ class Counters:
     overhead_s: float = 0.0
 
     def measure(self, draft_s: float, forward_s: float, step_s: float) -> None:
-        """Add up the times of a step; `step_s` has the forward in it and not the drafts."""
+        """Add the times of a step; `step_s` includes `forward_s` but not `draft_s`."""
         self.step_counts[bisect_left(STEP_S, draft_s + step_s)] += 1
         self.draft_s += draft_s
         self.forward_s += forward_s
@@ -122,7 +125,7 @@ class Stats:
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Tokens found in the prefix cache as a share of all that were needed."""
+        """Tokens found in the prefix cache as a share of those found and those computed."""
         found = self.counters.cached_tokens
         return found / max(1, found + self.counters.prefill_tokens)
 
@@ -137,6 +140,62 @@ class Stats:
         counters = figures.pop("counters")
         del counters["step_counts"]
         return {**counters, **figures}
+
+
+class SlotState(StrEnum):
+    """What the engine does for the sequence in a slot."""
+
+    PROCESSING = "processing"  # its prompt is read
+    GENERATING = "generating"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One running sequence."""
+
+    number: int
+    request_id: int
+    state: SlotState
+    num_tokens: int
+    num_computed_tokens: int
+    num_new_tokens: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """All slots at one moment: `active` by number, `total` that may be in use at once.
+
+    A sequence keeps its slot as long as it runs.  The view may be taken from any thread; one that
+    stops at that very moment is in it or not.
+    """
+
+    active: tuple[Slot, ...]
+    total: int
+
+    @classmethod
+    def of(cls, running: Iterable[Sequence], total: int, now: float) -> Slots:
+        numbered = [(sequence.slot, sequence) for sequence in tuple(running)]
+        slots = [_slot(n, sequence, now) for n, sequence in numbered if n is not None]
+        return cls(tuple(sorted(slots, key=lambda slot: slot.number)), total)
+
+    @property
+    def generating(self) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self.active if slot.state is SlotState.GENERATING)
+
+    @property
+    def num_idle(self) -> int:
+        return max(0, self.total - len(self.active))
+
+    @property
+    def utilization(self) -> float:
+        """Slots in use as a share of all, 0 to 1: reservations may begin beyond the total."""
+        return min(1.0, len(self.active) / self.total)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The sum of the rates of all running sequences."""
+        return sum(slot.tokens_per_second for slot in self.active)
 
 
 def load_of(pool: BlockPool, counters: Counters) -> Load:
@@ -161,3 +220,15 @@ def _blocks(pool: BlockPool) -> dict[str, int]:
         "blocks_used": pool.num_used,
         "blocks_cached": pool.num_cached,
     }
+
+
+def _slot(number: int, sequence: Sequence, now: float) -> Slot:
+    return Slot(
+        number=number,
+        request_id=sequence.request_id,
+        state=SlotState.GENERATING if sequence.is_decoding else SlotState.PROCESSING,
+        num_tokens=sequence.num_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        num_new_tokens=sequence.num_new_tokens,
+        tokens_per_second=sequence.tokens_per_second(now),
+    )

@@ -1,18 +1,40 @@
-"""One step of an executor: what it draws and scores, or who keeps it from being computed."""
+"""The parts of a step after its plan: tell the plan, compute the batch, commit what it drew.
+
+`commit` frees no sequence: the engine does, of those that it returns as ended.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
+from itertools import islice
+
+from worker.engine.batch import Chunk
+from worker.engine.blocks import BlockPool
+from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
+from worker.engine.scheduler import Plan
+from worker.engine.sequence import Sequence, overdue
+from worker.engine.speculation import accepted
+from worker.engine.stats import Counters
 from worker.executor.batch import Batch
 from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFailed
 
 
-def compute(executor: Executor, batch: Batch) -> list[SampledToken] | SequenceFailed:
-    """Run, sample and score a batch; return the token of each sampled row, or who failed it.
+def tell(plan: Plan, pool: BlockPool) -> list[Output]:
+    """Return the outputs of a plan: who got blocks and who failed while it was made."""
+    outputs: list[Output] = [Started(*_allocation(sequence)) for sequence in plan.started]
+    outputs += [Reserved(*_allocation(sequence)) for sequence in plan.reserved]
+    outputs += [Failed(s.request_id, *s.out_of_blocks(pool)) for s in plan.failed]
+    outputs += [Failed(s.request_id, *overdue(s.options)) for s in plan.overdue]
+    return outputs
 
-    Scores are kept when all is done, and so once: a step that one sequence fails counts for none.
+
+def compute(executor: Executor, batch: Batch) -> list[SampledToken] | SequenceFailed:
+    """Run, sample and score a batch; return the token of each sampled row, or whose failure it was.
+
+    Scores are kept last: a batch that fails is computed again, and must not be scored twice.
 
     Raises:
-        SequenceFailed: It names no sequence of the batch: a bug of the executor.
+        SequenceFailed: It names no sequence of the batch, which is a bug of the executor.
     """
     try:
         logits = executor.forward(batch)
@@ -24,3 +46,67 @@ def compute(executor: Executor, batch: Batch) -> list[SampledToken] | SequenceFa
             raise
         return failure
     return tokens
+
+
+def commit(
+    chunks: Many[Chunk], sampled: Many[SampledToken], pool: BlockPool, counters: Counters
+) -> tuple[list[Output], list[Sequence]]:
+    """Append the tokens and fill the prefix cache; return the outputs and the ended sequences.
+
+    Args:
+        sampled: One for each sampled row, in the order of the chunks.
+    """
+    outputs: list[Output] = []
+    ended: list[Sequence] = []
+    drawn = iter(sampled)
+    for chunk in chunks:
+        sequence, drafts = chunk.sequence, chunk.drafts
+        sequence.num_computed_tokens += chunk.num_tokens
+        if sequence.transfer:
+            outputs.append(Computed(sequence.request_id, sequence.num_computed_tokens))
+        if sequence.num_computed_tokens == len(sequence.token_ids):
+            if drafts:
+                tokens = accepted(drafts, list(islice(drawn, len(drafts) + 1)))
+                sequence.adapt(len(drafts), len(tokens) - 1)
+                counters.verified(len(drafts), len(tokens) - 1)
+            else:
+                tokens = (next(drawn),)
+            num_before = len(sequence.token_ids)
+            if _append(sequence, tokens, outputs):
+                ended.append(sequence)
+            counters.decode_tokens += len(sequence.token_ids) - num_before
+            # The KV of accepted drafts is there already: they are the tokens now.
+            sequence.num_computed_tokens = len(sequence.token_ids) - 1
+        sequence.register(pool)
+        if drafts:
+            _trim(sequence, pool)
+    return outputs, ended
+
+
+def _allocation(sequence: Sequence) -> tuple[int, tuple[int, ...], int]:
+    return sequence.request_id, tuple(sequence.block_table), sequence.num_cached_tokens
+
+
+def _append(sequence: Sequence, tokens: Many[SampledToken], outputs: list[Output]) -> bool:
+    """Append tokens until one ends the sequence; return whether one did."""
+    scores, sequence.drafts = sequence.take_prompt_logprobs(), ()
+    request_id, token_ids = sequence.request_id, sequence.token_ids
+    stop_ids, last = sequence.stop_ids, sequence.max_len - sequence.num_given_tokens - 1
+    for index, it in enumerate(tokens, sequence.num_new_tokens):
+        token_id, reason = it.token_id, None
+        token_ids.append(token_id)
+        if index >= last or token_id in stop_ids:  # seldom; a call for each token adds up
+            reason = sequence.finish_reason()
+        outputs.append(Token(request_id, token_id, index, it.logprobs, reason, scores))
+        if reason is not None or sequence.transfer:
+            return True
+        scores = None
+    return False
+
+
+def _trim(sequence: Sequence, pool: BlockPool) -> None:
+    """Give back the blocks that only rejected drafts needed."""
+    num_blocks = pool.blocks_for(len(sequence.token_ids))
+    if len(sequence.block_table) > num_blocks:
+        pool.free(sequence.block_table[num_blocks:])
+        del sequence.block_table[num_blocks:]

@@ -1,24 +1,24 @@
-"""KV of preempted sequences in host memory, bounded, and the choice between it and recomputing.
+"""KV of preempted sequences in host memory, and the choice between that and recomputing.
 
-A preempted sequence can be read again or its KV can be kept elsewhere meanwhile.  With
+A preempted sequence is computed again later, or its KV is kept in host memory meanwhile.  With
 
     copy_s      = 2 * bytes / copy rate         out now, in later
-    recompute_s = tokens / prefill rate         computed tokens, all to be read again
+    recompute_s = tokens / prefill rate         all computed tokens once more
 
-it is swapped when copy_s < recompute_s and the bytes still fit.  Both rates are sums of what was
-measured here, bytes or tokens over seconds, that decay with time; so a short measurement, which
-shows what a call costs rather than what it moves, weighs little.
+it is swapped when copy_s < recompute_s and the bytes still fit.  Both rates are measured here, as
+sums of bytes or tokens over sums of seconds that decay with time.  So a short measurement, which
+shows the fixed cost of a call rather than the rate, weighs little.
 
-Of steps, only those that are large and mostly prefill tell the prefill rate, as a recompute's are.
-Others would tell the fixed cost of a step, or the speed of those that generate: most of a prompt
-that the prefix cache holds, or one beside a crowd.  Only prompt tokens count, but the whole time: a
-recompute, too, shares its steps.
+The prefill rate is measured in steps that are large and mostly prefill, as those of a recompute
+are.  Small steps would show the fixed cost of a step, and steps that mostly generate the speed of
+generation.  Prompt tokens are divided by the whole time of the step: a recompute shares its steps
+with others too.
 
-Blocks that the prefix cache still holds when the sequence comes back are shared, not copied in; the
-formula does not count on it, as a pool that preempts evicts soon.
+Blocks that the prefix cache still holds when the sequence comes back are shared, not copied in.
+The formula does not count on that, as a pool that has to preempt evicts soon.
 
-The scheduler decides and accounts; the engine has the copies made before anything is computed,
-out before in, so that no block is overwritten before it is saved.
+The scheduler decides and accounts.  The engine has the copies made before anything is computed,
+those out before those in, so that no block is overwritten before it is saved.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from wire.segment import Rectangle
 from worker.engine.sequence import Sequence
 from worker.executor.contract import KVCache
 
-# What is assumed until something was measured: a slow copy, a fast model.
+# Assumed until something was measured: a slow copy and a fast model.
 COPY_BYTES_PER_S: Final = 1e9
 PREFILL_TOKENS_PER_S: Final = 10_000.0
-# The sums hold so many seconds: a measurement that took as long weighs as much as all before it.
+# A measurement of so many seconds weighs as much as all before it together.
 _MEMORY_S: Final = 0.5
 
 
 @dataclass(slots=True)
 class Costs:
-    """What moving and reading KV costs on this machine, learned as it happens."""
+    """The rates at which this machine copies KV and computes prompts, measured as it does."""
 
     copy_bytes_per_s: float = COPY_BYTES_PER_S
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
@@ -55,13 +55,16 @@ class Costs:
         self.prefill_tokens_per_s = _updated(self.prefill_tokens_per_s, num_tokens, elapsed_s)
 
     def prefers_swap(self, num_bytes: int, num_tokens: int) -> bool:
-        """Whether moving the bytes out and in is quicker than reading the tokens again."""
+        """Whether copying the bytes out and in is quicker than computing the tokens again."""
         return 2 * num_bytes / self.copy_bytes_per_s < num_tokens / self.prefill_tokens_per_s
 
 
 def _updated(rate: float, amount: int, elapsed_s: float) -> float:
-    """Return the rate after one more measurement: the sums before it were rate * memory, memory."""
-    if elapsed_s <= 0:  # a clock that did not move says nothing
+    """Return the rate after one more measurement.
+
+    Those before it count as rate * _MEMORY_S in _MEMORY_S seconds.
+    """
+    if elapsed_s <= 0:  # the clock did not move: no measurement
         return rate
     return (rate * _MEMORY_S + amount) / (_MEMORY_S + elapsed_s)
 
@@ -78,7 +81,7 @@ class Swap(NamedTuple):
 @dataclass(slots=True)
 class _Held:
     num_tokens: int
-    kv: memoryview | None = None  # until it is copied out, still in the blocks
+    kv: memoryview | None = None  # None until it is copied out of the blocks
 
 
 class SwapSpace:
@@ -101,7 +104,7 @@ class SwapSpace:
         return len(self._held)
 
     def accepts(self, num_tokens: int) -> bool:
-        """Whether the KV of so many tokens fits, and is worth being kept."""
+        """Whether the KV of so many tokens fits, and copying it is quicker than recomputing."""
         num_bytes = num_tokens * self._layout.token_bytes
         is_room = 0 < num_bytes <= self.max_bytes - self.num_bytes
         return is_room and self.costs.prefers_swap(num_bytes, num_tokens)
@@ -148,7 +151,7 @@ class SwapSpace:
     def _copy_in(self, swap: Swap) -> None:
         """Put the KV of a swap's tokens back and forget it."""
         held = self._held[swap.sequence.request_id]
-        assert held.kv is not None, "nothing comes in that did not go out"
+        assert held.kv is not None, "only what was copied out is copied in"
         start_s = self._clock()
         kv = self._tail(held.kv, held.num_tokens, swap.token_start)
         self._cache.unpack(swap.blocks, self._rectangle(swap.token_start, swap.num_tokens), kv)
@@ -159,7 +162,7 @@ class SwapSpace:
         return Rectangle(0, self._layout.num_layers, token_start, num_tokens)
 
     def _tail(self, kv: memoryview, num_tokens: int, token_start: int) -> memoryview:
-        """Leave out the first tokens: in the wire's order they are in every head's run."""
+        """Return the KV without that of the first tokens, which are the first of every head."""
         if token_start == 0:
             return kv
         runs = 2 * self._layout.num_layers * self._layout.num_kv_heads

@@ -1,17 +1,22 @@
-"""The engine's own thread: it takes calls between steps and delivers what each step says.
+"""The engine's own thread: it takes calls between steps and delivers the outputs of each step.
 
-The event loop never computes and never waits for a step: it posts, and hears of outputs through
-`deliver`, which runs on the engine thread and has to hop to the loop itself.  When the engine has
-nothing to do the thread checks that every block is accounted for, then sleeps on a condition, until
-a call comes or a deadline passes.
+The event loop never computes and never waits for a step: it posts calls, and gets outputs through
+`deliver`, which is called on the engine's thread and has to pass them to the loop.  When the engine
+has nothing to do the thread checks that every block is accounted for, then sleeps until a call
+comes or a deadline passes.
+
+`Warmup` is the first call that a worker posts.  `Pulse` and `Standstill` tell systemd and the
+routers whether the thread still makes progress.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import structlog
 
 from worker.engine.engine import Engine
 from worker.engine.outputs import Output
@@ -19,12 +24,14 @@ from worker.engine.outputs import Output
 Call = Callable[[Engine], object]
 _NAME: Final = "engine"
 
+log = structlog.get_logger("worker")
+
 
 class EngineThread:
-    """Runs an engine until `stop`, or until anything raises: then `on_crash` hears it, once.
+    """Runs an engine until `stop`, or until anything raises: then `on_crash` is called, once.
 
-    `deliver` and `on_crash` are called on the engine thread.  After a crash nothing is computed any
-    more and posted calls are dropped; the process is expected to end.
+    `deliver` and `on_crash` are called on the engine's thread.  After a crash nothing is computed
+    any more and posted calls are dropped; the process is expected to end.
     """
 
     def __init__(
@@ -110,6 +117,88 @@ class EngineThread:
             self._is_busy = True
 
 
+class Warmup:
+    """All `warm_ups` in turn, then `on_end`, all on the engine's thread.
+
+    A warmup may compile for minutes, and nothing can interrupt that.  The event loop goes on
+    meanwhile, and a worker that is told to stop does not wait for it.
+
+    Attributes:
+        is_over: Whether it has returned or raised.
+        is_done: Whether it has returned: the worker can serve.
+    """
+
+    def __init__(
+        self,
+        warm_ups: Sequence[Callable[[], None]],
+        clock: Callable[[], float],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.is_over = self.is_done = False
+        self._warm_ups, self._clock, self._on_end = warm_ups, clock, on_end
+
+    def run(self, _: object = None) -> None:
+        """Warm up; whatever a model raises leaves this call."""
+        started_s = self._clock()
+        try:
+            for warm_up in self._warm_ups:
+                warm_up()
+            self.is_done = True
+            log.info("warmed up", seconds=round(self._clock() - started_s, 3))
+        except Exception as error:
+            log.error("the warmup failed", reason=f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self.is_over = True
+            self._on_end()
+
+
+class TakesCalls(Protocol):
+    """What `Pulse` uses of a thread."""
+
+    def post(self, call: Callable[[Any], object]) -> None: ...
+
+
+class Pulse:
+    """Whether the thread still takes calls: posts one that does nothing, and looks for its end.
+
+    Calls are taken between steps, and at once when the engine is idle.  So the answer comes as long
+    as steps end, of an idle engine too.  systemd's watchdog is fed with this.
+    """
+
+    def __init__(self, thread: TakesCalls) -> None:
+        self._thread = thread
+        self._is_answered = True
+
+    def is_felt(self) -> bool:
+        """Return whether the call posted the last time has been taken; if so, post the next."""
+        if not self._is_answered:
+            return False
+        self._is_answered = False
+        self._thread.post(self._answer)
+        return True
+
+    def _answer(self, _: object) -> None:
+        self._is_answered = True
+
+
+class Standstill:
+    """For how many `seconds` the engine has been in one step.
+
+    Counted in ticks of the event loop, so that a pause of the whole process does not count.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._steps = 0
+
+    def tick(self, elapsed_s: float, steps: int, *, is_busy: bool) -> None:
+        """Look again, `elapsed_s` after the last tick; `steps` is how many steps have ended."""
+        is_same = is_busy and steps == self._steps
+        self.seconds = self.seconds + elapsed_s if is_same else 0.0
+        self._steps = steps
+
+
 def is_computing() -> bool:
-    """Whether an engine's thread of this process is still there."""
+    """Whether an engine's thread of this process is still running."""
     return any(thread.name == _NAME for thread in threading.enumerate())

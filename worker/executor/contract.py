@@ -3,7 +3,7 @@
 An executor computes and nothing else: no queues, no network, no threads of its own.  The engine
 calls it from one thread.  What the seed wants besides (status, metrics, warmup, prefill and decode
 by hand) is the same for every executor and is put around it: `worker.engine.measured` and
-`worker.engine.direct`.  Only a `KVCache` hears from two threads: it says what that asks of it.
+`worker.engine.measured`.  Only a `KVCache` hears from two threads: it says what that asks of it.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from wire.parts import MAX_HEADERS, Message
 from wire.payloads import Logprobs, PeerDetail, Usage, decode_continuation, encode_map
 from wire.transfer import KVReceiver
 from worker.config import Config
-from worker.engine.admission import overdue
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Output, Reserved, Token
+from worker.engine.sequence import overdue
+from worker.environment import Computing, Copying, Plane
 from worker.executor.contract import KVCache, ModelInfo
-from worker.interfaces import Computing, Copying, Plane
 from worker.link import RouterLink
 from worker.metrics import TransferCounts
 from worker.transfer.receiver import IncomingTransfers, unknown

@@ -26,8 +26,8 @@ from wire.transfer import KVSender
 from worker.config import Config
 from worker.engine.outputs import Computed, Failed, Output, Started, Token
 from worker.engine.sequence import Sequence
+from worker.environment import Computing, Copying, Plane
 from worker.executor.contract import KVCache, ModelInfo
-from worker.interfaces import Computing, Copying, Plane
 from worker.link import RouterLink
 from worker.metrics import TransferCounts
 from worker.transfer.peers import DecodePeers

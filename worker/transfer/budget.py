@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from wire.transfer import KVReceiver
-from worker.engine.unclaimed import Unclaimed
+from worker.engine.reservations import Unclaimed
 
 
 class IncomingTransfer:

@@ -20,7 +20,7 @@ from wire.frames import ANY_RANK, Error, Frame, KvCacheAck
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import Credit, ErrorDetail, PeerDetail, decode_error, encode_map
 from wire.process.settings import ConfigError
-from worker.interfaces import Plane
+from worker.environment import Plane
 
 log = structlog.get_logger("worker")
 

@@ -29,8 +29,8 @@ from wire.transfer import Ack, KVReceiver, Segment
 from worker.config import Config
 from worker.engine.engine import Engine
 from worker.engine.outputs import Reserved
+from worker.environment import Computing, Copying, Plane
 from worker.executor.contract import KVCache, ModelInfo
-from worker.interfaces import Computing, Copying, Plane
 from worker.transfer.budget import IncomingTransfer, TransferBudget
 
 log = structlog.get_logger("worker")

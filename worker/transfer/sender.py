@@ -20,8 +20,8 @@ from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireErro
 from wire.frames import Cancel, KvCacheAck
 from wire.payloads import Credit
 from wire.transfer import KVSender, Rectangle, segment_digest
+from worker.environment import Copying
 from worker.executor.contract import KVCache
-from worker.interfaces import Copying
 from worker.transfer.peers import DecodePeer
 
 log = structlog.get_logger("worker")

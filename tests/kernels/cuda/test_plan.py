@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import PagedBatch
+from kernels.cuda.launch import OnDevice
 from kernels.cuda.plan import NOTHING, FixedPlan
 
 NUM_SEQUENCES, COLUMNS, SPARE, BLOCK_SIZE = 6, 64, 9, 16
@@ -36,19 +37,19 @@ def test_every_step_fits_its_room(steps: list[list[int]], group: int, wanted: in
     plan = FixedPlan(
         pool, NUM_SEQUENCES, COLUMNS, 2 * group, windows, spare_block=SPARE, wanted_blocks=wanted
     )
-    scratch = plan.batch.scratch
-    pointers = {key: it.data_ptr() for key, it in scratch.items() if isinstance(it, torch.Tensor)}
+    held = plan.batch.scratch.of(OnDevice)
+    pointers = {name: it.data_ptr() for name, it in held.tensors.items()}
     for lens in steps:
         plan.set(batch_of(lens))
         count = len(lens)
-        assert scratch["cuda", "contexts"].tolist() == lens + [1] * (NUM_SEQUENCES - count)
-        slots = scratch["cuda", "slots"].tolist()
+        assert held.tensors["contexts"].tolist() == lens + [1] * (NUM_SEQUENCES - count)
+        slots = held.tensors["slots"].tolist()
         assert slots == [*range(count), *[SPARE * BLOCK_SIZE] * (NUM_SEQUENCES - count)]
-        tables = scratch["cuda", "tables"]
+        tables = held.tensors["tables"]
         assert tables[:count, :3].flatten().tolist() == list(range(3 * count))
         assert (tables[count:, 0] == SPARE).all()
         for window in windows:
-            ((_, _, items, merges, parts, _),) = scratch["cuda work", window, 2 * group]
+            ((_, _, items, merges, parts, _),) = held.works[window, 2 * group]
             rows = items[items[:, 0] != NOTHING].tolist()
             covered = {
                 i: sum(r[3] - r[2] for r in rows if r[0] == i and r[1] == 0) for i in range(6)
@@ -59,4 +60,4 @@ def test_every_step_fits_its_room(steps: list[list[int]], group: int, wanted: in
             assert sorted(used) == list(range(len(used)))
             assert sum(row[3] for row in merges[merges[:, 0] != NOTHING].tolist()) == len(used)
             assert not used or (max(used) + 1) * 2 * 64 <= parts.numel()
-    assert pointers == {key: scratch[key].data_ptr() for key in pointers}
+    assert pointers == {name: held.tensors[name].data_ptr() for name in pointers}

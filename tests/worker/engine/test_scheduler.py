@@ -1,15 +1,15 @@
-"""The policy, without any engine: plans are objects one can read."""
+"""The policy, without any engine: plans are objects one can read; deadlines and slots beside it."""
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from wire.options import Options
-from worker.engine.batch import BatchConfig
+from worker.engine.batch import BatchConfig, Chunk
 from worker.engine.blocks import BlockPool
-from worker.engine.plan import Plan
-from worker.engine.scheduler import Scheduler
+from worker.engine.scheduler import Deadlines, Plan, Scheduler, SlotNumbers
 from worker.engine.sequence import Sequence, Status
-from worker.engine.sharing import register
-from worker.engine.swap import SwapSpace
+from worker.engine.swap import Swap, SwapSpace
 from worker.executor.batch import BatchType
 from worker.executor.hash import HashKVCache
 
@@ -74,7 +74,7 @@ class Queue:
         for chunk in plan.chunks:
             sequence, num_tokens = chunk.sequence, chunk.num_tokens
             sequence.num_computed_tokens += num_tokens
-            register(sequence, self.pool)
+            sequence.register(self.pool)
             if sequence.num_uncomputed_tokens == 0:
                 sequence.token_ids.append(7)
         self.pool.check([s.block_table for s in self.sequences.values()])
@@ -527,3 +527,115 @@ def test_nobody_waits_for_a_step_that_takes_nobody_in() -> None:
     queue.add(1, 9, like=0)
     queue.add(2, 9, like=0)
     assert sizes(queue.step()) == ([], [(1, 9), (2, 9)])
+
+
+SEQUENCE = Sequence(1, range(9))
+
+
+def test_drafts_count_as_tokens() -> None:
+    plan = Plan(decode=[Chunk(SEQUENCE, 1, (5, 6))], prefill=[Chunk(SEQUENCE, 4)])
+    assert plan.num_tokens == 7 and plan.chunks == plan.decode + plan.prefill
+
+
+@pytest.mark.parametrize(
+    ("num_decode", "num_prefill", "max_ubatch_tokens", "is_mostly"),
+    [
+        (0, 32, 64, True),
+        (32, 32, 64, True),
+        (0, 31, 64, False),  # small
+        (300, 256, 1024, False),  # most of it generates
+        (0, 256, 1024, True),  # large enough, though the budget is larger
+        (0, 1, 1, True),
+    ],
+)
+def test_only_large_steps_are_mostly_prefill(
+    num_decode: int, num_prefill: int, max_ubatch_tokens: int, is_mostly: bool
+) -> None:
+    long = Sequence(2, range(num_prefill))
+    plan = Plan([Chunk(SEQUENCE, 1)] * num_decode, [Chunk(long, num_prefill)])
+    assert plan.num_prefill_tokens == num_prefill
+    assert plan.is_mostly_prefill(max_ubatch_tokens) is is_mostly
+
+
+def test_the_kind_of_a_plan_is_what_it_holds() -> None:
+    decode, prefill = [Chunk(SEQUENCE, 1)], [Chunk(SEQUENCE, 4)]
+    assert Plan(decode=decode).kind is BatchType.DECODE
+    assert Plan(prefill=prefill).kind is BatchType.PREFILL
+    assert Plan(decode=decode, prefill=prefill).kind is BatchType.MIXED
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(decode=[Chunk(SEQUENCE, 1)]),
+        Plan(prefill=[Chunk(SEQUENCE, 1)]),
+        Plan(preempted=[SEQUENCE]),
+        Plan(swapped_in=[Swap(SEQUENCE, (), 0, 4)]),
+        Plan(started=[SEQUENCE]),
+        Plan(reserved=[SEQUENCE]),
+        Plan(failed=[SEQUENCE]),
+        Plan(overdue=[SEQUENCE]),
+    ],
+)
+def test_anything_is_progress(plan: Plan) -> None:
+    assert plan.is_progress and not Plan().is_progress
+
+
+def due_in(request_id: int, deadline_ms: int | None) -> Sequence:
+    result = Sequence(request_id, [1], Options(deadline_ms=deadline_ms))
+    result.arrive(request_id, 0.0)
+    return result
+
+
+def test_deadlines_come_out_in_order_and_once() -> None:
+    deadlines = Deadlines()
+    for request_id, deadline_ms in ((1, 3000), (2, 1000), (3, None), (4, 2000)):
+        deadlines.add(due_in(request_id, deadline_ms))
+    assert (len(deadlines), deadlines.next_s) == (3, 1.0)
+    assert deadlines.take_overdue(0.9) == []
+    assert [s.request_id for s in deadlines.take_overdue(2.0)] == [2, 4]
+    assert [s.request_id for s in deadlines.take_overdue(9.0)] == [1]
+    assert (len(deadlines), deadlines.next_s) == (0, None)
+
+
+def test_a_deadline_set_anew_replaces_the_old() -> None:
+    deadlines = Deadlines()
+    again = due_in(1, 1000)
+    deadlines.add(again)
+    deadlines.remove(again)
+    again.set_deadline(5.0)
+    deadlines.add(again)
+    assert deadlines.take_overdue(5.0) == [] and deadlines.next_s == 6.0
+
+
+def test_what_ended_early_does_not_pile_up() -> None:
+    deadlines = Deadlines()
+    for request_id in range(1000):
+        short_lived = due_in(request_id, 3_600_000)
+        deadlines.add(short_lived)
+        deadlines.remove(short_lived)
+    assert len(deadlines._heap) <= 100
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.booleans(), st.integers(0, 25)), max_size=40))
+def test_deadlines_agree_with_a_plain_list(steps: list[tuple[int, bool, int]]) -> None:
+    deadlines, plain = Deadlines(), dict[int, Sequence]()
+    for request_id, (deadline_s, is_removed, now) in enumerate(steps):
+        added = due_in(request_id, 1000 * deadline_s)
+        deadlines.add(added)
+        plain[request_id] = added
+        if is_removed:
+            deadlines.remove(plain.pop(request_id))
+        due = {i for i, s in plain.items() if s.deadline_s is not None and s.deadline_s <= now}
+        assert {s.request_id for s in deadlines.take_overdue(now)} == due
+        for other in due:
+            del plain[other]
+        assert len(deadlines) == len(plain)
+
+
+def test_the_lowest_free_slot_number_is_taken() -> None:
+    numbers = SlotNumbers()
+    assert [numbers.take() for _ in range(4)] == [0, 1, 2, 3]
+    numbers.give_back(2)
+    numbers.give_back(0)
+    assert [numbers.take() for _ in range(3)] == [0, 2, 4]

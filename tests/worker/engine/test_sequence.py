@@ -1,11 +1,20 @@
-"""A sequence knows its tokens, its place and its end."""
+"""A sequence knows its tokens, its progress and its end, what it shares, and why it is refused."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
 from wire.prefix import prefix_hashes
+from worker.engine.blocks import BlockPool
 from worker.engine.sequence import MAX_DRAFTS, TRANSITIONS, UNLIMITED, Sequence, Status
+from worker.executor.contract import ModelInfo
+from worker.executor.hash import LAYOUT, create
+
+SMALL = ModelInfo("small", "", 100, 8, frozenset(), LAYOUT)
+INFO = create(max_model_len=64).info
+POOL = BlockPool(8, 4)
 
 
 @pytest.mark.parametrize("before", Status)
@@ -62,8 +71,9 @@ def test_what_a_resumed_reservation_may_generate_leaves_out_what_was() -> None:
 @pytest.mark.parametrize("token_ids", [[], [1, 2], [1, 2, 3], [1, 2, 4, 5]])
 def test_a_reservation_goes_on_with_its_own_tokens_only(token_ids: list[int]) -> None:
     sequence = Sequence(1, [1, 2, 3], status=Status.RESERVED)
-    with pytest.raises(ValueError, match="not those reserved"):
-        sequence.resume(token_ids, Options(), 10)
+    problem = sequence.resume(token_ids, Options(), 10)
+    assert problem is not None and "not those reserved" in problem[1]
+    assert sequence.token_ids == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -77,12 +87,12 @@ def test_a_reservation_goes_on_with_its_own_tokens_only(token_ids: list[int]) ->
     ],
 )
 def test_what_no_model_can_serve_is_named(sequence: Sequence, code: ErrorCode) -> None:
-    problem = sequence.problem(vocab_size=100, max_model_len=8)
+    problem = sequence.problem(SMALL, POOL)
     assert problem is not None and problem[0] is code and problem[1]
 
 
 def test_a_prompt_just_under_the_context_is_fine() -> None:
-    assert Sequence(1, [99] * 7, max_new_tokens=50).problem(100, 8) is None
+    assert Sequence(1, [99] * 7, max_new_tokens=50).problem(SMALL, POOL) is None
 
 
 def finish(options: Options, output: list[int], max_new_tokens: int = 100) -> str | None:
@@ -173,5 +183,83 @@ def test_what_an_earlier_attempt_generated_is_no_prompt() -> None:
 
 
 def test_a_prompt_that_is_all_generated_is_none() -> None:
-    problem = Sequence(1, [1, 2], Options(generated_tokens=2)).problem(100, 100)
+    problem = Sequence(1, [1, 2], Options(generated_tokens=2)).problem(SMALL, POOL)
     assert problem is not None and "generated_tokens is 2" in problem[1]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "extra", "code"),
+    [
+        (32, 0, None),
+        (33, 0, ErrorCode.OUT_OF_BLOCKS),
+        (32, 1, ErrorCode.OUT_OF_BLOCKS),
+        (64, 0, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+        (0, 0, ErrorCode.INVALID_REQUEST),
+    ],
+)
+def test_the_first_reason_is_named(num_tokens: int, extra: int, code: ErrorCode | None) -> None:
+    problem = Sequence(1, [5] * num_tokens).problem(INFO, POOL, extra)
+    assert (problem and problem[0]) == code
+
+
+def test_a_continuation_is_checked() -> None:
+    sequence = Sequence(1, [1, 2], status=Status.RESERVED)
+    problem = sequence.resume([1, 3, 4], Options(), 3)
+    assert problem is not None and problem[0] is ErrorCode.INVALID_REQUEST
+    assert sequence.resume([1, 2, 4], Options(), 3) is None and sequence.num_tokens == 3
+
+
+def test_stops_are_the_model_s_and_the_request_s() -> None:
+    sequence = Sequence(1, [5], Options(stop_token_ids=(7,)))
+    sequence.bind(INFO)
+    assert sequence.stop_ids == {2, 7}
+    sequence = Sequence(1, [5], Options(stop_token_ids=(7,), ignore_eos=True))
+    sequence.bind(INFO)
+    assert sequence.stop_ids == {7}
+
+
+def test_the_context_ends_what_its_own_limit_does_not() -> None:
+    short, long = Sequence(1, [5] * 4, max_new_tokens=3), Sequence(2, [5] * 4, max_new_tokens=300)
+    for sequence in (short, long):
+        sequence.bind(INFO)
+    assert (short.max_len, long.max_len) == (7, INFO.max_model_len)
+
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+
+
+def admitted(token_ids: list[int], pool: BlockPool) -> Sequence:
+    sequence = Sequence(1, token_ids)
+    sequence.block_table.extend(pool.allocate(pool.blocks_for(len(token_ids))))
+    return sequence
+
+
+@given(PROMPTS, PROMPTS, st.integers(1, 12), st.integers(1, 4))
+def test_who_lacks_what_is_filled_finds_more_afterwards(
+    one: list[int], other: list[int], num_tokens: int, block_size: int
+) -> None:
+    pool = BlockPool(16, block_size)
+    reading, waiting = admitted(one, pool), Sequence(2, other)
+    num_tokens = min(num_tokens, len(one))
+    before, coming = waiting.missing(pool), reading.filled(num_tokens, pool)
+    assert bool(coming) == (num_tokens >= block_size)
+    reading.num_computed_tokens = num_tokens
+    reading.register(pool)
+    if before and coming:
+        assert (before == coming) == (one[:block_size] == other[:block_size])
+    assert (waiting.missing(pool) != before) == (bool(before) and before == coming)
+
+
+def test_what_lies_behind_the_registered_blocks_is_filled_next() -> None:
+    pool = BlockPool(16, 2)
+    reading = admitted([1, 2, 3, 4, 5], pool)
+    reading.num_computed_tokens = 3
+    reading.register(pool)
+    assert reading.num_registered_blocks == 1 and reading.filled(1, pool)
+    assert reading.filled(1, pool) == Sequence(2, [1, 2, 3, 4, 9]).missing(pool)
+    assert Sequence(2, [1, 2, 9]).missing(pool) == [], "the last token is computed anyway"
+
+
+def test_without_a_prefix_cache_nothing_is_shared() -> None:
+    pool = BlockPool(16, 2, enable_prefix_cache=False)
+    assert admitted([1, 2, 3], pool).filled(3, pool) == []

@@ -1,11 +1,11 @@
-"""The figures of an engine that did a little of everything."""
+"""The figures of an engine that did a little of everything, and the view of its slots."""
 
 import pytest
 
 from tests.worker.engine.hashed import GREEDY, engine_of, run
 from wire.options import Options
 from worker.engine.sequence import Sequence
-from worker.engine.stats import Counters, Stats
+from worker.engine.stats import Counters, Slot, Slots, SlotState, Stats
 
 
 def test_counters_say_what_happened() -> None:
@@ -55,3 +55,39 @@ def test_everything_flat() -> None:
     assert figures.keys() >= set(Counters.__slots__) - {"step_counts"}
     assert figures.keys() >= set(Stats.__slots__) - {"counters"}
     assert all(isinstance(figure, int | float) for figure in figures.values())
+
+
+def running(slot: int, num_computed: int, num_new: int) -> Sequence:
+    sequence = Sequence(10 + slot, [1] * 6, Options())
+    sequence.token_ids += [2] * num_new
+    sequence.num_computed_tokens = num_computed
+    sequence.started_s, sequence.slot = 1.0, slot
+    return sequence
+
+
+def test_the_view_says_what_each_slot_does() -> None:
+    slots = Slots.of([running(2, 9, 4), running(0, 3, 0)], 4, now=3.0)
+    assert slots.active == (
+        Slot(0, 10, SlotState.PROCESSING, 6, 3, 0, 0.0),
+        Slot(2, 12, SlotState.GENERATING, 10, 9, 4, 2.0),
+    )
+    assert [slot.number for slot in slots.generating] == [2]
+    assert (slots.num_idle, slots.utilization, slots.tokens_per_second) == (2, 0.5, 2.0)
+
+
+def test_who_stops_while_the_view_is_taken_is_not_in_it() -> None:
+    stopped = running(1, 9, 4)
+    stopped.slot = None
+    slots = Slots.of([running(0, 9, 4), stopped], 4, now=3.0)
+    assert [slot.number for slot in slots.active] == [0]
+
+
+def test_no_slot_in_use() -> None:
+    slots = Slots.of([], 4, now=3.0)
+    assert (slots.num_idle, slots.utilization, slots.tokens_per_second) == (4, 0.0, 0.0)
+
+
+def test_more_than_all_is_all() -> None:
+    """Reservations that begin to decode may exceed the limit of a step."""
+    slots = Slots.of([running(slot, 9, 4) for slot in range(3)], 2, now=3.0)
+    assert (slots.num_idle, slots.utilization) == (0, 1.0)

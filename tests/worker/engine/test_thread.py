@@ -1,16 +1,23 @@
-"""The engine on a real thread: calls in, outputs out, idle without spinning, one crash report."""
+"""The engine on a real thread: calls in, outputs out, idle without spinning, one crash report.
+
+The warmup says when it is over.  A pulse is felt while the thread takes calls, and not while a call
+or a step hangs; a standstill is as long as the step under way, and there is none between steps.
+"""
+
+from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from queue import Queue
 
 import pytest
+from structlog.testing import capture_logs
 
 from wire.options import Options
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
-from worker.engine.thread import EngineThread, is_computing
+from worker.engine.thread import EngineThread, Pulse, Standstill, Warmup, is_computing
 from worker.executor.batch import Batch
 from worker.executor.hash import HashExecutor, create, oracle
 
@@ -235,3 +242,104 @@ def test_lost_blocks_are_a_crash_when_the_engine_goes_idle() -> None:
     owner.thread.start()
     assert isinstance(owner.crashes.get(timeout=TIMEOUT_S), AssertionError)
     owner.thread.stop()
+
+
+class Stage:
+    """Two models and a clock that goes on while they warm up, and what the warmup was then."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.now_s = 100.0
+        self.heard: list[tuple[bool, bool]] = []
+        self.warmup = Warmup([self._load, self._warm_up], lambda: self.now_s, self._on_end)
+        self._error = error
+
+    def _load(self) -> None:
+        self.now_s += 0.5
+
+    def _warm_up(self) -> None:
+        assert not self.warmup.is_over
+        self.now_s += 2.5
+        if self._error is not None:
+            raise self._error
+
+    def _on_end(self) -> None:
+        self.heard.append((self.warmup.is_over, self.warmup.is_done))
+
+
+def test_a_warmup_is_done_when_the_models_return() -> None:
+    stage = Stage()
+    with capture_logs() as logs:
+        stage.warmup.run()
+    assert stage.heard == [(True, True)]
+    assert logs == [{"event": "warmed up", "seconds": 3.0, "log_level": "info"}]
+
+
+def test_a_warmup_that_raises_is_over_and_not_done() -> None:
+    stage = Stage(MemoryError("no room"))
+    with capture_logs() as logs, pytest.raises(MemoryError):
+        stage.warmup.run()
+    assert stage.heard == [(True, False)]
+    [line] = logs
+    assert (line["event"], line["reason"]) == ("the warmup failed", "MemoryError: no room")
+
+
+def test_even_a_warmup_that_is_ended_from_outside() -> None:
+    stage = Stage(SystemExit(3))
+    with pytest.raises(SystemExit):
+        stage.warmup.run()
+    assert stage.heard == [(True, False)]
+
+
+class Hung:
+    """A thread that keeps what it is asked until it is let go."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[object], object]] = []
+
+    def post(self, call: Callable[[object], object]) -> None:
+        self.calls.append(call)
+
+
+def test_a_pulse_is_lost_until_the_thread_answers() -> None:
+    thread = Hung()
+    pulse = Pulse(thread)
+    assert pulse.is_felt()
+    assert not pulse.is_felt()
+    assert not pulse.is_felt()
+    assert len(thread.calls) == 1, "one question at a time: a hung thread's calls must not pile up"
+    thread.calls.pop()(None)
+    assert pulse.is_felt()
+
+
+def test_the_pulse_of_a_real_engine_that_hangs_in_a_call_and_comes_back() -> None:
+    engine = Engine(create(model_path=None), num_blocks=8, block_size=16)
+    thread = EngineThread(engine, lambda outputs: None, lambda error: None)
+    pulse = Pulse(thread)
+    hanging, go_on, idle = threading.Event(), threading.Event(), threading.Event()
+
+    def hang(_: Engine) -> None:
+        hanging.set()
+        go_on.wait()
+
+    thread.start()
+    try:
+        thread.post(hang)
+        assert hanging.wait(10)
+        assert pulse.is_felt()
+        assert not pulse.is_felt()
+        go_on.set()
+        thread.post(lambda _: idle.set())  # behind the question: then it has been answered
+        assert idle.wait(10)
+        assert pulse.is_felt()
+    finally:
+        go_on.set()
+        thread.stop()
+
+
+def test_a_standstill_grows_with_the_step_and_ends_with_it() -> None:
+    standstill = Standstill()
+    seconds = []
+    for steps, is_busy in ((0, False), (0, True), (0, True), (1, True), (1, True), (1, False)):
+        standstill.tick(0.5, steps, is_busy=is_busy)
+        seconds.append(standstill.seconds)
+    assert seconds == [0.0, 0.5, 1.0, 0.0, 0.5, 0.0]

@@ -11,7 +11,7 @@ from tests.worker.executor.byte_model import LAYOUT, decode_step, prefill
 from wire.process.lifetime import Stop
 from worker.app import EXIT_CRASHED, Worker
 from worker.config import Config
-from worker.engine.direct import Direct
+from worker.engine.measured import Direct
 from worker.executor.contract import SequenceFailed
 from worker.executor.functions import DecodeStepFn, PrefillFn, serve_functions
 from worker.executor.stepwise import StepwiseExecutor

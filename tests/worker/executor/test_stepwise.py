@@ -13,8 +13,8 @@ from tests.worker.executor.forward_pair import ForwardModel, pair
 from wire.errors import ErrorCode
 from wire.options import Options
 from wire.payloads import KVLayout
-from worker.engine.direct import Direct
 from worker.engine.engine import Engine
+from worker.engine.measured import Direct
 from worker.engine.outputs import Failed, Token
 from worker.engine.sequence import Sequence
 from worker.executor.contract import SequenceFailed
