@@ -57,7 +57,7 @@ def test_a_window_that_begins_beyond_the_keys_at_hand(backend: Backend, block_si
         check(it, window, backend)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lens=st.lists(
         st.integers(1, 80).flatmap(lambda c: st.tuples(st.just(c), st.integers(1, c))),
@@ -90,7 +90,7 @@ def test_append_writes_its_slots_and_no_other(backend: Backend) -> None:
     assert int(written.sum()) == sum(kv.numel() for kv in it.dense)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.tuples(st.sampled_from([8, 16, 32]), st.sampled_from([8, 16, 32])),
     tokens=st.tuples(st.integers(0, 70), st.integers(1, 70)),

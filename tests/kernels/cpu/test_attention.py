@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import PagedBatch, reference
@@ -54,7 +54,6 @@ def test_the_longest_item_comes_first() -> None:
     assert costs == sorted(costs, reverse=True)
 
 
-@settings(deadline=None)
 @given(
     lens=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 120)), min_size=1, max_size=4),
     shared=st.integers(1, 120),

@@ -40,7 +40,7 @@ near = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(logits=st.lists(near, max_size=30), top_k=st.integers(1, 12), top_p=st.floats(0.001, 0.999))
 def test_filters_keep_what_a_sort_would(logits: list[float], top_k: int, top_p: float) -> None:
     logits = [1.0, *logits]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
@@ -116,7 +116,6 @@ def workloads(draw: st.DrawFn) -> tuple[int, int, list[int]]:
     return draw(st.integers(0, 300)), num_threads, order
 
 
-@settings(deadline=None)  # the first one compiles
 @given(workloads())
 def test_every_panel_is_taken_once(workload: tuple[int, int, list[int]]) -> None:
     panels = [
@@ -125,7 +124,6 @@ def test_every_panel_is_taken_once(workload: tuple[int, int, list[int]]) -> None
     assert sorted(panels) == list(range(workload[0]))
 
 
-@settings(deadline=None)  # the first one compiles
 @given(workloads())
 def test_an_end_is_read_on_where_it_was(workload: tuple[int, int, list[int]]) -> None:
     front, back = 0, workload[0]

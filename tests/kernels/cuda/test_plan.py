@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import PagedBatch
@@ -23,7 +23,6 @@ def batch_of(lens: list[int]) -> PagedBatch:
     )
 
 
-@settings(deadline=None)
 @given(
     steps=st.lists(
         st.lists(st.integers(1, 1000), min_size=1, max_size=NUM_SEQUENCES), min_size=1, max_size=3

@@ -1,7 +1,7 @@
 """Every row and key is somebody's work once, and the device is not flooded."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cuda import tiling
@@ -13,7 +13,6 @@ LENS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(LENS, st.sampled_from([1, 3, 8]), st.sampled_from([None, 1, 50]), st.integers(1, 200))
 def test_items_cover_what_rows_see(
     lens: list[tuple[int, int]], group: int, window: int | None, wanted: int

@@ -643,4 +643,4 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestInterleavings.settings = settings(max_examples=50, stateful_step_count=40)

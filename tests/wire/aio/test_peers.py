@@ -187,4 +187,4 @@ class Connections(RuleBasedStateMachine):
 
 
 TestConnections = Connections.TestCase
-TestConnections.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestConnections.settings = settings(max_examples=60, stateful_step_count=30)

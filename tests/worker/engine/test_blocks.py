@@ -247,9 +247,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free + self.pool.num_used + self.pool.num_cached == 7
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, database=None
-)
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, database=None)
 TestPool = PoolMachine.TestCase
 
 

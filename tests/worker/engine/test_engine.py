@@ -738,9 +738,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert not engine.has_work() and engine.load().used == 0
 
 
-EngineMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, database=None
-)
+EngineMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, database=None)
 TestEverythingAtOnce = EngineMachine.TestCase
 
 

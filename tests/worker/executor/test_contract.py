@@ -40,7 +40,7 @@ def rectangles(draw: st.DrawFn, num_layers: int, num_tokens: int) -> Rectangle:
     )
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=60, database=None)
 @given(st.sampled_from([1, 3, 4, 16]), st.sampled_from([1, 2, 5, 16]), rectangles(2, 24), st.data())
 def test_a_rectangle_crosses_to_another_block_size(
     ours: int, theirs: int, rectangle: Rectangle, data: st.DataObject

@@ -147,7 +147,7 @@ options_strategy = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     rows=st.lists(st.tuples(options_strategy, st.integers(3, 500)), min_size=1, max_size=6),
     seed=st.integers(0, 100),
@@ -191,7 +191,7 @@ def test_only_flat_rows_have_their_whole_vocabulary_sorted(
     assert shapes == [(2, reference.LARGE_VOCABULARY + 1)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rows=st.lists(options_strategy | st.just({"temperature": 0.0}), min_size=2, max_size=8),
     data=st.data(),
@@ -209,7 +209,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(
     assert alone == together
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     options=options_strategy | st.just({"temperature": 0.0}),
     more=st.fixed_dictionaries(
