@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import msgspec
 
 from wire.errors import MAX_SHOWN, ErrorCode, RemoteProtocolError
-from wire.maps import check_keys
+from wire.maps import Map, check_keys
 from wire.parts import Buffer
 
 MAX_OPTIONS_BYTES: Final = 64 * 1024
@@ -28,9 +28,7 @@ Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
 LogitBias = Annotated[tuple[tuple[TokenId, Bias], ...], msgspec.Meta(max_length=MAX_LOGIT_BIASES)]
 
 
-class Options(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class Options(Map, frozen=True, kw_only=True):
     """Sampling and limits of one request.
 
     `temperature` 0 is greedy.  `top_k` 0 and `top_p` 1 switch their filter off.  The repetition
