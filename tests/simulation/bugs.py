@@ -19,7 +19,7 @@ from tests.simulation.seeds import Outcome, run_seed
 from wire.errors import ErrorCode, WireError
 from wire.frames import Hello
 from wire.parts import Message
-from wire.receiver import KVReceiver
+from wire.transfer import KVReceiver
 from worker import link
 from worker.engine.blocks import BlockPool
 from worker.roles.decode import DecodeRole

@@ -17,15 +17,12 @@ from typing import Final, Protocol, cast
 import structlog
 
 from wire.aio.listener import Listener, bind, listen
-from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Error, Frame
 from wire.parts import Buffer, Message
 from wire.payloads import ErrorDetail, encode_map
+from wire.process.traffic import Traffic
 from wire.stream import DEFAULT_MAX_FRAME_BYTES, StreamDecoder, encode
-from wire.traffic import Traffic
-
-__all__ = ["Client", "Connection", "Handler", "Limits", "Server", "connect", "serve"]
 
 _LOG = structlog.get_logger(__name__)
 # How long a client may take to hang up after our last byte, before we do.

@@ -18,7 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from wire.traffic import Traffic
+from wire.process.traffic import Traffic
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from wire.aio.tcp import MAX_AT_ONCE, Connection, Limits, Server, connect, serve
+from wire.aio.tcp import MAX_AT_ONCE, Connection, Limits, Server, serve
+from wire.aio.tcp_client import connect
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Cancel, DecodeDone, DecodeToken, Error
 from wire.parts import Message

@@ -21,10 +21,10 @@ from wire.errors import (
     WireError,
 )
 from wire.frames import KvCache, KvCacheAck
-from wire.lease import Transfer, TransferState
 from wire.parts import Buffer
 from wire.payloads import Credit, KVLayout, Offer
-from wire.segment import (
+from wire.transfer.lease import Transfer, TransferState
+from wire.transfer.segment import (
     MAX_SEGMENT_BYTES,
     MAX_SEGMENTS,
     Coverage,

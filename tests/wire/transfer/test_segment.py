@@ -9,7 +9,7 @@ from xxhash import xxh3_64_intdigest
 
 from wire.errors import LocalProtocolError, RemoteProtocolError
 from wire.payloads import KVLayout
-from wire.segment import (
+from wire.transfer.segment import (
     DESCRIPTOR,
     MAX_SEGMENTS,
     Coverage,

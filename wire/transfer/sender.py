@@ -15,10 +15,10 @@ from typing import Final
 
 from wire.errors import LocalProtocolError, TransferTooLarge
 from wire.frames import KvCache, KvCacheAck
-from wire.lease import Transfer, TransferState
 from wire.parts import Buffer
 from wire.payloads import Credit, KVLayout, Offer, encode_map
-from wire.segment import (
+from wire.transfer.lease import Transfer, TransferState
+from wire.transfer.segment import (
     DEFAULT_SEGMENT_BYTES,
     MAX_SEGMENT_BYTES,
     Rectangle,

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from wire.errors import ErrorCode, LocalProtocolError, TransferFailed
-from wire.lease import TRANSITIONS, Transfer, TransferState
+from wire.transfer.lease import TRANSITIONS, Transfer, TransferState
 
 ENDS = {TransferState.DONE, TransferState.FAILED, TransferState.CANCELLED}
 

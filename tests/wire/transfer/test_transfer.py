@@ -18,7 +18,6 @@ from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireErro
 from wire.frames import KvCache, KvCacheAck
 from wire.parts import Buffer
 from wire.payloads import Credit, KVLayout, Offer, decode_map
-from wire.segment import DESCRIPTOR
 from wire.transfer import (
     KVReceiver,
     KVSender,
@@ -28,6 +27,7 @@ from wire.transfer import (
     TransferState,
     segment_digest,
 )
+from wire.transfer.segment import DESCRIPTOR
 
 LEASE_S = 10.0
 REQUEST_ID = 7 << 32 | 1
