@@ -138,7 +138,7 @@ class KVReceiver(Transfer):
     @property
     def inflight_bytes(self) -> int:
         """Bytes that may arrive or are being unpacked."""
-        return 0 if self.is_over else self._granted_bytes - self.kv_bytes
+        return 0 if self.is_over else self.granted_bytes - self.kv_bytes
 
     @property
     def kv_seconds(self) -> float:
@@ -148,7 +148,8 @@ class KVReceiver(Transfer):
         return self.finished_at - self.accepted_at
 
     @property
-    def _granted_bytes(self) -> int:
+    def granted_bytes(self) -> int:
+        """The credit: KV bytes that may have been sent in all."""
         return min(self.kv_bytes + self._credit_bytes, self._expected_bytes)
 
     def accept(self, cached_tokens: int, now: float) -> Ack | None:
@@ -267,7 +268,7 @@ class KVReceiver(Transfer):
         wanted = segment.rectangle.num_bytes(self.layout)
         if not num_bytes == segment.descriptor.num_bytes == wanted <= MAX_SEGMENT_BYTES:
             raise RemoteProtocolError(f"KV_CACHE: {num_bytes} bytes for {segment.rectangle}")
-        if self._admitted_bytes + num_bytes > self._granted_bytes:
+        if self._admitted_bytes + num_bytes > self.granted_bytes:
             raise RemoteProtocolError(f"KV_CACHE: segment {segment.number} is over the credit")
         self._coverage.admit(segment.rectangle)
         count, admitted = len(self._segments) + 1, self._admitted_bytes + num_bytes
@@ -302,5 +303,5 @@ class KVReceiver(Transfer):
             self._count_time(now, 0)
 
     def _ack(self) -> Ack:
-        granted = Credit(self._granted_bytes, self.cached_tokens, int(self.is_complete))
+        granted = Credit(self.granted_bytes, self.cached_tokens, int(self.is_complete))
         return KvCacheAck(self.request_id, self.kv_bytes), granted
