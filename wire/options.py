@@ -22,7 +22,7 @@ MAX_LOGIT_BIASES: Final = 1024
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 NumTop = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
-# Its inverse is allowed too; much smaller, and logits would leave float32.
+# From 1/100 to 100; beyond that, logits would leave the range of float32.
 RepetitionPenalty = Annotated[float, msgspec.Meta(ge=0.01, le=100.0)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
 LogitBias = Annotated[tuple[tuple[TokenId, Bias], ...], msgspec.Meta(max_length=MAX_LOGIT_BIASES)]

@@ -22,19 +22,20 @@ from wire.parts import Buffer
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
-# What a float holds exactly too, so that sums, JSON and metrics of it are right everywhere.
+# A float holds these exactly too, so that sums, JSON and metrics of them are right everywhere.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack ends there
+U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has no larger integers
 # \Z: `$` would also match before a line break at the end.
 FinishReason = Annotated[str, msgspec.Meta(pattern=r"^(stop|length)\Z")]
 # The longest deadline there is, in seconds.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=2**31 / 1000)]
-# Prefix hashes of one heartbeat, each way: half a millisecond of the router's loop.
+# The most prefix hashes that one heartbeat reports as stored, and as evicted: reading them takes
+# half a millisecond of the router's loop.
 MAX_HASHES: Final = 1024
 Hashes = Annotated[tuple[U64, ...], msgspec.Meta(max_length=MAX_HASHES)]
-# Of a host a name or an address, of a socket file a path: what other programs take for more than
-# that (`;`, `*`, spaces) is none of it.
+# A host's name or address with a port, or the path of a socket file.  Characters with a meaning of
+# their own to libzmq or a shell (`;`, `*`, spaces) are refused.
 Endpoint = Annotated[
     str,
     msgspec.Meta(
@@ -117,7 +118,9 @@ class PeerDetail(Map, frozen=True, kw_only=True):
 
 
 class PrefillRest(Map, frozen=True, kw_only=True):
-    """What follows the first token in PREFILL_DONE; `wire.logprobs` reads the last.  SPEC 4.2."""
+    """What follows the first token in PREFILL_DONE; `wire.logprobs` unpacks `prompt_logprobs`.
+
+    SPEC 4.2."""
 
     cached_tokens: Count = 0
     finish_reason: FinishReason | None = None
@@ -285,7 +288,7 @@ class Offer(Map, frozen=True, kw_only=True):
     digest: Annotated[str, msgspec.Meta(pattern=r"^xxh3_64\Z")] = "xxh3_64"
 
 
-# The keys whose values are maps themselves.
+# Maps with the keys whose values are maps themselves: in those too a key may come only once.
 NESTED: Final[dict[type, tuple[str, ...]]] = {
     HelloDetail: ("layout",),
     PrefillRest: ("logprobs",),

@@ -33,8 +33,8 @@ MAX_AT_ONCE: Final = 64
 class Limits:
     """What one client may cost.
 
-    `max_write_bytes` is the most that waits for a client; `high_water_bytes` of it may wait for no
-    longer than `stall_s`.  A message must be complete `message_s` after its first byte, plus its
+    At most `max_write_bytes` wait for a client to read them, and more than `high_water_bytes` for
+    `stall_s` at most.  A message must be complete `message_s` after its first byte, plus its
     size at `min_bytes_per_s`; the first one must begin within `message_s` of the connection, and so
     must a TLS handshake be over.  A client with nothing open may be silent for `idle_s`.  After our
     last byte it has `hang_up_s` to hang up, before we do.
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
         self._take_messages()
 
     def _take_messages(self) -> None:
-        """Take what has come; of very much it is a part, and others go before the rest."""
+        """Take the messages that came, `MAX_AT_ONCE` at most before others have their turn."""
         num_taken = 0
         try:
             while not self.is_closing and (message := self._decoder.next_message()) is not None:

@@ -100,8 +100,8 @@ class Authenticator:
 class Gate:
     """Who is behind the connections of one bound socket, and whether they may still be there.
 
-    `read_events` must bring `leave` for every connection that has ended: descriptors are reused,
-    and only our own may be cut.
+    `read_events` must call `leave` for every connection that has ended: descriptors are reused, and
+    only connections of this socket may be cut.
     """
 
     def __init__(self, context: Context, keys: Keys, read_events: Callable[[], None]) -> None:
@@ -149,8 +149,9 @@ class Gate:
 
 
 def prove(port: Port, keys: Keys, answer: Callable[[], None], probe_s: float = PROBE_S) -> None:
-    """Make sure that `port`, not bound yet, refuses an unknown key; `answer` is `turn` above.
+    """Make sure that `port`, not bound yet, refuses an unknown key.
 
+    `answer` is called until that is decided; it must let the authenticator answer (its `turn`).
     The very socket listens on a loopback port for a moment, and is asked as a stranger would.
     Blocks the loop, at start-up, for milliseconds; for `probe_s` if nobody decides.
 

@@ -36,11 +36,13 @@ from wire.transfer.segment import (
 
 Ack = tuple[KvCacheAck, Credit]
 
-# Blocks are reserved from the grant on.  A sender that keeps SPEC 6.6 offers when its first chunk
-# is computed, or when it expects that within a tenth of this time: 10 s of a lease of 30 s.
+# How long the blocks of a granted transfer wait for its first segment: 10 s of a lease of 30 s.  A
+# sender that keeps SPEC 6.6 offers when its first chunk is computed, or when it expects that within
+# a tenth of this time.
 FIRST_SEGMENT_LEASES: Final = 1 / 3
-# A router asks for KV when the whole prompt is read, and gives a request 600 s unless told
-# otherwise: 20 leases of 30 s.  Whoever reads longer prompts needs a longer lease.
+# How long a transfer waits for a router to ask for it.  A router asks when the whole prompt is
+# read, and gives a request 600 s unless told otherwise: 20 leases of 30 s.  Prompts that take longer
+# to read need a longer lease.
 UNCLAIMED_LEASES: Final = 20
 
 
@@ -61,7 +63,7 @@ class KVReceiver(Transfer):
 
     Reserve blocks for `token_ids`, then `accept`.  Give every KV_CACHE to `on_segment` (with a
     payload) or `on_keepalive` (without), and send every ACK that comes back.  Say `claim` when a
-    router asks for it: until then its time is short.
+    router asks for it: until then less time is allowed.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class KVReceiver(Transfer):
 
     @property
     def kv_seconds(self) -> float:
-        """From the acceptance to the last byte stored; `transfer_s` of it bytes were under way."""
+        """From the acceptance to the last byte stored; bytes were under way for `transfer_s` of it."""
         if self.accepted_at is None or self.finished_at is None:
             return 0.0
         return self.finished_at - self.accepted_at
@@ -184,7 +186,7 @@ class KVReceiver(Transfer):
     def on_keepalive(self, now: float) -> Ack | None:
         """Take a KV_CACHE without payload, or the offer again: answer with where we are.
 
-        It does not prolong the wait for the first segment: words alone hold no blocks.
+        A keepalive does not prolong the wait for the first segment: blocks are held for bytes only.
         """
         if self.is_over:
             return None

@@ -2,8 +2,8 @@
 
 The sender cuts what is to be sent with `plan`; the receiver trusts no plan: `Coverage` admits any
 rectangles that lie inside the transfer and overlap nothing, as long as their layer ranges are the
-same or apart.  That keeps the books at one list of token ranges per layer range, merged as it
-fills, whatever order segments come in.
+same or apart.  So one list of token ranges per layer range says what has come, in whatever order;
+adjacent ranges are merged, which keeps it short.
 """
 
 from __future__ import annotations

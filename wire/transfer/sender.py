@@ -27,9 +27,9 @@ from wire.transfer.segment import (
     segment_digest,
 )
 
-# When the whole prompt is read its blocks are held for so long, whatever the receiver says: it may
-# have been asked for the rest and have ended it, and nobody else knows of this transfer then.  It
-# is as long as a receiver waits for its claim.
+# When the whole prompt has been read, its blocks are held for so many leases and no longer, even
+# while the receiver goes on sending ACKs: the receiver may have ended the request, and then nobody
+# else knows of this transfer and could end it here.  A receiver waits for its claim as long.
 HANDOVER_LEASES: Final = 20
 
 
