@@ -41,8 +41,8 @@ Ack = tuple[KvCacheAck, Credit]
 # a tenth of this time.
 FIRST_SEGMENT_LEASES: Final = 1 / 3
 # How long a transfer waits for a router to ask for it.  A router asks when the whole prompt is
-# read, and gives a request 600 s unless told otherwise: 20 leases of 30 s.  Prompts that take longer
-# to read need a longer lease.
+# read, and gives a request 600 s unless told otherwise: 20 leases of 30 s.  Prompts that take
+# longer to read need a longer lease.
 UNCLAIMED_LEASES: Final = 20
 
 
@@ -144,7 +144,7 @@ class KVReceiver(Transfer):
 
     @property
     def kv_seconds(self) -> float:
-        """From the acceptance to the last byte stored; bytes were under way for `transfer_s` of it."""
+        """From the acceptance to the last byte stored; bytes were on the way for `transfer_s`."""
         if self.accepted_at is None or self.finished_at is None:
             return 0.0
         return self.finished_at - self.accepted_at
