@@ -40,15 +40,15 @@ from wire.aio.listener import server_context
 from wire.aio.tcp import Limits as TcpLimits
 from wire.aio.tcp import Server
 from wire.aio.zmq import Hub
-from wire.checkpoint import ModelError
 from wire.errors import ErrorCode, WireError
 from wire.frames import MAX_TOKEN_ID, Role
 from wire.parts import Buffer
 from wire.process.api_keys import open_api_keys
 from wire.process.keys import open_keys
 from wire.process.lifetime import Stop, keep_watchdog, notify
+from wire.process.model import ModelError
 from wire.process.settings import EX_CONFIG
-from wire.traffic import Traffic
+from wire.process.traffic import Traffic
 
 log = structlog.get_logger("router")
 

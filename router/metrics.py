@@ -32,7 +32,7 @@ from router.core.request import RequestEnd
 from wire.errors import ErrorCode
 from wire.frames import Role
 from wire.process.exposition import Distribution, frames, gauge, tally
-from wire.traffic import Traffic
+from wire.process.traffic import Traffic
 
 # Bounds of histograms, in seconds: from a small model on one machine to a large one far away.
 FIRST_TOKEN_S: Final = (

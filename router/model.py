@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from wire.checkpoint import ModelError
+from wire.process.model import ModelError
 
 
 class _Model(msgspec.Struct):

@@ -6,11 +6,10 @@ import structlog
 
 from router.app import serve
 from router.config import Config
-from wire.checkpoint import ModelError, check_files, check_weights
 from wire.errors import WireError
-from wire.model import fingerprint, locate
 from wire.process.lifetime import run
 from wire.process.log import configure
+from wire.process.model import ModelError, check_files, check_weights, fingerprint, locate
 from wire.process.settings import EX_CONFIG, parse
 
 log = structlog.get_logger("router")

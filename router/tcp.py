@@ -45,8 +45,8 @@ from wire.payloads import (
     encode_prefill_result,
 )
 from wire.process.api_keys import ApiKeys, digest, name_of
+from wire.process.traffic import Traffic
 from wire.session import Direction, Session
-from wire.traffic import Traffic
 
 log = structlog.get_logger("router")
 

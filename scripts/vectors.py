@@ -44,7 +44,6 @@ from wire.frames import (
     Welcome,
 )
 from wire.logprobs import join_prompt_logprobs, pack_logprobs, unpack_prompt_logprobs
-from wire.model import fingerprint
 from wire.options import Options
 from wire.payloads import (
     Credit,
@@ -64,6 +63,7 @@ from wire.payloads import (
     encode_prompt,
 )
 from wire.prefix import prefix_hashes
+from wire.process.model import fingerprint
 from wire.session import Direction
 from wire.transfer import KVReceiver, KVSender, SegmentDescriptor, segment_digest
 

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import httpx
 
-from wire.model import locate
 from wire.options import Options
+from wire.process.model import locate
 from worker.executor.hash import create, oracle
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,6 +14,7 @@ from typing import Annotated, Final
 import msgspec
 
 from wire.errors import RemoteProtocolError
+from wire.maps import Map
 from wire.options import MAX_TOP_LOGPROBS
 from wire.parts import Buffer
 
@@ -32,9 +33,7 @@ PackedLogprobs = Annotated[
 ]
 
 
-class Logprobs(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class Logprobs(Map, frozen=True, kw_only=True):
     """Log-probability of one token and of the likeliest ones at its position (id, logprob)."""
 
     logprob: Logprob

@@ -1,7 +1,8 @@
-"""Each key of a map comes once.  SPEC 1.2.
+"""Maps, as SPEC 1.2 means them: msgpack with string keys, none of them unknown, none there twice.
 
-msgspec takes the last of two values, another reader may take the first, and both would go on with
-different requests.  msgspec can not be told to refuse, so the keys are counted beside it.
+Where a key is there twice, msgspec takes the last value.  Another reader may take the first, and
+both would go on with different requests.  msgspec cannot be told to refuse, so `check_keys` counts
+the keys after it has decoded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ from wire.parts import Buffer
 
 _MAP: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _ARRAY: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
+
+
+class Map(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """What the payloads that are maps have in common."""
 
 
 def check_keys(buffer: Buffer, *nested: str) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import msgspec
 
 from wire.errors import MAX_SHOWN, ErrorCode, RemoteProtocolError
-from wire.maps import check_keys
+from wire.maps import Map, check_keys
 from wire.parts import Buffer
 
 MAX_OPTIONS_BYTES: Final = 64 * 1024
@@ -22,15 +22,13 @@ MAX_LOGIT_BIASES: Final = 1024
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 NumTop = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
-# Its inverse is allowed too; much smaller, and logits would leave float32.
+# From 1/100 to 100; beyond that, logits would leave the range of float32.
 RepetitionPenalty = Annotated[float, msgspec.Meta(ge=0.01, le=100.0)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
 LogitBias = Annotated[tuple[tuple[TokenId, Bias], ...], msgspec.Meta(max_length=MAX_LOGIT_BIASES)]
 
 
-class Options(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class Options(Map, frozen=True, kw_only=True):
     """Sampling and limits of one request.
 
     `temperature` 0 is greedy.  `top_k` 0 and `top_p` 1 switch their filter off.  The repetition

@@ -16,25 +16,26 @@ from wire.errors import LocalProtocolError, RemoteProtocolError
 from wire.frames import MAX_TOKEN_ID
 from wire.logprobs import Logprobs as Logprobs
 from wire.logprobs import PackedLogprobs, check_prompt_logprobs
-from wire.maps import check_keys
+from wire.maps import Map, check_keys
 from wire.options import Options, decode_options, encode_options
 from wire.parts import Buffer
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
-# What a float holds exactly too, so that sums, JSON and metrics of it are right everywhere.
+# A float holds these exactly too, so that sums, JSON and metrics of them are right everywhere.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack ends there
+U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has no larger integers
 # \Z: `$` would also match before a line break at the end.
 FinishReason = Annotated[str, msgspec.Meta(pattern=r"^(stop|length)\Z")]
 # The longest deadline there is, in seconds.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=2**31 / 1000)]
-# Prefix hashes of one heartbeat, each way: half a millisecond of the router's loop.
+# The most prefix hashes that one heartbeat reports as stored, and as evicted: reading them takes
+# half a millisecond of the router's loop.
 MAX_HASHES: Final = 1024
 Hashes = Annotated[tuple[U64, ...], msgspec.Meta(max_length=MAX_HASHES)]
-# Of a host a name or an address, of a socket file a path: what other programs take for more than
-# that (`;`, `*`, spaces) is none of it.
+# A host's name or address with a port, or the path of a socket file.  Characters with a meaning of
+# their own to libzmq or a shell (`;`, `*`, spaces) are refused.
 Endpoint = Annotated[
     str,
     msgspec.Meta(
@@ -53,13 +54,7 @@ _COUNT: Final = Struct("<I")
 _TOKEN: Final = Struct("<q")
 
 
-class _Map(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
-    pass
-
-
-class KVLayout(_Map, frozen=True, kw_only=True):
+class KVLayout(Map, frozen=True, kw_only=True):
     """The shape of one token's KV: ``[layer][k|v][kv_head][head_dim]`` of `dtype`.  SPEC 6.1.
 
     `dtype` is one of float32, bfloat16, float16, uint8.
@@ -77,7 +72,7 @@ class KVLayout(_Map, frozen=True, kw_only=True):
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * size
 
 
-class HelloDetail(_Map, frozen=True, kw_only=True):
+class HelloDetail(Map, frozen=True, kw_only=True):
     """HELLO of a worker: what the router checks and places by.  SPEC 5.1."""
 
     model: Name
@@ -90,13 +85,13 @@ class HelloDetail(_Map, frozen=True, kw_only=True):
     kv_endpoint: Endpoint = ""
 
 
-class WelcomeDetail(_Map, frozen=True, kw_only=True):
+class WelcomeDetail(Map, frozen=True, kw_only=True):
     """WELCOME: the router's own settings that bind a worker.  SPEC 5.2."""
 
     max_kv_transfer_bytes: Size
 
 
-class Load(_Map, frozen=True, kw_only=True):
+class Load(Map, frozen=True, kw_only=True):
     """HEARTBEAT of a worker: its blocks, its progress, what its prefix cache gained and lost.
 
     `step_ms`: age of the step under way.  Prefix hashes are `wire.prefix`'s (u64).  SPEC 5.3.
@@ -113,7 +108,7 @@ class Load(_Map, frozen=True, kw_only=True):
     evicted: Hashes = ()
 
 
-class PeerDetail(_Map, frozen=True, kw_only=True):
+class PeerDetail(Map, frozen=True, kw_only=True):
     """One decode worker in PEERS.  SPEC 5.4."""
 
     rank: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -122,8 +117,10 @@ class PeerDetail(_Map, frozen=True, kw_only=True):
     block_size: Count = 0
 
 
-class PrefillRest(_Map, frozen=True, kw_only=True):
-    """What follows the first token in PREFILL_DONE; `wire.logprobs` reads the last.  SPEC 4.2."""
+class PrefillRest(Map, frozen=True, kw_only=True):
+    """What follows the first token in PREFILL_DONE; `wire.logprobs` unpacks `prompt_logprobs`.
+
+    SPEC 4.2."""
 
     cached_tokens: Count = 0
     finish_reason: FinishReason | None = None
@@ -141,7 +138,7 @@ class PrefillResult(PrefillRest, frozen=True, kw_only=True):
     token_id: int
 
 
-class Usage(_Map, frozen=True, kw_only=True):
+class Usage(Map, frozen=True, kw_only=True):
     """DECODE_DONE: why it ended and what it cost.  SPEC 4.7.
 
     `kv_bytes` crossed the network, `kv_skipped_tokens` were held by the decode worker already;
@@ -157,7 +154,7 @@ class Usage(_Map, frozen=True, kw_only=True):
     kv_transfer_seconds: Seconds = 0.0
 
 
-class ErrorDetail(_Map, frozen=True, kw_only=True):
+class ErrorDetail(Map, frozen=True, kw_only=True):
     """ERROR: a sentence for people, and where it happened.  SPEC 5.6."""
 
     message: Text
@@ -188,7 +185,7 @@ def decode_map(kind: type[_M], buffer: Buffer) -> _M:
         decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
     try:
         decoded = decoder.decode(buffer)
-        check_keys(buffer, *_NESTED.get(kind, ()))
+        check_keys(buffer, *NESTED.get(kind, ()))
         return decoded  # type: ignore[no-any-return]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
         # An unknown key is quoted in the message: cut it, the peer chose its length.
@@ -281,7 +278,7 @@ def _token_ids(buffer: Buffer, offset: int, count: int) -> tuple[int, ...]:
         raise RemoteProtocolError("token ids are not u32 little-endian") from problem
 
 
-class Offer(_Map, frozen=True, kw_only=True):
+class Offer(Map, frozen=True, kw_only=True):
     """Segment 0: what is to be transferred; the receiver reserves blocks first.  SPEC 6.2."""
 
     layout: KVLayout
@@ -291,8 +288,8 @@ class Offer(_Map, frozen=True, kw_only=True):
     digest: Annotated[str, msgspec.Meta(pattern=r"^xxh3_64\Z")] = "xxh3_64"
 
 
-# The keys whose values are maps themselves.
-_NESTED: Final[dict[type, tuple[str, ...]]] = {
+# Maps with the keys whose values are maps themselves: in those too a key may come only once.
+NESTED: Final[dict[type, tuple[str, ...]]] = {
     HelloDetail: ("layout",),
     PrefillRest: ("logprobs",),
     Offer: ("layout",),

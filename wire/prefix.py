@@ -1,8 +1,8 @@
 """The prefix hash chain: one u64 names a block of tokens and everything before it.  SPEC 5.3.
 
 Workers index their cached blocks by it and report it in HEARTBEAT; the router computes it for a
-prompt and sees who holds how much of it.  Only full blocks have a hash.  What a collision may cost
-is for the user of the hash to decide: a router loses a cache hit, a worker must compare token ids.
+prompt and sees who holds how much of it.  Only full blocks have a hash.  Two texts may have the
+same hash: a router then loses a cache hit, a worker must compare the token ids to be sure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from xxhash import xxh3_64_intdigest
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int) -> list[int]:
-    """Return the hash of each full block: XXH3-64 of its u32 little-endian ids, seeded by the last.
+    """Return the hash of each full block: XXH3-64 of its u32 little-endian ids.
+
+    Its seed is the hash of the block before, 0 for the first.
 
     Raises:
         ValueError: `block_size` is under 1, or a token id is no u32.

@@ -1,7 +1,7 @@
 """The life of one request as a table, seen between who asks and who answers.  SPEC 7.
 
 A raw TCP client asks the router, and the router asks its pair of workers, in the same frames; both
-use this table.  It does not know which side we are: `Session` does, and says who broke it.
+use this table.  The table does not know which side we are; `Session` does, and says who broke it.
 
 Frames cross on the way: a CANCEL or DECODE_REQUEST may be under way when the end comes, and the
 answers to a cancelled request still arrive.  Those are in the table too, and change nothing.
@@ -103,7 +103,7 @@ class Session:
 
 
 def mermaid(table: Table = SESSION) -> str:
-    """Draw the table as a mermaid state diagram; the one in SPEC 7 is this, and a test says so."""
+    """Draw the table as a mermaid state diagram; SPEC 7 shows it, and a test compares the two."""
     lines = ["stateDiagram-v2", f"    [*] --> {SessionState.IDLE.value}"]
     for state, row in table.items():
         lines += [

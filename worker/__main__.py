@@ -8,11 +8,10 @@ from typing import Any
 
 import structlog
 
-from wire.checkpoint import check_files, check_weights
 from wire.errors import WireError
-from wire.model import fingerprint, locate
 from wire.process.lifetime import Stop, run, slow_start
 from wire.process.log import configure
+from wire.process.model import check_files, check_weights, fingerprint, locate
 from wire.process.settings import EX_CONFIG, parse
 from worker.app import Worker
 from worker.assembly import check_speculation

@@ -12,7 +12,7 @@ from wire.aio.zmq import Sending
 from wire.errors import WireError
 from wire.parts import Buffer
 from wire.process.keys import Keys
-from wire.traffic import Traffic
+from wire.process.traffic import Traffic
 from worker.environment import Connect, Connection, Listener, Plane
 
 

@@ -16,7 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from wire.process.exposition import Distribution, counter, frames, gauge, histogram, tally
-from wire.traffic import Traffic
+from wire.process.traffic import Traffic
 from worker.config import Config
 from worker.engine.stats import STEP_S, Slots, Stats
 

@@ -34,7 +34,7 @@ from router.http.status import Status
 from router.http.writer import ResponseWriter, wait_for_disconnect
 from wire.errors import ErrorCode, WireError, shown
 from wire.process.api_keys import ApiKeys
-from wire.traffic import Traffic
+from wire.process.traffic import Traffic
 
 log = structlog.get_logger("router")
 

@@ -17,8 +17,8 @@ import jinja2
 import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from wire.checkpoint import ModelError
 from wire.errors import MAX_SHOWN, ErrorCode, WireError
+from wire.process.model import ModelError
 
 Chat = Sequence[Mapping[str, Any]]
 

@@ -25,8 +25,8 @@ from typing import Any, Final, Protocol
 import tokenizers
 from tokenizers import decoders, models
 
-from wire.checkpoint import ModelError
 from wire.errors import ErrorCode, WireError
+from wire.process.model import ModelError
 
 REPLACEMENT: Final = "\ufffd"
 # Prompt tokens shown to the window decoder first, so that a leading space of the answer survives.

@@ -44,8 +44,8 @@ from wire.payloads import (
     decode_prefill_result,
     decode_prompt,
 )
-from wire.segment import Coverage, segment_digest, split_segment
 from wire.stream import PREFIX, StreamDecoder
+from wire.transfer.segment import Coverage, segment_digest, split_segment
 
 VECTORS: Final = Path(__file__).resolve().parents[2] / "wire" / "vectors.json"
 MAX_GROWTH_BYTES: Final = 64 << 20

@@ -19,7 +19,7 @@ from kernels.cuda import launch
 from scripts.models.make_model import make_model
 from tests.kernels.shim.backend import Shim, why_not
 from tests.worker.paged import Text, advance
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 from worker.executor.torch import TorchExecutor
 from worker.model.compiled import CompiledTransformer
 from worker.model.weights import Weights

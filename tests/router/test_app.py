@@ -20,7 +20,7 @@ from router.config import Config, split_endpoint
 from router.core.request import Request
 from tests.router.scripted import RecordingSink, ScriptedWorker, first, usage
 from tests.router.site import ids, write_model
-from wire.aio.tcp import connect
+from wire.aio.tcp_client import connect
 from wire.errors import ErrorCode, WireError
 from wire.frames import (
     ANY_RANK,
@@ -35,11 +35,11 @@ from wire.frames import (
     Role,
     Tag,
 )
-from wire.model import fingerprint
 from wire.options import Options
 from wire.parts import Message
 from wire.payloads import encode_prompt
 from wire.process.lifetime import Stop
+from wire.process.model import fingerprint
 
 OPEN = {"http": "127.0.0.1:0", "tcp": "127.0.0.1:0", "bus": "tcp://127.0.0.1:0"}
 

@@ -19,7 +19,7 @@ from tests.simulation.seeds import Outcome, run_seed
 from wire.errors import ErrorCode, WireError
 from wire.frames import Hello
 from wire.parts import Message
-from wire.receiver import KVReceiver
+from wire.transfer import KVReceiver
 from worker import link
 from worker.engine.blocks import BlockPool
 from worker.roles.decode import DecodeRole
@@ -215,7 +215,7 @@ def _miss_wake(sound: Callable[..., Any]) -> Callable[..., Any]:
 
 
 BUGS: dict[str, Bug] = {
-    "drop-credit": Bug(KVReceiver, "_granted_bytes", _drop_credit),
+    "drop-credit": Bug(KVReceiver, "granted_bytes", _drop_credit),
     "skip-fence": Bug(Fleet, "hello", _skip_fence),
     "free-early": Bug(IncomingTransfers, "_give_back", _free_early),
     "reuse-id": Bug(Placement, "__init__", _reuse_ids),

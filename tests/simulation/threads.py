@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.simulation.loop import Process, State, Timeline
 from wire.parts import Buffer
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 from worker.engine.engine import Engine
 from worker.engine.outputs import Output
 from worker.engine.thread import Call

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.cluster import Cluster, hash_oracle, until
-from wire.aio.tcp import connect
+from wire.aio.tcp_client import connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, Cancel, DecodeRequest, PrefillRequest, Tag
 from wire.options import Options

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from tests.cluster import ROOT, until
-from wire.model import DEMO
+from wire.process.model import DEMO
 
 PORTS = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0")
 

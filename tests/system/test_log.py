@@ -16,7 +16,7 @@ import pytest
 
 from tests.cluster import ROOT, Cluster, until
 from tests.poisoned_model import POISON
-from wire.aio.tcp import connect
+from wire.aio.tcp_client import connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, PrefillRequest
 from wire.options import Options

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster import Cluster, hash_oracle, until
-from wire.aio.tcp import connect
+from wire.aio.tcp_client import connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeRequest, Error, PrefillRequest
 from wire.options import Options

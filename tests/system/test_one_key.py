@@ -24,7 +24,7 @@ from tests.cluster import hash_oracle, until
 from tests.scripts.key_script import keys as scripts_keys
 from tests.system.locked import Locked
 from wire.aio.port import client_options
-from wire.aio.tcp import Client, connect
+from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode
 from wire.frames import (
     ANY_RANK,
@@ -46,7 +46,6 @@ from wire.frames import (
     Welcome,
 )
 from wire.identity import Identity
-from wire.model import fingerprint, locate
 from wire.options import Options
 from wire.parts import Message, decode, encode
 from wire.payloads import (
@@ -61,6 +60,7 @@ from wire.payloads import (
     encode_prefill_result,
     encode_prompt,
 )
+from wire.process.model import fingerprint, locate
 from worker.executor.hash import LAYOUT
 
 WORDS = "words of a hostile worker"

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.cluster import Cluster
-from wire.aio.tcp import Client, connect
+from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, PrefillDone, PrefillRequest
 from wire.options import Options

@@ -26,11 +26,11 @@ from wire.frames import (
     PrefillRequest,
 )
 from wire.logprobs import unpack_prompt_logprobs
-from wire.model import locate
 from wire.options import Options
 from wire.payloads import decode_prefill_result, encode_prompt
-from wire.segment import Rectangle
+from wire.process.model import locate
 from wire.stream import StreamDecoder, encode
+from wire.transfer import Rectangle
 from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Reserved, Started, Token
 from worker.engine.sequence import Sequence as Request

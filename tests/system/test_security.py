@@ -19,7 +19,7 @@ from tests.cluster import ROOT, Cluster, hash_oracle, kv_endpoint, until
 from tests.system.locked import Locked
 from tests.worker.scripted import ScriptedPrefill
 from wire.aio.port import client_options, new_key_pair
-from wire.aio.tcp import Client, connect
+from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, Hello, PrefillRequest, Role
 from wire.options import Options

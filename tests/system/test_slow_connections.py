@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.cluster import ROOT, Cluster, until
-from wire.aio.tcp import connect
+from wire.aio.tcp_client import connect
 from wire.frames import NO_RANK, PrefillDone, PrefillRequest
 from wire.options import Options
 from wire.payloads import encode_prompt

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster import Cluster, hash_oracle, kv_endpoint
 from tests.worker.scripted import ScriptedPrefill
-from wire.aio.tcp import connect
+from wire.aio.tcp_client import connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, DecodeToken, Error, PrefillRequest
 from wire.options import Options

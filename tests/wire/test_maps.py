@@ -65,7 +65,7 @@ def test_every_map_within_a_map_is_known() -> None:
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             fields = msgspec.inspect.type_info(kind).fields  # type: ignore[attr-defined]
             maps = [field.name for field in fields if "StructType" in repr(field.type)]
-            assert tuple(maps) == payloads._NESTED.get(kind, ()) or kind is PrefillResult, kind
+            assert tuple(maps) == payloads.NESTED.get(kind, ()) or kind is PrefillResult, kind
 
 
 def test_a_key_twice_is_refused_in_every_payload() -> None:

@@ -23,9 +23,9 @@ from wire.options import (
 )
 from wire.parts import MAX_HEADERS, decode
 from wire.payloads import CREDIT
-from wire.segment import DESCRIPTOR, MAX_SEGMENT_BYTES, MAX_SEGMENTS
 from wire.session import SESSION, Direction, mermaid
 from wire.stream import DEFAULT_MAX_FRAME_BYTES, MAX_SMALL_FRAME_BYTES, StreamDecoder
+from wire.transfer.segment import DESCRIPTOR, MAX_SEGMENT_BYTES, MAX_SEGMENTS
 
 WIRE = Path(payloads.__file__).parent
 SPEC = (WIRE / "SPEC.md").read_text()

@@ -16,15 +16,15 @@ from wire import parts, payloads, stream
 from wire.errors import LocalProtocolError, RemoteProtocolError, TransferFailed
 from wire.frames import FRAMES, Frame, KvCache, KvCacheAck, Tag
 from wire.logprobs import join_prompt_logprobs, pack_logprobs, unpack_prompt_logprobs
-from wire.model import fingerprint
 from wire.options import Options
 from wire.parts import Buffer
 from wire.payloads import Credit, KVLayout, Offer, decode_map, encode_map
 from wire.prefix import prefix_hashes
-from wire.segment import SegmentDescriptor, segment_digest, split_segment
+from wire.process.model import fingerprint
 from wire.session import ENDED, Direction, Session
 from wire.stream import StreamDecoder
 from wire.transfer import KVReceiver, KVSender
+from wire.transfer.segment import SegmentDescriptor, segment_digest, split_segment
 
 PATH = Path(payloads.__file__).with_name("vectors.json")
 VECTORS: dict[str, list[dict[str, Any]]] = json.loads(PATH.read_text())

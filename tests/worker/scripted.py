@@ -47,7 +47,7 @@ from wire.payloads import (
     encode_prompt,
 )
 from wire.process.lifetime import Stop
-from wire.segment import Rectangle, SegmentDescriptor, segment_digest
+from wire.transfer import Rectangle, SegmentDescriptor, segment_digest
 from worker.app import Worker
 from worker.config import Config
 from worker.executor.hash import LAYOUT, HashExecutor, HashKVCache, create

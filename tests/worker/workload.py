@@ -15,7 +15,7 @@ import numpy as np
 
 from wire.errors import ErrorCode
 from wire.options import Options
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 from worker.engine.draft_model import ModelDrafter
 from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token

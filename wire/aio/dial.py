@@ -46,8 +46,8 @@ class Timer(Protocol):
 class Dial:
     """Tries until it is told that one try succeeded; begins again at the next `fail`.
 
-    `connect` starts a try, whose end is told by `succeed` or `fail`; the first one is under way.
-    `call_later` is the loop's.
+    `connect` starts a try; the caller tells how it ended by `succeed` or `fail`.  The first try is
+    taken to be under way already.  `call_later` is the loop's.
     """
 
     def __init__(

@@ -148,7 +148,7 @@ class Outbox:
         return sending
 
     def flush(self) -> float | None:
-        """Transmit in order, one burst at most; return the seconds to the next, None: all sent.
+        """Transmit in order, one burst at most; return the seconds to the next, None: all is sent.
 
         Raises:
             ConnectionError: There is no such peer.

@@ -1,9 +1,9 @@
 """The peers of a bound socket: who is connected, by which connection, and what waits for each.
 
-libzmq's monitor reports a closed connection by its file descriptor and a frame tells the one it
-came by; that is how a loss gets its name.  Descriptors are reused, so the events up to now must
-have been noticed (`open`, `close`) before `meet`.  No sockets here: `transmit(peer, parts,
-sending)` is one, with the errors of `outbox.Transmit`.
+libzmq's monitor names a closed connection by its file descriptor only.  Each frame tells the
+descriptor that it came by, and so a loss is traced to its peer.  Descriptors are reused: every
+event up to now must have been noticed (`open`, `close`) before `meet`.  No sockets here:
+`transmit(peer, parts, sending)` sends, and raises what `outbox.Transmit` says.
 """
 
 from __future__ import annotations

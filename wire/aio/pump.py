@@ -64,6 +64,7 @@ class Pump:
         notice: Takes a monitor event (kind, file descriptor).
         settle: Acts on the events noticed: all that came before them has been delivered.
         flush: Sends what waits; returns in how many seconds to go on, None if all is sent.
+        max_burst_s: A turn that has read for so long is over.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class Pump:
         notice: Callable[[tuple[int, int]], None],
         settle: Callable[[], None],
         flush: Callable[[], float | None],
+        max_burst_s: float = MAX_BURST_S,
     ) -> None:
         self.is_closed = False
+        self._max_burst_s = max_burst_s
         self._port = port
         self._receive, self._notice, self._settle, self._flush = receive, notice, settle, flush
         self._is_scheduled = False
@@ -134,7 +137,7 @@ class Pump:
             self.wake()
 
     def _drain(self) -> bool:
-        num_bytes, end = 0, self._loop.time() + MAX_BURST_S
+        num_bytes, end = 0, self._loop.time() + self._max_burst_s
         for _ in range(MAX_BURST):
             read_bytes = self._receive()
             if read_bytes is None:

@@ -17,19 +17,14 @@ from typing import Final, Protocol, cast
 import structlog
 
 from wire.aio.listener import Listener, bind, listen
-from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Error, Frame
 from wire.parts import Buffer, Message
 from wire.payloads import ErrorDetail, encode_map
+from wire.process.traffic import Traffic
 from wire.stream import DEFAULT_MAX_FRAME_BYTES, StreamDecoder, encode
-from wire.traffic import Traffic
-
-__all__ = ["Client", "Connection", "Handler", "Limits", "Server", "connect", "serve"]
 
 _LOG = structlog.get_logger(__name__)
-# How long a client may take to hang up after our last byte, before we do.
-_HANG_UP_S: Final = 1.0
 # Messages of one client that are taken before others have their turn: some milliseconds.
 MAX_AT_ONCE: Final = 64
 
@@ -38,10 +33,11 @@ MAX_AT_ONCE: Final = 64
 class Limits:
     """What one client may cost.
 
-    `max_write_bytes` is the most that waits for a client; `high_water_bytes` of it may wait for no
-    longer than `stall_s`.  A message must be complete `message_s` after its first byte, plus its
+    At most `max_write_bytes` wait for a client to read them, and more than `high_water_bytes` for
+    `stall_s` at most.  A message must be complete `message_s` after its first byte, plus its
     size at `min_bytes_per_s`; the first one must begin within `message_s` of the connection, and so
-    must a TLS handshake be over.  A client with nothing open may be silent for `idle_s`.
+    must a TLS handshake be over.  A client with nothing open may be silent for `idle_s`.  After our
+    last byte it has `hang_up_s` to hang up, before we do.
     """
 
     max_connections: int = 1024
@@ -52,6 +48,7 @@ class Limits:
     message_s: float = 5.0
     min_bytes_per_s: float = 64 << 10
     idle_s: float = 120.0
+    hang_up_s: float = 1.0
 
 
 class Handler(Protocol):
@@ -122,9 +119,10 @@ class Connection(asyncio.Protocol):
         if self.is_closing:
             return
         self._end(error)
-        allowed_s = max(_HANG_UP_S, self._limits.stall_s if self.buffered_bytes else 0.0)
+        stall_s = self._limits.stall_s if self.buffered_bytes else 0.0
         if self._write_timer is not None:
             self._write_timer.cancel()
+        allowed_s = max(self._limits.hang_up_s, stall_s)
         self._write_timer = self._loop.call_later(allowed_s, self._transport.abort)
         if not self._transport.can_write_eof():  # TLS says good-bye by itself
             self._transport.close()
@@ -159,7 +157,7 @@ class Connection(asyncio.Protocol):
         self._take_messages()
 
     def _take_messages(self) -> None:
-        """Take what has come; of very much it is a part, and others go before the rest."""
+        """Take the messages that came, `MAX_AT_ONCE` at most before others have their turn."""
         num_taken = 0
         try:
             while not self.is_closing and (message := self._decoder.next_message()) is not None:

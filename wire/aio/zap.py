@@ -37,9 +37,15 @@ _LOG: Final = structlog.get_logger(__name__)
 class Authenticator:
     """Answers libzmq's questions for one context, on the running loop, until closed."""
 
-    def __init__(self, context: Context, keys: Keys, domain: bytes = ZAP_DOMAIN) -> None:
+    def __init__(
+        self,
+        context: Context,
+        keys: Keys,
+        domain: bytes = ZAP_DOMAIN,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_refused = 0
-        self._keys, self._domain = keys, domain
+        self._keys, self._domain, self._clock = keys, domain, clock
         self._quiet_until = 0.0
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -80,7 +86,7 @@ class Authenticator:
     def _note(self, address: bytes, reason: str) -> None:
         """Log a refusal, at most one a second: whoever is refused must not fill the disk."""
         self.num_refused += 1
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._quiet_until:
             self._quiet_until = now + 1.0
             _LOG.warning(
@@ -94,8 +100,8 @@ class Authenticator:
 class Gate:
     """Who is behind the connections of one bound socket, and whether they may still be there.
 
-    `read_events` must bring `leave` for every connection that has ended: descriptors are reused,
-    and only our own may be cut.
+    `read_events` must call `leave` for every connection that has ended: descriptors are reused, and
+    only connections of this socket may be cut.
     """
 
     def __init__(self, context: Context, keys: Keys, read_events: Callable[[], None]) -> None:
@@ -103,7 +109,7 @@ class Gate:
         self._keys, self._read_events = keys, read_events
         self._holders: dict[int, str] = {}  # descriptor -> public key
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(REFRESH_S, self._refresh)
+        self._timer = self._loop.call_later(REFRESH_S, self._on_timer)
 
     def admit(self, peer: bytes, public: str, fd: int, *, is_live: bool) -> bool:
         """Whether the holder of `public` may speak as `peer`; if not, its connection is cut."""
@@ -125,8 +131,8 @@ class Gate:
         self._timer.cancel()
         self.authenticator.close()
 
-    def _refresh(self) -> None:
-        self._timer = self._loop.call_later(REFRESH_S, self._refresh)
+    def cut_revoked(self) -> None:
+        """Read the list of keys again, and cut the connections of those that are gone from it."""
         self._keys.refresh()
         revoked = {key for key in self._holders.values() if self._keys.party(key) is None}
         if revoked:
@@ -137,19 +143,24 @@ class Gate:
                 del self._holders[fd]
                 _cut(fd)
 
+    def _on_timer(self) -> None:
+        self._timer = self._loop.call_later(REFRESH_S, self._on_timer)
+        self.cut_revoked()
 
-def prove(port: Port, keys: Keys, answer: Callable[[], None]) -> None:
-    """Make sure that `port`, not bound yet, refuses an unknown key; `answer` is `turn` above.
 
+def prove(port: Port, keys: Keys, answer: Callable[[], None], probe_s: float = PROBE_S) -> None:
+    """Make sure that `port`, not bound yet, refuses an unknown key.
+
+    `answer` is called until that is decided; it must let the authenticator answer (its `turn`).
     The very socket listens on a loopback port for a moment, and is asked as a stranger would.
-    Blocks the loop, at start-up, for milliseconds.
+    Blocks the loop, at start-up, for milliseconds; for `probe_s` if nobody decides.
 
     Raises:
         ConfigError: The stranger was admitted, or nobody decided.
     """
     endpoint = port.attach("bind", "tcp://127.0.0.1:*")
     try:
-        event = _knock(endpoint, keys.pair.public, answer)
+        event = _knock(endpoint, keys.pair.public, answer, probe_s)
     finally:
         port.socket.unbind(endpoint)
     if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -157,7 +168,7 @@ def prove(port: Port, keys: Keys, answer: Callable[[], None]) -> None:
         raise ConfigError(f"not listening: the socket {what}, so keys would protect nothing")
 
 
-def _knock(endpoint: str, server: str, answer: Callable[[], None]) -> int:
+def _knock(endpoint: str, server: str, answer: Callable[[], None], probe_s: float) -> int:
     """Connect with a key made just now; return the event that decided, 0 for none in time."""
     with Context() as context:
         stranger = context.socket(zmq.DEALER)
@@ -167,7 +178,7 @@ def _knock(endpoint: str, server: str, answer: Callable[[], None]) -> int:
         monitor = stranger.get_monitor_socket(REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             stranger.connect(endpoint)
-            deadline = time.monotonic() + PROBE_S
+            deadline = time.monotonic() + probe_s
             while time.monotonic() < deadline:
                 answer()
                 if monitor.poll(5):

@@ -18,13 +18,13 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from wire.traffic import Traffic
+from wire.process.traffic import Traffic
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class Distribution(Collector):
-    """A histogram that many equal observations enter at once."""
+    """A histogram to which many equal observations can be added at once."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
         self._name = name
@@ -45,7 +45,10 @@ class Distribution(Collector):
 def histogram(
     name: str, help_text: str, bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> Metric:
-    """Return a histogram of `counts` between `bounds`, one more than those; `name` is whole."""
+    """Return a histogram: of each bucket its count, and one more of what is above all `bounds`.
+
+    `name` has its prefix already.
+    """
     edges = [*map(str, map(float, bounds)), "+Inf"]
     buckets = list(zip(edges, map(float, accumulate(counts)), strict=True))
     return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=total)

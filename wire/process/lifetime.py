@@ -34,7 +34,7 @@ from wire.process.exceptions import catch_all
 from wire.process.settings import EX_CONFIG, ConfigError
 
 FORCE_S: Final = 2.0
-# How much more time a start asks systemd for, and how often: three may be lost.
+# How much more time a start asks systemd for.  It asks four times as often, so three may be lost.
 EXTEND_S: Final = 60.0
 
 _LOG = structlog.get_logger(__name__)
@@ -145,7 +145,7 @@ def extend_start() -> bool:
 
 @contextmanager
 def slow_start(status: str) -> Iterator[None]:
-    """Keep asking for more time while the body runs, which need not return to any loop."""
+    """Keep asking for more time while the body runs, from a thread: the body may block the loop."""
     done = threading.Event()
 
     def ask() -> None:

@@ -30,7 +30,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 from worker.engine.sequence import Sequence
 from worker.executor.contract import KVCache
 

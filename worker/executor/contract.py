@@ -17,7 +17,7 @@ import msgspec
 
 from wire.parts import Buffer
 from wire.payloads import KVLayout, Logprobs
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 from worker.executor.batch import Batch
 
 

@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from wire.checkpoint import read_json
 from wire.logprobs import pack_logprobs
 from wire.options import Options
 from wire.payloads import KVLayout, Logprobs
-from wire.segment import Rectangle
+from wire.process.model import read_json
+from wire.transfer import Rectangle
 from worker.executor.batch import Batch, Row, Sampling, Scoring, rows_of
 from worker.executor.contract import Capabilities, MemoryRequirements, ModelInfo, SampledToken
 from worker.executor.hostcache import HostKVCache

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from wire.parts import Buffer
 from wire.payloads import KVLayout
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 
 Items = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from wire.checkpoint import ModelError as ModelError
-from wire.checkpoint import check_family, read_json
+from wire.process.model import ModelError as ModelError
+from wire.process.model import check_family, read_json
 from worker.model.rope import Rope, read_rope
 
 DTYPES: Final = ("float32", "bfloat16", "float16")

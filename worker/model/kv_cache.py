@@ -18,7 +18,7 @@ from kernels.cuda.lane import IN_FLIGHT
 from kernels.cuda.staging import Staging, Table, staging_of
 from wire.parts import Buffer
 from wire.payloads import KVLayout
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 
 log = structlog.get_logger("worker")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from wire.checkpoint import ModelError, checkpoint_files
+from wire.process.model import ModelError, checkpoint_files
 from worker.model.compiled import CompiledTransformer
 from worker.model.config import read_config
 from worker.model.transformer import Transformer

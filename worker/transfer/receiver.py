@@ -1,4 +1,4 @@
-"""The receiving side of KV transfers: `wire.receiver` with socket, engine and cache.  SPEC 6.
+"""The receiving side of KV transfers: `KVReceiver` with socket, engine and cache.  SPEC 6.
 
 An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine, or for the
 same text that is on its way already (`worker.engine.reservations`); only then is a byte let in.

@@ -1,4 +1,4 @@
-"""One request's KV on its way to a decode worker: `wire.sender` with a cache and a socket.  SPEC 6.
+"""One request's KV on its way to a decode worker: `KVSender` with a cache and a socket.  SPEC 6.
 
 `run` packs the next segments on the transfer threads and sends them without another copy, as long
 as there is one that is computed and within the credit.  Packing copies, so what libzmq still holds

@@ -12,7 +12,7 @@ from typing import Final, TypedDict
 from wire.aio.zmq import Context, Hub, Link, terminate
 from wire.parts import Buffer
 from wire.process.keys import Keys
-from wire.segment import MAX_SEGMENT_BYTES
+from wire.transfer import MAX_SEGMENT_BYTES
 
 # Messages that libzmq may hold for one peer and direction.
 HIGH_WATER_MARK: Final = 16

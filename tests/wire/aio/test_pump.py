@@ -10,14 +10,13 @@ from collections.abc import AsyncIterator
 import pytest
 import structlog
 
-from wire.aio import pump
-from wire.aio.pump import MAX_BURST, MAX_BURST_BYTES, Pump, guarded
+from wire.aio.pump import MAX_BURST, MAX_BURST_BYTES, MAX_BURST_S, Pump, guarded
 
 
 class Source:
     """A socket whose descriptors are pipes, readable once for what has happened: edges."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_burst_s: float = MAX_BURST_S) -> None:
         self._socket_fd, self._poke_socket = os.pipe()
         self._monitor_fd, self._poke_monitor = os.pipe()
         self.inbox: deque[int] = deque()
@@ -27,7 +26,7 @@ class Source:
         self.story: list[str] = []
         self.idle = asyncio.Event()
         self.all_sent = asyncio.Event()
-        self.pump = Pump(self, self.receive, self.notice, self.settle, self.flush)
+        self.pump = Pump(self, self.receive, self.notice, self.settle, self.flush, max_burst_s)
 
     def arrive(self, *sizes: int) -> None:
         self.inbox.extend(sizes)
@@ -120,16 +119,15 @@ async def test_a_turn_is_bounded_in_bytes_too(source: Source) -> None:
     await source.idle.wait()
 
 
-async def test_a_turn_is_bounded_in_time_too(
-    source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pump, "MAX_BURST_S", 0.0)  # every message takes longer than that
+async def test_a_turn_is_bounded_in_time_too() -> None:
+    source = Source(max_burst_s=0.0)  # every message takes longer than that
     source.arrive(*[1] * 20)
     while source.inbox:
         before = len(source.inbox)
         await asyncio.sleep(0)
         assert before - len(source.inbox) <= 1
     await source.idle.wait()
+    await source.pump.close(0.0)
 
 
 async def test_events_are_noticed_at_once_and_settled_after_the_messages(source: Source) -> None:

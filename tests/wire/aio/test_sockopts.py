@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 import zmq
 
 from wire.aio import sockopts
-from wire.aio.zmq import Hub, Link
+from wire.aio.zmq import Context, Hub, Link, terminate
 
 
 @pytest.mark.parametrize("options", [sockopts.COMMON, sockopts.ROUTER, sockopts.DEALER])
@@ -14,24 +16,43 @@ def test_every_option_has_a_name_libzmq_knows(options: dict[str, int]) -> None:
     assert all(hasattr(zmq, name) for name in options)
 
 
+class Watched(Context):
+    """A context that keeps the first socket of each kind."""
+
+    made: ClassVar[dict[int, zmq.Socket[bytes]]] = {}
+
+    def socket(self, kind: int, **options: Any) -> zmq.Socket[bytes]:  # type: ignore[override]
+        made = super().socket(kind, **options)
+        self.made.setdefault(kind, made)
+        return made
+
+
 async def test_sockets_have_their_options() -> None:
-    hub = Hub(lambda peer, parts: None, max_message_bytes=1 << 20, high_water_mark=8)
+    context = Watched()
+    hub = Hub(
+        lambda peer, parts: None,
+        max_message_bytes=1 << 20,
+        high_water_mark=8,
+        context=context,
+    )
     link = Link(
         b"decode-0-1",
         hub.bind("tcp://127.0.0.1:*"),
         lambda parts: None,
         max_message_bytes=1 << 20,
         high_water_mark=8,
+        context=context,
     )
     bounds = {"MAXMSGSIZE": 1 << 20, "SNDHWM": 8, "RCVHWM": 8}
     # libzmq does not tell the write-only ones.
     untold = {"ROUTER_MANDATORY", "ROUTER_HANDOVER"}
     for socket, role in (
-        (hub._port.socket, sockopts.ROUTER),
-        (link._port.socket, sockopts.DEALER),
+        (context.made[zmq.ROUTER], sockopts.ROUTER),
+        (context.made[zmq.DEALER], sockopts.DEALER),
     ):
         expected = bounds | sockopts.COMMON | role
         told = {name: socket.get(getattr(zmq, name)) for name in expected.keys() - untold}
         assert told == {name: expected[name] for name in told}
     await link.close()
     await hub.close()
+    await terminate(context)

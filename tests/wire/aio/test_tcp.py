@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from wire.aio.tcp import MAX_AT_ONCE, Connection, Limits, Server, connect, serve
+from wire.aio.tcp import MAX_AT_ONCE, Connection, Limits, Server, serve
+from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Cancel, DecodeDone, DecodeToken, Error
 from wire.parts import Message
@@ -230,13 +233,13 @@ async def test_each_message_has_its_own_time(house: House) -> None:
         told.connection.send(message.frame)
 
     server = await house.serve(Limits(message_s=0.5), answer=echo)
-    client = await connect("127.0.0.1", server.port)
-    async with client:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    async with Client(reader, writer) as client:
         for number in (1, 2):
             octets = b"".join(encode(Cancel(number, 0)))
-            client._writer.write(octets[:10])
+            writer.write(octets[:10])
             await asyncio.sleep(0.05)  # so the rest comes by itself
-            client._writer.write(octets[10:])
+            writer.write(octets[10:])
             message = await client.next_message()
             assert message is not None and message.frame == Cancel(number, 0)
             await asyncio.sleep(0.6)
@@ -244,15 +247,15 @@ async def test_each_message_has_its_own_time(house: House) -> None:
 
 async def test_bytes_that_trickle_buy_no_time(house: House) -> None:
     server = await house.serve(Limits(message_s=0.2))
-    client = await connect("127.0.0.1", server.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
 
     async def trickle() -> None:
         for octet in b"".join(encode(Cancel(1, 0), bytes(300))):
-            client._writer.write(bytes([octet]))
+            writer.write(bytes([octet]))
             await asyncio.sleep(0.02)
 
     trickling = asyncio.create_task(trickle())
-    async with client:
+    async with Client(reader, writer) as client:
         message = await client.next_message()
         assert message is not None and message.frame == Error(0, ErrorCode.PROTOCOL)
         assert not trickling.done()
@@ -306,10 +309,11 @@ async def test_a_second_stall_is_cut_as_the_first_would_have_been(house: House) 
         client.setblocking(False)
         told = await house.handlers.get()
         await told.messages.get()
-        assert told.connection._write_timer is not None
+        assert told.connection.buffered_bytes > limits.high_water_bytes
         while num_bytes > 0:
             num_bytes -= len(await loop.sock_recv(client, 1 << 20))
-        assert told.connection._write_timer is None, "it has caught up"
+        await asyncio.sleep(1.1 * limits.stall_s)
+        assert not told.closed.done(), "it has caught up"
         for _ in range(2):  # The window has grown: what one answer fills is not known.
             await loop.sock_sendall(client, b"".join(encode(Cancel(1, 0))))
         error = await told.closed
@@ -335,26 +339,22 @@ async def test_a_client_that_catches_up_after_the_end_must_still_hang_up(house: 
         await told.connection.closed  # The client does not close its side.
 
 
-async def test_what_waits_at_the_end_has_the_time_of_a_stall(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("wire.aio.tcp._HANG_UP_S", 0.05)
-
+async def test_what_waits_at_the_end_has_the_time_of_a_stall(house: House) -> None:
     def flood(told: Told, message: Message) -> None:
         told.connection.send(DecodeToken(1, 1), bytes(900 * KIB))
         for _ in range(12):
             told.connection.send(DecodeToken(1, 1), bytes(900 * KIB))
 
-    server = await house.serve(Limits(max_write_bytes=64 << 20), answer=flood)
+    limits = Limits(max_write_bytes=64 << 20, stall_s=2.0, hang_up_s=0.05)
+    server = await house.serve(limits, answer=flood)
     loop = asyncio.get_running_loop()
     with deaf_client(server.port) as client:
         client.setblocking(False)
         told = await house.handlers.get()
         await told.messages.get()
-        stall = told.connection._write_timer
-        told.connection.close()
-        assert stall is not None and stall.cancelled(), "its time begins anew"
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.5)
+        told.connection.close()  # the time of the stall begins anew
+        await asyncio.sleep(1.0)
         num_bytes = 0
         while octets := await loop.sock_recv(client, 1 << 20):
             num_bytes += len(octets)
@@ -371,8 +371,10 @@ async def test_nothing_is_kept_for_a_connection_that_has_ended(house: House) -> 
     told.connection.close()
     await client.close()
     await told.connection.closed
-    timers = told.connection._read_timer, told.connection._write_timer
-    assert all(timer is not None and timer.cancelled() for timer in timers)
+    connection = weakref.ref(told.connection)
+    del told
+    gc.collect()
+    assert connection() is None, "no timer holds it"
 
 
 async def test_what_waits_for_a_client_is_bounded(house: House) -> None:

@@ -13,9 +13,9 @@ from structlog.testing import capture_logs
 from zmq.utils.monitor import recv_monitor_message
 
 from tests.wire.process.key_files import write
-from wire.aio import zap
-from wire.aio.port import Context, client_options, new_key_pair, server_options
-from wire.aio.zap import Authenticator, Gate
+from wire.aio.outbox import Limits
+from wire.aio.port import Context, Port, client_options, new_key_pair, server_options
+from wire.aio.zap import Authenticator, Gate, prove
 from wire.aio.zmq import Hub, Link
 from wire.parts import Buffer
 from wire.process.keys import Keys
@@ -136,17 +136,19 @@ async def test_without_an_authenticator_of_its_own_a_socket_admits_nobody(
         other.term()
 
 
-async def test_no_port_is_opened_when_nobody_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zap, "PROBE_S", 0.3)
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_no_port_is_opened_when_nobody_decides(tmp_path: Path, is_there: bool) -> None:
+    """Without an authenticator, and with one that does not answer."""
     write(tmp_path, "router")
-    hub = Hub(lambda peer, parts: None, keys=Keys(tmp_path, "router"))
-    assert hub._gate is not None
-    hub._gate.authenticator.close()
+    keys = Keys(tmp_path, "router")
+    security = server_options(keys.pair)
+    port = Port(None, zmq.ROUTER, Limits(1 << 10, 1 << 20), 1, zero_copy=False, security=security)
+    authenticator = Authenticator(port.context, keys) if is_there else None
     with pytest.raises(ConfigError, match="not listening"):
-        hub.bind(LOOPBACK)
-    await hub.close()
+        prove(port, keys, lambda: None, probe_s=0.3)
+    if authenticator is not None:
+        authenticator.close()
+    await port.close(0.0)
 
 
 async def test_no_port_is_opened_when_strangers_get_in(
@@ -206,20 +208,29 @@ async def test_a_revoked_key_loses_its_connection_and_gets_no_other(house: House
     assert await house.messages.get() == (b"prefill-0-1", [b"back"])
 
 
-async def test_refusals_do_not_fill_the_log(house: House) -> None:
-    assert house.hub._gate is not None
-    doorkeeper = house.hub._gate.authenticator
-    options = client_options(new_key_pair(), house.pairs["router"].public)
-    doorkeeper._quiet_until = float("inf")
-    before = doorkeeper.num_refused
+async def test_refusals_do_not_fill_the_log(tmp_path: Path) -> None:
+    now = 1000.0
+    pairs = write(tmp_path, "router")
+    context = Context()
+    doorkeeper = Authenticator(context, Keys(tmp_path, "router"), clock=lambda: now)
+    router = context.socket(zmq.ROUTER)
+    for name, value in server_options(pairs["router"]).items():
+        router.setsockopt(getattr(zmq, name), value)
+    router.bind(LOOPBACK)
+    endpoint = bytes(router.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+    options = client_options(new_key_pair(), pairs["router"].public)
     with capture_logs() as logs:
-        for _ in range(5):
-            assert await knock(house.endpoint, options) == REFUSED
-    assert doorkeeper.num_refused >= before + 5 and logs == []
-    doorkeeper._quiet_until = 0.0
-    with capture_logs() as logs:
-        assert await knock(house.endpoint, options) == REFUSED
+        for _ in range(6):
+            assert await knock(endpoint, options) == REFUSED
+    assert doorkeeper.num_refused >= 6
     assert [line["reason"] for line in logs] == ["unknown key"]
+    now += 1.0
+    with capture_logs() as logs:
+        assert await knock(endpoint, options) == REFUSED
+    assert [line["reason"] for line in logs] == ["unknown key"]
+    doorkeeper.close()
+    router.close(0)
+    context.term()
 
 
 async def test_a_revoked_key_costs_no_one_the_connection_that_has_its_descriptor_now(
@@ -235,7 +246,7 @@ async def test_a_revoked_key_costs_no_one_the_connection_that_has_its_descriptor
             peer = f"{party}-1".encode()
             assert gate.admit(peer, pairs[party].public, its.fileno(), is_live=True)
         (tmp_path / "authorized_keys").write_text(f"{pairs['router'].public} router\n")
-        gate._refresh()
+        gate.cut_revoked()
         assert there.recv(1) == b"", "its key is revoked"
         gone.send(b"x")
         assert other.recv(1) == b"x", "it is another's by now"

@@ -21,7 +21,7 @@ from tests.worker.engine.hashed import (
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
 from wire.prefix import prefix_hashes
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence

@@ -10,7 +10,7 @@ from scripts.models.make_model import make_model
 from tests.worker.executor.forward_pair import pair
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.options import Options
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 from worker.engine.engine import Engine
 from worker.engine.measured import Direct, MeasuredExecutor, State, measured
 from worker.engine.outputs import Token

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from wire.options import Options
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 from worker.engine.engine import Engine
 from worker.engine.sequence import Sequence
 from worker.engine.swap import Costs, Swap, SwapSpace

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 from worker.executor.contract import (
     Attention,
     Capabilities,

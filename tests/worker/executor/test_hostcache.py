@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from wire.payloads import KVLayout
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 from worker.executor.hostcache import HostKVCache
 
 LAYOUTS = [

@@ -12,7 +12,7 @@ import torch
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance, batch_of
 from wire.options import Options
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 from worker.executor.contract import Attention
 from worker.executor.registry import create
 from worker.executor.torch import TorchExecutor

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from wire import checkpoint
+from wire.process import model
 from worker.model.config import FAMILIES, ModelConfig, ModelError, read_config
 
 MINIMAL: dict[str, Any] = {
@@ -141,4 +141,4 @@ def test_every_family_is_known() -> None:
 
 
 def test_the_families_are_those_that_a_router_lets_pass() -> None:
-    assert tuple(FAMILIES) == checkpoint.FAMILIES
+    assert tuple(FAMILIES) == model.FAMILIES

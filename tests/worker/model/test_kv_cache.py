@@ -12,7 +12,7 @@ from kernels.cuda.staging import Staging
 from tests.kernels.shim.backend import why_not
 from tests.kernels.shim.lane import CpuLane
 from wire.payloads import KVLayout
-from wire.segment import Rectangle
+from wire.transfer import Rectangle
 from worker.model.kv_cache import TorchKVCache
 
 DTYPES = ("float32", "bfloat16", "float16")

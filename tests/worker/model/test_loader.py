@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scripts.models.make_model import make_model
-from wire.checkpoint import INDEX, SINGLE, ModelError, checkpoint_files
+from wire.process.model import INDEX, SINGLE, ModelError, checkpoint_files
 from worker.model.loader import load_weights
 from worker.model.weights import Weights
 

@@ -9,7 +9,7 @@ import zmq
 
 from wire.errors import ErrorCode, WireError
 from wire.parts import Buffer
-from wire.segment import MAX_SEGMENT_BYTES
+from wire.transfer import MAX_SEGMENT_BYTES
 from worker.transfer.sockets import MAP_BYTES, KVPlane
 
 

@@ -6,19 +6,21 @@ nothing): frames on each way may be delivered late, twice, and in any order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import wire.transfer
 from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
 from wire.frames import KvCache, KvCacheAck
 from wire.parts import Buffer
 from wire.payloads import Credit, KVLayout, Offer, decode_map
-from wire.segment import DESCRIPTOR
 from wire.transfer import (
     KVReceiver,
     KVSender,
@@ -28,6 +30,7 @@ from wire.transfer import (
     TransferState,
     segment_digest,
 )
+from wire.transfer.segment import DESCRIPTOR
 
 LEASE_S = 10.0
 REQUEST_ID = 7 << 32 | 1
@@ -299,7 +302,7 @@ class LossyTransfer(RuleBasedStateMachine):
 
     # Ends.
 
-    @precondition(lambda self: self.is_hostile and self.receiver and self.sender._plan)
+    @precondition(lambda self: self.is_hostile and self.receiver and self.sender.plan)
     @rule(
         which=st.integers(0, 30),
         number=st.integers(0, 3),
@@ -307,8 +310,8 @@ class LossyTransfer(RuleBasedStateMachine):
     )
     def intrude(self, which: int, number: int, shift: tuple[int, int, int, int]) -> None:
         """Send a well-formed segment out of turn: over the credit, overlapping, or outside."""
-        num_segments = len(self.sender._plan)
-        planned = self.sender._plan[which % num_segments]
+        num_segments = len(self.sender.plan)
+        planned = self.sender.plan[which % num_segments]
         rectangle = Rectangle(*(max(0, one + by) for one, by in zip(planned, shift, strict=True)))
         number = num_segments - number % num_segments  # a high one is not taken yet
         kv = kv_of(self.layout, rectangle)
@@ -358,12 +361,10 @@ class LossyTransfer(RuleBasedStateMachine):
             return
         assert self.receiver is not None
         expected = (self.sender.num_tokens - self.cached) * self.layout.token_bytes
-        _, credit = self.receiver._ack()
-        assert self.most_credit <= credit.credit <= expected, (
-            "credit shrank or outgrew the transfer"
-        )
-        self.most_credit = credit.credit
-        assert credit.credit - self.receiver.kv_bytes <= self.credit_bytes
+        credit = self.receiver.granted_bytes
+        assert self.most_credit <= credit <= expected, "credit shrank or outgrew the transfer"
+        self.most_credit = credit
+        assert credit - self.receiver.kv_bytes <= self.credit_bytes
         admitted = sum(segment.descriptor.num_bytes for segment in self.unpacking)
         assert self.receiver.is_over or admitted <= self.credit_bytes, "admitted over the credit"
         unpacked = sum(len(row) for row in self.blocks.rows.values())
@@ -438,3 +439,18 @@ def test_late_frames_of_an_ended_transfer_change_nothing() -> None:
     sender.cancel()
     assert (sender.state, sender.acked_bytes, sender.error) == before
     assert sender.keepalive(1e9) is None and not sender.expired(1e9)
+
+
+def test_the_rest_of_the_product_comes_in_by_the_door() -> None:
+    """What it needs of a transfer is in `wire.transfer`, and no room is imported past it."""
+    root = Path(__file__).resolve().parents[3]
+    imports = re.compile(r"from wire\.transfer(\.\w+)? import (\([^)]*\)|.*)")
+    asked: set[str] = set()
+    for package in ("wire", "router", "worker"):
+        for path in (root / package).rglob("*.py"):
+            if path.parent == root / "wire" / "transfer":
+                continue
+            for room, names in imports.findall(path.read_text()):
+                assert not room, f"{path.relative_to(root)} imports wire.transfer{room}"
+                asked |= set(re.findall(r"\w+", names))
+    assert {"KVSender", "KVReceiver"} <= asked <= set(wire.transfer.__all__)

@@ -18,9 +18,9 @@ from wire.errors import (
 from wire.frames import KvCache, KvCacheAck
 from wire.parts import Buffer
 from wire.payloads import Credit, KVLayout, Offer
-from wire.receiver import KVReceiver, Segment
-from wire.segment import MAX_SEGMENTS, SegmentDescriptor, segment_digest
 from wire.transfer import TransferState
+from wire.transfer.receiver import KVReceiver, Segment
+from wire.transfer.segment import MAX_SEGMENTS, SegmentDescriptor, segment_digest
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")  # 16 bytes a token
 ID = 5 << 32 | 9

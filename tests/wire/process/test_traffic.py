@@ -3,7 +3,7 @@
 from wire.errors import PeerLost
 from wire.frames import Cancel, DecodeToken
 from wire.parts import encode
-from wire.traffic import Traffic
+from wire.process.traffic import Traffic
 
 
 def test_every_token_of_a_message_is_a_frame() -> None:

@@ -15,10 +15,10 @@ from typing import Final
 
 from wire.errors import LocalProtocolError, TransferTooLarge
 from wire.frames import KvCache, KvCacheAck
-from wire.lease import Transfer, TransferState
 from wire.parts import Buffer
 from wire.payloads import Credit, KVLayout, Offer, encode_map
-from wire.segment import (
+from wire.transfer.lease import Transfer, TransferState
+from wire.transfer.segment import (
     DEFAULT_SEGMENT_BYTES,
     MAX_SEGMENT_BYTES,
     Rectangle,
@@ -27,9 +27,9 @@ from wire.segment import (
     segment_digest,
 )
 
-# When the whole prompt is read its blocks are held for so long, whatever the receiver says: it may
-# have been asked for the rest and have ended it, and nobody else knows of this transfer then.  It
-# is as long as a receiver waits for its claim.
+# When the whole prompt has been read, its blocks are held for so many leases and no longer, even
+# while the receiver goes on sending ACKs: the receiver may have ended the request, and then nobody
+# else knows of this transfer and could end it here.  A receiver waits for its claim as long.
 HANDOVER_LEASES: Final = 20
 
 
@@ -61,12 +61,12 @@ class KVSender(Transfer):
         self.kv_bytes = 0  # sent
         self.acked_bytes = 0
         self.skipped_tokens = 0
+        self.plan: list[Rectangle] = []  # how the KV is cut; empty until the first credit
         self._token_ids = token_ids
         self._max_bytes = max_bytes
         self._segment_bytes = segment_bytes
         self._credit = 0
         self._claimed_bytes = 0
-        self._plan: list[Rectangle] = []
         self._num_claimed = 0
         self._claimed: dict[Rectangle, int] = {}
         # When how many tokens were computed, ascending in both.
@@ -126,9 +126,9 @@ class KVSender(Transfer):
 
     def next_segment(self) -> Rectangle | None:
         """Claim the next rectangle that is computed and within the credit, if there is one."""
-        if self.state is not TransferState.SENDING or self._num_claimed == len(self._plan):
+        if self.state is not TransferState.SENDING or self._num_claimed == len(self.plan):
             return None
-        rectangle = self._plan[self._num_claimed]
+        rectangle = self.plan[self._num_claimed]
         num_bytes = rectangle.num_bytes(self.layout)
         if not self._computed_tokens or self._computed_tokens[-1] < rectangle.token_end:
             return None
@@ -164,7 +164,7 @@ class KVSender(Transfer):
         self._keepalive_at = now + self._lease_s / 3
         if self.kv_bytes == self.total_bytes - self.skipped_tokens * self.layout.token_bytes:
             self._move(TransferState.SENT)
-        return KvCache(self.request_id, number, len(self._plan)), descriptor.pack(), kv
+        return KvCache(self.request_id, number, len(self.plan)), descriptor.pack(), kv
 
     def keepalive(self, now: float) -> KvCache | None:
         """Return a frame to send, without payload, when nothing was sent for a third of a lease.
@@ -208,7 +208,7 @@ class KVSender(Transfer):
         layer_bytes = self.layout.token_bytes // self.layout.num_layers
         segment_bytes = min(max(self._segment_bytes, layer_bytes), credit.credit)
         try:
-            self._plan = plan(self.layout, self.skipped_tokens, self.num_tokens, segment_bytes)
+            self.plan = plan(self.layout, self.skipped_tokens, self.num_tokens, segment_bytes)
         except LocalProtocolError as error:
             sentence = f"KV_CACHE_ACK: credit {credit.credit} is too small: {error.message}"
             raise self._violated(sentence) from error

@@ -1,7 +1,7 @@
 """How many frames crossed one kind of socket: by tag and direction, and those that did not cross.
 
-Counts parts as `wire.parts` lays them out, without decoding them.  Tags that do not exist are one
-entry, so that a peer cannot make the table grow.  Pure.
+Counts messages as `wire.parts` lays them out, without decoding them.  All tags that do not exist
+are one entry, so that a peer cannot make the table grow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Traffic:
     """The frames of one plane.
 
     Attributes:
-        sent, received: Frames by tag; a message of several DECODE_TOKENs is as many.
+        sent, received: Frames by tag; each DECODE_TOKEN of a message is one.
         dropped: Frames that were not sent, by the label of the reason's code.
     """
 

@@ -2,8 +2,8 @@
 
 The sender cuts what is to be sent with `plan`; the receiver trusts no plan: `Coverage` admits any
 rectangles that lie inside the transfer and overlap nothing, as long as their layer ranges are the
-same or apart.  That keeps the books at one list of token ranges per layer range, merged as it
-fills, whatever order segments come in.
+same or apart.  So one list of token ranges per layer range says what has come, in whatever order;
+adjacent ranges are merged, which keeps it short.
 """
 
 from __future__ import annotations
@@ -143,17 +143,19 @@ class Coverage:
         self._layout = layout
         self._first_token = first_token
         self._num_tokens = num_tokens
-        # Layer range -> token ranges, both ascending and apart, adjacent ones merged.
-        self._layers: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        # Layer range -> its token ranges, which are ascending and apart; adjacent ones are merged.
+        self.admitted: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     def admit(self, rectangle: Rectangle) -> None:
         """Note a rectangle.
 
         Raises:
-            RemoteProtocolError: It is empty, leaves the transfer, or overlaps an earlier one.
+            RemoteProtocolError: It is empty, leaves the transfer, or overlaps an earlier one;
+                nothing is noted then.
         """
-        self._check_bounds(rectangle)
-        ranges = self._ranges(rectangle)
+        self._check(rectangle)
+        layers = (rectangle.layer_start, rectangle.layer_end)
+        ranges = self.admitted.get(layers, [])
         start, end = rectangle.token_start, rectangle.token_end
         after = bisect_left(ranges, (start, end))
         #   ranges[after - 1]      [start, end)      ranges[after]
@@ -167,8 +169,9 @@ class Coverage:
             after -= 1
             start = ranges.pop(after)[0]
         ranges.insert(after, (start, end))
+        self.admitted[layers] = ranges
 
-    def _check_bounds(self, rectangle: Rectangle) -> None:
+    def _check(self, rectangle: Rectangle) -> None:
         if rectangle.num_layers == 0 or rectangle.num_tokens == 0:
             raise RemoteProtocolError(f"KV_CACHE: {rectangle} is empty")
         if (
@@ -180,14 +183,11 @@ class Coverage:
                 f"KV_CACHE: {rectangle} leaves layers [0, {self._layout.num_layers}) or tokens "
                 f"[{self._first_token}, {self._num_tokens})"
             )
-
-    def _ranges(self, rectangle: Rectangle) -> list[tuple[int, int]]:
-        key = (rectangle.layer_start, rectangle.layer_end)
-        ranges = self._layers.get(key)
-        if ranges is None:
-            if any(start < key[1] and key[0] < end for start, end in self._layers):
-                raise RemoteProtocolError(
-                    f"KV_CACHE: {rectangle} cuts the layers differently from earlier segments"
-                )
-            ranges = self._layers[key] = []
-        return ranges
+        layers = (rectangle.layer_start, rectangle.layer_end)
+        if layers not in self.admitted and any(
+            start < rectangle.layer_end and rectangle.layer_start < end
+            for start, end in self.admitted
+        ):
+            raise RemoteProtocolError(
+                f"KV_CACHE: {rectangle} cuts the layers differently from earlier segments"
+            )

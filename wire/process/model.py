@@ -1,25 +1,76 @@
-"""What a Hugging Face model directory must hold to be served, as far as small reads can tell.
+"""A model's directory: where it lies, which model it is, whether its files are whole.  SPEC 5.1.
 
-The router looks before it starts workers, a worker before it loads: a file that is cut off or not
-there is one sentence, at once.  Nothing is computed here, and no tensor is read.
+Routers and workers must mean the same model: both find it with `locate` and compare what
+`fingerprint` returns.  The router checks the files before it starts workers, a worker before it
+loads them, so that a file that is missing or cut off is one sentence, at once.
+
+Only names, sizes and small files are read here: whoever needs the weights loads them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
+from wire.errors import ErrorCode, WireError
+
+# The directory shipped inside the package `wire`; `--model demo`.
+DEMO: Final = Path(__file__).parent.with_name("demo")
 # The `model_type`s of config.json that the transformer of `worker` computes.
 FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
 INDEX: Final = "model.safetensors.index.json"
-OPTIONAL: Final = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 SINGLE: Final = "model.safetensors"
+# Small files that need not be there; those that are must be whole.
+OPTIONAL: Final = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+# What is fetched from the Hugging Face hub.
+_WANTED: Final = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 class ModelError(ValueError):
     """A model directory cannot be served; the message names the file and the key or tensor."""
+
+
+def locate(model: str) -> Path:
+    """Return the directory of a model: ``demo``, a directory, or a name on the Hugging Face hub.
+
+    Raises:
+        WireError: MODEL_NOT_FOUND; the message says what was tried.
+    """
+    if model == "demo":
+        return _checked(DEMO, model)
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return _checked(directory, model)
+    if directory.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise _not_found(model, "there is no such directory")
+    # Imported here: it takes half a second, and a model on disk does not need it.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return _checked(Path(snapshot_download(model, allow_patterns=_WANTED)), model)
+    except (OSError, ValueError) as error:
+        raise _not_found(
+            model, f"no such directory, and the hub said: {type(error).__name__}"
+        ) from error
+
+
+def fingerprint(directory: Path) -> str:
+    """Return 16 hex digits over config.json, tokenizer.json and the weights' names and sizes.
+
+    Two directories with the same fingerprint are taken for the same model; weights that were
+    changed in place without changing size are not noticed.
+    """
+    digest = sha256()
+    for name in ("config.json", "tokenizer.json"):
+        path = directory / name
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    for path in sorted(directory.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def check_files(path: Path) -> None:
@@ -95,6 +146,19 @@ def checkpoint_files(path: Path) -> Sequence[Path]:
         shown = ", ".join(absent[:5]) + ", ..." * (len(absent) > 5)
         raise ModelError(f"{index} names files that are not beside it: {shown}")
     return files
+
+
+def _checked(directory: Path, model: str) -> Path:
+    if not (directory / "config.json").is_file():
+        raise _not_found(model, f"{directory} has no config.json")
+    return directory
+
+
+def _not_found(model: str, reason: str) -> WireError:
+    return WireError(
+        ErrorCode.MODEL_NOT_FOUND,
+        f"model {model!r}: {reason}; give 'demo', a Hugging Face model directory or a hub name",
+    )
 
 
 def _check_size(file: Path) -> None:

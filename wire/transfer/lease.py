@@ -31,7 +31,7 @@ class TransferState(Enum):
 
 
 _S = TransferState
-# READY at once out of OFFERED: the receiver's prefix cache held everything, not a byte travels.
+# OFFERED may go straight to DONE: the receiver's prefix cache held everything, no byte travels.
 TRANSITIONS: Final[dict[TransferState, frozenset[TransferState]]] = {
     _S.OFFERED: frozenset({_S.SENDING, _S.RECEIVING, _S.DONE, _S.FAILED, _S.CANCELLED}),
     _S.SENDING: frozenset({_S.SENT, _S.FAILED, _S.CANCELLED}),

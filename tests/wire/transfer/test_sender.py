@@ -7,8 +7,8 @@ import pytest
 from wire.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, TransferTooLarge
 from wire.frames import KvCache, KvCacheAck
 from wire.payloads import Credit, KVLayout, Offer, decode_map
-from wire.segment import MAX_SEGMENT_BYTES, Rectangle, SegmentDescriptor, segment_digest
-from wire.sender import HANDOVER_LEASES, KVSender
+from wire.transfer.segment import MAX_SEGMENT_BYTES, Rectangle, SegmentDescriptor, segment_digest
+from wire.transfer.sender import HANDOVER_LEASES, KVSender
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")  # 16 bytes a token
 ID = 5 << 32 | 9

@@ -21,10 +21,10 @@ from wire.errors import (
     WireError,
 )
 from wire.frames import KvCache, KvCacheAck
-from wire.lease import Transfer, TransferState
 from wire.parts import Buffer
 from wire.payloads import Credit, KVLayout, Offer
-from wire.segment import (
+from wire.transfer.lease import Transfer, TransferState
+from wire.transfer.segment import (
     MAX_SEGMENT_BYTES,
     MAX_SEGMENTS,
     Coverage,
@@ -36,11 +36,13 @@ from wire.segment import (
 
 Ack = tuple[KvCacheAck, Credit]
 
-# Blocks are reserved from the grant on.  A sender that keeps SPEC 6.6 offers when its first chunk
-# is computed, or when it expects that within a tenth of this time: 10 s of a lease of 30 s.
+# How long the blocks of a granted transfer wait for its first segment: 10 s of a lease of 30 s.  A
+# sender that keeps SPEC 6.6 offers when its first chunk is computed, or when it expects that within
+# a tenth of this time.
 FIRST_SEGMENT_LEASES: Final = 1 / 3
-# A router asks for KV when the whole prompt is read, and gives a request 600 s unless told
-# otherwise: 20 leases of 30 s.  Whoever reads longer prompts needs a longer lease.
+# How long a transfer waits for a router to ask for it.  A router asks when the whole prompt is
+# read, and gives a request 600 s unless told otherwise: 20 leases of 30 s.  Prompts that take
+# longer to read need a longer lease.
 UNCLAIMED_LEASES: Final = 20
 
 
@@ -61,7 +63,7 @@ class KVReceiver(Transfer):
 
     Reserve blocks for `token_ids`, then `accept`.  Give every KV_CACHE to `on_segment` (with a
     payload) or `on_keepalive` (without), and send every ACK that comes back.  Say `claim` when a
-    router asks for it: until then its time is short.
+    router asks for it: until then less time is allowed.
     """
 
     def __init__(
@@ -138,17 +140,18 @@ class KVReceiver(Transfer):
     @property
     def inflight_bytes(self) -> int:
         """Bytes that may arrive or are being unpacked."""
-        return 0 if self.is_over else self._granted_bytes - self.kv_bytes
+        return 0 if self.is_over else self.granted_bytes - self.kv_bytes
 
     @property
     def kv_seconds(self) -> float:
-        """From the acceptance to the last byte stored; `transfer_s` of it bytes were under way."""
+        """From the acceptance to the last byte stored; bytes were on the way for `transfer_s`."""
         if self.accepted_at is None or self.finished_at is None:
             return 0.0
         return self.finished_at - self.accepted_at
 
     @property
-    def _granted_bytes(self) -> int:
+    def granted_bytes(self) -> int:
+        """The credit: KV bytes that may have been sent in all."""
         return min(self.kv_bytes + self._credit_bytes, self._expected_bytes)
 
     def accept(self, cached_tokens: int, now: float) -> Ack | None:
@@ -183,7 +186,7 @@ class KVReceiver(Transfer):
     def on_keepalive(self, now: float) -> Ack | None:
         """Take a KV_CACHE without payload, or the offer again: answer with where we are.
 
-        It does not prolong the wait for the first segment: words alone hold no blocks.
+        A keepalive does not prolong the wait for the first segment: blocks are held for bytes only.
         """
         if self.is_over:
             return None
@@ -267,7 +270,7 @@ class KVReceiver(Transfer):
         wanted = segment.rectangle.num_bytes(self.layout)
         if not num_bytes == segment.descriptor.num_bytes == wanted <= MAX_SEGMENT_BYTES:
             raise RemoteProtocolError(f"KV_CACHE: {num_bytes} bytes for {segment.rectangle}")
-        if self._admitted_bytes + num_bytes > self._granted_bytes:
+        if self._admitted_bytes + num_bytes > self.granted_bytes:
             raise RemoteProtocolError(f"KV_CACHE: segment {segment.number} is over the credit")
         self._coverage.admit(segment.rectangle)
         count, admitted = len(self._segments) + 1, self._admitted_bytes + num_bytes
@@ -302,5 +305,5 @@ class KVReceiver(Transfer):
             self._count_time(now, 0)
 
     def _ack(self) -> Ack:
-        granted = Credit(self._granted_bytes, self.cached_tokens, int(self.is_complete))
+        granted = Credit(self.granted_bytes, self.cached_tokens, int(self.is_complete))
         return KvCacheAck(self.request_id, self.kv_bytes), granted

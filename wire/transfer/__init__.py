@@ -1,0 +1,36 @@
+"""The KV transfer as two state machines without sockets, threads or clocks.  SPEC 6.
+
+    KVSender     prefill worker: offer -> segments within the credit -> wait for the final ACK
+    KVReceiver   decode worker: reserve blocks -> grant credit -> admit, store, acknowledge
+
+Both ends always reach an end: DONE, FAILED or CANCELLED.  Whoever owns one gives it every frame of
+its request and the time in monotonic seconds, asks `expired` now and then, and frees blocks only
+when `is_over`.  A sender's blocks also have to wait until ZeroMQ has let go of the buffers it sends
+without a copy, a receiver's until `num_unpacking` is 0.  Frames that arrive after the end change
+nothing.
+
+When the peer breaks the protocol, `RemoteProtocolError` is raised and the transfer is FAILED:
+answer with ERROR.  Bytes are admitted once, inside the transfer and within the credit, or not at
+all.
+
+This is the door of the wing: the rest of the product imports from here, never from a room.
+"""
+
+from __future__ import annotations
+
+from wire.transfer.lease import TransferState
+from wire.transfer.receiver import Ack, KVReceiver, Segment
+from wire.transfer.segment import MAX_SEGMENT_BYTES, Rectangle, SegmentDescriptor, segment_digest
+from wire.transfer.sender import KVSender
+
+__all__ = [
+    "MAX_SEGMENT_BYTES",
+    "Ack",
+    "KVReceiver",
+    "KVSender",
+    "Rectangle",
+    "Segment",
+    "SegmentDescriptor",
+    "TransferState",
+    "segment_digest",
+]
