@@ -85,7 +85,6 @@ Frame = tuple[str, tuple[Any, ...]]
 @settings(
     max_examples=100,
     stateful_step_count=50,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 class LossyTransfer(RuleBasedStateMachine):
