@@ -44,7 +44,7 @@ FLOORS = {
         *("worker/model", "worker/executor", "worker/engine", "worker/embedded"),
         *("worker/config.py", "worker/memory.py", "worker/assembly.py", "worker/metrics.py"),
         *("worker/transfer/sockets.py", "worker/transfer/thread.py", "worker/environment.py"),
-        *("worker/link.py", "worker/transfer", "worker/counted.py", "worker/roles"),
+        *("worker/link.py", "worker/transfer", "worker/roles"),
         *("worker/app.py", "worker/__main__.py"),
     ],
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -23,13 +24,13 @@ from wire.process.keys import open_keys
 from wire.process.lifetime import Stop, extend_start, keep_watchdog, notify
 from wire.process.scrape import ScrapePort
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
+from wire.process.traffic import Traffic
 from worker.assembly import make_engine
 from worker.config import Config
-from worker.counted import CountedConnect, CountedPlane
 from worker.engine.measured import measured
 from worker.engine.outputs import Output
 from worker.engine.thread import Pulse, Standstill, Warmup
-from worker.environment import Environment
+from worker.environment import Environment, WorkerContext
 from worker.executor.contract import Executor, ModelInfo
 from worker.link import LinkState, RouterLink
 from worker.metrics import Metrics
@@ -75,27 +76,28 @@ class Worker:
         self._thread.post(self._warmup.run)  # first of all: no block is used yet
         self._copies = outside.make_copies(getattr(self._engine.cache, "copies_at_once", 1))
         keys = open_keys(config.keys, config.party)
-        self._plane = CountedPlane(outside.make_plane(info.max_model_len, keys))
-        connect = CountedConnect(outside.connect, keys)
+        self._plane = outside.make_plane(info.max_model_len, keys)
         role = Role[config.role.upper()]
         identity = Identity(role, config.rank, outside.epoch())
-        make_role = PrefillRole if role is Role.PREFILL else DecodeRole
-        self._role: PrefillRole | DecodeRole = make_role(
+        context = WorkerContext(
             config,
-            info,
+            identity,
             self._engine.cache,
             self._thread,
             self._copies,
             self._plane,
-            identity.name,
             outside.clock,
         )
-        detail = self._detail(info)
+        make_role = PrefillRole if role is Role.PREFILL else DecodeRole
+        self._role: PrefillRole | DecodeRole = make_role(context)
+        planes = {"bus": Traffic(), "kv": self._role.traffic}
+        detail, connect = self._detail(info), partial(outside.connect, keys=keys)
         self._routers = [
-            RouterLink(endpoint, identity, detail, self._role, self._on_link, connect)
+            RouterLink(
+                endpoint, identity, detail, self._role, self._on_link, connect, planes["bus"]
+            )
             for endpoint in config.router
         ]
-        planes = {"bus": connect.traffic, "kv": self._plane.traffic}
         self._metrics = Metrics(self._engine, self._role, config, planes, self._peers_up)
         api_keys = open_api_keys(config.api_keys) if config.metrics else None
         self._scrape = ScrapePort(self._metrics.render, api_keys)
@@ -186,7 +188,7 @@ class Worker:
 
     def _peers_up(self) -> dict[str, int]:
         ready = sum(router.state is LinkState.READY for router in self._routers)
-        return {"router": ready, "decode": self._plane.num_up}
+        return {"router": ready, "decode": self._role.num_peers_up}
 
     async def _close(self) -> None:
         await self._scrape.close()

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from wire.aio.zmq import Link, Sending
+from wire.identity import Identity
 from wire.parts import Buffer
 from wire.process.keys import Keys
+from worker.config import Config
 from worker.engine.engine import Engine
 from worker.engine.outputs import Output
 from worker.engine.thread import Call, EngineThread
+from worker.executor.contract import KVCache
 from worker.transfer.sockets import KVPlane
 from worker.transfer.thread import Copies
 
@@ -104,3 +107,16 @@ class Environment:
         [Engine, Callable[[list[Output]], None], Callable[[BaseException], None]], Computing
     ] = EngineThread
     make_copies: Callable[[int], Copying] = Copies
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What a role works with: the worker's settings and identity, its threads, KV and sockets."""
+
+    config: Config
+    identity: Identity
+    cache: KVCache
+    engine: Computing
+    copies: Copying
+    plane: Plane
+    clock: Callable[[], float]

@@ -120,6 +120,18 @@ async def test_time_may_pass_before_it_is_opened() -> None:
         await link.close(0)
 
 
+async def test_the_way_to_a_router_is_counted() -> None:
+    async with scripted_router() as router, stage(router) as alone:
+        link = alone.link
+        assert await alone.state() is LinkState.READY
+        link.send(Cancel(7, 0))
+        rows = {("hello", "sent", 1), ("cancel", "sent", 1), ("welcome", "received", 1)}
+        assert set(link.traffic.rows()) == rows
+        await link.close(0)
+        link.send(Cancel(8, 0))
+        assert (set(link.traffic.rows()), link.traffic.dropped) == (rows, {"worker_lost": 1})
+
+
 async def test_an_unknown_peer_says_hello_once_and_its_requests_have_ended() -> None:
     async with pair(decode={"num_blocks": 2000, "step_delay_s": 0.002}) as router:
         await generating(router)

@@ -7,9 +7,6 @@ in one message per router.  SPEC 4.5, 4.6, 4.7.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import structlog
 
 from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
@@ -18,12 +15,10 @@ from wire.options import Options
 from wire.parts import MAX_HEADERS, Message
 from wire.payloads import Logprobs, PeerDetail, Usage, decode_continuation, encode_map
 from wire.transfer import KVReceiver
-from worker.config import Config
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Output, Reserved, Token
 from worker.engine.sequence import overdue
-from worker.environment import Computing, Copying, Plane
-from worker.executor.contract import KVCache, ModelInfo
+from worker.environment import WorkerContext
 from worker.link import RouterLink
 from worker.metrics import TransferCounts
 from worker.transfer.receiver import IncomingTransfers, unknown
@@ -99,35 +94,19 @@ class Generation:
 class DecodeRole:
     """Everything a decode worker has in hand.  Lives on the event loop."""
 
-    def __init__(
-        self,
-        config: Config,
-        info: ModelInfo,
-        cache: KVCache,
-        engine: Computing,
-        copies: Copying,
-        plane: Plane,
-        identity: bytes,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._engine = engine
-        self._clock = clock
+    num_peers_up = 0  # prefill workers connect to it, it connects to none
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._config = context.config
+        self._engine = context.engine
+        self._clock = context.clock
         self.transfers = TransferCounts()
         self._generations: dict[int, Generation] = {}
         self._transfers = IncomingTransfers(
-            config,
-            info,
-            cache,
-            engine,
-            copies,
-            plane,
-            self._is_asked_for,
-            self._begin_if_ready,
-            self._on_transfer_failed,
-            clock,
+            context, self._is_asked_for, self._begin_if_ready, self._on_transfer_failed
         )
         self.kv_endpoint = self._transfers.endpoint
+        self.traffic = self._transfers.traffic
 
     @property
     def num_unfinished(self) -> int:

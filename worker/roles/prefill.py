@@ -11,8 +11,6 @@ SPEC 4.1, 4.2.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from math import inf
 from typing import Final
 
@@ -23,11 +21,9 @@ from wire.frames import ANY_RANK, NO_RANK, PrefillDone, PrefillRequest
 from wire.parts import Message
 from wire.payloads import PeerDetail, PrefillResult, decode_prompt, encode_prefill_result
 from wire.transfer import KVSender
-from worker.config import Config
 from worker.engine.outputs import Computed, Failed, Output, Started, Token
 from worker.engine.sequence import Sequence
-from worker.environment import Computing, Copying, Plane
-from worker.executor.contract import KVCache, ModelInfo
+from worker.environment import WorkerContext
 from worker.link import RouterLink
 from worker.metrics import TransferCounts
 from worker.transfer.peers import DecodePeers
@@ -75,24 +71,15 @@ class PrefillRole:
 
     kv_endpoint = ""
 
-    def __init__(
-        self,
-        config: Config,
-        info: ModelInfo,
-        cache: KVCache,
-        engine: Computing,
-        copies: Copying,
-        plane: Plane,
-        identity: bytes,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._layout = info.layout
-        self._cache = cache
-        self._engine = engine
-        self._copies = copies
-        self._clock = clock
-        self._peers = DecodePeers(identity, plane, clock)
+    def __init__(self, context: WorkerContext) -> None:
+        self._config = context.config
+        self._cache = context.cache
+        self._layout = context.cache.layout
+        self._engine = context.engine
+        self._copies = context.copies
+        self._clock = context.clock
+        self._peers = DecodePeers(context.identity.name, context.plane, context.clock)
+        self.traffic = self._peers.traffic
         self.transfers = TransferCounts()
         self._prefills: dict[int, Prefill] = {}
         self.first_chunk_s = inf  # how long the last one took
@@ -106,6 +93,11 @@ class PrefillRole:
     @property
     def is_idle(self) -> bool:
         return not self._prefills
+
+    @property
+    def num_peers_up(self) -> int:
+        """Decode workers that a connection is up to."""
+        return self._peers.num_up
 
     @property
     def kv_inflight_bytes(self) -> int:

@@ -20,6 +20,7 @@ from wire.frames import ANY_RANK, Error, Frame, KvCacheAck
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import Credit, ErrorDetail, PeerDetail, decode_error, encode_map
 from wire.process.settings import ConfigError
+from wire.process.traffic import Traffic
 from worker.environment import Plane
 
 log = structlog.get_logger("worker")
@@ -41,13 +42,16 @@ class Receiver(Protocol):
 class DecodePeer:
     """A decode worker, over one link."""
 
-    def __init__(self, detail: PeerDetail, identity: bytes, plane: Plane, now: float) -> None:
+    def __init__(
+        self, detail: PeerDetail, identity: bytes, plane: Plane, traffic: Traffic, now: float
+    ) -> None:
         self.detail = detail
         self.receivers: dict[int, Receiver] = {}  # by request id, while a transfer is under way
         self.num_heard = 0
         self.is_mute = False  # a whole lease passed and it said nothing at all
         self.needed_at = now
         self.expected = self.name
+        self._traffic = traffic
         self._link = plane.link(
             identity, detail.kv_endpoint, self._on_message, self._on_down, self.expected
         )
@@ -66,7 +70,14 @@ class DecodePeer:
         Raises:
             WireError: Too much waits for this peer already, or the link is closed.
         """
-        return self._link.send(encode(frame, *payload), track=track)
+        parts = encode(frame, *payload)
+        try:
+            sending = self._link.send(parts, track=track)
+        except WireError as error:
+            self._traffic.drop(error)
+            raise
+        self._traffic.say(parts)
+        return sending
 
     def tell(self, frame: Frame, *payload: Buffer) -> None:
         """Send what the peer can do without: its lease ends the transfer then."""
@@ -84,6 +95,7 @@ class DecodePeer:
         await self._link.close(0.5)
 
     def _on_message(self, parts: list[Buffer]) -> None:
+        self._traffic.hear(parts)
         self.num_heard += 1
         self.is_mute = False
         try:
@@ -116,11 +128,12 @@ class DecodePeer:
 
 
 class DecodePeers:
-    """All decode workers known here."""
+    """All decode workers known here; `traffic` counts the frames to and from them."""
 
     def __init__(
         self, identity: bytes, plane: Plane, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.traffic = Traffic()
         self._identity = identity
         self._plane = plane
         self._clock = clock
@@ -132,6 +145,10 @@ class DecodePeers:
     @property
     def num_links(self) -> int:
         return len(self._peers)
+
+    @property
+    def num_up(self) -> int:
+        return sum(peer.is_up for peer in self._peers.values())
 
     def update(self, router: str, details: list[PeerDetail]) -> None:
         """Take a PEERS frame of one router; connect to whom it names."""
@@ -188,7 +205,7 @@ class DecodePeers:
             peer.fail_all()
             self._close(self._peers.pop(detail.kv_endpoint))
         try:
-            peer = DecodePeer(detail, self._identity, self._plane, self._clock())
+            peer = DecodePeer(detail, self._identity, self._plane, self.traffic, self._clock())
         except (OSError, ConfigError) as error:
             log.error("no way to the decode worker", rank=detail.rank, reason=str(error))
             return None

@@ -13,7 +13,6 @@ it (`claim`): nobody shares it, it holds a part of the memory at most, and its t
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
@@ -25,12 +24,11 @@ from wire.frames import Cancel, Error, Frame, KvCache, Role
 from wire.identity import Identity
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
+from wire.process.traffic import Traffic
 from wire.transfer import Ack, KVReceiver, Segment
-from worker.config import Config
 from worker.engine.engine import Engine
 from worker.engine.outputs import Reserved
-from worker.environment import Computing, Copying, Plane
-from worker.executor.contract import KVCache, ModelInfo
+from worker.environment import WorkerContext
 from worker.transfer.budget import IncomingTransfer, TransferBudget
 
 log = structlog.get_logger("worker")
@@ -48,29 +46,27 @@ MAX_OFFERED_TOKENS: Final = 1 << 21
 
 
 class IncomingTransfers:
-    """Every KV cache that is arriving here, and the socket they arrive on."""
+    """Every KV cache that is arriving here, and the socket they arrive on.
+
+    `is_asked_for(receiver)` tells whether a router has asked for what is offered, or raises
+    WireError to refuse it.  `traffic` counts the frames of the socket.
+    """
 
     def __init__(
         self,
-        config: Config,
-        info: ModelInfo,
-        cache: KVCache,
-        engine: Computing,
-        copies: Copying,
-        plane: Plane,
+        context: WorkerContext,
         is_asked_for: Callable[[KVReceiver], bool],
         on_complete: Callable[[int], None],
         on_failed: Callable[[int, WireError], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._config = config = context.config
         self.lease_s = config.lease_s or 30.0  # until the first WELCOME, before which none offers
-        self._config = config
-        self._info = info
-        self._cache = cache
-        self._engine = engine
-        self._copies = copies
-        self._clock = clock
-        self._is_asked_for = is_asked_for  # or WireError: the offer is refused
+        self.traffic = Traffic()
+        self._cache = context.cache
+        self._engine = context.engine
+        self._copies = context.copies
+        self._clock = context.clock
+        self._is_asked_for = is_asked_for
         self._on_complete = on_complete
         self._on_failed = on_failed
         self._transfers: dict[int, IncomingTransfer] = {}
@@ -79,7 +75,7 @@ class IncomingTransfers:
         # A router's CANCEL may overtake the offer it is about: the sockets are not the same.
         self._ended: dict[int, None] = {}
         self.lost_epochs: dict[str, int] = {}  # of routers by endpoint; no offer of theirs is taken
-        self._hub = plane.hub(self._on_message, self._on_lost)
+        self._hub = context.plane.hub(self._on_message, self._on_lost)
         bound = self._hub.bind(config.kv_bind)
         self.endpoint = config.kv_advertise or bound
 
@@ -159,6 +155,7 @@ class IncomingTransfers:
     # Frames of prefill workers.
 
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
+        self.traffic.hear(parts)
         request_id = 0
         try:
             if Identity.parse(peer).role is not Role.PREFILL:
@@ -210,7 +207,7 @@ class IncomingTransfers:
         receiver = KVReceiver(
             request_id,
             offer,
-            layout=self._info.layout,
+            layout=self._cache.layout,
             max_bytes=self._config.max_kv_transfer_bytes,
             credit_bytes=self._config.credit_bytes,
             lease_s=self.lease_s,
@@ -315,10 +312,14 @@ class IncomingTransfers:
         self._send(peer, Error(request_id, error.code), encode_map(detail))
 
     def _send(self, peer: bytes, frame: Frame, payload: bytes) -> None:
+        parts = encode(frame, payload)
         try:
-            self._hub.send(peer, encode(frame, payload))
+            self._hub.send(peer, parts)
         except WireError as error:
+            self.traffic.drop(error)
             log.debug("frame dropped", tag=frame.tag.name, reason=error.message)
+        else:
+            self.traffic.say(parts)
 
 
 def unknown() -> WireError:

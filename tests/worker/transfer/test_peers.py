@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from tests.wire.process.key_files import write
@@ -141,6 +141,24 @@ async def test_a_peer_that_vanishes_fails_its_transfers() -> None:
         async with ScriptedDecode(decode.endpoint) as restarted:
             peer.send(KvCache(2, 0, 0))  # the link finds its successor
             assert (await restarted.receive()).frame == KvCache(2, 0, 0)
+
+
+async def test_frames_are_counted_and_connections_that_are_up() -> None:
+    async with decode_peers() as peers, ScriptedDecode() as decode:
+        peers.update("a", [detail(decode.endpoint)])
+        peer = peers.find("a", 0)
+        assert peer is not None
+        recorder = await open_transfer(peer, decode)
+        decode.ack(1, 0, 5)
+        await recorder.hear()
+        assert peers.num_up == 1
+        rows = {("kv_cache", "sent", 1), ("kv_cache_ack", "received", 1)}
+        assert set(peers.traffic.rows()) == rows
+        await peers.close()
+        with suppress(PeerLost):
+            peer.send(Cancel(9, 0))
+        assert (set(peers.traffic.rows()), peers.traffic.dropped) == (rows, {"worker_lost": 1})
+        assert peers.num_up == 0
 
 
 async def test_answers_reach_their_transfer_and_no_other() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -31,6 +32,7 @@ from wire.frames import (
     Role,
     Tag,
 )
+from wire.identity import Identity
 from wire.options import Options
 from wire.payloads import (
     KVLayout,
@@ -40,7 +42,13 @@ from wire.payloads import (
     decode_prefill_result,
     encode_prompt,
 )
-from worker.executor.hash import LAYOUT, oracle
+from worker.config import Config
+from worker.engine.thread import Call
+from worker.environment import WorkerContext
+from worker.executor.hash import LAYOUT, create, oracle
+from worker.transfer.receiver import IncomingTransfers
+from worker.transfer.sockets import KVPlane
+from worker.transfer.thread import Copies
 
 TOKEN_BYTES = LAYOUT.token_bytes
 PROMPT = [(11 * i) % 1000 for i in range(300)]
@@ -79,6 +87,38 @@ async def test_every_segment_is_acknowledged_and_the_last_is_ready() -> None:
         assert len(await router.tokens(3)) == 3
         await router.receive(Tag.DECODE_DONE)
         await router.until_free(Role.DECODE)
+
+
+class Idle:
+    """An engine that computes nothing."""
+
+    is_busy = False
+
+    def start(self) -> None: ...
+    def post(self, call: Call) -> None: ...
+    def stop(self, *, wait: bool = True) -> None: ...
+
+
+async def test_frames_are_counted_and_those_for_a_peer_that_is_gone() -> None:
+    config = Config(role="decode", executor="hash", kv_bind="tcp://127.0.0.1:0")
+    identity, copies, plane = Identity(Role.DECODE, 0, 1), Copies(1), KVPlane(1000)
+    cache = create().allocate(8, 16)
+    context = WorkerContext(config, identity, cache, Idle(), copies, plane, time.monotonic)
+    failed = asyncio.Event()
+    transfers = IncomingTransfers(context, lambda _: False, lambda _: None, lambda *_: failed.set())
+    async with ScriptedPrefill(transfers.endpoint) as prefill:
+        prefill.send(KvCache(2, 0, 0))
+        assert await prefill.error() == (2, ErrorCode.UNKNOWN_REQUEST)
+        prefill.offer(1, PROMPT)
+        prefill.send(KvCache(3, 0, 0))
+        assert await prefill.error() == (3, ErrorCode.UNKNOWN_REQUEST)
+    await asyncio.wait_for(failed.wait(), 10)
+    counts = {("kv_cache", "received", 3), ("error", "sent", 2)}
+    traffic = transfers.traffic
+    assert (set(traffic.rows()), traffic.dropped) == (counts, {"worker_lost": 1})
+    await transfers.close()
+    await plane.close()
+    copies.close()
 
 
 @pytest.mark.parametrize(
