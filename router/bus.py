@@ -84,11 +84,13 @@ class Bus:
         try:
             if (num_bytes := sum(map(len, parts))) > MAX_MESSAGE_BYTES:
                 raise RemoteProtocolError(f"a message of {num_bytes} bytes")
-            message = decode(parts)
-            if self.fleet.get(peer) is None and not isinstance(message.frame, Hello):
+            message, worker = decode(parts), self.fleet.get(peer)
+            if isinstance(message.frame, Hello):
+                self._on_hello(peer, message.frame, decode_map(HelloDetail, message.body()))
+            elif worker is None:
                 self.send_error(peer, ErrorCode.UNKNOWN_PEER, "say HELLO first")
             else:
-                self._dispatch(peer, message)
+                self._dispatch(worker, message)
         except RemoteProtocolError as error:
             log.warning("peer broke the protocol", peer=_name(peer), reason=error.message)
             self.send_error(peer, error.code, error.message)
@@ -134,30 +136,28 @@ class Bus:
         detail = ErrorDetail(message=message, stage="router", retry_after_s=again_s)
         self.send(peer, Error(0, code), encode_map(detail))
 
-    def _dispatch(self, peer: bytes, message: Message) -> None:
-        frame, worker = message.frame, self.fleet.get(peer)
-        if isinstance(frame, Hello):
-            self._on_hello(peer, frame, decode_map(HelloDetail, message.body()))
-            return
-        assert worker is not None  # `on_message` answers unknown peers itself.
+    def _dispatch(self, worker: Worker, message: Message) -> None:
+        frame = message.frame
         if _ANSWERED_BY.get(frame.tag, worker.role) is not worker.role:
             raise RemoteProtocolError(f"{worker.name} is not one that sends {frame.tag.name}")
         if isinstance(frame, Heartbeat):
-            self._on_heartbeat(peer, frame, message.body())
+            self._on_heartbeat(worker, frame, message.body())
         elif isinstance(frame, Drain):
             if frame.epoch != worker.epoch:
                 raise RemoteProtocolError("DRAIN: the epoch is another worker's")
-            self._on_drain(peer)
+            self.fleet.drain(worker.identity)
+            log.info("worker drains", worker=worker.name, requests=len(worker.attempts))
+            self.dispatcher.let_go(worker)
         elif isinstance(frame, Error) and frame.request_id == 0:
             detail = decode_map(ErrorDetail, message.body()) if message.payload else None
             log.warning(
                 "error from worker",
-                worker=_name(peer),
+                worker=_name(worker.identity),
                 code=frame.code,
                 reason=detail.message[:MAX_LOGGED] if detail else "",
             )
         else:
-            self.dispatcher.on_message(peer, message)
+            self.dispatcher.on_message(worker.identity, message)
 
     def _on_hello(self, peer: bytes, hello: Hello, detail: HelloDetail) -> None:
         try:
@@ -188,12 +188,11 @@ class Bus:
         else:
             self._send_peers([worker])
 
-    def _on_heartbeat(self, peer: bytes, beat: Heartbeat, body: Buffer) -> None:
+    def _on_heartbeat(self, worker: Worker, beat: Heartbeat, body: Buffer) -> None:
         load = decode_map(Load, body) if len(body) else None
-        known = self.fleet.get(peer)
-        was_stalled = known is not None and known.is_stalled
-        worker = self.fleet.heartbeat(peer, beat, load, self._clock())
-        if worker is None or load is None:
+        peer, was_stalled = worker.identity, worker.is_stalled
+        self.fleet.heartbeat(peer, beat, load, self._clock())
+        if load is None:
             return
         if worker.is_stalled and not was_stalled:
             log.warning("worker stands still", worker=worker.name, step_ms=load.step_ms)
@@ -202,12 +201,6 @@ class Bus:
             self.index.evict(peer, load.evicted)
             self.index.store(peer, load.stored)
         self.dispatcher.on_capacity()
-
-    def _on_drain(self, peer: bytes) -> None:
-        worker = self.fleet.drain(peer)
-        assert worker is not None  # Only known peers get here.
-        log.info("worker drains", worker=worker.name, requests=len(worker.attempts))
-        self.dispatcher.let_go(worker)
 
     def _on_removed(self, worker: Worker) -> None:
         if worker.role is Role.DECODE:
