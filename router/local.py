@@ -64,14 +64,14 @@ class LocalWorkers:
             for rank in range(count):
                 self._tasks.append(asyncio.create_task(self._look_after(role, rank)))
 
-    async def stop(self, grace_s: float) -> None:
-        """Ask all workers to end, kill those left after `grace_s`, and return when all are gone."""
+    async def stop(self, drain_s: float) -> None:
+        """Ask all workers to end, kill those left after `drain_s`, and return when all are gone."""
         self._is_stopping = True
         for process in self._processes.values():
             _signal(process, signal.SIGTERM)
         waits = [asyncio.create_task(process.wait()) for process in self._processes.values()]
         if waits:
-            _, late = await asyncio.wait(waits, timeout=grace_s)
+            _, late = await asyncio.wait(waits, timeout=drain_s)
             if late:
                 log.warning("local workers killed", count=len(late))
             for process in self._processes.values():

@@ -61,19 +61,19 @@ T = TypeVar("T")
 
 
 class Bodies:
-    """Reads bodies: each of `max_bytes`, its first byte within `grace_s`, then at a pace."""
+    """Reads bodies: each of `max_bytes`, its first byte within `grace_s`, then at `min_bytes_per_s`."""
 
     def __init__(
         self,
         max_bytes: int = MAX_BODY_BYTES,
         grace_s: float = 5.0,
         *,
-        bytes_per_s: int = BODY_BYTES_PER_S,
+        min_bytes_per_s: int = BODY_BYTES_PER_S,
         max_total_bytes: int = MAX_TOTAL_BYTES,
     ) -> None:
         self._max_bytes = max_bytes
         self._grace_s = grace_s
-        self._bytes_per_s = bytes_per_s
+        self._min_bytes_per_s = min_bytes_per_s
         self._max_total_bytes = max_total_bytes
         self._total_bytes = 0
 
@@ -111,7 +111,7 @@ class Bodies:
                 def on_bytes(size: int) -> None:
                     # The deadline moves with what has come: a body that trickles ends soon,
                     # whatever its size is said to be.
-                    timer.reschedule(begin + self._grace_s + size / self._bytes_per_s)
+                    timer.reschedule(begin + self._grace_s + size / self._min_bytes_per_s)
                     hold(size)
 
                 raw = await read_body(exchange.scope, exchange.receive, self._max_bytes, on_bytes)

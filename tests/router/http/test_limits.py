@@ -78,7 +78,7 @@ async def test_what_has_come_buys_time() -> None:
         await asyncio.sleep(0.2)
         yield chunk(b"", more=False)
 
-    bodies = Bodies(grace_s=0.05, bytes_per_s=1)
+    bodies = Bodies(grace_s=0.05, min_bytes_per_s=1)
     assert len(await whole(exchange(events()), bodies)) == 60
 
 
