@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 class Bodies:
-    """Reads bodies: each of `max_bytes`, its first byte within `grace_s`, then at `min_bytes_per_s`."""
+    """Reads bodies: each of `max_bytes`, begun within `grace_s`, then at `min_bytes_per_s`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The raw TCP face: a real connection, and a scripted worker behind a router without sockets."""
+"""Raw TCP: a real connection, and a scripted worker behind a router without sockets."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def endpoint_of(router: str) -> str:
 
 
 class RouterProcess:
-    """The bus and all behind it, as `router.app` puts them together, without the faces."""
+    """The bus and all behind it, as `router.app` puts them together, without HTTP and raw TCP."""
 
     def __init__(self, name: str, epoch: int, network: Network, scenario: Scenario) -> None:
         self.name = name

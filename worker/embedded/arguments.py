@@ -1,7 +1,7 @@
 """What a program asks of the engine, checked as strictly as what a peer asks over the wire.
 
-Neither msgspec nor the engine checks what Python code puts together: a step would raise, and end
-the requests of everybody, or compute with it, and change the text of a neighbour.
+Neither msgspec nor the engine checks an object that Python code constructs.  With a wrong value in
+it a step could raise, which ends all requests, or change the text of another request.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def checked_options(options: Options | None) -> Options:
 
 
 def _plain(value: Any) -> object:
-    """Return what a NumPy number stands for; anything else in the words of an error."""
+    """Return a NumPy number as one of Python; of anything else its repr, for the error message."""
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else repr(value)

@@ -1,7 +1,7 @@
-"""The requests of a serving engine: who waits for which tokens, and what became of them.
+"""The requests of a serving engine: who waits for which tokens, and what became of each.
 
-A request is open from `open` to its one end.  Whoever ends it takes it out of the table first, so
-that no two ends reach a callback, whichever thread they come from, and nothing follows an end.
+A request is open from `open` until it ends, once.  Whatever ends it takes it out of the table
+first.  So a callback hears of one end and of nothing after it, whichever threads end a request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from worker.engine.outputs import Token
 log = structlog.get_logger("worker")
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-# Results nobody asked for: the oldest are forgotten.
+# Results that are kept; beyond that the oldest are forgotten.
 MAX_RESULTS: Final = 4096
 
 
@@ -62,7 +62,7 @@ Callback = Callable[[TokenOutput], object]
 
 @dataclass(slots=True)
 class Request:
-    """One that has not ended."""
+    """A request that has not ended."""
 
     request_id: int
     prompt_tokens: int
@@ -75,7 +75,7 @@ class Request:
         if self.callback is not None:
             try:
                 self.callback(output)
-            except Exception:  # the other requests of this step are owed their tokens
+            except Exception:  # the other requests of this step must get their tokens
                 log.exception("a callback raised", request=self.request_id)
         return output
 

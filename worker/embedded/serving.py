@@ -1,4 +1,4 @@
-"""The engine inside a program, without any network: seed 004's ServingEngine.
+"""The engine inside a program, without any network: `ServingEngine` (seed 004).
 
     with ServingEngine(executor) as serving:                    # a thread steps the engine
         result = await serving.submit_async([1, 2, 3], Options(max_tokens=9))
@@ -95,7 +95,7 @@ class ServingEngine:
         self._thread: EngineThread | None = None
         self._ledger = Ledger()
 
-    # A program steps it, or a thread does.
+    # Stepping: by a thread, or by the caller.
 
     def start(self) -> None:
         """Let a thread step the engine from now on."""
@@ -262,7 +262,7 @@ class ServingEngine:
 
     @contextmanager
     def _crashing(self) -> Iterator[None]:
-        """Have what raises in the caller's thread end every request, as it would in our own."""
+        """End every request if the engine raises in the caller's thread, as in its own."""
         try:
             yield
         except BaseException as error:

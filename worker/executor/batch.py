@@ -2,8 +2,8 @@
 
 Seed 002's micro-batch: tokens of one forward pass, of one or many sequences, prompt or generated.
 NumPy only; an executor turns the arrays into what its device wants.  `worker.engine.batch` lays
-them out.  What is made for each row of each step is a `msgspec.Struct`: a third of a tuple's cost,
-and no work for the garbage collector.
+them out.  An object made for each row of each step is a `msgspec.Struct`: it costs a third of a
+tuple, and the garbage collector need not look at it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
 
     Before it come `token_ids` (prompt and output, `prompt_len` of them prompt).  With D `drafts`
     it stands for D + 1 rows: row d draws the token after the first d of them, d positions later.
-    `occurrences` may keep the numbers of `token_ids` from step to step, for whoever has penalties.
+    For penalties, `occurrences` may hold the counts of `token_ids`, kept from step to step.
     """
 
     request_id: int

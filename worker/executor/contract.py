@@ -1,9 +1,9 @@
-"""What the engine asks of an executor: seed 003's ModelExecutor, over paged KV.
+"""What the engine asks of an executor: two attributes, four methods, over paged KV (seed 003).
 
 An executor computes and nothing else: no queues, no network, no threads of its own.  The engine
-calls it from one thread.  What the seed wants besides (status, metrics, warmup, prefill and decode
-by hand) is the same for every executor and is put around it: `worker.engine.measured` and
-`worker.engine.measured`.  Only a `KVCache` hears from two threads: it says what that asks of it.
+calls it from one thread; only its `KVCache` is called from several.  What else seed 003 asks of its
+ModelExecutor (status, metrics, warmup, prefill and decode by hand) is the same for every executor,
+and `worker.engine.measured` adds it.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ class SequenceFailed(Exception):
     """One sequence of a batch cannot be computed, for a reason that is its own.
 
     `forward`, `sample` and `score` may raise it.  The engine ends that sequence and no other, with
-    an error that is not tried again elsewhere.  The step counts for nobody: the others are planned
-    again, their tokens computed again, their KV written again to the same slots.  So whoever raises
-    it vouches that the KV of all earlier tokens is as it was, and that the next step can be.  What
-    leaves the device in doubt is any other exception, and ends the process.
+    an error that is not tried again elsewhere.  The step is lost for the others too: the next one
+    computes their tokens again and writes their KV to the same slots.  So raising it promises
+    that the KV of all earlier tokens is unchanged, and that the device can compute another step.
+    Any other exception ends the process.
 
     Attributes:
         index: Of the sequence in the batch, 0 to S - 1.
@@ -146,11 +146,12 @@ class KVCache(Protocol):
     `pack` and `unpack` are called from several threads, perhaps at the same moment: the transfer
     thread takes KV from and to other workers while steps run, and the engine's thread swaps KV out
     and in between two steps.  So each call needs buffers of its own, and a lock around what calls
-    share.  There are as many transfer threads as an attribute `copies_at_once` says, one without.
+    share.  If there is an attribute `copies_at_once`, it is the number of transfer threads; else
+    there is one.
 
-    The callers see to the blocks.  What one call or step writes, no other touches meanwhile, with
-    one exception: a `pack` may find that its blocks were given back and are written to again.  It
-    must bear that; what it returns then is thrown away.
+    The callers keep apart who uses a block: what one call or step writes, no other reads or writes
+    meanwhile.  There is one exception: while a `pack` is under way its blocks may be given back and
+    written to again.  It must not fail by that; what it returns then is thrown away.
     """
 
     num_blocks: int
@@ -195,7 +196,7 @@ class Executor(Protocol):
         """Draw one token per sampled row; a pure function of logits and `Sampling`.
 
         Raises:
-            SequenceFailed: What comes next in one of the sequences cannot be said.
+            SequenceFailed: No next token can be chosen for one of the sequences.
         """
 
     def shutdown(self) -> None:

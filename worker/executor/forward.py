@@ -1,8 +1,8 @@
-"""Your own model as two objects: seed 001's Prefiller and ForwardModel, float32 arrays.
+"""A model of your own as two objects of float32 arrays: `Prefiller` and `ForwardModel` (seed 001).
 
 The prefiller gives the KV of each layer after reading a prompt; the forward model takes one token
 and the KV before it and gives logits, so that all sampling options work.  In the cache and on the
-wire KV is float32 too: a layer group and a token range of it can travel by itself.
+wire KV is float32 too, and some layers and tokens of it can be sent without the others.
 """
 
 from __future__ import annotations

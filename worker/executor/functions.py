@@ -1,12 +1,12 @@
-"""Your own model as two functions of bytes: seed 000's PrefillFn and DecodeStepFn.
+"""A model of your own as two functions of bytes: `PrefillFn` and `DecodeStepFn` (seed 000).
 
     prefill(token_ids, seq_len) -> (activation, kv)
     decode_step(kv, last_token_id, position) -> (next_token_id, updated_kv)
 
 `token_ids` are u32 little-endian, as on the wire.  `kv` holds the tokens so far one after another,
 `layout.token_bytes` each; what the bytes of a token mean is the functions' business, as long as
-they depend on nothing but that token and those before it, and never change: blocks are shared by
-sequences that begin alike.  `updated_kv` is `kv` and the bytes of the token at `position`.  Sizes
+they depend on nothing but that token and those before it, and never change: sequences that begin
+alike share blocks.  `updated_kv` is `kv` and the bytes of the token at `position`.  Sizes
 are checked at every call, the warmup's first.
 
 The first token is `first_token(activation)`, or what `decode_step` says of the last prompt token.

@@ -1,8 +1,9 @@
-"""The executor without a model: the next token is a hash of every KV byte read back.  NumPy only.
+"""The executor without a model, for tests: the next token is a hash of every KV byte read back.
 
 The KV of a token is a function of its id, its position, the layer, k or v, and the head.  The next
 token is a function of all KV bytes of the sequence in the wire's order, so a byte that is lost,
 stale, mixed up or another request's changes the text, and `oracle` says what the text must be.
+NumPy only.
 
 How a hash becomes a token: one in `EOS_PERIOD` is an EOS token, unless the request ignores EOS or
 is under its min_tokens; all others are uniform over the rest of the vocabulary.  With a temperature
@@ -117,7 +118,7 @@ class HashKVCache(HostKVCache):
 class HashExecutor:
     """Computes in microseconds; implements `worker.executor.contract.Executor`.
 
-    `step_delay_s` makes every step last at least so long, for tests that must meet a step.
+    `step_delay_s` makes every step last at least so long, for tests of what happens during a step.
     """
 
     def __init__(self, info: ModelInfo, *, step_delay_s: float = 0.0) -> None:
@@ -185,7 +186,7 @@ class _Vocabulary:
         if not may_stop:
             banned = banned.union(options.stop_token_ids)
         token_id = rest % self.size
-        for _ in range(len(banned)):  # to the next that is allowed; there is one, or any will do
+        for _ in range(len(banned)):  # to the next that is allowed; to any, if none is
             if token_id not in banned:
                 break
             token_id = (token_id + 1) % self.size

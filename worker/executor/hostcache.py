@@ -1,7 +1,7 @@
-"""Paged KV in host memory, for executors that compute without torch.  NumPy only.
+"""Paged KV in host memory, for executors that compute without torch.
 
 An item is the `head_dim` values of one head, as bytes: nothing here computes with them, so one
-class serves every dtype, and copies move whole items.
+class serves every dtype, and copies move whole items.  NumPy only.
 """
 
 from __future__ import annotations

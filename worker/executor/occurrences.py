@@ -1,4 +1,4 @@
-"""Which tokens a sequence has, and how often it generated each: what penalties are made of.
+"""Which tokens a sequence has, and how often it generated each: what penalties count.
 
 Kept up to date token by token, so a step costs what it added and not the whole sequence.  A pure
 function of the tokens and the prompt's length: a transfer or a preemption changes nothing.  NumPy
@@ -43,12 +43,12 @@ class Occurrences:
         self._num_seen = len(token_ids)
 
     def rewind(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Take back what was counted after the first `num_tokens`, all of the prompt among them.
+        """Take back what was counted after the first `num_tokens`, which include the whole prompt.
 
-        `token_ids` are those that were counted; there may be more of them.
+        `token_ids` begin with those that were counted.
         """
         slots, counts = self._slots, self._counts
-        # From the last to the first: a slot that gets empty is the last one.
+        # From the last to the first, so that a slot whose count falls to 0 is always the last one.
         for token_id in reversed(token_ids[num_tokens : self._num_seen]):
             slot = slots[token_id]
             counts[slot] -= 1
@@ -59,8 +59,8 @@ class Occurrences:
     def along(self, drafts: Sequence[int]) -> list[tuple[Int64, Int64]]:
         """Return [U] distinct tokens and their counts of the text with 0, 1, ... all of `drafts`.
 
-        Nothing of it is kept: each of these pairs costs one more increment, not one more text.
-        The first is what is kept, only to be read before the next update.
+        The drafts are not counted here: each pair is the one before with one increment.  The first
+        is the very arrays that are kept: do not write to them, or read them after an update.
         """
         ids, counts = self.token_ids, self.counts
         new: dict[int, int] = {}  # the slots of tokens that only drafts have

@@ -38,7 +38,7 @@ def adjust(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
 
 
 def _penalize(logits: torch.Tensor, rows: list[Row]) -> None:
-    # The rows of one sampling come together, and the first is the one without drafts.
+    # The rows of one sampling are neighbours; the first of them has no drafts before it.
     firsts = [row.sampling for row in rows if not row.num_drafts]
     found = [pair for it in firsts for pair in _occurrences(it).along(it.drafts)]
     sizes = [len(token_ids) for token_ids, _ in found]
@@ -54,7 +54,7 @@ def _penalize(logits: torch.Tensor, rows: list[Row]) -> None:
     counts = np.concatenate([counts for _, counts in found]).astype(np.float64)
     count = torch.from_numpy(counts).to(logits.device)
     flat = logits.view(-1)
-    # No place is there twice: these two are exact, and four times as fast as flat[where].
+    # No index comes twice, so these two are exact; they are four times as fast as flat[where].
     values = flat.index_select(0, where).double()
     repetition = spread(lambda options: options.repetition_penalty)
     values = torch.where(values > 0, values / repetition, values * repetition)
@@ -78,7 +78,7 @@ def _bias(logits: torch.Tensor, rows: list[Row]) -> None:
 
 
 def _occurrences(sampling: Sampling) -> Occurrences:
-    """Return those of the text without drafts, brought up to date or made."""
+    """Return the occurrences of the text without drafts, brought up to date or made anew."""
     if sampling.occurrences is None:
         return Occurrences(sampling.token_ids, sampling.prompt_len)
     sampling.occurrences.update(sampling.token_ids)

@@ -1,6 +1,6 @@
-"""Executors by name: what ``--executor`` accepts.  Each is imported only when it is asked for.
+"""Executors by name: what `--executor` accepts, each imported when it is asked for.
 
-A plug-in is ``module:factory``; the factory is called with the keywords that ours are called with.
+A plug-in is `module:factory`; the factory is called with the keywords that ours are called with.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ of the tokens that pass the filters, in this order:
 Ties at a filter's border all pass, so a filter never depends on a sorting order.  Filters only look
 at their own row.  Before any of it, greedy or not, come penalties and logit_bias
 (`worker.executor.penalties`); then, until `min_tokens` are generated, EOS and the request's stop
-ids are out.  Log-probabilities, of prompts too, are those of the raw logits: none of all this.
+ids are out.  Log-probabilities, of prompts too, are those of the logits before all of this.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _mask_stops(
     """Return the logits, as a changed copy if any row may not stop yet."""
     rows: list[int] = []
     columns: list[int] = []
-    # Who may stop before any draft may stop after drafts, but not the other way round.
+    # A sequence that may stop before its drafts may stop after them too, but not the reverse.
     for row in rows_of(samplings, lambda it: it.position - it.prompt_len < it.options.min_tokens):
         num_generated = row.position - row.sampling.prompt_len  # with the drafts before this row
         if num_generated < row.options.min_tokens:

@@ -1,8 +1,8 @@
 """The log-probabilities of a prompt, gathered while its chunks are computed.
 
-The logits at a position say how likely the next token was.  So all tokens but the first have a
-score, and what the prefix cache skips has to be computed after all: the engine looks here for how
-much it may skip.
+The logits at a position say how likely the next token was, so all tokens but the first have a
+score.  Positions whose logits are wanted have to be computed even if the prefix cache has their KV:
+the engine looks here how much of a prompt it may skip.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ class PromptScores:
     def packed(self) -> bytes:
         """Return all of them as PREFILL_DONE has them."""
         num_top = self._num_top
-        if self.num_scored:  # there are no more tops than tokens in the vocabulary
+        if self.num_scored:  # a small vocabulary has fewer than were asked for
             num_top = (sum(map(len, self._rows)) // self.num_scored - 4) // 8
         return join_prompt_logprobs(num_top, self._rows)

@@ -1,7 +1,7 @@
 """The executor of real models: a Hugging Face directory on one torch device.
 
 Turns the engine's NumPy batch into tensors, runs the transformer, samples.  The work is in
-`worker.model`, `kernels` and `worker.executor.sampler`; this module holds the pieces together.
+`worker.model`, `kernels` and `worker.executor.sampler`; this module joins them.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class TorchExecutor:
 
         Args:
             dtype: "auto" or one of float32, bfloat16, float16.  "auto" is the checkpoint's on CUDA
-                and float32 on the CPU.  There it is the type of the KV cache, and a 16-bit one
-                rounds the weights as well; arithmetic is float32, and weights that a checkpoint has
-                in 16 bits are kept so either way.
+                and float32 on the CPU.  A CPU always computes in float32: there it is the type of
+                the KV cache, and a 16-bit one rounds the weights as well.  Weights that the
+                checkpoint has in 16 bits are kept so either way.
             device: See `worker.model.device.find_device`.
             max_model_len: Longest sequence in tokens; None for the model's own limit.
 
@@ -117,7 +117,7 @@ class TorchExecutor:
         model = self._model
         assert model is not None, "allocate after shutdown"
         is_cuda = model.device.type == "cuda"
-        # The sequences that fill up a recorded step write somewhere, too.
+        # Sequences that only pad a recorded step to its size write their KV to a spare block.
         spare_blocks = 1 if is_cuda else 0
         cache = TorchKVCache(
             self.info.layout, num_blocks, block_size, model.device, spare_blocks=spare_blocks
@@ -160,7 +160,7 @@ class TorchExecutor:
                 paged,
                 torch.from_numpy(rows).to(device),
             )
-        # Before anybody hears which blocks this step has made, or frees them.
+        # Before anybody learns which blocks this step has computed, and copies or frees them.
         self._cache.mark()
         return logits
 

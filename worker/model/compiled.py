@@ -1,8 +1,8 @@
-"""The forward pass of a model on the CPU: programs of compiled loops over packed weights.
+"""The forward pass on a CPU: programs of compiled loops over packed weights.
 
 Every activation is float32 whatever the weights are kept in: processors that multiply 16-bit
 numbers are few, and memory, which 16-bit weights halve, is what decoding waits for.  A program is
-written down once for a number of tokens and finds everything where it was the last time.
+made once for a number of tokens; its operations read and write the same buffers each time it runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from worker.model.config import ModelConfig
 from worker.model.rope import inverse_frequencies
 from worker.model.weights import Layer, Linear, Weights
 
-# Numbers of tokens that are remembered: decode steps have few, prompts come in every length.
+# Programs that are kept: decode steps have few numbers of tokens, prompts have any.
 _MAX_PROGRAMS = 64
 
 
@@ -79,7 +79,7 @@ class CompiledTransformer:
         self._make_room(pool, num_tokens, num_rows)
         program = self._programs.get((num_tokens, num_rows))
         if program is None:
-            program = Program(self._written_down(pool, num_tokens, num_rows))
+            program = Program(self._operations(pool, num_tokens, num_rows))
             self._programs[num_tokens, num_rows] = program
             if len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
@@ -97,11 +97,11 @@ class CompiledTransformer:
             self._inputs = StepInputs(num_tokens, self._frequencies)
         if num_rows > len(self._logits):
             self._programs.clear()
-            # In powers of two: streams come one by one.  Made anew each step, 32 rows of a large
-            # vocabulary were a thousand fresh pages.
+            # In powers of two, as sequences come one by one.  Not allocated anew in each step: 32
+            # rows of a large vocabulary are a thousand pages that the system would have to clear.
             self._logits = torch.empty(1 << (num_rows - 1).bit_length(), self._head.num_columns)
 
-    def _written_down(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> list[Operation]:
+    def _operations(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> list[Operation]:
         """Return the operations from token ids to logits."""
         config, buffers, inputs = self.config, self._buffers, self._inputs
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]

@@ -15,11 +15,11 @@ from kernels import PagedBatch
 from kernels.cuda.plan import FixedPlan
 from worker.model.loader import Model
 
-# Sizes that are recorded: padding costs at most as much again where steps are short.
+# Batch sizes that are recorded: no batch is padded to more than twice its size.
 SIZES = (1, 2, 4, 8, *range(16, 257, 16))
 
 Step = Callable[[], torch.Tensor]
-# Makes of a step what repeats it, and where its result will be found each time.
+# Takes a step; returns what repeats it, and the tensor that then has the result.
 Record = Callable[[Step], tuple[Callable[[], None], torch.Tensor]]
 
 
@@ -49,7 +49,7 @@ class DecodeGraphs:
         Args:
             spare_block: A block of the pool that no sequence owns.
             wanted_blocks: Thread blocks that fill the device.
-            record: `record_graph`, or what does without a GPU.
+            record: `record_graph`, or a stand-in for it where there is no GPU.
         """
         self._model, self._pool = model, pool
         self._num_columns = -(-max_model_len // pool.shape[4])
@@ -58,7 +58,7 @@ class DecodeGraphs:
         self._recorded: dict[int, _Recorded] = {}
 
     def take(self, num_rows: int, batch: PagedBatch) -> bool:
-        """Whether a step can be replayed: each sequence has one token, and its logits wanted."""
+        """Whether a step can be replayed: each sequence has one token, whose logits are wanted."""
         num_sequences = len(batch.context_lens)
         return bool(len(batch.slots) == num_rows == num_sequences <= SIZES[-1])
 
@@ -122,7 +122,7 @@ def graphs_of(
 
 def record_graph(step: Step) -> tuple[Callable[[], None], torch.Tensor]:
     """Record a step as a CUDA graph."""
-    # Whatever is compiled, loaded or allocated the first time must not happen while recording.
+    # What only the first run compiles, loads or allocates must not happen while recording.
     aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):

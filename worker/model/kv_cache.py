@@ -26,7 +26,7 @@ log = structlog.get_logger("worker")
 class TorchKVCache:
     """Blocks of KV on one device: `pool` is [num_blocks, L, 2, Hkv, block_size, D].
 
-    `spare_blocks` lie behind those that the engine knows, for the executor.
+    The executor has `spare_blocks` more for itself, behind those that the engine knows.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class TorchKVCache:
             device=device,
         )
         self._staging = make_staging(self.pool)
-        # The host's own copies would take its cores from a step; a device's are only waited for.
+        # Copies by the host take cores from a step, so there is one at a time; those by a device
+        # only have to be waited for.
         self.copies_at_once = 1 if self._staging is None else IN_FLIGHT
         if self._staging is not None:
             _tell(self._staging)
@@ -104,7 +105,7 @@ class TorchKVCache:
 
 
 def _tell(staging: Staging) -> None:
-    """Log which way KV takes by size, or why it goes the slow one."""
+    """Log how KV is copied to and from the host, by size, or why only the slow way is left."""
     if staging.why_plain:
         log.warning("KV goes through pageable memory", reason=staging.why_plain)
     else:

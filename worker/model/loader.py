@@ -1,8 +1,8 @@
-"""Checkpoints in safetensors files, whole or sharded, into a model's memory.
+"""Reads safetensors files, whole or sharded, straight into a model's memory.
 
-Each tensor is read straight into the rows it belongs in, converting its dtype, so a model is never
-held twice.  A checkpoint has to fill every tensor and hold no other: a silent mismatch would serve
-noise.
+Each tensor is copied into the rows it belongs in, which may have another dtype, so a model is never
+in memory twice.  A checkpoint has to fill every tensor and hold no other: a model with a part
+missing would answer with noise.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def load_model(
 ) -> Model:
     """Load a model directory; `dtype` None keeps the checkpoint's.
 
-    `compiled` is for the CPU: the model computes in float32, with compiled loops, or with torch
-    where its shapes have none.  A float32 model keeps the matrices of a 16-bit checkpoint in 16
-    bits then, widened as they are read, so nothing but memory and time changes.
+    `compiled` is for the CPU: the model computes in float32, with compiled loops, or with torch if
+    the loops do not fit its shapes.  The loops keep the matrices of a 16-bit checkpoint in 16 bits
+    and widen them as they read: a float32 model takes half the memory, and no result changes.
 
     Raises:
         ModelError: The directory cannot be served; names the file and the key or tensor.

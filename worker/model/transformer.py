@@ -1,7 +1,8 @@
-"""The forward pass of a Llama-family transformer over paged KV, by torch and the kernels.
+"""The forward pass over paged KV by torch and the kernels, on any device.
 
-One step computes T tokens of any number of sequences side by side; only attention, a kernel, knows
-which token belongs to whom.  No autograd, no modules: tensors and functions.
+One step of a transformer of the Llama family computes T tokens of any number of sequences side by
+side; only the kernels of attention need to know which token belongs to which sequence.  No autograd
+and no torch modules: tensors and functions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The decode role: take a prompt's KV in, generate from it, send the tokens to the router.
+"""The decode role: takes a prompt's KV in, generates from it, sends the tokens to the router.
 
-A request is two things that come on two sockets in any order: the KV (`worker.transfer.receiver`)
-and the DECODE_REQUEST.  Generation begins when both are there.  The tokens of one engine step leave
-in one message per router.  SPEC 4.5, 4.6, 4.7.
+A request comes as two things, on two sockets, in any order: the KV (`worker.transfer.receiver`) and
+the DECODE_REQUEST.  Generation begins when both are there.  The tokens of one engine step go out in
+one message to each router.  SPEC 4.5, 4.6, 4.7.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Generation:
 
 
 class DecodeRole:
-    """Everything a decode worker has in hand.  Lives on the event loop."""
+    """All requests of a decode worker, and the KV that arrives for them.  On the event loop."""
 
     num_peers_up = 0  # prefill workers connect to it, it connects to none
 
@@ -125,7 +125,8 @@ class DecodeRole:
     # Frames of a router.
 
     def on_registered(self, router: RouterLink) -> None:
-        # An offer does not say whose request it is; routers of one cluster agree on their lease.
+        # An offer does not say which router's request it is, so one lease serves for all routers:
+        # those of one cluster have the same.
         self._transfers.lease_s = self._config.lease_s or router.lease_s
         lost = self._transfers.lost_epochs
         if lost.get(router.endpoint) == router.epoch & 0xFFFFFFFF:
@@ -164,8 +165,9 @@ class DecodeRole:
         for request_id, generation in list(self._generations.items()):
             if generation.router is router:
                 self.on_cancel(request_id)
-        # KV it has not asked about yet would wait for its lease: the id says whose it is (SPEC 1).
-        # A prefill worker that has not noticed yet may offer more of it.
+        # KV that it has not asked for yet would stay for a lease.  The upper half of a request id
+        # is the epoch of its router (SPEC 1).  The epoch is kept: a prefill worker that has not
+        # noticed the loss may offer more of its KV.
         epoch = router.epoch & 0xFFFFFFFF
         self._transfers.lost_epochs[router.endpoint] = epoch
         for request_id in self._transfers:
@@ -208,7 +210,7 @@ class DecodeRole:
         await self._transfers.close()
 
     def _is_asked_for(self, receiver: KVReceiver) -> bool:
-        """Whether a router has asked for what is offered; raise WireError for what it has not."""
+        """Whether a router has asked for what is offered; raise WireError to refuse it."""
         generation = self._generations.get(receiver.request_id)
         if generation is None:
             return False

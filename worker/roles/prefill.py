@@ -1,11 +1,11 @@
-"""The prefill role: read a prompt, hand its KV to a decode worker, answer with the first token.
+"""The prefill role: reads a prompt, sends its KV to a decode worker, answers with the first token.
 
 PREFILL_REQUEST puts a sequence into the engine.  When the engine has blocks for it, the KV is
-offered to the decode worker; where a chunk takes long, only when the first is computed, so that no
-blocks are held there meanwhile.  While chunks are computed, segments leave within the credit
-(`worker.transfer.sender`); the first token goes to the router as soon as it is drawn, whether or
-not the last segment has left.  The blocks are held until the transfer has ended, however it ends.
-SPEC 4.1, 4.2.
+offered to the decode worker; where chunks take long, only after the first chunk is computed, so
+that the decode worker holds no blocks meanwhile.  While chunks are computed, segments are sent
+within the credit (`worker.transfer.sender`).  The first token goes to the router as soon as it is
+drawn, even if segments are still to be sent.  The blocks are held until the transfer has ended,
+however it ends.  SPEC 4.1, 4.2.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from worker.transfer.sender import OutgoingTransfer
 
 log = structlog.get_logger("worker")
 
-# An offer before the first chunk saves the wait for a step of the decode worker's.  It is made if
-# the last prompt's first chunk took less than so many leases: a tenth of what a decode worker waits
-# for a segment (SPEC 6.6).  Above that, a second with a lease of 30, there is little to save.
+# KV is offered before its first chunk is computed if the last prompt's first chunk took less than
+# so many leases: 1 s with a lease of 30 s, a tenth of what a decode worker waits for a segment
+# (SPEC 6.6).  It saves waiting for a step of the decode worker: little beside a slower chunk.
 EARLY_OFFER_LEASES: Final = 1 / 30
 
 
@@ -59,15 +59,15 @@ class Prefill:
         self.transfer = transfer
         self.started: Started | None = None
         self.started_s = 0.0
-        self.is_computing = False  # its first chunk is there
-        # It is over when both are true, in either order: a decode worker that holds the whole
-        # prompt already is ready before the first token is drawn.
+        self.is_computing = False  # its first chunk is computed
+        # It is over when both are true.  Either may come first: a decode worker that holds the
+        # whole prompt already is ready before the first token is drawn.
         self.is_answered = False
         self.is_handed_over = False
 
 
 class PrefillRole:
-    """Everything a prefill worker has in hand.  Lives on the event loop."""
+    """All requests of a prefill worker, until their blocks are given back.  On the event loop."""
 
     kv_endpoint = ""
 
@@ -82,12 +82,14 @@ class PrefillRole:
         self.traffic = self._peers.traffic
         self.transfers = TransferCounts()
         self._prefills: dict[int, Prefill] = {}
-        self.first_chunk_s = inf  # how long the last one took
-        self._transfers: set[asyncio.Task[None]] = set()  # until their buffers are back
+        self.first_chunk_s = inf  # of the last prompt
+        self._transfers: set[asyncio.Task[None]] = (
+            set()
+        )  # until the socket lets go of their buffers
 
     @property
     def num_unfinished(self) -> int:
-        """Requests a drain waits for: also those whose KV is still being handed over."""
+        """Requests a drain waits for, those included whose KV is still being sent."""
         return len(self._prefills)
 
     @property
@@ -108,7 +110,7 @@ class PrefillRole:
     # Frames of a router.
 
     def on_registered(self, router: RouterLink) -> None:
-        """What binds is read from `router` when it is needed."""
+        """Nothing to do: each request reads the lease from its router."""
 
     def on_request(self, router: RouterLink, message: Message) -> None:
         frame = message.frame
@@ -122,7 +124,8 @@ class PrefillRole:
         if frame.decode_rank != NO_RANK:
             transfer = self._offer_to(router, frame, token_ids)
         self._prefills[frame.request_id] = Prefill(router, frame.request_id, transfer)
-        # With a transfer the whole limit is the options', and the engine stops after a token.
+        # With a transfer, the options' limit is that of the whole answer, which the engine needs to
+        # know; it stops after one token.
         limit = 1 if transfer is None else None
         sequence = Sequence(
             frame.request_id, token_ids, options, limit, transfer=transfer is not None
@@ -224,7 +227,7 @@ class PrefillRole:
         if peer is None:
             rank = "any" if frame.decode_rank == ANY_RANK else frame.decode_rank
             raise WireError(ErrorCode.NO_WORKER, f"no decode worker of rank {rank} is known here")
-        # The offer would be refused for it, but by then the blocks are taken.
+        # The decode worker would refuse the offer, but only after blocks were taken here.
         size, limit = len(token_ids) * self._layout.token_bytes, self._config.max_kv_transfer_bytes
         if size > limit:
             raise TransferTooLarge(size, limit)
@@ -246,8 +249,8 @@ class PrefillRole:
         )
 
     def _on_transfer_end(self, transfer: OutgoingTransfer) -> None:
-        """The KV is there, or will never be."""
-        self._enter(transfer.sender)
+        """The decode worker has all KV, or will never have it."""
+        self._count(transfer.sender)
         prefill = self._prefills.get(transfer.request_id)
         if prefill is None or prefill.transfer is not transfer:
             return
@@ -259,7 +262,7 @@ class PrefillRole:
         if prefill.is_answered:
             del self._prefills[prefill.request_id]
 
-    def _enter(self, sender: KVSender) -> None:
+    def _count(self, sender: KVSender) -> None:
         accepted_at, now = sender.accepted_at, self._clock()
         self.transfers.end(
             sender.state.value,

@@ -1,9 +1,10 @@
-"""Offers take turns at the bytes that may be in flight to this worker (--max-kv-inflight-bytes).
+"""Offers take turns at the bytes that may be in flight to this worker.
 
-Each takes a share when its turn comes, as much as may ever be on its way at once, and gives it back
-after its last byte.  The oldest comes first: a small one does not overtake a large one for ever.
-But what a router has asked for goes first, and what none has asked for holds a part of the bytes:
-whoever offers and sends nothing stops nobody else.  Pure.
+Each takes a share of --max-kv-inflight-bytes when its turn comes, as much as it may have on its way
+at once, and gives it back after its last byte.  The oldest comes first, so that small ones do not
+pass a large one for ever.  But those that a router has asked for come before the others, and the
+others together hold a part of the bytes at most: a peer that offers KV and does not send it stops
+nobody else.  Pure.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from worker.engine.reservations import Unclaimed
 class IncomingTransfer:
     """One KV cache that arrives from `peer`, until it is claimed or has failed.
 
-    `wanted_bytes` of it are in flight at once, at most; equal texts may wait for it while it
-    `is_waited_for`.
+    At most `wanted_bytes` of it are in flight at once.  While it `is_waited_for`, equal prompts may
+    wait for its KV.
     """
 
     __slots__ = (
@@ -61,7 +62,7 @@ class TransferBudget:
         return transfer in self._waiting
 
     def wait(self, transfer: IncomingTransfer) -> None:
-        """Start it as soon as it is the oldest that may and its share is to be had, perhaps now."""
+        """Start it when it is the oldest that may start and its share is free, perhaps now."""
         self._waiting.append(transfer)
         self._start_next()
 

@@ -1,8 +1,9 @@
-"""The decode workers a prefill worker hands KV to, as the routers' PEERS frames name them.
+"""The decode workers that a prefill worker sends KV to, as routers name them.
 
-One link an endpoint, whichever routers name it: a decode worker never hears the second connection
-of one identity.  So a link outlives the naming for a while, in case the worker is named again, and
-one over which nothing is heard any more is closed before another is made.  SPEC 5.4.
+Routers name them in PEERS frames.  An endpoint has one link, whichever routers name it: a decode
+worker hears nothing over a second connection of the same identity.  So a link that no router names
+any more is kept for a while, in case one names it again; and a link over which nothing is heard is
+closed before another is made.  SPEC 5.4.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ log = structlog.get_logger("worker")
 
 # How long a link is kept that no router names and nothing needs.
 KEEP_S: Final = 60.0
-# And of such links so many, however often decode workers come, go and move: each is two sockets.
+# How many such links are kept, however often decode workers come and go: each is two sockets.
 MAX_KEPT: Final = 16
 
 
 class Receiver(Protocol):
-    """Who hears of a transfer's answers (`worker.transfer.sender`)."""
+    """What hears the answers to one transfer (`worker.transfer.sender`)."""
 
     def on_ack(self, ack: KvCacheAck, credit: Credit) -> None: ...
     def on_error(self, code: int, message: str) -> None: ...
@@ -80,14 +81,14 @@ class DecodePeer:
         return sending
 
     def tell(self, frame: Frame, *payload: Buffer) -> None:
-        """Send what the peer can do without: its lease ends the transfer then."""
+        """Send a frame that may get lost: the peer's lease ends the transfer without it."""
         try:
             self.send(frame, *payload)
         except WireError as error:
             log.warning("frame dropped", peer=self.name, tag=frame.tag.name, reason=error.message)
 
     def fail_all(self) -> None:
-        """Nothing that is under way will be answered."""
+        """Fail every transfer under way: none of them will be answered."""
         for receiver in list(self.receivers.values()):
             receiver.fail(PeerLost(self.name))
 
@@ -172,7 +173,7 @@ class DecodePeers:
         return None
 
     def tick(self, now: float) -> None:
-        """Let go of links that nobody needs, and of those that are dead without having closed."""
+        """Close links that nobody needs, and those that are dead without having closed."""
         named = self._named_endpoints()
         for endpoint, peer in list(self._peers.items()):
             if endpoint in named or peer.receivers:
@@ -182,7 +183,7 @@ class DecodePeers:
                 self._close(self._peers.pop(endpoint))
 
     async def close(self) -> None:
-        """Let go of all, for good: a socket opened now would keep the plane from closing."""
+        """Close all, and open no more: a new socket would keep the plane from closing."""
         self._is_closed = True
         for peer in self._peers.values():
             self._close(peer)
@@ -200,8 +201,8 @@ class DecodePeers:
             peer.detail = detail  # a restarted worker may listen where the old one did
             return peer
         if peer is not None:
-            # Who named this endpoint first may not be who listens there: with keys, a link that
-            # expects another party never comes up.
+            # The link expects a worker of another rank and is not up: with keys it never will be,
+            # if the worker that listens there is the one named now.
             peer.fail_all()
             self._close(self._peers.pop(detail.kv_endpoint))
         try:

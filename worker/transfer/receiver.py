@@ -1,13 +1,14 @@
-"""The receiving side of KV transfers: `KVReceiver` with socket, engine and cache.  SPEC 6.
+"""The KV that comes in: `KVReceiver` with a socket, the engine and a cache.
 
-An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine, or for the
-same text that is on its way already (`worker.engine.reservations`); only then is a byte let in.
-Segments are verified and unpacked on the transfer thread.  Blocks of a transfer that ended early
-are given back when no copy writes to them any more.  A transfer that is complete waits, for a lease
-at most, until the decode role takes it.
+An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine or, if KV of
+the same prompt is arriving already, for that (`worker.engine.reservations`).  Only then is credit
+granted.  Segments are verified and unpacked on the transfer threads.  Blocks of a transfer that
+ended early are given back when no copy writes to them any more.  A transfer that is complete waits,
+for a lease at most, until the decode role takes it.
 
-Only prefill workers may offer, and what they offer counts for nothing until a router has asked for
-it (`claim`): nobody shares it, it holds a part of the memory at most, and its time is short.
+Only prefill workers may offer.  Until a router asks for what was offered (`claim`), no other
+sequence shares it, requests of the same prompt wait for it only a short time, and all such offers
+together hold only a part of the memory, each for a limited time.  SPEC 6.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ from worker.transfer.budget import IncomingTransfer, TransferBudget
 
 log = structlog.get_logger("worker")
 
-# More than can end while an offer is under way; 100 bytes each.
+# Ids of ended transfers that are remembered: more than can end while an offer is on its way.  Each
+# takes 100 bytes.
 MAX_ENDED: Final = 4096
-# Offers of one peer at a time, those that only wait included.  A router places 256 requests on a
-# prefill worker by default: four such routers.
+# Offers of one peer at a time, waiting ones included: enough for four routers, each of which places
+# 256 requests on a prefill worker by default.
 MAX_OFFERS: Final = 1024
-# Equal texts wait so long for KV that is here and that no router has asked for yet.  A router asks
-# as soon as a prompt is read; a client that makes it wait must not make others wait too.
+# How long equal prompts wait for KV that is complete, but that no router has asked for.  A router
+# asks as soon as a prompt is read, unless its client makes it wait: others must not wait for that.
 SHARED_S: Final = 0.5
-# And so many tokens of those that no router has asked for yet: 40 bytes each, 80 MB.
+# Tokens in the offers of one peer that no router has asked for: at 40 bytes each, 80 MB.
 MAX_OFFERED_TOKENS: Final = 1 << 21
 
 
@@ -72,9 +74,9 @@ class IncomingTransfers:
         self._transfers: dict[int, IncomingTransfer] = {}
         self.budget = TransferBudget(config.max_kv_inflight_bytes, self._reserve)
         self._stores: set[asyncio.Task[None]] = set()
-        # A router's CANCEL may overtake the offer it is about: the sockets are not the same.
+        # A router's CANCEL may come before the offer it is about, which takes another socket.
         self._ended: dict[int, None] = {}
-        self.lost_epochs: dict[str, int] = {}  # of routers by endpoint; no offer of theirs is taken
+        self.lost_epochs: dict[str, int] = {}  # by endpoint: routers whose KV is refused
         self._hub = context.plane.hub(self._on_message, self._on_lost)
         bound = self._hub.bind(config.kv_bind)
         self.endpoint = config.kv_advertise or bound
@@ -87,7 +89,7 @@ class IncomingTransfers:
         return len(self._transfers)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(tuple(self._transfers))  # of now: they may end meanwhile
+        return iter(tuple(self._transfers))  # a copy: they may end meanwhile
 
     def is_complete(self, request_id: int) -> bool:
         transfer = self._transfers.get(request_id)
@@ -97,14 +99,14 @@ class IncomingTransfers:
         return request_id in self._transfers
 
     def claim(self, request_id: int) -> None:
-        """Note that a router asks for this transfer, wherever it is."""
+        """Note that a router asks for this transfer, however far it is."""
         transfer = self._transfers[request_id]
         transfer.receiver.claim(self._clock())
         self.budget.claim(transfer)
         self._engine.post(lambda engine: engine.claim(request_id))
 
     def take(self, request_id: int) -> KVReceiver:
-        """Take a complete transfer over; its blocks are the engine's sequence from now on."""
+        """Take a complete transfer out; its blocks belong to the engine's sequence from now on."""
         return self._transfers.pop(request_id).receiver
 
     def get(self, request_id: int) -> KVReceiver | None:
@@ -112,7 +114,7 @@ class IncomingTransfers:
         return None if transfer is None else transfer.receiver
 
     def on_reserved(self, reserved: Reserved) -> None:
-        """The engine has blocks: let the KV come."""
+        """The engine has blocks for a transfer: grant it credit."""
         transfer = self._transfers.get(reserved.request_id)
         if transfer is None:
             return  # ended meanwhile, and the engine has been told
@@ -126,7 +128,7 @@ class IncomingTransfers:
             self._end(transfer, error)
 
     def cancel(self, request_id: int) -> None:
-        """End a transfer because nobody wants it, also one that has not been offered yet."""
+        """End a transfer because nobody wants it; if it is offered only later, refuse it then."""
         self._note_end(request_id)
         if transfer := self._transfers.get(request_id):
             transfer.receiver.cancel()
@@ -243,7 +245,7 @@ class IncomingTransfers:
     # From an offer to its last byte.
 
     def _reserve(self, transfer: IncomingTransfer) -> None:
-        """Its turn has come: now it waits for blocks."""
+        """Ask the engine for blocks: the transfer has its share of the bytes in flight."""
         receiver, peer = transfer.receiver, transfer.peer.decode()
         self._engine.post(
             lambda engine: engine.reserve(
@@ -286,10 +288,10 @@ class IncomingTransfers:
         self._on_failed(transfer.receiver.request_id, error)
 
     def _drop(self, transfer: IncomingTransfer) -> None:
-        """Forget a transfer that is over; its blocks follow when no copy writes to them.
+        """Forget a transfer that is over; its blocks are given back when no copy writes to them.
 
-        Its id is not taken again: the blocks that the engine has for it may be on their way here
-        still, and would pass for those of the next.
+        Its id cannot be offered again: the engine's answer with its blocks may still be on its way
+        here, and would be taken for that to the new offer.
         """
         self._note_end(transfer.receiver.request_id)
         del self._transfers[transfer.receiver.request_id]

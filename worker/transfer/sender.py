@@ -1,9 +1,9 @@
-"""One request's KV on its way to a decode worker: `KVSender` with a cache and a socket.  SPEC 6.
+"""One request's KV on its way out: `KVSender` with a cache and a socket.
 
-`run` packs the next segments on the transfer threads and sends them without another copy, as long
-as there is one that is computed and within the credit.  Packing copies, so what libzmq still holds
-when a transfer is over are our buffers, never blocks; and what was packed of blocks that were given
-back meanwhile is not sent.
+`run` packs segments on the transfer threads and sends them without another copy, as long as there
+is one that is computed and within the credit.  Packing copies KV out of the blocks, so the blocks
+can be given back at the end of a transfer, though libzmq may still hold segments.  A segment that
+was being packed when they were given back is not sent.  SPEC 6.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Packed = tuple[memoryview, int]
 class OutgoingTransfer:
     """The sending end of one transfer.  `on_end` is called once, when it is over: done or failed.
 
-    `make_sender(now)` makes the protocol's end of it, anew for the offer: until there are blocks
-    the request only waits, and no lease runs.
+    `make_sender(now)` makes its `KVSender`: once at first, and again for the offer, for the lease
+    runs only from the offer on, not while the request waits for blocks.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class OutgoingTransfer:
         return 0 if self.sender.is_over else self.sender.kv_bytes - self.sender.acked_bytes
 
     def offer(self, block_table: tuple[int, ...], cached_tokens: int, now: float) -> None:
-        """Offer it: there are blocks, and `cached_tokens` have their KV.  Then call `run`."""
+        """Offer the KV: the blocks are there, `cached_tokens` of it too.  Then call `run`."""
         self.sender = self._make_sender(now)
         self._block_table = block_table
         self._num_heard = self.peer.num_heard
@@ -80,7 +80,7 @@ class OutgoingTransfer:
             self.sender.advance(cached_tokens, now)
 
     async def run(self) -> None:
-        """Send until it is over, then wait until the socket has let go of every buffer."""
+        """Send until the transfer is over, then until the socket has let go of every buffer."""
         try:
             await self._send_all()
         except WireError as error:
@@ -97,7 +97,7 @@ class OutgoingTransfer:
         self.sender.advance(num_tokens, now)
         self._wake.set()
 
-    # How it goes on, or ends.
+    # Answers of the decode worker, and other ends.
 
     def on_ack(self, ack: KvCacheAck, credit: Credit) -> None:
         try:
@@ -108,18 +108,18 @@ class OutgoingTransfer:
         self._wake.set()
 
     def on_error(self, code: int, message: str) -> None:
-        """The decode worker wants no more of it, and has freed what it held."""
+        """The decode worker has ended the transfer, and freed what it held."""
         self.sender.on_error(code, message)
         self._wake.set()
 
     def fail(self, error: WireError) -> None:
-        """It cannot go on: the peer is lost or silent, or we are broken."""
+        """End it because it cannot go on: the peer is lost or silent, or sending raised."""
         if not self.sender.is_over:
             self.sender.fail(error)
             self._take_back(error.code)
 
     def cancel(self) -> None:
-        """Nobody wants it any more."""
+        """End it because nobody wants it any more."""
         if not self.sender.is_over:
             self.sender.cancel()
             self._take_back(ErrorCode.CANCELLED)
@@ -134,7 +134,7 @@ class OutgoingTransfer:
             self.peer.tell(keepalive)
 
     def _take_back(self, code: int) -> None:
-        """Have the decode worker free what it reserved."""
+        """Tell the decode worker to free what it reserved."""
         if self.is_offered:
             self.peer.tell(Cancel(self.request_id, code))
         self._wake.set()
@@ -165,7 +165,7 @@ class OutgoingTransfer:
     def _send_segment(self, rectangle: Rectangle, kv: memoryview, digest: int) -> None:
         segment = self.sender.segment(rectangle, kv, self._clock(), digest=digest)
         if segment is None:
-            return  # ended meanwhile; what was packed may be anyone's by now
+            return  # ended meanwhile: what was packed may be another sequence's KV
         sending = self.peer.send(*segment, track=True)
         self._sendings = [sending for sending in self._sendings if not sending.done]
         if sending is not None:

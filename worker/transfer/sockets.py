@@ -1,7 +1,7 @@
-"""The sockets of the KV plane: one ZeroMQ context apart from the bus, and bounds made for segments.
+"""The sockets for KV: a ZeroMQ context apart from the bus, with bounds made for segments.
 
-Segments are large and few.  A deep queue in libzmq would hold gigabytes that nobody counts, so it
-is short, and what waits beyond it is counted by us; the credit bounds it.
+Segments are large and few.  A long queue in libzmq would hold gigabytes that nobody counts.  So its
+queues are short, and what waits beyond them is counted in `wire.aio.zmq`; the credit bounds it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from wire.transfer import MAX_SEGMENT_BYTES
 
 # Messages that libzmq may hold for one peer and direction.
 HIGH_WATER_MARK: Final = 16
-# More than receivers grant together; a peer that lets so much pile up gets no more.
+# Bytes that may wait for one peer, more than receivers grant together: beyond it sending fails.
 MAX_QUEUE_BYTES: Final = 1 << 30
-# What a map has around its one large field.
+# Bytes of a map beside its one large field, the token ids of an offer.
 MAP_BYTES: Final = 64 << 10
 
 
@@ -53,7 +53,7 @@ class KVPlane:
     ) -> Hub:
         """Return the socket of a decode worker, not bound yet.
 
-        It sends ACKs and errors only.  A peer that reads none of them is not worth a segment queue.
+        It sends ACKs and errors only, so not much may wait for a peer that reads none of them.
         """
         bounds: _Bounds = {**self._bounds, "max_queue_bytes": 2 * self._bounds["max_message_bytes"]}
         return Hub(on_message, on_lost=on_lost, **bounds)

@@ -1,9 +1,9 @@
-"""The transfer threads: where KV is packed, digested, verified and unpacked.
+"""The threads where KV is packed, digested, verified and unpacked.
 
-Threads beside the engine's, so that neither a step nor the event loop waits for a copy: one where
-the host copies, a few where a device does and they only wait for it.  They only read blocks that
-are computed and only write blocks that are reserved, and no step touches either, so all threads
-share the cache without a lock.
+Neither a step nor the event loop waits for a copy.  There is one such thread where the host copies,
+and a few where a device copies and they only wait for it.  They read only blocks that are computed
+and write only blocks that are reserved.  No step writes to either, so all threads share the cache
+without a lock.
 """
 
 from __future__ import annotations
