@@ -1,6 +1,7 @@
 /* A whole client of the raw TCP port, in C99 with sockets and nothing else.  SPEC 2.2, 4, 7.
  *
- *     client HOST PORT MAX_TOKENS ID [ID ...]
+ *     cc -std=c99 -D_POSIX_C_SOURCE=200809L -o client scripts/examples/client.c
+ *     ./client HOST PORT MAX_TOKENS ID [ID ...]
  *
  * Sends the prompt ids, prints the id of each generated token on a line of its own.  Exits 0 after
  * DECODE_DONE, with 1 and the code on stderr after ERROR, with 2 when anything else goes wrong. */

@@ -1,6 +1,6 @@
 """A model of your own: one attention layer that goes on as the text did after the same token.
 
-python -m router --model demo --executor scripts.examples.own_model:create
+python -m router --model demo --executor scripts.examples.own_model:create --local 1,1
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Write a random checkpoint in the Hugging Face format: for tests and benchmarks, no download.
 
-    scripts/models/make_model.py --family qwen3 --heads 8 --kv-heads 2 --layers 4 --out /tmp/tiny
-    scripts/models/make_model.py --like smollm2-135m --out /tmp/smollm2 --tokenizer wire/demo
+    python -m scripts.models.make_model --family qwen3 --heads 8 --kv-heads 2 --out /tmp/tiny
+    python -m scripts.models.make_model --like smollm2-135m --out /tmp/smollm2 --tokenizer wire/demo
 
 Needs torch and safetensors only; transformers loads what it writes.  The same seed and shape give
 the same bytes.

@@ -1,6 +1,6 @@
 """Train the demo model that ships with Baton: a Llama of a million parameters that tells stories.
 
-    python -m scripts.train_demo --out wire/demo --seed 0
+    python -m scripts.models.train_demo --out wire/demo --seed 0
 
 The model exists so that the whole system can be tried, and tested, with real text on any machine:
 it writes grammatical sentences, and it answers questions about its prompt that nothing but the
