@@ -1,4 +1,4 @@
-"""Raw TCP: clients that speak the router's side of the protocol.  SPEC 2.2, 7.
+"""Raw TCP: clients that send the protocol's frames themselves, without HTTP.  SPEC 2.2, 7.
 
 A client chooses the request ids of its connection; each open one stands for a handle of
 `Dispatcher`.  When a connection ends, its requests are cancelled.  Where the router asks for API

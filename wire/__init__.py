@@ -1,1 +1,1 @@
-"""The Baton protocol: usable alone, no sockets outside `wire.aio`."""
+"""The Baton protocol: usable alone; its sockets are in `wire.aio`."""

@@ -1,1 +1,1 @@
-"""Sockets, processes and clocks around the sans-IO protocol of `wire`."""
+"""Sockets and timers around the sans-IO protocol of `wire`."""
