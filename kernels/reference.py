@@ -57,6 +57,7 @@ class StepPlan:
 
     rows: torch.Tensor | None = None
     groups: dict[int | None, list[Group]] = field(default_factory=dict)
+    max_group_values: int = MAX_GROUP_VALUES
 
 
 def check_pool(pool: torch.Tensor) -> None:
@@ -256,6 +257,7 @@ class _Sequences(NamedTuple):
 def _plan(batch: PagedBatch, pool: torch.Tensor, window: int | None) -> list[Group]:
     """Split the batch into groups that pad well, see `Group`."""
     _, _, _, num_kv_heads, block_size, head_dim = pool.shape
+    max_values = batch.scratch.of(StepPlan).max_group_values
     starts = batch.query_starts.numpy().astype(np.int64)
     end = batch.context_lens.numpy().astype(np.int64)
     num_queries = np.diff(starts)
@@ -271,7 +273,7 @@ def _plan(batch: PagedBatch, pool: torch.Tensor, window: int | None) -> list[Gro
     for size in np.unique(sizes):
         alike = np.flatnonzero(sizes == size)
         key_values = int(num_keys[alike].max()) * 2 * num_kv_heads * head_dim
-        step = max(1, MAX_GROUP_VALUES // key_values)
+        step = max(1, max_values // key_values)
         for first in range(0, len(alike), step):
             chosen = alike[first : first + step]
             members = _Sequences(*(array[chosen] for array in part))
@@ -352,9 +354,9 @@ def _keep_top_p(weights: torch.Tensor, shares: list[float]) -> None:
         is_short = (candidates.cumsum(dim=-1)[:, -1:] < wanted)[:, 0]
         # Flat rows only: one of them does not make the others' whole vocabulary be sorted.
         if flat := is_short.nonzero()[:, 0].tolist():
-            border[flat] = _border(_descending(part[flat]), wanted[flat])
+            border[flat] = _border(descending(part[flat]), wanted[flat])
     else:
-        border = _border(_descending(part), wanted)
+        border = _border(descending(part), wanted)
     weights[rows] = part.masked_fill_(part < border, 0.0)
 
 
@@ -367,5 +369,5 @@ def _border(largest: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return largest.gather(1, last.clamp_(max=largest.shape[1] - 1))
 
 
-def _descending(values: torch.Tensor) -> torch.Tensor:
+def descending(values: torch.Tensor) -> torch.Tensor:
     return values.sort(dim=-1, descending=True).values

@@ -49,6 +49,9 @@ EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts it
 class Worker:
     """The parts of one worker and what they tell each other.
 
+    `role` has what is in hand for the routers; `routers` are the connections to them,
+    `scrape` is where metrics are read.
+
     Raises:
         ValueError: The settings do not fit the model or the machine.
         OSError: The address for KV is taken.
@@ -89,18 +92,16 @@ class Worker:
             outside.clock,
         )
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
-        self._role: PrefillRole | DecodeRole = make_role(context)
-        planes = {"bus": Traffic(), "kv": self._role.traffic}
+        self.role: PrefillRole | DecodeRole = make_role(context)
+        planes = {"bus": Traffic(), "kv": self.role.traffic}
         detail, connect = self._detail(info), partial(outside.connect, keys=keys)
-        self._routers = [
-            RouterLink(
-                endpoint, identity, detail, self._role, self._on_link, connect, planes["bus"]
-            )
+        self.routers = [
+            RouterLink(endpoint, identity, detail, self.role, self._on_link, connect, planes["bus"])
             for endpoint in config.router
         ]
-        self._metrics = Metrics(self._engine, self._role, config, planes, self._peers_up)
+        self._metrics = Metrics(self._engine, self.role, config, planes, self._peers_up)
         api_keys = open_api_keys(config.api_keys) if config.metrics else None
-        self._scrape = ScrapePort(self._metrics.render, api_keys)
+        self.scrape = ScrapePort(self._metrics.render, api_keys)
         # What wakes `run` and the heartbeat.
         self._crashed: BaseException | None = None
         self._changed = asyncio.Event()
@@ -119,7 +120,7 @@ class Worker:
             num_blocks=self._engine.pool.num_blocks,
             max_model_len=info.max_model_len,
             max_kv_transfer_bytes=self._config.max_kv_transfer_bytes,
-            kv_endpoint=self._role.kv_endpoint,
+            kv_endpoint=self.role.kv_endpoint,
         )
 
     async def run(self, stop: Stop) -> int:
@@ -142,20 +143,20 @@ class Worker:
 
     async def _serve(self, stop: Stop) -> int:
         if self._config.metrics:
-            await self._scrape.listen(self._config.metrics)
+            await self.scrape.listen(self._config.metrics)
         self._thread.start()
         stopping = asyncio.create_task(stop.wait())
         try:
             while not (self._warmup.is_over or stopping.done()):
                 await self._wait_for_change(stopping)
             if self._warmup.is_done:
-                for router in self._routers:
+                for router in self.routers:
                     router.open()
             while not stopping.done():
                 if self._crashed is not None:
                     return EXIT_CRASHED
-                if all(router.state is LinkState.REFUSED for router in self._routers):
-                    is_fenced = all(router.is_fenced for router in self._routers)
+                if all(router.state is LinkState.REFUSED for router in self.routers):
+                    is_fenced = all(router.is_fenced for router in self.routers)
                     return EX_TEMPFAIL if is_fenced else EX_CONFIG
                 await self._wait_for_change(stopping)
             return await self._drain()
@@ -165,17 +166,17 @@ class Worker:
     async def _drain(self) -> int:
         """Take no new work, finish what is here, and leave when no router refers to us."""
         notify("STOPPING=1")
-        log.info("draining", unfinished=self._role.num_unfinished, drain_s=self._config.drain_s)
-        for router in self._routers:
+        log.info("draining", unfinished=self.role.num_unfinished, drain_s=self._config.drain_s)
+        for router in self.routers:
             router.drain(self._config.drain_s)
         try:
             async with asyncio.timeout(self._config.drain_s):
-                while self._role.num_unfinished or not all(r.is_drained for r in self._routers):
+                while self.role.num_unfinished or not all(r.is_drained for r in self.routers):
                     if self._crashed is not None:
                         return EXIT_CRASHED
                     await self._wait_for_change()
         except TimeoutError:
-            log.warning("not drained in time", unfinished=self._role.num_unfinished)
+            log.warning("not drained in time", unfinished=self.role.num_unfinished)
         return 0
 
     async def _wait_for_change(self, *others: asyncio.Task[None]) -> None:
@@ -187,14 +188,14 @@ class Worker:
             changed.cancel()
 
     def _peers_up(self) -> dict[str, int]:
-        ready = sum(router.state is LinkState.READY for router in self._routers)
-        return {"router": ready, "decode": self._role.num_peers_up}
+        ready = sum(router.state is LinkState.READY for router in self.routers)
+        return {"router": ready, "decode": self.role.num_peers_up}
 
     async def _close(self) -> None:
-        await self._scrape.close()
-        await self._role.close()
+        await self.scrape.close()
+        await self.role.close()
         await self._plane.close()
-        for router in self._routers:
+        for router in self.routers:
             await router.close(1.0)
         self._thread.stop(wait=self._warmup.is_over)
         self._copies.close()
@@ -227,7 +228,7 @@ class Worker:
 
     def _on_outputs(self, outputs: list[Output]) -> None:
         try:
-            self._role.on_outputs(outputs)
+            self.role.on_outputs(outputs)
         except Exception as error:  # what else was in `outputs` is lost, requests would hang
             self._on_crash(error)
 
@@ -258,8 +259,8 @@ class Worker:
             due = self._clock() + TICK_S
             await asyncio.sleep(TICK_S)
             self._metrics.loop_lag_s = max(0.0, self._clock() - due)
-            self._role.tick(self._clock())
-            for router in self._routers:
+            self.role.tick(self._clock())
+            for router in self.routers:
                 await router.tick(TICK_S)
             is_stepping = self._warmup.is_over and self._thread.is_busy
             self._standstill.tick(TICK_S, self._engine.steps, is_busy=is_stepping)
@@ -270,7 +271,7 @@ class Worker:
 
     @property
     def _is_busy(self) -> bool:
-        return not self._role.is_idle or self._thread.is_busy
+        return not self.role.is_idle or self._thread.is_busy
 
     async def _beat(self) -> None:
         """Tell every router how we are: at its pace, and at once when we became idle."""
@@ -278,12 +279,12 @@ class Worker:
             load = self._engine.load()
             load = msgspec.structs.replace(
                 load,
-                kv_inflight_bytes=self._role.kv_inflight_bytes,
+                kv_inflight_bytes=self.role.kv_inflight_bytes,
                 step_ms=round(1000 * self._standstill.seconds),
             )
             running, waiting = self._engine.num_running, self._engine.num_waiting
             heartbeat, payload = Heartbeat(self._engine.steps, running, waiting), encode_map(load)
-            for router in self._routers:
+            for router in self.routers:
                 if router.state is LinkState.READY:
                     router.send(heartbeat, payload)
             tasks = len(asyncio.all_tasks())
@@ -291,7 +292,7 @@ class Worker:
                 f"{running} running, {waiting} waiting, {load.used} blocks used, {tasks} tasks"
             )
             self._is_beat_due.clear()
-            pause_s = min(router.heartbeat_s for router in self._routers)
+            pause_s = min(router.heartbeat_s for router in self.routers)
             if len(self._engine.pool.journal):
                 pause_s = min(pause_s, REST_S)
             with contextlib.suppress(TimeoutError):

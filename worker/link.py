@@ -113,8 +113,8 @@ class RouterLink:
     lease_s: float = 30.0
     refusal: str = ""
     is_fenced: bool = False  # its refusal was FENCED, and no other
+    drain_s: float | None = None  # set once we are leaving
     is_drained: bool = False
-    _drain_s: float | None = None  # set once we are leaving
     _silent_s: float = 0.0
     _hello_due_s: float = 0.0
     _fenced_s: float | None = None  # what is left of waiting for a dead worker to be noticed
@@ -192,7 +192,7 @@ class RouterLink:
 
     def drain(self, deadline_s: float) -> None:
         """Ask for no more work; `is_drained` turns true when the router has none left here."""
-        self._drain_s = deadline_s
+        self.drain_s = deadline_s
         self.is_drained = self.state is not LinkState.READY
         if not self.is_drained:
             self.send(Drain(self.identity.epoch, int(deadline_s * 1000)))
@@ -220,7 +220,7 @@ class RouterLink:
 
     def _lose(self, reason: str) -> None:
         log.warning("router lost", router=self.endpoint, reason=reason)
-        self.is_drained = self._drain_s is not None
+        self.is_drained = self.drain_s is not None
         self.requests.on_router_lost(self)
         self._become(LinkState.JOINING)
 
@@ -287,8 +287,8 @@ class RouterLink:
         log.info("registered", router=self.endpoint, max_kv=detail.max_kv_transfer_bytes)
         self.requests.on_registered(self)
         self._become(LinkState.READY)
-        if self._drain_s is not None:
-            self.drain(self._drain_s)
+        if self.drain_s is not None:
+            self.drain(self.drain_s)
 
     def _on_error(self, frame: Error, detail: ErrorDetail) -> None:
         if frame.code == ErrorCode.UNKNOWN_PEER:

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Final
 
 from worker.executor.contract import MemoryRequirements
-
-_MEMINFO: Final = Path("/proc/meminfo")
-_CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def count_blocks(
@@ -55,7 +51,11 @@ def count_blocks(
     )
 
 
-def free_bytes(device: str) -> int | None:
+def free_bytes(
+    device: str,
+    meminfo: Path = Path("/proc/meminfo"),
+    control_group: Path = Path("/sys/fs/cgroup"),
+) -> int | None:
     """Return the memory that is free where an executor on `device` computes; None if unknown."""
     # A process that has not imported torch by now computes without it.
     torch = sys.modules.get("torch")
@@ -63,20 +63,20 @@ def free_bytes(device: str) -> int | None:
     if device != "cpu" and torch is not None and torch.cuda.memory_allocated():
         free: int = torch.cuda.mem_get_info()[0]
         return free
-    known = [free for free in (_free_in_machine(), _free_in_container()) if free is not None]
-    return min(known, default=None)
+    limits = _free_in_machine(meminfo), _free_in_container(control_group)
+    return min((free for free in limits if free is not None), default=None)
 
 
-def _free_in_machine() -> int | None:
+def _free_in_machine(meminfo: Path) -> int | None:
     """Return what could be had without swapping; None where the system does not say."""
-    if not _MEMINFO.exists():
+    if not meminfo.exists():
         return None
-    return 1024 * _figures(_MEMINFO.read_text().replace(":", ""))["MemAvailable"]
+    return 1024 * _figures(meminfo.read_text().replace(":", ""))["MemAvailable"]
 
 
-def _free_in_container() -> int | None:
+def _free_in_container(control_group: Path) -> int | None:
     """Return what is left of the limit of our control group, if it has one."""
-    limit, usage, stat = (_CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
+    limit, usage, stat = (control_group / f"memory.{name}" for name in ("max", "current", "stat"))
     if not limit.exists() or not limit.read_text().strip().isdecimal():  # "max" is no limit
         return None
     # Pages of files count as used, but are given up when memory is needed.

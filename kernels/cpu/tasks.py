@@ -105,7 +105,7 @@ def compiled(task: Task) -> Any:
     return native
 
 
-class _Locator(UserProvidedCacheLocator):  # type: ignore[misc]
+class CacheLocator(UserProvidedCacheLocator):  # type: ignore[misc]
     """Where compiled tasks are kept: Numba's own setting is one for everything in the process."""
 
     def __init__(self, task: Any, path: str) -> None:
@@ -113,7 +113,7 @@ class _Locator(UserProvidedCacheLocator):  # type: ignore[misc]
         self._cache_path = str(_cache_directory() / self.get_suitable_cache_subpath(path))
 
     @classmethod
-    def from_function(cls, task: Any, path: str) -> _Locator:
+    def from_function(cls, task: Any, path: str) -> CacheLocator:
         locator = cls(task, path)
         locator.ensure_cache_path()
         return locator
@@ -126,7 +126,7 @@ class _Locator(UserProvidedCacheLocator):  # type: ignore[misc]
 
 
 class _Storage(CompileResultCacheImpl):  # type: ignore[misc]
-    _locator_classes = (_Locator,)
+    _locator_classes = (CacheLocator,)
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]

@@ -114,7 +114,7 @@ def run(task: Task, arguments: int, num_threads: int = 0) -> None:
         finally:
             team.lock.release()
     else:
-        _native(task)(arguments, 0)
+        native(task)(arguments, 0)
 
 
 @cache
@@ -136,7 +136,7 @@ class Team:
         self._task, self._arguments = board["task"], board["arguments"]
         self._board: int = board.ctypes.data
         ctypes.CDLL(None).sem_init(ctypes.c_void_p(board["semaphore"].ctypes.data), 0, 0)
-        self._lead, help_ = _native(_lead), _native(_help)
+        self._lead, help_ = native(_lead), native(_help)
 
         def live(thread: int) -> None:
             help_(board.ctypes.data, thread)
@@ -163,7 +163,7 @@ def wait_for_none(address: int, mask: int) -> None:
 
 
 @cache
-def _native(task: Task) -> Callable[[int, int], None]:
+def native(task: Task) -> Callable[[int, int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(compiled(task).address)
 
 

@@ -146,7 +146,7 @@ def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
     """See `kernels.silu_gate`."""
     gate_up = gate_up.contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    blocks = _multiprocessors(gate_up.device.index or 0) * GATE_BLOCKS_PER_MULTIPROCESSOR
+    blocks = multiprocessors(gate_up.device.index or 0) * GATE_BLOCKS_PER_MULTIPROCESSOR
     start(gate_up.device, launch.gate(gate_up, out, wanted_blocks=blocks))
     return out
 
@@ -157,7 +157,7 @@ def start(place: torch.device, launches: list[Launch]) -> None:
     # Asked anew each time: a stream that is being captured is another one.
     stream = torch.cuda.current_stream(device)
     with _cupy().cuda.Device(device):
-        queue = _cupy().cuda.Stream.from_external(_Queue(stream.cuda_stream))
+        queue = _cupy().cuda.Stream.from_external(ExternalStream(stream.cuda_stream))
         for it in launches:
             function = _function(it.source, it.kernel, it.shared_bytes, device)
             function(
@@ -166,7 +166,7 @@ def start(place: torch.device, launches: list[Launch]) -> None:
     # torch's allocator reuses memory in stream order, so `keep` may go out of scope now.
 
 
-class _Queue(NamedTuple):
+class ExternalStream(NamedTuple):
     """A stream for another library; torch's own speaks this protocol in recent releases only."""
 
     handle: int
@@ -188,11 +188,12 @@ def _cupy() -> Any:
 
 def wanted_blocks(device: int) -> int:
     """Return how many thread blocks fill the device when keys are split."""
-    return _multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR
+    return multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR
 
 
 @cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
+    """Return how many the device has."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

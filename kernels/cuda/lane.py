@@ -21,7 +21,12 @@ IN_FLIGHT = 3
 
 
 class Lane(Protocol):
-    """Where copies run, IN_FLIGHT at a time: beside what computes."""
+    """Where copies run, IN_FLIGHT at a time: beside what computes.
+
+    What is larger than `max_buffer_bytes` goes some layers at a time where it needs a buffer.
+    """
+
+    max_buffer_bytes: int
 
     def require(self, pool: torch.Tensor) -> None:
         """Raise KernelError unless `move` can serve such a pool."""
@@ -64,6 +69,8 @@ class SideStream:
     a copy waits for the event of the last mark.  It does not wait for all of the default stream:
     the step under way touches none of its blocks, and may take long.
     """
+
+    max_buffer_bytes = 32 << 20
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

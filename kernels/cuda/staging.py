@@ -34,8 +34,6 @@ KIB = 1 << 10
 SIZES = (16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)
 # A DMA takes no multiprocessor from a step: it is chosen up to so many times the best time.
 DMA_PATIENCE = 1.1
-# A rectangle larger than this is staged some layers at a time: a bound on memory of the device.
-MAX_BUFFER_BYTES = 32 << 20
 REPEATS = 5
 # Block tables that are kept on the device: of as many transfers as run at a time.
 MAX_TABLES = 256
@@ -111,8 +109,9 @@ class Staging:
 class Tables:
     """Block tables on the device: all segments of a transfer have the same one, the same tuple."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane, max_tables: int = MAX_TABLES) -> None:
         self._lane = lane
+        self._max_tables = max_tables
         self._lock = Lock()
         # By id, for to compare the contents would take as long as to upload them.
         self._held: OrderedDict[int, tuple[Sequence[int], torch.Tensor]] = OrderedDict()
@@ -126,7 +125,7 @@ class Tables:
                     self._held[id(block_table)] = found  # which keeps the id from being reused
             else:
                 self._held.move_to_end(id(block_table))
-            if len(self._held) > MAX_TABLES:
+            if len(self._held) > self._max_tables:
                 self._held.popitem(last=False)
             return found[1]
 
@@ -156,7 +155,7 @@ def pack(
         if way is Way.DIRECT:
             lane.move(pool, table, layers, tokens, segment, into_pool=False)
             return segment
-        for part, mine in _groups(pool, layers, tokens):
+        for part, mine in _groups(lane, pool, layers, tokens):
             buffer = lane.buffer(segment[mine].shape, pool.dtype)
             lane.move(pool, table, part, tokens, buffer, into_pool=False)
             segment[mine].copy_(buffer, non_blocking=True)
@@ -186,7 +185,7 @@ def unpack(
         if way is Way.DIRECT:
             lane.move(pool, table, layers, tokens, pinned, into_pool=True)
             return
-        for part, mine in _groups(pool, layers, tokens):
+        for part, mine in _groups(lane, pool, layers, tokens):
             buffer = lane.buffer(pinned[mine].shape, pool.dtype)
             buffer.copy_(pinned[mine], non_blocking=True)
             lane.move(pool, table, part, tokens, buffer, into_pool=True)
@@ -273,9 +272,11 @@ def _pinned(lane: Lane, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor |
         return None
 
 
-def _groups(pool: torch.Tensor, layers: range, tokens: range) -> Iterator[tuple[range, slice]]:
-    """Yield (layers of the pool, the same of the segment), MAX_BUFFER_BYTES or one layer each."""
+def _groups(
+    lane: Lane, pool: torch.Tensor, layers: range, tokens: range
+) -> Iterator[tuple[range, slice]]:
+    """Yield (layers of the pool, the same of the segment): what a buffer holds, or one layer."""
     layer_bytes = segment_shape(pool, range(1), tokens).numel() * pool.itemsize
-    step = max(1, MAX_BUFFER_BYTES // layer_bytes)
+    step = max(1, lane.max_buffer_bytes // layer_bytes)
     for first in range(0, len(layers), step):
         yield layers[first : first + step], slice(first, first + step)

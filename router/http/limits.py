@@ -61,7 +61,10 @@ T = TypeVar("T")
 
 
 class Bodies:
-    """Reads bodies: each of `max_bytes`, begun within `grace_s`, then at `min_bytes_per_s`."""
+    """Reads bodies: each of `max_bytes`, begun within `grace_s`, then at `min_bytes_per_s`.
+
+    `total_bytes` are those of all that are being read or understood.
+    """
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class Bodies:
         self._grace_s = grace_s
         self._min_bytes_per_s = min_bytes_per_s
         self._max_total_bytes = max_total_bytes
-        self._total_bytes = 0
+        self.total_bytes = 0
 
     @asynccontextmanager
     async def of(self, exchange: HttpExchange) -> AsyncIterator[bytes]:
@@ -91,9 +94,9 @@ class Bodies:
 
         def hold(size: int) -> None:
             nonlocal held
-            self._total_bytes += size - held
+            self.total_bytes += size - held
             held = size
-            if self._total_bytes > self._max_total_bytes:
+            if self.total_bytes > self._max_total_bytes:
                 raise WireError(ErrorCode.OVERLOADED, "too many large bodies at a time")
 
         try:
@@ -101,7 +104,7 @@ class Bodies:
             exchange.is_body_read = True
             yield raw
         finally:
-            self._total_bytes -= held
+            self.total_bytes -= held
 
     async def _read(self, exchange: HttpExchange, hold: Callable[[int], None]) -> bytes:
         begin = asyncio.get_running_loop().time()

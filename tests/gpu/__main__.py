@@ -28,7 +28,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -67,12 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         stage = stage_named(args.stage)
         return run_parts(stage.name, stage.parts_of(settings), trail, args.first)
     if args.wheels is None:
-        return _check(args, settings, trail)
+        return check(args, settings, trail, run)
     target = Path(tempfile.mkdtemp(prefix="gpu_check-"))
     try:
         wheels.install(args.wheels, target)
         _put_on_path(target)
-        return _check(args, settings, trail)
+        return check(args, settings, trail, run)
     except ValueError as error:
         print(f"--wheels {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -87,7 +87,12 @@ def _put_on_path(packages: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), earlier)))
 
 
-def _check(args: argparse.Namespace, settings: Settings, trail: Trail) -> int:
+def check(
+    args: argparse.Namespace,
+    settings: Settings,
+    trail: Trail,
+    run: Callable[[Stage, argparse.Namespace, Settings, Trail, float], None],
+) -> int:
     """Run the stages, keep what they find, report."""
     print(f"seed {settings.seed}, backend {settings.backend}, findings in {trail.path}", flush=True)
     for name in ("findings.jsonl", "log.txt", "report.txt", "verified.json"):
@@ -99,9 +104,9 @@ def _check(args: argparse.Namespace, settings: Settings, trail: Trail) -> int:
         if args.only and stage.name not in args.only:
             continue
         deadline += stage.limit_s
-        _run(stage, args, settings, trail, deadline)
+        run(stage, args, settings, trail, deadline)
         if is_full and not args.only:
-            _keep(trail, settings, (record.PATH, args.out / "verified.json"))
+            keep(trail, settings, (record.PATH, args.out / "verified.json"))
     is_full = is_full and not args.only
     title = "CUDA kernels on a GPU" if settings.backend == "cuda" else "CUDA kernels, NOT on a GPU"
     report = render(trail.findings(), f"{title}, seed {settings.seed}", is_full=is_full)
@@ -110,7 +115,7 @@ def _check(args: argparse.Namespace, settings: Settings, trail: Trail) -> int:
     return exit_status(trail.findings(), is_full=is_full)
 
 
-def _run(
+def run(
     stage: Stage, args: argparse.Namespace, settings: Settings, trail: Trail, deadline: float
 ) -> None:
     if stage.needs_gpu and settings.backend != "cuda":
@@ -135,7 +140,7 @@ def _run(
             print(f"    {finding.part}: {finding.state} {finding.problem}".rstrip(), flush=True)
 
 
-def _keep(trail: Trail, settings: Settings, places: Sequence[Path]) -> None:
+def keep(trail: Trail, settings: Settings, places: Sequence[Path]) -> None:
     """Bring kernels/verified.json up to date with what is known so far; write it to all places."""
     findings = trail.findings()
     device = str(figures_of(findings).get("device", "an unnamed GPU"))

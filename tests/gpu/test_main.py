@@ -66,7 +66,7 @@ def test_the_shim_runs_the_verification_and_claims_nothing(tmp_path: Path) -> No
 def test_what_is_known_is_kept_with_the_other_results_too(tmp_path: Path) -> None:
     trail, places = Trail(tmp_path / "findings.jsonl"), (tmp_path / "kernels", tmp_path / "out")
     trail.add(Finding("verify kv", "move bfloat16", State.OK))
-    script._keep(trail, Settings("cuda", 7, False), places)
+    script.keep(trail, Settings("cuda", 7, False), places)
     assert record.read(places[0]) == record.read(places[1])
     assert record.read(places[1]).kernels["move"].seed == 7
 
@@ -75,19 +75,17 @@ def test_the_stages_end_within_nine_minutes() -> None:
     assert sum(stage.limit_s for stage in STAGES) < 9 * 60
 
 
-def test_what_a_stage_leaves_over_the_later_ones_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_stage_leaves_over_the_later_ones_have(tmp_path: Path) -> None:
     deadlines = {}
 
     def run(stage: Stage, *rest: Any) -> None:
         deadlines[stage.name] = rest[-1]
 
-    monkeypatch.setattr(script, "_run", run)
-    script._check(
+    script.check(
         argparse.Namespace(out=tmp_path, only=["verify kv", "system"]),
         Settings("shim", 1, True),
         Trail(tmp_path / "findings.jsonl"),
+        run,
     )
     assert list(deadlines) == ["verify kv", "system"]
     assert deadlines["system"] - deadlines["verify kv"] == pytest.approx(75)
@@ -101,7 +99,7 @@ def test_a_folder_without_wheels_is_a_usage_error(tmp_path: Path) -> None:
 def test_a_stage_whose_packages_are_missing_is_recorded(tmp_path: Path) -> None:
     trail, settings = Trail(tmp_path / "findings.jsonl"), Settings("shim", 1, True)
     stage = Stage("system", "no_such_module:parts", 10, needs_gpu=False)
-    script._run(stage, argparse.Namespace(out=tmp_path), settings, trail, 0.0)
+    script.run(stage, argparse.Namespace(out=tmp_path), settings, trail, 0.0)
     (finding,) = trail.findings()
     assert finding.state is State.SKIPPED
     assert "no_such_module" in finding.problem and "--wheels" in finding.problem

@@ -30,6 +30,11 @@ def device_s(call: Callable[[], object], repeats: int = 15, warmup: int = 3) -> 
     return median(durations)
 
 
+def spend(cycles: int) -> None:
+    """Keep the stream that computes busy; torch has no other wait of a known length."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # noqa: SLF001
+
+
 def wall_s(call: Callable[[], object], repeats: int = 15, warmup: int = 3) -> float:
     """Return the median time of a call that returns when it is done."""
     for _ in range(warmup):

@@ -13,6 +13,7 @@ from kernels.cuda import launch, staging
 from kernels.cuda.staging import Way
 from tests.gpu.inputs import TOLERANCE, Shape, error, formula, lengths, paged
 from tests.gpu.settings import Part, Settings, all_moves, kernels_of, lane_of
+from tests.gpu.timing import spend
 from tests.gpu.trail import Figures
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -203,10 +204,10 @@ def _order(settings: Settings) -> Figures:
         lane.mark()
         # The first time compiles and allocates, for which the driver may wait for all streams.
         staging.pack(way, lane, pool, [1, 2], range(2), range(32))
-        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # cycles
+        spend(200_000_000)
         pool.fill_(3)
         lane.mark()
-        torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # the next step
+        spend(2_000_000_000)  # the next step
         sent = staging.pack(way, lane, pool, [1, 2], range(2), range(32))
         if not bool((sent == 3).all()):
             raise Wrong(f"{way} packed before the step that was asked for earlier had run")

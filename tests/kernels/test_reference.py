@@ -19,9 +19,9 @@ def test_decode_of_many_is_one_group() -> None:
     assert len(it.batch.scratch.of(reference.StepPlan).groups[None]) == 1
 
 
-def test_a_group_never_gathers_more_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "MAX_GROUP_VALUES", 4 * 64 * 16 * 2)
+def test_a_group_never_gathers_more_than_its_limit() -> None:
     it = scene([(40, 1)] * 5 + [(50, 4)])
+    it.batch.scratch.of(reference.StepPlan).max_group_values = 4 * 64 * 16 * 2
     check(it, None)
     groups = it.batch.scratch.of(reference.StepPlan).groups[None]
     assert [group.shape[0] for group in groups] == [2, 2, 1, 1]

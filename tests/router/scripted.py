@@ -11,7 +11,7 @@ from router.core.fleet import Fleet, Worker
 from router.core.request import Request, RequestEnd
 from router.core.state import Limits, RequestIds
 from wire.aio.zmq import Link
-from wire.errors import WireError
+from wire.errors import ErrorCode, WireError
 from wire.frames import DecodeToken, Frame, Heartbeat, Hello, Role, Tag
 from wire.options import Options
 from wire.parts import Buffer, Message, decode, encode
@@ -127,6 +127,7 @@ class Ends:
 class Router:
     """A `Bus` over a list: `sent` holds what went to whom, `now` is the clock.
 
+    Nothing more goes to the peers in `full`.
     It tries once unless `limits` say otherwise, so that a test sees how an attempt fails.
     """
 
@@ -134,10 +135,11 @@ class Router:
         self.now = 100.0
         self.sent: list[tuple[bytes, Message]] = []
         self.forgotten: list[bytes] = []
+        self.full: set[bytes] = set()
         self.fleet = fleet(**fleet_changes)
         self.bus = Bus(
             self.fleet,
-            transmit=lambda peer, parts: self.sent.append((peer, decode(parts))),
+            transmit=self.transmit,
             forget=self.forgotten.append,
             limits=limits or Limits(max_attempts=1),
             lease_ms=5000,
@@ -146,6 +148,11 @@ class Router:
         )
         self.ends = Ends()
         self.dispatcher.observers.append(self.ends)
+
+    def transmit(self, peer: bytes, parts: list[Buffer]) -> None:
+        if peer in self.full:
+            raise WireError(ErrorCode.OVERLOADED, "full")
+        self.sent.append((peer, decode(parts)))
 
     @property
     def dispatcher(self) -> Dispatcher:

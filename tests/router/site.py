@@ -131,19 +131,23 @@ class Site:
             request_ids=RequestIds(EPOCH),
             clock=time.monotonic,
         )
-        self.application = Application(
-            model_name="letters",
-            model_path=model_path,
-            dispatcher=self.bus.dispatcher,
-            fleet=self.fleet,
-        )
+        self._settings: dict[str, Any] = {"model_name": "letters", "model_path": model_path}
+        self.configure()
         if join:
             self.join(Role.PREFILL)
             self.join(Role.DECODE)
 
-    def join(self, role: Role) -> bytes:
+    def configure(self, **settings: Any) -> None:
+        """Serve by an application with these settings, besides those of before."""
+        self._settings |= settings
+        self.application = Application(
+            dispatcher=self.bus.dispatcher, fleet=self.fleet, **self._settings
+        )
+
+    def join(self, role: Role, **changes: object) -> bytes:
         peer = f"{role.name.lower()}-0-1".encode()
-        self._say(peer, Hello(1, 0, role), encode_map(detail(model="letters", num_blocks=4096)))
+        about = detail(model="letters", num_blocks=4096, **changes)
+        self._say(peer, Hello(1, 0, role), encode_map(about))
         self._say(peer, Heartbeat(1, 0, 0), encode_map(load(4096)))
         return peer
 

@@ -25,7 +25,7 @@ from tests.router.scripted import (
     usage,
 )
 from wire.aio.zmq import Hub
-from wire.errors import ErrorCode, WireError
+from wire.errors import ErrorCode
 from wire.frames import (
     DecodeDone,
     DecodeToken,
@@ -246,12 +246,7 @@ def test_requests_with_one_prefix_meet_before_the_next_heartbeat() -> None:
 def test_a_worker_whose_queue_is_full_is_dropped_from_the_next_tick() -> None:
     router = Router()
     router.pair()
-
-    def transmit(peer: bytes, parts: list[Buffer]) -> None:
-        if peer == P:
-            raise WireError(ErrorCode.OVERLOADED, "full")
-
-    router.bus._transmit = transmit
+    router.full.add(P)
     _, sink = router.submit()
     assert router.fleet.get(P) is not None
     router.bus.tick()

@@ -100,9 +100,9 @@ async def test_a_worker_with_wrong_settings_is_not_tried_again(
 ) -> None:
     tries = tmp_path / "tries"
     run_script(monkeypatch, f"open({str(tries)!r}, 'a').write('x'); raise SystemExit(78)")
-    workers = local_workers((1, 0))
+    workers, others = local_workers((1, 0)), asyncio.all_tasks()
     workers.start()
-    await until(lambda: all(task.done() for task in workers._tasks))
+    await until(lambda: asyncio.all_tasks() == others)  # nobody looks after it any more
     assert tries.read_text() == "x"
     await workers.stop(1.0)
 

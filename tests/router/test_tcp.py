@@ -57,13 +57,10 @@ class Router2(Router):
         super().__init__(limits)
         self.port = 0
         self.changed = asyncio.Event()
-        transmit = self.bus._transmit
 
-        def and_tell(peer: bytes, parts: list[Buffer]) -> None:
-            transmit(peer, parts)
-            self.changed.set()
-
-        self.bus._transmit = and_tell
+    def transmit(self, peer: bytes, parts: list[Buffer]) -> None:
+        super().transmit(peer, parts)
+        self.changed.set()
 
     async def hear(self, tag: Tag) -> list[tuple[bytes, Message]]:
         while not (taken := self.take(tag)):

@@ -141,19 +141,18 @@ def _keep_unclaimed(sound: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ack_early(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def unpack(self: IncomingTransfers, transfer: IncomingTransfer, segment: Any) -> None:
+        self._cache.unpack(transfer.block_table, segment.rectangle, segment.kv)
+
     async def store(self: IncomingTransfers, transfer: IncomingTransfer, segment: Any) -> None:
         # The segment counts as stored before it is.
         self._answer(transfer, transfer.receiver.stored(segment, self._clock()))
         try:
-            await self._copies.run(self._unpack_always, transfer, segment)  # type: ignore[attr-defined]
+            await self._copies.run(unpack, self, transfer, segment)
         except WireError as error:
             self.fail(transfer.receiver.request_id, error)
         self._give_back(transfer)
 
-    def unpack(self: IncomingTransfers, transfer: IncomingTransfer, segment: Any) -> None:
-        self._cache.unpack(transfer.block_table, segment.rectangle, segment.kv)
-
-    IncomingTransfers._unpack_always = unpack  # type: ignore[attr-defined]
     return store
 
 

@@ -145,7 +145,7 @@ class WorkerProcess:
         )
 
     def _is_used(self, block: int) -> bool:
-        return self.thread.engine.pool._refs[block] > 0
+        return self.thread.engine.pool.is_used(block)
 
     def _make_thread(self, *args: Any) -> EventThread:
         network = self._network

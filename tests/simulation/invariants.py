@@ -33,18 +33,12 @@ def check(world: World, process: Process) -> None:
         world.violate(process.problems[0])
     one = world.workers.get(process.name)
     if one is not None and one.process is process and one.is_booted:
-        role = one.worker._role
+        role = one.worker.role
         if isinstance(role, DecodeRole):
-            _check_transfers(world, one, role)
-
-
-def _check_transfers(world: World, worker: WorkerProcess, role: DecodeRole) -> None:
-    transfers, limit = role._transfers, worker.config.max_kv_inflight_bytes
-    shares = sum(one.share_bytes for one in transfers._transfers.values())
-    if transfers.budget.free_bytes + shares != limit:
-        world.violate(f"{worker.name}: {transfers.budget.free_bytes} + {shares} bytes != {limit}")
-    if transfers.inflight_bytes > limit:
-        world.violate(f"{worker.name}: {transfers.inflight_bytes} bytes in flight, over {limit}")
+            try:
+                role.incoming.check()
+            except AssertionError as error:
+                world.violate(f"{one.name}: {error}")
 
 
 def check_deadlines(world: World) -> None:
@@ -64,16 +58,16 @@ def check_orphans(world: World) -> None:
     """Now and then: what no router asks for is gone within `CANCEL_S`, and a drain is echoed."""
     if not world.scenario.is_in_touch:
         return
-    known = {
-        request_id
-        for router in world.routers.values()
-        if router.process.state is State.RUNNING
-        for request_id in router.bus.dispatcher._attempts
-    }
+    living = [r for r in world.routers.values() if r.process.state is State.RUNNING]
     orphans: dict[str, float] = {}
     for one in world.workers.values():
         if one.process.state is State.RUNNING and one.is_booted:
-            ended = {f"{request_id:x}, which has ended" for request_id in _requests_at(one) - known}
+            here = one.worker.role.request_ids | one.thread.engine.request_ids
+            ended = {
+                f"{request_id:x}, which has ended"
+                for request_id in here
+                if not any(router.bus.dispatcher.attempt(request_id) for router in living)
+            }
             for what in sorted(ended | _waits_for_echo(world, one)):
                 key = f"{one.name} of epoch {one.epoch} still works on {what}"
                 since = orphans[key] = world.orphans.get(key, world.timeline.now)
@@ -82,19 +76,11 @@ def check_orphans(world: World) -> None:
     world.orphans = orphans
 
 
-def _requests_at(one: WorkerProcess) -> set[int]:
-    role = one.worker._role
-    if isinstance(role, PrefillRole):
-        return {*role._prefills, *one.worker._engine._sequences}
-    held = {*role._transfers, *one.worker._engine._sequences}
-    return held.union(role._generations)
-
-
 def _waits_for_echo(world: World, one: WorkerProcess) -> set[str]:
     """Routers that have nothing on a draining worker and do not say so."""
     silent = set()
-    for link in one.worker._routers:
-        if link._drain_s is None or link.is_drained:
+    for link in one.worker.routers:
+        if link.drain_s is None or link.is_drained:
             continue
         router = next(r for r in world.routers.values() if endpoint_of(r.name) == link.endpoint)
         known = router.fleet.get(link.identity.name)
@@ -128,9 +114,7 @@ def left_over(world: World) -> list[str]:
     left = [
         f"{one.name} with the old epoch {one.epoch} lives, and no router has it"
         for one in world.elders
-        if not any(
-            r.fleet.get(one.worker._routers[0].identity.name) for r in world.routers.values()
-        )
+        if not any(r.fleet.get(one.worker.routers[0].identity.name) for r in world.routers.values())
     ]
     for router in world.routers.values():
         left += _left_at_router(router, world.scenario.workers)
@@ -174,27 +158,25 @@ def _name(task: asyncio.Task[Any]) -> str:
 def _left_at_worker(one: WorkerProcess, has_rival: bool) -> list[str]:
     """Return what a worker still holds; one with a rival alive may stand by where that one is."""
     worker = one.worker
-    engine, role = worker._engine, worker._role
+    engine, role = one.thread.engine, worker.role
     things = {
         "used blocks": engine.load().used,
-        "sequences": len(engine._sequences),
+        "sequences": len(engine.request_ids),
         "swapped out": len(engine.swap),
         "unfinished requests": role.num_unfinished,
         "KV bytes in flight": role.kv_inflight_bytes,
         "busy": int(one.thread.is_busy),
         "links not ready": sum(
             link.state is not LinkState.READY and not (has_rival and link.is_fenced)
-            for link in worker._routers
+            for link in worker.routers
         ),
         "tasks": sum(_name(task) not in RESTING_TASKS for task in one.process.tasks),
     }
     if isinstance(role, PrefillRole):
-        things["transfers"] = len(role._transfers)
-        things["receivers"] = sum(len(peer.receivers) for peer in role._peers._peers.values())
+        things["transfers"] = role.peers.num_transfers
     else:
-        transfers = role._transfers
-        things["transfers"] = len(transfers)
-        things["waiting offers"] = len(transfers.budget)
-        things["stores"] = len(transfers._stores)
-        things["missing budget"] = one.config.max_kv_inflight_bytes - transfers.budget.free_bytes
+        things["transfers"] = len(role.incoming)
+        things["waiting offers"] = len(role.incoming.budget)
+        free_bytes = role.incoming.budget.free_bytes
+        things["missing budget"] = one.config.max_kv_inflight_bytes - free_bytes
     return [f"{count} {what}" for what, count in things.items() if count]

@@ -8,7 +8,7 @@ stopped gets its events late, as after SIGSTOP, and one that is killed never run
 from __future__ import annotations
 
 import asyncio
-from asyncio import events
+from asyncio import _set_running_loop  # it is for loops such as this one
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
@@ -60,6 +60,14 @@ class Timeline:
         return process
 
 
+class Turn(asyncio.TimerHandle):
+    """A callback that a process has planned."""
+
+    def run(self) -> None:
+        """Call it now; what it raises goes to the handler of exceptions."""
+        self._run()
+
+
 def new_process(timeline: Timeline, name: str) -> Process:
     """Start a process; it does what it is told by events."""
     return Process(timeline, name)  # type: ignore[abstract]  # what our code does not use
@@ -79,7 +87,7 @@ class Process(asyncio.AbstractEventLoop):
         self.state = State.RUNNING
         self.problems: list[str] = []
         self._timeline = timeline
-        self._ready: deque[asyncio.Handle] = deque()
+        self._ready: deque[Turn] = deque()
         self._late: list[Callable[[], object]] = []
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
@@ -88,13 +96,13 @@ class Process(asyncio.AbstractEventLoop):
         if self.state is State.STOPPED:
             self._late.append(call)
         elif self.state is State.RUNNING:
-            events._set_running_loop(self)
+            _set_running_loop(self)
             try:
                 call()
                 while self._ready:
-                    self._ready.popleft()._run()
+                    self._ready.popleft().run()
             finally:
-                events._set_running_loop(None)
+                _set_running_loop(None)
 
     def stop_running(self) -> None:
         """As SIGSTOP does: from now on events wait."""
@@ -113,16 +121,16 @@ class Process(asyncio.AbstractEventLoop):
         """End without a word.  Tasks are closed afterwards, heard by nobody, so none is left."""
         self.state = State.DEAD
         self._late.clear()
-        events._set_running_loop(self)
+        _set_running_loop(self)
         try:
             for task in self.tasks:
                 task.cancel()
             for _ in range(MAX_LAST_TURNS):
                 if not self._ready:
                     return
-                self._ready.popleft()._run()
+                self._ready.popleft().run()
         finally:
-            events._set_running_loop(None)
+            _set_running_loop(None)
         raise RuntimeError(f"{self.name} cannot be killed")
 
     @property
@@ -151,7 +159,7 @@ class Process(asyncio.AbstractEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = Turn(self.time(), callback, args, self, context)
         self._ready.append(handle)
         return handle
 
@@ -179,16 +187,16 @@ class Process(asyncio.AbstractEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle = Turn(when, callback, args, self, context)
         if self.state is State.DEAD:
             self._ready.append(handle)  # its time does not pass any more
         else:
             self._timeline.at(when, self, self._expire, handle)
         return handle
 
-    def _expire(self, handle: asyncio.TimerHandle) -> None:
+    def _expire(self, handle: Turn) -> None:
         if not handle.cancelled():
-            handle._run()
+            handle.run()
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """It stays planned and does nothing then."""

@@ -284,10 +284,10 @@ def test_the_request_id_comes_back(client: openai.OpenAI, cluster: Cluster) -> N
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model=cluster.model, prompt=STORY, top_p=7, extra_headers=headers)
     assert bad.value.request_id == "trace-me"
-    answer = client.completions.create(
+    answer = client.completions.with_raw_response.create(
         model=cluster.model, prompt=STORY, max_tokens=1, extra_headers=headers
     )
-    assert answer._request_id == "trace-me"
+    assert answer.request_id == "trace-me"
 
 
 def test_no_worker_is_a_503_to_come_back_for(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ async def test_no_router_knows_a_worker_before_its_warmup_is_over() -> None:
         try:
             await executor.until_reached()
             async with httpx.AsyncClient(trust_env=False) as client:
-                answer = await client.get(f"http://127.0.0.1:{process.worker._scrape.port}/metrics")
+                answer = await client.get(f"http://127.0.0.1:{process.worker.scrape.port}/metrics")
             assert 'baton_peers_up{kind="router"} 0.0' in answer.text
             async with running(router, "decode"):  # who dials now is known by now
                 assert [hello.role for hello in router.hellos] == [Role.DECODE.value]

@@ -231,6 +231,12 @@ def hellos(router: ScriptedRouter, count: int) -> Callable[[], bool]:
     return lambda: len(router.hellos) == count
 
 
+async def heard(router: ScriptedRouter) -> None:
+    """Wait until the worker has read what was sent to it."""
+    router.send(Role.PREFILL, Peers(router.epoch, 2), encode_map([]))  # answered, when read
+    await router.receive(Tag.ERROR)
+
+
 STILL = ErrorDetail(message="it is here still", retry_after_s=3.0)
 
 
@@ -245,8 +251,8 @@ async def test_who_is_fenced_waits_for_as_long_as_a_dead_worker_may_go_unnoticed
             await router.until(lambda: len(router.hellos) == 1)
             for tries in range(1, FENCED_TRIES + 1):
                 router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
-                await alone.until(lambda: alone.link._hello_due_s == 3.0 / FENCED_TRIES)
-                await alone.link.tick(1.0)
+                await heard(router)
+                await alone.link.tick(3.0 / FENCED_TRIES)
                 await router.until(hellos(router, tries + 1))
             assert alone.link.state is LinkState.JOINING
             router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
@@ -265,13 +271,13 @@ async def test_a_worker_that_another_router_serves_stands_by() -> None:
         async with stage(router) as alone:
             await router.until(lambda: len(router.hellos) == 1)
             router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
-            await alone.until(lambda: alone.link._fenced_s == 3.0)
+            await heard(router)
             await alone.link.tick(3.0)
             router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
             assert await alone.state() is LinkState.REFUSED
+            await heard(router)
             router.is_welcoming = True
-            await alone.until(lambda: alone.link._hello_due_s == 3.0 / FENCED_TRIES)
-            await alone.link.tick(1.0)
+            await alone.link.tick(3.0 / FENCED_TRIES)
             assert await alone.state() is LinkState.READY and not alone.link.is_fenced
 
 
@@ -291,8 +297,7 @@ async def test_another_process_of_a_router_asks_for_nothing_that_the_first_asked
         for epoch, num_lost in ((router.epoch, 0), (router.epoch + 1, 1), (router.epoch + 1, 1)):
             router.send(Role.PREFILL, Welcome(epoch, 1000, 1000), again)
             await alone.until(lambda epoch=epoch: alone.link.epoch == epoch)  # type: ignore[misc]
-            router.send(Role.PREFILL, Peers(epoch, 2), encode_map([]))  # is answered, when read
-            await router.receive(Tag.ERROR)
+            await heard(router)
             assert alone.role.num_lost == num_lost
 
 
@@ -304,9 +309,13 @@ async def test_a_fenced_worker_gets_the_place_that_becomes_free() -> None:
         assert alone.role.num_lost == 1
         await alone.link.tick(1.1)
         assert await alone.state() is LinkState.READY
+        router.is_welcoming = False
         router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
-        assert await alone.state() is LinkState.JOINING, "it waits anew"
-        assert alone.link._fenced_s == 3.0
+        assert await alone.state() is LinkState.JOINING
+        await alone.link.tick(2.9)
+        router.send(Role.PREFILL, Error(0, ErrorCode.FENCED), fenced(3.0))
+        await heard(router)
+        assert alone.link.state is LinkState.JOINING, "it waits anew"
 
 
 async def test_a_drain_is_said_again_to_a_router_that_came_back() -> None:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker import memory
 from worker.executor.contract import MemoryRequirements
 from worker.memory import count_blocks, free_bytes
 
@@ -67,18 +66,14 @@ def test_this_machine_has_memory_left() -> None:
     ("limit", "expected"), [("max", 2048), ("1500", 1500 - (900 - 300)), ("500", 0)]
 )
 def test_a_container_may_allow_less_than_the_machine_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, expected: int
+    tmp_path: Path, limit: str, expected: int
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:   2 kB\nHugePages_Free: 0\n")
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.stat").write_text("anon 600\nactive_file 100\ninactive_file 200\n")
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    assert free_bytes("cpu") == expected
+    assert free_bytes("cpu", tmp_path / "meminfo", tmp_path) == expected
 
 
-def test_where_nobody_says_it_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    assert free_bytes("cpu") is None
+def test_where_nobody_says_it_is_unknown(tmp_path: Path) -> None:
+    assert free_bytes("cpu", tmp_path / "meminfo", tmp_path) is None

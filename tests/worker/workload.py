@@ -22,7 +22,7 @@ from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, T
 from worker.engine.sequence import Sequence
 from worker.engine.speculation import Drafter
 from worker.executor.contract import ModelInfo
-from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor, _kv_words, oracle
+from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor, kv_words, oracle
 
 # So few that n-grams recur and guesses are right now and then.
 VOCAB_SIZE = 6
@@ -227,7 +227,7 @@ class Workload:
         num_tokens = len(request.prompt) - reserved.cached_tokens
         if num_tokens:
             positions = np.arange(reserved.cached_tokens, len(request.prompt), dtype=np.int32)
-            words = _kv_words(np.array(request.prompt, np.int32)[positions], positions)
+            words = kv_words(np.array(request.prompt, np.int32)[positions], positions)
             rectangle = Rectangle(0, LAYOUT.num_layers, reserved.cached_tokens, num_tokens)
             kv = words.transpose(1, 2, 3, 0).tobytes()
             self.engine.cache.unpack(reserved.block_table, rectangle, kv)

@@ -112,6 +112,10 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._cached)
 
+    def is_used(self, block: int) -> bool:
+        """Whether a sequence refers to it."""
+        return self._refs[block] > 0
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold so many tokens."""
         return -(-num_tokens // self.block_size)
@@ -231,6 +235,6 @@ class BlockPool:
         """Assert what `check` takes for granted; for tests, as it goes through the whole pool."""
         places = [*self._free, *self._cached]
         assert len(set(places)) == len(places), "a block is in two places"
-        assert {block for block, refs in enumerate(self._refs) if refs == 0} == set(places)
+        assert set(places) == {it for it in range(self.num_blocks) if not self.is_used(it)}
         assert self._keys == {block: place for place, (block, _) in self._trie.items()}
         assert self._cached.keys() <= self._keys.keys() and self._keys.keys().isdisjoint(self._free)

@@ -10,7 +10,7 @@ state the device is in, so the process has to end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Many
 from itertools import count
 from typing import Any
@@ -256,6 +256,11 @@ class Engine:
         self._outputs.append(Failed(request_id, code, message))
 
     # The figures that others read.
+
+    @property
+    def request_ids(self) -> Set[int]:
+        """Requests that have a sequence here, in any state."""
+        return self._sequences.keys()
 
     @property
     def num_running(self) -> int:

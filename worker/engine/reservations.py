@@ -28,10 +28,10 @@ class Reservations:
     """The sequences that wait for blocks, in order, and those whose KV arrives."""
 
     def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+        self.pool = pool
         self._waiting: deque[Sequence] = deque()
         self._arriving: dict[int, Sequence] = {}
-        self._unclaimed = Unclaimed(pool.num_blocks)  # counts blocks, less shared ones
+        self.unclaimed = Unclaimed(pool.num_blocks)  # counts blocks, less shared ones
 
     def __len__(self) -> int:
         """How many wait for blocks."""
@@ -45,7 +45,7 @@ class Reservations:
         claimed = (s for s in self._waiting if s.is_claimed and not self._is_on_its_way(s))
         if (sequence := next(claimed, None)) is not None:
             return sequence
-        may_hold = self._unclaimed.may_hold
+        may_hold = self.unclaimed.may_hold
         unclaimed = (s for s in self._waiting if not s.is_claimed and may_hold(s.offered_by))
         return next((s for s in unclaimed if not self._is_on_its_way(s)), None)
 
@@ -54,14 +54,14 @@ class Reservations:
         self._waiting.remove(sequence)
         self._arriving[sequence.request_id] = sequence
         if not sequence.is_claimed:
-            num_shared = sequence.num_cached_tokens // self._pool.block_size
+            num_shared = sequence.num_cached_tokens // self.pool.block_size
             num_blocks = len(sequence.block_table) - num_shared
-            self._unclaimed.hold(sequence.request_id, sequence.offered_by, num_blocks)
+            self.unclaimed.hold(sequence.request_id, sequence.offered_by, num_blocks)
 
     def claim(self, sequence: Sequence) -> None:
         """Enter that a router has asked for it."""
         sequence.is_claimed = True
-        self._unclaimed.release(sequence.request_id)
+        self.unclaimed.release(sequence.request_id)
 
     def let_others_pass(self, sequence: Sequence) -> None:
         """Have no sequence wait to share it: its KV is here, but no router has asked for it."""
@@ -70,17 +70,17 @@ class Reservations:
     def begin(self, sequence: Sequence) -> None:
         """Let others share its KV: all of it is here, and a router has asked for it."""
         self.remove(sequence)
-        sequence.register(self._pool)
+        sequence.register(self.pool)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that ended or began to generate."""
-        self._unclaimed.release(sequence.request_id)
+        self.unclaimed.release(sequence.request_id)
         if self._arriving.pop(sequence.request_id, None) is None and sequence in self._waiting:
             self._waiting.remove(sequence)
 
     def _is_on_its_way(self, sequence: Sequence) -> bool:
         """Whether KV arrives from the same peer for tokens that the sequence begins with."""
-        if not self._pool.enable_prefix_cache:
+        if not self.pool.enable_prefix_cache:
             return False
         return any(
             other.offered_by == sequence.offered_by and _begins_with(sequence.token_ids, other)
@@ -99,28 +99,28 @@ class Unclaimed:
     def __init__(self, total: int) -> None:
         self._total = total
         self._held: dict[int, tuple[Hashable, int]] = {}  # by request id
-        self._by_peer = Counter[Hashable]()
+        self.held_by = Counter[Hashable]()
 
     @property
     def num_held(self) -> int:
-        return self._by_peer.total()
+        return self.held_by.total()
 
     def may_hold(self, peer: Hashable) -> bool:
         """Whether one more transfer of `peer` may hold something."""
-        is_over = PEER_PART * self._by_peer[peer] >= self._total
+        is_over = PEER_PART * self.held_by[peer] >= self._total
         return not is_over and PART_OF_ALL * self.num_held < self._total
 
     def hold(self, request_id: int, peer: Hashable, amount: int) -> None:
         self._held[request_id] = peer, amount
-        self._by_peer[peer] += amount
+        self.held_by[peer] += amount
 
     def release(self, request_id: int) -> None:
         """Enter that it was claimed or has ended; nothing happens the second time."""
         if (held := self._held.pop(request_id, None)) is not None:
             peer, amount = held
-            self._by_peer[peer] -= amount
-            if not self._by_peer[peer]:
-                del self._by_peer[peer]
+            self.held_by[peer] -= amount
+            if not self.held_by[peer]:
+                del self.held_by[peer]
 
 
 def _begins_with(token_ids: list[int], other: Sequence) -> bool:

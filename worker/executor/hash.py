@@ -112,7 +112,7 @@ class HashKVCache(HostKVCache):
     def compute(self, token_ids: npt.NDArray[np.int32], batch: Batch) -> None:
         """Compute and store the KV of a batch's tokens, [T] `token_ids`."""
         blocks, offsets = np.divmod(batch.slots, self.block_size)
-        self._words[blocks, :, :, :, offsets] = _kv_words(token_ids, batch.positions)
+        self._words[blocks, :, :, :, offsets] = kv_words(token_ids, batch.positions)
 
 
 class HashExecutor:
@@ -211,7 +211,7 @@ class _Vocabulary:
         return Logprobs(logprob=logprob, top=tuple(top))
 
 
-def _kv_words(
+def kv_words(
     token_ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.uint64]:
     """Return u64 [T, num_layers, k|v, kv_heads]: the KV of each token (the splitmix64 mixer)."""
@@ -241,7 +241,7 @@ def oracle(
     token_ids, prompt_len = list(prompt), len(prompt)
     while len(token_ids) < min(prompt_len + num_tokens, max_model_len):
         position = len(token_ids)
-        words = _kv_words(np.array(token_ids, np.int32), np.arange(position, dtype=np.int32))
+        words = kv_words(np.array(token_ids, np.int32), np.arange(position, dtype=np.int32))
         digest = xxh3_64_intdigest(words.transpose(1, 2, 3, 0).tobytes())
         row = Row(0, Sampling(0, options, position, prompt_len, token_ids), 0)
         token_id = vocabulary.draw(digest, row).token_id

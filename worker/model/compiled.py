@@ -25,7 +25,7 @@ from worker.model.rope import inverse_frequencies
 from worker.model.weights import Layer, Linear, Weights
 
 # Programs that are kept: decode steps have few numbers of tokens, prompts have any.
-_MAX_PROGRAMS = 64
+MAX_PROGRAMS = 64
 
 
 class CompiledTransformer:
@@ -81,7 +81,7 @@ class CompiledTransformer:
         if program is None:
             program = Program(self._operations(pool, num_tokens, num_rows))
             self._programs[num_tokens, num_rows] = program
-            if len(self._programs) > _MAX_PROGRAMS:
+            if len(self._programs) > MAX_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end((num_tokens, num_rows))
         return program

@@ -7,6 +7,8 @@ one message to each router.  SPEC 4.5, 4.6, 4.7.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import structlog
 
 from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
@@ -92,7 +94,7 @@ class Generation:
 
 
 class DecodeRole:
-    """All requests of a decode worker, and the KV that arrives for them.  On the event loop."""
+    """All requests of a decode worker, and the `incoming` KV for them.  On the event loop."""
 
     num_peers_up = 0  # prefill workers connect to it, it connects to none
 
@@ -102,11 +104,16 @@ class DecodeRole:
         self._clock = context.clock
         self.transfers = TransferCounts()
         self._generations: dict[int, Generation] = {}
-        self._transfers = IncomingTransfers(
+        self.incoming = IncomingTransfers(
             context, self._is_asked_for, self._begin_if_ready, self._on_transfer_failed
         )
-        self.kv_endpoint = self._transfers.endpoint
-        self.traffic = self._transfers.traffic
+        self.kv_endpoint = self.incoming.endpoint
+        self.traffic = self.incoming.traffic
+
+    @property
+    def request_ids(self) -> Set[int]:
+        """Requests that a router has asked for, or whose KV comes or is here."""
+        return self._generations.keys() | set(self.incoming)
 
     @property
     def num_unfinished(self) -> int:
@@ -115,20 +122,20 @@ class DecodeRole:
 
     @property
     def is_idle(self) -> bool:
-        return not self._generations and not len(self._transfers)
+        return not self._generations and not len(self.incoming)
 
     @property
     def kv_inflight_bytes(self) -> int:
         """Bytes that may arrive, or that are being unpacked."""
-        return self._transfers.inflight_bytes
+        return self.incoming.inflight_bytes
 
     # Frames of a router.
 
     def on_registered(self, router: RouterLink) -> None:
         # An offer does not say which router's request it is, so one lease serves for all routers:
         # those of one cluster have the same.
-        self._transfers.lease_s = self._config.lease_s or router.lease_s
-        lost = self._transfers.lost_epochs
+        self.incoming.lease_s = self._config.lease_s or router.lease_s
+        lost = self.incoming.lost_epochs
         if lost.get(router.endpoint) == router.epoch & 0xFFFFFFFF:
             del lost[router.endpoint]
 
@@ -141,19 +148,19 @@ class DecodeRole:
             return
         token_ids, options = decode_continuation(message.body())
         self._generations[frame.request_id] = generation = Generation(
-            router, frame, token_ids, options, self._clock(), self._transfers.lease_s
+            router, frame, token_ids, options, self._clock(), self.incoming.lease_s
         )
-        if (receiver := self._transfers.get(frame.request_id)) is not None:
+        if (receiver := self.incoming.get(frame.request_id)) is not None:
             try:
                 generation.check(receiver)
             except RemoteProtocolError as error:
-                self._transfers.fail(frame.request_id, error)
+                self.incoming.fail(frame.request_id, error)
                 return
-            self._transfers.claim(frame.request_id)
+            self.incoming.claim(frame.request_id)
         self._begin_if_ready(frame.request_id)
 
     def on_cancel(self, request_id: int) -> None:
-        self._transfers.cancel(request_id)
+        self.incoming.cancel(request_id)
         generation = self._generations.pop(request_id, None)
         if generation is not None and generation.receiver is not None:
             self._engine.post(lambda engine: engine.cancel(request_id))
@@ -169,10 +176,10 @@ class DecodeRole:
         # is the epoch of its router (SPEC 1).  The epoch is kept: a prefill worker that has not
         # noticed the loss may offer more of its KV.
         epoch = router.epoch & 0xFFFFFFFF
-        self._transfers.lost_epochs[router.endpoint] = epoch
-        for request_id in self._transfers:
+        self.incoming.lost_epochs[router.endpoint] = epoch
+        for request_id in self.incoming:
             if request_id >> 32 == epoch:
-                self._transfers.cancel(request_id)
+                self.incoming.cancel(request_id)
 
     # Outputs of the engine.
 
@@ -186,7 +193,7 @@ class DecodeRole:
                         step = steps.setdefault(generation.router, Step())
                         self._on_token(generation, output, step)
                 case Reserved():
-                    self._transfers.on_reserved(output)
+                    self.incoming.on_reserved(output)
                 case Failed():
                     self._on_failed(output.request_id, output.for_peers())
         for router, step in steps.items():
@@ -194,11 +201,11 @@ class DecodeRole:
 
     def tick(self, now: float) -> None:
         """End what has waited a lease for its other half, or past its own deadline."""
-        self._transfers.tick(now)
+        self.incoming.tick(now)
         for request_id, generation in list(self._generations.items()):
-            is_alone = generation.receiver is None and request_id not in self._transfers
+            is_alone = generation.receiver is None and request_id not in self.incoming
             if generation.is_overdue(now):
-                self._transfers.cancel(request_id)
+                self.incoming.cancel(request_id)
                 self._refuse(request_id, WireError(*overdue(generation.options)), "transfer")
             elif is_alone and now >= generation.kv_deadline_s:
                 error = TransferFailed("the prefill worker", "its KV never came")
@@ -207,7 +214,7 @@ class DecodeRole:
     async def close(self) -> None:
         for request_id in list(self._generations):
             self.on_cancel(request_id)
-        await self._transfers.close()
+        await self.incoming.close()
 
     def _is_asked_for(self, receiver: KVReceiver) -> bool:
         """Whether a router has asked for what is offered; raise WireError to refuse it."""
@@ -221,8 +228,8 @@ class DecodeRole:
 
     def _begin_if_ready(self, request_id: int) -> None:
         generation = self._generations.get(request_id)
-        if generation is not None and self._transfers.is_complete(request_id):
-            generation.receiver = receiver = self._transfers.take(request_id)
+        if generation is not None and self.incoming.is_complete(request_id):
+            generation.receiver = receiver = self.incoming.take(request_id)
             skipped_bytes = receiver.cached_tokens * receiver.layout.token_bytes
             self.transfers.end("done", receiver.kv_bytes, skipped_bytes, receiver.kv_seconds)
             self._engine.post(generation.begin)
@@ -237,8 +244,8 @@ class DecodeRole:
             step.ends.append((generation.request_id, generation.usage(token.finish_reason)))
 
     def _on_failed(self, request_id: int, error: WireError) -> None:
-        if request_id in self._transfers:
-            self._transfers.fail(request_id, error)
+        if request_id in self.incoming:
+            self.incoming.fail(request_id, error)
         else:
             self._refuse(request_id, error, "decode")
 

@@ -11,6 +11,7 @@ however it ends.  SPEC 4.1, 4.2.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Set
 from math import inf
 from typing import Final
 
@@ -67,7 +68,10 @@ class Prefill:
 
 
 class PrefillRole:
-    """All requests of a prefill worker, until their blocks are given back.  On the event loop."""
+    """All requests of a prefill worker, until their blocks are given back.  On the event loop.
+
+    `peers` are the decode workers it hands KV to.
+    """
 
     kv_endpoint = ""
 
@@ -78,14 +82,19 @@ class PrefillRole:
         self._engine = context.engine
         self._copies = context.copies
         self._clock = context.clock
-        self._peers = DecodePeers(context.identity.name, context.plane, context.clock)
-        self.traffic = self._peers.traffic
+        self.peers = DecodePeers(context.identity.name, context.plane, context.clock)
+        self.traffic = self.peers.traffic
         self.transfers = TransferCounts()
         self._prefills: dict[int, Prefill] = {}
         self.first_chunk_s = inf  # of the last prompt
         self._transfers: set[asyncio.Task[None]] = (
             set()
         )  # until the socket lets go of their buffers
+
+    @property
+    def request_ids(self) -> Set[int]:
+        """Requests whose prompts are read, or whose blocks are still needed for the transfer."""
+        return self._prefills.keys()
 
     @property
     def num_unfinished(self) -> int:
@@ -99,7 +108,7 @@ class PrefillRole:
     @property
     def num_peers_up(self) -> int:
         """Decode workers that a connection is up to."""
-        return self._peers.num_up
+        return self.peers.num_up
 
     @property
     def kv_inflight_bytes(self) -> int:
@@ -138,7 +147,7 @@ class PrefillRole:
             self._end(prefill)
 
     def on_peers(self, router: RouterLink, peers: list[PeerDetail]) -> None:
-        self._peers.update(router.endpoint, peers)
+        self.peers.update(router.endpoint, peers)
 
     def on_router_lost(self, router: RouterLink) -> None:
         for prefill in list(self._prefills.values()):
@@ -212,18 +221,18 @@ class PrefillRole:
         for prefill in list(self._prefills.values()):
             if prefill.transfer is not None:
                 prefill.transfer.tick(now)
-        self._peers.tick(now)
+        self.peers.tick(now)
 
     async def close(self) -> None:
         for prefill in list(self._prefills.values()):
             self._end(prefill)
-        await self._peers.close()
+        await self.peers.close()
         await asyncio.gather(*self._transfers, return_exceptions=True)
 
     def _offer_to(
         self, router: RouterLink, frame: PrefillRequest, token_ids: tuple[int, ...]
     ) -> OutgoingTransfer:
-        peer = self._peers.find(router.endpoint, frame.decode_rank)
+        peer = self.peers.find(router.endpoint, frame.decode_rank)
         if peer is None:
             rank = "any" if frame.decode_rank == ANY_RANK else frame.decode_rank
             raise WireError(ErrorCode.NO_WORKER, f"no decode worker of rank {rank} is known here")

@@ -151,6 +151,11 @@ class DecodePeers:
     def num_up(self) -> int:
         return sum(peer.is_up for peer in self._peers.values())
 
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that an answer may still come for."""
+        return sum(len(peer.receivers) for peer in self._peers.values())
+
     def update(self, router: str, details: list[PeerDetail]) -> None:
         """Take a PEERS frame of one router; connect to whom it names."""
         self._named[router] = details

@@ -147,6 +147,14 @@ class IncomingTransfers:
                 transfer.is_waited_for = False
                 self._engine.post(partial(Engine.let_others_pass, request_id=request_id))
 
+    def check(self) -> None:
+        """Assert that every byte that may be in flight is free, or the share of a transfer."""
+        shares = sum(transfer.share_bytes for transfer in self._transfers.values())
+        limit = self._config.max_kv_inflight_bytes
+        free_bytes, inflight_bytes = self.budget.free_bytes, self.inflight_bytes
+        assert free_bytes + shares == limit, f"{free_bytes} + {shares} bytes != {limit}"
+        assert inflight_bytes <= limit, f"{inflight_bytes} bytes in flight, over {limit}"
+
     async def close(self) -> None:
         leaving = WireError(ErrorCode.DRAINING, "the decode worker is leaving")
         for request_id in self:

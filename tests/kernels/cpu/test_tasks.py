@@ -49,10 +49,10 @@ WANT = [np.float32(0.1), 1.0, -3.0, np.float32(0.2)]
 @pytest.fixture
 def _compiled_anew() -> Iterator[None]:
     compiled.cache_clear()
-    threads._native.cache_clear()
+    threads.native.cache_clear()
     yield
     compiled.cache_clear()
-    threads._native.cache_clear()
+    threads.native.cache_clear()
 
 
 def test_a_loop_reads_fields_by_name() -> None:
@@ -115,7 +115,7 @@ def test_the_second_process_finds_it_compiled(
     assert filled() == WANT
     # Any source of the loops may have changed what was compiled from this one.
     compiled.cache_clear()
-    monkeypatch.setattr(tasks._Locator, "get_source_stamp", lambda _: "another")
+    monkeypatch.setattr(tasks.CacheLocator, "get_source_stamp", lambda _: "another")
     assert compiled(fill).cache_hits == 0
 
 

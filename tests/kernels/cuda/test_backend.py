@@ -26,8 +26,8 @@ def test_too_old_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torch_s_stream_becomes_cupy_s_without_a_warning() -> None:
     """Warnings are errors in our tests, and CuPy 14.2 warns of the older way."""
-    pytest.importorskip("cupy", reason="needs cupy: pip install 'baton-serve[cuda]'")
-    assert cuda._cupy().cuda.Stream.from_external(cuda._Queue(12345)).ptr == 12345
+    cupy = pytest.importorskip("cupy", reason="needs cupy: pip install 'baton-serve[cuda]'")
+    assert cupy.cuda.Stream.from_external(cuda.ExternalStream(12345)).ptr == 12345
 
 
 def test_a_source_holds_its_header_once_and_has_a_hash() -> None:

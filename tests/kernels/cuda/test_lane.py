@@ -8,6 +8,7 @@ import torch
 from kernels import KernelError
 from kernels.cuda import backend as cuda
 from kernels.cuda.lane import SideStream
+from tests.gpu.timing import spend
 
 
 @pytest.fixture
@@ -17,11 +18,6 @@ def lane() -> SideStream:
     except KernelError as error:
         pytest.skip(str(error))
     return SideStream(torch.device("cuda", 0))
-
-
-def spend(cycles: int) -> None:
-    """Keep the stream that computes busy."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.gpu

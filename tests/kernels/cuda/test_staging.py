@@ -43,10 +43,8 @@ TABLE, LAYERS, TOKENS = [4, 0, 3, 1], range(3), range(5, 29)
 
 @pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("buffer_bytes", [1, 32 << 20], ids=["layer by layer", "at once"])
-def test_every_way_gives_the_same_bytes(
-    lane: CpuLane, way: Way, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "MAX_BUFFER_BYTES", buffer_bytes)
+def test_every_way_gives_the_same_bytes(lane: CpuLane, way: Way, buffer_bytes: int) -> None:
+    lane.max_buffer_bytes = buffer_bytes
     held, filled = pool(), torch.zeros_like(pool())
     want = reference.pack_kv(held, TABLE, LAYERS, TOKENS, BF16)
     sent = staging.pack(way, lane, held, TABLE, LAYERS, TOKENS)
@@ -149,11 +147,8 @@ def test_a_block_table_is_uploaded_once_a_transfer(lane: CpuLane) -> None:
     assert torch.equal(it.pack(changing, LAYERS, range(16)), want)
 
 
-def test_tables_of_transfers_long_gone_are_dropped(
-    lane: CpuLane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "MAX_TABLES", 2)
-    tables = staging.Tables(lane)
+def test_tables_of_transfers_long_gone_are_dropped(lane: CpuLane) -> None:
+    tables = staging.Tables(lane, max_tables=2)
     first, second, third = ((number, number + 1) for number in range(3))
     for table in (first, second, first, third, first, second):
         assert tables.on_device(table).tolist() == list(table)

@@ -26,8 +26,13 @@ class CpuLane:
     """
 
     def __init__(
-        self, *, dtype: torch.dtype = torch.bfloat16, num_pinned: int = 1000, obstacle: str = ""
+        self,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        num_pinned: int = 1000,
+        obstacle: str = "",
     ) -> None:
+        self.max_buffer_bytes = 32 << 20
         self.buffers: list[int] = []
         self.moved: list[int] = []
         self.uploaded: list[tuple[int, ...]] = []

@@ -15,14 +15,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from router.core.state import Limits
-from router.http import completion, responses
+from router.http import responses
 from router.http.limits import INLINE_BYTES, Bodies
 from router.http.origin import Origins
+from router.http.requests import RequestParser
 from router.http.sse import ChunkWriter
 from tests.router.scripted import Ends
 from tests.router.site import Answer, Site, events, ids, listening, write_model
 from wire.errors import ErrorCode
-from wire.frames import Cancel, PrefillRequest
+from wire.frames import Cancel, PrefillRequest, Role
 from wire.payloads import decode_prompt
 from wire.process.api_keys import ApiKeys, digest, name_of
 
@@ -210,7 +211,7 @@ async def test_web_pages_of_others(site: Site) -> None:
 
 async def test_a_web_page_that_is_allowed(site: Site, guarded: Path) -> None:
     """It is told so before it asks, which it does without its key, and with each answer."""
-    site.application._origins = Origins([PAGE])
+    site.configure(origins=Origins([PAGE]))
     ask = {"access-control-request-method": "POST", "access-control-request-headers": "x-a"}
     key = {"authorization": "Bearer sk-0123456789abcdef"}
     async with site.client() as client:
@@ -309,10 +310,10 @@ async def test_a_failure_in_the_middle_ends_the_stream_in_words(site: Site) -> N
 async def test_a_bug_is_a_500_that_says_nothing(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def boom(raw: bytes) -> Any:
+    def boom(self: RequestParser, raw: bytes) -> Any:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(site.application._parser, "detokenize", boom)
+    monkeypatch.setattr(RequestParser, "detokenize", boom)
     with capture_logs() as logs:
         answer = await post(site, "/detokenize", {"tokens": []})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
@@ -345,25 +346,26 @@ async def test_tokenize_and_detokenize(site: Site) -> None:
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions"])
-async def test_a_long_body_is_read_in_a_thread(site: Site, path: str) -> None:
+async def test_a_long_body_is_read_in_a_thread(
+    site: Site, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So the loop goes on meanwhile: here the thread waits for something that the loop does."""
-    done, readers = threading.Event(), []
-    real = site.application._parser.check_model
+    done, readers, bodies = threading.Event(), [], Bodies()
 
-    def check_model(model: str | None) -> None:
+    def check_model(self: RequestParser, model: str | None) -> None:
         assert done.wait(10)
         readers.append(threading.current_thread())
-        real(model)
 
-    site.application._parser.check_model = check_model  # type: ignore[method-assign]
+    monkeypatch.setattr(RequestParser, "check_model", check_model)
+    site.configure(bodies=bodies)
     body = {"prompt": "x", "tokens": [1], "user": "x" * INLINE_BYTES}
     asking = asyncio.create_task(post(site, path, body))
-    while not site.application._bodies._total_bytes:  # noqa: ASYNC110 (there is no event for it)
+    while not bodies.total_bytes:  # noqa: ASYNC110 (there is no event for it)
         await asyncio.sleep(0)
     done.set()
     assert (await asking).status_code == 200
     assert readers != [threading.main_thread()] and len(readers) == 1
-    assert site.application._bodies._total_bytes == 0
+    assert bodies.total_bytes == 0
     await post(site, path, {"prompt": "x", "tokens": [1]})
     assert readers[1] is threading.main_thread()
 
@@ -469,19 +471,18 @@ async def test_a_client_that_goes_away_before_a_whole_answer(site: Site) -> None
     assert site.bus.dispatcher.num_running == 0
 
 
-async def test_a_client_that_does_not_read_is_cut_off(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(completion, "MAX_PENDING_TOKENS", 64)
-    site.answer = lambda prompt: Answer("x" * 1000)
-    site.application._model_name = "w" * 4000  # In every chunk: fills the kernel's buffers soon.
+async def test_a_client_that_does_not_read_is_cut_off(site: Site) -> None:
+    for role in (Role.PREFILL, Role.DECODE):
+        site.join(role, max_model_len=20_000)
+    site.answer = lambda prompt: Answer(ids("x") * 10_000)
+    site.configure(model_name="w" * 4000)  # In every chunk: fills the kernel's buffers soon.
     loop = asyncio.get_running_loop()
     async with listening(site.application) as address:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.setblocking(False)
             await loop.sock_connect(client, address)
-            body = CHAT | {"stream": True, "max_tokens": 900}
+            body = CHAT | {"stream": True, "max_tokens": 9000}
             await loop.sock_sendall(client, request_bytes(body))
             await asyncio.wait_for(site.cancelled.wait(), 20)
             received = await drained(client)
@@ -514,7 +515,7 @@ async def test_a_body_over_the_limit(site: Site) -> None:
 
 
 async def test_a_body_that_comes_too_slowly(site: Site) -> None:
-    site.application._bodies = Bodies(grace_s=0.01)
+    site.configure(bodies=Bodies(grace_s=0.01))
     async with listening(site.application) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(
@@ -542,7 +543,7 @@ def guarded(site: Site, tmp_path: Path) -> Path:
     path = tmp_path / "api_keys"
     path.write_text("sk-0123456789abcdef\n")
     path.chmod(0o600)
-    site.application._api_keys = ApiKeys(path)
+    site.configure(api_keys=ApiKeys(path))
     return path
 
 

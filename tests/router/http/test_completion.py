@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http import completion as module
-from router.http.completion import Choice, CompletionRequest, Piece
+from router.http.completion import (
+    MAX_AT_ONCE,
+    MAX_PENDING_TOKENS,
+    Choice,
+    CompletionRequest,
+    Piece,
+)
 from router.http.responses import usage_body
 from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer
@@ -328,11 +333,10 @@ def test_cancel_is_idempotent() -> None:
     assert core.cancelled == [1, 2]
 
 
-def test_a_writer_that_lags_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 3)
+def test_a_writer_that_lags_is_told() -> None:
     core = Core()
     _, writer = started(core)
-    for token_id in ids("abcdef"):
+    for token_id in ids("a") * (MAX_PENDING_TOKENS + 3):
         core.sinks[0].on_token(token_id, None)
     assert writer.overruns == 3
 
@@ -366,7 +370,7 @@ def test_a_stop_in_the_first_token_is_cancelled_before_anyone_writes() -> None:
 def test_very_much_is_taken_in_parts_and_nothing_is_lost() -> None:
     """A client that reads again after a pause has thousands of tokens waiting, for each choice."""
     subject, writer = started(core := Core())
-    tokens = ids("ab") * module.MAX_AT_ONCE
+    tokens = ids("ab") * MAX_AT_ONCE
     for sink in core.sinks:
         for token_id in tokens:
             sink.on_token(token_id, None)
@@ -376,17 +380,17 @@ def test_very_much_is_taken_in_parts_and_nothing_is_lost() -> None:
         wakes = writer.wakes
         for choice, pieces in subject.take():
             texts[choice.index] += "".join(piece.text for piece in pieces)
-        assert subject.num_new_tokens <= module.MAX_AT_ONCE
+        assert subject.num_new_tokens <= MAX_AT_ONCE
         assert subject.is_over or writer.wakes > wakes
         parts += 1
-    assert texts == ["ab" * module.MAX_AT_ONCE] * 2 and parts == 4
+    assert texts == ["ab" * MAX_AT_ONCE] * 2 and parts == 4
     assert [choice.finish_reason for choice in subject.choices] == ["length"] * 2
     assert subject.take() == []
 
 
 def test_a_stop_string_ends_a_choice_though_more_waits() -> None:
     subject, _ = started(core := Core(), 1, stop="b")
-    for token_id in ids("ab") * module.MAX_AT_ONCE:
+    for token_id in ids("ab") * MAX_AT_ONCE:
         core.sinks[0].on_token(token_id, None)
     [(_, pieces)] = subject.take()
     assert pieces[-1].finish_reason == "stop" and subject.is_over

@@ -94,11 +94,9 @@ def test_a_prompt_that_leaves_no_room(
     assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
 
 
-def test_a_hopeless_text_is_refused_without_tokenizing_it(
-    parser: RequestParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parser._tokenizer, "_backend", object())
-    with pytest.raises(WireError, match="at least"):
+def test_a_hopeless_text_is_refused_without_tokenizing_it(parser: RequestParser) -> None:
+    # Who had counted would say how many tokens there are.
+    with pytest.raises(WireError, match=r"the prompt has at least \d+"):
         parser.chat(raw(messages=[CHAT[0] | {"content": "x" * 2000}]), **CONTEXT)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from worker.embedded.ledger import TokenOutput
 from worker.embedded.serving import ServingEngine
 from worker.engine.engine import Engine
 from worker.engine.measured import State
+from worker.engine.sequence import Sequence
+from worker.engine.speculation import NgramDrafter
 from worker.executor.batch import Batch
 from worker.executor.hash import HashExecutor, create, oracle
 
@@ -35,13 +38,25 @@ class GatedExecutor(HashExecutor):
         self.gate.set()
         self.entered = threading.Event()
         self.is_broken = False
+        self.most_tokens = 0
 
     def forward(self, batch: Batch) -> list[int]:
         self.entered.set()
+        self.most_tokens = max(self.most_tokens, len(batch.token_ids))
         assert self.gate.wait(PATIENCE_S)
         if self.is_broken:
             raise RuntimeError("out of memory")
         return super().forward(batch)
+
+
+class CountedDrafter(NgramDrafter):
+    """It counts how often it is asked."""
+
+    num_rounds = 0
+
+    def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
+        self.num_rounds += 1
+        return super().draft(sequences, limits)
 
 
 def stepped(**settings: int) -> ServingEngine:
@@ -239,13 +254,15 @@ def test_memory_says_how_many_blocks() -> None:
 
 
 def test_it_takes_the_settings_of_an_engine() -> None:
-    serving = stepped(speculate="ngram:4", swap_bytes=1 << 20, ageing_s=2.0, max_ubatch_tokens=9)  # type: ignore[arg-type]
-    config = serving._engine.config
-    assert (config.speculate, config.swap_bytes, config.ageing_s) == ("ngram:4", 1 << 20, 2.0)
-    assert config.max_ubatch_tokens == 9
+    executor, drafter = GatedExecutor(), CountedDrafter(4)
+    chosen: dict[str, Any] = {"speculate": drafter, "swap_bytes": 1 << 20, "max_ubatch_tokens": 3}
+    serving = ServingEngine(executor, num_blocks=64, block_size=4, ageing_s=2.0, **chosen)
     request_id = serving.submit(PROMPT, GREEDY)
     while not serving.is_complete(request_id):
         serving.run_iteration()
+    assert executor.most_tokens == 3 < len(PROMPT) and drafter.num_rounds
+    with pytest.raises(ValueError, match="ageing_s is 0"):
+        stepped(ageing_s=0)
     plain = stepped()
     plain_id = plain.submit(PROMPT, GREEDY)
     while not plain.is_complete(plain_id):

@@ -44,12 +44,13 @@ def test_it_drafts_what_its_model_would_say(options: Options) -> None:
 
 
 def test_a_wrong_draft_is_cut_off_and_forgotten() -> None:
-    model = drafter()
+    executor = SizingExecutor()
+    model = ModelDrafter(executor, 3, num_blocks=40, block_size=3)
     sequence = Sequence(1, [3, 4, 5], GREEDY)
     (drafts,) = model.draft([sequence], [3])
     sequence.token_ids += [drafts[0], (drafts[1] + 1) % VOCAB_SIZE]
     assert tuple(model.draft([sequence], [3])[0]) == full_text(tuple(sequence.token_ids), 3, GREEDY)
-    assert model._shadows[1].num_computed_tokens == 5 + 2
+    assert executor.sizes == [3, 1, 1, 1, 1, 1], "what was right is not computed again"
     model.check()
     model.forget(1)
     model.forget(1)
@@ -111,7 +112,9 @@ def test_who_fails_the_draft_model_gets_no_drafts_and_nobody_else_suffers(place:
     assert [line["request"] for line in failures] == [1]
     assert engine.counters.accepted_tokens > 10
     model.check()
-    assert model.pool.num_used == 0 and not model._given_up
+    assert model.pool.num_used == 0
+    (drafts,) = model.draft([Sequence(1, [8, 9], GREEDY)], [3])
+    assert drafts, "another sequence of its number is nothing like it"
 
 
 def test_a_failure_of_nobody_is_a_bug() -> None:
@@ -190,9 +193,14 @@ def test_an_equal_model_is_right_with_penalties_too(
 class CountingExecutor(HashExecutor):
     """The hash executor, with penalties as far as the counts they are made of."""
 
+    def __init__(self, info: ModelInfo) -> None:
+        super().__init__(info)
+        self.prompt_lens: set[int] = set()
+
     def sample(self, logits: list[int], batch: Batch) -> list[SampledToken]:
         for it in batch.samplings:
             assert it.occurrences is not None
+            self.prompt_lens.add(it.prompt_len)
             it.occurrences.update(it.token_ids)
             again = Occurrences(it.token_ids, it.prompt_len)
             assert it.occurrences.token_ids.tolist() == again.token_ids.tolist()
@@ -202,13 +210,13 @@ class CountingExecutor(HashExecutor):
 
 def test_a_shadow_counts_its_sequence_s_tokens_and_no_rejected_drafts() -> None:
     info = ModelInfo("hash", "hash", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, LAYOUT)
-    model = ModelDrafter(CountingExecutor(info), 4, num_blocks=40, block_size=3)
+    executor = CountingExecutor(info)
+    model = ModelDrafter(executor, 4, num_blocks=40, block_size=3)
     options = Options(ignore_eos=True, frequency_penalty=1.0, generated_tokens=2)
     sequence = Sequence(1, [3, 4, 5, 3, 4], options)
     draw = random.Random(0)
     while sequence.num_tokens < MAX_MODEL_LEN - 5:
         (drafts,) = model.draft([sequence], [4])
-        assert model._shadows[1].prompt_len == sequence.prompt_len == 3
         # All, some or none are accepted, and one token more comes from the target.
         sequence.token_ids += [*drafts[: draw.randrange(5)], draw.randrange(VOCAB_SIZE)]
-    assert model._shadows[1].num_computed_tokens > 3
+    assert executor.prompt_lens == {3} == {sequence.prompt_len}

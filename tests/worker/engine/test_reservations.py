@@ -48,7 +48,7 @@ def test_who_begins_with_what_arrives_waits_until_it_is_here(token_ids: list[int
     assert reservations.head() is third, "others pass"
     begin(reservations, first)
     assert reservations.head() is second
-    assert reservations._pool.match_prefix(second.keys(2, 4))[0] == first.block_table.tolist()[:2]
+    assert reservations.pool.match_prefix(second.keys(2, 4))[0] == first.block_table.tolist()[:2]
 
 
 def test_who_is_asked_for_waits_for_the_same_text_too() -> None:
@@ -166,7 +166,7 @@ def test_the_counts_of_unclaimed_blocks_are_those_of_what_arrives(
             waiting.discard(i)
             arrived.discard(i)
         unclaimed = [sequences[j] for j in arrived if not sequences[j].is_claimed]
-        assert reservations._unclaimed.num_held == sum(len(s.block_table) for s in unclaimed)
+        assert reservations.unclaimed.num_held == sum(len(s.block_table) for s in unclaimed)
 
 
 TOTAL = 40
@@ -206,4 +206,4 @@ def test_what_is_held_is_the_sum_and_bounded(moves: list[tuple[int, int]]) -> No
     for request_id in range(10):
         unclaimed.release(request_id)
         unclaimed.release(request_id)
-    assert unclaimed.num_held == 0 and not unclaimed._by_peer
+    assert unclaimed.num_held == 0 and not unclaimed.held_by

@@ -56,7 +56,8 @@ def test_a_draft_follows_the_longest_ending_while_the_text_grows(vocab_size: int
         kept = draft[: draw.integers(5)]  # some drafts are right, from none to all of them
         sequence.token_ids += [*kept, int(draw.integers(vocab_size))]
     drafter.forget(1)
-    assert not drafter._indexes
+    other = Sequence(1, [7, 8, 9, 7, 8])
+    assert drafter.draft([other], [4]) == [[9, 7, 8]], "what it says of another text is its own"
 
 
 def test_a_text_that_repeats_itself_is_followed_where_it_went_on() -> None:

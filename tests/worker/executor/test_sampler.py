@@ -185,7 +185,7 @@ def test_only_flat_rows_have_their_whole_vocabulary_sorted(
         shapes.append(tuple(values.shape))
         return values.sort(dim=-1, descending=True).values
 
-    monkeypatch.setattr(reference, "_descending", descending)
+    monkeypatch.setattr(reference, "descending", descending)
     monkeypatch.setattr(kernels, "backend_of", lambda _: reference)
     assert ids(logits, samplings) == want
     assert shapes == [(2, reference.LARGE_VOCABULARY + 1)]

@@ -12,8 +12,7 @@ import torch
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance
 from worker.executor.torch import TorchExecutor
-from worker.model import compiled
-from worker.model.compiled import CompiledTransformer
+from worker.model.compiled import MAX_PROGRAMS, CompiledTransformer
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 40
 CASES: dict[str, dict[str, Any]] = {
@@ -91,12 +90,17 @@ def test_steps_of_any_size_after_any_other(tmp_path: Path) -> None:
         assert torch.equal(advance(fresh, [(text, size)], BLOCK_SIZE), logits)
 
 
-def test_more_sizes_than_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_MAX_PROGRAMS", 2)
-    path = make_model(tmp_path)
-    few, many = load(path), load(path)
-    want = [run(many, seed) for seed in range(2)]
-    assert all(torch.equal(run(few, seed), logits) for seed, logits in enumerate(want))
+def test_more_sizes_than_are_remembered(tmp_path: Path) -> None:
+    executor, prompt = load(make_model(tmp_path)), list(range(99))
+
+    def read(size: int) -> torch.Tensor:
+        text = Text(prompt[:size], list(range(13)))
+        logits: torch.Tensor = advance(executor, [(text, size)], BLOCK_SIZE)
+        return logits
+
+    want = {size: read(size) for size in range(1, MAX_PROGRAMS + 3)}
+    for size in (1, MAX_PROGRAMS + 2, 2, 1):
+        assert torch.equal(read(size), want[size])
 
 
 def test_another_cache_is_used_from_its_first_step(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ async def test_kv_is_offered_early_only_where_a_chunk_is_quick() -> None:
         running(router, "prefill", executor=executor, lease_s=30.0) as process,
     ):
         router.announce(decode.endpoint)
-        role = process.worker._role
+        role = process.worker.role
         assert isinstance(role, PrefillRole)
         # How long the last prompt's first chunk took, and whether the next is offered before its.
         for request_id, seconds, is_early in ((1, inf, False), (2, 0.1, True), (3, 1.0, False)):

@@ -46,7 +46,12 @@ from worker.config import Config
 from worker.engine.thread import Call
 from worker.environment import WorkerContext
 from worker.executor.hash import LAYOUT, create, oracle
-from worker.transfer.receiver import IncomingTransfers
+from worker.transfer.receiver import (
+    MAX_ENDED,
+    MAX_OFFERED_TOKENS,
+    MAX_OFFERS,
+    IncomingTransfers,
+)
 from worker.transfer.sockets import KVPlane
 from worker.transfer.thread import Copies
 
@@ -66,6 +71,12 @@ async def stage(**config: Any) -> AsyncIterator[tuple[ScriptedRouter, ScriptedPr
         ScriptedPrefill(router) as prefill,
     ):
         yield router, prefill
+
+
+async def heard(router: ScriptedRouter) -> None:
+    """Wait until the worker has read what the router sent."""
+    router.send(Role.DECODE, PrefillRequest(9, 1, 0), encode_prompt([1], OPTIONS))
+    await router.receive(Tag.ERROR)  # a decode worker refuses it
 
 
 async def accepted(prefill: ScriptedPrefill, request_id: int, cached_tokens: int = 0) -> None:
@@ -451,37 +462,42 @@ async def test_an_offer_that_waits_for_its_bytes_has_them_as_soon_as_a_router_as
         await router.until_free(Role.DECODE)
 
 
-async def test_a_peer_may_have_so_many_offers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.transfer.receiver.MAX_OFFERS", 3)
-    async with stage() as (router, prefill), ScriptedPrefill(router, b"prefill-1-1") as other:
-        for request_id in (1, 2, 3):
-            prefill.offer(request_id, [request_id, *PROMPT])
+async def test_a_peer_may_have_so_many_offers_at_a_time() -> None:
+    blocks = {"num_blocks": 8 * MAX_OFFERS}  # a quarter is more than enough for all of them
+    async with (
+        stage(**blocks) as (router, prefill),
+        ScriptedPrefill(router, b"prefill-1-1") as other,
+    ):
+        for request_id in range(MAX_OFFERS):
+            prefill.offer(request_id, [request_id])
+        for _ in range(MAX_OFFERS):
             await prefill.ack()
-        prefill.offer(4, PROMPT)
-        assert await prefill.error() == (4, ErrorCode.OVERLOADED)
-        await accepted(other, 5)
-        prefill.cancel(1)
-        await accepted(prefill, 6)
-        for request_id in (2, 3, 6):
+        last, next_ = MAX_OFFERS, MAX_OFFERS + 1
+        prefill.offer(last, PROMPT)
+        assert await prefill.error() == (last, ErrorCode.OVERLOADED)
+        await accepted(other, last)
+        prefill.cancel(0)
+        await accepted(prefill, next_)
+        for request_id in (*range(1, MAX_OFFERS), next_):
             prefill.cancel(request_id)
-        other.cancel(5)
+        other.cancel(last)
         await until_free_without_a_trace(router)
 
 
-async def test_a_peer_may_have_so_many_tokens_unclaimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.transfer.receiver.MAX_OFFERED_TOKENS", len(PROMPT) - 1)
+async def test_a_peer_may_have_so_many_tokens_unclaimed() -> None:
+    longest = MAX_OFFERED_TOKENS - len(PROMPT) + 1
     async with stage() as (router, prefill), ScriptedPrefill(router, b"prefill-1-1") as other:
-        await accepted(prefill, 1)  # alone
-        prefill.offer(2, PROMPT[:16])
+        await accepted(prefill, 1)
+        prefill.offer(2, PROMPT, num_tokens=longest)
         assert await prefill.error() == (2, ErrorCode.OVERLOADED)
         await accepted(other, 3)
         router.decode(1, [*PROMPT, 5], 3, OPTIONS)  # now it is claimed, and counts no more
+        await heard(router)
+        prefill.offer(4, PROMPT, num_tokens=longest)
+        assert await prefill.error() == (4, ErrorCode.PROTOCOL), "there is room, but it lied"
         prefill.segment(1, WHOLE)
         assert (await prefill.ack())[1].ready
         await router.tokens(2)
-        prefill.offer(4, PROMPT[:16])
-        assert (await prefill.ack())[0].request_id == 4
-        prefill.cancel(4)
         other.cancel(3)
 
 
@@ -585,14 +601,12 @@ async def test_the_offer_of_a_request_that_ended_is_refused() -> None:
         router.send(Role.DECODE, Cancel(2, ErrorCode.CANCELLED))
 
 
-async def test_of_what_has_ended_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.transfer.receiver.MAX_ENDED", 2)
+async def test_of_what_has_ended_the_oldest_is_forgotten() -> None:
     async with stage() as (router, prefill):
-        for request_id in (1, 2, 3):
+        for request_id in range(1, MAX_ENDED + 2):
             router.send(Role.DECODE, Cancel(request_id, ErrorCode.CANCELLED))
-        router.send(Role.DECODE, PrefillRequest(9, 1, 0), encode_prompt([1], OPTIONS))
-        await router.receive(Tag.ERROR)  # so those before have been read
-        for request_id in (2, 3):
+        await heard(router)
+        for request_id in (2, MAX_ENDED + 1):
             prefill.offer(request_id, PROMPT)
             assert await prefill.error() == (request_id, ErrorCode.UNKNOWN_REQUEST)
         await accepted(prefill, 1)
