@@ -38,10 +38,10 @@ def make_keys(directory: Path, names: list[str]) -> None:
                 f"move it away and take its line out of {directory / AUTHORIZED}"
             )
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in names:
-        pair = new_key_pair()
-        write_new(directory / f"{name}.key", pair.text())
-        with (directory / AUTHORIZED).open("a") as file:
+    with (directory / AUTHORIZED).open("a") as file:  # first: no secret without its line
+        for name in names:
+            pair = new_key_pair()
+            write_new(directory / f"{name}.key", pair.text())
             file.write(f"{pair.public} {name}\n")
     print(f"made in {directory}: {', '.join(names)}")
     for name in names:
@@ -70,12 +70,15 @@ def main() -> None:
     parser.add_argument("directory", type=Path, nargs="?", metavar="DIR")
     parser.add_argument("names", nargs="*", metavar="NAME")
     given = parser.parse_args()
-    if given.api_key is not None:
-        make_api_key(given.api_key)
-    elif given.directory is None or not given.names:
-        parser.error("say DIR and the names of the parties, or --api-key FILE")
-    else:
-        make_keys(given.directory, given.names)
+    try:
+        if given.api_key is not None:
+            make_api_key(given.api_key)
+        elif given.directory is None or not given.names:
+            parser.error("say DIR and the names of the parties, or --api-key FILE")
+        else:
+            make_keys(given.directory, given.names)
+    except OSError as error:
+        sys.exit(f"{parser.prog}: cannot write {error.filename}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -57,5 +57,20 @@ def test_api_keys_are_added_and_not_shown(tmp_path: Path) -> None:
     assert not any(key in one.stdout for key in made for one in done)
 
 
+def test_where_nothing_can_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()  # no directory, so not even root can write below it
+    below = tmp_path / "file" / "below"
+    for done in (keys(below, "router"), keys("--api-key", below)):
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"scripts/keys: cannot write {tmp_path / 'file'}")
+
+
+def test_a_list_that_cannot_be_added_to_leaves_no_key(tmp_path: Path) -> None:
+    (tmp_path / "authorized_keys").mkdir()
+    done = keys(tmp_path, "router")
+    assert done.returncode == 1 and "authorized_keys: Is a directory" in done.stderr
+    assert not (tmp_path / "router.key").exists()
+
+
 def test_who_says_nothing_is_told_what_to_say(tmp_path: Path) -> None:
     assert keys().returncode == 2 and keys(tmp_path).returncode == 2
