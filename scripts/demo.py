@@ -226,7 +226,9 @@ def rate(num_tokens: int, times: list[float]) -> float:
 
 def main() -> int:
     argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/demo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()
     print("Starting 1 router, 2 prefill and 2 decode workers ...", flush=True)
     random = Random(1)

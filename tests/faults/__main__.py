@@ -231,7 +231,9 @@ RUNS: Final[dict[str, Callable[[argparse.Namespace, Path], list[str]]]] = {
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kill-sweep", action="store_true", help="SIGKILL in every state")
     parser.add_argument("--outages", action="store_true", help="SIGSTOP, black hole, router")

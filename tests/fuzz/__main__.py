@@ -315,7 +315,7 @@ def _peak_bytes() -> int:
 
 def main(argv: Sequence[str]) -> int:
     known = targets()
-    parser = argparse.ArgumentParser(description="Feed the decoders broken bytes.")
+    parser = argparse.ArgumentParser("scripts/fuzz", description="Feed the decoders broken bytes.")
     parser.add_argument("--target", choices=[*known, "all"], default="all")
     parser.add_argument("--inputs", type=int, default=100_000, help="for each target")
     parser.add_argument("--seed", type=int, default=1, help="another one gives other inputs")

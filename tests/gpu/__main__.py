@@ -152,7 +152,9 @@ def keep(trail: Trail, settings: Settings, places: Sequence[Path]) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--backend", choices=("cuda", "shim"), default="cuda")
     parser.add_argument("--seed", type=int, default=None, help="of all inputs; drawn if not given")

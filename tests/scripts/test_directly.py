@@ -1,8 +1,9 @@
-"""Every script that can be run finds what it imports, wherever it is run from."""
+"""Every script finds what it imports, wherever it is run from, and names itself when misused."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,12 @@ import pytest
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 RUNNABLE = [path for path in sorted(SCRIPTS.glob("*.py")) if "__main__" in path.read_text()]
+# The commands that hand their arguments to a module: `exec .venv/bin/python -m tests.fuzz "$@"`.
+MODULES = {
+    path.name: found[1]
+    for path in sorted(SCRIPTS.iterdir())
+    if path.is_file() and (found := re.search(r'-m (tests\.\w+) "\$@"', path.read_text()))
+}
 # Everything but the last lines: not every script takes --help.
 LOAD = "import runpy, sys; runpy.run_path(sys.argv[1])"
 
@@ -21,3 +28,19 @@ def test_it_finds_its_imports_from_any_directory(script: Path, tmp_path: Path) -
     command = [sys.executable, "-P", "-c", LOAD, str(script)]
     found = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_a_command_is_called_in_its_usage_as_it_was_typed(command: str) -> None:
+    asked = [sys.executable, "-m", MODULES[command], "--help"]
+    told = subprocess.run(asked, cwd=SCRIPTS.parent, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith(f"usage: scripts/{command} ")
+
+
+def test_setup_takes_no_argument_but_dev() -> None:
+    told = subprocess.run([SCRIPTS / "setup", "--help"], capture_output=True, text=True)
+    assert told.returncode == 0 and "usage: scripts/setup [dev]" in told.stdout
+    for words in (["devel"], ["dev", "more"]):
+        refused = subprocess.run([SCRIPTS / "setup", *words], capture_output=True, text=True)
+        assert refused.returncode == 2 and refused.stderr.startswith("usage: scripts/setup [dev]")
