@@ -22,7 +22,16 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from wire.aio.port import LAST, REFUSED, ZAP_DOMAIN, Context, Port, client_options, new_key_pair
+from wire.aio.port import (
+    LAST,
+    REFUSED,
+    ZAP_DOMAIN,
+    Context,
+    Options,
+    Port,
+    client_options,
+    new_key_pair,
+)
 from wire.identity import is_of_party
 from wire.process.keys import Keys
 from wire.process.settings import ConfigError
@@ -45,6 +54,8 @@ class Authenticator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_refused = 0
+        # The public key that `prove` knocks with: its refusal is no news.
+        self.own_stranger: str | None = None
         self._keys, self._domain, self._clock = keys, domain, clock
         self._quiet_until = 0.0
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
@@ -79,7 +90,8 @@ class Authenticator:
             if self._keys.party(public) is None:
                 reason = "unknown key"
         if reason:
-            self._note(address, reason)
+            if public != self.own_stranger:
+                self._note(address, reason)
             return [version, request_id, b"400", b"refused", b"", b""]
         return [version, request_id, b"200", b"OK", public.encode(), b""]
 
@@ -148,19 +160,21 @@ class Gate:
         self.cut_revoked()
 
 
-def prove(port: Port, keys: Keys, answer: Callable[[], None], probe_s: float = PROBE_S) -> None:
+def prove(port: Port, keys: Keys, authenticator: Authenticator, probe_s: float = PROBE_S) -> None:
     """Make sure that `port`, not bound yet, refuses an unknown key.
 
-    `answer` is called until that is decided; it must let the authenticator answer (its `turn`).
     The very socket listens on a loopback port for a moment, and is asked as a stranger would.
     Blocks the loop, at start-up, for milliseconds; for `probe_s` if nobody decides.
 
     Raises:
         ConfigError: The stranger was admitted, or nobody decided.
     """
+    stranger = new_key_pair()
+    authenticator.own_stranger = stranger.public
     endpoint = port.attach("bind", "tcp://127.0.0.1:*")
     try:
-        event = _knock(endpoint, keys.pair.public, answer, probe_s)
+        options = client_options(stranger, keys.pair.public)
+        event = _knock(endpoint, options, authenticator.turn, probe_s)
     finally:
         port.socket.unbind(endpoint)
     if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -168,11 +182,11 @@ def prove(port: Port, keys: Keys, answer: Callable[[], None], probe_s: float = P
         raise ConfigError(f"not listening: the socket {what}, so keys would protect nothing")
 
 
-def _knock(endpoint: str, server: str, answer: Callable[[], None], probe_s: float) -> int:
-    """Connect with a key made just now; return the event that decided, 0 for none in time."""
+def _knock(endpoint: str, options: Options, answer: Callable[[], None], probe_s: float) -> int:
+    """Connect with these options; return the event that decided, 0 for none in time."""
     with Context() as context:
         stranger = context.socket(zmq.DEALER)
-        for name, value in client_options(new_key_pair(), server).items():
+        for name, value in options.items():
             stranger.setsockopt(getattr(zmq, name), value)
         stranger.setsockopt(zmq.LINGER, 0)
         monitor = stranger.get_monitor_socket(REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)

@@ -99,7 +99,7 @@ class Hub:
             ConfigError: With keys, a stranger would be admitted.
         """
         if self._gate is not None and self._keys is not None:
-            prove(self._port, self._keys, self._gate.authenticator.turn)
+            prove(self._port, self._keys, self._gate.authenticator)
         return self._port.attach("bind", endpoint)
 
     def send(self, peer: bytes, parts: Sequence[Buffer], *, track: bool = False) -> Sending | None:

@@ -137,18 +137,34 @@ async def test_without_an_authenticator_of_its_own_a_socket_admits_nobody(
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-async def test_no_port_is_opened_when_nobody_decides(tmp_path: Path, is_there: bool) -> None:
-    """Without an authenticator, and with one that does not answer."""
+async def test_no_port_is_opened_when_nobody_decides(
+    tmp_path: Path, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an authenticator of another context, and with one that does not answer."""
     write(tmp_path, "router")
     keys = Keys(tmp_path, "router")
     security = server_options(keys.pair)
     port = Port(None, zmq.ROUTER, Limits(1 << 10, 1 << 20), 1, zero_copy=False, security=security)
-    authenticator = Authenticator(port.context, keys) if is_there else None
-    with pytest.raises(ConfigError, match="not listening"):
-        prove(port, keys, lambda: None, probe_s=0.3)
-    if authenticator is not None:
+    with Context() as other:
+        authenticator = Authenticator(port.context if is_there else other, keys)
+        monkeypatch.setattr(authenticator, "turn", lambda: None)
+        with pytest.raises(ConfigError, match="not listening"):
+            prove(port, keys, authenticator, probe_s=0.3)
         authenticator.close()
     await port.close(0.0)
+
+
+async def test_the_trial_of_a_start_is_no_warning_and_a_stranger_after_it_is(
+    tmp_path: Path,
+) -> None:
+    with capture_logs() as logs:
+        house = House(tmp_path)
+    assert logs == []
+    options = client_options(new_key_pair(), house.pairs["router"].public)
+    with capture_logs() as logs:
+        assert await knock(house.endpoint, options) == REFUSED
+    assert [(line["reason"], line["refused_so_far"]) for line in logs] == [("unknown key", 1)]
+    await house.close()
 
 
 async def test_no_port_is_opened_when_strangers_get_in(
