@@ -162,7 +162,7 @@ class Config(SharedSettings):
             return self
         host, _, port = self.metrics.rpartition(":")
         if not host or not port.isdecimal() or int(port) >= 1 << 16:
-            raise ValueError(f"metrics: {self.metrics!r} is not HOST:PORT with a port to 65535")
+            raise ValueError(f"--metrics {self.metrics!r} is not HOST:PORT with a port to 65535")
         is_guarded = self.api_keys is not None or credential("api_keys") is not None
         if host not in LOOPBACK_HOSTS and not (is_guarded or self.insecure):
             raise ValueError(
@@ -186,12 +186,12 @@ class Config(SharedSettings):
             )
         if host in WILDCARD_HOSTS and not self.kv_advertise:
             raise ValueError(
-                f"kv_advertise: others cannot connect to {self.kv_bind}; say under which address "
-                "they reach this machine, for example --kv-advertise tcp://10.0.0.5:5600"
+                f"--kv-advertise is missing: others cannot connect to {self.kv_bind}; say under which "
+                "address they reach this machine, for example --kv-advertise tcp://10.0.0.5:5600"
             )
         if self.credit_bytes > self.max_kv_inflight_bytes:
             raise ValueError(
-                f"credit_bytes: {self.credit_bytes} is over max_kv_inflight_bytes = "
+                f"--credit-bytes {self.credit_bytes} is over --max-kv-inflight-bytes "
                 f"{self.max_kv_inflight_bytes}"
             )
         return self

@@ -33,20 +33,20 @@ def count_blocks(
     blocks = num_blocks or kv_cache_bytes // block_bytes
     if blocks < 1:
         raise ValueError(
-            f"kv_cache_bytes is {kv_cache_bytes}, and a block of {block_size} tokens takes "
-            f"{block_bytes}; raise --kv-cache-bytes or lower --block-size"
+            f"--kv-cache-bytes is {kv_cache_bytes}, and a block of {block_size} tokens takes "
+            f"{block_bytes}; raise it or lower --block-size"
         )
     activation_bytes = memory.activation_bytes_per_token * max_ubatch_tokens
     if free_bytes is None or activation_bytes + blocks * block_bytes <= free_bytes:
         return blocks
     setting, value = (
-        ("num_blocks", num_blocks) if num_blocks else ("kv_cache_bytes", kv_cache_bytes)
+        ("--num-blocks", num_blocks) if num_blocks else ("--kv-cache-bytes", kv_cache_bytes)
     )
     most = max(0, free_bytes - activation_bytes) // (block_bytes if num_blocks else 1)
     raise ValueError(
         f"{setting} is {value}: {blocks} blocks take {blocks * block_bytes} bytes and steps of "
         f"{max_ubatch_tokens} tokens {activation_bytes}, but beside the model's "
-        f"{memory.parameter_bytes} only {free_bytes} are free; lower --{setting.replace('_', '-')} "
+        f"{memory.parameter_bytes} only {free_bytes} are free; lower {setting} "
         f"to {most} at most, or --max-ubatch-tokens, or take a smaller model"
     )
 

@@ -358,7 +358,7 @@ def test_more_blocks_than_memory_are_refused_in_a_line() -> None:
     ended = run_worker("--executor", "hash", "--num-blocks", str(1 << 45))
     assert ended.returncode == EX_CONFIG
     said = ended.stdout + ended.stderr
-    assert "num_blocks is" in said and "lower --num-blocks to" in said
+    assert "--num-blocks is" in said and "lower --num-blocks to" in said
     assert "Traceback" not in said
 
 

@@ -24,13 +24,13 @@ def test_the_defaults_serve_the_demo_on_this_machine() -> None:
     ("settings", "sentence"),
     [
         ({"kv_bind": "tcp://10.0.0.5:5600"}, "--insecure"),
-        ({"kv_bind": "tcp://*:0", "insecure": True}, "kv_advertise"),
+        ({"kv_bind": "tcp://*:0", "insecure": True}, "--kv-advertise is missing"),
         ({"kv_bind": "nowhere"}, "tcp://HOST:PORT"),
         ({"kv_advertise": "10.0.0.5:5600"}, "tcp://HOST:PORT"),
         ({"router": ("tcp://127.0.0.1",)}, "tcp://HOST:PORT"),
         ({"router": ("tcp://127.0.0.1:99999",)}, "tcp://HOST:PORT"),
         ({"router": ()}, "router"),
-        ({"credit_bytes": 8 << 20, "max_kv_inflight_bytes": 4 << 20}, "max_kv_inflight_bytes"),
+        ({"credit_bytes": 8 << 20, "max_kv_inflight_bytes": 4 << 20}, "--max-kv-inflight-bytes"),
         ({"role": "both"}, "role"),
         ({"rank": 0xFFFFFFFE}, "rank"),
         ({"lease_s": -1}, "lease_s"),
@@ -73,7 +73,7 @@ def test_metrics_are_for_this_machine_unless_somebody_says_otherwise(tmp_path: P
     assert Config(metrics="0.0.0.0:9100", insecure=True).metrics
     assert Config(metrics="0.0.0.0:9100", api_keys=tmp_path / "keys").metrics
     for wrong in ("9100", ":9100", "127.0.0.1:x", "127.0.0.1:65536"):
-        with pytest.raises(ValidationError, match="HOST:PORT"):
+        with pytest.raises(ValidationError, match=f"--metrics '{wrong}' is not HOST:PORT"):
             Config(metrics=wrong)
 
 

@@ -32,7 +32,7 @@ def test_a_number_of_blocks_wins_over_bytes() -> None:
 
 
 def test_not_one_block_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"kv_cache_bytes is 47, .* 16 tokens takes 48; raise"):
+    with pytest.raises(ValueError, match=r"--kv-cache-bytes is 47, .* 16 tokens takes 48; raise"):
         blocks_of(kv_cache_bytes=47)
 
 

@@ -53,7 +53,7 @@ def _check(executor: str, setting: str, value: str, choices: tuple[str, ...]) ->
     """Refuse what a plug-in would otherwise ignore."""
     if choices and value not in ("auto", *choices):
         raise ValueError(
-            f"executor {executor!r}: {setting} is {value!r}, not auto, {', '.join(choices)}"
+            f"executor {executor!r}: --{setting} is {value!r}, not auto, {', '.join(choices)}"
         )
 
 

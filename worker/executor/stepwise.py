@@ -167,7 +167,10 @@ def describe(
         raise ValueError(f"{layout}: {error}") from error
     asked = settings.get("max_model_len")
     if asked is not None and not 0 < asked <= max_model_len:
-        raise ValueError(f"max_model_len is {asked}, the model allows 1 to {max_model_len}")
+        raise ValueError(
+            f"max_model_len is {asked}, the model allows 1 to {max_model_len}; "
+            "lower --max-model-len"
+        )
     return ModelInfo(
         name=settings.get("model_name", "model"),
         fingerprint=settings.get("fingerprint", ""),

@@ -90,7 +90,7 @@ class TorchExecutor:
         if max_model_len is not None and not 0 < max_model_len <= limit:
             raise ModelError(
                 f"max_model_len is {max_model_len}, the model allows 1 to {limit} "
-                "(max_position_embeddings)"
+                "(max_position_embeddings); lower --max-model-len"
             )
         layout = KVLayout(
             num_layers=config.num_layers,

@@ -52,9 +52,9 @@ def test_a_plug_in_is_called_with_the_same_keywords(monkeypatch: pytest.MonkeyPa
 def test_a_dtype_or_device_it_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch, dtypes=("float32",), devices=("cpu",))
     registry.create("plug_in:make", dtype="float32", device="cpu:0")
-    with pytest.raises(ValueError, match="dtype is 'bfloat16', not auto, float32"):
+    with pytest.raises(ValueError, match="--dtype is 'bfloat16', not auto, float32"):
         registry.create("plug_in:make", dtype="bfloat16")
-    with pytest.raises(ValueError, match="device is 'cuda', not auto, cpu"):
+    with pytest.raises(ValueError, match="--device is 'cuda', not auto, cpu"):
         registry.create("plug_in:make", device="cuda")
 
 
