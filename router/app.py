@@ -47,7 +47,7 @@ from wire.process.api_keys import open_api_keys
 from wire.process.keys import open_keys
 from wire.process.lifetime import Stop, keep_watchdog, notify
 from wire.process.model import ModelError
-from wire.process.settings import EX_CONFIG
+from wire.process.settings import EX_CONFIG, ConfigError
 from wire.process.traffic import Traffic
 
 log = structlog.get_logger("router")
@@ -309,7 +309,10 @@ def _named(endpoint: str) -> Iterator[None]:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Write a file so that no reader ever sees half of it."""
+    """Write the ready file so that no reader ever sees half of it.  Raises ConfigError."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--ready-file {path}: cannot write it: {error.strerror}") from None

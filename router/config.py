@@ -8,6 +8,7 @@ in the log and in `ready_file`.
 from __future__ import annotations
 
 import ipaddress
+import shlex
 import socket
 from pathlib import Path
 from typing import Annotated, Self
@@ -149,6 +150,12 @@ class Config(SharedSettings):
                 "it is P,D: how many prefill and how many decode workers to run here, each from 0 "
                 "to 64; --local 1,1 is one of each"
             ) from None
+
+    @field_validator("worker_args")
+    @classmethod
+    def _check_quotes(cls, flags: str) -> str:
+        shlex.split(flags)  # raises ValueError
+        return flags
 
     @model_validator(mode="after")
     def _refuse_open_ports(self) -> Self:

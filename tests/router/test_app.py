@@ -207,6 +207,16 @@ def test_the_process_serves_and_drains_on_sigterm(tmp_path: Path) -> None:
         process.communicate()
 
 
+def test_a_ready_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    ready = tmp_path / "missing" / "ready"
+    command = [sys.executable, "-m", "router", "--model", str(write_model(tmp_path))]
+    command += ["--ready-file", str(ready)]
+    command += [f"--{name}={endpoint}" for name, endpoint in OPEN.items()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 78 and "cannot listen" not in done.stderr
+    assert f"--ready-file {ready}: cannot write it: No such file or directory" in done.stderr
+
+
 def test_a_missing_model_ends_the_process_with_78(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "router", "--model", str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, timeout=50)

@@ -35,6 +35,11 @@ def test_pages_and_names_that_are_let_in() -> None:
         Config(allowed_origins="example.org")
 
 
+def test_flags_of_local_workers_whose_quotes_do_not_close_are_refused() -> None:
+    with pytest.raises(ValidationError, match="No closing quotation"):
+        Config(worker_args="--executor 'mine:create")
+
+
 @pytest.mark.parametrize("field", ["http", "tcp", "bus"])
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.1.2.3", "[::]", "gpu-box"])
 def test_an_open_port_without_keys_needs_insecure(field: str, host: str) -> None:
