@@ -34,7 +34,6 @@ from router.http.origin import Origins
 from router.http.server import FLUSH_S, HttpServer
 from router.http.server import Limits as HttpLimits
 from router.local import LocalWorkers
-from router.model import vocab_size
 from router.tcp import serve_clients
 from wire.aio.listener import server_context
 from wire.aio.tcp import Limits as TcpLimits
@@ -46,7 +45,7 @@ from wire.parts import Buffer
 from wire.process.api_keys import open_api_keys
 from wire.process.keys import open_keys
 from wire.process.lifetime import Stop, keep_watchdog, notify
-from wire.process.model import ModelError
+from wire.process.model import ModelError, vocab_size
 from wire.process.settings import EX_CONFIG, ConfigError
 from wire.process.traffic import Traffic
 

@@ -11,7 +11,7 @@ import structlog
 from wire.errors import WireError
 from wire.process.lifetime import Stop, run, slow_start
 from wire.process.log import configure
-from wire.process.model import check_files, check_weights, fingerprint, locate
+from wire.process.model import check_files, check_weights, fingerprint, locate, vocab_size
 from wire.process.settings import EX_CONFIG, parse
 from worker.app import Worker
 from worker.assembly import check_speculation
@@ -66,7 +66,7 @@ def _create(config: Config, model: str, **settings: Any) -> Executor:
     check_files(path)
     if config.executor == "torch":  # here, for importing torch takes seconds
         check_weights(path)
-    return create(
+    executor = create(
         config.executor,
         model_path=path,
         model_name=config.model_name,
@@ -75,6 +75,14 @@ def _create(config: Config, model: str, **settings: Any) -> Executor:
         device=config.device,
         **settings,
     )
+    known = vocab_size(path)
+    if known is not None and executor.info.vocab_size > known:
+        raise ValueError(
+            f"executor {config.executor!r}: its vocab_size is {executor.info.vocab_size}, that of "
+            f"{path / 'config.json'} is {known}, and routers refuse tokens from there on: lower "
+            "the one or raise the other"
+        )
+    return executor
 
 
 async def serve(config: Config, executor: Executor, draft: Executor | None, stop: Stop) -> int:

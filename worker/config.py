@@ -186,8 +186,8 @@ class Config(SharedSettings):
             )
         if host in WILDCARD_HOSTS and not self.kv_advertise:
             raise ValueError(
-                f"--kv-advertise is missing: others cannot connect to {self.kv_bind}; say under which "
-                "address they reach this machine, for example --kv-advertise tcp://10.0.0.5:5600"
+                f"--kv-advertise is missing: others cannot connect to {self.kv_bind}; say under "
+                "which address they reach this machine, for example --kv-advertise tcp://10.0.0.5:5600"
             )
         if self.credit_bytes > self.max_kv_inflight_bytes:
             raise ValueError(

@@ -27,11 +27,11 @@ from router.http.bodies import (
 )
 from router.http.completion import CompletionRequest
 from router.http.limits import MAX_NUMBERS, check_values
-from router.model import vocab_size
 from router.text.chat_template import ChatTemplate
 from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer, TooManyTokens
 from wire.errors import ErrorCode, WireError, shown
+from wire.process.model import vocab_size
 
 # Variables of a chat template that only the router sets.
 _RESERVED: Final = frozenset({"messages", "add_generation_prompt"})

@@ -9,7 +9,7 @@ from wire.payloads import KVLayout
 from worker.executor.contract import Executor
 from worker.executor.functions import serve_functions
 
-VOCAB, DIM = 8192, 64  # more tokens than the demo model's tokenizer has
+VOCAB, DIM = 1326, 64  # the vocab_size of the demo model's config.json
 EMBED = np.random.default_rng(0).standard_normal((VOCAB, DIM)).astype("<f4")
 EMBED /= np.linalg.norm(EMBED, axis=1, keepdims=True)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=DIM, dtype="float32")

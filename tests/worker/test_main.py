@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from scripts.examples import own_model
 from wire.errors import WireError
+from wire.process.model import DEMO
 from worker.__main__ import load, load_draft
 from worker.config import Config
 
@@ -54,6 +58,20 @@ def test_the_threads_of_torch_do_not_spin_unless_told_to(
         monkeypatch.setenv("OMP_WAIT_POLICY", said)
     load(Config(executor="hash"))
     assert os.environ["OMP_WAIT_POLICY"] == policy
+
+
+def test_an_executor_with_more_tokens_than_config_json_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    config = Config(model=str(tmp_path), executor="scripts.examples.own_model:create")
+    load(config)
+    monkeypatch.setattr(own_model, "VOCAB", own_model.VOCAB + 1)
+    with pytest.raises(ValueError, match=r"own_model:create'.* is 1327, .*config\.json is 1326"):
+        load(config)
+    (tmp_path / "config.json").write_text("{}")  # does not say
+    load(config)
 
 
 @pytest.mark.parametrize("speculate", ["ngram:4", "draft:3:no such model"])

@@ -73,6 +73,19 @@ def fingerprint(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def vocab_size(directory: Path) -> int | None:
+    """Return how many different tokens the model knows; None if config.json does not say.
+
+    Raises:
+        ModelError: It says nonsense, or is not whole.
+    """
+    path = directory / "config.json"
+    size = read_json(path).get("vocab_size") if path.is_file() else None
+    if size is not None and not (type(size) is int and size >= 1):
+        raise ModelError(f"{path}: vocab_size is {repr(size)[:100]}, not a whole number from 1")
+    return size
+
+
 def check_files(path: Path) -> None:
     """Refuse a directory whose small files are not whole; whatever executor is to run it.
 

@@ -77,6 +77,7 @@ class MeasuredExecutor:
         self._prefill, self._decode = Stopwatch(), Stopwatch()
         self._num_sampled = 0
         self._num_sequences = 0
+        self._is_overdraw_told = False
 
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
         self._cache = self._executor.allocate(num_blocks, block_size)
@@ -109,6 +110,16 @@ class MeasuredExecutor:
     def sample(self, logits: Any, batch: Batch) -> list[SampledToken]:
         tokens: list[SampledToken] = self._watched(self._executor.sample, logits, batch)
         self._finish(batch)
+        if (
+            not self._is_overdraw_told
+            and max([it.token_id for it in tokens]) >= self.info.vocab_size
+        ):
+            self._is_overdraw_told = True
+            log.error(
+                "the executor drew a token that is not below its vocab_size",
+                token=max(it.token_id for it in tokens),
+                vocab_size=self.info.vocab_size,
+            )
         return tokens
 
     def shutdown(self) -> None:

@@ -23,6 +23,7 @@ from wire.process.model import (
     checkpoint_files,
     fingerprint,
     locate,
+    vocab_size,
 )
 
 
@@ -206,3 +207,20 @@ def test_missing_weights_are_named(whole: Path) -> None:
         (whole / INDEX).write_text(text)
         with pytest.raises(ModelError, match="index"):
             check_weights(whole)
+
+
+def test_the_vocabulary_is_what_config_json_says(tmp_path: Path) -> None:
+    assert vocab_size(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    assert vocab_size(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"vocab_size": 258, "hidden_size": 8}')
+    assert vocab_size(tmp_path) == 258
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"vocab_size": 0}', '{"vocab_size": true}', '{"vocab_size": "many"}']
+)
+def test_a_vocabulary_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        vocab_size(tmp_path)

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from structlog.testing import capture_logs
 
 from scripts.examples import own_model
 from scripts.models.make_model import make_model
@@ -82,6 +83,23 @@ def test_it_is_the_same_executor() -> None:
 def test_it_scores_prompts_exactly_if_the_executor_does() -> None:
     assert isinstance(measured(create()), Scorer)
     assert not isinstance(measured(own_model.create()), Scorer)
+
+
+def test_a_token_outside_the_vocabulary_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = create()
+    size = executor.info.vocab_size
+    drawn = iter([size - 1, size, size + 7])
+    monkeypatch.setattr(executor, "sample", lambda logits, batch: [SampledToken(next(drawn))])
+    around = measured(executor)
+    direct = Direct(around, around.allocate(8, 4))
+    with capture_logs() as logs:
+        sequence = direct.prefill([1, 2, 3])
+        assert logs == []
+        direct.decode(sequence)
+        direct.decode(sequence)
+    assert [(line["log_level"], line["token"], line["vocab_size"]) for line in logs] == [
+        ("error", size, size)
+    ]
 
 
 def test_the_states_of_a_life() -> None:
