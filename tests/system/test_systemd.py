@@ -139,7 +139,18 @@ def key(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     sys.stdout.write(machine.logs())  # shown when a test fails
 
 
+def test_what_is_enabled_starts_at_boot_and_nothing_else(machine: Machine, key: str) -> None:
+    machine.run("systemctl", "enable", "baton-router")
+    machine.run("systemctl", "start", "multi-user.target")  # as a boot does
+    until(lambda: machine.states()[0] == "active", "the router is ready", 60)
+    assert machine.states() == ["active", "inactive", "inactive"]
+    assert machine.show("baton.target", "ActiveState") == "inactive"
+    machine.run("systemctl", "stop", "baton.target")
+    until(lambda: machine.states() == ["inactive"] * 3, "it has stopped", 60)
+
+
 def test_the_target_serves_brings_back_who_is_killed_and_stops(machine: Machine, key: str) -> None:
+    machine.run("systemctl", "enable", *SERVICES)
     machine.run("systemctl", "start", "baton.target")
     until(lambda: machine.states() == ["active"] * 3, "all three are ready", 60)
     assert machine.run(PYTHON, "-c", ASK, key) == "4"
@@ -155,3 +166,12 @@ def test_the_target_serves_brings_back_who_is_killed_and_stops(machine: Machine,
     machine.run("systemctl", "stop", "baton.target")
     until(lambda: machine.states() == ["inactive"] * 3, "all three have stopped", 60)
     assert [machine.show(service, "Result") for service in SERVICES] == ["success"] * 3
+
+
+def test_uninstalling_leaves_no_link(machine: Machine, key: str) -> None:
+    units = machine.path("etc/systemd/system")
+    machine.run("systemctl", "enable", *SERVICES, "baton-decode@7")
+    assert (units / "multi-user.target.wants/baton-decode@7.service").is_symlink()
+    machine.run("/opt/source/scripts/systemd/uninstall")
+    assert list(units.rglob("baton*")) == []
+    assert machine.path("etc/baton/router.env").exists()
