@@ -64,14 +64,14 @@ class Placement:
                 ErrorCode.INVALID_REQUEST,
                 f"token id {largest} is not in the model's vocabulary, 0 to {self._vocab_size - 1}",
             )
-        is_handed_over = state.num_left != 1
+        has_transfer = state.num_left != 1
         layout = self._fleet.layout
-        if layout is not None and is_handed_over:
+        if layout is not None and has_transfer:
             size, limit = seq_len * layout.token_bytes, self._fleet.max_kv_transfer_bytes
             if size > limit:
                 raise TransferTooLarge(size, limit)
         self._check_role(Role.PREFILL, seq_len, now)
-        if is_handed_over:
+        if has_transfer:
             self._check_role(Role.DECODE, seq_len, now)
 
     def check_length(self, state: RequestState) -> None:

@@ -162,7 +162,7 @@ def _keep_blocks(sound: Callable[..., Any]) -> Callable[..., Any]:
         if prefill is None or transfer.sender.error is not None:
             sound(self, transfer)
             return
-        prefill.is_handed_over = True  # and nobody tells the engine
+        prefill.is_transferred = True  # and nobody tells the engine
         if prefill.is_answered:
             del self._prefills[prefill.request_id]
 

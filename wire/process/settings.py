@@ -76,7 +76,7 @@ class SharedSettings(Settings):
         default="auto", description="where a worker computes"
     )
     max_kv_transfer_bytes: int = Field(
-        default=4 << 30, ge=1, description="largest KV cache of one request that may be handed over"
+        default=4 << 30, ge=1, description="largest KV cache of one request that may be transferred"
     )
     # A path, like all that is secret: never in a command line or a variable itself.
     keys: Path | None = Field(

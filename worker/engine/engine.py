@@ -154,7 +154,7 @@ class Engine:
         """Drop a sequence in any state and free what it holds; an unknown id is ignored."""
         self._is_stalled = False
         if (sequence := self._sequences.get(request_id)) is not None:
-            # A sequence that is being handed over was counted as finished.
+            # A sequence whose KV is being transferred was counted as finished.
             self.counters.cancelled += sequence.status is not Status.HANDING_OVER
             self._finish(sequence)
 
@@ -264,7 +264,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold blocks: running, reserved, or being handed over."""
+        """Sequences that hold blocks: running, reserved, or being transferred."""
         return len(self._sequences) - self.num_waiting
 
     @property

@@ -44,7 +44,7 @@ class Prefill:
     __slots__ = (
         "is_answered",
         "is_computing",
-        "is_handed_over",
+        "is_transferred",
         "request_id",
         "router",
         "started",
@@ -64,7 +64,7 @@ class Prefill:
         # It is over when both are true.  Either may come first: a decode worker that holds the
         # whole prompt already is ready before the first token is drawn.
         self.is_answered = False
-        self.is_handed_over = False
+        self.is_transferred = False
 
 
 class PrefillRole:
@@ -211,7 +211,7 @@ class PrefillRole:
         prefill.is_answered = True
         if not kv_bytes:
             self._end(prefill)
-        elif prefill.is_handed_over:
+        elif prefill.is_transferred:
             del self._prefills[prefill.request_id]
 
     # Transfers.
@@ -266,7 +266,7 @@ class PrefillRole:
         if transfer.sender.error is not None:
             self._fail(prefill, transfer.sender.error, "transfer")
             return
-        prefill.is_handed_over = True
+        prefill.is_transferred = True
         self._engine.post(lambda engine: engine.release(prefill.request_id))
         if prefill.is_answered:
             del self._prefills[prefill.request_id]
