@@ -124,7 +124,7 @@ async def test_connections_after_their_handshake_are_not_counted(
 async def test_a_handshake_has_its_time_and_its_form(
     made: certificate.Certificate, begun: bytes
 ) -> None:
-    async with listening(context_of(made), handshake_s=0.1, max_handshakes=1) as port:
+    async with listening(context_of(made), handshake_s=1.0, max_handshakes=1) as port:
         reader, writer = await silent(port)
         writer.write(begun)
         await reader.read()  # an alert or nothing, then the end
