@@ -73,6 +73,7 @@ def _create(config: Config, model: str, **settings: Any) -> Executor:
         fingerprint=fingerprint(path),
         dtype=config.dtype,
         device=config.device,
+        **({} if config.kv_dtype == "auto" else {"kv_dtype": config.kv_dtype}),
         **settings,
     )
     known = vocab_size(path)

@@ -34,8 +34,13 @@ class Config(SharedSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="type of the KV, and on a GPU of all computing; auto is the checkpoint's own "
-        "on a GPU and float32 on a CPU",
+        description="what the model computes in; auto is the checkpoint's own on a GPU, on a CPU "
+        "bfloat16 for such a checkpoint where the processor has tiles for it (AMX), else float32",
+    )
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="what keys and values are kept in and sent as, the same on all workers of a "
+        "cluster; auto is what --dtype comes to",
     )
     threads: int = Field(
         default=0,

@@ -1,45 +1,48 @@
 """Attention over a paged pool on the CPU, compiled: keys and values are read where they lie.
 
-A work item is some consecutive queries of one sequence; `WorkItems` cuts a step into them, once for
-all layers.  Threads take an item and a KV head at a time.  The query heads that share the head are
-the item's rows, so its keys are read once.  An item walks its context in tiles of 64 keys with a
-running maximum: scores, 2^x (the scale holds log2 e), then sums of values.
+Threads take a work item (`kernels.cpu.work_items`) and a KV head at a time.  The query heads that
+share the head are the item's rows, so its keys are read once.  An item walks its context in tiles
+of 64 keys with a running maximum: scores, 2^x (the scale holds log2 e), then sums of values.
 
 Few rows meet keys as they lie; many rows (prompts) are worth turning keys into panels, and scores
 are matrix products as well.  16-bit keys and values are widened in registers: every sum is float32.
+Where outputs are bfloat16 as well as the pool, many rows are multiplied in bfloat16.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kernels.contract import PagedBatch
-from kernels.cpu.intrinsics import (
-    bfloat16_at,
-    exp2,
-    float16_at,
-    floats_at,
-    ints_at,
-    prefetch,
-)
+from kernels.cpu import amx
+from kernels.cpu import attention_bfloat16 as paired
+from kernels.cpu.attention_bfloat16 import ROWS_TOGETHER
+from kernels.cpu.intrinsics import bfloat16_at, exp2, float16_at, floats_at, ints_at, prefetch
 from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.program import Operation
+from kernels.cpu.rows_bfloat16 import LONG_TILE, weigh_row
 from kernels.cpu.rowwise import largest
-from kernels.cpu.simd import FLOAT16, FLOAT32, PANEL, bytes_of, key_dots, panel_product
-from kernels.cpu.tasks import Record, inner, layout_of, records_at
+from kernels.cpu.simd import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    PANEL,
+    bytes_of,
+    key_dots,
+    narrow,
+    panel_product,
+)
+from kernels.cpu.tasks import CACHE_LINE, inner
 from kernels.cpu.threads import take
+from kernels.cpu.work_items import ITEM_BYTES, MAX_ROWS, Item, WorkItems, item_at, step_at
 
-# Rows (queries by shared heads) of an item: its queries, sums and scores fit the second cache.
-MAX_ROWS = 96
-# Keys of a tile, and floats from a row of scores to the next: up to three beyond are written too.
+# Keys of a tile in float32, and floats from a row of scores to the next: up to three beyond a tile
+# are written too.
 TILE = 64
 SCORES = TILE + 4
-_LINE_BYTES = 64
 # From so many rows on, turning keys into panels is cheaper than a sum across lanes for each score.
 _MANY = 12
 # Rows that meet one panel in registers; rows that meet four keys, or two panels of values.
@@ -50,123 +53,14 @@ _product_of_two = panel_product(_FEW, 2)
 _dots = key_dots(_FEW)
 
 
-@dataclass
-class _Item:
-    """Some consecutive queries of one sequence."""
-
-    sequence: int
-    token: int  # the first query
-    num_queries: int
-    position: int  # of the first query
-
-
-@dataclass
-class _Step:
-    """Where a step's batch lies, and the items that were made of it."""
-
-    tables: int
-    num_columns: int  # of the block tables
-    starts: int
-    context_lens: int
-    num_sequences: int
-    max_queries: int  # of an item
-    items: int
-    num_items: int
-
-
-_item_at, _step_at = records_at(_Item), records_at(_Step)
-_ITEM_BYTES = layout_of(_Item).itemsize
-
-
-class WorkItems:
-    """The work items of the step that is to be run; operations made once follow each `set`."""
-
-    def __init__(self, shared: int) -> None:
-        """`shared` query heads share a KV head."""
-        self._step: Record = np.zeros(1, layout_of(_Step))
-        self._step["max_queries"] = max(1, MAX_ROWS // shared)
-        self._items: Record = np.empty(0, layout_of(_Item))
-        self._batch: PagedBatch | None = None
-
-    @property
-    def items(self) -> Record:
-        """The items of the last run, those that take long first."""
-        return self._items[: self._step["num_items"][0]]
-
-    @property
-    def address(self) -> int:
-        """Where compiled loops find the step's record."""
-        address: int = self._step.ctypes.data
-        return address
-
-    def set(self, batch: PagedBatch) -> None:
-        """Say which batch the next run of `plan` is to cut."""
-        self._batch = batch
-        if len(batch.slots) > len(self._items):
-            self._items = np.empty(len(batch.slots), layout_of(_Item))
-        step, tables = self._step[0], batch.block_tables
-        step["tables"], step["num_columns"] = tables.data_ptr(), tables.stride(0)
-        step["starts"] = batch.query_starts.data_ptr()
-        step["context_lens"] = batch.context_lens.data_ptr()
-        step["num_sequences"] = len(batch.context_lens)
-        step["items"] = self._items.ctypes.data
-
-    def plan(self) -> Operation:
-        """Return the operation that comes before those which need the items."""
-        return Operation(_plan, _PlanArguments(self.address), (self,))
-
-
-class _PlanArguments(NamedTuple):
-    step: int
-    taken: int = 0
-
-
-def _plan(a: _PlanArguments, _thread: int) -> None:
-    """Cut every sequence; one thread does it all."""
-    if take(a, 1) > 0:
-        return
-    step = _step_at(a.step)
-    starts, context_lens = ints_at(step.starts), ints_at(step.context_lens)
-    count = 0
-    for sequence in range(step.num_sequences):
-        first, last = np.int64(starts[sequence]), np.int64(starts[sequence + 1])
-        past = context_lens[sequence] - last
-        # From the end, where they are longest: each finds its place at once.
-        left = last - first
-        while left > 0:
-            num_queries = (left - 1) % step.max_queries + 1
-            left -= num_queries
-            token = first + left
-            _insert(step.items, count, sequence, token, num_queries, token + past)
-            count += 1
-    step.num_items = count
-
-
-@inner
-def _insert(
-    items: int, count: int, sequence: int, token: int, num_queries: int, position: int
-) -> None:
-    """Put an item among `count` others, behind those that take as long or longer."""
-    cost, place = (position + num_queries) * num_queries, count
-    while place > 0:
-        before = _item_at(items + (place - 1) * _ITEM_BYTES)
-        if (before.position + before.num_queries) * before.num_queries >= cost:
-            break
-        moved = _item_at(items + place * _ITEM_BYTES)
-        moved.sequence, moved.token = before.sequence, before.token
-        moved.num_queries, moved.position = before.num_queries, before.position
-        place -= 1
-    item = _item_at(items + place * _ITEM_BYTES)
-    item.sequence, item.token = sequence, token
-    item.num_queries, item.position = num_queries, position
-
-
 class _Arguments(NamedTuple):
     step: int
     query: int
     token_stride: int  # of the query; likewise head_stride
     head_stride: int
     out: int
+    out_element: int
+    out_stride: int  # from a token to the next
     num_heads: int
     num_kv_heads: int
     shared: int  # query heads of a KV head
@@ -179,6 +73,8 @@ class _Arguments(NamedTuple):
     window: int  # 0 for none
     scale: float
     max_rows: int
+    is_paired: bool  # many rows are multiplied in bfloat16
+    tiles: int  # by tiles, of this configuration; 0 for vectors
     taken: int = 0
 
 
@@ -191,23 +87,30 @@ def attend(
     *,
     scale: float,
     window: int | None,
+    by_tiles: bool | None = None,
 ) -> Operation:
     """Make out = the attention of query over one layer of the pool.
 
     Args:
         query: [T, Hq, D] float32, D a multiple of 16 and contiguous.
         pool: [N, L, 2, Hkv, B, D], of a dtype of `kernels.cpu.linear.ELEMENTS`.
-        out: [T, Hq, D] float32, contiguous.
+        out: [T, Hq, D] float32 or bfloat16; tokens as far apart as they like.
+        by_tiles: False for vectors, the same bits; None for tiles where the processor has them.
     """
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     num_heads = query.shape[1]
     head_bytes = block_size * head_dim * pool.itemsize
+    is_paired = pool.dtype is out.dtype is torch.bfloat16 and head_dim % amx.STEP == 0
+    by_tiles = amx.available() if by_tiles is None else by_tiles
+    tiles = amx.configuration(amx.TILE_ROWS, amx.TILE_ROWS)
     arguments = _Arguments(
         step=items.address,
         query=query.data_ptr(),
         token_stride=query.stride(0) * 4,
         head_stride=query.stride(1) * 4,
         out=out.data_ptr(),
+        out_element=ELEMENTS[out.dtype],
+        out_stride=out.stride(0) * out.itemsize,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         shared=num_heads // num_kv_heads,
@@ -219,25 +122,34 @@ def attend(
         block_size=block_size,
         window=window or 0,
         scale=scale * math.log2(math.e),
-        max_rows=max(MAX_ROWS, num_heads // num_kv_heads),
+        max_rows=-(-max(MAX_ROWS, num_heads // num_kv_heads) // ROWS_TOGETHER) * ROWS_TOGETHER,
+        is_paired=is_paired,
+        tiles=tiles.ctypes.data if is_paired and by_tiles else 0,
     )
-    return Operation(_attend, arguments, (query, pool, items, out))
+    return Operation(_attend, arguments, (query, pool, items, out, tiles))
 
 
 def _attend(a: _Arguments, _thread: int) -> None:
-    step, head_dim = _step_at(a.step), a.head_dim
+    step, head_dim = step_at(a.step), a.head_dim
     num_taken = step.num_items * a.num_kv_heads
-    memory = np.empty(a.max_rows * (2 * head_dim + SCORES + 2) + TILE * head_dim, np.float32)
-    x = memory.ctypes.data
+    # Floats of a row: its query, sums and state, then what a tile needs (in bfloat16 scores, and
+    # queries and weights in half a float); floats of the keys and values of a tile.
+    of_tile = LONG_TILE + (head_dim + LONG_TILE) // 2 if a.is_paired else SCORES
+    of_keys = head_dim * (LONG_TILE if a.is_paired else TILE)
+    size = a.max_rows * (2 * head_dim + 2 + of_tile) + of_keys
+    memory = np.empty(size + CACHE_LINE, np.float32)
+    x = -(-memory.ctypes.data // CACHE_LINE) * CACHE_LINE
     y = x + a.max_rows * head_dim * 4
-    scores = y + a.max_rows * head_dim * 4
-    state = scores + a.max_rows * SCORES * 4
-    panels = state + a.max_rows * 2 * 4
+    panels = y + a.max_rows * head_dim * 4
+    scores = panels + of_keys * 4
+    state = scores + a.max_rows * of_tile * 4
+    if a.tiles:
+        amx.configure(a.tiles)
     while True:
         taken = take(a, 1)
         if taken >= num_taken:
-            return
-        item = _item_at(step.items + taken // a.num_kv_heads * _ITEM_BYTES)
+            break
+        item = item_at(step.items + taken // a.num_kv_heads * ITEM_BYTES)
         head = taken % a.num_kv_heads
         table = step.tables + item.sequence * step.num_columns * 4
         rows = _begin(a, item, head, x, y, state)
@@ -245,17 +157,105 @@ def _attend(a: _Arguments, _thread: int) -> None:
         if a.window:
             first = max(0, item.position - a.window + 1) // a.block_size * a.block_size
         end = item.position + item.num_queries
-        while first < end:
-            num_keys = min(TILE, end - first)
-            _score(a, table, head, first, num_keys, end, rows, x, scores, panels)
-            _weigh(a, first, num_keys, rows, item.position, scores, state, y)
-            _gather(a, table, head, first, num_keys, end, rows, scores, y)
-            first += num_keys
-        _finish(a, item.token, rows, head, y, state)
+        if a.is_paired and rows >= _MANY:
+            _walk_pairs(a, table, head, first, item, rows, x, y, scores, panels, state)
+        else:
+            _walk(a, table, head, first, end, rows, item.position, x, y, scores, panels, state)
+        _finish(a, item.token, rows, head, x, y, state)
+    if a.tiles:
+        amx.release()
 
 
 @inner
-def _begin(a: _Arguments, item: _Item, head: int, x: int, y: int, state: int) -> int:
+def _walk(
+    a: _Arguments,
+    table: int,
+    head: int,
+    first: int,
+    end: int,
+    rows: int,
+    position: int,
+    x: int,
+    y: int,
+    scores: int,
+    panels: int,
+    state: int,
+) -> None:
+    """Add up the values of an item's context in y, tile by tile, in float32."""
+    while first < end:
+        num_keys = min(TILE, end - first)
+        _score(a, table, head, first, num_keys, end, rows, x, scores, panels)
+        _weigh(a, first, num_keys, rows, position, scores, state, y)
+        _gather(a, table, head, first, num_keys, end, rows, scores, y)
+        first += num_keys
+
+
+@inner
+def _walk_pairs(
+    a: _Arguments,
+    table: int,
+    head: int,
+    first: int,
+    item: Item,
+    rows: int,
+    x: int,
+    y: int,
+    scores: int,
+    panels: int,
+    state: int,
+) -> None:
+    """Do what `_walk` does, with products in bfloat16."""
+    head_dim, end, tile = a.head_dim, item.position + item.num_queries, LONG_TILE
+    weights = scores + a.max_rows * tile * 4
+    queries = weights + a.max_rows * tile * 2
+    keys, values = panels, panels + tile * head_dim * 2
+    narrow(BFLOAT16, x, queries, rows * head_dim)
+    while first < end:
+        num_keys = min(tile, end - first)
+        key = 0
+        while key < num_keys:
+            at, length = _run(a, table, head, first + key, end)
+            count = min(length, num_keys - key)
+            paired.turn_keys(at, count, key, head_dim, keys)
+            at, length = _run(a, table, a.num_kv_heads + head, first + key, end)
+            paired.pair_values(at, count, key, head_dim, values)
+            key += count
+        # Of values that nobody has written zero times NaN would come.
+        paired.pair_values(0, tile - num_keys, num_keys, head_dim, values)
+        paired.multiply(a.tiles, rows, queries, head_dim, keys, tile, scores, 0)
+        _weigh_pairs(a, first, num_keys, rows, item.position, scores, weights, state, y)
+        paired.multiply(a.tiles, rows, weights, tile, values, head_dim, y, 1)
+        first += num_keys
+
+
+@inner
+def _weigh_pairs(
+    a: _Arguments,
+    first: int,
+    num_keys: int,
+    rows: int,
+    position: int,
+    scores: int,
+    weights: int,
+    state: int,
+    y: int,
+) -> None:
+    """Turn scores into bfloat16 weights relative to each row's new maximum."""
+    shared, head_dim, window = a.shared, a.head_dim, a.window
+    for row in range(rows):
+        last = position + row // shared
+        stop = min(num_keys, last + 1 - first)
+        start = max(0, last - window + 1 - first) if window else 0
+        at, to = scores + row * LONG_TILE * 4, weights + row * LONG_TILE * 2
+        kept = weigh_row(at, to, start, stop, state + row * 8)
+        if kept != np.float32(1):
+            sums = floats_at(y + row * head_dim * 4)
+            for d in range(head_dim):
+                sums[d] *= kept
+
+
+@inner
+def _begin(a: _Arguments, item: Item, head: int, x: int, y: int, state: int) -> int:
     """Copy an item's queries, scaled, to x; clear its sums y and its state (maximum, total)."""
     shared, head_dim = a.shared, a.head_dim
     rows = item.num_queries * shared
@@ -324,7 +324,7 @@ def _run(a: _Arguments, table: int, head: int, position: int, end: int) -> tuple
         later = position + TILE
         at = start + np.int64(blocks[later // a.block_size]) * a.block_bytes
         at += later % a.block_size * row_bytes
-        for line in range(0, length * row_bytes, _LINE_BYTES):
+        for line in range(0, length * row_bytes, CACHE_LINE):
             prefetch(at + line)
     start += np.int64(blocks[index]) * a.block_bytes + offset * row_bytes
     return start, length
@@ -467,12 +467,22 @@ def _add(
 
 
 @inner
-def _finish(a: _Arguments, token: int, rows: int, head: int, y: int, state: int) -> None:
-    """Write sums over totals to the output."""
-    head_dim, shared = a.head_dim, a.shared
+def _finish(a: _Arguments, token: int, rows: int, head: int, x: int, y: int, state: int) -> None:
+    """Write sums over totals to the output; who needs them shorter has x, now free, to do it."""
+    head_dim, shared, element = a.head_dim, a.shared, a.out_element
     for row in range(rows):
-        at = (token + row // shared) * a.num_heads + head * shared + row % shared
-        target, sums = floats_at(a.out + at * head_dim * 4), floats_at(y + row * head_dim * 4)
+        first = (head * shared + row % shared) * head_dim
+        at = a.out + (token + row // shared) * a.out_stride + first * bytes_of(element)
         share = np.float32(1) / floats_at(state)[2 * row + 1]
-        for d in range(head_dim):
-            target[d] = sums[d] * share
+        if element == FLOAT32:
+            _scale(y + row * head_dim * 4, share, at, head_dim)
+        else:
+            _scale(y + row * head_dim * 4, share, x, head_dim)
+            narrow(element, x, at, head_dim)
+
+
+@inner
+def _scale(source: int, factor: Any, target: int, size: int) -> None:
+    values, scaled = floats_at(source), floats_at(target)
+    for i in range(size):
+        scaled[i] = values[i] * factor

@@ -10,11 +10,12 @@ import torch
 
 from kernels import reference
 from kernels.contract import PagedBatch
-from kernels.cpu.attention import WorkItems, attend
+from kernels.cpu.attention import attend
 from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.program import Program
 from kernels.cpu.sampling import argmax, sample
 from kernels.cpu.simd import PANEL
+from kernels.cpu.work_items import WorkItems
 from kernels.reference import (
     add_rms_norm,
     append_kv,

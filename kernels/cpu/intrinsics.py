@@ -1,4 +1,4 @@
-"""Operations that Numba does not offer: memory at an address, atomics, rounding to 16 bits, 2^x.
+"""Operations that Numba does not offer: memory at an address, atomics, 16-bit numbers, 2^x.
 
 Each is a few LLVM instructions, inlined where it is used.  Addresses are int64, in bytes.
 """
@@ -148,25 +148,6 @@ def float16_at(b: ir.IRBuilder, address: Any) -> Any:
     return b.fpext(b.load(_pointer(b, address, _F16), align=2), _F32)
 
 
-@instruction(types.void, types.int64, types.float32)
-def store_bfloat16(b: ir.IRBuilder, address: Any, x: Any) -> None:
-    """Write a float32 as the nearest bfloat16, the even one of two."""
-    bits = b.bitcast(x, _I32)
-    last = b.and_(b.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
-    rounded = b.add(bits, b.add(last, ir.Constant(_I32, 0x7FFF)))
-    # The carry of a NaN could make it a number.
-    quiet = b.or_(bits, ir.Constant(_I32, 0x400000))
-    kept = b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
-    half = b.trunc(b.lshr(kept, ir.Constant(_I32, 16)), _I16)
-    b.store(half, _pointer(b, address, _I16), align=2)
-
-
-@instruction(types.void, types.int64, types.float32)
-def store_float16(b: ir.IRBuilder, address: Any, x: Any) -> None:
-    """Write a float32 as the nearest float16."""
-    b.store(b.fptrunc(x, _F16), _pointer(b, address, _F16), align=2)
-
-
 def _array_at(kind: Any, stored: ir.Type) -> Callable[..., Any]:
     """Return the function that turns an address into a pointer, which is indexed like an array."""
 
@@ -178,6 +159,7 @@ def _array_at(kind: Any, stored: ir.Type) -> Callable[..., Any]:
 
 
 floats_at, doubles_at = _array_at(types.float32, _F32), _array_at(types.float64, _F64)
+shorts_at = _array_at(types.int16, _I16)
 ints_at, longs_at = _array_at(types.int32, _I32), _array_at(types.int64, _I64)
 
 

@@ -64,6 +64,47 @@ class PackedWeight:
         """Columns of y: N, padded to whole panels."""
         return self.panels.shape[0] * PANEL
 
+    @staticmethod
+    def inputs(num_rows: int, size: int) -> torch.Tensor:
+        """Return room for x: [num_rows, size] float32."""
+        return torch.empty(num_rows, size)
+
+    def times(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        is_added: bool = False,
+    ) -> Operation:
+        """Make y = x W^T + bias, plus what y was if `is_added`.
+
+        Args:
+            x: [T, K] float32, contiguous.
+            y: [T, num_columns] float32, contiguous.
+            bias: [num_columns] float32, contiguous.
+        """
+        num_panels, depth, _ = self.panels.shape
+        assert x.shape[1] == depth and y.shape == (x.shape[0], self.num_columns)
+        num_threads = torch.get_num_threads()
+        address, panel_bytes = self.panels.data_ptr(), self.panels[:1].nbytes
+        arguments = _Arguments(
+            element=ELEMENTS[self.panels.dtype],
+            num_panels=num_panels,
+            num_threads=num_threads,
+            weight=address,
+            x=x.data_ptr(),
+            y=y.data_ptr(),
+            depth=depth,
+            num_rows=x.shape[0],
+            y_stride=y.shape[1] * 4,
+            is_added=is_added,
+            bias=0 if bias is None else bias.data_ptr(),
+        )
+        even, odd = (next_chunk(0, num_panels, num_threads, thread)[0] for thread in range(2))
+        weights = (address + even * panel_bytes, address + odd * panel_bytes)
+        return Operation(_multiply_panels, arguments, (x, self.panels, y, bias), weights)
+
 
 class _Arguments(NamedTuple):
     element: int
@@ -73,7 +114,7 @@ class _Arguments(NamedTuple):
     x: int
     y: int
     depth: int
-    rows: int
+    num_rows: int
     y_stride: int
     is_added: bool
     bias: int  # 0 for none
@@ -83,47 +124,10 @@ class _Arguments(NamedTuple):
     taken: int = 0  # panels, see `threads.next_chunk`
 
 
-def linear(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    y: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    is_added: bool = False,
-) -> Operation:
-    """Make y = x W^T + bias, plus what y was if `is_added`.
-
-    Args:
-        x: [T, K] float32, contiguous.
-        y: [T, weight.num_columns] float32, contiguous.
-        bias: [weight.num_columns] float32, contiguous.
-    """
-    num_panels, depth, _ = weight.panels.shape
-    assert x.shape[1] == depth and y.shape == (x.shape[0], weight.num_columns)
-    num_threads = torch.get_num_threads()
-    address, panel_bytes = weight.panels.data_ptr(), weight.panels[:1].nbytes
-    arguments = _Arguments(
-        element=ELEMENTS[weight.panels.dtype],
-        num_panels=num_panels,
-        num_threads=num_threads,
-        weight=address,
-        x=x.data_ptr(),
-        y=y.data_ptr(),
-        depth=depth,
-        rows=x.shape[0],
-        y_stride=y.shape[1] * 4,
-        is_added=is_added,
-        bias=0 if bias is None else bias.data_ptr(),
-    )
-    even, odd = (next_chunk(0, num_panels, num_threads, thread)[0] for thread in range(2))
-    weights = (address + even * panel_bytes, address + odd * panel_bytes)
-    return Operation(_multiply_panels, arguments, (x, weight.panels, y, bias), weights)
-
-
 def _multiply_panels(a: _Arguments, thread: int) -> None:
     # Read once: each store to y might change the record, as far as the compiler knows.
     element, weight, x, y = a.element, a.weight, a.x, a.y
-    num_panels, num_threads, num_rows = a.num_panels, a.num_threads, a.rows
+    num_panels, num_threads, num_rows = a.num_panels, a.num_threads, a.num_rows
     depth, y_stride = a.depth, a.y_stride
     w_stride, x_stride = PANEL * bytes_of(element), depth * 4
     panel_bytes = depth * w_stride
@@ -184,7 +188,7 @@ def _next_panels(a: _Arguments, thread: int) -> int:
 def _begin_with_bias(a: _Arguments, first: int, last: int) -> None:
     """Write the bias to columns [first, last) of y, or add it."""
     bias = floats_at(a.bias)
-    for row in range(a.rows):
+    for row in range(a.num_rows):
         target = floats_at(a.y + row * a.y_stride)
         for column in range(first, last):
             target[column] = bias[column] + (target[column] if a.is_added else np.float32(0))

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kernels.cpu.intrinsics import floats_at, ints_at, store_bfloat16, store_float16
+from kernels.cpu.intrinsics import floats_at, ints_at
 from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.program import Operation
-from kernels.cpu.simd import BFLOAT16, FLOAT32
+from kernels.cpu.simd import FLOAT32, narrow
 from kernels.cpu.tasks import inner
 from kernels.cpu.threads import take
 
@@ -122,9 +122,5 @@ def _store_head(element: int, source: int, block: int, row: int, size: int) -> N
         target = floats_at(block + row * size * 4)
         for i in range(size):
             target[i] = values[i]
-    elif element == BFLOAT16:
-        for i in range(size):
-            store_bfloat16(block + (row * size + i) * 2, values[i])
     else:
-        for i in range(size):
-            store_float16(block + (row * size + i) * 2, values[i])
+        narrow(element, source, block + row * size * 2, size)

@@ -10,10 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kernels.cpu.intrinsics import bfloat16_at, exp2, float16_at, floats_at, ints_at
+from kernels.cpu.intrinsics import (
+    bfloat16_at,
+    exp2,
+    float16_at,
+    floats_at,
+    ints_at,
+)
 from kernels.cpu.linear import ELEMENTS, PackedWeight
+from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.program import Operation
-from kernels.cpu.simd import BFLOAT16, FLOAT32, PANEL, bytes_of
+from kernels.cpu.simd import BFLOAT16, FLOAT32, PANEL, bytes_of, narrow
 from kernels.cpu.tasks import comparing, inner
 from kernels.cpu.threads import take
 
@@ -28,6 +35,8 @@ class _NormArguments(NamedTuple):
     size: int
     x: int
     out: int
+    out_element: int
+    out_stride: int
     weight: int
     eps: float
     rows: int  # 0 for all
@@ -45,7 +54,7 @@ def norm(
 
     Args:
         x: [T, K] float32, contiguous; `weight` [K] likewise.
-        out: [R, K] float32, contiguous.
+        out: [R, K] float32 or bfloat16, rows as far apart as they like.
         rows: [R] int32 rows of x; None where R is T.
     """
     arguments = _NormArguments(
@@ -54,6 +63,8 @@ def norm(
         size=x.shape[1],
         x=x.data_ptr(),
         out=out.data_ptr(),
+        out_element=ELEMENTS[out.dtype],
+        out_stride=out.stride(0) * out.itemsize,
         weight=weight.data_ptr(),
         eps=eps,
         rows=0 if rows is None else rows.data_ptr(),
@@ -62,26 +73,31 @@ def norm(
 
 
 def _norm(a: _NormArguments, _thread: int) -> None:
+    memory = np.empty(a.size, np.float32)
+    scratch = memory.ctypes.data
     while True:
         first = take(a, a.at_a_time)
         if first >= a.num_rows:
             return
         for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            _norm_row(a, row)
+            _norm_row(a, row, scratch)
 
 
 @inner
-def _norm_row(a: _NormArguments, row: int) -> None:
+def _norm_row(a: _NormArguments, row: int, scratch: int) -> None:
     size = a.size
     source = np.int64(ints_at(a.rows)[row]) if a.rows else row
-    x, out = floats_at(a.x + source * size * 4), floats_at(a.out + row * size * 4)
-    weight: Any = floats_at(a.weight)
+    x, weight = floats_at(a.x + source * size * 4), floats_at(a.weight)
+    element, out = a.out_element, a.out + row * a.out_stride
     total = np.float32(0)
     for i in range(size):
         total += x[i] * x[i]
     scale = np.float32(1) / np.sqrt(total / np.float32(size) + a.eps)
+    y = floats_at(out if element == FLOAT32 else scratch)
     for i in range(size):
-        out[i] = x[i] * scale * weight[i]
+        y[i] = x[i] * scale * weight[i]
+    if element != FLOAT32:
+        narrow(element, scratch, out, size)
 
 
 class _GateArguments(NamedTuple):
@@ -140,14 +156,16 @@ class _EmbedArguments(NamedTuple):
     token_ids: int
     table: int
     element: int
+    panel_bytes: int
+    together: int  # elements of a row that lie side by side
     row_stride: int  # from a row to the next of its panel
-    stride: int  # from an element of a row to the next
+    stride: int  # from those elements of a row to the next
     out: int
     taken: int = 0
 
 
 def embed(
-    token_ids: torch.Tensor, weight: torch.Tensor | PackedWeight, out: torch.Tensor
+    token_ids: torch.Tensor, weight: torch.Tensor | PackedWeight | PairedWeight, out: torch.Tensor
 ) -> Operation:
     """Make out = the rows of weight, as float32.
 
@@ -156,9 +174,13 @@ def embed(
         weight: [V, K], contiguous, or packed.
         out: [T, K] float32, contiguous.
     """
-    table = weight.panels if isinstance(weight, PackedWeight) else weight
+    table = weight if isinstance(weight, torch.Tensor) else weight.panels
     size = out.shape[1]
-    row_stride, stride = (1, PANEL) if isinstance(weight, PackedWeight) else (size, 1)
+    together, row_stride, stride = 1, size, 1
+    if isinstance(weight, PackedWeight):
+        row_stride, stride = 1, PANEL
+    elif isinstance(weight, PairedWeight):
+        together, row_stride, stride = 2, 2, 2 * PANEL
     arguments = _EmbedArguments(
         num_rows=len(token_ids),
         at_a_time=_at_a_time(len(token_ids)),
@@ -166,6 +188,8 @@ def embed(
         token_ids=token_ids.data_ptr(),
         table=table.data_ptr(),
         element=ELEMENTS[table.dtype],
+        panel_bytes=PANEL * size * table.itemsize if table is weight else table[:1].nbytes,
+        together=together,
         row_stride=row_stride * table.itemsize,
         stride=stride * table.itemsize,
         out=out.data_ptr(),
@@ -184,18 +208,18 @@ def _embed(a: _EmbedArguments, _thread: int) -> None:
 
 @inner
 def _embed_row(a: _EmbedArguments, row: int) -> None:
-    size, element, stride = a.size, a.element, a.stride
+    size, element, stride, together = a.size, a.element, a.stride, a.together
     out = floats_at(a.out + row * size * 4)
     token_id = np.int64(ints_at(a.token_ids)[row])
-    panel_bytes = size * PANEL * bytes_of(element)
-    at = a.table + token_id // PANEL * panel_bytes + token_id % PANEL * a.row_stride
+    panel = a.table + token_id // PANEL * a.panel_bytes + token_id % PANEL * a.row_stride
     for i in range(size):
+        at = panel + i // together * stride + i % together * bytes_of(element)
         if element == BFLOAT16:
-            out[i] = bfloat16_at(at + i * stride)
+            out[i] = bfloat16_at(at)
         elif element == FLOAT32:
-            out[i] = floats_at(at + i * stride)[0]
+            out[i] = floats_at(at)[0]
         else:
-            out[i] = float16_at(at + i * stride)
+            out[i] = float16_at(at)
 
 
 def _at_a_time(num_rows: int) -> int:

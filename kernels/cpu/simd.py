@@ -21,6 +21,8 @@ from kernels.cpu.tasks import inner
 WIDTH = 8
 # Columns of a panel: two vectors, so that six rows of sums fill twelve of sixteen registers.
 PANEL = 16
+# Pairs of inputs that are added up before their sum is (see `pair_product`).
+PAIRS = 16
 # What weights, keys and values may be kept in; a loop is told which by its number here.
 ELEMENTS = ("float32", "bfloat16", "float16")
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
@@ -76,7 +78,7 @@ def panel_product(
         later_stride: Any,
     ) -> None:
         operands = (w, w_stride, x, x_stride, y, y_stride, depth)
-        has_sums = b.icmp_signed("!=", is_added, _i64(0))
+        has_sums = b.icmp_signed("!=", is_added, i64(0))
         fetched = (later, later_stride) if prefetch else None
 
         def write(kind: str, num_rows: int) -> None:
@@ -95,13 +97,13 @@ def _write_each(
     kinds = [b.append_basic_block(kind) for kind in ELEMENTS]
     to_kind = b.switch(element, kinds[-1])
     for code, (kind, block) in enumerate(zip(ELEMENTS, kinds, strict=True)):
-        to_kind.add_case(_i64(code), block)
+        to_kind.add_case(i64(code), block)
         b.position_at_end(block)
         sizes = [b.append_basic_block(f"{kind}{index + 1}") for index in range(max_rows)]
         to_size = b.switch(rows, sizes[-1])
         for index, size in enumerate(sizes):
             if size is not sizes[-1]:
-                to_size.add_case(_i64(index + 1), size)
+                to_size.add_case(i64(index + 1), size)
             b.position_at_end(size)
             write(kind, index + 1)
             b.branch(end)
@@ -122,19 +124,19 @@ def _product(
     num_rows, num_panels = size
     num_vectors = PANEL // WIDTH
     cells = [(r, c) for r in range(num_rows) for c in range(num_panels * num_vectors)]
-    x_rows = [b.add(x, b.mul(x_stride, _i64(r))) for r in range(num_rows)]
-    y_rows = [b.add(y, b.mul(y_stride, _i64(r))) for r in range(num_rows)]
-    panels = [b.add(w, b.mul(panel_stride, _i64(p))) for p in range(num_panels)]
+    x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(num_rows)]
+    y_rows = [b.add(y, b.mul(y_stride, i64(r))) for r in range(num_rows)]
+    panels = [b.add(w, b.mul(panel_stride, i64(p))) for p in range(num_panels)]
     starts = [b.select(has_sums, _load(b, y_rows[r], c), _zero()) for r, c in cells]
-    loop = _Loop(b, depth, 1)
+    loop = Loop(b, depth, 1)
     sums = [loop.carry(start) for start in starts]
     step = b.mul(loop.index, w_stride)
     weights = [_load(b, b.add(p, step), c, element) for p in panels for c in range(num_vectors)]
     if fetched is not None:
         later = b.add(fetched[0], b.mul(loop.index, fetched[1]))
         for p in range(num_panels):
-            write_prefetch(b, b.add(later, b.mul(panel_stride, _i64(p))))
-    offset = b.mul(loop.index, _i64(4))
+            write_prefetch(b, b.add(later, b.mul(panel_stride, i64(p))))
+    offset = b.mul(loop.index, i64(4))
     values = [_broadcast(b, b.add(row, offset)) for row in x_rows]
     totals = [
         _fma(b, weights[c], values[r], total) for (r, c), total in zip(cells, sums, strict=True)
@@ -142,6 +144,98 @@ def _product(
     loop.end(totals)
     for (r, c), total in zip(cells, totals, strict=True):
         _store(b, total, y_rows[r], c)
+
+
+def pair_product(max_rows: int) -> Callable[..., Any]:
+    """Return y[r, :PANEL] = sum over k of x[r, k] w[k, :PANEL], plus what y was, from bfloat16.
+
+    The function takes (w, x, x_stride, y, y_stride, num_steps, rows, is_added): a step is
+    PAIRS pairs of k, of which w has `[16, PANEL, 2]` and a row of x `[16, 2]`; y is float32.  It
+    computes the first min(rows, max_rows) rows, in the order of a tile of the processor (see
+    `kernels.cpu.amx`): a step's products of even and of odd k are added up by themselves.
+    """
+
+    @instruction(types.void, *[types.int64] * 8)
+    def product(
+        b: ir.IRBuilder,
+        w: Any,
+        x: Any,
+        x_stride: Any,
+        y: Any,
+        y_stride: Any,
+        num_steps: Any,
+        rows: Any,
+        is_added: Any,
+    ) -> None:
+        end = b.append_basic_block("end")
+        sizes = [b.append_basic_block(f"rows{index + 1}") for index in range(max_rows)]
+        to_size = b.switch(rows, sizes[-1])
+        for index, size in enumerate(sizes):
+            if size is not sizes[-1]:
+                to_size.add_case(i64(index + 1), size)
+            b.position_at_end(size)
+            x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(index + 1)]
+            y_rows = [b.add(y, b.mul(y_stride, i64(r))) for r in range(index + 1)]
+            _pair_product(b, w, x_rows, y_rows, num_steps, is_added)
+            b.branch(end)
+        b.position_at_end(end)
+
+    return product
+
+
+def _pair_product(
+    b: ir.IRBuilder, w: Any, x_rows: list[Any], y_rows: list[Any], num_steps: Any, is_added: Any
+) -> None:
+    """Write the loops of `pair_product` for these rows."""
+    cells = [(r, c) for r in range(len(x_rows)) for c in range(PANEL // WIDTH)]
+    has_sums = b.icmp_signed("!=", is_added, i64(0))
+    starts = [b.select(has_sums, _load(b, y_rows[r], c), _zero()) for r, c in cells]
+    steps = Loop(b, num_steps, 1)
+    sums = [steps.carry(start) for start in starts]
+    w_step = b.add(w, b.mul(steps.index, i64(PAIRS * PANEL * 4)))
+    x_step = b.mul(steps.index, i64(PAIRS * 4))
+    pairs = Loop(b, i64(PAIRS), 1)
+    even, odd = ([pairs.carry(_zero()) for _ in cells] for _ in range(2))
+    at = b.add(w_step, b.mul(pairs.index, i64(PANEL * 4)))
+    weights = [_pair(b, at, c) for c in range(PANEL // WIDTH)]
+    offset = b.add(x_step, b.mul(pairs.index, i64(4)))
+    values = [_pair(b, b.add(row, offset), None) for row in x_rows]
+    totals = [
+        [
+            _fma(b, weights[c][half], values[r][half], total)
+            for (r, c), total in zip(cells, so_far, strict=True)
+        ]
+        for half, so_far in enumerate((even, odd))
+    ]
+    pairs.end(totals[0] + totals[1])
+    sums = [
+        _in_order(b, b.fadd(total, _in_order(b, b.fadd(first, second))))
+        for total, first, second in zip(sums, *totals, strict=True)
+    ]
+    steps.end(sums)
+    for (r, c), total in zip(cells, sums, strict=True):
+        _store(b, total, y_rows[r], c)
+
+
+def _in_order(b: ir.IRBuilder, x: Any) -> Any:
+    """Return a sum that no optimization takes apart: tasks are compiled so that it may."""
+    kind = ir.FunctionType(_VECTOR, [_VECTOR])
+    name = f"llvm.arithmetic.fence.v{WIDTH}f32"
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), [x])
+
+
+def _pair(b: ir.IRBuilder, address: Any, index: int | None) -> tuple[Any, Any]:
+    """Return the first and the second bfloat16 of a vector of pairs; of one pair in every lane."""
+    if index is None:
+        pair = b.load(b.inttoptr(address, _I32.as_pointer()), align=4)
+        undefined = ir.Constant(_INTS, ir.Undefined)
+        first = b.insert_element(undefined, pair, ir.Constant(_I32, 0))
+        bits = b.shuffle_vector(first, undefined, _ints(0))
+    else:
+        at = b.add(address, i64(index * WIDTH * 4))
+        bits = b.load(b.inttoptr(at, _INTS.as_pointer()), align=4)
+    high = b.and_(bits, _ints(0xFFFF0000))
+    return b.bitcast(b.shl(bits, _ints(16)), _VECTOR), b.bitcast(high, _VECTOR)
 
 
 def key_dots(max_rows: int) -> Callable[..., Any]:
@@ -179,10 +273,10 @@ def key_dots(max_rows: int) -> Callable[..., Any]:
 def _dots(b: ir.IRBuilder, element: str, num_rows: int, operands: Any) -> None:
     """Write the loop of `key_dots` for one number of rows."""
     *keys, x, x_stride, y, y_stride, depth = operands
-    x_rows = [b.add(x, b.mul(x_stride, _i64(r))) for r in range(num_rows)]
-    loop = _Loop(b, depth, WIDTH)
+    x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(num_rows)]
+    loop = Loop(b, depth, WIDTH)
     sums = [[loop.carry(_zero()) for _ in keys] for _ in x_rows]
-    step, offset = (b.mul(loop.index, _i64(size)) for size in (ELEMENT_BYTES[element], 4))
+    step, offset = (b.mul(loop.index, i64(size)) for size in (ELEMENT_BYTES[element], 4))
     weights = [_load(b, b.add(key, step), 0, element) for key in keys]
     values = [_load(b, b.add(row, offset), 0) for row in x_rows]
     totals = [
@@ -191,11 +285,45 @@ def _dots(b: ir.IRBuilder, element: str, num_rows: int, operands: Any) -> None:
     ]
     loop.end([total for row in totals for total in row])
     for r, row in enumerate(totals):
-        at = b.inttoptr(b.add(y, b.mul(y_stride, _i64(r))), _QUAD.as_pointer())
+        at = b.inttoptr(b.add(y, b.mul(y_stride, i64(r))), _QUAD.as_pointer())
         b.store(_sums(b, row), at, align=4)
 
 
-class _Loop:
+@instruction(types.void, types.int64, types.int64, types.int64, types.int64)
+def narrow(b: ir.IRBuilder, element: Any, source: Any, target: Any, count: Any) -> None:
+    """Write float32 as the nearest 16-bit elements, the even one of two; a multiple of WIDTH."""
+    kinds = {BFLOAT16: b.append_basic_block("bfloat16"), FLOAT16: b.append_basic_block("float16")}
+    end = b.append_basic_block("end")
+    b.cbranch(b.icmp_signed("==", element, i64(BFLOAT16)), kinds[BFLOAT16], kinds[FLOAT16])
+    for kind, block in kinds.items():
+        b.position_at_end(block)
+        loop = Loop(b, count, WIDTH)
+        x = _load(b, b.add(source, b.mul(loop.index, i64(4))), 0)
+        short = rounded(b, x) if kind == BFLOAT16 else b.fptrunc(x, _STORED["float16"])
+        at = b.add(target, b.mul(loop.index, i64(2)))
+        b.store(short, b.inttoptr(at, short.type.as_pointer()), align=2)
+        loop.end([])
+        b.branch(end)
+    b.position_at_end(end)
+
+
+def rounded(b: ir.IRBuilder, x: Any) -> Any:
+    """Return the bits of the nearest bfloat16 of each lane; those of a NaN, quiet, for a NaN."""
+    lanes = x.type.count
+    ints = ir.VectorType(_I32, lanes)
+
+    def all_are(value: int) -> ir.Constant:
+        return ir.Constant(ints, [value] * lanes)
+
+    bits = b.bitcast(x, ints)
+    last = b.and_(b.lshr(bits, all_are(16)), all_are(1))
+    up = b.add(bits, b.add(last, all_are(0x7FFF)))
+    # The carry of a NaN could make it a number.
+    kept = b.select(b.fcmp_unordered("uno", x, x), b.or_(bits, all_are(0x400000)), up)
+    return b.trunc(b.lshr(kept, all_are(16)), ir.VectorType(_I16, lanes))
+
+
+class Loop:
     """A loop of `step`s over [0, count) that runs at least once, with values carried along."""
 
     def __init__(self, b: ir.IRBuilder, count: Any, step: int) -> None:
@@ -206,7 +334,7 @@ class _Loop:
         b.position_at_end(self._body)
         self._carried: list[Any] = []
         self.index = b.phi(_I64)
-        self.index.add_incoming(_i64(0), self._before)
+        self.index.add_incoming(i64(0), self._before)
 
     def carry(self, start: Any) -> Any:
         value = self._b.phi(start.type)
@@ -217,7 +345,7 @@ class _Loop:
     def end(self, following: list[Any]) -> None:
         """Close the loop with each carried value's next one; they can be used after it."""
         b = self._b
-        index = b.add(self.index, _i64(self._step))
+        index = b.add(self.index, i64(self._step))
         last = b.block
         self.index.add_incoming(index, last)
         for value, after in zip(self._carried, following, strict=True):
@@ -227,8 +355,12 @@ class _Loop:
         b.position_at_end(done)
 
 
-def _i64(value: int) -> ir.Constant:
+def i64(value: int) -> ir.Constant:
     return ir.Constant(_I64, value)
+
+
+def _ints(value: int) -> ir.Constant:
+    return ir.Constant(_INTS, [value] * WIDTH)
 
 
 def _zero() -> ir.Constant:
@@ -238,7 +370,7 @@ def _zero() -> ir.Constant:
 def _load(b: ir.IRBuilder, address: Any, index: int, element: str = "float32") -> Any:
     """Load the index-th vector at an address, as float32."""
     stored = _STORED[element]
-    at = b.add(address, _i64(index * WIDTH * ELEMENT_BYTES[element]))
+    at = b.add(address, i64(index * WIDTH * ELEMENT_BYTES[element]))
     value = b.load(b.inttoptr(at, stored.as_pointer()), align=ELEMENT_BYTES[element])
     if element == "bfloat16":
         shifted = b.shl(b.zext(value, _INTS), ir.Constant(_INTS, [16] * WIDTH))
@@ -247,7 +379,7 @@ def _load(b: ir.IRBuilder, address: Any, index: int, element: str = "float32") -
 
 
 def _store(b: ir.IRBuilder, value: Any, address: Any, index: int) -> None:
-    at = b.add(address, _i64(index * WIDTH * 4))
+    at = b.add(address, i64(index * WIDTH * 4))
     b.store(value, b.inttoptr(at, _VECTOR.as_pointer()), align=4)
 
 

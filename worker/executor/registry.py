@@ -6,6 +6,7 @@ A plug-in is `module:factory`; the factory is called with the keywords that ours
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import signature
 from typing import Any, Final
 
 from worker.executor.contract import Executor
@@ -42,6 +43,10 @@ def create(name: str, **kwargs: Any) -> Executor:
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         raise ValueError(f"executor {name!r}: {module_name} has no factory {factory_name!r}")
+    try:
+        signature(factory).bind(**kwargs)
+    except TypeError as error:
+        raise ValueError(f"executor {name!r} does not take these settings: {error}") from error
     executor: Executor = factory(**kwargs)
     _check(name, "dtype", kwargs.get("dtype", "auto"), executor.capabilities.dtypes)
     device = str(kwargs.get("device", "auto")).partition(":")[0]

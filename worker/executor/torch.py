@@ -35,6 +35,7 @@ def create(
     model_name: str,
     fingerprint: str,
     dtype: str = "auto",
+    kv_dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
 ) -> TorchExecutor:
@@ -44,6 +45,7 @@ def create(
         name=model_name,
         fingerprint=fingerprint,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
         max_model_len=max_model_len,
     )
@@ -67,16 +69,18 @@ class TorchExecutor:
         name: str,
         fingerprint: str = "",
         dtype: str = "auto",
+        kv_dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
     ) -> TorchExecutor:
         """Load a Hugging Face directory.
 
         Args:
-            dtype: "auto" or one of float32, bfloat16, float16.  "auto" is the checkpoint's on CUDA
-                and float32 on the CPU.  A CPU always computes in float32: there it is the type of
-                the KV cache, and a 16-bit one rounds the weights as well.  Weights that the
-                checkpoint has in 16 bits are kept so either way.
+            dtype: "auto" or one of float32, bfloat16, float16: what the model computes in.  "auto"
+                is the checkpoint's on CUDA.  On the CPU it is bfloat16 for a checkpoint of that
+                type where the processor multiplies it by tiles, else float32; float16 rounds the
+                weights there and computes in float32.
+            kv_dtype: What keys and values are kept in, and sent; "auto" is what `dtype` comes to.
             device: See `worker.model.device.find_device`.
             max_model_len: Longest sequence in tokens; None for the model's own limit.
 
@@ -84,7 +88,16 @@ class TorchExecutor:
             ModelError: The directory, the dtype, the device or the length cannot be served.
         """
         place = find_device(device)
-        model = load_model(path, _dtype(dtype, place), place, compiled=place.type == "cpu")
+        is_cpu = place.type == "cpu"
+        if not is_cpu and kv_dtype not in ("auto", dtype):
+            raise ModelError(f"kv_dtype is {kv_dtype!r}, on {place.type} it is that of dtype")
+        model = load_model(
+            path,
+            _dtype("dtype", dtype),
+            place,
+            kv_dtype=_dtype("kv_dtype", kv_dtype),
+            compiled=is_cpu,
+        )
         config = model.config
         limit = config.max_positions
         if max_model_len is not None and not 0 < max_model_len <= limit:
@@ -200,11 +213,11 @@ def _capabilities(model: Model, layout: KVLayout) -> Capabilities:
     )
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype | None:
+def _dtype(setting: str, name: str) -> torch.dtype | None:
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else None
+        return None
     if name not in DTYPES:
-        raise ModelError(f"dtype is {name!r}, not auto or one of {', '.join(DTYPES)}")
+        raise ModelError(f"{setting} is {name!r}, not auto or one of {', '.join(DTYPES)}")
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

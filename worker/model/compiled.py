@@ -1,8 +1,7 @@
 """The forward pass on a CPU: programs of compiled loops over packed weights.
 
-Every activation is float32 whatever the weights are kept in: processors that multiply 16-bit
-numbers are few, and memory, which 16-bit weights halve, is what decoding waits for.  A program is
-made once for a number of tokens; its operations read and write the same buffers each time it runs.
+A program is made once for a number of tokens; its operations read and write the same buffers each
+time it runs.
 """
 
 from __future__ import annotations
@@ -13,45 +12,58 @@ from typing import NamedTuple
 import torch
 
 from kernels import PagedBatch
-from kernels.cpu.attention import WorkItems, attend
+from kernels.cpu import amx
+from kernels.cpu.attention import attend
 from kernels.cpu.inputs import StepInputs
-from kernels.cpu.linear import ELEMENTS, PackedWeight, linear
+from kernels.cpu.linear import ELEMENTS, PackedWeight
+from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.program import Operation, Program
 from kernels.cpu.rotary import rotate_and_append
 from kernels.cpu.rowwise import embed, norm, silu_gate
 from kernels.cpu.simd import PANEL
+from kernels.cpu.work_items import WorkItems
 from worker.model.config import ModelConfig
 from worker.model.rope import inverse_frequencies
 from worker.model.weights import Layer, Linear, Weights
 
+Packed = type[PackedWeight] | type[PairedWeight]
 # Programs that are kept: decode steps have few numbers of tokens, prompts have any.
 MAX_PROGRAMS = 64
 
 
 class CompiledTransformer:
-    """Computes in float32 with weights that are given away to it: it packs them layer by layer.
+    """Computes with weights that are given away to it: it packs them layer by layer.
+
+    In bfloat16 every matrix product has bfloat16 on both sides; in any other dtype it is float32's,
+    whatever the weights are kept in.  All else is float32.
 
     Attributes are those of `worker.model.transformer.Transformer`.
     """
 
     dtype = torch.float32
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         self.config, self.device, self.kv_dtype = weights.config, weights.device, weights.kv_dtype
         self.parameter_bytes = weights.parameter_bytes
         config = self.config
-        self._layers = [_PackedLayer.of(layer) for layer in weights.release_layers()]
+        self._packed: Packed = PairedWeight if dtype is torch.bfloat16 else PackedWeight
+        self._layers = [_PackedLayer.of(layer, self._packed) for layer in weights.release_layers()]
         self._norm = weights.norm.float()
-        self._head = PackedWeight(weights.head)
+        self._head = self._packed(weights.head)
         # The panels hold the embeddings too where the two are one.
         self._embedding = self._head if config.tied_embeddings else weights.embed
         self._frequencies = inverse_frequencies(config.rope, self.device)
         self._items = WorkItems(config.num_heads // config.num_kv_heads)
-        self._buffers = _Buffers(config, 0)
+        self._buffers = _Buffers(config, 0, self._packed)
         self._inputs = StepInputs(0, self._frequencies)
         self._logits = torch.empty(0, self._head.num_columns)
         self._pool: torch.Tensor | None = None
         self._programs: OrderedDict[tuple[int, int], Program] = OrderedDict()
+
+    @staticmethod
+    def best_dtype(stored: torch.dtype) -> torch.dtype:
+        """Return what this processor computes in fastest without losing what the weights say."""
+        return stored if stored is torch.bfloat16 and amx.available() else torch.float32
 
     @staticmethod
     def fits(config: ModelConfig, *dtypes: torch.dtype) -> bool:
@@ -93,7 +105,7 @@ class CompiledTransformer:
             self._pool = pool
         if num_tokens > self._buffers.num_tokens:
             self._programs.clear()
-            self._buffers = _Buffers(self.config, num_tokens)
+            self._buffers = _Buffers(self.config, num_tokens, self._packed)
             self._inputs = StepInputs(num_tokens, self._frequencies)
         if num_rows > len(self._logits):
             self._programs.clear()
@@ -107,7 +119,8 @@ class CompiledTransformer:
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         heads, attended = buffers.heads[:num_tokens], buffers.attended[:num_tokens]
         gate_up, gated = buffers.gate_up[:num_tokens], buffers.gated[:num_tokens]
-        projected, mixed = heads.flatten(1), attended.flatten(1)
+        projected = heads.flatten(1)
+        by_head = attended.view(num_tokens, config.num_heads, config.head_dim)
         slots, rotation = inputs.slots[:num_tokens], inputs.rotation[:num_tokens]
         eps, scale = config.norm_eps, config.head_dim**-0.5
         program = [
@@ -122,35 +135,42 @@ class CompiledTransformer:
                 norm(hidden, layer.attention_norm, eps, normed),
                 layer.qkv.of(normed, projected),
                 rotate_and_append(heads, rotation, pool, index, slots, layer.qk_norm, eps),
-                attend(query, pool, index, self._items, attended, scale=scale, window=window),
-                layer.o.added(mixed, hidden),
+                attend(query, pool, index, self._items, by_head, scale=scale, window=window),
+                layer.o.added(attended, hidden),
                 norm(hidden, layer.mlp_norm, eps, normed),
-                layer.gate_up.of(normed, gate_up),
-                silu_gate(gate_up, gated),
+                *layer.gate_up.gated(normed, gate_up, gated),
                 layer.down.added(gated, hidden),
             ]
         last = buffers.normed[:num_rows]
         return [
             *program,
             norm(hidden, self._norm, eps, last, inputs.rows[:num_rows]),
-            linear(last, self._head, self._logits[:num_rows]),
+            self._head.times(last, self._logits[:num_rows]),
         ]
 
 
 class _Projection(NamedTuple):
-    weight: PackedWeight
+    weight: PackedWeight | PairedWeight
     bias: torch.Tensor | None
 
     @classmethod
-    def packed(cls, matrix: Linear) -> _Projection:
+    def packed(cls, matrix: Linear, packed: Packed, *, is_gated: bool = False) -> _Projection:
         bias = None if matrix.bias is None else matrix.bias.float()
-        return cls(PackedWeight(matrix.weight), bias)
+        if is_gated and packed is PairedWeight:
+            return cls(PairedWeight(matrix.weight, is_gated=True), bias)
+        return cls(packed(matrix.weight), bias)
 
     def of(self, x: torch.Tensor, y: torch.Tensor) -> Operation:
-        return linear(x, self.weight, y, bias=self.bias)
+        return self.weight.times(x, y, bias=self.bias)
 
     def added(self, x: torch.Tensor, y: torch.Tensor) -> Operation:
-        return linear(x, self.weight, y, bias=self.bias, is_added=True)
+        return self.weight.times(x, y, bias=self.bias, is_added=True)
+
+    def gated(self, x: torch.Tensor, wide: torch.Tensor, y: torch.Tensor) -> list[Operation]:
+        """Make y = silu(gate) * up; `wide` is room for both."""
+        if isinstance(self.weight, PairedWeight):
+            return [self.weight.times_gated(x, y, bias=self.bias)]
+        return [self.of(x, wide), silu_gate(wide, y)]
 
 
 class _PackedLayer(NamedTuple):
@@ -163,26 +183,28 @@ class _PackedLayer(NamedTuple):
     down: _Projection
 
     @classmethod
-    def of(cls, layer: Layer) -> _PackedLayer:
+    def of(cls, layer: Layer, packed: Packed) -> _PackedLayer:
         return cls(
             attention_norm=layer.attention_norm.float(),
-            qkv=_Projection.packed(layer.qkv),
+            qkv=_Projection.packed(layer.qkv, packed),
             qk_norm=None if layer.qk_norm is None else layer.qk_norm.float(),
-            o=_Projection.packed(layer.o),
+            o=_Projection.packed(layer.o, packed),
             mlp_norm=layer.mlp_norm.float(),
-            gate_up=_Projection.packed(layer.gate_up),
-            down=_Projection.packed(layer.down),
+            gate_up=_Projection.packed(layer.gate_up, packed, is_gated=True),
+            down=_Projection.packed(layer.down, packed),
         )
 
 
 class _Buffers:
     """Where a step's numbers lie, for up to `num_tokens` tokens."""
 
-    def __init__(self, config: ModelConfig, num_tokens: int) -> None:
+    def __init__(self, config: ModelConfig, num_tokens: int, packed: Packed) -> None:
         num_heads, head_dim = config.num_heads, config.head_dim
         self.num_tokens = num_tokens
-        self.hidden, self.normed = torch.empty(2, num_tokens, config.hidden_size)
+        self.hidden = torch.empty(num_tokens, config.hidden_size)
+        self.normed = packed.inputs(num_tokens, config.hidden_size)
         self.heads = torch.empty(num_tokens, num_heads + 2 * config.num_kv_heads, head_dim)
-        self.attended = torch.empty(num_tokens, num_heads, head_dim)
-        self.gate_up = torch.empty(num_tokens, 2 * config.intermediate_size)
-        self.gated = torch.empty(num_tokens, config.intermediate_size)
+        self.attended = packed.inputs(num_tokens, num_heads * head_dim)
+        width = 2 * config.intermediate_size if packed is PackedWeight else 0
+        self.gate_up = torch.empty(num_tokens, width)
+        self.gated = packed.inputs(num_tokens, config.intermediate_size)

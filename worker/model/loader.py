@@ -23,28 +23,44 @@ Model = Transformer | CompiledTransformer
 
 
 def load_model(
-    path: Path, dtype: torch.dtype | None, device: torch.device, *, compiled: bool = False
+    path: Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    kv_dtype: torch.dtype | None = None,
+    compiled: bool = False,
 ) -> Model:
-    """Load a model directory; `dtype` None keeps the checkpoint's.
+    """Load a model directory.
 
-    `compiled` is for the CPU: the model computes in float32, with compiled loops, or with torch if
-    the loops do not fit its shapes.  The loops keep the matrices of a 16-bit checkpoint in 16 bits
-    and widen them as they read: a float32 model takes half the memory, and no result changes.
+    Args:
+        dtype: What it computes in; None is the checkpoint's.
+        kv_dtype: What keys and values are kept in; None is `dtype`.
+        compiled: For the CPU: with compiled loops, or with torch where its shapes have none.  None
+            as a dtype is what the processor is best at then.  A model that computes
+            in float32 keeps the matrices of a 16-bit checkpoint in 16 bits and widens them as they
+            are read, so nothing but memory and time changes.
 
     Raises:
         ModelError: The directory cannot be served; names the file and the key or tensor.
     """
     if not compiled:
-        return Transformer(load_weights(path, dtype, device))
-    weights = load_weights(path, dtype, device, keeps_16_bits=True)
+        return Transformer(load_weights(path, dtype, device, kv_dtype=kv_dtype))
+    stored: torch.dtype = getattr(torch, read_config(path).dtype)
+    dtype = dtype or CompiledTransformer.best_dtype(stored)
+    kept = stored if dtype is torch.float32 else dtype
+    weights = load_weights(path, kept, device, kv_dtype=kv_dtype or dtype)
     if CompiledTransformer.fits(weights.config, weights.weight_dtype, weights.kv_dtype):
-        return CompiledTransformer(weights)
+        return CompiledTransformer(weights, dtype)
     weights.widen()
     return Transformer(weights)
 
 
 def load_weights(
-    path: Path, dtype: torch.dtype | None, device: torch.device, *, keeps_16_bits: bool = False
+    path: Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> Weights:
     """Load the tensors of a model directory; see `load_model`.
 
@@ -52,10 +68,7 @@ def load_weights(
         ModelError: See there.
     """
     config = read_config(path)
-    stored: torch.dtype = getattr(torch, config.dtype)
-    dtype = dtype or stored
-    is_kept = keeps_16_bits and dtype is torch.float32
-    weights = Weights(config, dtype, device, stored if is_kept else dtype)
+    weights = Weights(config, dtype or getattr(torch, config.dtype), device, kv_dtype)
     missing = weights.named_tensors()
     # Some checkpoints with tied embeddings store the output matrix as well.
     ignored = frozenset({"lm_head.weight"} if config.tied_embeddings else ())

@@ -78,11 +78,11 @@ class Weights:
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
-        weight_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.config = config
-        self.kv_dtype = dtype
-        self.weight_dtype = weight_dtype or dtype
+        self.kv_dtype = kv_dtype or dtype
+        self.weight_dtype = dtype
         self.device = device
         self.embed = self._empty(config.vocab_size, config.hidden_size)
         self.layers = [self._layer() for _ in range(config.num_layers)]

@@ -6,8 +6,6 @@ import math
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
 from numba import njit
 
 from kernels.cpu import intrinsics
@@ -50,30 +48,3 @@ def test_powers_of_two_in_float64() -> None:
 def test_powers_far_below_are_almost_nothing() -> None:
     tiny = power(np.array([-127.0, -1e30, -math.inf], np.float32))
     assert ((tiny >= 0) & (tiny <= 2.0**-126)).all()
-
-
-SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-45, 65519.9, 65520.0, 3.4e38]
-
-
-@pytest.mark.parametrize(
-    ("put", "dtype"),
-    [(intrinsics.store_bfloat16, torch.bfloat16), (intrinsics.store_float16, torch.float16)],
-)
-def test_rounding_is_torchs(put: Any, dtype: torch.dtype) -> None:
-    @njit
-    def put_all(x, address):  # type: ignore[no-untyped-def]
-        for i in range(len(x)):
-            put(address + 2 * i, x[i])
-
-    generator = torch.Generator().manual_seed(5)
-    bits = torch.randint(-(1 << 31), 1 << 31, (20_000,), generator=generator, dtype=torch.int64)
-    # Halfway between two neighbours, even and odd ones.
-    ties = torch.arange(1, 2000) * 0x8000 + 0x3F80_0000
-    numbers = torch.cat((bits, ties)).to(torch.int32).view(torch.float32)
-    x = torch.cat((numbers, torch.tensor(SPECIAL), numbers.clamp(-1, 1)))
-    got, want = torch.empty(len(x), dtype=dtype), x.to(dtype)
-    put_all(x.numpy(), got.data_ptr())
-    assert torch.equal(got.isnan(), want.isnan())
-    assert torch.equal(
-        got.nan_to_num(7.0).view(torch.int16), want.nan_to_num(7.0).view(torch.int16)
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.linear import PackedWeight, linear
+from kernels.cpu.linear import PackedWeight
 from kernels.cpu.program import Program
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -23,7 +23,7 @@ def product(
         padded[:, : y.shape[1]] = y
     if bias is not None:
         bias = torch.cat((bias, torch.zeros(weight.num_columns - len(bias))))
-    Program([linear(x, weight, padded, bias=bias, is_added=y is not None)]).run()
+    Program([weight.times(x, padded, bias=bias, is_added=y is not None)]).run()
     return padded[:, : weight.shape[0]]
 
 

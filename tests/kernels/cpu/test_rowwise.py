@@ -8,6 +8,7 @@ from torch.nn.functional import rms_norm, silu
 
 from kernels.cpu import rowwise
 from kernels.cpu.linear import PackedWeight
+from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.program import Program
 
 ROWS = [0, 1, 3, 8, 70]
@@ -43,6 +44,12 @@ def test_norm_of_a_zero_row_is_zero() -> None:
     assert not normed(torch.zeros(2, 16), torch.ones(16)).any()
 
 
+def test_what_products_read_in_16_bits_is_rounded_once() -> None:
+    x, weight, out = torch.randn(9, 64) * 3, torch.randn(64), PairedWeight.inputs(9, 64)
+    Program([rowwise.norm(x, weight, 1e-6, out)]).run()
+    assert torch.equal(out, normed(x, weight).bfloat16())
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_gate(rows: int) -> None:
     gate_up = torch.randn(rows, 2 * 100) * 5
@@ -57,11 +64,13 @@ def test_gate_of_values_whose_exponential_overflows() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_embeddings_are_looked_up(dtype: torch.dtype, is_packed: bool) -> None:
-    weight = torch.randn(50, 12).to(dtype)
+@pytest.mark.parametrize("packed", [None, PackedWeight, PairedWeight])
+def test_embeddings_are_looked_up(
+    dtype: torch.dtype, packed: type[PackedWeight] | type[PairedWeight] | None
+) -> None:
+    weight = torch.randn(50, 12).to(torch.bfloat16 if packed is PairedWeight else dtype)
     token_ids = torch.tensor([0, 49, 16, 15, 16], dtype=torch.int32)
     out = torch.full((5, 12), torch.nan)
-    table = PackedWeight(weight) if is_packed else weight
+    table = weight if packed is None else packed(weight)
     Program([rowwise.embed(token_ids, table, out)]).run()
     assert torch.equal(out, weight[token_ids.long()].float())

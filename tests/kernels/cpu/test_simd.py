@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from numba import njit
 
 from kernels.cpu import simd
+from tests.kernels.cpu.paired import tile_sums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CODES = {name: code for code, name in enumerate(simd.ELEMENTS)}
@@ -34,6 +37,49 @@ def test_a_panel_product(element: str) -> None:
             count = min(rows, 3)
             want[:count, :16] = x[:count] @ w[:, :16].float() + is_added
             assert torch.equal(y, want)
+
+
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-45, 65519.9, 65520.0, 3.4e38]
+
+
+@pytest.mark.parametrize("element", ["bfloat16", "float16"])
+def test_rounding_is_torchs(element: str) -> None:
+    @njit
+    def call(*arguments):  # type: ignore[no-untyped-def]
+        simd.narrow(*arguments)
+
+    generator = torch.Generator().manual_seed(5)
+    bits = torch.randint(-(1 << 31), 1 << 31, (20_000,), generator=generator, dtype=torch.int64)
+    # Halfway between two neighbours, even and odd ones.
+    ties = torch.arange(1, 2000) * 0x8000 + 0x3F80_0000
+    numbers = torch.cat((bits, ties)).to(torch.int32).view(torch.float32)
+    x = torch.cat((numbers, torch.tensor(SPECIAL), numbers.clamp(-1, 1)))
+    x = x[: len(x) // simd.WIDTH * simd.WIDTH]
+    got, want = torch.empty(len(x), dtype=DTYPES[element]), x.to(DTYPES[element])
+    call(CODES[element], x.data_ptr(), got.data_ptr(), len(x))
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(
+        got.nan_to_num(7.0).view(torch.int16), want.nan_to_num(7.0).view(torch.int16)
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+@pytest.mark.parametrize("is_added", [False, True])
+def test_a_product_of_pairs(rows: int, is_added: bool) -> None:
+    product = simd.pair_product(3)
+
+    @njit
+    def call(*arguments):  # type: ignore[no-untyped-def]
+        product(*arguments)
+
+    x, w = torch.randn(3, 96).bfloat16(), torch.randn(16, 96).bfloat16()
+    panel = w.view(16, 3, 16, 2).permute(1, 2, 0, 3).contiguous()
+    y = torch.randn(4, 20)
+    want, count = y.clone(), min(rows, 3)
+    start = y[:count, :16].clone() if is_added else torch.zeros(count, 16)
+    want[:count, :16] = tile_sums(x[:count], w, start)
+    call(panel.data_ptr(), x.data_ptr(), 192, y.data_ptr(), 80, 3, rows, int(is_added))
+    assert torch.equal(y, want)
 
 
 @pytest.mark.parametrize("element", list(DTYPES))

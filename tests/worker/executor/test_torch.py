@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.cpu import amx
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance, batch_of
 from wire.options import Options
@@ -95,9 +96,17 @@ def test_the_registry_makes_it(path: Path) -> None:
     assert executor.info.layout.dtype == "bfloat16"
 
 
-def test_auto_is_float32_on_the_cpu(tmp_path: Path) -> None:
-    path = make_model(tmp_path, dtype="bfloat16")
-    assert loaded(path, dtype="auto").info.layout.dtype == "float32"
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_auto_is_what_the_processor_is_best_at(dtype: str, tmp_path: Path) -> None:
+    path = make_model(tmp_path, dtype=dtype)
+    best = "bfloat16" if dtype == "bfloat16" and amx.available() else "float32"
+    assert loaded(path, dtype="auto").info.layout.dtype == best
+
+
+def test_keys_and_values_may_be_kept_in_another_dtype(tmp_path: Path) -> None:
+    path = make_model(tmp_path)
+    for dtype, kv_dtype in (("float32", "bfloat16"), ("bfloat16", "float32"), ("auto", "float16")):
+        assert loaded(path, dtype=dtype, kv_dtype=kv_dtype).info.layout.dtype == kv_dtype
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,318 @@
+"""y = x W^T on the CPU in bfloat16: x and W are, every product is exact, every sum is float32.
+
+Strategy: W is packed into panels of 16 output columns, two elements of each for every pair of
+inputs in turn (`[N / 16, K / 32, 16, 16, 2]`): what the processor's tiles take, a step of 32 inputs
+at a time.  32 rows of x meet two panels in registers, 16 rows or fewer meet four.  Where there are
+no tiles (`kernels.cpu.amx`), float32 vectors take the same sums in the same order.  That order is a
+row's own: neither who shares the batch nor the processor changes a bit of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from kernels.cpu import amx
+from kernels.cpu.amx import STEP, STEP_BYTES, TILE_ROWS
+from kernels.cpu.intrinsics import address_of, atomic_load, floats_at
+from kernels.cpu.program import Operation
+from kernels.cpu.rows_bfloat16 import gate_pair
+from kernels.cpu.simd import PANEL, pair_product
+from kernels.cpu.tasks import inner
+from kernels.cpu.threads import compiled_next_chunk, next_chunk, take_chunk
+
+# Bytes of x that stay in the second cache while a chunk's panels pass by.
+_BLOCK_BYTES = 1 << 19
+# Steps of two panels that stay in the first cache while rows pass by, at most.
+_NEAR_STEPS = 20
+# Rows that meet two panels as tiles; rows that meet one panel as vectors.
+_TWO_TILES, _FEW = 2 * TILE_ROWS, 3
+
+_many_by_two, _many_by_one = amx.tile_product(2, 2), amx.tile_product(2, 1)
+_few_by_four = amx.tile_product(1, 4, prefetch=True)
+_few_by_two = amx.tile_product(1, 2, prefetch=True)
+_few_by_one = amx.tile_product(1, 1, prefetch=True)
+_by_vectors = pair_product(_FEW)
+
+
+class PairedWeight:
+    """A weight matrix [N, K] in panels of pairs; N is padded to whole panels, K to whole steps.
+
+    Attributes:
+        shape: (N, K).
+        panels: [ceil(N / 16), ceil(K / 32), 16, 16, 2] bfloat16.
+    """
+
+    __slots__ = ("panels", "shape")
+
+    def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
+        """Pack a matrix; one `is_gated` has its first half and its second woven panel by panel."""
+        rows, columns = self.shape = (weight.shape[0], weight.shape[1])
+        weight = _woven(weight) if is_gated else weight
+        padded = pad(weight.bfloat16(), (0, -columns % STEP, 0, -rows % PANEL))
+        pairs = padded.view(-1, PANEL, padded.shape[1] // STEP, STEP // 2, 2)
+        self.panels = pairs.permute(0, 2, 3, 1, 4).contiguous()
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of y: N, padded to whole panels."""
+        return self.panels.shape[0] * PANEL
+
+    @staticmethod
+    def inputs(num_rows: int, size: int) -> torch.Tensor:
+        """Return room for x: [num_rows, size] bfloat16, with zeros up to a whole step.
+
+        A line more keeps rows from lying a power of two apart: all of a tile would fall into one
+        set of the cache.
+        """
+        stride = -(-size // STEP) * STEP + STEP
+        return torch.zeros(num_rows, stride, dtype=torch.bfloat16)[:, :size]
+
+    def times(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        is_added: bool = False,
+        by_tiles: bool | None = None,
+    ) -> Operation:
+        """Make y = x W^T + bias, plus what y was if `is_added`.
+
+        Args:
+            x: [T, K] of `inputs`.
+            y: [T, num_columns] float32, contiguous.
+            bias: [num_columns] float32, contiguous.
+            by_tiles: False for vectors, the same bits; None for tiles where the processor has them.
+        """
+        assert y.shape == (len(x), self.num_columns)
+        return self._operation(x, y, bias, 1, is_added=is_added, by_tiles=by_tiles)
+
+    def times_gated(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        by_tiles: bool | None = None,
+    ) -> Operation:
+        """Make y = silu(gate) * up of a weight that `is_gated`: x W^T + bias is gate, then up.
+
+        Args:
+            x: [T, K] of `inputs`.
+            y: [T, N / 2] of `inputs`.
+            bias: [N] float32, contiguous.
+            by_tiles: See `times`.
+        """
+        assert y.shape == (len(x), self.shape[0] // 2)
+        bias = None if bias is None else _woven(bias)
+        return self._operation(x, y, bias, 2, is_added=False, by_tiles=by_tiles)
+
+    def _operation(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        bias: torch.Tensor | None,
+        together: int,
+        *,
+        is_added: bool,
+        by_tiles: bool | None,
+    ) -> Operation:
+        num_units, num_steps = self.panels.shape[0] // together, self.panels.shape[1]
+        assert x.shape[1] == self.shape[1]
+        whole, rest = _configurations(len(x))
+        num_threads = torch.get_num_threads()
+        address, unit_bytes = self.panels.data_ptr(), together * num_steps * STEP_BYTES
+        arguments = _Arguments(
+            num_units=num_units,
+            together=together,
+            num_threads=num_threads,
+            weight=address,
+            num_steps=num_steps,
+            x=x.data_ptr(),
+            x_stride=x.stride(0) * x.itemsize,
+            y=y.data_ptr(),
+            y_stride=y.stride(0) * y.itemsize,
+            num_rows=len(x),
+            block=max(_TWO_TILES, _BLOCK_BYTES // (x.stride(0) * 2) // _TWO_TILES * _TWO_TILES),
+            is_added=is_added,
+            bias=0 if bias is None else bias.data_ptr(),
+            whole=whole.ctypes.data,
+            rest=rest.ctypes.data,
+        )
+        even, odd = (next_chunk(0, num_units, num_threads, thread)[0] for thread in range(2))
+        weights = (address + even * unit_bytes, address + odd * unit_bytes)
+        by_tiles = amx.available() if by_tiles is None else by_tiles
+        task = _multiply_by_tiles if by_tiles else _multiply_by_vectors
+        return Operation(task, arguments, (x, self.panels, y, bias, whole, rest), weights)
+
+
+def _woven(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows with a panel of their first half and one of their second by turns."""
+    panels = rows.view(2, -1, PANEL, *rows.shape[1:])
+    return panels.transpose(0, 1).reshape(rows.shape)
+
+
+def _configurations(num_rows: int) -> tuple[amx.Configuration, amx.Configuration]:
+    """Return those of the tiles for 32 rows and for the rows that are left in the end."""
+    left = num_rows % _TWO_TILES
+    rest = amx.configuration(min(left, TILE_ROWS), max(left - TILE_ROWS, 0))
+    return amx.configuration(TILE_ROWS, TILE_ROWS), rest
+
+
+class _Arguments(NamedTuple):
+    num_units: int  # what threads take: a panel, or one of the gate with that of up
+    together: int  # panels of a unit; where they are two, y is gated
+    num_threads: int
+    weight: int
+    num_steps: int
+    x: int
+    x_stride: int
+    y: int
+    y_stride: int
+    num_rows: int
+    block: int  # rows that are multiplied with a chunk before the next ones are
+    is_added: bool
+    bias: int  # 0 for none
+    whole: int  # what the tiles are for 32 rows; likewise for the rest of the rows
+    rest: int
+    # Where panels lie that threads of even and of odd numbers take first in the next product.
+    next_even: int = 0
+    next_odd: int = 0
+    taken: int = 0  # units, see `threads.next_chunk`
+
+
+def _multiply_by_tiles(a: _Arguments, thread: int) -> None:
+    num_rows = a.num_rows
+    whole = num_rows // _TWO_TILES * _TWO_TILES
+    memory = np.empty(max(a.block * 2, TILE_ROWS * 4) * PANEL, np.float32)
+    sums = memory.ctypes.data
+    while True:
+        first, count = take_chunk(a, a.num_units, a.num_threads, thread)
+        if count == 0:
+            amx.release()
+            return
+        first, last = first * a.together, (first + count) * a.together
+        if whole:
+            amx.configure(a.whole)
+            for begin in range(0, whole, a.block):
+                _multiply_many(a, first, last, begin, min(whole, begin + a.block), sums)
+        if whole < num_rows:
+            amx.configure(a.rest)
+            if num_rows - whole > TILE_ROWS:
+                _multiply_many(a, first, last, whole, num_rows, sums)
+            else:
+                _multiply_few(a, first, last, whole, sums, thread)
+
+
+@inner
+def _multiply_many(a: _Arguments, first: int, last: int, begin: int, end: int, sums: int) -> None:
+    """Multiply rows [begin, end), two tiles of them at a time, with panels [first, last)."""
+    num_steps, x_stride = a.num_steps, a.x_stride
+    panel_bytes = num_steps * STEP_BYTES
+    parts = -(-num_steps // _NEAR_STEPS)
+    near = -(-num_steps // parts)
+    for panel in range(first, last, 2):
+        width = min(2, last - panel)
+        y, y_stride, has_sums = _begin(a, panel, width, begin, end, sums)
+        for step in range(0, num_steps, near):
+            w = a.weight + panel * panel_bytes + step * STEP_BYTES
+            steps = min(near, num_steps - step)
+            is_added = 1 if step else has_sums
+            for row in range(begin, end, _TWO_TILES):
+                x, to = a.x + row * x_stride + step * STEP * 2, y + (row - begin) * y_stride
+                if width == 2:
+                    _many_by_two(w, x, x_stride, to, y_stride, steps, is_added, panel_bytes, 0)
+                else:
+                    _many_by_one(w, x, x_stride, to, y_stride, steps, is_added, 0, 0)
+        _end(a, panel, width, begin, end, sums)
+
+
+@inner
+def _multiply_few(a: _Arguments, first: int, last: int, row: int, sums: int, thread: int) -> None:
+    """Multiply the rows from `row` on, of one tile, with panels [first, last)."""
+    num_steps, x_stride = a.num_steps, a.x_stride
+    panel_bytes = num_steps * STEP_BYTES
+    x = a.x + row * x_stride
+    panel = first
+    while panel < last:
+        left = last - panel
+        width = 4 if left >= 4 else 2 if left >= 2 else 1
+        y, y_stride, has_sums = _begin(a, panel, width, row, a.num_rows, sums)
+        w = a.weight + panel * panel_bytes
+        is_last = panel + width == last
+        later = _next_panels(a, thread) if is_last else w + width * panel_bytes
+        if width == 4:
+            _few_by_four(w, x, x_stride, y, y_stride, num_steps, has_sums, panel_bytes, later)
+        elif width == 2:
+            _few_by_two(w, x, x_stride, y, y_stride, num_steps, has_sums, panel_bytes, later)
+        else:
+            _few_by_one(w, x, x_stride, y, y_stride, num_steps, has_sums, panel_bytes, later)
+        _end(a, panel, width, row, a.num_rows, sums)
+        panel += width
+
+
+def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
+    num_steps, x_stride, width = a.num_steps, a.x_stride, a.together
+    memory = np.empty(a.block * 2 * PANEL, np.float32)
+    sums = memory.ctypes.data
+    while True:
+        first, count = take_chunk(a, a.num_units, a.num_threads, thread)
+        if count == 0:
+            return
+        for begin in range(0, a.num_rows, a.block):
+            end = min(a.num_rows, begin + a.block)
+            for panel in range(first * width, (first + count) * width, width):
+                y, y_stride, has_sums = _begin(a, panel, width, begin, end, sums)
+                for part in range(width):
+                    w = a.weight + (panel + part) * num_steps * STEP_BYTES
+                    for row in range(begin, end, _FEW):
+                        x = a.x + row * x_stride
+                        to = y + (row - begin) * y_stride + part * PANEL * 4
+                        _by_vectors(w, x, x_stride, to, y_stride, num_steps, end - row, has_sums)
+                _end(a, panel, width, begin, end, sums)
+
+
+@inner
+def _next_panels(a: _Arguments, thread: int) -> int:
+    """Return where the panels lie that are likely the next: in this matrix or in the one after."""
+    taken = atomic_load(address_of(a, "taken"))
+    first, count = compiled_next_chunk(taken, a.num_units, a.num_threads, thread)
+    if count:
+        return a.weight + first * a.together * a.num_steps * STEP_BYTES
+    return a.next_odd if thread % 2 else a.next_even
+
+
+@inner
+def _begin(
+    a: _Arguments, panel: int, width: int, begin: int, end: int, sums: int
+) -> tuple[int, int, int]:
+    """Return where the sums of rows [begin, end) with so many panels go, and what is there.
+
+    As (address, bytes from row to row, whether something is): in y, or in `sums` if y is gated.
+    """
+    to, stride = a.y + begin * a.y_stride + panel * PANEL * 4, a.y_stride
+    if a.together == 2:
+        to, stride = sums, width * PANEL * 4
+    if a.bias:
+        bias = floats_at(a.bias + panel * PANEL * 4)
+        for row in range(end - begin):
+            target = floats_at(to + row * stride)
+            for column in range(width * PANEL):
+                before = target[column] if a.is_added else np.float32(0)
+                target[column] = bias[column] + before
+    return to, stride, 1 if a.bias else a.is_added
+
+
+@inner
+def _end(a: _Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
+    """Write what `sums` come to where y is gated."""
+    if a.together == 2:
+        for row in range(begin, end):
+            for pair in range(width // 2):
+                gate = sums + ((row - begin) * width + 2 * pair) * PANEL * 4
+                out = a.y + row * a.y_stride + (panel // 2 + pair) * PANEL * 2
+                gate_pair(gate, gate + PANEL * 4, out)

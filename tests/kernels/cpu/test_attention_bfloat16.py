@@ -1,0 +1,65 @@
+"""Attention of many queries in bfloat16: its parts, and the whole beside float32's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.cpu.attention import attend
+from kernels.cpu.program import Program
+from kernels.cpu.work_items import WorkItems
+from tests.kernels.cpu.paired import WAYS
+from tests.kernels.scenes import scene
+
+
+def attended(
+    lens: list[tuple[int, int]], window: int | None, by_tiles: bool, **shape: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the operation gives for a step, and what the reference does."""
+    it = scene(lens, dtype=torch.bfloat16, **shape)
+    query = it.query.float().contiguous()
+    out = torch.full(query.shape, torch.nan, dtype=torch.bfloat16)
+    items = WorkItems(query.shape[1] // it.pool.shape[3])
+    items.set(it.batch)
+    scale = query.shape[2] ** -0.5
+    attention = attend(query, it.pool, 1, items, out, scale=scale, window=window, by_tiles=by_tiles)
+    Program([items.plan(), attention]).run()
+    # Queries are rounded after they are scaled: of a score of 100 that is half a one.
+    factor = scale * math.log2(math.e)
+    query = (query * factor).bfloat16().float() / factor
+    want = reference.paged_attention(query, it.pool.float(), 1, it.batch, scale, window)
+    return out.float(), want
+
+
+# Every item has 12 rows or more: fewer meet their keys in float32.
+LENS = [(12, 12), (140, 140), (65, 40), (300, 17), (64, 64), (33, 17)]
+
+
+@pytest.mark.parametrize("by_tiles", WAYS)
+@pytest.mark.parametrize("window", [None, 5, 70])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64},
+        {"num_heads": 9, "num_kv_heads": 3, "head_dim": 32, "block_size": 24},
+        {"num_heads": 2, "num_kv_heads": 2, "head_dim": 128, "block_size": 7},
+    ],
+)
+def test_outputs_are_those_of_float32_but_for_rounding(
+    shape: dict[str, int], window: int | None, by_tiles: bool
+) -> None:
+    got, want = attended(LENS, window, by_tiles, **shape)
+    # Weights and outputs are rounded once each, to 8 bits.
+    torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.skipif(len(WAYS) < 2, reason="this processor has no AMX")
+@pytest.mark.parametrize("window", [None, 70])
+def test_tiles_and_vectors_give_the_same_bits(window: int | None) -> None:
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
+    by_vectors, by_tiles = (attended(LENS, window, way, **shape)[0] for way in WAYS)
+    assert torch.equal(by_vectors, by_tiles)
