@@ -2,10 +2,14 @@
 
 Each of --concurrency clients sends its next request when its last one ended.  A request counts
 only if it has exactly the tokens asked for and says finish_reason "length"; a run with a single
-wrong answer exits 1 and prints no figures for it.
+wrong answer exits 1 and prints no figures for it.  With --long-every-s a long prompt comes in
+beside them at that rate, whoever is ready or not.
 
     python scripts/bench_serve.py --concurrency 8 --requests 64 --prompt-tokens 256 \
         --output-tokens 64 --shared-prefix-tokens 128 --json result.json
+
+With --peer the same load goes to another OpenAI server as well, by turns in --rounds, and the
+figures of both are printed side by side, with ours as a ratio of the peer's.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import random
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +56,41 @@ class Workload:
 
     prompts: list[list[int]]
     output_tokens: int
+    long_prompts: list[list[int]] = field(default_factory=list)
+    long_every_s: float = 0.0
 
     @classmethod
-    def draw(cls, args: argparse.Namespace, vocab_size: int) -> Workload:
-        draw = random.Random(args.seed)
+    def draw(
+        cls,
+        *,
+        seed: int,
+        requests: int,
+        prompt_tokens: int,
+        output_tokens: int,
+        vocab_size: int,
+        shared_prefix_tokens: int = 0,
+        long_prompt_tokens: int = 0,
+        long_every_s: float = 0.0,
+    ) -> Workload:
+        draw = random.Random(seed)
 
         def tokens(count: int) -> list[int]:
             return [draw.randrange(vocab_size) for _ in range(count)]
 
-        prefix = tokens(args.shared_prefix_tokens)
-        rest = args.prompt_tokens - args.shared_prefix_tokens
-        return cls([prefix + tokens(rest) for _ in range(args.requests)], args.output_tokens)
+        prefix = tokens(shared_prefix_tokens)
+        prompts = [prefix + tokens(prompt_tokens - len(prefix)) for _ in range(requests)]
+        # More than any run has time for.
+        long_prompts = [tokens(long_prompt_tokens) for _ in range(1000 if long_every_s else 0)]
+        return cls(prompts, output_tokens, long_prompts, long_every_s)
 
 
-async def measure(client: httpx.AsyncClient, prompt: list[int], output_tokens: int) -> Measured:
+async def measure(
+    client: httpx.AsyncClient, model: str, prompt: list[int], output_tokens: int
+) -> Measured:
     """Stream one completion and time its chunks."""
     measured = Measured(len(prompt))
     body = {
+        "model": model,
         "prompt": prompt,
         "max_tokens": output_tokens,
         "temperature": 0,
@@ -89,8 +112,10 @@ async def measure(client: httpx.AsyncClient, prompt: list[int], output_tokens: i
                 if "error" in chunk:
                     measured.problem = chunk["error"]["message"]
                 for choice in chunk.get("choices", ()):
-                    measured.chunk_s.append(time.perf_counter() - start)
-                    measured.num_tokens += len(choice["token_ids"])
+                    token_ids = choice.get("token_ids") or ()
+                    if token_ids:
+                        measured.chunk_s.append(time.perf_counter() - start)
+                    measured.num_tokens += len(token_ids)
                     finish_reason = choice["finish_reason"] or finish_reason
     except httpx.HTTPError as error:
         measured.problem = f"{type(error).__name__}: {error}"
@@ -99,23 +124,50 @@ async def measure(client: httpx.AsyncClient, prompt: list[int], output_tokens: i
     return measured
 
 
-async def load(url: str, workload: Workload, concurrency: int) -> tuple[list[Measured], float]:
-    """Run the whole workload; return every request and the seconds it took in all."""
+@dataclass
+class Run:
+    """One workload on one server: its requests, those with long prompts, the seconds it took."""
+
+    done: list[Measured]
+    long: list[Measured]
+    seconds: float
+
+    @property
+    def problems(self) -> list[str]:
+        return [measured.problem for measured in self.done + self.long if measured.problem]
+
+
+async def load(url: str, workload: Workload, concurrency: int) -> Run:
+    """Run the whole workload."""
     waiting = iter(workload.prompts)
     done: list[Measured] = []
-    limits = httpx.Limits(max_connections=concurrency)
+    long: list[Measured] = []
+    limits = httpx.Limits(max_connections=concurrency + len(workload.long_prompts))
     progress = tqdm(total=len(workload.prompts), unit="req", disable=not sys.stderr.isatty())
     start = time.perf_counter()
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
 
         async def one_client() -> None:
             for prompt in waiting:
-                done.append(await measure(client, prompt, workload.output_tokens))
+                done.append(await measure(client, model, prompt, workload.output_tokens))
                 progress.update()
 
-        await asyncio.gather(*[one_client() for _ in range(concurrency)])
+        async def one_long(prompt: list[int]) -> None:
+            long.append(await measure(client, model, prompt, 1))
+
+        async def long_prompts(group: asyncio.TaskGroup) -> None:
+            for prompt in workload.long_prompts:
+                await asyncio.sleep(workload.long_every_s)
+                group.create_task(one_long(prompt))
+
+        async with asyncio.TaskGroup() as group:
+            beside = group.create_task(long_prompts(group))
+            await asyncio.gather(*[one_client() for _ in range(concurrency)])
+            seconds = time.perf_counter() - start
+            beside.cancel()
     progress.close()
-    return done, time.perf_counter() - start
+    return Run(done, long, seconds)
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -129,10 +181,12 @@ def percentiles(values: list[float]) -> dict[str, float]:
     return {"mean": mean, "p50": at(0.5), "p90": at(0.9), "p99": at(0.99), "max": at(1.0)}
 
 
-def summary(done: list[Measured], seconds: float) -> dict[str, Any]:
-    """The figures of a run whose every answer was whole."""
+def summary(runs: list[Run]) -> dict[str, Any]:
+    """The figures of runs whose every answer was whole."""
+    done = [measured for run in runs for measured in run.done]
+    seconds = sum(run.seconds for run in runs)
     tokens = sum(measured.num_tokens for measured in done)
-    return {
+    figures = {
         "requests": len(done),
         "seconds": round(seconds, 3),
         "requests_per_s": round(len(done) / seconds, 3),
@@ -142,11 +196,29 @@ def summary(done: list[Measured], seconds: float) -> dict[str, Any]:
         "itl_ms": percentiles([gap for measured in done for gap in measured.itl_s]),
         "e2e_ms": percentiles([measured.chunk_s[-1] for measured in done]),
     }
+    if long := [measured.ttft_s for run in runs for measured in run.long]:
+        figures["long_ttft_ms"] = percentiles(long)
+    return figures
+
+
+def beside(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """A line for each figure: ours, the peer's, and ours as a ratio of the peer's."""
+    names = ["output_tokens_per_s", "ttft_ms", "itl_ms", "e2e_ms", "long_ttft_ms"]
+    lines = [f"{'':24}{'ours':>12}{'peer':>12}{'ratio':>8}"]
+    for name in names:
+        of = {"": ""} if name == "output_tokens_per_s" else {" p50": "p50", " p99": "p99"}
+        for suffix, key in of.items():
+            if name in ours and name in theirs:
+                left, right = (it[name][key] if key else it[name] for it in (ours, theirs))
+                lines.append(f"{name + suffix:24}{left:12.1f}{right:12.1f}{left / right:8.2f}")
+    return "\n".join(lines)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the router")
+    parser.add_argument("--peer", metavar="URL", help="an OpenAI server to measure as well")
+    parser.add_argument("--rounds", type=int, default=1, help="times the load is run, by turns")
     parser.add_argument("--concurrency", type=int, default=8, help="clients at a time")
     parser.add_argument("--requests", type=int, default=64, help="requests in all")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="length of each prompt")
@@ -154,6 +226,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--shared-prefix-tokens", type=int, default=0, help="how much of the prompt all share"
     )
+    parser.add_argument(
+        "--long-every-s", type=float, default=0.0, help="a long prompt so often; 0: none"
+    )
+    parser.add_argument("--long-prompt-tokens", type=int, default=1024, help="its length")
     parser.add_argument("--vocab-size", type=int, default=1000, help="ids are drawn below this")
     parser.add_argument("--warmup", type=int, default=4, help="requests before the clock starts")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
@@ -166,20 +242,41 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    workload = Workload.draw(args, args.vocab_size)
-    warmup = Workload(workload.prompts[: args.warmup], workload.output_tokens)
-    asyncio.run(load(args.url, warmup, args.concurrency))
-    done, seconds = asyncio.run(load(args.url, workload, args.concurrency))
-    problems = [measured.problem for measured in done if measured.problem]
-    if problems:
-        print(f"{len(problems)} of {len(done)} answers are wrong; the first: {problems[0]}")
-        return 1
-    result = summary(done, seconds)
+    runs: dict[str, list[Run]] = {url: [] for url in (args.url, args.peer) if url}
+    drawn = partial(
+        Workload.draw,
+        prompt_tokens=args.prompt_tokens,
+        output_tokens=args.output_tokens,
+        vocab_size=args.vocab_size,
+        shared_prefix_tokens=args.shared_prefix_tokens,
+        long_prompt_tokens=args.long_prompt_tokens,
+    )
+    for url in runs:  # other prompts: no prefix of the measured ones is known yet
+        warmup = drawn(seed=args.seed - 1, requests=args.warmup)
+        asyncio.run(load(url, warmup, args.concurrency))
+    for number in range(args.rounds):
+        workload = drawn(
+            seed=args.seed + number, requests=args.requests, long_every_s=args.long_every_s
+        )
+        for url, of in runs.items():
+            of.append(run := asyncio.run(load(url, workload, args.concurrency)))
+            if run.problems:
+                count = len(run.done) + len(run.long)
+                print(f"{len(run.problems)} of {count} answers are wrong; ", end="")
+                print(f"the first, of {url}: {run.problems[0]}")
+                return 1
+    results = {url: summary(of) for url, of in runs.items()}
+    result = results[args.url]
     print(json.dumps(result, indent=2))
+    if args.peer:
+        print(beside(result, results[args.peer]))
     if args.json:
         settings = {key: str(value) for key, value in vars(args).items()}
-        requests = [asdict(measured) for measured in done]
-        args.json.write_text(json.dumps({"settings": settings, **result, "each": requests}))
+        requests = [asdict(measured) for run in runs[args.url] for measured in run.done]
+        peer = results.get(args.peer)
+        args.json.write_text(
+            json.dumps({"settings": settings, **result, "peer": peer, "each": requests})
+        )
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,21 +33,18 @@ def _serve(settings: Settings) -> Figures:
     with _cluster(settings) as (cluster, vocab_size):
         draw = settings.random("system")
         figures = _transfer(cluster, vocab_size, prompt_tokens, draw)
-        args = argparse.Namespace(
+        workload = Workload.draw(
             seed=draw.getrandbits(30),
-            shared_prefix_tokens=0,
-            prompt_tokens=prompt_tokens,
             requests=2 * concurrency,
+            prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
+            vocab_size=vocab_size,
         )
-        done, seconds = asyncio.run(
-            load(cluster.http, Workload.draw(args, vocab_size), concurrency)
-        )
-        problems = [measured.problem for measured in done if measured.problem]
-        if problems:
-            raise RuntimeError(f"{len(problems)} of {len(done)} answers: {problems[0]}")
+        run = asyncio.run(load(cluster.http, workload, concurrency))
+        if run.problems:
+            raise RuntimeError(f"{len(run.problems)} of {len(run.done)} answers: {run.problems[0]}")
         cluster.until_idle()
-    found = summary(done, seconds)
+    found = summary([run])
     return figures | {
         "serve_tokens_per_s": found["output_tokens_per_s"],
         "serve_prompt_tokens_per_s": found["prompt_tokens_per_s"],
