@@ -350,7 +350,7 @@ class Fleet:
         if layout is not None and detail.layout != layout:
             return (
                 f"KV layout {_sentence(detail.layout)}, the cluster has {_sentence(layout)}; "
-                "start every worker with the same --model, --executor and --dtype"
+                "start every worker with the same --model, --executor, --dtype and --kv-dtype"
             )
         if hello.role == Role.DECODE and not _is_reachable(detail.kv_endpoint):
             return (
