@@ -6,7 +6,7 @@ of 64 keys with a running maximum: scores, 2^x (the scale holds log2 e), then su
 
 Few rows meet keys as they lie; many rows (prompts) are worth turning keys into panels, and scores
 are matrix products as well.  16-bit keys and values are widened in registers: every sum is float32.
-Where outputs are bfloat16 as well as the pool, many rows are multiplied in bfloat16.
+Where outputs are bfloat16 as well as the pool, products are in bfloat16 instead, for any rows.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Arguments(NamedTuple):
     window: int  # 0 for none
     scale: float
     max_rows: int
-    is_paired: bool  # many rows are multiplied in bfloat16
+    is_paired: bool  # products are in bfloat16
     tiles: int  # by tiles, of this configuration; 0 for vectors
     taken: int = 0
 
@@ -157,7 +157,7 @@ def _attend(a: _Arguments, _thread: int) -> None:
         if a.window:
             first = max(0, item.position - a.window + 1) // a.block_size * a.block_size
         end = item.position + item.num_queries
-        if a.is_paired and rows >= _MANY:
+        if a.is_paired:
             _walk_pairs(a, table, head, first, item, rows, x, y, scores, panels, state)
         else:
             _walk(a, table, head, first, end, rows, item.position, x, y, scores, panels, state)
@@ -204,28 +204,39 @@ def _walk_pairs(
     panels: int,
     state: int,
 ) -> None:
-    """Do what `_walk` does, with products in bfloat16."""
-    head_dim, end, tile = a.head_dim, item.position + item.num_queries, LONG_TILE
-    weights = scores + a.max_rows * tile * 4
-    queries = weights + a.max_rows * tile * 2
-    keys, values = panels, panels + tile * head_dim * 2
+    """Do what `_walk` does, with products in bfloat16.
+
+    What a row's sums are made of does not depend on the item: a tile begins at a multiple of its
+    length, and keys that a row does not see, or nobody, weigh nothing.
+    """
+    head_dim, end = a.head_dim, item.position + item.num_queries
+    weights = scores + a.max_rows * LONG_TILE * 4
+    queries = weights + a.max_rows * LONG_TILE * 2
+    keys, values = panels, panels + LONG_TILE * head_dim * 2
     narrow(BFLOAT16, x, queries, rows * head_dim)
-    while first < end:
-        num_keys = min(tile, end - first)
-        key = 0
+    tile = first // LONG_TILE * LONG_TILE
+    while tile < end:
+        num_keys = min(LONG_TILE, end - tile)
+        size = -(-num_keys // amx.STEP) * amx.STEP
+        key = max(0, first - tile)
+        # Values that nobody has written may be NaN, of which no weight makes nothing.
+        paired.pair_values(0, key, 0, size, head_dim, values)
         while key < num_keys:
-            at, length = _run(a, table, head, first + key, end)
+            at, length = _run(a, table, head, tile + key, end)
             count = min(length, num_keys - key)
             paired.turn_keys(at, count, key, head_dim, keys)
-            at, length = _run(a, table, a.num_kv_heads + head, first + key, end)
-            paired.pair_values(at, count, key, head_dim, values)
+            at, length = _run(a, table, a.num_kv_heads + head, tile + key, end)
+            paired.pair_values(at, count, key, size, head_dim, values)
             key += count
-        # Of values that nobody has written zero times NaN would come.
-        paired.pair_values(0, tile - num_keys, num_keys, head_dim, values)
-        paired.multiply(a.tiles, rows, queries, head_dim, keys, tile, scores, 0)
-        _weigh_pairs(a, first, num_keys, rows, item.position, scores, weights, state, y)
-        paired.multiply(a.tiles, rows, weights, tile, values, head_dim, y, 1)
-        first += num_keys
+        paired.pair_values(0, size - num_keys, num_keys, size, head_dim, values)
+        paired.multiply(
+            a.tiles, rows, queries, head_dim * 2, head_dim, keys, size, scores, LONG_TILE * 4, 0
+        )
+        _weigh_pairs(a, tile, num_keys, rows, item.position, scores, weights, state, y)
+        paired.multiply(
+            a.tiles, rows, weights, LONG_TILE * 2, size, values, head_dim, y, head_dim * 4, 1
+        )
+        tile += LONG_TILE
 
 
 @inner

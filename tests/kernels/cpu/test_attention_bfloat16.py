@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import reference
+from kernels import PagedBatch, reference
 from kernels.cpu.attention import attend
 from kernels.cpu.program import Program
 from kernels.cpu.work_items import WorkItems
@@ -35,8 +35,7 @@ def attended(
     return out.float(), want
 
 
-# Every item has 12 rows or more: fewer meet their keys in float32.
-LENS = [(12, 12), (140, 140), (65, 40), (300, 17), (64, 64), (33, 17)]
+LENS = [(12, 12), (140, 140), (65, 40), (300, 17), (64, 64), (33, 17), (1, 1), (200, 1), (131, 3)]
 
 
 @pytest.mark.parametrize("by_tiles", WAYS)
@@ -63,3 +62,31 @@ def test_tiles_and_vectors_give_the_same_bits(window: int | None) -> None:
     shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
     by_vectors, by_tiles = (attended(LENS, window, way, **shape)[0] for way in WAYS)
     assert torch.equal(by_vectors, by_tiles)
+
+
+@pytest.mark.parametrize("by_tiles", WAYS)
+@pytest.mark.parametrize("window", [None, 70])
+def test_no_bit_of_a_row_depends_on_the_rows_beside_it(window: int | None, by_tiles: bool) -> None:
+    """A token that is generated has what it has when the text is read again, in any chunks."""
+    it = scene([(300, 300)], dtype=torch.bfloat16, num_heads=6, head_dim=64)
+    query, items = it.query.float().contiguous(), WorkItems(3)
+
+    def computed(begin: int, end: int) -> torch.Tensor:
+        items.set(
+            PagedBatch(
+                slots=it.batch.slots[begin:end],
+                query_starts=torch.tensor([0, end - begin], dtype=torch.int32),
+                context_lens=torch.tensor([end], dtype=torch.int32),
+                block_tables=it.batch.block_tables,
+            )
+        )
+        some, out = query[begin:end], torch.empty(end - begin, 6, 64, dtype=torch.bfloat16)
+        attention = attend(
+            some, it.pool, 1, items, out, scale=0.125, window=window, by_tiles=by_tiles
+        )
+        Program([items.plan(), attention]).run()
+        return out
+
+    together = computed(0, 300)
+    for begin, end in ((0, 1), (0, 40), (40, 41), (127, 128), (128, 129), (129, 260), (260, 300)):
+        assert torch.equal(computed(begin, end), together[begin:end])

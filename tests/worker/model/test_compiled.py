@@ -126,3 +126,27 @@ def test_more_rows_than_any_step_before(tmp_path: Path) -> None:
         assert len(logits) == count
         alone = advance(load(path), [(Text([7, 8, 9], [0, 1]), 3)], BLOCK_SIZE)
         assert all(torch.equal(row, alone[0]) for row in logits)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_in_bfloat16_no_bit_depends_on_how_a_text_is_read(name: str, tmp_path: Path) -> None:
+    """Token by token, in chunks or at once, alone or beside others: so a text can be read again."""
+    path = make_model(tmp_path, family=name.partition("-")[0], **CASES[name])
+    rng = random.Random(0)
+    prompt = [rng.randrange(100) for _ in range(99)]
+
+    def read(*chunks: int, beside: int = 0) -> torch.Tensor:
+        executor = load(path, "bfloat16")
+        text = Text(list(prompt), list(range(13)))
+        for count in chunks:
+            others = [
+                Text(prompt[i:], list(range(13 * (i + 1), 13 * (i + 2)))) for i in range(beside)
+            ]
+            step = [(other, 7) for other in others] + [(text, count)]
+            logits = advance(executor, step, BLOCK_SIZE)
+        return logits  # type: ignore[no-any-return]
+
+    want = read(99)
+    assert torch.equal(read(*[1] * 99), want)
+    assert torch.equal(read(40, 1, 17, 41), want)
+    assert torch.equal(read(40, 59, beside=2), want)
