@@ -10,6 +10,7 @@ import math
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -371,16 +372,17 @@ def evaluate(choice: dict[str, Any], context_len: int) -> tuple[float, bool]:
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own deprecations are not our subject
-def test_an_evaluation_gets_what_transformers_says(cluster: Cluster) -> None:
+def test_an_evaluation_gets_what_transformers_says(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    prompts = [
-        prompt_of(cluster),
-        prompt_of(cluster, "Tom had a red ball. He gave it to Ben."),
-        [9],
-    ]
-    body = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
-    answer = complete(cluster, prompts, **body)
+    with Cluster(tmp_path, args=("--worker-args=--dtype float32",)) as cluster:
+        prompts = [
+            prompt_of(cluster),
+            prompt_of(cluster, "Tom had a red ball. He gave it to Ben."),
+            [9],
+        ]
+        body = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
+        answer = complete(cluster, prompts, **body)
     model = AutoModelForCausalLM.from_pretrained(locate("demo"), dtype=torch.float32)
     for prompt, choice in zip(prompts, answer["choices"], strict=True):
         with torch.inference_mode():
