@@ -74,6 +74,12 @@ def test_an_executor_with_more_tokens_than_config_json_is_refused(
     load(config)
 
 
+def test_an_executor_that_has_no_kv_dtype_is_not_left_to_ignore_it() -> None:
+    load(Config(executor="hash"))
+    with pytest.raises(ValueError, match=r"'hash' does not take these settings.*'kv_dtype'"):
+        load(Config(executor="hash", kv_dtype="bfloat16"))
+
+
 @pytest.mark.parametrize("speculate", ["ngram:4", "draft:3:no such model"])
 def test_a_draft_model_that_would_be_of_no_use_is_not_loaded(speculate: str) -> None:
     config = Config(executor="scripts.examples.own_model:create", speculate=speculate)

@@ -1,12 +1,18 @@
-"""What bfloat16 products are compared with: the order of a tile's sums, in NumPy."""
+"""What bfloat16 products are compared with, and what they leave of the processor's tiles."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
 
 from kernels.cpu import amx
+from kernels.cpu.intrinsics import instruction
 
 Floats = npt.NDArray[np.float32]
 # Where the processor has no tiles what needs them is left out, and says so.
@@ -28,3 +34,23 @@ def tile_sums(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor) -> tor
             odd += left[..., k + 1] * right[..., k + 1]
         total += even + odd
     return torch.from_numpy(total)
+
+
+@instruction(types.void, types.int64)
+def _store_configuration(b: ir.IRBuilder, address: Any) -> None:
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte])
+    store = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sttilecfg")
+    b.call(store, [b.inttoptr(address, byte)])
+
+
+def holds_tiles() -> bool:
+    """Whether this thread has a configuration of tiles that nobody released."""
+
+    @njit
+    def ask(address):  # type: ignore[no-untyped-def]
+        _store_configuration(address)
+
+    layout = np.ones(64, np.uint8)
+    ask(layout.ctypes.data)
+    return bool(layout.any())

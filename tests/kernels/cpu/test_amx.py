@@ -8,7 +8,7 @@ from llvmlite import binding
 from numba import njit
 
 from kernels.cpu import amx
-from tests.kernels.cpu.paired import tile_sums
+from tests.kernels.cpu.paired import holds_tiles, tile_sums
 
 needs_tiles = pytest.mark.skipif(not amx.available(), reason="this processor has no AMX")
 STEPS = 3
@@ -68,3 +68,20 @@ def test_products_are_summed_in_the_order_of_the_manual(
     )  # fmt: skip
     want = tile_sums(x, weight, before if is_added else torch.zeros_like(before))
     assert torch.equal(y, want)
+
+
+@needs_tiles
+def test_a_thread_holds_tiles_until_it_releases_them() -> None:
+    @njit
+    def hold(layout):  # type: ignore[no-untyped-def]
+        amx.configure(layout)
+
+    @njit
+    def let_go():  # type: ignore[no-untyped-def]
+        amx.release()
+
+    layout = amx.configuration(16, 16)
+    hold(layout.ctypes.data)
+    assert holds_tiles()
+    let_go()
+    assert not holds_tiles()

@@ -12,8 +12,20 @@ from kernels import PagedBatch, reference
 from kernels.cpu.attention import attend
 from kernels.cpu.program import Program
 from kernels.cpu.work_items import WorkItems
-from tests.kernels.cpu.paired import WAYS
-from tests.kernels.scenes import scene
+from tests.kernels.cpu.paired import WAYS, holds_tiles
+from tests.kernels.scenes import Scene, scene
+
+
+def outputs(it: Scene, window: int | None, by_tiles: bool, num_threads: int = 0) -> torch.Tensor:
+    """Return what the operation gives for a step."""
+    query = it.query.float().contiguous()
+    out = torch.full(query.shape, torch.nan, dtype=torch.bfloat16)
+    items = WorkItems(query.shape[1] // it.pool.shape[3])
+    items.set(it.batch)
+    scale = query.shape[2] ** -0.5
+    attention = attend(query, it.pool, 1, items, out, scale=scale, window=window, by_tiles=by_tiles)
+    Program([items.plan(), attention]).run(num_threads)
+    return out.float()
 
 
 def attended(
@@ -21,18 +33,12 @@ def attended(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the operation gives for a step, and what the reference does."""
     it = scene(lens, dtype=torch.bfloat16, **shape)
-    query = it.query.float().contiguous()
-    out = torch.full(query.shape, torch.nan, dtype=torch.bfloat16)
-    items = WorkItems(query.shape[1] // it.pool.shape[3])
-    items.set(it.batch)
-    scale = query.shape[2] ** -0.5
-    attention = attend(query, it.pool, 1, items, out, scale=scale, window=window, by_tiles=by_tiles)
-    Program([items.plan(), attention]).run()
     # Queries are rounded after they are scaled: of a score of 100 that is half a one.
+    scale = it.query.shape[2] ** -0.5
     factor = scale * math.log2(math.e)
-    query = (query * factor).bfloat16().float() / factor
+    query = (it.query.float() * factor).bfloat16().float() / factor
     want = reference.paged_attention(query, it.pool.float(), 1, it.batch, scale, window)
-    return out.float(), want
+    return outputs(it, window, by_tiles), want
 
 
 LENS = [(12, 12), (140, 140), (65, 40), (300, 17), (64, 64), (33, 17), (1, 1), (200, 1), (131, 3)]
@@ -90,3 +96,22 @@ def test_no_bit_of_a_row_depends_on_the_rows_beside_it(window: int | None, by_ti
     together = computed(0, 300)
     for begin, end in ((0, 1), (0, 40), (40, 41), (127, 128), (128, 129), (129, 260), (260, 300)):
         assert torch.equal(computed(begin, end), together[begin:end])
+
+
+@pytest.mark.parametrize("by_tiles", WAYS)
+@pytest.mark.parametrize("lens", [[(200, 100), (20, 20)], [(200, 100), (200, 1), (130, 30)]])
+def test_a_sequence_of_nan_is_nobody_elses(lens: list[tuple[int, int]], by_tiles: bool) -> None:
+    it = scene(lens, head_dim=64, dtype=torch.bfloat16)
+    # One thread, so that the others find in its memory what the first has left there.
+    want = outputs(it, None, by_tiles, num_threads=1)[100:]
+    blocks = it.batch.block_tables[0, : -(-200 // it.pool.shape[4])]
+    it.pool[blocks.long()] = torch.nan
+    got = outputs(it, None, by_tiles, num_threads=1)
+    assert got[:100].isnan().all() and torch.equal(got[100:], want)
+
+
+@pytest.mark.skipif(len(WAYS) < 2, reason="this processor has no AMX")
+def test_attention_leaves_no_tiles_behind() -> None:
+    it = scene([(40, 40), (9, 1)], head_dim=64, dtype=torch.bfloat16)
+    outputs(it, None, True, num_threads=1)
+    assert not holds_tiles()

@@ -8,7 +8,7 @@ from torch.nn.functional import silu
 
 from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.program import Program
-from tests.kernels.cpu.paired import WAYS, tile_sums
+from tests.kernels.cpu.paired import WAYS, holds_tiles, tile_sums
 
 
 def product(
@@ -87,3 +87,12 @@ def test_room_for_inputs_is_padded_with_zeros() -> None:
     inputs = PairedWeight.inputs(3, 40)
     assert inputs.shape == (3, 40) and inputs.stride(0) >= 64
     assert not torch.as_strided(inputs, (3, 64), (inputs.stride(0), 1)).any()
+
+
+@pytest.mark.skipif(len(WAYS) < 2, reason="this processor has no AMX")
+@pytest.mark.parametrize("rows", [0, 1, 32, 40])
+def test_a_product_leaves_no_tiles_behind(rows: int) -> None:
+    packed, y = PairedWeight(torch.randn(48, 64)), torch.empty(rows, 48)
+    times = packed.times(PairedWeight.inputs(rows, 64), y, by_tiles=True)
+    Program([times]).run(num_threads=1)
+    assert not holds_tiles()

@@ -58,6 +58,11 @@ def test_a_dtype_or_device_it_does_not_have_is_refused(monkeypatch: pytest.Monke
         registry.create("plug_in:make", device="cuda")
 
 
+def test_a_setting_that_it_does_not_take_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'hash' does not take these settings.*'kv_dtype'"):
+        registry.create("hash", kv_dtype="bfloat16")
+
+
 @pytest.mark.parametrize("name", ["", "hsah", "json:", ":create", "no_such_module:create"])
 def test_an_unknown_name_says_what_there_is(name: str) -> None:
     with pytest.raises(ValueError, match="there are torch, hash, module:factory"):

@@ -14,6 +14,7 @@ from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance, batch_of
 from wire.options import Options
 from wire.transfer import Rectangle
+from worker.executor import torch as torch_executor
 from worker.executor.contract import Attention
 from worker.executor.registry import create
 from worker.executor.torch import TorchExecutor
@@ -90,16 +91,21 @@ def test_the_registry_makes_it(path: Path) -> None:
         model_name="tiny",
         fingerprint="f",
         dtype="bfloat16",
+        kv_dtype="float16",
         device="cpu",
         max_model_len=None,
     )
-    assert executor.info.layout.dtype == "bfloat16"
+    assert executor.info.layout.dtype == "float16"
 
 
+@pytest.mark.parametrize("has_tiles", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_auto_is_what_the_processor_is_best_at(dtype: str, tmp_path: Path) -> None:
+def test_auto_is_what_the_processor_is_best_at(
+    dtype: str, has_tiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = make_model(tmp_path, dtype=dtype)
-    best = "bfloat16" if dtype == "bfloat16" and amx.available() else "float32"
+    monkeypatch.setattr(amx, "available", lambda: has_tiles)
+    best = "bfloat16" if dtype == "bfloat16" and has_tiles else "float32"
     assert loaded(path, dtype="auto").info.layout.dtype == best
 
 
@@ -109,9 +115,25 @@ def test_keys_and_values_may_be_kept_in_another_dtype(tmp_path: Path) -> None:
         assert loaded(path, dtype=dtype, kv_dtype=kv_dtype).info.layout.dtype == kv_dtype
 
 
+def test_on_a_gpu_they_are_kept_in_what_it_computes_in(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_executor, "find_device", lambda _: torch.device("cuda"))
+    with pytest.raises(ModelError, match="kv_dtype is 'float16', on cuda it is that of dtype"):
+        loaded(path, dtype="bfloat16", kv_dtype="float16")
+
+
+def test_a_checkpoint_of_16_bits_takes_no_more_where_it_computes_in_float32(tmp_path: Path) -> None:
+    path = make_model(tmp_path, dtype="bfloat16")
+    short, wide = (loaded(path, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    assert wide.capabilities.memory.parameter_bytes == short.capabilities.memory.parameter_bytes
+    assert wide.info.layout.dtype == "float32"
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"kv_dtype": "int8"}, "kv_dtype is 'int8'"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"device": "tpu9"}, "device is 'tpu9'"),
         ({"device": "meta"}, "device is 'meta'"),

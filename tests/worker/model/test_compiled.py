@@ -24,8 +24,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def load(path: Path, dtype: str = "float32") -> TorchExecutor:
-    executor = TorchExecutor.load(path, name="random", device="cpu", dtype=dtype)
+def load(path: Path, dtype: str = "float32", kv_dtype: str = "auto") -> TorchExecutor:
+    executor = TorchExecutor.load(path, name="random", device="cpu", dtype=dtype, kv_dtype=kv_dtype)
     executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
     return executor
 
@@ -80,6 +80,15 @@ def test_logits_are_those_of_torch(name: str, dtype: str, plain: Any, tmp_path: 
             assert (got - want).square().mean().sqrt() < 0.02 * want.square().mean().sqrt()
         else:
             torch.testing.assert_close(got, want, rtol=limit, atol=limit)
+
+
+def test_a_dtype_says_what_products_are_of(tmp_path: Path) -> None:
+    path = make_model(tmp_path, dtype="bfloat16")
+    # The same weights and, as far as they are equal, the same keys and values.
+    short, wide = (load(path, dtype, kv_dtype="bfloat16") for dtype in ("bfloat16", "float32"))
+    got, want = run(short, 1), run(wide, 1)
+    assert not torch.equal(got, want)
+    assert (got - want).square().mean().sqrt() < 0.02 * want.square().mean().sqrt()
 
 
 def test_steps_of_any_size_after_any_other(tmp_path: Path) -> None:
