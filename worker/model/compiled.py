@@ -61,15 +61,21 @@ class CompiledTransformer:
         self._programs: OrderedDict[tuple[int, int], Program] = OrderedDict()
 
     @staticmethod
-    def best_dtype(stored: torch.dtype) -> torch.dtype:
+    def best_dtype(config: ModelConfig) -> torch.dtype:
         """Return what this processor computes in fastest without losing what the weights say."""
-        return stored if stored is torch.bfloat16 and amx.available() else torch.float32
+        is_paired = config.dtype == "bfloat16" and amx.available()
+        fits = CompiledTransformer.fits(config, torch.bfloat16)
+        return torch.bfloat16 if is_paired and fits else torch.float32
 
     @staticmethod
-    def fits(config: ModelConfig, *dtypes: torch.dtype) -> bool:
-        """Whether the loops can compute this model: its widths are whole panels."""
-        widths = (config.head_dim, config.hidden_size, 2 * config.intermediate_size)
-        return not any(width % PANEL for width in widths) and all(t in ELEMENTS for t in dtypes)
+    def fits(config: ModelConfig, dtype: torch.dtype, *kept: torch.dtype) -> bool:
+        """Whether the loops can compute this model: its widths are whole panels.
+
+        In bfloat16 gate and up are so each by itself.  `kept` is what weights and KV are kept in.
+        """
+        inner = config.intermediate_size * (1 if dtype is torch.bfloat16 else 2)
+        widths = (config.head_dim, config.hidden_size, inner)
+        return not any(width % PANEL for width in widths) and all(it in ELEMENTS for it in kept)
 
     def forward(
         self,

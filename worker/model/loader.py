@@ -35,21 +35,21 @@ def load_model(
     Args:
         dtype: What it computes in; None is the checkpoint's.
         kv_dtype: What keys and values are kept in; None is `dtype`.
-        compiled: For the CPU: with compiled loops, or with torch where its shapes have none.  None
-            as a dtype is what the processor is best at then.  A model that computes
-            in float32 keeps the matrices of a 16-bit checkpoint in 16 bits and widens them as they
-            are read, so nothing but memory and time changes.
+        compiled: For the CPU: with compiled loops, or with torch in float32 where its shapes have
+            none.  None as a dtype is what the processor is best at then.  A model that computes in
+            float32 keeps the matrices of a 16-bit checkpoint in 16 bits and widens them as they are
+            read, so nothing but memory and time changes.
 
     Raises:
         ModelError: The directory cannot be served; names the file and the key or tensor.
     """
     if not compiled:
         return Transformer(load_weights(path, dtype, device, kv_dtype=kv_dtype))
-    stored: torch.dtype = getattr(torch, read_config(path).dtype)
-    dtype = dtype or CompiledTransformer.best_dtype(stored)
-    kept = stored if dtype is torch.float32 else dtype
+    config = read_config(path)
+    dtype = dtype or CompiledTransformer.best_dtype(config)
+    kept = None if dtype is torch.float32 else dtype
     weights = load_weights(path, kept, device, kv_dtype=kv_dtype or dtype)
-    if CompiledTransformer.fits(weights.config, weights.weight_dtype, weights.kv_dtype):
+    if CompiledTransformer.fits(config, dtype, weights.weight_dtype, weights.kv_dtype):
         return CompiledTransformer(weights, dtype)
     weights.widen()
     return Transformer(weights)

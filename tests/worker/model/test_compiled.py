@@ -159,3 +159,10 @@ def test_in_bfloat16_no_bit_depends_on_how_a_text_is_read(name: str, tmp_path: P
     assert torch.equal(read(*[1] * 99), want)
     assert torch.equal(read(40, 1, 17, 41), want)
     assert torch.equal(read(40, 59, beside=2), want)
+
+
+def test_what_the_loops_have_no_panels_for_is_computed_by_torch(tmp_path: Path) -> None:
+    path = make_model(tmp_path, intermediate_size=24, dtype="bfloat16")
+    for dtype in ("auto", "bfloat16", "float32"):
+        logits = run(load(path, dtype), 0)
+        assert logits.isfinite().all()
