@@ -3,7 +3,8 @@
 A step multiplies 16 rows of 32 bfloat16 with 16 columns of them: `tdpbf16ps`.  Each sum is taken
 in one order, whatever stands beside it: of 32 products those of even and those of odd numbers are
 added up by themselves, the two are added, and that is added to the sum.  Bit for bit the same, with
-float32 vectors on any processor, is `kernels.cpu.simd.pair_product`.
+float32 vectors on any processor, is `kernels.cpu.simd.pair_product`; but tiles take numbers below
+2^-126 for zero.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS.
 """
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 
 from kernels.cpu.intrinsics import instruction, write_prefetch
 from kernels.cpu.simd import Loop, i64
@@ -43,12 +44,18 @@ _I8 = ir.IntType(8)
 @cache
 def available() -> bool:
     """Ask the system for the tiles, once; return whether this process has them."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    features = binding.get_host_cpu_features()
-    if not (features.get("amx-tile") and features.get("amx-bf16")):
+    if sys.platform != "linux" or platform.machine() != "x86_64" or not _are_known():
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
+
+
+@cache
+def _are_known() -> bool:
+    """Whether the processor that loops are compiled for has these instructions."""
+    features = config.CPU_FEATURES
+    if features is None:
+        features = binding.get_host_cpu_features().flatten()
+    return {"+amx-tile", "+amx-bf16"} <= set(features.split(","))
 
 
 def configuration(first_rows: int, second_rows: int = 0) -> Configuration:
@@ -141,6 +148,9 @@ def _load(b: ir.IRBuilder, tile: int, address: Any, stride: Any) -> None:
 
 
 def _tile(b: ir.IRBuilder, name: str, *operands: Any) -> None:
+    # Loops that may use tiles are compiled where there are none as well, and never reach them.
+    if not _are_known():
+        return
     kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
     b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{name}"), operands)
 

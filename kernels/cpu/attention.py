@@ -87,7 +87,7 @@ def attend(
     *,
     scale: float,
     window: int | None,
-    by_tiles: bool | None = None,
+    by_tiles: bool = True,
 ) -> Operation:
     """Make out = the attention of query over one layer of the pool.
 
@@ -95,13 +95,13 @@ def attend(
         query: [T, Hq, D] float32, D a multiple of 16 and contiguous.
         pool: [N, L, 2, Hkv, B, D], of a dtype of `kernels.cpu.linear.ELEMENTS`.
         out: [T, Hq, D] float32 or bfloat16; tokens as far apart as they like.
-        by_tiles: False for vectors, the same bits; None for tiles where the processor has them.
+        by_tiles: False for vectors; else tiles, where the processor has them.
     """
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     num_heads = query.shape[1]
     head_bytes = block_size * head_dim * pool.itemsize
     is_paired = pool.dtype is out.dtype is torch.bfloat16 and head_dim % amx.STEP == 0
-    by_tiles = amx.available() if by_tiles is None else by_tiles
+    by_tiles = by_tiles and amx.available()
     tiles = amx.configuration(amx.TILE_ROWS, amx.TILE_ROWS)
     arguments = _Arguments(
         step=items.address,

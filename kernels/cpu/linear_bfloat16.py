@@ -4,7 +4,7 @@ Strategy: W is packed into panels of 16 output columns, two elements of each for
 inputs in turn (`[N / 16, K / 32, 16, 16, 2]`): what the processor's tiles take, a step of 32 inputs
 at a time.  32 rows of x meet two panels in registers, 16 rows or fewer meet four.  Where there are
 no tiles (`kernels.cpu.amx`), float32 vectors take the same sums in the same order.  That order is a
-row's own: neither who shares the batch nor the processor changes a bit of it.
+row's own: who shares the batch changes no bit of it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PairedWeight:
         *,
         bias: torch.Tensor | None = None,
         is_added: bool = False,
-        by_tiles: bool | None = None,
+        by_tiles: bool = True,
     ) -> Operation:
         """Make y = x W^T + bias, plus what y was if `is_added`.
 
@@ -86,7 +86,7 @@ class PairedWeight:
             x: [T, K] of `inputs`.
             y: [T, num_columns] float32, contiguous.
             bias: [num_columns] float32, contiguous.
-            by_tiles: False for vectors, the same bits; None for tiles where the processor has them.
+            by_tiles: False for vectors; else tiles, where the processor has them.
         """
         assert y.shape == (len(x), self.num_columns)
         return self._operation(x, y, bias, 1, is_added=is_added, by_tiles=by_tiles)
@@ -97,7 +97,7 @@ class PairedWeight:
         y: torch.Tensor,
         *,
         bias: torch.Tensor | None = None,
-        by_tiles: bool | None = None,
+        by_tiles: bool = True,
     ) -> Operation:
         """Make y = silu(gate) * up of a weight that `is_gated`: x W^T + bias is gate, then up.
 
@@ -119,7 +119,7 @@ class PairedWeight:
         together: int,
         *,
         is_added: bool,
-        by_tiles: bool | None,
+        by_tiles: bool,
     ) -> Operation:
         num_units, num_steps = self.panels.shape[0] // together, self.panels.shape[1]
         assert x.shape[1] == self.shape[1]
@@ -145,7 +145,7 @@ class PairedWeight:
         )
         even, odd = (next_chunk(0, num_units, num_threads, thread)[0] for thread in range(2))
         weights = (address + even * unit_bytes, address + odd * unit_bytes)
-        by_tiles = amx.available() if by_tiles is None else by_tiles
+        by_tiles = by_tiles and amx.available()
         task = _multiply_by_tiles if by_tiles else _multiply_by_vectors
         return Operation(task, arguments, (x, self.panels, y, bias, whole, rest), weights)
 

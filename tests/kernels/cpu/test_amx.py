@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from llvmlite import binding
@@ -18,6 +24,23 @@ DEPTH = STEPS * amx.STEP
 def test_who_has_no_tiles_is_told_so() -> None:
     if not binding.get_host_cpu_features().get("amx-bf16", False):
         assert not amx.available()
+
+
+ELSEWHERE = """
+import torch
+from kernels.cpu import amx
+from tests.kernels.cpu.test_attention_bfloat16 import attended
+got, want = attended([(40, 40)], None, by_tiles=False, head_dim=64)
+torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+assert not amx.available()
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of another kind")
+def test_loops_that_may_use_tiles_run_where_there_are_none(tmp_path: Path) -> None:
+    processor = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}
+    environ = os.environ | processor | {"XDG_CACHE_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", ELSEWHERE], env=environ, check=True)
 
 
 @pytest.mark.parametrize(("first", "second"), [(16, 16), (16, 3), (7, 0)])
