@@ -2,8 +2,8 @@
 
 A `Choice` is the sink of one request to the core.  Its `on_…` methods only take note and wake the
 writer once for however many tokens arrive together; `take` then does the work: text, stop strings,
-end.  Tokens whose text is held back (half a character, the beginning of a stop string) travel with
-the next text, so every piece but the last shows something.
+end.  Every token has a piece, for who measures a stream counts them.  Where text is held back (half
+a character, the beginning of a stop string) the piece is empty and a later one has it.
 
 A `Completion` holds the choices of one HTTP request.  It is all or nothing: when one of them is
 refused or fails, the others are cancelled.
@@ -109,7 +109,6 @@ class Choice:
     _pending: list[int] = field(default_factory=list)
     _logprobs: list[Logprobs | None] = field(default_factory=list)
     _prompt_logprobs: bytes | None = None
-    _held: list[int] = field(default_factory=list)
     _scores: list[ScoredToken] = field(default_factory=list)
     _length: int = 0
     _feed: Callable[[int], str] = field(init=False)
@@ -193,8 +192,7 @@ class Choice:
     def _take_plain(self, token_ids: list[int]) -> list[Piece]:
         """The same as `_take` where there is only text to show, as for most tokens."""
         self.num_tokens += len(token_ids)
-        texts = map(self._feed, token_ids)
-        return [Piece(text) for text in texts if text or not self.asked.tokenizer.has_text]
+        return [Piece(self._feed(token_id)) for token_id in token_ids]
 
     def _take(self, token_ids: list[int]) -> list[Piece]:
         num_tokens = len(token_ids)
@@ -204,11 +202,8 @@ class Choice:
             text = self._text_of(token_id)
             if asked.has_logprobs:
                 self._scores.append(ScoredToken(token_id, logprobs[position], self._length))
-            if asked.has_ids:
-                self._held.append(token_id)
             self._length += len(text)
-            if text or not asked.tokenizer.has_text:
-                pieces.append(self._piece(text))
+            pieces.append(self._piece(text, [token_id] if asked.has_ids else ()))
             if self._stops is not None and self._stops.is_stopped:
                 self._finish(pieces, "", "stop")
                 break
@@ -245,16 +240,17 @@ class Choice:
         text = self._stops.feed(text)
         return text if self._stops.is_stopped else text + self._stops.flush()
 
-    def _piece(self, text: str, finish_reason: str | None = None) -> Piece:
-        piece = Piece(text, self._held, self._scores, finish_reason)
-        self._held, self._scores = [], []
-        return piece
+    def _piece(
+        self, text: str, token_ids: Sequence[int] = (), finish_reason: str | None = None
+    ) -> Piece:
+        scores, self._scores = self._scores, []
+        return Piece(text, token_ids, scores, finish_reason)
 
     def _finish(self, pieces: list[Piece], text: str, reason: str) -> None:
         # The end goes out with the last token where possible: who measures the time between tokens
         # takes each event for one.
         self.finish_reason = reason
-        rest = self._piece(text, reason)
+        rest = self._piece(text, (), reason)
         if pieces:
             last = pieces.pop()
             rest = Piece(

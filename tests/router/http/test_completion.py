@@ -84,9 +84,9 @@ def test_half_a_character_waits_for_the_other_half(stops: tuple[str, ...]) -> No
     subject = choice(*stops, has_ids=True)
     first, second = ids("é")
     subject.on_token(first, None)
-    assert subject.take() == []
+    assert subject.take() == [Piece("", [first], [])]
     subject.on_token(second, None)
-    assert subject.take() == [Piece("é", [first, second], [])]
+    assert subject.take() == [Piece("é", [second], [])]
 
 
 def test_half_a_character_at_the_end_is_shown_broken() -> None:
@@ -99,7 +99,9 @@ def test_half_a_character_at_the_end_is_shown_broken() -> None:
 def test_a_stop_string_across_tokens_ends_it() -> None:
     subject = choice("lo w")
     say(subject, "hello world")
-    assert texts(subject.take())[-1] == ("l", "stop")
+    *pieces, last = texts(subject.take())
+    assert [text for text, _ in pieces] == ["h", "e", "", "l", "", ""]
+    assert last == ("", "stop")
     assert subject.num_tokens == 7
     say(subject, "more")
     done(subject)
@@ -110,7 +112,7 @@ def test_a_stop_string_across_tokens_ends_it() -> None:
 def test_a_stop_string_alone_ends_with_an_empty_piece() -> None:
     subject = choice("ab")
     say(subject, "a")
-    assert subject.take() == []
+    assert texts(subject.take()) == [("", None)]
     say(subject, "b")
     assert texts(subject.take()) == [("", "stop")]
 
@@ -119,7 +121,7 @@ def test_what_was_held_for_a_stop_string_comes_at_the_end() -> None:
     subject = choice("</s>")
     say(subject, "x</")
     done(subject, "length")
-    assert texts(subject.take()) == [("x</", "length")]
+    assert texts(subject.take()) == [("x", None), ("", None), ("</", "length")]
 
 
 def test_stop_strings_wait_for_min_tokens() -> None:
@@ -159,12 +161,12 @@ def test_without_a_tokenizer_every_token_is_an_empty_piece() -> None:
     assert subject.take() == [Piece("", [7], []), Piece("", [8], [])]
 
 
-def test_scores_travel_with_the_text() -> None:
+def test_scores_travel_with_their_token() -> None:
     subject = choice(has_logprobs=True)
     for token_id in ids("xé"):
         subject.on_token(token_id, Logprobs(logprob=-1.0))
     pieces = subject.take()
-    assert [len(piece.scores) for piece in pieces] == [1, 2]
+    assert [len(piece.scores) for piece in pieces] == [1, 1, 1]
     assert [score.text_offset for piece in pieces for score in piece.scores] == [0, 1, 1]
 
 
@@ -255,7 +257,7 @@ def test_the_first_token_may_be_a_stop_string(stop: bool) -> None:
     subject = choice("d" if stop else "de")
     subject.on_prefill(PrefillResult(token_id=ids("d")[0]), 0)
     assert subject.is_stopped_at_once is stop
-    assert texts(subject.take()) == ([("", "stop")] if stop else [])
+    assert texts(subject.take()) == [("", "stop" if stop else None)]
 
 
 def test_unless_there_must_be_more() -> None:
