@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
-from numba.core import cgutils, config
+from numba.core import cgutils
 
-from kernels.cpu.intrinsics import instruction, write_prefetch
+from kernels.cpu.intrinsics import instruction, target_features, write_prefetch
 from kernels.cpu.simd import Loop, i64
 
 Configuration = npt.NDArray[np.uint8]
@@ -52,10 +52,7 @@ def available() -> bool:
 @cache
 def _are_known() -> bool:
     """Whether the processor that loops are compiled for has these instructions."""
-    features = config.CPU_FEATURES
-    if features is None:
-        features = binding.get_host_cpu_features().flatten()
-    return {"+amx-tile", "+amx-bf16"} <= set(features.split(","))
+    return {"+amx-tile", "+amx-bf16"} <= target_features()
 
 
 def configuration(first_rows: int, second_rows: int = 0) -> Configuration:

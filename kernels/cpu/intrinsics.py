@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -22,6 +22,15 @@ _F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 # Terms of e^(x ln 2) that float64 can tell apart where |x| <= 1/2, and of them float32.
 _SERIES = [math.log(2) ** k / math.factorial(k) for k in range(15)]
 _FLOAT_SERIES = [np.float32(term).item() for term in _SERIES[:8]]
+
+
+@cache
+def target_features() -> frozenset[str]:
+    """Return what the processor that loops are compiled for can do, as LLVM says it: "+avx2"."""
+    features = config.CPU_FEATURES
+    if features is None:
+        features = binding.get_host_cpu_features().flatten()
+    return frozenset(features.split(","))
 
 
 def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

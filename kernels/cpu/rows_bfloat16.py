@@ -1,12 +1,13 @@
 """Rows that are computed in registers and written in bfloat16: weights of keys, gated pairs.
 
-One pass over the row each, in vectors of 16.  2^x is as exact as a bfloat16 can tell.
+One pass over the row each, in vectors of 16.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,29 +15,65 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kernels.cpu.intrinsics import instruction
+from kernels.cpu.intrinsics import instruction, target_features
 from kernels.cpu.simd import PANEL, i64, rounded
+from kernels.cpu.tasks import inner
 
 # Keys of a tile: more than in float32, for each costs a pass over the sums.
 LONG_TILE = 128
 _LANES = 16
 _I32, _F32 = ir.IntType(32), ir.FloatType()
+_SHORTS = ir.VectorType(ir.IntType(16), _LANES)
 _INTS, _FLOATS = ir.VectorType(_I32, _LANES), ir.VectorType(_F32, _LANES)
-_SERIES = [np.float32(math.log(2) ** k / math.factorial(k)).item() for k in range(6)]
+_SERIES = [np.float32(math.log(2) ** k / math.factorial(k)).item() for k in range(7)]
+# Of these, what a bfloat16 can tell; float32 sums are multiplied with all of them.
+_NUM_SHORT = 5
 _LOG2_E = np.float32(math.log2(math.e)).item()
 
 
-@instruction(types.float32, *[types.int64] * 5)
-def weigh_row(b: ir.IRBuilder, scores: Any, weights: Any, start: Any, stop: Any, state: Any) -> Any:
+class _Bfloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+@cache
+def _is_rounding_known() -> bool:
+    """Whether the processor that loops are compiled for rounds to bfloat16 (AVX512-BF16)."""
+    return "+avx512bf16" in target_features()
+
+
+@inner
+def weigh_row(scores: int, weights: int, start: int, stop: int, state: int) -> Any:
     """Turn a row of LONG_TILE scores into bfloat16 weights, 2^(score - maximum), in one pass.
 
     `state` is where the row's maximum and total so far are; both are brought up to date.  Keys
     outside [start, stop) weigh nothing.  Returns what the sums so far are to be multiplied with.
     """
+    if start == 0 and stop == LONG_TILE:
+        return _weigh_all(scores, weights, state)
+    return _weigh_some(scores, weights, start, stop, state)
+
+
+@instruction(types.float32, *[types.int64] * 3)
+def _weigh_all(b: ir.IRBuilder, scores: Any, weights: Any, state: Any) -> Any:
+    lanes = [_load(b, b.add(scores, i64(4 * n))) for n in range(0, LONG_TILE, _LANES)]
+    return _weigh(b, lanes, weights, state)
+
+
+@instruction(types.float32, *[types.int64] * 5)
+def _weigh_some(
+    b: ir.IRBuilder, scores: Any, weights: Any, start: Any, stop: Any, state: Any
+) -> Any:
+    lanes = [_seen(b, scores, n, start, stop) for n in range(0, LONG_TILE, _LANES)]
+    return _weigh(b, lanes, weights, state)
+
+
+def _weigh(b: ir.IRBuilder, lanes: list[Any], weights: Any, state: Any) -> Any:
     at_maximum = b.inttoptr(state, _F32.as_pointer())
     at_total = b.inttoptr(b.add(state, i64(4)), _F32.as_pointer())
     before, total = b.load(at_maximum), b.load(at_total)
-    lanes = [_seen(b, scores, n, start, stop) for n in range(0, LONG_TILE, _LANES)]
     highest = _joined(b, lanes, lambda x, y: _larger(b, x, y))
     maximum = _larger(b, highest, before)
     # Until a key is seen the maximum is -inf; no weight may come of -inf - -inf.
@@ -70,7 +107,11 @@ def _load(b: ir.IRBuilder, address: Any) -> Any:
 
 
 def _store(b: ir.IRBuilder, x: Any, address: Any) -> None:
-    short = rounded(b, x)
+    if _is_rounding_known():
+        # One instruction instead of eight; it takes numbers below 2^-126 for zero.
+        short = b.bitcast(b.fptrunc(x, ir.VectorType(_Bfloat(), _LANES)), _SHORTS)
+    else:
+        short = rounded(b, x)
     b.store(short, b.inttoptr(address, short.type.as_pointer()), align=2)
 
 
@@ -94,8 +135,9 @@ def _exp2(b: ir.IRBuilder, x: Any) -> Any:
 
     whole = _call(b, f"llvm.roundeven.{name}", x)
     part = b.fsub(x, whole)
-    power = constant(x.type, _SERIES[-1])
-    for coefficient in reversed(_SERIES[:-1]):
+    series = _SERIES[:_NUM_SHORT] if is_vector else _SERIES
+    power = constant(x.type, series[-1])
+    for coefficient in reversed(series[:-1]):
         power = _call(b, f"llvm.fma.{name}", power, part, constant(x.type, coefficient))
     exponent = b.shl(b.fptosi(whole, ints), constant(ints, 23))
     value = b.bitcast(b.add(b.bitcast(power, ints), exponent), x.type)

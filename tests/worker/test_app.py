@@ -339,10 +339,14 @@ def test_a_signal_ends_a_process_in_its_warmup(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_loaded_is_said_in_a_line() -> None:
-    ended = run_worker("--executor", "json:loads", "--log-level", "info")
-    assert ended.returncode == EX_CONFIG
-    assert "the executor failed to load" in ended.stdout + ended.stderr
-    assert "is not a setting" not in ended.stderr
+    for factory, words in (
+        ("types:SimpleNamespace", "the executor failed to load"),
+        ("json:loads", "does not take these settings: missing a required argument"),
+    ):
+        ended = run_worker("--executor", factory, "--log-level", "info")
+        assert ended.returncode == EX_CONFIG
+        assert words in ended.stdout + ended.stderr
+        assert "is not a setting" not in ended.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -47,6 +47,8 @@ def create(name: str, **kwargs: Any) -> Executor:
         signature(factory).bind(**kwargs)
     except TypeError as error:
         raise ValueError(f"executor {name!r} does not take these settings: {error}") from error
+    except ValueError:
+        pass  # written in C, which says of nothing what it takes
     executor: Executor = factory(**kwargs)
     _check(name, "dtype", kwargs.get("dtype", "auto"), executor.capabilities.dtypes)
     device = str(kwargs.get("device", "auto")).partition(":")[0]

@@ -19,7 +19,8 @@ def weigh(*arguments):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("start", "stop"), [(0, LONG_TILE), (0, 1), (5, 40), (LONG_TILE - 1, LONG_TILE), (0, 0)]
+    ("start", "stop"),
+    [(0, LONG_TILE), (0, 1), (5, 40), (1, LONG_TILE), (LONG_TILE - 1, LONG_TILE), (0, 0)],
 )
 def test_a_row_of_weights(start: int, stop: int) -> None:
     scores, weights = torch.randn(LONG_TILE) * 5, torch.empty(LONG_TILE, dtype=torch.bfloat16)
@@ -36,7 +37,7 @@ def test_a_row_of_weights(start: int, stop: int) -> None:
         assert state[0] == highest
         factor = 0.0 if maximum == -math.inf else 2.0 ** (maximum - highest)
         assert kept == pytest.approx(factor, rel=1e-5)
-        assert state[1].item() == pytest.approx(total * factor + want.sum().item(), rel=1e-5)
+        assert state[1].item() == pytest.approx(total * factor + want.sum().item(), rel=1e-4)
         torch.testing.assert_close(weights.float(), want, rtol=2**-8, atol=1e-37)
 
 

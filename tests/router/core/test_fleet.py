@@ -58,7 +58,7 @@ def test_a_worker_is_ready_from_its_first_load_on() -> None:
         (
             Hello(1, 0, Role.DECODE),
             detail(layout=KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")),
-            "KV layout 2 layers x 2 heads x 8 of float32, the cluster has .*, --executor and",
+            "KV layout 2 layers x 2 heads x 8 of float32, the cluster has .*, --dtype and",
         ),
     ],
 )
