@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from kernels.cpu import simd
-from kernels.cpu.intrinsics import address_of, atomic_load, floats_at
+from kernels.cpu.intrinsics import floats_at
 from kernels.cpu.program import Operation
 from kernels.cpu.simd import PANEL, bytes_of, panel_product
 from kernels.cpu.tasks import inner
-from kernels.cpu.threads import compiled_next_chunk, next_chunk, take_chunk
+from kernels.cpu.threads import coming_weights, first_weights, take_chunk
 
 # Rows whose sums fit the registers beside a panel's two vectors.
 MAX_ROWS = 6
@@ -87,7 +87,7 @@ class PackedWeight:
         num_panels, depth, _ = self.panels.shape
         assert x.shape[1] == depth and y.shape == (x.shape[0], self.num_columns)
         num_threads = torch.get_num_threads()
-        address, panel_bytes = self.panels.data_ptr(), self.panels[:1].nbytes
+        address = self.panels.data_ptr()
         arguments = _Arguments(
             element=ELEMENTS[self.panels.dtype],
             num_panels=num_panels,
@@ -101,8 +101,7 @@ class PackedWeight:
             is_added=is_added,
             bias=0 if bias is None else bias.data_ptr(),
         )
-        even, odd = (next_chunk(0, num_panels, num_threads, thread)[0] for thread in range(2))
-        weights = (address + even * panel_bytes, address + odd * panel_bytes)
+        weights = first_weights(address, num_panels, num_threads, self.panels[:1].nbytes)
         return Operation(_multiply_panels, arguments, (x, self.panels, y, bias), weights)
 
 
@@ -149,7 +148,9 @@ def _multiply_panels(a: _Arguments, thread: int) -> None:
                 w, to = weight + panel * panel_bytes, to_y + panel * PANEL * 4
                 width = _num_together(rows, last - panel)
                 panel += width
-                later = w + width * panel_bytes if panel < last else _next_panels(a, thread)
+                later = w + width * panel_bytes
+                if panel >= last:
+                    later = coming_weights(a, num_panels, num_threads, thread, panel_bytes)
                 _multiply(
                     width,
                     element,
@@ -172,16 +173,6 @@ def _num_together(rows: int, panels: int) -> int:
     if rows == 1 and panels >= 4:
         return 4
     return 2 if rows <= 2 and panels >= 2 else 1
-
-
-@inner
-def _next_panels(a: _Arguments, thread: int) -> int:
-    """Return where the panels lie that are likely the next: in this matrix or in the one after."""
-    taken = atomic_load(address_of(a, "taken"))
-    first, count = compiled_next_chunk(taken, a.num_panels, a.num_threads, thread)
-    if count:
-        return a.weight + first * a.depth * PANEL * bytes_of(a.element)
-    return a.next_odd if thread % 2 else a.next_even
 
 
 @inner

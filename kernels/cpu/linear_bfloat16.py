@@ -17,12 +17,12 @@ from torch.nn.functional import pad
 
 from kernels.cpu import amx
 from kernels.cpu.amx import STEP, STEP_BYTES, TILE_ROWS
-from kernels.cpu.intrinsics import address_of, atomic_load, floats_at
+from kernels.cpu.intrinsics import floats_at
 from kernels.cpu.program import Operation
 from kernels.cpu.rows_bfloat16 import gate_pair
 from kernels.cpu.simd import PANEL, pair_product
 from kernels.cpu.tasks import inner
-from kernels.cpu.threads import compiled_next_chunk, next_chunk, take_chunk
+from kernels.cpu.threads import coming_weights, first_weights, take_chunk
 
 # Bytes of x that stay in the second cache while a chunk's panels pass by.
 _BLOCK_BYTES = 1 << 19
@@ -125,7 +125,7 @@ class PairedWeight:
         assert x.shape[1] == self.shape[1]
         whole, rest = _configurations(len(x))
         num_threads = torch.get_num_threads()
-        address, unit_bytes = self.panels.data_ptr(), together * num_steps * STEP_BYTES
+        address = self.panels.data_ptr()
         arguments = _Arguments(
             num_units=num_units,
             together=together,
@@ -143,8 +143,7 @@ class PairedWeight:
             whole=whole.ctypes.data,
             rest=rest.ctypes.data,
         )
-        even, odd = (next_chunk(0, num_units, num_threads, thread)[0] for thread in range(2))
-        weights = (address + even * unit_bytes, address + odd * unit_bytes)
+        weights = first_weights(address, num_units, num_threads, together * num_steps * STEP_BYTES)
         by_tiles = by_tiles and amx.available()
         task = _multiply_by_tiles if by_tiles else _multiply_by_vectors
         return Operation(task, arguments, (x, self.panels, y, bias, whole, rest), weights)
@@ -243,8 +242,10 @@ def _multiply_few(a: _Arguments, first: int, last: int, row: int, sums: int, thr
         width = 4 if left >= 4 else 2 if left >= 2 else 1
         y, y_stride, has_sums = _begin(a, panel, width, row, a.num_rows, sums)
         w = a.weight + panel * panel_bytes
-        is_last = panel + width == last
-        later = _next_panels(a, thread) if is_last else w + width * panel_bytes
+        later = w + width * panel_bytes
+        if panel + width == last:
+            unit_bytes = a.together * panel_bytes
+            later = coming_weights(a, a.num_units, a.num_threads, thread, unit_bytes)
         if width == 4:
             _few_by_four(w, x, x_stride, y, y_stride, num_steps, has_sums, panel_bytes, later)
         elif width == 2:
@@ -274,16 +275,6 @@ def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
                         to = y + (row - begin) * y_stride + part * PANEL * 4
                         _by_vectors(w, x, x_stride, to, y_stride, num_steps, end - row, has_sums)
                 _end(a, panel, width, begin, end, sums)
-
-
-@inner
-def _next_panels(a: _Arguments, thread: int) -> int:
-    """Return where the panels lie that are likely the next: in this matrix or in the one after."""
-    taken = atomic_load(address_of(a, "taken"))
-    first, count = compiled_next_chunk(taken, a.num_units, a.num_threads, thread)
-    if count:
-        return a.weight + first * a.together * a.num_steps * STEP_BYTES
-    return a.next_odd if thread % 2 else a.next_even
 
 
 @inner

@@ -9,6 +9,7 @@ only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -99,15 +100,22 @@ def _write_each(
     for code, (kind, block) in enumerate(zip(ELEMENTS, kinds, strict=True)):
         to_kind.add_case(i64(code), block)
         b.position_at_end(block)
-        sizes = [b.append_basic_block(f"{kind}{index + 1}") for index in range(max_rows)]
-        to_size = b.switch(rows, sizes[-1])
-        for index, size in enumerate(sizes):
-            if size is not sizes[-1]:
-                to_size.add_case(i64(index + 1), size)
-            b.position_at_end(size)
-            write(kind, index + 1)
-            b.branch(end)
+        _write_each_size(b, rows, max_rows, end, partial(write, kind))
     b.position_at_end(end)
+
+
+def _write_each_size(
+    b: ir.IRBuilder, rows: Any, max_rows: int, end: ir.Block, write: Callable[[int], None]
+) -> None:
+    """Write a loop for each number of rows, and from each the way to `end`."""
+    sizes = [b.append_basic_block(f"rows{index + 1}") for index in range(max_rows)]
+    to_size = b.switch(rows, sizes[-1])
+    for index, size in enumerate(sizes):
+        if size is not sizes[-1]:
+            to_size.add_case(i64(index + 1), size)
+        b.position_at_end(size)
+        write(index + 1)
+        b.branch(end)
 
 
 def _product(
@@ -167,17 +175,13 @@ def pair_product(max_rows: int) -> Callable[..., Any]:
         rows: Any,
         is_added: Any,
     ) -> None:
-        end = b.append_basic_block("end")
-        sizes = [b.append_basic_block(f"rows{index + 1}") for index in range(max_rows)]
-        to_size = b.switch(rows, sizes[-1])
-        for index, size in enumerate(sizes):
-            if size is not sizes[-1]:
-                to_size.add_case(i64(index + 1), size)
-            b.position_at_end(size)
-            x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(index + 1)]
-            y_rows = [b.add(y, b.mul(y_stride, i64(r))) for r in range(index + 1)]
+        def write(num_rows: int) -> None:
+            x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(num_rows)]
+            y_rows = [b.add(y, b.mul(y_stride, i64(r))) for r in range(num_rows)]
             _pair_product(b, w, x_rows, y_rows, num_steps, is_added)
-            b.branch(end)
+
+        end = b.append_basic_block("end")
+        _write_each_size(b, rows, max_rows, end, write)
         b.position_at_end(end)
 
     return product

@@ -80,6 +80,25 @@ def take_chunk(arguments: Any, total: int, num_threads: int, thread: int) -> tup
             return first, count
 
 
+@inner
+def coming_weights(arguments: Any, total: int, num_threads: int, thread: int, size: int) -> int:
+    """Return where the weights lie that a thread likely reads next: here, or in the next product.
+
+    The arguments are those of an operation with weights, of `total` units of `size` bytes.
+    """
+    taken = atomic_load(address_of(arguments, "taken"))
+    first, count = compiled_next_chunk(taken, total, num_threads, thread)
+    if count:
+        return arguments.weight + first * size  # type: ignore[no-any-return]
+    return arguments.next_odd if thread % 2 else arguments.next_even  # type: ignore[no-any-return]
+
+
+def first_weights(address: int, total: int, num_threads: int, size: int) -> tuple[int, int]:
+    """Return where threads of even and of odd numbers begin to read so many units of `size`."""
+    even, odd = (next_chunk(0, total, num_threads, thread)[0] for thread in range(2))
+    return address + even * size, address + odd * size
+
+
 def next_chunk(taken: int, total: int, num_threads: int, thread: int) -> tuple[int, int]:
     """Return (first, count) of what a thread is to take next: even ones in front, odd ones behind.
 
