@@ -13,7 +13,7 @@ from typing import Final
 import structlog
 
 from router.core.dispatcher import Dispatcher
-from router.core.fleet import Fleet, Worker, WorkerState
+from router.core.fleet import Fleet, Worker, WorkerState, check_version
 from router.core.policy import PrefixIndex
 from router.core.replies import MAX_LOGGED
 from router.core.state import Limits, RequestIds
@@ -67,6 +67,7 @@ class Bus:
         self._next_beat = 0.0
         # Workers whose queue is full.  `tick` drops them: who calls `send` is still using them.
         self._stuck: set[bytes] = set()
+        self._warned_of: list[str] = []  # the kinds of arithmetic that were here together
 
     def send(self, peer: bytes, frames: Frame | Sequence[Frame], *payload: Buffer) -> None:
         """Send to a worker.  If it is gone, the socket says so or its heartbeats are missed."""
@@ -86,7 +87,7 @@ class Bus:
                 raise RemoteProtocolError(f"a message of {num_bytes} bytes")
             message, worker = decode(parts), self.fleet.get(peer)
             if isinstance(message.frame, Hello):
-                self._on_hello(peer, message.frame, decode_map(HelloDetail, message.body()))
+                self._on_hello(peer, message.frame, message.body())
             elif worker is None:
                 self.send_error(peer, ErrorCode.UNKNOWN_PEER, "say HELLO first")
             else:
@@ -159,8 +160,10 @@ class Bus:
         else:
             self.dispatcher.on_message(worker.identity, message)
 
-    def _on_hello(self, peer: bytes, hello: Hello, detail: HelloDetail) -> None:
+    def _on_hello(self, peer: bytes, hello: Hello, body: Buffer) -> None:
         try:
+            check_version(hello)
+            detail = decode_map(HelloDetail, body)
             worker, replaced = self.fleet.hello(peer, hello, detail, self._clock())
         except RemoteProtocolError:
             raise
@@ -179,6 +182,7 @@ class Bus:
                 )
             self._on_removed(replaced)
         log.info("worker joined", worker=worker.name, epoch=worker.epoch, blocks=detail.num_blocks)
+        self._compare_arithmetic()
         welcome = Welcome(self._epoch, round(self.fleet.heartbeat_s * 1000), self._lease_ms)
         limit = WelcomeDetail(max_kv_transfer_bytes=self.fleet.own_max_kv_transfer_bytes)
         self.send(peer, welcome, encode_map(limit))
@@ -187,6 +191,18 @@ class Bus:
             self._send_peers(self.fleet.live(Role.PREFILL))
         else:
             self._send_peers([worker])
+
+    def _compare_arithmetic(self) -> None:
+        """Warn once of workers whose numbers may differ: a text is then not the same on all."""
+        names = self.fleet.arithmetics
+        if len(names) > 1 and names != self._warned_of:
+            self._warned_of = names
+            log.warning(
+                "workers compute differently: a request that fails and goes on elsewhere, or is "
+                "asked again with the same seed, may get a number that is rounded otherwise, and "
+                "so another token",
+                arithmetic=names,
+            )
 
     def _on_heartbeat(self, worker: Worker, beat: Heartbeat, body: Buffer) -> None:
         load = decode_map(Load, body) if len(body) else None

@@ -21,8 +21,8 @@ from wire.aio.tcp import Connection, Limits, Server, serve
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import (
     ANY_RANK,
+    CLIENT_VERSION,
     NO_RANK,
-    VERSION,
     Cancel,
     DecodeDone,
     DecodeRequest,
@@ -31,7 +31,6 @@ from wire.frames import (
     Hello,
     PrefillDone,
     PrefillRequest,
-    Role,
     Tag,
 )
 from wire.parts import Message
@@ -139,9 +138,9 @@ class Client:
             self._on_cancel(frame)
 
     def _on_hello(self, frame: Hello, message: Message) -> None:
-        if frame != Hello(0, 0, Role.CLIENT):
+        if frame != Hello.of_client():
             raise RemoteProtocolError(
-                f"HELLO of a client has epoch 0, rank 0, role 3 and version {VERSION}"
+                f"HELLO of a client has epoch 0, rank 0, role 3 and version {CLIENT_VERSION}"
             )
         self._key_digest = digest(bytes(message.body()))
         self._check_key()

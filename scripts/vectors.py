@@ -26,6 +26,7 @@ from wire.frames import (
     ANY_RANK,
     AS_MANY_AS_FIT,
     NO_RANK,
+    VERSION,
     Cancel,
     DecodeDone,
     DecodeRequest,
@@ -278,7 +279,10 @@ def control_plane() -> list[dict[str, Any]]:
         num_blocks=512,
         max_model_len=2048,
         max_kv_transfer_bytes=1 << 30,
+        arithmetic="cpu sapphirerapids-5a1b0c bfloat16",
+        threads=4,
         kv_endpoint="tcp://127.0.0.1:5600",
+        cores="0-3",
     )
     hashes = prefix_hashes([1, 2, 3, 4], 2)
     load = Load(total=512, used=3, cached=5, free=504, kv_inflight_bytes=48, stored=tuple(hashes))
@@ -287,7 +291,7 @@ def control_plane() -> list[dict[str, Any]]:
         mapped("hello", Hello(EPOCH, 3, Role.DECODE), detail),
         frame(
             "hello_client",
-            Hello(0, 0, Role.CLIENT),
+            Hello.of_client(),
             [b"sk-0123456789abcdef"],
             kind="api_key",
             content="sk-0123456789abcdef",
@@ -577,7 +581,7 @@ def sessions() -> list[dict[str, Any]]:
 
 def vectors() -> dict[str, Any]:
     return {
-        "version": 1,
+        "version": VERSION,
         "frames": data_plane() + control_plane(),
         "malformed": malformed(),
         "prefix": prefixes(),

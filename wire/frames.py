@@ -18,7 +18,9 @@ from typing import ClassVar, Final, Self
 from wire.errors import LocalProtocolError, RemoteProtocolError
 
 HEADER_BYTES: Final = 16
-VERSION: Final = 1
+# The version that HELLO names: a worker's on the bus, a client's on raw TCP.  SPEC 10.
+VERSION: Final = 2
+CLIENT_VERSION: Final = 1
 
 # PREFILL_REQUEST.decode_rank: any decode worker will do (a client leaves the choice to the router).
 ANY_RANK: Final = 0xFFFFFFFF
@@ -208,6 +210,11 @@ class Hello(Frame):
         Frame.check(self)
         if self.role > max(Role):
             raise RemoteProtocolError(f"HELLO: role {self.role} is not one of 0 to 3")
+
+    @classmethod
+    def of_client(cls) -> Self:
+        """Return the only one that a raw TCP client may say."""
+        return cls(0, 0, Role.CLIENT, CLIENT_VERSION)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has no larger integers
 # \Z: `$` would also match before a line break at the end.
 FinishReason = Annotated[str, msgspec.Meta(pattern=r"^(stop|length)\Z")]
+# Numbers and runs of them, as Linux lists cores: "0-3,8".
+_RUN: Final = "[0-9]{1,5}(-[0-9]{1,5})?"
+Cores = Annotated[str, msgspec.Meta(max_length=4096, pattern=rf"^({_RUN}(,{_RUN})*)?\Z")]
 # The longest deadline there is, in seconds.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=2**31 / 1000)]
 # The most prefix hashes that one heartbeat reports as stored, and as evicted: reading them takes
@@ -82,7 +85,10 @@ class HelloDetail(Map, frozen=True, kw_only=True):
     num_blocks: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     max_model_len: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     max_kv_transfer_bytes: Size
+    arithmetic: Name
+    threads: Annotated[int, msgspec.Meta(ge=1, le=2**16 - 1)]
     kv_endpoint: Endpoint = ""
+    cores: Cores = ""
 
 
 class WelcomeDetail(Map, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from wire.frames import Heartbeat, Role
 from wire.identity import Identity
 from wire.payloads import HelloDetail, encode_map
 from wire.process.api_keys import open_api_keys
+from wire.process.cores import format_cores, own_cores
 from wire.process.keys import open_keys
 from wire.process.lifetime import Stop, extend_start, keep_watchdog, notify
 from wire.process.scrape import ScrapePort
@@ -112,6 +113,7 @@ class Worker:
         self._standstill = Standstill()
 
     def _detail(self, info: ModelInfo) -> HelloDetail:
+        capabilities = self._executor.capabilities
         return HelloDetail(
             model=info.name,
             fingerprint=info.fingerprint,
@@ -120,7 +122,10 @@ class Worker:
             num_blocks=self._engine.pool.num_blocks,
             max_model_len=info.max_model_len,
             max_kv_transfer_bytes=self._config.max_kv_transfer_bytes,
+            arithmetic=(capabilities.arithmetic or self._config.executor)[:256],
+            threads=capabilities.num_threads,
             kv_endpoint=self.role.kv_endpoint,
+            cores=format_cores(own_cores()),
         )
 
     async def run(self, stop: Stop) -> int:

@@ -9,6 +9,7 @@ import math
 import platform
 from collections.abc import Callable
 from functools import cache, wraps
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,18 @@ def target_features() -> frozenset[str]:
     if features is None:
         features = binding.get_host_cpu_features().flatten()
     return frozenset(features.split(","))
+
+
+@cache
+def target_name() -> str:
+    """Return LLVM's name of the processor that loops are compiled for, with a digest of features.
+
+    Loops compiled for equal names compute equal bits.  The name alone does not say it: a machine
+    may hide instructions that the processor has, and LLVM may not know the processor.
+    """
+    features = sorted(feature for feature in target_features() if feature.startswith("+"))
+    digest = sha256(",".join(features).encode()).hexdigest()[:6]
+    return f"{config.CPU_NAME or binding.get_host_cpu_name()}-{digest}"
 
 
 def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

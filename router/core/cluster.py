@@ -61,6 +61,11 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
             "free": load.free,
         },
         "kv_inflight_bytes": load.kv_inflight_bytes,
+        "computes": {
+            "arithmetic": worker.detail.arithmetic,
+            "threads": worker.detail.threads,
+            "cores": worker.detail.cores,
+        },
     }
 
 

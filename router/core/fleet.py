@@ -214,6 +214,11 @@ class Fleet:
             for worker in self.live(Role.DECODE)
         ]
 
+    @property
+    def arithmetics(self) -> list[str]:
+        """What the numbers of the workers here depend on: one name if a text is the same on all."""
+        return sorted({worker.detail.arithmetic for worker in self._workers.values()})
+
     def hello(self, identity: bytes, hello: Hello, detail: HelloDetail, now: float) -> Joined:
         """Admit a worker.
 
@@ -332,11 +337,6 @@ class Fleet:
         )
 
     def _mismatch(self, hello: Hello, detail: HelloDetail) -> str:
-        if hello.version != VERSION:
-            return (
-                f"protocol version {hello.version}, the router speaks {VERSION}; "
-                "install the same release of baton-serve on both"
-            )
         if hello.role not in (Role.PREFILL, Role.DECODE):
             return f"role {hello.role}: only prefill and decode workers join the bus"
         if hello.rank >= NO_RANK:
@@ -360,6 +360,20 @@ class Fleet:
         if detail.num_blocks < 1:
             return "no KV blocks; set --num-blocks or --kv-cache-bytes"
         return ""
+
+
+def check_version(hello: Hello) -> None:
+    """Refuse a HELLO of another version, whose payload may be another too.
+
+    Raises:
+        WireError: MISMATCH; the message says what to fix.
+    """
+    if hello.version != VERSION:
+        raise WireError(
+            ErrorCode.MISMATCH,
+            f"protocol version {hello.version}, the router speaks {VERSION}; "
+            "install the same release of baton-serve on both",
+        )
 
 
 def _is_reachable(endpoint: str) -> bool:

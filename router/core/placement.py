@@ -112,7 +112,10 @@ class Placement:
         num_left = state.num_left
         token_ids = state.token_ids
         prefill = pick_prefill(
-            self._candidates(Role.PREFILL, state), len(token_ids), self._max_running
+            self._candidates(Role.PREFILL, state),
+            len(token_ids),
+            self._max_running,
+            state.arithmetic,
         )
         if prefill is None:
             return None
@@ -125,10 +128,12 @@ class Placement:
                 None if num_left is None else num_left - 1,
                 self._index,
                 self._max_running,
+                state.arithmetic,
             )
             if choice is None:
                 return None
             decode = choice.worker
+            state.arithmetic = state.arithmetic or decode.detail.arithmetic
             attempt = Attempt(next(self._request_ids), state, prefill, decode, len(state.generated))
             decode.attempts.add(attempt.request_id)
             decode.num_active += 1

@@ -4,6 +4,9 @@ Prefill: the worker with the fewest prompt tokens still to be read, then the few
 Decode: the worker with the least ``missing prompt tokens + SEQUENCE_COST x requests there``, among
 those with enough free blocks; missing are the tokens whose KV it does not hold already.  A tie goes
 to more free blocks, then to the lower rank: equal circumstances always give the same choice.
+
+An attempt after the first goes before all that to workers with the arithmetic of the first, if they
+have room: elsewhere a number may be rounded otherwise, and the text go on with another token.
 """
 
 from __future__ import annotations
@@ -114,14 +117,16 @@ def blocks_to_promise(worker: Worker, num_tokens: int, max_new_tokens: int | Non
     return min(num_blocks(num_tokens + new_tokens, detail.block_size), detail.num_blocks)
 
 
-def pick_prefill(workers: Sequence[Worker], num_tokens: int, max_running: int) -> Worker | None:
+def pick_prefill(
+    workers: Sequence[Worker], num_tokens: int, max_running: int, arithmetic: str = ""
+) -> Worker | None:
     """Return the prefill worker with the least left to read; None if none has room now."""
     candidates = [
         worker
         for worker in workers
         if worker.is_ready and worker.num_active < max_running and can_ever_fit(worker, num_tokens)
     ]
-    return min(candidates, key=_prefill_load, default=None)
+    return min(candidates, key=lambda it: (_differs(it, arithmetic), *_load(it)), default=None)
 
 
 def pick_decode(
@@ -130,6 +135,7 @@ def pick_decode(
     max_new_tokens: int | None,
     index: PrefixIndex,
     max_running: int,
+    arithmetic: str = "",
 ) -> DecodeChoice | None:
     """Return the decode worker that gets the KV of this prompt; None if none has room now.
 
@@ -138,7 +144,7 @@ def pick_decode(
     """
     hashes: dict[int, list[int]] = {}
     best: DecodeChoice | None = None
-    least: tuple[int, int, int] | None = None
+    least: tuple[bool, int, int, int] | None = None
     for worker in workers:
         if not worker.is_ready or worker.num_active >= max_running:
             continue
@@ -152,11 +158,15 @@ def pick_decode(
             hashes[size] = prefix_hashes(token_ids, size)
         held = index.longest(worker.identity, hashes[size]) * size
         cost = len(token_ids) - held + SEQUENCE_COST * worker.num_active
-        key = cost, -worker.available_blocks, worker.rank
+        key = _differs(worker, arithmetic), cost, -worker.available_blocks, worker.rank
         if least is None or key < least:
             least, best = key, DecodeChoice(worker, needed, held, hashes[size])
     return best
 
 
-def _prefill_load(worker: Worker) -> tuple[int, int, int]:
+def _differs(worker: Worker, arithmetic: str) -> bool:
+    return bool(arithmetic) and worker.detail.arithmetic != arithmetic
+
+
+def _load(worker: Worker) -> tuple[int, int, int]:
     return worker.prompt_tokens, worker.num_active, worker.rank

@@ -122,6 +122,8 @@ class RequestState:
         is_decode_asked: Whether the client has said how many tokens it wants.
         due: When the request ends with an error if it is no further by then: see `overdue`.
         avoided: Identities of workers that failed it: others are chosen if there are any.
+        arithmetic: Of the decode worker that got it first: workers of the same are chosen later,
+            where they have room.  Empty before that.
         trouble: What its last attempt failed with.
         first: The answer to the prompt, with the first token.
     """
@@ -138,6 +140,7 @@ class RequestState:
     attempt: Attempt | None = None
     num_attempts: int = 0
     avoided: set[bytes] = field(default_factory=set)
+    arithmetic: str = ""
     trouble: WireError | None = None
     generated: list[int] = field(default_factory=list)
     first: PrefillResult | None = None

@@ -76,6 +76,8 @@ DETAIL: Final = HelloDetail(
     max_model_len=1000,
     max_kv_transfer_bytes=1 << 20,
     kv_endpoint="tcp://127.0.0.1:5600",
+    arithmetic="hash",
+    threads=1,
 )
 LOAD: Final = Load(total=64, used=4, cached=3, free=57, stored=(1, 2**64 - 1), evicted=(7,))
 SCORES: Final = Logprobs(logprob=-0.5, top=((7, -0.5), (9, -1.5)))

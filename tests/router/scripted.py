@@ -39,6 +39,8 @@ def detail(**changes: object) -> HelloDetail:
         "num_blocks": 64,
         "max_model_len": 1000,
         "max_kv_transfer_bytes": 1 << 20,
+        "arithmetic": "hash",
+        "threads": 1,
         "kv_endpoint": "tcp://127.0.0.1:1",
     }
     return HelloDetail(**(fields | changes))  # type: ignore[arg-type]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
+import structlog.testing
 
 from router.bus import MAX_MESSAGE_BYTES, Bus
 from router.core.fleet import WorkerState
@@ -41,7 +43,15 @@ from wire.frames import (
 )
 from wire.options import Options
 from wire.parts import Buffer, encode
-from wire.payloads import ErrorDetail, Logprobs, PeerDetail, WelcomeDetail, decode_map, encode_map
+from wire.payloads import (
+    ErrorDetail,
+    Logprobs,
+    PeerDetail,
+    WelcomeDetail,
+    decode_error,
+    decode_map,
+    encode_map,
+)
 from wire.prefix import prefix_hashes
 
 P, D = b"prefill-0-1", b"decode-0-1"
@@ -193,6 +203,35 @@ def test_a_bad_heartbeat_or_hello_is_a_breach() -> None:
     router.say(D, Heartbeat(1, 0, 0), b"\xc1")
     router.say(b"x", Hello(1, 5, Role.DECODE), b"\xc1")
     assert router.forgotten == [D, b"x"]
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_version_is_a_mismatch_whatever_its_payload_is(version: int) -> None:
+    router = Router()
+    router.say(b"decode-0-1", Hello(1, 0, Role.DECODE, version), encode_map(load()))
+    [(_, message)] = router.take(Tag.ERROR)
+    assert message.frame == Error(0, ErrorCode.MISMATCH)
+    reason = decode_error(message.body()).message
+    assert reason.startswith(f"protocol version {version}, ") and "the same release" in reason
+    assert not list(router.fleet) and not router.forgotten
+
+
+def test_workers_that_compute_differently_are_warned_of_once() -> None:
+    router = Router()
+    with structlog.testing.capture_logs() as lines:
+        router.join(Role.PREFILL, arithmetic="x")
+        router.join(Role.DECODE, arithmetic="x")
+        assert lines_about(lines) == []
+        router.join(Role.DECODE, rank=1, arithmetic="y")
+        router.bus.on_lost(b"decode-1-1")
+        router.join(Role.DECODE, rank=1, epoch=2, arithmetic="y")
+        assert lines_about(lines) == [["x", "y"]]
+        router.join(Role.DECODE, rank=2, arithmetic="z")
+        assert lines_about(lines) == [["x", "y"], ["x", "y", "z"]]
+
+
+def lines_about(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    return [line["arithmetic"] for line in lines if line["event"].startswith("workers compute")]
 
 
 def test_both_sides_beat_and_silence_is_noticed() -> None:

@@ -286,7 +286,7 @@ async def test_a_hold_without_decode_request_ends_with_the_lease() -> None:
         (PrefillRequest(1, 9, ANY_RANK), b"short"),
         (Hello(1, 2, Role.DECODE), b""),
         (Hello(0, 0, Role.CLIENT, version=2), b"key"),
-        (Hello(0, 0, Role.CLIENT), b"key"),  # late
+        (Hello.of_client(), b"key"),  # late
         (Drain(1, 1), b""),
         (DecodeToken(1, 1), b""),
     ],
@@ -372,7 +372,7 @@ async def test_what_is_remembered_of_ended_requests_is_bounded() -> None:
 
 
 def hello(client: Client, key: str) -> None:
-    client.send(Hello(0, 0, Role.CLIENT), key.encode())
+    client.send(Hello.of_client(), key.encode())
 
 
 @pytest.fixture
@@ -463,7 +463,7 @@ async def test_without_keys_hello_is_allowed() -> None:
         await router.request_id()
 
 
-@pytest.mark.parametrize("frame", [Hello(5, 0, Role.CLIENT), Hello(0, 5, Role.CLIENT)])
+@pytest.mark.parametrize("frame", [Hello(5, 0, Role.CLIENT, 1), Hello(0, 5, Role.CLIENT, 1)])
 async def test_hello_of_a_client_has_neither_epoch_nor_rank(frame: Hello, key_file: Path) -> None:
     for api_keys in (None, ApiKeys(key_file)):
         async with face(api_keys=api_keys) as (_, client):

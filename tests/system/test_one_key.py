@@ -136,6 +136,8 @@ def detail(**changes: Any) -> HelloDetail:
         "num_blocks": 64,
         "max_model_len": 2048,
         "max_kv_transfer_bytes": 1 << 30,
+        "arithmetic": "hash",
+        "threads": 1,
         "kv_endpoint": "tcp://127.0.0.1:9",
     }
     return HelloDetail(**(fields | changes))
@@ -193,7 +195,7 @@ class Requests:
 @asynccontextmanager
 async def two_requests(cluster: Locked) -> AsyncIterator[Requests]:
     async with await connect(*cluster.tcp) as client:
-        client.send(Hello(0, 0, Role.CLIENT), cluster.key.encode())
+        client.send(Hello.of_client(), cluster.key.encode())
         yield Requests(client)
 
 

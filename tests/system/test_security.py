@@ -21,7 +21,7 @@ from tests.worker.scripted import ScriptedPrefill
 from wire.aio.port import client_options, new_key_pair
 from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode
-from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, Hello, PrefillRequest, Role
+from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, Hello, PrefillRequest
 from wire.options import Options
 from wire.parts import Message
 from wire.payloads import encode_prompt
@@ -53,7 +53,7 @@ def test_a_wrong_and_a_missing_key_get_401(locked: Locked) -> None:
 async def test_raw_tcp_says_hello_first(locked: Locked) -> None:
     prompt = [11, 22, 33]
     async with await connect(*locked.tcp) as client:
-        client.send(Hello(0, 0, Role.CLIENT), locked.key.encode())
+        client.send(Hello.of_client(), locked.key.encode())
         client.send(PrefillRequest(1, len(prompt), ANY_RANK), encode_prompt(prompt, Options()))
         client.send(DecodeRequest(1, 4))
         frames = [message.frame async for message in _until_end(client)]
@@ -62,7 +62,7 @@ async def test_raw_tcp_says_hello_first(locked: Locked) -> None:
         assert tokens[:-1] == hash_oracle(prompt, 5, Options())[1:]
     for key in (b"", b"sk-wrong"):
         async with await connect(*locked.tcp) as client:
-            client.send(Hello(0, 0, Role.CLIENT), key)
+            client.send(Hello.of_client(), key)
             message = await client.next_message()
             assert message is not None and message.frame == Error(0, ErrorCode.UNAUTHORIZED)
             assert await client.next_message() is None

@@ -72,7 +72,7 @@ def test_a_key_twice_is_refused_in_every_payload() -> None:
     layout = pairs(("num_layers", 1), ("num_layers", 2), ("num_kv_heads", 1), ("head_dim", 2))
     layout = b"\x85" + layout[1:] + encode("dtype") + encode("uint8")
     hello = {"model": "m", "fingerprint": "f", "block_size": 16, "num_blocks": 1}
-    hello |= {"max_model_len": 9, "max_kv_transfer_bytes": 9}
+    hello |= {"max_model_len": 9, "max_kv_transfer_bytes": 9, "arithmetic": "a", "threads": 1}
     fields = b"".join(encode(key) + encode(value) for key, value in hello.items())
     offer = pairs(("num_tokens", 1), ("total_bytes", 4), ("token_ids", bytes(4)))[1:]
     peer = [("rank", 1), ("epoch", 1), ("kv_endpoint", "tcp://h:1"), ("rank", 2)]
@@ -81,7 +81,7 @@ def test_a_key_twice_is_refused_in_every_payload() -> None:
     for kind, buffer in [
         (Usage, pairs(("finish_reason", "stop"), ("finish_reason", "length"))),
         (Load, pairs(*load)),
-        (HelloDetail, b"\x87" + fields + encode("layout") + layout),
+        (HelloDetail, b"\x89" + fields + encode("layout") + layout),
         (Offer, b"\x84" + offer + encode("layout") + layout),
         (list[PeerDetail], b"\x91" + pairs(*peer)),
         (list[Logprobs | None], b"\x93" + b"\xc0" + encode_map(Logprobs(logprob=-1.0)) + token),

@@ -48,6 +48,8 @@ HELLO: dict[str, Any] = {
     "num_blocks": 4,
     "max_model_len": 64,
     "max_kv_transfer_bytes": 2**63 - 1,
+    "arithmetic": "hash",
+    "threads": 1,
 }
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 MAPS: list[Any] = [

@@ -30,6 +30,7 @@ from wire.errors import ErrorCode
 from wire.frames import Cancel, Error, Role, Tag
 from wire.options import Options
 from wire.payloads import MAX_HASHES, decode_prefill_result
+from wire.process.cores import own_cores, parse_cores
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
 from worker.app import EXIT_CRASHED
 from worker.engine.thread import is_computing
@@ -73,6 +74,8 @@ async def test_a_worker_says_who_it_is_and_how_it_is() -> None:
         assert router.peers[Role.DECODE] == b"decode-3-%d" % router.hellos[0].epoch
         assert router.hellos[0].rank == 3
         assert (detail.num_blocks, detail.block_size) == (64, 16)
+        assert (detail.arithmetic, detail.threads) == ("hash", 1)
+        assert parse_cores(detail.cores) == own_cores()
         assert detail.kv_endpoint.startswith("tcp://127.0.0.1:")
         assert (load.total, load.free, load.used) == (64, 64, 0)
 

@@ -47,6 +47,8 @@ DETAIL = HelloDetail(
     num_blocks=16,
     max_model_len=1000,
     max_kv_transfer_bytes=1 << 20,
+    arithmetic="hash",
+    threads=1,
 )
 
 

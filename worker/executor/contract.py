@@ -95,6 +95,9 @@ class Capabilities:
         speculative: More than the last row of a sequence may be sampled in one step.
         dtypes: Those that `dtype` may name; empty when the setting has no meaning.
         devices: Those that `device` may name; empty when the setting has no meaning.
+        arithmetic: What the bits of its numbers depend on, beside the model: two workers where it
+            is equal compute equal texts.  Empty when it is the same wherever this executor runs.
+        num_threads: How many threads compute a step.
     """
 
     memory: MemoryRequirements
@@ -104,6 +107,8 @@ class Capabilities:
     speculative: bool = False
     dtypes: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    arithmetic: str = ""
+    num_threads: int = 1
 
     def at_most(self, num_sequences: int) -> int:
         """Return how many of so many sequences may share a step."""

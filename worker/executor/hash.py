@@ -124,7 +124,7 @@ class HashExecutor:
     def __init__(self, info: ModelInfo, *, step_delay_s: float = 0.0) -> None:
         self.info = info
         memory = MemoryRequirements(0, 0, LAYOUT.token_bytes)
-        self.capabilities = Capabilities(memory=memory, speculative=True)
+        self.capabilities = Capabilities(memory=memory, speculative=True, arithmetic="hash")
         self._step_delay_s = step_delay_s
         self._cache: HashKVCache | None = None
 

@@ -210,6 +210,8 @@ def _capabilities(model: Model, layout: KVLayout) -> Capabilities:
         speculative=True,
         dtypes=tuple(DTYPES),
         devices=("cpu", "cuda"),
+        arithmetic=model.arithmetic,
+        num_threads=torch.get_num_threads(),
     )
 
 

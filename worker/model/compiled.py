@@ -23,6 +23,7 @@ from kernels.cpu.rowwise import embed, norm, silu_gate
 from kernels.cpu.simd import PANEL
 from kernels.cpu.work_items import WorkItems
 from worker.model.config import ModelConfig
+from worker.model.device import arithmetic_of
 from worker.model.rope import inverse_frequencies
 from worker.model.weights import Layer, Linear, Weights
 
@@ -46,6 +47,7 @@ class CompiledTransformer:
         self.config, self.device, self.kv_dtype = weights.config, weights.device, weights.kv_dtype
         self.parameter_bytes = weights.parameter_bytes
         config = self.config
+        self.arithmetic = arithmetic_of(self.device, dtype)
         self._packed: Packed = PairedWeight if dtype is torch.bfloat16 else PackedWeight
         self._layers = [_PackedLayer.of(layer, self._packed) for layer in weights.release_layers()]
         self._norm = weights.norm.float()

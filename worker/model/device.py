@@ -1,4 +1,4 @@
-"""Which device a model runs on: what a setting names, or the best that there is."""
+"""Which device a model runs on, the best or the one a setting names, and how that one computes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import structlog
 import torch
 
 from kernels import KernelError
+from kernels.cpu.intrinsics import target_name
 from worker.model.config import ModelError
 
 log = structlog.get_logger("worker")
@@ -32,6 +33,18 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and (missing := _missing(device.index or 0)):
         raise ModelError(f"device is {name!r}: {missing}")
     return device
+
+
+def arithmetic_of(device: torch.device, *formats: torch.dtype) -> str:
+    """Return a name for what the bits of numbers depend on: where it is equal, they are equal.
+
+    Args:
+        formats: Those of what is computed, and of the weights if that is another.
+    """
+    is_cuda = device.type == "cuda"
+    processor = torch.cuda.get_device_name(device) if is_cuda else target_name()
+    names = [str(each).removeprefix("torch.") for each in formats]
+    return " ".join([device.type, processor, *names])
 
 
 def _best() -> torch.device:

@@ -14,6 +14,7 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 import kernels
 from kernels import PagedBatch
 from kernels.reference import rotated
+from worker.model.device import arithmetic_of
 from worker.model.rope import inverse_frequencies, rotation_of
 from worker.model.weights import Layer, Weights
 
@@ -24,6 +25,7 @@ class Transformer:
     Attributes:
         kv_dtype: What keys and values are kept in.
         dtype: What is computed in.
+        arithmetic: What its numbers depend on, beside the tensors (`arithmetic_of`).
         parameter_bytes: What the tensors of the checkpoint took when they were read.
     """
 
@@ -31,6 +33,7 @@ class Transformer:
         self._weights = weights
         self.config, self.device = weights.config, weights.device
         self.kv_dtype, self.dtype = weights.kv_dtype, weights.weight_dtype
+        self.arithmetic = arithmetic_of(self.device, self.dtype)
         self.parameter_bytes = weights.parameter_bytes
         self._frequencies = inverse_frequencies(self.config.rope, self.device)
         self._scale = self.config.head_dim**-0.5

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
+import pytest
 from numba import njit
+from numba.core import config
 
 from kernels.cpu import intrinsics
 
@@ -48,3 +51,15 @@ def test_powers_of_two_in_float64() -> None:
 def test_powers_far_below_are_almost_nothing() -> None:
     tiny = power(np.array([-127.0, -1e30, -math.inf], np.float32))
     assert ((tiny >= 0) & (tiny <= 2.0**-126)).all()
+
+
+def test_a_processor_is_named_by_what_it_is_and_what_it_may_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = []
+    monkeypatch.setattr(config, "CPU_NAME", "skylake")
+    for features in ("+avx2,-fma", "-fma,+avx2,-amx-tile", "+avx2,+fma"):
+        monkeypatch.setattr(intrinsics, "target_features", lambda it=features: set(it.split(",")))
+        names.append(intrinsics.target_name.__wrapped__())
+    assert names[0] == names[1] != names[2]
+    assert all(re.fullmatch("skylake-[0-9a-f]{6}", name) for name in names)

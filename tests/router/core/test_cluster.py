@@ -14,7 +14,7 @@ from wire.frames import Role
 
 def test_every_worker_and_the_routers_own_requests() -> None:
     router = Router()
-    _, decode = router.pair()
+    _, decode = router.pair(cores="0-3")
     router.join(Role.PREFILL, rank=1)
     router.beat(decode, load(64, used=3, cached=10, kv_inflight_bytes=5))
     router.submit()
@@ -33,6 +33,7 @@ def test_every_worker_and_the_routers_own_requests() -> None:
         "step": 1,
         "blocks": {"total": 64, "used": 3, "cached": 10, "free": 51},
         "kv_inflight_bytes": 5,
+        "computes": {"arithmetic": "hash", "threads": 1, "cores": "0-3"},
     }
     assert body["router"] == {"running": 1, "waiting": 0}
 

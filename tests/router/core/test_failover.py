@@ -151,6 +151,20 @@ def test_a_worker_that_failed_is_avoided_and_given_a_pause(router: Router) -> No
     assert sink.events == []
 
 
+def test_a_request_goes_on_where_its_numbers_are_rounded_alike() -> None:
+    router = Router(Limits())
+    for rank, arithmetic in enumerate("yxx"):
+        router.join(Role.PREFILL, rank, arithmetic=arithmetic)
+        router.join(Role.DECODE, rank, arithmetic=arithmetic, num_blocks=64 + rank)
+    router.sent.clear()
+    router.submit(20)
+    _, frame, _, _ = asked(router)
+    assert frame.decode_rank == 2  # the most free blocks
+    router.bus.on_lost(b"decode-2-1")
+    peer, frame, _, _ = asked(router)
+    assert (peer, frame.decode_rank) == (b"prefill-1-1", 1)
+
+
 def test_a_request_that_ends_while_it_pauses_is_not_tried_again(router: Router) -> None:
     handle, _ = router.submit(20)
     peer, frame, _, _ = asked(router)

@@ -45,7 +45,6 @@ def test_a_worker_is_ready_from_its_first_load_on() -> None:
 @pytest.mark.parametrize(
     ("frame", "about", "fix"),
     [
-        (Hello(1, 0, Role.DECODE, version=9), detail(), "same release"),
         (Hello(1, 0, Role.CLIENT), detail(), "only prefill and decode"),
         (Hello(1, NO_RANK, Role.DECODE), detail(), "reserved"),
         (Hello(1, 0, Role.DECODE), detail(fingerprint="beef"), "--model"),

@@ -43,6 +43,22 @@ def test_prefill_goes_where_the_fewest_prompt_tokens_wait() -> None:
     assert pick_prefill([], 1, 256) is None
 
 
+def test_a_later_attempt_goes_to_workers_that_compute_alike() -> None:
+    prefills = [worker(Role.PREFILL, rank, arithmetic="xyy"[rank]) for rank in range(3)]
+    prefills[1].prompt_tokens = prefills[2].prompt_tokens = 100
+    assert pick_prefill(prefills, 10, 256) is prefills[0]
+    assert pick_prefill(prefills, 10, 256, "y") is prefills[1]
+    assert pick_prefill(prefills, 10, 256, "z") is prefills[0]
+    decodes = [worker(rank=rank, arithmetic="xyy"[rank]) for rank in range(3)]
+    decodes[1].num_active = 3
+    index = index_of(decodes)
+    picked = [pick_decode(decodes, PROMPT, 10, index, 3, it) for it in ("", "x", "y", "z")]
+    assert [choice and choice.worker.rank for choice in picked] == [0, 0, 2, 0]
+    decodes[2].num_active = 3  # those that compute alike have no room
+    choice = pick_decode(decodes, PROMPT, 10, index, 3, "y")
+    assert choice is not None and choice.worker is decodes[0]
+
+
 def test_blocks_are_rounded_up() -> None:
     assert [num_blocks(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
 

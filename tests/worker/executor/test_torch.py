@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.cpu import amx
+from kernels.cpu.intrinsics import target_name
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance, batch_of
 from wire.options import Options
@@ -75,6 +76,8 @@ def test_capabilities_say_what_it_can_and_what_it_takes(path: Path) -> None:
     capabilities = executor.capabilities
     assert capabilities.attention == {Attention.PAGED, Attention.GROUPED_QUERY}
     assert capabilities.speculative and capabilities.continuous_batching
+    assert capabilities.arithmetic == f"cpu {target_name()} float32"
+    assert capabilities.num_threads == torch.get_num_threads()
     assert set(capabilities.devices) == {"cpu", "cuda"} and "bfloat16" in capabilities.dtypes
     memory = capabilities.memory
     assert memory.kv_bytes_per_token == executor.info.layout.token_bytes

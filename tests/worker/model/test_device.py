@@ -7,9 +7,10 @@ import torch
 from structlog.testing import capture_logs
 
 from kernels import KernelError
+from kernels.cpu.intrinsics import target_name
 from kernels.cuda import backend as cuda
 from worker.model.config import ModelError
-from worker.model.device import find_device
+from worker.model.device import arithmetic_of, find_device
 
 
 @pytest.fixture
@@ -53,3 +54,11 @@ def test_a_gpu_that_something_lacks_is_passed_over_and_said(gpu: pytest.MonkeyPa
     assert [entry["reason"] for entry in logs] == ["cupy is not installed, GPU 0 or not"]
     with pytest.raises(ModelError, match="cupy is not installed, GPU 1"):
         find_device("cuda:1")
+
+
+def test_what_computes_has_a_name_of_processor_and_formats(gpu: pytest.MonkeyPatch) -> None:
+    cpu, bfloat16 = torch.device("cpu"), torch.bfloat16
+    assert arithmetic_of(cpu, bfloat16) == f"cpu {target_name()} bfloat16"
+    assert arithmetic_of(cpu, bfloat16) != arithmetic_of(cpu, torch.float32)
+    gpu.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
+    assert arithmetic_of(torch.device("cuda", 1), bfloat16) == "cuda GPU of cuda:1 bfloat16"
