@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from router.cores import Sharing
 from router.http.limits import MAX_BODY_BYTES
 from router.http.origin import check_origin
 from wire.process.keys import credential
@@ -134,6 +135,11 @@ class Config(SharedSettings):
     # Workers of our own.
     local: tuple[NumWorkers, NumWorkers] = Field(
         default=(0, 0), description="P,D: also run P prefill and D decode workers on this machine"
+    )
+    local_cores: Sharing = Field(
+        default="auto",
+        description="cores of the local workers: auto is one node for each, and there some of its "
+        "own if there are enough; split is some of its own, however few; shared is all for all",
     )
     worker_args: str = Field(
         default="",

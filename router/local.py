@@ -21,6 +21,8 @@ from typing import Final
 import structlog
 
 from router.config import Config
+from router.cores import plan
+from wire.process.cores import format_cores, nodes, own_cores, physical_cores, quota
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, SharedSettings
 
 log = structlog.get_logger("router")
@@ -52,6 +54,7 @@ class LocalWorkers:
         self._tasks: list[asyncio.Task[None]] = []
         self._processes: dict[tuple[str, int], asyncio.subprocess.Process] = {}
         self._is_stopping = False
+        self._places = places(config)
 
     @property
     def pids(self) -> dict[tuple[str, int], int]:
@@ -114,7 +117,7 @@ class LocalWorkers:
         process = await asyncio.create_subprocess_exec(
             *command(self._config, self._bus, role, rank),
             stdin=asyncio.subprocess.DEVNULL,
-            env=environment(os.environ),
+            env=environment(os.environ, self._places.get((role, rank), frozenset())),
             start_new_session=True,
             preexec_fn=_die_with(os.getpid()),
         )
@@ -136,14 +139,29 @@ def command(config: Config, bus: str, role: str, rank: int) -> list[str]:
     return [sys.executable, "-m", "worker", *flags, *shlex.split(config.worker_args)]
 
 
-def environment(ours: os._Environ[str] | dict[str, str]) -> dict[str, str]:
+def places(config: Config) -> dict[tuple[str, int], frozenset[int]]:
+    """Return the cores of the local workers that may not use all that we may."""
+    cores = own_cores()
+    by_node = [physical_cores(node) for node in nodes(cores)]
+    # Of a machine whose time is ours in part, which part is now is the system's to choose.
+    is_part = quota() < sum(map(len, by_node))
+    planned = plan(by_node, *config.local, "shared" if is_part else config.local_cores)
+    return {worker: place for worker, place in planned.items() if place != cores}
+
+
+def environment(
+    ours: os._Environ[str] | dict[str, str], cores: frozenset[int] = frozenset()
+) -> dict[str, str]:
     """Return the environment of a worker: ours, without the variables that set up the router.
 
-    Its path for imports begins with ours, so that it runs the same release.
+    Its path for imports begins with ours, so that it runs the same release.  Its cores are said
+    here and not by a flag, so that others, said as a flag or a variable, win.
     """
     dropped = {f"BATON_{name.upper()}" for name in Config.model_fields}
     kept = {name: value for name, value in ours.items() if name.upper() not in dropped}
     root = str(Path(__file__).resolve().parent.parent)
+    if cores:
+        kept.setdefault("BATON_CORES", format_cores(cores))
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH")]))
     return kept
 

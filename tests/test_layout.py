@@ -37,7 +37,14 @@ FLOORS = {
     "wire": ["wire", "wire/transfer", "wire/process", "wire/aio"],
     "router": [
         *("router/text", "router/core", "router/log.py", "router/metrics.py"),
-        *("router/http", "router/config.py", "router/tcp.py", "router/bus.py", "router/local.py"),
+        *(
+            "router/http",
+            "router/cores.py",
+            "router/config.py",
+            "router/tcp.py",
+            "router/bus.py",
+            "router/local.py",
+        ),
         *("router/app.py", "router/start.py", "router/__main__.py"),
     ],
     "worker": [

@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 
 from wire.errors import WireError
+from wire.process.cores import best_threads, format_cores, parse_cores, run_on
 from wire.process.lifetime import Stop, run, slow_start
 from wire.process.log import configure
 from wire.process.model import check_files, check_weights, fingerprint, locate, vocab_size
@@ -47,6 +48,21 @@ def load_draft(config: Config, executor: Executor) -> Executor | None:
     return None if config.draft_model is None else _create(config, config.draft_model)
 
 
+def _choose_cores(cores: frozenset[int]) -> None:
+    """Run on these cores only, if any are named, before anything is computed or in memory.
+
+    What this thread allocates and fills from now on lies near them.
+
+    Raises:
+        ValueError: This process may not run there.
+    """
+    try:
+        if cores:
+            run_on(cores)
+    except OSError as error:  # a sandbox; slower, not wrong
+        log.warning("cannot choose cores", cores=format_cores(cores), reason=str(error))
+
+
 def _set_threads(num_threads: int) -> None:
     """Set the size of torch's thread pools in the environment, where it is read at its import.
 
@@ -55,7 +71,7 @@ def _set_threads(num_threads: int) -> None:
     if num_threads:  # the smaller of the two counts, so both are set
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
     else:
-        os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+        os.environ.setdefault("OMP_NUM_THREADS", str(best_threads()))
     # By default OpenMP's threads spin while they wait, on the cores that `kernels.cpu.threads`
     # needs: the few operations that the sampler leaves to torch would slow a step by a quarter.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -104,6 +120,7 @@ def main() -> int:
     lines = configure(config.log_level)
     log.info("loading", model=config.model, executor=config.executor)
     try:
+        _choose_cores(parse_cores(config.cores))
         with slow_start(f"loading {config.model}"):
             executor = load(config)
             draft = load_draft(config, executor)

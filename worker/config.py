@@ -10,6 +10,7 @@ import msgspec
 from pydantic import Field, field_validator, model_validator
 
 from wire.payloads import Endpoint
+from wire.process.cores import format_cores, parse_cores
 from wire.process.keys import credential
 from wire.process.settings import SharedSettings
 
@@ -46,7 +47,12 @@ class Config(SharedSettings):
         default=0,
         ge=0,
         le=1024,
-        description="threads of torch; 0 is what OMP_NUM_THREADS says, and without it one a core",
+        description="threads that compute; 0 is what OMP_NUM_THREADS says, and without it one for "
+        "each physical core that this worker may use",
+    )
+    cores: str = Field(
+        default="",
+        description="cores of this machine that the worker runs on, as in 0-3,8; empty: any",
     )
     max_model_len: int = Field(
         default=0, ge=0, description="longest sequence in tokens; 0 is what the model was made for"
@@ -129,6 +135,11 @@ class Config(SharedSettings):
         for endpoint in routers:
             _check_endpoint(endpoint)
         return routers
+
+    @field_validator("cores")
+    @classmethod
+    def _check_cores(cls, cores: str) -> str:
+        return format_cores(parse_cores(cores))
 
     @field_validator("kv_bind", "kv_advertise")
     @classmethod

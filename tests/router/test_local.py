@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
 from router import local
 from router.config import Config
-from router.local import LocalWorkers, command, environment
+from router.local import LocalWorkers, command, environment, places
+from wire.process.cores import format_cores
 from wire.process.settings import parse
 from worker.config import Config as WorkerConfig
 
@@ -69,6 +71,39 @@ def test_a_local_worker_does_not_inherit_the_routers_own_settings() -> None:
     theirs = environment(ours)
     root = str(Path(local.__file__).parent.parent)
     assert theirs == {"BATON_BLOCK_SIZE": "32", "PYTHONPATH": f"{root}{os.pathsep}/p"}
+
+
+def test_a_local_worker_is_told_its_cores_unless_somebody_says_others() -> None:
+    cores = frozenset({0, 1, 2, 8})
+    assert environment({}, cores)["BATON_CORES"] == "0-2,8"
+    assert environment({"BATON_CORES": "7"}, cores)["BATON_CORES"] == "7"
+    assert "BATON_CORES" not in environment({})
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "sharing", "planned"),
+    [
+        (2, inf, "auto", {}),
+        (2, inf, "split", {"decode": "0", "prefill": "1"}),
+        (8, inf, "auto", {"decode": "0-3", "prefill": "4-7"}),
+        (8, inf, "shared", {}),
+        (8, 3.5, "auto", {}),
+        (0, inf, "auto", {}),
+    ],
+)
+def test_only_those_that_may_not_use_every_core_are_told_cores(
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    quota: float,
+    sharing: Any,
+    planned: dict[str, str],
+) -> None:
+    monkeypatch.setattr(local, "own_cores", lambda: frozenset(range(cores)))
+    monkeypatch.setattr(local, "physical_cores", lambda node: [frozenset({it}) for it in node])
+    monkeypatch.setattr(local, "nodes", lambda cores: [cores])
+    monkeypatch.setattr(local, "quota", lambda: quota)
+    found = places(Config(local=(1, 1), local_cores=sharing))
+    assert planned == {role: format_cores(place) for (role, _), place in found.items()}
 
 
 async def test_workers_are_started_and_end_when_they_are_asked_to(

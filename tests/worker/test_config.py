@@ -37,6 +37,7 @@ def test_the_defaults_serve_the_demo_on_this_machine() -> None:
         ({"lease_s": -1}, "lease_s"),
         ({"ageing_s": 0}, "ageing_s"),
         ({"speculate": "draft:demo"}, "speculate"),
+        ({"cores": "0..3"}, "neither a core nor a run of them"),
         ({"speculate": "ngram"}, "neither ngram:K nor draft:K:MODEL"),
         ({"speculate": "draft:3:"}, "neither ngram:K nor draft:K:MODEL"),
         ({"speculate": "ngram:0"}, "num_drafts is 0, not between 1 and 64"),

@@ -60,6 +60,43 @@ def test_the_threads_of_torch_do_not_spin_unless_told_to(
     assert os.environ["OMP_WAIT_POLICY"] == policy
 
 
+PLACED = """
+import os, sys
+from worker import __main__ as process
+
+def load(config):
+    loaded(config)
+    threads = [int(name) for name in os.listdir("/proc/self/task")]
+    print(*{core for thread in threads for core in os.sched_getaffinity(thread)})
+    print(os.environ["OMP_NUM_THREADS"])
+    raise ValueError("that is all")
+
+loaded, process.load = process.load, load
+sys.exit(process.main())
+"""
+PLACES = pytest.mark.skipif(sys.platform != "linux", reason="processes choose cores on Linux only")
+
+
+def placed(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PLACED, "--executor", "hash", *flags]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@PLACES
+def test_every_thread_runs_on_the_cores_of_the_flag_and_there_are_as_many() -> None:
+    core = max(os.sched_getaffinity(0))
+    done = placed("--cores", str(core))
+    assert done.stdout.split() == [str(core), "1"], done.stderr
+    assert placed("--cores", str(core), "--threads", "3").stdout.split()[-1] == "3"
+
+
+@PLACES
+def test_cores_that_are_not_there_are_refused_with_those_that_are() -> None:
+    done = placed("--cores", "0-65535")
+    assert done.returncode == 78 and not done.stdout
+    assert "--cores 0-65535: this process may run on" in done.stderr
+
+
 def test_an_executor_with_more_tokens_than_config_json_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

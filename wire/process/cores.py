@@ -1,13 +1,21 @@
-"""Cores of a machine: lists of them as Linux writes them (`0-3,8`), and which a process may use."""
+"""Cores of a machine: lists as Linux writes them (`0-3,8`), how they lie, which a process may use.
+
+A core here is what Linux counts as a CPU: with SMT, one of the threads of a physical core.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Collection
+from contextlib import suppress
+from math import ceil, inf
+from pathlib import Path
 from re import fullmatch
 from typing import Final
 
+SYSTEM: Final = Path("/sys/devices/system")
+GROUPS: Final = Path("/sys/fs/cgroup")
 # No machine has more; a longer list is a mistake, not to be counted out.
 MAX_CORES: Final = 1 << 16
 
@@ -49,23 +57,66 @@ def own_cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
+def physical_cores(cores: Collection[int], system: Path = SYSTEM) -> list[frozenset[int]]:
+    """Return these cores by the physical one whose threads they are (SMT); alone if nobody says."""
+    found = {
+        core: parse_cores(_read(system / f"cpu/cpu{core}/topology/thread_siblings_list"))
+        for core in cores
+    }
+    groups = {frozenset(cores) & (found[core] | {core}) for core in cores}
+    return sorted(groups, key=min)
+
+
+def nodes(cores: Collection[int], system: Path = SYSTEM) -> list[frozenset[int]]:
+    """Return these cores by the memory they are near to (NUMA); all together if nobody says."""
+    lists = system.glob("node/node[0-9]*/cpulist")
+    near = [parse_cores(_read(path)) & frozenset(cores) for path in lists]
+    return sorted(filter(None, near), key=min) or [frozenset(cores)]
+
+
+def quota(process: Path = Path("/proc/self/cgroup"), groups: Path = GROUPS) -> float:
+    """Return how many cores' time the process may take (cpu.max of its control groups)."""
+    least = inf
+    lines = _read(process).splitlines()
+    own = groups / next((line[4:] for line in lines if line.startswith("0::/")), "")
+    for group in (own, *own.parents):
+        share, _, period = _read(group / "cpu.max").partition(" ")
+        if share.isdecimal() and period.strip().isdecimal():
+            least = min(least, int(share) / int(period))
+    return least
+
+
+def best_threads() -> int:
+    """Return how many threads compute best: one for each physical core, as far as time goes."""
+    cores = own_cores()
+    count = len(physical_cores(cores)) if cores else os.cpu_count() or 1
+    return max(1, min(count, ceil(min(quota(), count))))
+
+
 def run_on(cores: Collection[int]) -> None:
     """Let this process run on these cores only: every thread it has, and those it will start.
 
     Raises:
-        ValueError: It may not, or cannot here; the message has the cores that it may run on.
+        ValueError: It may not run on them; the message says on which it may.
+        OSError: The system lets it choose none.
     """
-    if sys.platform != "linux":
-        raise ValueError("this system does not let a process choose its cores; leave --cores out")
     may = own_cores()
     if not cores or not may.issuperset(cores):
         raise ValueError(
-            f"--cores {format_cores(cores)}: this process may run on {format_cores(may)}; "
-            "name only some of these, or leave --cores out"
+            f"--cores {format_cores(cores)}: this process may run on "
+            f"{format_cores(may) or 'whatever the system chooses'}; name only some of these, or "
+            "leave --cores out"
         )
+    if sys.platform != "linux":
+        return
     # A library that was imported has begun its threads already.
     for thread in os.listdir("/proc/self/task"):
-        try:
+        with suppress(ProcessLookupError):  # it has ended since
             os.sched_setaffinity(int(thread), cores)
-        except ProcessLookupError:
-            continue  # it has ended since
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # not on this system, or hidden from us
+        return ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from math import inf
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wire.payloads import Cores
-from wire.process.cores import format_cores, own_cores, parse_cores, run_on
+from wire.process.cores import (
+    best_threads,
+    format_cores,
+    nodes,
+    own_cores,
+    parse_cores,
+    physical_cores,
+    quota,
+    run_on,
+)
 
 
 @given(st.frozensets(st.integers(0, 99)))
@@ -34,6 +45,58 @@ def test_runs_are_the_longest_there_are(text: str, cores: str) -> None:
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is neither a core nor a run of them; write"):
         parse_cores(text)
+
+
+def machine(root: Path) -> Path:
+    """Two nodes of two physical cores with two threads each, and one of memory only."""
+    for node, cores in enumerate(("0-1,4-5", "2-3,6-7", "")):
+        (root / f"node/node{node}").mkdir(parents=True)
+        (root / f"node/node{node}/cpulist").write_text(f"{cores}\n")
+    for core in range(8):
+        (root / f"cpu/cpu{core}/topology").mkdir(parents=True)
+        siblings = root / f"cpu/cpu{core}/topology/thread_siblings_list"
+        siblings.write_text(f"{core % 4},{core % 4 + 4}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("cores", "physical", "near"),
+    [
+        ("0-7", ["0,4", "1,5", "2,6", "3,7"], ["0-1,4-5", "2-3,6-7"]),
+        ("0-2", ["0", "1", "2"], ["0-1", "2"]),
+        ("3,6-7", ["3,7", "6"], ["3,6-7"]),
+    ],
+)
+def test_how_the_cores_of_a_process_lie(
+    tmp_path: Path, cores: str, physical: list[str], near: list[str]
+) -> None:
+    system, own = machine(tmp_path), parse_cores(cores)
+    assert [format_cores(it) for it in physical_cores(own, system)] == physical
+    assert [format_cores(it) for it in nodes(own, system)] == near
+
+
+def test_where_nobody_says_each_core_is_one_and_all_are_near(tmp_path: Path) -> None:
+    assert physical_cores({1, 0}, tmp_path) == [{0}, {1}]
+    assert nodes({1, 0}, tmp_path) == [{0, 1}]
+
+
+@pytest.mark.parametrize(
+    ("own", "parent", "cores"),
+    [("150000 100000", "max 100000", 1.5), ("max 100000", "200000 50000", 4.0), ("", "", inf)],
+)
+def test_the_least_share_of_a_control_group_and_those_above_it(
+    tmp_path: Path, own: str, parent: str, cores: float
+) -> None:
+    (tmp_path / "cgroup").write_text("3:cpuset:/\n0::/a/b\n")
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/cpu.max").write_text(f"{own}\n")
+    (tmp_path / "a/cpu.max").write_text(f"{parent}\n")
+    assert quota(tmp_path / "cgroup", tmp_path) == cores
+    assert quota(tmp_path / "none", tmp_path) == inf
+
+
+def test_a_thread_for_each_physical_core_and_no_more_than_there_is_time_for() -> None:
+    assert 1 <= best_threads() <= (os.cpu_count() or 1)
 
 
 PINNED = """
