@@ -6,27 +6,26 @@ of 64 keys with a running maximum: scores, 2^x (the scale holds log2 e), then su
 
 Few rows meet keys as they lie; many rows (prompts) are worth turning keys into panels, and scores
 are matrix products as well.  16-bit keys and values are widened in registers: every sum is float32.
-Where outputs are bfloat16 as well as the pool, products are in bfloat16 instead, for any rows.
+Where outputs are bfloat16 as well as the pool, products are in bfloat16 instead
+(`kernels.cpu.attention_bfloat16`).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from kernels.cpu import amx
-from kernels.cpu import attention_bfloat16 as paired
-from kernels.cpu.attention_bfloat16 import ROWS_TOGETHER
-from kernels.cpu.intrinsics import bfloat16_at, exp2, float16_at, floats_at, ints_at, prefetch
+from kernels.cpu.attention_bfloat16 import ROWS_TOGETHER, attend_pairs
+from kernels.cpu.intrinsics import bfloat16_at, exp2, float16_at, floats_at
 from kernels.cpu.linear import ELEMENTS
+from kernels.cpu.paged import AttentionArguments, run_of_rows
 from kernels.cpu.program import Operation
-from kernels.cpu.rows_bfloat16 import LONG_TILE, weigh_row
 from kernels.cpu.rowwise import largest
 from kernels.cpu.simd import (
-    BFLOAT16,
     FLOAT16,
     FLOAT32,
     PANEL,
@@ -39,7 +38,7 @@ from kernels.cpu.tasks import CACHE_LINE, inner
 from kernels.cpu.threads import take
 from kernels.cpu.work_items import ITEM_BYTES, MAX_ROWS, Item, WorkItems, item_at, step_at
 
-# Keys of a tile in float32, and floats from a row of scores to the next: up to three beyond a tile
+# Keys of a tile, and floats from a row of scores to the next: up to three beyond a tile
 # are written too.
 TILE = 64
 SCORES = TILE + 4
@@ -51,31 +50,6 @@ _GROUP, _FEW, _KEYS = 6, 3, 4
 _product = panel_product(_GROUP)
 _product_of_two = panel_product(_FEW, 2)
 _dots = key_dots(_FEW)
-
-
-class _Arguments(NamedTuple):
-    step: int
-    query: int
-    token_stride: int  # of the query; likewise head_stride
-    head_stride: int
-    out: int
-    out_element: int
-    out_stride: int  # from a token to the next
-    num_heads: int
-    num_kv_heads: int
-    shared: int  # query heads of a KV head
-    head_dim: int
-    pool: int  # where the layer begins in the first block
-    element: int
-    head_bytes: int  # of one KV head in a block
-    block_bytes: int
-    block_size: int
-    window: int  # 0 for none
-    scale: float
-    max_rows: int
-    is_paired: bool  # products are in bfloat16
-    tiles: int  # by tiles, of this configuration; 0 for vectors
-    taken: int = 0
 
 
 def attend(
@@ -103,7 +77,7 @@ def attend(
     is_paired = pool.dtype is out.dtype is torch.bfloat16 and head_dim % amx.STEP == 0
     by_tiles = by_tiles and amx.available()
     tiles = amx.configuration(amx.TILE_ROWS, amx.TILE_ROWS)
-    arguments = _Arguments(
+    arguments = AttentionArguments(
         step=items.address,
         query=query.data_ptr(),
         token_stride=query.stride(0) * 4,
@@ -123,32 +97,28 @@ def attend(
         window=window or 0,
         scale=scale * math.log2(math.e),
         max_rows=-(-max(MAX_ROWS, num_heads // num_kv_heads) // ROWS_TOGETHER) * ROWS_TOGETHER,
-        is_paired=is_paired,
         tiles=tiles.ctypes.data if is_paired and by_tiles else 0,
     )
-    return Operation(_attend, arguments, (query, pool, items, out, tiles))
+    return Operation(
+        attend_pairs if is_paired else _attend, arguments, (query, pool, items, out, tiles)
+    )
 
 
-def _attend(a: _Arguments, _thread: int) -> None:
+def _attend(a: AttentionArguments, _thread: int) -> None:
     step, head_dim = step_at(a.step), a.head_dim
     num_taken = step.num_items * a.num_kv_heads
-    # Floats of a row: its query, sums and state, then what a tile needs (in bfloat16 scores, and
-    # queries and weights in half a float); floats of the keys and values of a tile.
-    of_tile = LONG_TILE + (head_dim + LONG_TILE) // 2 if a.is_paired else SCORES
-    of_keys = head_dim * (LONG_TILE if a.is_paired else TILE)
-    size = a.max_rows * (2 * head_dim + 2 + of_tile) + of_keys
+    # Floats of a row: its query, its sums, its scores, its maximum and total; then a tile's keys.
+    size = a.max_rows * (2 * head_dim + SCORES + 2) + head_dim * TILE
     memory = np.empty(size + CACHE_LINE, np.float32)
     x = -(-memory.ctypes.data // CACHE_LINE) * CACHE_LINE
     y = x + a.max_rows * head_dim * 4
     panels = y + a.max_rows * head_dim * 4
-    scores = panels + of_keys * 4
-    state = scores + a.max_rows * of_tile * 4
-    if a.tiles:
-        amx.configure(a.tiles)
+    scores = panels + TILE * head_dim * 4
+    state = scores + a.max_rows * SCORES * 4
     while True:
         taken = take(a, 1)
         if taken >= num_taken:
-            break
+            return
         item = item_at(step.items + taken // a.num_kv_heads * ITEM_BYTES)
         head = taken % a.num_kv_heads
         table = step.tables + item.sequence * step.num_columns * 4
@@ -157,18 +127,13 @@ def _attend(a: _Arguments, _thread: int) -> None:
         if a.window:
             first = max(0, item.position - a.window + 1) // a.block_size * a.block_size
         end = item.position + item.num_queries
-        if a.is_paired:
-            _walk_pairs(a, table, head, first, item, rows, x, y, scores, panels, state)
-        else:
-            _walk(a, table, head, first, end, rows, item.position, x, y, scores, panels, state)
+        _walk(a, table, head, first, end, rows, item.position, x, y, scores, panels, state)
         _finish(a, item.token, rows, head, x, y, state)
-    if a.tiles:
-        amx.release()
 
 
 @inner
 def _walk(
-    a: _Arguments,
+    a: AttentionArguments,
     table: int,
     head: int,
     first: int,
@@ -181,7 +146,7 @@ def _walk(
     panels: int,
     state: int,
 ) -> None:
-    """Add up the values of an item's context in y, tile by tile, in float32."""
+    """Add up the values of an item's context in y, tile by tile."""
     while first < end:
         num_keys = min(TILE, end - first)
         _score(a, table, head, first, num_keys, end, rows, x, scores, panels)
@@ -191,82 +156,7 @@ def _walk(
 
 
 @inner
-def _walk_pairs(
-    a: _Arguments,
-    table: int,
-    head: int,
-    first: int,
-    item: Item,
-    rows: int,
-    x: int,
-    y: int,
-    scores: int,
-    panels: int,
-    state: int,
-) -> None:
-    """Do what `_walk` does, with products in bfloat16.
-
-    What a row's sums are made of does not depend on the item: a tile begins at a multiple of its
-    length, and keys that a row does not see, or nobody, weigh nothing.
-    """
-    head_dim, end = a.head_dim, item.position + item.num_queries
-    weights = scores + a.max_rows * LONG_TILE * 4
-    queries = weights + a.max_rows * LONG_TILE * 2
-    keys, values = panels, panels + LONG_TILE * head_dim * 2
-    narrow(BFLOAT16, x, queries, rows * head_dim)
-    tile = first // LONG_TILE * LONG_TILE
-    while tile < end:
-        num_keys = min(LONG_TILE, end - tile)
-        size = -(-num_keys // amx.STEP) * amx.STEP
-        key = max(0, first - tile)
-        # Values that nobody has written may be NaN, of which no weight makes nothing.
-        paired.pair_values(0, key, 0, size, head_dim, values)
-        while key < num_keys:
-            at, length = _run(a, table, head, tile + key, end)
-            count = min(length, num_keys - key)
-            paired.turn_keys(at, count, key, head_dim, keys)
-            at, length = _run(a, table, a.num_kv_heads + head, tile + key, end)
-            paired.pair_values(at, count, key, size, head_dim, values)
-            key += count
-        paired.pair_values(0, size - num_keys, num_keys, size, head_dim, values)
-        paired.multiply(
-            a.tiles, rows, queries, head_dim * 2, head_dim, keys, size, scores, LONG_TILE * 4, 0
-        )
-        _weigh_pairs(a, tile, num_keys, rows, item.position, scores, weights, state, y)
-        paired.multiply(
-            a.tiles, rows, weights, LONG_TILE * 2, size, values, head_dim, y, head_dim * 4, 1
-        )
-        tile += LONG_TILE
-
-
-@inner
-def _weigh_pairs(
-    a: _Arguments,
-    first: int,
-    num_keys: int,
-    rows: int,
-    position: int,
-    scores: int,
-    weights: int,
-    state: int,
-    y: int,
-) -> None:
-    """Turn scores into bfloat16 weights relative to each row's new maximum."""
-    shared, head_dim, window = a.shared, a.head_dim, a.window
-    for row in range(rows):
-        last = position + row // shared
-        stop = min(num_keys, last + 1 - first)
-        start = max(0, last - window + 1 - first) if window else 0
-        at, to = scores + row * LONG_TILE * 4, weights + row * LONG_TILE * 2
-        kept = weigh_row(at, to, start, stop, state + row * 8)
-        if kept != np.float32(1):
-            sums = floats_at(y + row * head_dim * 4)
-            for d in range(head_dim):
-                sums[d] *= kept
-
-
-@inner
-def _begin(a: _Arguments, item: Item, head: int, x: int, y: int, state: int) -> int:
+def _begin(a: AttentionArguments, item: Item, head: int, x: int, y: int, state: int) -> int:
     """Copy an item's queries, scaled, to x; clear its sums y and its state (maximum, total)."""
     shared, head_dim = a.shared, a.head_dim
     rows = item.num_queries * shared
@@ -286,7 +176,7 @@ def _begin(a: _Arguments, item: Item, head: int, x: int, y: int, state: int) -> 
 
 @inner
 def _score(
-    a: _Arguments,
+    a: AttentionArguments,
     table: int,
     head: int,
     first: int,
@@ -305,7 +195,7 @@ def _score(
     stride, row_bytes = head_dim * 4, head_dim * bytes_of(element)
     key = 0
     while key < num_keys:
-        keys, length = _run(a, table, head, first + key, end)
+        keys, length = run_of_rows(a, table, head, first + key, end)
         length = min(length, num_keys - key)
         if rows < _MANY:
             for j in range(0, length, _KEYS):
@@ -318,27 +208,6 @@ def _score(
         key += length
     if rows >= _MANY:
         _score_many(panels, num_keys, rows, x, stride, scores)
-
-
-@inner
-def _run(a: _Arguments, table: int, head: int, position: int, end: int) -> tuple[int, int]:
-    """Return where a position's key lies, and how many lie in a row; `head` counts values too.
-
-    Those of a tile later are asked for: blocks lie anywhere, so no processor foresees the next.
-    """
-    row_bytes = a.head_dim * bytes_of(a.element)
-    start: Any = a.pool + head * a.head_bytes
-    blocks = ints_at(table)
-    index, offset = position // a.block_size, position % a.block_size
-    length = min(a.block_size - offset, end - position)
-    if position + TILE < end:
-        later = position + TILE
-        at = start + np.int64(blocks[later // a.block_size]) * a.block_bytes
-        at += later % a.block_size * row_bytes
-        for line in range(0, length * row_bytes, CACHE_LINE):
-            prefetch(at + line)
-    start += np.int64(blocks[index]) * a.block_bytes + offset * row_bytes
-    return start, length
 
 
 @inner
@@ -390,7 +259,7 @@ def _score_many(panels: int, num_keys: int, rows: int, x: int, stride: int, scor
 
 @inner
 def _weigh(
-    a: _Arguments,
+    a: AttentionArguments,
     first: int,
     num_keys: int,
     rows: int,
@@ -430,7 +299,7 @@ def _weigh(
 
 @inner
 def _gather(
-    a: _Arguments,
+    a: AttentionArguments,
     table: int,
     head: int,
     first: int,
@@ -444,7 +313,7 @@ def _gather(
     row_bytes = a.head_dim * bytes_of(a.element)
     key = 0
     while key < num_keys:
-        values, length = _run(a, table, a.num_kv_heads + head, first + key, end)
+        values, length = run_of_rows(a, table, a.num_kv_heads + head, first + key, end)
         count = min(length, num_keys - key)
         _add(a.element, values, row_bytes, a.head_dim, count, rows, scores + key * 4, y)
         key += count
@@ -478,7 +347,9 @@ def _add(
 
 
 @inner
-def _finish(a: _Arguments, token: int, rows: int, head: int, x: int, y: int, state: int) -> None:
+def _finish(
+    a: AttentionArguments, token: int, rows: int, head: int, x: int, y: int, state: int
+) -> None:
     """Write sums over totals to the output; who needs them shorter has x, now free, to do it."""
     head_dim, shared, element = a.head_dim, a.shared, a.out_element
     for row in range(rows):

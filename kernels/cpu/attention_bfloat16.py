@@ -1,35 +1,219 @@
-"""What attention is made of in bfloat16: panels of keys and values, and products with them.
+"""Attention in bfloat16: queries, keys, weights and values are, every sum is float32.
 
 Keys and values of a tile are gathered once for all rows of a work item, into panels of pairs (see
-`kernels.cpu.amx`): pairs along a head for the scores, pairs along the keys for the sums.  Scores,
-totals and sums are float32; queries and weights are rounded to bfloat16 before a product.  Tiles
-begin at multiples of their length whatever a work item is, so that a row's sums are taken in one
-order, whether it is computed alone or in a prompt.
+`kernels.cpu.amx`): pairs along a head for the scores, pairs along the keys for the sums.  A few
+rows at a time meet them: scores, weights, sums.
+
+Tiles begin at multiples of their length whatever a work item is, and keys that a row does not see,
+or nobody, weigh nothing, so that a row's sums are taken in one order, whether it is computed alone
+or in a prompt.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 
 from kernels.cpu import amx
 from kernels.cpu.amx import STEP, STEP_BYTES, TILE_ROWS
-from kernels.cpu.intrinsics import instruction, ints_at, shorts_at
+from kernels.cpu.intrinsics import floats_at, instruction, ints_at, shorts_at
+from kernels.cpu.paged import AttentionArguments, run_of_rows
+from kernels.cpu.rows_bfloat16 import LONG_TILE, ROWS, shorten, weigh_rows
 from kernels.cpu.simd import PANEL, i64, pair_product
-from kernels.cpu.tasks import inner
+from kernels.cpu.tasks import CACHE_LINE, inner
+from kernels.cpu.threads import take
+from kernels.cpu.work_items import ITEM_BYTES, Item, item_at, step_at
 
-# Rows are computed up to whole ones of these.
+# Rows that meet a tile at a time: their scores and weights stay in the first cache.
 ROWS_TOGETHER = 2 * TILE_ROWS
+# Bytes of their scores, of their weights, of which keys they see; of all that and of what a few
+# rows' sums are multiplied with.
+_SCORES, _WEIGHTS = ROWS_TOGETHER * LONG_TILE * 4, ROWS_TOGETHER * LONG_TILE * 2
+_BOUNDS = ROWS_TOGETHER * 8
+_NEAR = _SCORES + _WEIGHTS + _BOUNDS + ROWS * 4
 _PAIR_BYTES = 4
 _ROW_BYTES = PANEL * _PAIR_BYTES
 _FEW = 3
+# The base of a row that has seen no key: no weight may come of -inf - -inf.
+_NOTHING_SEEN = np.float32(-1e30)
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 _PAIRS, _SHORTS = ir.VectorType(_I32, PANEL), ir.VectorType(_I16, PANEL)
 
 _two_tiles, _one_tile = amx.tile_product(2, 2), amx.tile_product(1, 2)
 _by_vectors = pair_product(_FEW)
+
+
+def attend_pairs(a: AttentionArguments, _thread: int) -> None:
+    """Take work items and KV heads until none is left; the task of `kernels.cpu.attention`."""
+    step, head_dim = step_at(a.step), a.head_dim
+    num_taken = step.num_items * a.num_kv_heads
+    # Bytes of a row: its query, its sums, its base and total; then a tile's keys and values.
+    size = a.max_rows * (2 * head_dim + 4 * head_dim + 8) + 4 * head_dim * LONG_TILE
+    memory = np.empty(size + _NEAR + CACHE_LINE, np.uint8)
+    near = -(-memory.ctypes.data // CACHE_LINE) * CACHE_LINE
+    panels = near + -(-_NEAR // CACHE_LINE) * CACHE_LINE
+    x = panels + 4 * head_dim * LONG_TILE
+    y = x + a.max_rows * head_dim * 2
+    state = y + a.max_rows * head_dim * 4
+    if a.tiles:
+        amx.configure(a.tiles)
+    while True:
+        taken = take(a, 1)
+        if taken >= num_taken:
+            break
+        item = item_at(step.items + taken // a.num_kv_heads * ITEM_BYTES)
+        head = taken % a.num_kv_heads
+        table = step.tables + item.sequence * step.num_columns * 4
+        _begin(a, item, head, x, state)
+        _walk(a, table, head, item, x, y, panels, near, state)
+        _finish(a, item, head, y, state)
+    if a.tiles:
+        amx.release()
+
+
+@inner
+def _begin(a: AttentionArguments, item: Item, head: int, x: int, state: int) -> None:
+    """Copy an item's queries, scaled, to x, and clear its state (base, total)."""
+    base_total = floats_at(state)
+    for row in range(item.num_queries * a.shared):
+        token, shared_head = item.token + row // a.shared, head * a.shared + row % a.shared
+        source = a.query + token * a.token_stride + shared_head * a.head_stride
+        shorten(source, a.scale, x + row * a.head_dim * 2, a.head_dim)
+        base_total[2 * row] = _NOTHING_SEEN
+        base_total[2 * row + 1] = np.float32(0)
+
+
+@inner
+def _walk(
+    a: AttentionArguments,
+    table: int,
+    head: int,
+    item: Item,
+    x: int,
+    y: int,
+    panels: int,
+    near: int,
+    state: int,
+) -> None:
+    """Add up the values of an item's context in y, tile by tile."""
+    first, end = 0, item.position + item.num_queries
+    if a.window:
+        first = max(0, item.position - a.window + 1) // a.block_size * a.block_size
+    tile = first // LONG_TILE * LONG_TILE
+    is_added = 0
+    while tile < end:
+        num_keys = min(LONG_TILE, end - tile)
+        _gather(a, table, head, first, tile, num_keys, end, panels)
+        for row in range(0, item.num_queries * a.shared, ROWS_TOGETHER):
+            _add(a, item, tile, num_keys, row, x, y, panels, near, state, is_added)
+        tile += LONG_TILE
+        is_added = 1
+
+
+@inner
+def _gather(
+    a: AttentionArguments,
+    table: int,
+    head: int,
+    first: int,
+    tile: int,
+    num_keys: int,
+    end: int,
+    panels: int,
+) -> None:
+    """Put a tile's keys and values into panels, those from `first` on."""
+    head_dim, keys, values = a.head_dim, panels, panels + LONG_TILE * a.head_dim * 2
+    key = max(0, first - tile)
+    # Values that nobody has written may be NaN, of which no weight makes nothing.
+    pair_values(0, key, 0, head_dim, values)
+    while key < num_keys:
+        at, length = run_of_rows(a, table, head, tile + key, end)
+        count = min(length, num_keys - key)
+        turn_keys(at, count, key, head_dim, keys)
+        at, length = run_of_rows(a, table, a.num_kv_heads + head, tile + key, end)
+        pair_values(at, count, key, head_dim, values)
+        key += count
+    pair_values(0, -num_keys % STEP, num_keys, head_dim, values)
+
+
+@inner
+def _add(
+    a: AttentionArguments,
+    item: Item,
+    tile: int,
+    num_keys: int,
+    row: int,
+    x: int,
+    y: int,
+    panels: int,
+    near: int,
+    state: int,
+    is_added: int,
+) -> None:
+    """Add the values of a tile to what sums there are, if `is_added`, of the rows from `row` on."""
+    head_dim, scores, weights = a.head_dim, near, near + _SCORES
+    rows = min(ROWS_TOGETHER, item.num_queries * a.shared - row)
+    first, last = item.position + row // a.shared, item.position + (row + rows - 1) // a.shared
+    # Whole steps of keys that none of the rows sees are left out.
+    seen = min(num_keys, last + 1 - tile)
+    if seen <= 0:
+        return
+    depth = -(-seen // STEP) * STEP
+    queries, sums = x + row * head_dim * 2, y + row * head_dim * 4
+    values = panels + LONG_TILE * head_dim * 2
+    is_whole = tile + LONG_TILE <= first + 1 and (a.window == 0 or tile > last - a.window)
+    if not is_whole:
+        _bound(a, item.position - tile, row, rows, near)
+    multiply(a.tiles, rows, queries, head_dim, head_dim, panels, depth, scores, LONG_TILE, 0)
+    _weigh(a, rows, is_whole, near, state + row * 8, sums, is_added)
+    multiply(a.tiles, rows, weights, LONG_TILE, depth, values, head_dim, sums, head_dim, is_added)
+
+
+@inner
+def _bound(a: AttentionArguments, position: int, row: int, rows: int, near: int) -> None:
+    """Write which keys of a tile rows see, of an item that begins at `position` in the tile."""
+    start_stop = ints_at(near + _SCORES + _WEIGHTS)
+    for index in range(rows):
+        stop = position + (row + index) // a.shared + 1
+        start_stop[2 * index] = stop - a.window if a.window else 0
+        start_stop[2 * index + 1] = stop
+
+
+@inner
+def _weigh(
+    a: AttentionArguments,
+    rows: int,
+    is_whole: bool,
+    near: int,
+    state: int,
+    sums: int,
+    is_added: int,
+) -> None:
+    """Turn scores into weights; multiply what sums there are with what that makes of the bases."""
+    scores, weights = near, near + _SCORES
+    bounds, kept = weights + _WEIGHTS, weights + _WEIGHTS + _BOUNDS
+    factors = floats_at(kept)
+    for row in range(0, rows, ROWS):
+        at, to = scores + row * LONG_TILE * 4, weights + row * LONG_TILE * 2
+        is_changed = weigh_rows(at, to, 0 if is_whole else bounds + row * 8, state + row * 8, kept)
+        if is_changed and is_added:
+            for index in range(min(ROWS, rows - row)):
+                values = floats_at(sums + (row + index) * a.head_dim * 4)
+                for d in range(a.head_dim):
+                    values[d] *= factors[index]
+
+
+@inner
+def _finish(a: AttentionArguments, item: Item, head: int, y: int, state: int) -> None:
+    """Write sums over totals to the output."""
+    for row in range(item.num_queries * a.shared):
+        share = np.float32(1) / floats_at(state)[2 * row + 1]
+        at = a.out + (item.token + row // a.shared) * a.out_stride
+        at += (head * a.shared + row % a.shared) * a.head_dim * 2
+        shorten(y + row * a.head_dim * 4, share, at, a.head_dim)
 
 
 @inner
@@ -50,14 +234,12 @@ def turn_keys(keys: int, count: int, first: int, head_dim: int, panels: int) -> 
 
 
 @inner
-def pair_values(
-    values: int, count: int, first: int, num_keys: int, head_dim: int, panels: int
-) -> None:
-    """Put values that lie in a row, the `first` and so on, into panels [D / 16, keys / 2, 16, 2].
+def pair_values(values: int, count: int, first: int, head_dim: int, panels: int) -> None:
+    """Put values that lie in a row, the `first` and so on, into panels of a tile; 0 is zeros.
 
-    Of `num_keys` in all; `values` 0 is zeros.
+    Panels are [D / 16, LONG_TILE / 2, 16, 2].
     """
-    panel_bytes = num_keys // 2 * _ROW_BYTES
+    panel_bytes = LONG_TILE // 2 * _ROW_BYTES
     if values and first % 2 == 0 and count % 2 == 0:
         for j in range(0, count, 2):
             row = panels + (first + j) // 2 * _ROW_BYTES
@@ -120,21 +302,22 @@ def multiply(
     has_tiles: int,
     rows: int,
     x: int,
-    x_stride: int,
+    x_size: int,
     depth: int,
     panels: int,
     columns: int,
     y: int,
-    y_stride: int,
+    y_size: int,
     is_added: int,
 ) -> None:
     """Make y [rows, columns] = x [rows, depth] w, plus what y was if `is_added`.
 
-    x is bfloat16, y float32; depth and columns are multiples of 32.  Rows are computed up to a
-    multiple of ROWS_TOGETHER, whatever lies there.
+    x is bfloat16, in rows of `x_size`, which the panels have room for too; y is float32, in rows of
+    `y_size`; depth and columns are multiples of 32.  Rows are computed up to a multiple of
+    ROWS_TOGETHER, whatever lies there.
     """
     num_panels, num_steps = columns // PANEL, depth // STEP
-    panel_bytes = num_steps * STEP_BYTES
+    panel_bytes, x_stride, y_stride = x_size // STEP * STEP_BYTES, x_size * 2, y_size * 4
     if has_tiles == 0:
         for panel in range(num_panels):
             w, to = panels + panel * panel_bytes, y + panel * PANEL * 4

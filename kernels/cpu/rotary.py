@@ -15,11 +15,12 @@ from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.program import Operation
 from kernels.cpu.simd import FLOAT32, narrow
 from kernels.cpu.tasks import inner
-from kernels.cpu.threads import take
+from kernels.cpu.threads import rows_at_a_time, take
 
 
 class _Arguments(NamedTuple):
     num_tokens: int
+    at_a_time: int
     heads: int
     num_heads: int  # of queries, keys and values together
     num_kv_heads: int
@@ -59,6 +60,7 @@ def rotate_and_append(
     num_tokens, num_heads, _ = heads.shape
     arguments = _Arguments(
         num_tokens=num_tokens,
+        at_a_time=rows_at_a_time(num_tokens),
         heads=heads.data_ptr(),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -77,21 +79,27 @@ def rotate_and_append(
 
 def _rotate_and_append(a: _Arguments, _thread: int) -> None:
     while True:
-        token = take(a, 1)
-        if token >= a.num_tokens:
+        first = take(a, a.at_a_time)
+        if first >= a.num_tokens:
             return
-        num_heads, num_kv_heads, size = a.num_heads, a.num_kv_heads, a.head_dim
-        first = a.heads + token * num_heads * size * 4
-        for head in range(num_heads - num_kv_heads):
-            at = first + head * size * 4
-            if a.norm:
-                _norm_head(at, a.norm + head * size * 4, a.eps, size)
-            _rotate_head(at, a.rotation + token * size * 4, size // 2)
-        slot: Any = np.int64(ints_at(a.slots)[token])
-        block = a.pool + slot // a.block_size * a.block_bytes
-        for head in range(2 * num_kv_heads):
-            at = first + (num_heads - 2 * num_kv_heads + head) * size * 4
-            _store_head(a.element, at, block, head * a.block_size + slot % a.block_size, size)
+        for token in range(first, min(first + a.at_a_time, a.num_tokens)):
+            _rotate_token(a, token)
+
+
+@inner
+def _rotate_token(a: _Arguments, token: int) -> None:
+    num_heads, num_kv_heads, size = a.num_heads, a.num_kv_heads, a.head_dim
+    first = a.heads + token * num_heads * size * 4
+    for head in range(num_heads - num_kv_heads):
+        at = first + head * size * 4
+        if a.norm:
+            _norm_head(at, a.norm + head * size * 4, a.eps, size)
+        _rotate_head(at, a.rotation + token * size * 4, size // 2)
+    slot: Any = np.int64(ints_at(a.slots)[token])
+    block = a.pool + slot // a.block_size * a.block_bytes
+    for head in range(2 * num_kv_heads):
+        at = first + (num_heads - 2 * num_kv_heads + head) * size * 4
+        _store_head(a.element, at, block, head * a.block_size + slot % a.block_size, size)
 
 
 @inner

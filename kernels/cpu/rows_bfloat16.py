@@ -6,8 +6,7 @@ One pass over the row each, in vectors of 16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -15,77 +14,93 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kernels.cpu.intrinsics import instruction, target_features
-from kernels.cpu.simd import PANEL, i64, rounded
+from kernels.cpu.intrinsics import instruction
+from kernels.cpu.simd import PANEL, Loop, i64, rounded
 from kernels.cpu.tasks import inner
 
 # Keys of a tile: more than in float32, for each costs a pass over the sums.
 LONG_TILE = 128
+# Rows whose keys are weighed together: what comes of a row is a number, of four a vector.
+ROWS = 4
 _LANES = 16
+_PARTS = LONG_TILE // _LANES
 _I32, _F32 = ir.IntType(32), ir.FloatType()
-_SHORTS = ir.VectorType(ir.IntType(16), _LANES)
 _INTS, _FLOATS = ir.VectorType(_I32, _LANES), ir.VectorType(_F32, _LANES)
-_SERIES = [np.float32(math.log(2) ** k / math.factorial(k)).item() for k in range(7)]
-# Of these, what a bfloat16 can tell; float32 sums are multiplied with all of them.
-_NUM_SHORT = 5
+# The best polynomial of its degree, 1 at 0: off by 1e-4, a twentieth of what a bfloat16 rounds.
+_SERIES = [1.0, *(np.float32(c).item() for c in (0.69328294, 0.24221101, 0.05500887))]
+_SHIFT = 1.5 * 2**23
 _LOG2_E = np.float32(math.log2(math.e)).item()
 
 
-class _Bfloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
-@cache
-def _is_rounding_known() -> bool:
-    """Whether the processor that loops are compiled for rounds to bfloat16 (AVX512-BF16)."""
-    return "+avx512bf16" in target_features()
-
-
 @inner
-def weigh_row(scores: int, weights: int, start: int, stop: int, state: int) -> Any:
-    """Turn a row of LONG_TILE scores into bfloat16 weights, 2^(score - maximum), in one pass.
+def weigh_rows(scores: int, weights: int, bounds: int, state: int, kept: int) -> Any:
+    """Turn ROWS rows of LONG_TILE scores into bfloat16 weights.
 
-    `state` is where the row's maximum and total so far are; both are brought up to date.  Keys
-    outside [start, stop) weigh nothing.  Returns what the sums so far are to be multiplied with.
+    A weight is 2^(score - base), the base being the least whole number that no score so far is
+    above: to change it is exact.  `state` [ROWS, 2] is each row's base and total so far; both are
+    brought up to date.  Keys of a row outside its `bounds` [ROWS, 2] int32 weigh nothing; 0 is no
+    bounds.  Writes to `kept` [ROWS] float32 what a row's sums so far are to be multiplied with,
+    and returns whether one of these is not 1.
     """
-    if start == 0 and stop == LONG_TILE:
-        return _weigh_all(scores, weights, state)
-    return _weigh_some(scores, weights, start, stop, state)
+    if bounds == 0:
+        return _weigh_all(scores, weights, state, kept)
+    return _weigh_some(scores, weights, bounds, state, kept)
 
 
-@instruction(types.float32, *[types.int64] * 3)
-def _weigh_all(b: ir.IRBuilder, scores: Any, weights: Any, state: Any) -> Any:
-    lanes = [_load(b, b.add(scores, i64(4 * n))) for n in range(0, LONG_TILE, _LANES)]
-    return _weigh(b, lanes, weights, state)
+@instruction(types.boolean, *[types.int64] * 4)
+def _weigh_all(b: ir.IRBuilder, scores: Any, weights: Any, state: Any, kept: Any) -> Any:
+    return _weigh(b, scores, weights, None, state, kept)
 
 
-@instruction(types.float32, *[types.int64] * 5)
+@instruction(types.boolean, *[types.int64] * 5)
 def _weigh_some(
-    b: ir.IRBuilder, scores: Any, weights: Any, start: Any, stop: Any, state: Any
+    b: ir.IRBuilder, scores: Any, weights: Any, bounds: Any, state: Any, kept: Any
 ) -> Any:
-    lanes = [_seen(b, scores, n, start, stop) for n in range(0, LONG_TILE, _LANES)]
-    return _weigh(b, lanes, weights, state)
+    return _weigh(b, scores, weights, bounds, state, kept)
 
 
-def _weigh(b: ir.IRBuilder, lanes: list[Any], weights: Any, state: Any) -> Any:
-    at_maximum = b.inttoptr(state, _F32.as_pointer())
-    at_total = b.inttoptr(b.add(state, i64(4)), _F32.as_pointer())
-    before, total = b.load(at_maximum), b.load(at_total)
-    highest = _joined(b, lanes, lambda x, y: _larger(b, x, y))
-    maximum = _larger(b, highest, before)
-    # Until a key is seen the maximum is -inf; no weight may come of -inf - -inf.
-    base = _larger(b, maximum, ir.Constant(_F32, -1e30))
-    kept = _exp2(b, b.fsub(before, base))
-    exponents = [b.fsub(lane, _splat(b, base)) for lane in lanes]
-    found = [_exp2(b, exponent) for exponent in exponents]
-    for n, weight in enumerate(found):
-        _store(b, weight, b.add(weights, i64(2 * n * _LANES)))
-    b.store(maximum, at_maximum)
-    b.store(b.fadd(b.fmul(total, kept), _joined(b, found, b.fadd)), at_total)
-    return kept
+def _weigh(
+    b: ir.IRBuilder, scores: Any, weights: Any, bounds: Any | None, state: Any, kept: Any
+) -> Any:
+    def add(x: Any, y: Any) -> Any:
+        return _in_order(b, b.fadd(x, y))
+
+    def larger(x: Any, y: Any) -> Any:
+        return _larger(b, x, y)
+
+    seen = [[None] * _PARTS if bounds is None else _seen(b, bounds, row) for row in range(ROWS)]
+    highest = []
+    for row in range(ROWS):
+        lanes = [_score(b, scores, row, part) for part in range(_PARTS)]
+        if bounds is not None:
+            nothing = _constant(_FLOATS, float("-inf"))
+            lanes = [
+                b.select(is_seen, x, nothing) for is_seen, x in zip(seen[row], lanes, strict=True)
+            ]
+        highest.append(_joined(lanes, larger))
+    both = _load(b, state, ir.VectorType(_F32, 2 * ROWS))
+    before, total = (_lanes(b, both, both, range(half, 2 * ROWS, 2)) for half in range(2))
+    level = _joined_lanes(b, highest, larger)
+    base = _larger(b, _call(b, f"llvm.ceil.v{ROWS}f32", level), before)
+    factor = _power_of_two(b, b.fsub(before, base))
+    totals = []
+    for row in range(ROWS):
+        lowered = _splat(b, b.extract_element(base, ir.Constant(_I32, row)))
+        found = []
+        for part in range(_PARTS):
+            weight = _exp2(b, b.fsub(_score(b, scores, row, part), lowered))
+            if bounds is not None:
+                weight = b.select(seen[row][part], weight, _constant(_FLOATS, 0.0))
+            at = (row * LONG_TILE + part * _LANES) * 2
+            _store_short(b, weight, b.add(weights, i64(at)))
+            found.append(weight)
+        totals.append(_joined(found, add))
+    total = add(b.fmul(total, factor), _joined_lanes(b, totals, add))
+    woven = [lane // 2 + lane % 2 * ROWS for lane in range(2 * ROWS)]
+    _store(b, _lanes(b, base, total, woven), state)
+    _store(b, factor, kept)
+    is_other = b.fcmp_unordered("!=", factor, _constant(factor.type, 1.0))
+    return b.icmp_unsigned("!=", b.bitcast(is_other, ir.IntType(ROWS)), ir.IntType(ROWS)(0))
 
 
 @instruction(types.void, *[types.int64] * 3)
@@ -99,50 +114,68 @@ def gate_pair(b: ir.IRBuilder, gate: Any, up: Any, out: Any) -> None:
     negative = b.select(is_positive, b.fsub(zero, x), x)
     small = _exp2(b, b.fmul(negative, ir.Constant(_FLOATS, [_LOG2_E] * _LANES)))
     share = b.fdiv(b.select(is_positive, one, small), b.fadd(one, small))
-    _store(b, b.fmul(b.fmul(x, factor), share), out)
+    _store_short(b, b.fmul(b.fmul(x, factor), share), out)
 
 
-def _load(b: ir.IRBuilder, address: Any) -> Any:
-    return b.load(b.inttoptr(address, _FLOATS.as_pointer()), align=4)
+@instruction(types.void, types.int64, types.float32, types.int64, types.int64)
+def shorten(b: ir.IRBuilder, source: Any, factor: Any, target: Any, count: Any) -> None:
+    """Write float32 numbers, times a factor, as bfloat16; their count is a multiple of 16."""
+    loop = Loop(b, count, _LANES)
+    x = _load(b, b.add(source, b.mul(loop.index, i64(4))))
+    _store_short(b, b.fmul(x, _splat(b, factor)), b.add(target, b.mul(loop.index, i64(2))))
+    loop.end([])
+
+
+def _score(b: ir.IRBuilder, scores: Any, row: int, part: int) -> Any:
+    return _load(b, b.add(scores, i64((row * LONG_TILE + part * _LANES) * 4)))
+
+
+def _seen(b: ir.IRBuilder, bounds: Any, row: int) -> list[Any]:
+    """Return for each part of a row which of its keys are within the bounds."""
+    start, stop = (_splat(b, _load(b, b.add(bounds, i64(8 * row + at)), _I32)) for at in (0, 4))
+    seen = []
+    for first in range(0, LONG_TILE, _LANES):
+        keys = ir.Constant(_INTS, [first + lane for lane in range(_LANES)])
+        seen.append(b.and_(b.icmp_signed(">=", keys, start), b.icmp_signed("<", keys, stop)))
+    return seen
+
+
+def _load(b: ir.IRBuilder, address: Any, kind: Any = _FLOATS) -> Any:
+    return b.load(b.inttoptr(address, kind.as_pointer()), align=4)
 
 
 def _store(b: ir.IRBuilder, x: Any, address: Any) -> None:
-    if _is_rounding_known():
-        # One instruction instead of eight; it takes numbers below 2^-126 for zero.
-        short = b.bitcast(b.fptrunc(x, ir.VectorType(_Bfloat(), _LANES)), _SHORTS)
-    else:
-        short = rounded(b, x)
+    b.store(x, b.inttoptr(address, x.type.as_pointer()), align=4)
+
+
+def _store_short(b: ir.IRBuilder, x: Any, address: Any) -> None:
+    short = rounded(b, x)
     b.store(short, b.inttoptr(address, short.type.as_pointer()), align=2)
 
 
-def _seen(b: ir.IRBuilder, scores: Any, first: int, start: Any, stop: Any) -> Any:
-    """Return the scores of the keys from `first` on, -inf for those outside [start, stop)."""
-    x = _load(b, b.add(scores, i64(4 * first)))
-    keys = ir.Constant(_INTS, [first + lane for lane in range(_LANES)])
-    from_start = b.icmp_signed(">=", keys, _splat(b, b.trunc(start, _I32)))
-    before_stop = b.icmp_signed("<", keys, _splat(b, b.trunc(stop, _I32)))
-    nothing = ir.Constant(_FLOATS, [float("-inf")] * _LANES)
-    return b.select(b.and_(from_start, before_stop), x, nothing)
-
-
 def _exp2(b: ir.IRBuilder, x: Any) -> Any:
-    """Write 2^x for x <= 0; 0 where that is no normal float32."""
-    is_vector = isinstance(x.type, ir.VectorType)
-    ints, name = (_INTS, "v16f32") if is_vector else (_I32, "f32")
+    """Write 2^x for x <= 0 as exactly as a bfloat16 can tell; 2^-126 where it is less than that."""
+    x = _larger(b, x, _constant(x.type, -126.0))
+    # The nearest whole number is what a float of this size has room for, in its last bits.
+    shifted = _in_order(b, b.fadd(x, _constant(x.type, _SHIFT)))
+    part = b.fsub(x, _in_order(b, b.fsub(shifted, _constant(x.type, _SHIFT))))
+    exponent = b.shl(b.bitcast(shifted, _INTS), _constant(_INTS, 23))
+    power = _constant(x.type, _SERIES[-1])
+    for coefficient in reversed(_SERIES[:-1]):
+        power = _call(b, f"llvm.fma.v{_LANES}f32", power, part, _constant(x.type, coefficient))
+    return b.bitcast(b.add(b.bitcast(power, _INTS), exponent), x.type)
 
-    def constant(kind: Any, value: float) -> ir.Constant:
-        return ir.Constant(kind, [value] * _LANES if is_vector else value)
 
-    whole = _call(b, f"llvm.roundeven.{name}", x)
-    part = b.fsub(x, whole)
-    series = _SERIES[:_NUM_SHORT] if is_vector else _SERIES
-    power = constant(x.type, series[-1])
-    for coefficient in reversed(series[:-1]):
-        power = _call(b, f"llvm.fma.{name}", power, part, constant(x.type, coefficient))
-    exponent = b.shl(b.fptosi(whole, ints), constant(ints, 23))
-    value = b.bitcast(b.add(b.bitcast(power, ints), exponent), x.type)
-    is_normal = b.fcmp_ordered(">", x, constant(x.type, -126.0))
-    return b.select(is_normal, value, constant(x.type, 0.0))
+def _power_of_two(b: ir.IRBuilder, x: Any) -> Any:
+    """Write 2^x for whole x <= 0; 0 where that is no normal float32."""
+    ints = ir.VectorType(_I32, x.type.count)
+    exponent = b.fptosi(_larger(b, x, _constant(x.type, -127.0)), ints)
+    return b.bitcast(b.shl(b.add(exponent, _constant(ints, 127)), _constant(ints, 23)), x.type)
+
+
+def _in_order(b: ir.IRBuilder, x: Any) -> Any:
+    """Return a sum that no optimization takes apart: a row has the same one in any place."""
+    return _call(b, f"llvm.arithmetic.fence.v{x.type.count}f32", x)
 
 
 def _call(b: ir.IRBuilder, name: str, *operands: Any) -> Any:
@@ -154,22 +187,46 @@ def _larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-def _joined(b: ir.IRBuilder, vectors: list[Any], join: Callable[[Any, Any], Any]) -> Any:
-    """Return one number of all lanes: vectors are joined, then halves, until one lane is left."""
-    joined, *others = vectors
-    for other in others:
-        joined = join(joined, other)
-    while (count := joined.type.count) > 1:
-        halves = [range(count // 2), range(count // 2, count)]
-        joined = join(
-            *(
-                b.shuffle_vector(
-                    joined, joined, ir.Constant(ir.VectorType(_I32, len(it)), list(it))
-                )
-                for it in halves
-            )
-        )
-    return b.extract_element(joined, ir.Constant(_I32, 0))
+def _joined(vectors: list[Any], join: Callable[[Any, Any], Any]) -> Any:
+    """Return one vector of a power of two of them: neighbours are joined until one is left."""
+    while len(vectors) > 1:
+        vectors = [join(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+    return vectors[0]
+
+
+def _joined_lanes(b: ir.IRBuilder, vectors: list[Any], join: Callable[[Any, Any], Any]) -> Any:
+    """Return a vector of what the lanes of each vector come to, joined half by half.
+
+    A pair of vectors is joined in one, their halves side by side, until all are in one.
+    """
+    width = vectors[0].type.count
+    while width > 1:
+        width //= 2
+        if len(vectors) == 1:
+            count = vectors[0].type.count
+            halves = [
+                [lane for lane in range(count) if lane // width % 2 == half] for half in (0, 1)
+            ]
+            vectors = [join(*(_lanes(b, vectors[0], vectors[0], half) for half in halves))]
+        else:
+            halves = [
+                [lane for lane in range(2 * vectors[0].type.count) if lane // width % 2 == half]
+                for half in (0, 1)
+            ]
+            vectors = [
+                join(*(_lanes(b, x, y, half) for half in halves))
+                for x, y in zip(vectors[::2], vectors[1::2], strict=True)
+            ]
+    return vectors[0]
+
+
+def _lanes(b: ir.IRBuilder, x: Any, y: Any, lanes: Iterable[int]) -> Any:
+    chosen = [ir.Constant(_I32, lane) for lane in lanes]
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(chosen)), chosen))
+
+
+def _constant(kind: ir.VectorType, value: float) -> ir.Constant:
+    return ir.Constant(kind, [value] * kind.count)
 
 
 def _splat(b: ir.IRBuilder, scalar: Any) -> Any:

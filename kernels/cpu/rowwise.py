@@ -22,10 +22,8 @@ from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.program import Operation
 from kernels.cpu.simd import BFLOAT16, FLOAT32, PANEL, bytes_of, narrow
 from kernels.cpu.tasks import comparing, inner
-from kernels.cpu.threads import take
+from kernels.cpu.threads import rows_at_a_time, take
 
-# The most rows that a thread takes at a time.
-_MAX_TAKEN = 8
 _MINUS_LOG2_E = np.float32(-1.4426950408889634)
 
 
@@ -59,7 +57,7 @@ def norm(
     """
     arguments = _NormArguments(
         num_rows=len(out),
-        at_a_time=_at_a_time(len(out)),
+        at_a_time=rows_at_a_time(len(out)),
         size=x.shape[1],
         x=x.data_ptr(),
         out=out.data_ptr(),
@@ -118,7 +116,7 @@ def silu_gate(gate_up: torch.Tensor, out: torch.Tensor) -> Operation:
     """
     arguments = _GateArguments(
         num_rows=len(out),
-        at_a_time=_at_a_time(len(out)),
+        at_a_time=rows_at_a_time(len(out)),
         size=out.shape[1],
         gate_up=gate_up.data_ptr(),
         out=out.data_ptr(),
@@ -183,7 +181,7 @@ def embed(
         together, row_stride, stride = 2, 2, 2 * PANEL
     arguments = _EmbedArguments(
         num_rows=len(token_ids),
-        at_a_time=_at_a_time(len(token_ids)),
+        at_a_time=rows_at_a_time(len(token_ids)),
         size=size,
         token_ids=token_ids.data_ptr(),
         table=table.data_ptr(),
@@ -220,11 +218,6 @@ def _embed_row(a: _EmbedArguments, row: int) -> None:
             out[i] = floats_at(at)[0]
         else:
             out[i] = float16_at(at)
-
-
-def _at_a_time(num_rows: int) -> int:
-    """Return how many rows a thread takes: few rows one by one, a row is some microseconds."""
-    return max(1, min(_MAX_TAKEN, num_rows // _MAX_TAKEN))
 
 
 @comparing

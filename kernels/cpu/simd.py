@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from kernels.cpu.intrinsics import instruction, write_prefetch
+from kernels.cpu.intrinsics import instruction, target_features, write_prefetch
 from kernels.cpu.tasks import inner
 
 WIDTH = 8
@@ -312,9 +312,14 @@ def narrow(b: ir.IRBuilder, element: Any, source: Any, target: Any, count: Any) 
 
 
 def rounded(b: ir.IRBuilder, x: Any) -> Any:
-    """Return the bits of the nearest bfloat16 of each lane; those of a NaN, quiet, for a NaN."""
+    """Return the bits of the nearest bfloat16 of each lane; those of a NaN, quiet, for a NaN.
+
+    A processor that has an instruction for it (AVX512-BF16) takes numbers below 2^-126 for zero.
+    """
     lanes = x.type.count
-    ints = ir.VectorType(_I32, lanes)
+    shorts, ints = ir.VectorType(_I16, lanes), ir.VectorType(_I32, lanes)
+    if "+avx512bf16" in target_features():
+        return b.bitcast(b.fptrunc(x, ir.VectorType(_Bfloat(), lanes)), shorts)
 
     def all_are(value: int) -> ir.Constant:
         return ir.Constant(ints, [value] * lanes)
@@ -324,7 +329,14 @@ def rounded(b: ir.IRBuilder, x: Any) -> Any:
     up = b.add(bits, b.add(last, all_are(0x7FFF)))
     # The carry of a NaN could make it a number.
     kept = b.select(b.fcmp_unordered("uno", x, x), b.or_(bits, all_are(0x400000)), up)
-    return b.trunc(b.lshr(kept, all_are(16)), ir.VectorType(_I16, lanes))
+    return b.trunc(b.lshr(kept, all_are(16)), shorts)
+
+
+class _Bfloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
 
 
 class Loop:

@@ -40,7 +40,7 @@ from kernels.cpu.tasks import CACHE_LINE, Shared, Task, compiled, inner, layout_
 _INSIDE, _OPEN, _NEXT = (1 << 16) - 1, 1 << 16, 1 << 17
 # Looks at a word, some 25 ns each, before a thread lets others have its core.
 PATIENCE = 4000
-# The most that `next_chunk` gives out at a time.
+# The most that a thread takes at a time.
 MAX_CHUNK = 8
 # A count of chunks taken has those from the front in its low half, from the back in its high one.
 _BACK = 1 << 32
@@ -59,6 +59,11 @@ class _Board:
     arguments: int  # their address
     sleepers: Shared  # helpers that sleep, or are about to
     semaphore: Shared  # on which they do: a sem_t
+
+
+def rows_at_a_time(num_rows: int) -> int:
+    """Return how many rows a thread takes: few rows one by one, a row is some microseconds."""
+    return max(1, min(MAX_CHUNK, num_rows // MAX_CHUNK))
 
 
 @inner

@@ -2,43 +2,82 @@
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import pytest
 import torch
 from numba import njit
 from torch.nn.functional import silu
 
 from kernels.cpu import rows_bfloat16
-from kernels.cpu.rows_bfloat16 import LONG_TILE
+from kernels.cpu.rows_bfloat16 import LONG_TILE, ROWS
 
 
 @njit
 def weigh(*arguments):  # type: ignore[no-untyped-def]
-    return rows_bfloat16.weigh_row(*arguments)
+    return rows_bfloat16.weigh_rows(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("start", "stop"),
-    [(0, LONG_TILE), (0, 1), (5, 40), (1, LONG_TILE), (LONG_TILE - 1, LONG_TILE), (0, 0)],
-)
-def test_a_row_of_weights(start: int, stop: int) -> None:
-    scores, weights = torch.randn(LONG_TILE) * 5, torch.empty(LONG_TILE, dtype=torch.bfloat16)
-    scores[stop:] = torch.nan
-    scores[:start] = torch.nan
-    for maximum, total in ((-math.inf, 0.0), (1.5, 2.0), (40.0, 3.0)):
-        state = torch.tensor([maximum, total])
-        kept = weigh(scores.data_ptr(), weights.data_ptr(), start, stop, state.data_ptr())
-        seen = scores[start:stop]
-        highest = max([maximum, *seen.tolist()])
-        want = torch.zeros(LONG_TILE)
-        if highest > -math.inf:
-            want[start:stop] = torch.exp2(seen - highest)
-        assert state[0] == highest
-        factor = 0.0 if maximum == -math.inf else 2.0 ** (maximum - highest)
-        assert kept == pytest.approx(factor, rel=1e-5)
-        assert state[1].item() == pytest.approx(total * factor + want.sum().item(), rel=1e-4)
-        torch.testing.assert_close(weights.float(), want, rtol=2**-8, atol=1e-37)
+BOUNDS = [(0, LONG_TILE), (0, 1), (5, 40), (1, LONG_TILE), (LONG_TILE - 1, LONG_TILE), (0, 0)]
+BASES = [(-1e30, 0.0), (2.0, 2.0), (40.0, 3.0)]
+
+
+@pytest.mark.parametrize("bounds", [BOUNDS[i : i + ROWS] for i in range(3)] + [None])
+def test_rows_of_weights(bounds: list[tuple[int, int]] | None) -> None:
+    for shift in range(len(BASES)):  # every row with every base
+        scores = torch.randn(ROWS, LONG_TILE) * 5
+        at = torch.tensor(bounds or [(0, LONG_TILE)] * ROWS, dtype=torch.int32)
+        for row, (start, stop) in enumerate(at.tolist()):
+            scores[row, stop:] = torch.nan
+            scores[row, :start] = torch.nan
+        before = torch.tensor([BASES[(row + shift) % len(BASES)] for row in range(ROWS)])
+        weights, kept = torch.empty(ROWS, LONG_TILE, dtype=torch.bfloat16), torch.empty(ROWS)
+        state = before.clone()
+        is_changed = weigh(
+            scores.data_ptr(),
+            weights.data_ptr(),
+            at.data_ptr() if bounds else 0,
+            state.data_ptr(),
+            kept.data_ptr(),
+        )
+        assert is_changed == bool((kept != 1).any())
+        for row, (start, stop) in enumerate(at.tolist()):
+            base, total = before[row].tolist()
+            highest = max([base, *scores[row, start:stop].ceil().tolist()])
+            want = torch.zeros(LONG_TILE)
+            want[start:stop] = torch.exp2(scores[row, start:stop] - highest)
+            factor = 2.0 ** max(base - highest, -200.0)
+            assert state[row, 0] == np.float32(highest) and kept[row] == np.float32(factor)
+            assert state[row, 1].item() == pytest.approx(
+                total * factor + want.sum().item(), rel=2e-4
+            )
+            torch.testing.assert_close(weights[row].float(), want, rtol=2**-7.9, atol=2e-38)
+
+
+def test_a_row_weighs_the_same_among_others() -> None:
+    scores = torch.randn(ROWS, LONG_TILE) * 5
+    weights, kept = torch.empty(2, ROWS, LONG_TILE, dtype=torch.bfloat16), torch.empty(ROWS)
+    states = torch.tensor([(3.0, 2.0)] * 2 * ROWS).view(2, ROWS, 2)
+    # Once all in one go; once each in another's place, within bounds that leave nothing out.
+    whole = torch.tensor([(-9, LONG_TILE + 9)] * ROWS, dtype=torch.int32)
+    turned = scores.flip(0).contiguous()
+    for index, (source, bounds) in enumerate(((scores, 0), (turned, whole.data_ptr()))):
+        at = weights[index].data_ptr(), bounds, states[index].data_ptr(), kept.data_ptr()
+        weigh(source.data_ptr(), *at)
+    assert torch.equal(weights[0], weights[1].flip(0))
+    assert torch.equal(states[0], states[1].flip(0))
+
+
+def test_rows_are_shortened() -> None:
+    @njit
+    def call(*arguments):  # type: ignore[no-untyped-def]
+        rows_bfloat16.shorten(*arguments)
+
+    for size in (16, 64, 176):
+        row, out = torch.randn(size), torch.zeros(size + 16, dtype=torch.bfloat16)
+        factor = torch.tensor(0.3)
+        call(row.data_ptr(), np.float32(factor.item()), out.data_ptr(), size)
+        assert torch.equal(out[:size], (row * factor).bfloat16())
+        assert not out[size:].any()
 
 
 def test_gated_pairs() -> None:
@@ -50,4 +89,4 @@ def test_gated_pairs() -> None:
     for gate in (far, *torch.randn(50, 16) * 5):
         up, out = torch.randn(16), torch.empty(16, dtype=torch.bfloat16)
         call(gate.data_ptr(), up.data_ptr(), out.data_ptr())
-        torch.testing.assert_close(out.float(), silu(gate) * up, rtol=2**-8, atol=1e-30)
+        torch.testing.assert_close(out.float(), silu(gate) * up, rtol=2**-7.9, atol=1e-30)

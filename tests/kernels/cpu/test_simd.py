@@ -57,6 +57,11 @@ def test_rounding_is_torchs(element: str) -> None:
     x = x[: len(x) // simd.WIDTH * simd.WIDTH]
     got, want = torch.empty(len(x), dtype=DTYPES[element]), x.to(DTYPES[element])
     call(CODES[element], x.data_ptr(), got.data_ptr(), len(x))
+    if element == "bfloat16":
+        # A processor that rounds by itself takes them for zero.
+        is_tiny = x.abs() < 2**-126
+        assert torch.all(is_tiny.logical_not() | (got == want) | (got == 0))
+        got[is_tiny] = want[is_tiny] = 0
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(
         got.nan_to_num(7.0).view(torch.int16), want.nan_to_num(7.0).view(torch.int16)
