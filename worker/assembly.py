@@ -46,10 +46,11 @@ def make_engine(
         num_blocks=config.num_blocks,
         kv_cache_bytes=config.kv_cache_bytes,
         block_size=config.block_size,
-        max_ubatch_tokens=config.max_ubatch_tokens,
+        max_ubatch_tokens=config.step_tokens,
         free_bytes=free_bytes(config.device),
     )
     chosen = config.model_dump(include={field.name for field in fields(EngineSettings)})
+    chosen["max_ubatch_tokens"] = config.step_tokens
     if config.role == "prefill":
         chosen["speculate"] = None  # it generates no text whose next tokens one could guess
     if draft is not None:
@@ -58,7 +59,7 @@ def make_engine(
             config.num_drafts,
             num_blocks=num_blocks,
             block_size=config.block_size,
-            max_ubatch_tokens=config.max_ubatch_tokens,
+            max_ubatch_tokens=config.step_tokens,
         )
     return Engine(
         executor, num_blocks=num_blocks, block_size=config.block_size, clock=clock, **chosen

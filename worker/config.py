@@ -62,7 +62,11 @@ class Config(SharedSettings):
         default=0, ge=0, description="KV blocks; 0 is as many as --kv-cache-bytes holds"
     )
     kv_cache_bytes: int = Field(default=256 * MIB, ge=1, description="memory for the KV cache")
-    max_ubatch_tokens: int = Field(default=512, ge=1, description="most tokens in one step")
+    max_ubatch_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="most tokens in one step; 0 is 512, or 1024 where prompts only are read",
+    )
     max_sbatch_sequences: int = Field(default=256, ge=1, description="most sequences in one step")
     prefer_pure_decode: bool = Field(
         default=False,
@@ -216,6 +220,11 @@ class Config(SharedSettings):
     def party(self) -> str:
         """Whose key this worker has."""
         return f"{self.role}-{self.rank}"
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens in one step: more where nobody generates and waits for it."""
+        return self.max_ubatch_tokens or (1024 if self.role == "prefill" else 512)
 
     @property
     def draft_model(self) -> str | None:

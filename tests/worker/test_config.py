@@ -50,6 +50,11 @@ def test_what_cannot_work_is_refused(settings: dict[str, Any], sentence: str) ->
         Config(**settings)
 
 
+def test_steps_are_longer_where_only_prompts_are_read() -> None:
+    assert (Config(role="prefill").step_tokens, Config(role="decode").step_tokens) == (1024, 512)
+    assert Config(role="prefill", max_ubatch_tokens=7).step_tokens == 7
+
+
 def test_a_worker_beyond_this_machine_has_to_be_asked_for() -> None:
     advertised = "tcp://10.0.0.5:5600"
     config = Config(kv_bind="tcp://0.0.0.0:5600", kv_advertise=advertised, insecure=True)

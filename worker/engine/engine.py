@@ -60,7 +60,8 @@ class Engine:
         is_cached = self.config.prefix_cache
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=is_cached)
         self.swap = SwapSpace(self.cache, self.config.swap_bytes, clock)
-        self.scheduler = Scheduler(self.pool, self.config, self.swap)
+        enough = executor.capabilities.enough_tokens
+        self.scheduler = Scheduler(self.pool, self.config, self.swap, enough)
         self.counters = Counters()
         self.announce: Callable[[list[Output]], None] | None = None
         self._executor = executor

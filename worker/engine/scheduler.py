@@ -106,7 +106,14 @@ class Plan:
 class Scheduler:
     """The queues of one worker and the policy over them."""
 
-    def __init__(self, pool: BlockPool, config: BatchConfig, swap: SwapSpace) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        config: BatchConfig,
+        swap: SwapSpace,
+        enough_tokens: int | None = None,
+    ) -> None:
+        """`enough_tokens`: see `worker.executor.contract.Capabilities`."""
         self.pool = pool
         self.config = config
         self.swap = swap
@@ -116,6 +123,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # in order
         self.reserving = Reservations(pool)
         self.running: list[Sequence] = []  # in order
+        self._enough_tokens = enough_tokens or config.max_ubatch_tokens
         self._slots = SlotNumbers()
         self._last_kind = BatchType.PREFILL
 
@@ -291,6 +299,9 @@ class Scheduler:
                 plan.reserved.append(sequence)
                 continue
             if not may_start or budget == 0 or len(self.running) + num_later >= self.max_running:
+                return
+            # Those that have begun answer sooner without it, and it no later.
+            if self.config.dynamic_batching and plan.num_prefill_tokens >= self._enough_tokens:
                 return
             if self._is_better_later(sequence, plan):
                 num_later += 1

@@ -92,6 +92,8 @@ class Capabilities:
         attention: Every kind it computes; empty for a model without attention.
         max_batch_sequences: Most sequences in one step; None for any number.
         continuous_batching: Sequences may join while others generate.
+        enough_tokens: Tokens of prompts from which on a longer step is no quicker a token: no
+            further prompt begins in a step that has them.  None where the longest is the quickest.
         speculative: More than the last row of a sequence may be sampled in one step.
         dtypes: Those that `dtype` may name; empty when the setting has no meaning.
         devices: Those that `device` may name; empty when the setting has no meaning.
@@ -104,6 +106,7 @@ class Capabilities:
     attention: frozenset[Attention] = frozenset()
     max_batch_sequences: int | None = None
     continuous_batching: bool = True
+    enough_tokens: int | None = None
     speculative: bool = False
     dtypes: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()

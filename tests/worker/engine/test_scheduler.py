@@ -20,12 +20,18 @@ class Queue:
     """A scheduler, and just enough of an engine to carry its plans out."""
 
     def __init__(
-        self, num_blocks: int = 64, block_size: int = 4, swap_bytes: int = 0, **config: int | bool
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        swap_bytes: int = 0,
+        enough_tokens: int | None = None,
+        **config: int | bool,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         cache = HashKVCache(num_blocks, block_size)
         self.swap = SwapSpace(cache, swap_bytes)
-        self.scheduler = Scheduler(self.pool, BatchConfig(**config), self.swap)  # type: ignore[arg-type]
+        batch_config = BatchConfig(**config)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.pool, batch_config, self.swap, enough_tokens)
         self.now = 0.0
         self.sequences: dict[int, Sequence] = {}
 
@@ -115,6 +121,28 @@ def test_generation_goes_first_and_prompts_fill_the_budget() -> None:
     plan = queue.step()
     assert sizes(plan) == ([1], [(2, 4), (3, 1)]) and plan.kind is BatchType.MIXED
     assert sizes(queue.step()) == ([1, 2], [(3, 4)])
+
+
+def test_no_prompt_begins_in_a_step_that_has_enough_of_them() -> None:
+    queue = Queue(max_ubatch_tokens=40, enough_tokens=10)
+    for request_id in (1, 2, 3, 4):
+        queue.add(request_id, 6)
+    # The second makes it enough; the others are read in a step that answers the first two sooner.
+    assert sizes(queue.step()) == ([], [(1, 6), (2, 6)])
+    assert sizes(queue.step()) == ([1, 2], [(3, 6), (4, 6)])
+    # A long one takes all there is, whatever is enough.
+    queue.add(5, 60)
+    queue.add(6, 6)
+    assert sizes(queue.step()) == ([1, 2, 3, 4], [(5, 36)])
+    assert sizes(queue.step()) == ([1, 2, 3, 4], [(5, 24)])
+    assert sizes(queue.step()) == ([1, 2, 3, 4, 5], [(6, 6)])
+
+
+def test_a_static_batch_begins_whole_however_much_is_enough() -> None:
+    queue = Queue(max_ubatch_tokens=40, enough_tokens=10, dynamic_batching=False)
+    for request_id in (1, 2, 3):
+        queue.add(request_id, 10)
+    assert sizes(queue.step()) == ([], [(1, 10), (2, 10), (3, 10)])
 
 
 def test_blocks_for_the_whole_prompt_come_with_the_first_chunk() -> None:
