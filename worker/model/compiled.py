@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from kernels import PagedBatch
-from kernels.cpu import amx
 from kernels.cpu.attention import attend
 from kernels.cpu.inputs import StepInputs
 from kernels.cpu.linear import ELEMENTS, PackedWeight
@@ -21,6 +20,7 @@ from kernels.cpu.program import Operation, Program
 from kernels.cpu.rotary import rotate_and_append
 from kernels.cpu.rowwise import embed, norm, silu_gate
 from kernels.cpu.simd import PANEL
+from kernels.cpu.ways import Way, best_way
 from kernels.cpu.work_items import WorkItems
 from worker.model.config import ModelConfig
 from worker.model.device import arithmetic_of
@@ -65,7 +65,7 @@ class CompiledTransformer:
     @staticmethod
     def best_dtype(config: ModelConfig) -> torch.dtype:
         """Return what this processor computes in fastest without losing what the weights say."""
-        is_paired = config.dtype == "bfloat16" and amx.available()
+        is_paired = config.dtype == "bfloat16" and best_way() is not Way.VECTORS
         fits = CompiledTransformer.fits(config, torch.bfloat16)
         return torch.bfloat16 if is_paired and fits else torch.float32
 
