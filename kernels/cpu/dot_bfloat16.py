@@ -35,12 +35,12 @@ def available() -> bool:
     return "+avx512bf16" in target_features()
 
 
-def dot_product(max_rows: int, num_panels: int, *, prefetch: bool = False) -> Callable[..., Any]:
+def dot_product(max_rows: int, num_panels: int) -> Callable[..., Any]:
     """Return y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL], plus what y was, by dots.
 
     The function takes (w, x, x_stride, y, y_stride, num_steps, rows, is_added, panel_stride,
-    later): what `kernels.cpu.amx.tile_product` takes, but that it is told the rows, and computes
-    the first min(rows, max_rows) of them.
+    later): what a `kernels.cpu.amx.tile_product` with `prefetch` takes, but that it is told the
+    rows, and computes the first min(rows, max_rows) of them.
     """
 
     @instruction(types.void, *[types.int64] * 10)
@@ -62,7 +62,7 @@ def dot_product(max_rows: int, num_panels: int, *, prefetch: bool = False) -> Ca
             return
         starts = [b.mul(panel_stride, i64(p)) for p in range(num_panels)]
         panels = [b.add(w, start) for start in starts]
-        fetched = [b.add(later, start) for start in starts] if prefetch else []
+        fetched = [b.add(later, start) for start in starts]
         num_pairs = b.mul(num_steps, i64(PAIRS))
         has_sums = b.icmp_signed("!=", is_added, i64(0))
 

@@ -31,19 +31,17 @@ from kernels.cpu.ways import Way, known_way
 _BLOCK_BYTES = 1 << 19
 # Steps of two panels that stay in the first cache while rows pass by, at most.
 _NEAR_STEPS = 20
-# Rows that meet two panels as tiles; rows that meet one panel as vectors; rows that meet two panels
-# as dots, and that meet four.
+# Rows that meet two panels as tiles; rows that meet one panel as vectors.
 _TWO_TILES, _FEW = 2 * TILE_ROWS, 3
+# Rows that meet two panels as dots, and that meet four.
 _MANY_DOTS, _FEW_DOTS = 12, 6
 
 _many_by_two, _many_by_one = amx.tile_product(2, 2), amx.tile_product(2, 1)
 _few_by_four = amx.tile_product(1, 4, prefetch=True)
 _few_by_two = amx.tile_product(1, 2, prefetch=True)
 _few_by_one = amx.tile_product(1, 1, prefetch=True)
-_many_dots_by_two, _many_dots_by_one = dot_product(_MANY_DOTS, 2), dot_product(_MANY_DOTS, 1)
-_few_dots_by_four = dot_product(_FEW_DOTS, 4, prefetch=True)
-_few_dots_by_two = dot_product(_FEW_DOTS, 2, prefetch=True)
-_few_dots_by_one = dot_product(_FEW_DOTS, 1, prefetch=True)
+_dots_by_four = dot_product(_FEW_DOTS, 4)
+_dots_by_two, _dots_by_one = dot_product(_MANY_DOTS, 2), dot_product(_MANY_DOTS, 1)
 _by_vectors = pair_product(_FEW)
 
 
@@ -206,39 +204,20 @@ def _multiply_by_tiles(a: _Arguments, thread: int) -> None:
         if whole:
             amx.configure(a.whole)
             for begin in range(0, whole, a.block):
-                _multiply_many(a, Way.TILES, first, last, begin, min(whole, begin + a.block), sums)
+                _multiply_many(a, first, last, begin, min(whole, begin + a.block), sums)
         if whole < num_rows:
             amx.configure(a.rest)
             if num_rows - whole > TILE_ROWS:
-                _multiply_many(a, Way.TILES, first, last, whole, num_rows, sums)
+                _multiply_many(a, first, last, whole, num_rows, sums)
             else:
-                _multiply_few(a, Way.TILES, first, last, whole, sums, thread)
-
-
-def _multiply_by_dots(a: _Arguments, thread: int) -> None:
-    memory = np.empty(max(a.block * 2, _FEW_DOTS * 4) * PANEL, np.float32)
-    sums = memory.ctypes.data
-    while True:
-        first, count = take_chunk(a, a.num_units, a.num_threads, thread)
-        if count == 0:
-            return
-        first, last = first * a.together, (first + count) * a.together
-        if 0 < a.num_rows <= _FEW_DOTS:
-            _multiply_few(a, Way.DOTS, first, last, 0, sums, thread)
-        else:
-            for begin in range(0, a.num_rows, a.block):
-                end = min(a.num_rows, begin + a.block)
-                _multiply_many(a, Way.DOTS, first, last, begin, end, sums)
+                _multiply_few(a, first, last, whole, sums, thread)
 
 
 @inner
-def _multiply_many(
-    a: _Arguments, way: int, first: int, last: int, begin: int, end: int, sums: int
-) -> None:
-    """Multiply rows [begin, end), some at a time, with panels [first, last)."""
+def _multiply_many(a: _Arguments, first: int, last: int, begin: int, end: int, sums: int) -> None:
+    """Multiply rows [begin, end), two tiles of them at a time, with panels [first, last)."""
     num_steps, x_stride = a.num_steps, a.x_stride
     panel_bytes = num_steps * STEP_BYTES
-    together = _TWO_TILES if way == Way.TILES else _MANY_DOTS
     parts = -(-num_steps // _NEAR_STEPS)
     near = -(-num_steps // parts)
     for panel in range(first, last, 2):
@@ -248,46 +227,21 @@ def _multiply_many(
             w = a.weight + panel * panel_bytes + step * STEP_BYTES
             steps = min(near, num_steps - step)
             is_added = 1 if step else has_sums
-            for row in range(begin, end, together):
+            for row in range(begin, end, _TWO_TILES):
                 x, to = a.x + row * x_stride + step * STEP * 2, y + (row - begin) * y_stride
-                rows = end - row
-                _many(way, width, w, x, x_stride, to, y_stride, steps, rows, is_added, panel_bytes)
+                if width == 2:
+                    _many_by_two(w, x, x_stride, to, y_stride, steps, is_added, panel_bytes, 0)
+                else:
+                    _many_by_one(w, x, x_stride, to, y_stride, steps, is_added, 0, 0)
         _end(a, panel, width, begin, end, sums)
 
 
 @inner
-def _many(
-    way: int,
-    width: int,
-    w: int,
-    x: int,
-    x_stride: int,
-    y: int,
-    y_stride: int,
-    steps: int,
-    rows: int,
-    is_added: int,
-    panel_bytes: int,
-) -> None:
-    if way == Way.TILES:
-        if width == 2:
-            _many_by_two(w, x, x_stride, y, y_stride, steps, is_added, panel_bytes, 0)
-        else:
-            _many_by_one(w, x, x_stride, y, y_stride, steps, is_added, 0, 0)
-    elif width == 2:
-        _many_dots_by_two(w, x, x_stride, y, y_stride, steps, rows, is_added, panel_bytes, 0)
-    else:
-        _many_dots_by_one(w, x, x_stride, y, y_stride, steps, rows, is_added, 0, 0)
-
-
-@inner
-def _multiply_few(
-    a: _Arguments, way: int, first: int, last: int, row: int, sums: int, thread: int
-) -> None:
-    """Multiply the rows from `row` on, as few as meet four panels, with panels [first, last)."""
+def _multiply_few(a: _Arguments, first: int, last: int, row: int, sums: int, thread: int) -> None:
+    """Multiply the rows from `row` on, of one tile, with panels [first, last)."""
     num_steps, x_stride = a.num_steps, a.x_stride
     panel_bytes = num_steps * STEP_BYTES
-    x, rows = a.x + row * x_stride, a.num_rows - row
+    x = a.x + row * x_stride
     panel = first
     while panel < last:
         left = last - panel
@@ -298,39 +252,65 @@ def _multiply_few(
         if panel + width == last:
             unit_bytes = a.together * panel_bytes
             later = coming_weights(a, a.num_units, a.num_threads, thread, unit_bytes)
-        _few(way, width, w, x, x_stride, y, y_stride, num_steps, rows, has_sums, panel_bytes, later)
+        if width == 4:
+            _few_by_four(w, x, x_stride, y, y_stride, num_steps, has_sums, panel_bytes, later)
+        elif width == 2:
+            _few_by_two(w, x, x_stride, y, y_stride, num_steps, has_sums, panel_bytes, later)
+        else:
+            _few_by_one(w, x, x_stride, y, y_stride, num_steps, has_sums, panel_bytes, later)
         _end(a, panel, width, row, a.num_rows, sums)
         panel += width
 
 
+def _multiply_by_dots(a: _Arguments, thread: int) -> None:
+    x_stride, panel_bytes = a.x_stride, a.num_steps * STEP_BYTES
+    memory = np.empty(max(a.block * 2, _FEW_DOTS * 4) * PANEL, np.float32)
+    sums = memory.ctypes.data
+    while True:
+        first, count = take_chunk(a, a.num_units, a.num_threads, thread)
+        if count == 0:
+            return
+        first, last = first * a.together, (first + count) * a.together
+        for begin in range(0, a.num_rows, a.block):
+            end = min(a.num_rows, begin + a.block)
+            panel = first
+            while panel < last:
+                left = last - panel
+                width = 4 if left >= 4 and a.num_rows <= _FEW_DOTS else 2 if left >= 2 else 1
+                y, y_stride, has_sums = _begin(a, panel, width, begin, end, sums)
+                w = a.weight + panel * panel_bytes
+                later = w + width * panel_bytes
+                if panel + width == last:
+                    unit_bytes = a.together * panel_bytes
+                    later = coming_weights(a, a.num_units, a.num_threads, thread, unit_bytes)
+                for row in range(begin, end, _MANY_DOTS):
+                    x, to = a.x + row * x_stride, y + (row - begin) * y_stride
+                    _dots(a, width, w, x, to, y_stride, end - row, has_sums, later)
+                    later = w  # what is coming has been asked for
+                _end(a, panel, width, begin, end, sums)
+                panel += width
+
+
 @inner
-def _few(
-    way: int,
+def _dots(
+    a: _Arguments,
     width: int,
     w: int,
     x: int,
-    x_stride: int,
     y: int,
     y_stride: int,
-    steps: int,
     rows: int,
-    is_added: int,
-    panel_bytes: int,
+    has_sums: int,
     later: int,
 ) -> None:
-    if way == Way.TILES:
-        if width == 4:
-            _few_by_four(w, x, x_stride, y, y_stride, steps, is_added, panel_bytes, later)
-        elif width == 2:
-            _few_by_two(w, x, x_stride, y, y_stride, steps, is_added, panel_bytes, later)
-        else:
-            _few_by_one(w, x, x_stride, y, y_stride, steps, is_added, panel_bytes, later)
-    elif width == 4:
-        _few_dots_by_four(w, x, x_stride, y, y_stride, steps, rows, is_added, panel_bytes, later)
+    """Multiply up to _MANY_DOTS rows with so many panels."""
+    x_stride, steps, panel_bytes = a.x_stride, a.num_steps, a.num_steps * STEP_BYTES
+    if width == 4:
+        _dots_by_four(w, x, x_stride, y, y_stride, steps, rows, has_sums, panel_bytes, later)
     elif width == 2:
-        _few_dots_by_two(w, x, x_stride, y, y_stride, steps, rows, is_added, panel_bytes, later)
+        _dots_by_two(w, x, x_stride, y, y_stride, steps, rows, has_sums, panel_bytes, later)
     else:
-        _few_dots_by_one(w, x, x_stride, y, y_stride, steps, rows, is_added, panel_bytes, later)
+        _dots_by_one(w, x, x_stride, y, y_stride, steps, rows, has_sums, panel_bytes, later)
 
 
 def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
