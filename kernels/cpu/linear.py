@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from kernels.cpu import simd
-from kernels.cpu.intrinsics import floats_at
+from kernels.cpu.intrinsics import floats_at, target_features
 from kernels.cpu.program import Operation
 from kernels.cpu.simd import PANEL, bytes_of, panel_product
 from kernels.cpu.tasks import inner
 from kernels.cpu.threads import coming_weights, first_weights, take_chunk
 
 # Rows whose sums fit the registers beside a panel's two vectors.
-MAX_ROWS = 6
+MAX_ROWS = 12 if "+avx512f" in target_features() else 6
 _BLOCK_BYTES = 1 << 18
 ELEMENTS = {getattr(torch, name): code for code, name in enumerate(simd.ELEMENTS)}
 
