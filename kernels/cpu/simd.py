@@ -20,7 +20,7 @@ from kernels.cpu.intrinsics import instruction, target_features, write_prefetch
 from kernels.cpu.tasks import inner
 
 WIDTH = 8
-# Columns of a panel: two vectors, so that six rows of sums fill twelve of sixteen registers.
+# Columns of a panel: a vector of AVX-512, two of AVX2.
 PANEL = 16
 # Pairs of inputs that are added up before their sum is (see `pair_product`).
 PAIRS = 16
