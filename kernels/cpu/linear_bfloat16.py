@@ -93,7 +93,7 @@ class PairedWeight:
             x: [T, K] of `inputs`.
             y: [T, num_columns] float32, contiguous.
             bias: [num_columns] float32, contiguous.
-            way: One of `known_ways`; None for the quickest.
+            way: One of `known_ways`; None for the best.
         """
         assert y.shape == (len(x), self.num_columns)
         return self._operation(x, y, bias, 1, is_added=is_added, way=way)

@@ -1,4 +1,4 @@
-"""The three ways to multiply bfloat16, and which of them this processor is quickest at."""
+"""The three ways to multiply bfloat16, and which of them is taken on this processor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kernels.cpu import amx, dot_bfloat16
 
 
 class Way(IntEnum):
-    """How products of bfloat16 are computed, a quicker way after a slower one.
+    """How products of bfloat16 are computed: of two that are known, the later is taken.
 
     Each takes sums in one order: tiles and vectors in the same, dots in another.
     """
@@ -19,7 +19,7 @@ class Way(IntEnum):
 
 
 def known_ways() -> list[Way]:
-    """Return the ways that this processor knows and the system grants, the quickest last."""
+    """Return the ways that this processor knows and the system grants."""
     return [
         Way.VECTORS,
         *([Way.DOTS] if dot_bfloat16.available() else []),
@@ -28,11 +28,11 @@ def known_ways() -> list[Way]:
 
 
 def best_way() -> Way:
-    """Return the quickest way here."""
+    """Return the way that is taken here if none is asked for."""
     return known_ways()[-1]
 
 
 def known_way(way: Way | None) -> Way:
-    """Return a way, which must be one of `known_ways`; the quickest for None."""
+    """Return a way, which must be one of `known_ways`; `best_way` for None."""
     assert way is None or way in known_ways(), f"this processor does not multiply by {way!r}"
     return best_way() if way is None else way
