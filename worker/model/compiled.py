@@ -48,6 +48,9 @@ class CompiledTransformer:
         self.parameter_bytes = weights.parameter_bytes
         config = self.config
         self.arithmetic = arithmetic_of(self.device, dtype)
+        if dtype is torch.bfloat16:
+            # Of two equal processors one may be refused its tiles by the system.
+            self.arithmetic += f" {best_way().name.lower()}"
         self._packed: Packed = PairedWeight if dtype is torch.bfloat16 else PackedWeight
         self._layers = [_PackedLayer.of(layer, self._packed) for layer in weights.release_layers()]
         self._norm = weights.norm.float()
