@@ -333,9 +333,7 @@ def multiply(
             w, to = panels + panel * panel_bytes, y + panel * PANEL * 4
             for row in range(0, rows, _DOTS):
                 at, sums, left = x + row * x_stride, to + row * y_stride, rows - row
-                _by_dots(
-                    w, at, x_stride, sums, y_stride, num_steps, left, is_added, panel_bytes, w
-                )
+                _by_dots(w, at, x_stride, sums, y_stride, num_steps, left, is_added, panel_bytes, w)
         return
     for row in range(0, rows, ROWS_TOGETHER):
         at, to = x + row * x_stride, y + row * y_stride

@@ -35,7 +35,7 @@ class AttentionArguments(NamedTuple):
     scale: float
     max_rows: int
     way: int  # to multiply bfloat16: one of `kernels.cpu.ways`
-    tiles: int  # their configuration
+    tiles: int  # the configuration of tiles
     taken: int = 0
 
 

@@ -2,7 +2,7 @@
 
 Each builder returns a function for compiled loops over addresses (int64) in bytes.  16-bit elements
 are widened in registers: memory moves half the bytes, every product and sum is float32.  Vectors
-are 8 wide; LLVM splits or joins them for the host.  Addresses need the alignment of their element
+are 8 wide, or as wide as a panel; LLVM splits or joins them for the host.  Addresses need the alignment of their element
 only.
 """
 
@@ -33,7 +33,7 @@ _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
 _VECTOR = ir.VectorType(_F32, WIDTH)
 _QUAD = ir.VectorType(_F32, 4)
-_INTS = ir.VectorType(_I32, WIDTH)
+_INTS, _HALVES = ir.VectorType(_I32, WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
 _STORED = {"float32": _F32, "bfloat16": _I16, "float16": ir.HalfType()}
 
 
@@ -299,9 +299,7 @@ def narrow(b: ir.IRBuilder, element: Any, source: Any, target: Any, count: Any) 
         b.position_at_end(block)
         loop = Loop(b, count, WIDTH)
         x = _load(b, b.add(source, b.mul(loop.index, i64(4))), 0)
-        short = (
-            rounded(b, x) if kind == BFLOAT16 else b.fptrunc(x, ir.VectorType(ir.HalfType(), WIDTH))
-        )
+        short = rounded(b, x) if kind == BFLOAT16 else b.fptrunc(x, _HALVES)
         at = b.add(target, b.mul(loop.index, i64(2)))
         b.store(short, b.inttoptr(at, short.type.as_pointer()), align=2)
         loop.end([])
