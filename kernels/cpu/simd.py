@@ -2,8 +2,8 @@
 
 Each builder returns a function for compiled loops over addresses (int64) in bytes.  16-bit elements
 are widened in registers: memory moves half the bytes, every product and sum is float32.  Vectors
-are 8 wide, or as wide as a panel; LLVM splits or joins them for the host.  Addresses need the alignment of their element
-only.
+are 8 wide, or as wide as a panel; LLVM splits or joins them for the host.  Addresses need the
+alignment of their element only.
 """
 
 from __future__ import annotations
