@@ -36,7 +36,8 @@ class Config(SharedSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="what the model computes in; auto is the checkpoint's own on a GPU, on a CPU "
-        "bfloat16 for such a checkpoint where the processor has tiles for it (AMX), else float32",
+        "bfloat16 for such a checkpoint where the processor multiplies it (AMX or AVX512-BF16), "
+        "else float32",
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",

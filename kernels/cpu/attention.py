@@ -36,6 +36,7 @@ from kernels.cpu.simd import (
 )
 from kernels.cpu.tasks import CACHE_LINE, inner
 from kernels.cpu.threads import take
+from kernels.cpu.ways import Way, known_way
 from kernels.cpu.work_items import ITEM_BYTES, MAX_ROWS, Item, WorkItems, item_at, step_at
 
 # Keys of a tile, and floats from a row of scores to the next: up to three beyond a tile
@@ -61,7 +62,7 @@ def attend(
     *,
     scale: float,
     window: int | None,
-    by_tiles: bool = True,
+    way: Way | None = None,
 ) -> Operation:
     """Make out = the attention of query over one layer of the pool.
 
@@ -69,13 +70,12 @@ def attend(
         query: [T, Hq, D] float32, D a multiple of 16 and contiguous.
         pool: [N, L, 2, Hkv, B, D], of a dtype of `kernels.cpu.linear.ELEMENTS`.
         out: [T, Hq, D] float32 or bfloat16; tokens as far apart as they like.
-        by_tiles: False for vectors; else tiles, where the processor has them.
+        way: One of `known_ways`; None for the best.
     """
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     num_heads = query.shape[1]
     head_bytes = block_size * head_dim * pool.itemsize
     is_paired = pool.dtype is out.dtype is torch.bfloat16 and head_dim % amx.STEP == 0
-    by_tiles = by_tiles and amx.available()
     tiles = amx.configuration(amx.TILE_ROWS, amx.TILE_ROWS)
     arguments = AttentionArguments(
         step=items.address,
@@ -97,7 +97,8 @@ def attend(
         window=window or 0,
         scale=scale * math.log2(math.e),
         max_rows=-(-max(MAX_ROWS, num_heads // num_kv_heads) // ROWS_TOGETHER) * ROWS_TOGETHER,
-        tiles=tiles.ctypes.data if is_paired and by_tiles else 0,
+        way=known_way(way),
+        tiles=tiles.ctypes.data,
     )
     return Operation(
         attend_pairs if is_paired else _attend, arguments, (query, pool, items, out, tiles)

@@ -19,12 +19,14 @@ from numba import types
 
 from kernels.cpu import amx
 from kernels.cpu.amx import STEP, STEP_BYTES, TILE_ROWS
+from kernels.cpu.dot_bfloat16 import dot_product
 from kernels.cpu.intrinsics import floats_at, instruction, ints_at, shorts_at
 from kernels.cpu.paged import AttentionArguments, run_of_rows
 from kernels.cpu.rows_bfloat16 import LONG_TILE, ROWS, shorten, weigh_rows
 from kernels.cpu.simd import PANEL, i64, pair_product
 from kernels.cpu.tasks import CACHE_LINE, inner
 from kernels.cpu.threads import take
+from kernels.cpu.ways import Way
 from kernels.cpu.work_items import ITEM_BYTES, Item, item_at, step_at
 
 # Rows that meet a tile at a time: their scores and weights stay in the first cache.
@@ -36,14 +38,15 @@ _BOUNDS = ROWS_TOGETHER * 8
 _NEAR = _SCORES + _WEIGHTS + _BOUNDS + ROWS * 4
 _PAIR_BYTES = 4
 _ROW_BYTES = PANEL * _PAIR_BYTES
-_FEW = 3
+# Rows that meet one panel as vectors, and that meet two as dots.
+_FEW, _DOTS = 3, 12
 # The base of a row that has seen no key: no weight may come of -inf - -inf.
 _NOTHING_SEEN = np.float32(-1e30)
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 _PAIRS, _SHORTS = ir.VectorType(_I32, PANEL), ir.VectorType(_I16, PANEL)
 
 _two_tiles, _one_tile = amx.tile_product(2, 2), amx.tile_product(1, 2)
-_by_vectors = pair_product(_FEW)
+_by_dots, _by_vectors = dot_product(_DOTS, 2), pair_product(_FEW)
 
 
 def attend_pairs(a: AttentionArguments, _thread: int) -> None:
@@ -58,7 +61,7 @@ def attend_pairs(a: AttentionArguments, _thread: int) -> None:
     x = panels + 4 * head_dim * LONG_TILE
     y = x + a.max_rows * head_dim * 2
     state = y + a.max_rows * head_dim * 4
-    if a.tiles:
+    if a.way == Way.TILES:
         amx.configure(a.tiles)
     while True:
         taken = take(a, 1)
@@ -70,7 +73,7 @@ def attend_pairs(a: AttentionArguments, _thread: int) -> None:
         _begin(a, item, head, x, state)
         _walk(a, table, head, item, x, y, panels, near, state)
         _finish(a, item, head, y, state)
-    if a.tiles:
+    if a.way == Way.TILES:
         amx.release()
 
 
@@ -167,9 +170,9 @@ def _add(
     is_whole = tile + LONG_TILE <= first + 1 and (a.window == 0 or tile > last - a.window)
     if not is_whole:
         _bound(a, item.position - tile, row, rows, near)
-    multiply(a.tiles, rows, queries, head_dim, head_dim, panels, depth, scores, LONG_TILE, 0)
+    multiply(a.way, rows, queries, head_dim, head_dim, panels, depth, scores, LONG_TILE, 0)
     _weigh(a, rows, is_whole, near, state + row * 8, sums, is_added)
-    multiply(a.tiles, rows, weights, LONG_TILE, depth, values, head_dim, sums, head_dim, is_added)
+    multiply(a.way, rows, weights, LONG_TILE, depth, values, head_dim, sums, head_dim, is_added)
 
 
 @inner
@@ -299,7 +302,7 @@ def _mixed(b: ir.IRBuilder, left: Any, right: Any, lanes: list[int]) -> Any:
 
 @inner
 def multiply(
-    has_tiles: int,
+    way: int,
     rows: int,
     x: int,
     x_size: int,
@@ -318,12 +321,19 @@ def multiply(
     """
     num_panels, num_steps = columns // PANEL, depth // STEP
     panel_bytes, x_stride, y_stride = x_size // STEP * STEP_BYTES, x_size * 2, y_size * 4
-    if has_tiles == 0:
+    if way == Way.VECTORS:
         for panel in range(num_panels):
             w, to = panels + panel * panel_bytes, y + panel * PANEL * 4
             for row in range(0, rows, _FEW):
                 at, sums = x + row * x_stride, to + row * y_stride
                 _by_vectors(w, at, x_stride, sums, y_stride, num_steps, rows - row, is_added)
+        return
+    if way == Way.DOTS:
+        for panel in range(0, num_panels, 2):
+            w, to = panels + panel * panel_bytes, y + panel * PANEL * 4
+            for row in range(0, rows, _DOTS):
+                at, sums, left = x + row * x_stride, to + row * y_stride, rows - row
+                _by_dots(w, at, x_stride, sums, y_stride, num_steps, left, is_added, panel_bytes, w)
         return
     for row in range(0, rows, ROWS_TOGETHER):
         at, to = x + row * x_stride, y + row * y_stride

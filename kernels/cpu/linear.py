@@ -1,7 +1,7 @@
 """y = x W^T on the CPU, for one row or thousands, from weights kept in 16 bits.
 
 Strategy: W is packed into panels of 16 output columns, one element of each for every input in turn
-(`[N / 16, K, 16]`), so that a panel is read front to back while up to six rows of x meet it in
+(`[N / 16, K, 16]`), so that a panel is read front to back while several rows of x meet it in
 registers; one or two rows meet several panels at a time.  A panel stays in the first cache over all
 rows: memory moves each weight once a call.  x and y are float32 and so is every product: a bfloat16
 weight is widened exactly, on the way to the register.  Nothing here rounds to 16 bits, so the
@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from kernels.cpu import simd
-from kernels.cpu.intrinsics import floats_at
+from kernels.cpu.intrinsics import floats_at, target_features
 from kernels.cpu.program import Operation
 from kernels.cpu.simd import PANEL, bytes_of, panel_product
 from kernels.cpu.tasks import inner
 from kernels.cpu.threads import coming_weights, first_weights, take_chunk
 
-# Rows whose sums fit the registers beside a panel's two vectors.
-MAX_ROWS = 6
+# Rows whose sums fit the registers beside a panel: there are 32 of 16 numbers, or 16 of 8.
+MAX_ROWS = 12 if "+avx512f" in target_features() else 6
 _BLOCK_BYTES = 1 << 18
 ELEMENTS = {getattr(torch, name): code for code, name in enumerate(simd.ELEMENTS)}
 

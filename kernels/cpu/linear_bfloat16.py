@@ -3,8 +3,9 @@
 Strategy: W is packed into panels of 16 output columns, two elements of each for every pair of
 inputs in turn (`[N / 16, K / 32, 16, 16, 2]`): what the processor's tiles take, a step of 32 inputs
 at a time.  32 rows of x meet two panels in registers, 16 rows or fewer meet four.  Where there are
-no tiles (`kernels.cpu.amx`), float32 vectors take the same sums in the same order.  That order is a
-row's own: who shares the batch changes no bit of it.
+no tiles (`kernels.cpu.amx`), the same panels are multiplied by dots or by vectors: see
+`kernels.cpu.ways`.  In each way a row's sum has one order: who shares the batch changes no bit of
+it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from torch.nn.functional import pad
 
 from kernels.cpu import amx
 from kernels.cpu.amx import STEP, STEP_BYTES, TILE_ROWS
+from kernels.cpu.dot_bfloat16 import dot_product
 from kernels.cpu.intrinsics import floats_at
 from kernels.cpu.program import Operation
 from kernels.cpu.rows_bfloat16 import gate_pair
 from kernels.cpu.simd import PANEL, pair_product
 from kernels.cpu.tasks import inner
 from kernels.cpu.threads import coming_weights, first_weights, take_chunk
+from kernels.cpu.ways import Way, known_way
 
 # Bytes of x that stay in the second cache while a chunk's panels pass by.
 _BLOCK_BYTES = 1 << 19
@@ -30,11 +33,15 @@ _BLOCK_BYTES = 1 << 19
 _NEAR_STEPS = 20
 # Rows that meet two panels as tiles; rows that meet one panel as vectors.
 _TWO_TILES, _FEW = 2 * TILE_ROWS, 3
+# Rows that meet two panels as dots, and that meet four.
+_MANY_DOTS, _FEW_DOTS = 12, 6
 
 _many_by_two, _many_by_one = amx.tile_product(2, 2), amx.tile_product(2, 1)
 _few_by_four = amx.tile_product(1, 4, prefetch=True)
 _few_by_two = amx.tile_product(1, 2, prefetch=True)
 _few_by_one = amx.tile_product(1, 1, prefetch=True)
+_dots_by_four = dot_product(_FEW_DOTS, 4)
+_dots_by_two, _dots_by_one = dot_product(_MANY_DOTS, 2), dot_product(_MANY_DOTS, 1)
 _by_vectors = pair_product(_FEW)
 
 
@@ -78,7 +85,7 @@ class PairedWeight:
         *,
         bias: torch.Tensor | None = None,
         is_added: bool = False,
-        by_tiles: bool = True,
+        way: Way | None = None,
     ) -> Operation:
         """Make y = x W^T + bias, plus what y was if `is_added`.
 
@@ -86,10 +93,10 @@ class PairedWeight:
             x: [T, K] of `inputs`.
             y: [T, num_columns] float32, contiguous.
             bias: [num_columns] float32, contiguous.
-            by_tiles: False for vectors; else tiles, where the processor has them.
+            way: One of `known_ways`; None for the best.
         """
         assert y.shape == (len(x), self.num_columns)
-        return self._operation(x, y, bias, 1, is_added=is_added, by_tiles=by_tiles)
+        return self._operation(x, y, bias, 1, is_added=is_added, way=way)
 
     def times_gated(
         self,
@@ -97,7 +104,7 @@ class PairedWeight:
         y: torch.Tensor,
         *,
         bias: torch.Tensor | None = None,
-        by_tiles: bool = True,
+        way: Way | None = None,
     ) -> Operation:
         """Make y = silu(gate) * up of a weight that `is_gated`: x W^T + bias is gate, then up.
 
@@ -105,11 +112,11 @@ class PairedWeight:
             x: [T, K] of `inputs`.
             y: [T, N / 2] of `inputs`.
             bias: [N] float32, contiguous.
-            by_tiles: See `times`.
+            way: See `times`.
         """
         assert y.shape == (len(x), self.shape[0] // 2)
         bias = None if bias is None else _woven(bias)
-        return self._operation(x, y, bias, 2, is_added=False, by_tiles=by_tiles)
+        return self._operation(x, y, bias, 2, is_added=False, way=way)
 
     def _operation(
         self,
@@ -119,7 +126,7 @@ class PairedWeight:
         together: int,
         *,
         is_added: bool,
-        by_tiles: bool,
+        way: Way | None,
     ) -> Operation:
         num_units, num_steps = self.panels.shape[0] // together, self.panels.shape[1]
         assert x.shape[1] == self.shape[1]
@@ -144,9 +151,8 @@ class PairedWeight:
             rest=rest.ctypes.data,
         )
         weights = first_weights(address, num_units, num_threads, together * num_steps * STEP_BYTES)
-        by_tiles = by_tiles and amx.available()
-        task = _multiply_by_tiles if by_tiles else _multiply_by_vectors
-        return Operation(task, arguments, (x, self.panels, y, bias, whole, rest), weights)
+        task, kept = _TASKS[known_way(way)], (x, self.panels, y, bias, whole, rest)
+        return Operation(task, arguments, kept, weights)
 
 
 def _woven(rows: torch.Tensor) -> torch.Tensor:
@@ -256,6 +262,57 @@ def _multiply_few(a: _Arguments, first: int, last: int, row: int, sums: int, thr
         panel += width
 
 
+def _multiply_by_dots(a: _Arguments, thread: int) -> None:
+    x_stride, panel_bytes = a.x_stride, a.num_steps * STEP_BYTES
+    memory = np.empty(max(a.block * 2, _FEW_DOTS * 4) * PANEL, np.float32)
+    sums = memory.ctypes.data
+    while True:
+        first, count = take_chunk(a, a.num_units, a.num_threads, thread)
+        if count == 0:
+            return
+        first, last = first * a.together, (first + count) * a.together
+        for begin in range(0, a.num_rows, a.block):
+            end = min(a.num_rows, begin + a.block)
+            panel = first
+            while panel < last:
+                left = last - panel
+                width = 4 if left >= 4 and a.num_rows <= _FEW_DOTS else 2 if left >= 2 else 1
+                y, y_stride, has_sums = _begin(a, panel, width, begin, end, sums)
+                w = a.weight + panel * panel_bytes
+                later = w + width * panel_bytes
+                if panel + width == last:
+                    unit_bytes = a.together * panel_bytes
+                    later = coming_weights(a, a.num_units, a.num_threads, thread, unit_bytes)
+                for row in range(begin, end, _MANY_DOTS):
+                    x, to = a.x + row * x_stride, y + (row - begin) * y_stride
+                    _dots(a, width, w, x, to, y_stride, end - row, has_sums, later)
+                    later = w  # what is coming has been asked for
+                _end(a, panel, width, begin, end, sums)
+                panel += width
+
+
+@inner
+def _dots(
+    a: _Arguments,
+    width: int,
+    w: int,
+    x: int,
+    y: int,
+    y_stride: int,
+    rows: int,
+    has_sums: int,
+    later: int,
+) -> None:
+    """Multiply up to _MANY_DOTS rows with so many panels."""
+    x_stride, steps, panel_bytes = a.x_stride, a.num_steps, a.num_steps * STEP_BYTES
+    if width == 4:
+        _dots_by_four(w, x, x_stride, y, y_stride, steps, rows, has_sums, panel_bytes, later)
+    elif width == 2:
+        _dots_by_two(w, x, x_stride, y, y_stride, steps, rows, has_sums, panel_bytes, later)
+    else:
+        _dots_by_one(w, x, x_stride, y, y_stride, steps, rows, has_sums, panel_bytes, later)
+
+
 def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
     num_steps, x_stride, width = a.num_steps, a.x_stride, a.together
     memory = np.empty(a.block * 2 * PANEL, np.float32)
@@ -307,3 +364,10 @@ def _end(a: _Arguments, panel: int, width: int, begin: int, end: int, sums: int)
                 gate = sums + ((row - begin) * width + 2 * pair) * PANEL * 4
                 out = a.y + row * a.y_stride + (panel // 2 + pair) * PANEL * 2
                 gate_pair(gate, gate + PANEL * 4, out)
+
+
+_TASKS = {
+    Way.VECTORS: _multiply_by_vectors,
+    Way.DOTS: _multiply_by_dots,
+    Way.TILES: _multiply_by_tiles,
+}

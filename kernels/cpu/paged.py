@@ -34,7 +34,8 @@ class AttentionArguments(NamedTuple):
     window: int  # 0 for none
     scale: float
     max_rows: int
-    tiles: int  # bfloat16 products by tiles, of this configuration; 0 for vectors
+    way: int  # to multiply bfloat16: one of `kernels.cpu.ways`
+    tiles: int  # the configuration of tiles
     taken: int = 0
 
 

@@ -2,8 +2,8 @@
 
 Each builder returns a function for compiled loops over addresses (int64) in bytes.  16-bit elements
 are widened in registers: memory moves half the bytes, every product and sum is float32.  Vectors
-are 8 wide; LLVM splits or joins them for the host.  Addresses need the alignment of their element
-only.
+are 8 wide, or as wide as a panel; LLVM splits or joins them for the host.  Addresses need the
+alignment of their element only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernels.cpu.intrinsics import instruction, target_features, write_prefetch
 from kernels.cpu.tasks import inner
 
 WIDTH = 8
-# Columns of a panel: two vectors, so that six rows of sums fill twelve of sixteen registers.
+# Columns of a panel: a vector of AVX-512, two of AVX2.
 PANEL = 16
 # Pairs of inputs that are added up before their sum is (see `pair_product`).
 PAIRS = 16
@@ -33,12 +33,8 @@ _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
 _VECTOR = ir.VectorType(_F32, WIDTH)
 _QUAD = ir.VectorType(_F32, 4)
-_INTS = ir.VectorType(_I32, WIDTH)
-_STORED = {
-    "float32": _VECTOR,
-    "bfloat16": ir.VectorType(_I16, WIDTH),
-    "float16": ir.VectorType(ir.HalfType(), WIDTH),
-}
+_INTS, _HALVES = ir.VectorType(_I32, WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
+_STORED = {"float32": _F32, "bfloat16": _I16, "float16": ir.HalfType()}
 
 
 @inner
@@ -100,11 +96,11 @@ def _write_each(
     for code, (kind, block) in enumerate(zip(ELEMENTS, kinds, strict=True)):
         to_kind.add_case(i64(code), block)
         b.position_at_end(block)
-        _write_each_size(b, rows, max_rows, end, partial(write, kind))
+        write_each_size(b, rows, max_rows, end, partial(write, kind))
     b.position_at_end(end)
 
 
-def _write_each_size(
+def write_each_size(
     b: ir.IRBuilder, rows: Any, max_rows: int, end: ir.Block, write: Callable[[int], None]
 ) -> None:
     """Write a loop for each number of rows, and from each the way to `end`."""
@@ -130,28 +126,28 @@ def _product(
     """Write the loop of `panel_product` for one size: (rows, panels)."""
     w, w_stride, x, x_stride, y, y_stride, depth = operands
     num_rows, num_panels = size
-    num_vectors = PANEL // WIDTH
-    cells = [(r, c) for r in range(num_rows) for c in range(num_panels * num_vectors)]
+    cells = [(r, p) for r in range(num_rows) for p in range(num_panels)]
     x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(num_rows)]
     y_rows = [b.add(y, b.mul(y_stride, i64(r))) for r in range(num_rows)]
     panels = [b.add(w, b.mul(panel_stride, i64(p))) for p in range(num_panels)]
-    starts = [b.select(has_sums, _load(b, y_rows[r], c), _zero()) for r, c in cells]
+    befores = [_load(b, y_rows[r], p, lanes=PANEL) for r, p in cells]
+    starts = [b.select(has_sums, before, _zero(PANEL)) for before in befores]
     loop = Loop(b, depth, 1)
     sums = [loop.carry(start) for start in starts]
     step = b.mul(loop.index, w_stride)
-    weights = [_load(b, b.add(p, step), c, element) for p in panels for c in range(num_vectors)]
+    weights = [_load(b, b.add(panel, step), 0, element, lanes=PANEL) for panel in panels]
     if fetched is not None:
         later = b.add(fetched[0], b.mul(loop.index, fetched[1]))
         for p in range(num_panels):
             write_prefetch(b, b.add(later, b.mul(panel_stride, i64(p))))
     offset = b.mul(loop.index, i64(4))
-    values = [_broadcast(b, b.add(row, offset)) for row in x_rows]
+    values = [_broadcast(b, b.add(row, offset), PANEL) for row in x_rows]
     totals = [
-        _fma(b, weights[c], values[r], total) for (r, c), total in zip(cells, sums, strict=True)
+        _fma(b, weights[p], values[r], total) for (r, p), total in zip(cells, sums, strict=True)
     ]
     loop.end(totals)
-    for (r, c), total in zip(cells, totals, strict=True):
-        _store(b, total, y_rows[r], c)
+    for (r, p), total in zip(cells, totals, strict=True):
+        _store(b, total, y_rows[r], p)
 
 
 def pair_product(max_rows: int) -> Callable[..., Any]:
@@ -181,7 +177,7 @@ def pair_product(max_rows: int) -> Callable[..., Any]:
             _pair_product(b, w, x_rows, y_rows, num_steps, is_added)
 
         end = b.append_basic_block("end")
-        _write_each_size(b, rows, max_rows, end, write)
+        write_each_size(b, rows, max_rows, end, write)
         b.position_at_end(end)
 
     return product
@@ -303,7 +299,7 @@ def narrow(b: ir.IRBuilder, element: Any, source: Any, target: Any, count: Any) 
         b.position_at_end(block)
         loop = Loop(b, count, WIDTH)
         x = _load(b, b.add(source, b.mul(loop.index, i64(4))), 0)
-        short = rounded(b, x) if kind == BFLOAT16 else b.fptrunc(x, _STORED["float16"])
+        short = rounded(b, x) if kind == BFLOAT16 else b.fptrunc(x, _HALVES)
         at = b.add(target, b.mul(loop.index, i64(2)))
         b.store(short, b.inttoptr(at, short.type.as_pointer()), align=2)
         loop.end([])
@@ -379,36 +375,39 @@ def _ints(value: int) -> ir.Constant:
     return ir.Constant(_INTS, [value] * WIDTH)
 
 
-def _zero() -> ir.Constant:
-    return ir.Constant(_VECTOR, [0.0] * WIDTH)
+def _zero(lanes: int = WIDTH) -> ir.Constant:
+    return ir.Constant(ir.VectorType(_F32, lanes), [0.0] * lanes)
 
 
-def _load(b: ir.IRBuilder, address: Any, index: int, element: str = "float32") -> Any:
+def _load(
+    b: ir.IRBuilder, address: Any, index: int, element: str = "float32", *, lanes: int = WIDTH
+) -> Any:
     """Load the index-th vector at an address, as float32."""
-    stored = _STORED[element]
-    at = b.add(address, i64(index * WIDTH * ELEMENT_BYTES[element]))
+    stored, floats = (ir.VectorType(kind, lanes) for kind in (_STORED[element], _F32))
+    at = b.add(address, i64(index * lanes * ELEMENT_BYTES[element]))
     value = b.load(b.inttoptr(at, stored.as_pointer()), align=ELEMENT_BYTES[element])
     if element == "bfloat16":
-        shifted = b.shl(b.zext(value, _INTS), ir.Constant(_INTS, [16] * WIDTH))
-        return b.bitcast(shifted, _VECTOR)
-    return b.fpext(value, _VECTOR) if element == "float16" else value
+        ints = ir.VectorType(_I32, lanes)
+        shifted = b.shl(b.zext(value, ints), ir.Constant(ints, [16] * lanes))
+        return b.bitcast(shifted, floats)
+    return b.fpext(value, floats) if element == "float16" else value
 
 
 def _store(b: ir.IRBuilder, value: Any, address: Any, index: int) -> None:
-    at = b.add(address, i64(index * WIDTH * 4))
-    b.store(value, b.inttoptr(at, _VECTOR.as_pointer()), align=4)
+    at = b.add(address, i64(index * value.type.count * 4))
+    b.store(value, b.inttoptr(at, value.type.as_pointer()), align=4)
 
 
-def _broadcast(b: ir.IRBuilder, address: Any) -> Any:
+def _broadcast(b: ir.IRBuilder, address: Any, lanes: int) -> Any:
     scalar = b.load(b.inttoptr(address, _F32.as_pointer()), align=4)
-    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(_F32, lanes), ir.Undefined)
     first = b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    return b.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * WIDTH))
+    return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
 
 
 def _fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    function = cgutils.get_or_insert_function(b.module, kind, f"llvm.fma.v{WIDTH}f32")
+    kind = ir.FunctionType(x.type, [x.type] * 3)
+    function = cgutils.get_or_insert_function(b.module, kind, f"llvm.fma.v{x.type.count}f32")
     return b.call(function, [x, y, z])
 
 

@@ -81,8 +81,8 @@ class TorchExecutor:
         Args:
             dtype: "auto" or one of float32, bfloat16, float16: what the model computes in.  "auto"
                 is the checkpoint's on CUDA.  On the CPU it is bfloat16 for a checkpoint of that
-                type where the processor multiplies it by tiles, else float32; float16 rounds the
-                weights there and computes in float32.
+                type where the processor multiplies it, else float32; float16 rounds the weights
+                there and computes in float32.
             kv_dtype: What keys and values are kept in, and sent; "auto" is what `dtype` comes to.
             device: See `worker.model.device.find_device`.
             max_model_len: Longest sequence in tokens; None for the model's own limit.

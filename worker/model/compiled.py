@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from kernels import PagedBatch
-from kernels.cpu import amx
 from kernels.cpu.attention import attend
 from kernels.cpu.inputs import StepInputs
 from kernels.cpu.linear import ELEMENTS, PackedWeight
@@ -21,6 +20,7 @@ from kernels.cpu.program import Operation, Program
 from kernels.cpu.rotary import rotate_and_append
 from kernels.cpu.rowwise import embed, norm, silu_gate
 from kernels.cpu.simd import PANEL
+from kernels.cpu.ways import Way, best_way
 from kernels.cpu.work_items import WorkItems
 from worker.model.config import ModelConfig
 from worker.model.device import arithmetic_of
@@ -48,6 +48,9 @@ class CompiledTransformer:
         self.parameter_bytes = weights.parameter_bytes
         config = self.config
         self.arithmetic = arithmetic_of(self.device, dtype)
+        if dtype is torch.bfloat16:
+            # Of two equal processors one may be refused its tiles by the system.
+            self.arithmetic += f" {best_way().name.lower()}"
         self._packed: Packed = PairedWeight if dtype is torch.bfloat16 else PackedWeight
         self._layers = [_PackedLayer.of(layer, self._packed) for layer in weights.release_layers()]
         self._norm = weights.norm.float()
@@ -65,7 +68,7 @@ class CompiledTransformer:
     @staticmethod
     def best_dtype(config: ModelConfig) -> torch.dtype:
         """Return what this processor computes in fastest without losing what the weights say."""
-        is_paired = config.dtype == "bfloat16" and amx.available()
+        is_paired = config.dtype == "bfloat16" and best_way() is not Way.VECTORS
         fits = CompiledTransformer.fits(config, torch.bfloat16)
         return torch.bfloat16 if is_paired and fits else torch.float32
 

@@ -13,14 +13,20 @@ from numba.core import cgutils
 
 from kernels.cpu import amx
 from kernels.cpu.intrinsics import instruction
+from kernels.cpu.ways import Way, known_ways
 
 Floats = npt.NDArray[np.float32]
-# Where the processor has no tiles what needs them is left out, and says so.
-WAYS = [False, True] if amx.available() else [False]
+# What a processor does not know is left out.
+WAYS = known_ways()
+
+
+def sums_of(way: Way, x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Return start + x W^T of bfloat16 x [T, K] and W [N, K], K of whole steps, summed this way."""
+    return (dot_sums if way is Way.DOTS else tile_sums)(x, weight, start)
 
 
 def tile_sums(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Return start + x W^T of bfloat16 x [T, K] and W [N, K], K of whole steps, summed as tiles do.
+    """Return `sums_of` tiles.
 
     A product of two bfloat16 is exact in float32, so that each sum is rounded once as in the
     processor.
@@ -33,6 +39,16 @@ def tile_sums(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor) -> tor
             even += left[..., k] * right[..., k]
             odd += left[..., k + 1] * right[..., k + 1]
         total += even + odd
+    return torch.from_numpy(total)
+
+
+def dot_sums(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Return `sums_of` dots: the second number of each pair comes before the first."""
+    left, right = x.float().numpy()[:, None, :], weight.float().numpy()[None, :, :]
+    total: Floats = start.numpy().copy()
+    for k in range(0, x.shape[1], 2):
+        total += left[..., k + 1] * right[..., k + 1]
+        total += left[..., k] * right[..., k]
     return torch.from_numpy(total)
 
 

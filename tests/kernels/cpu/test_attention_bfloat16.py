@@ -11,25 +11,26 @@ import torch
 from kernels import PagedBatch, reference
 from kernels.cpu.attention import attend
 from kernels.cpu.program import Program
+from kernels.cpu.ways import Way
 from kernels.cpu.work_items import WorkItems
 from tests.kernels.cpu.paired import WAYS, holds_tiles
 from tests.kernels.scenes import Scene, scene
 
 
-def outputs(it: Scene, window: int | None, by_tiles: bool, num_threads: int = 0) -> torch.Tensor:
+def outputs(it: Scene, window: int | None, way: Way, num_threads: int = 0) -> torch.Tensor:
     """Return what the operation gives for a step."""
     query = it.query.float().contiguous()
     out = torch.full(query.shape, torch.nan, dtype=torch.bfloat16)
     items = WorkItems(query.shape[1] // it.pool.shape[3])
     items.set(it.batch)
     scale = query.shape[2] ** -0.5
-    attention = attend(query, it.pool, 1, items, out, scale=scale, window=window, by_tiles=by_tiles)
+    attention = attend(query, it.pool, 1, items, out, scale=scale, window=window, way=way)
     Program([items.plan(), attention]).run(num_threads)
     return out.float()
 
 
 def attended(
-    lens: list[tuple[int, int]], window: int | None, by_tiles: bool, **shape: Any
+    lens: list[tuple[int, int]], window: int | None, way: Way, **shape: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the operation gives for a step, and what the reference does."""
     it = scene(lens, dtype=torch.bfloat16, **shape)
@@ -38,13 +39,13 @@ def attended(
     factor = scale * math.log2(math.e)
     query = (it.query.float() * factor).bfloat16().float() / factor
     want = reference.paged_attention(query, it.pool.float(), 1, it.batch, scale, window)
-    return outputs(it, window, by_tiles), want
+    return outputs(it, window, way), want
 
 
 LENS = [(12, 12), (140, 140), (65, 40), (300, 17), (64, 64), (33, 17), (1, 1), (200, 1), (131, 3)]
 
 
-@pytest.mark.parametrize("by_tiles", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("window", [None, 5, 70])
 @pytest.mark.parametrize(
     "shape",
@@ -55,24 +56,25 @@ LENS = [(12, 12), (140, 140), (65, 40), (300, 17), (64, 64), (33, 17), (1, 1), (
     ],
 )
 def test_outputs_are_those_of_float32_but_for_rounding(
-    shape: dict[str, int], window: int | None, by_tiles: bool
+    shape: dict[str, int], window: int | None, way: Way
 ) -> None:
-    got, want = attended(LENS, window, by_tiles, **shape)
+    got, want = attended(LENS, window, way, **shape)
     # Weights and outputs are rounded once each, to 8 bits.
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
 
 
-@pytest.mark.skipif(len(WAYS) < 2, reason="this processor has no AMX")
+@pytest.mark.skipif(Way.TILES not in WAYS, reason="this processor has no AMX")
 @pytest.mark.parametrize("window", [None, 70])
 def test_tiles_and_vectors_give_the_same_bits(window: int | None) -> None:
     shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
-    by_vectors, by_tiles = (attended(LENS, window, way, **shape)[0] for way in WAYS)
+    both = Way.VECTORS, Way.TILES
+    by_vectors, by_tiles = (attended(LENS, window, way, **shape)[0] for way in both)
     assert torch.equal(by_vectors, by_tiles)
 
 
-@pytest.mark.parametrize("by_tiles", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("window", [None, 70])
-def test_no_bit_of_a_row_depends_on_the_rows_beside_it(window: int | None, by_tiles: bool) -> None:
+def test_no_bit_of_a_row_depends_on_the_rows_beside_it(window: int | None, way: Way) -> None:
     """A token that is generated has what it has when the text is read again, in any chunks."""
     it = scene([(300, 300)], dtype=torch.bfloat16, num_heads=6, head_dim=64)
     query, items = it.query.float().contiguous(), WorkItems(3)
@@ -87,9 +89,7 @@ def test_no_bit_of_a_row_depends_on_the_rows_beside_it(window: int | None, by_ti
             )
         )
         some, out = query[begin:end], torch.empty(end - begin, 6, 64, dtype=torch.bfloat16)
-        attention = attend(
-            some, it.pool, 1, items, out, scale=0.125, window=window, by_tiles=by_tiles
-        )
+        attention = attend(some, it.pool, 1, items, out, scale=0.125, window=window, way=way)
         Program([items.plan(), attention]).run()
         return out
 
@@ -98,20 +98,20 @@ def test_no_bit_of_a_row_depends_on_the_rows_beside_it(window: int | None, by_ti
         assert torch.equal(computed(begin, end), together[begin:end])
 
 
-@pytest.mark.parametrize("by_tiles", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lens", [[(200, 100), (20, 20)], [(200, 100), (200, 1), (130, 30)]])
-def test_a_sequence_of_nan_is_nobody_elses(lens: list[tuple[int, int]], by_tiles: bool) -> None:
+def test_a_sequence_of_nan_is_nobody_elses(lens: list[tuple[int, int]], way: Way) -> None:
     it = scene(lens, head_dim=64, dtype=torch.bfloat16)
     # One thread, so that the others find in its memory what the first has left there.
-    want = outputs(it, None, by_tiles, num_threads=1)[100:]
+    want = outputs(it, None, way, num_threads=1)[100:]
     blocks = it.batch.block_tables[0, : -(-200 // it.pool.shape[4])]
     it.pool[blocks.long()] = torch.nan
-    got = outputs(it, None, by_tiles, num_threads=1)
+    got = outputs(it, None, way, num_threads=1)
     assert got[:100].isnan().all() and torch.equal(got[100:], want)
 
 
-@pytest.mark.skipif(len(WAYS) < 2, reason="this processor has no AMX")
+@pytest.mark.skipif(Way.TILES not in WAYS, reason="this processor has no AMX")
 def test_attention_leaves_no_tiles_behind() -> None:
     it = scene([(40, 40), (9, 1)], head_dim=64, dtype=torch.bfloat16)
-    outputs(it, None, True, num_threads=1)
+    outputs(it, None, Way.TILES, num_threads=1)
     assert not holds_tiles()

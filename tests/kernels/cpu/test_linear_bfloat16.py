@@ -1,4 +1,4 @@
-"""Matrices in pairs: the order of tiles, by tiles and by vectors, for every remainder."""
+"""Matrices in pairs: the order of each way, for every remainder."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from torch.nn.functional import silu
 
 from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.program import Program
-from tests.kernels.cpu.paired import WAYS, holds_tiles, tile_sums
+from kernels.cpu.ways import Way
+from tests.kernels.cpu.paired import WAYS, holds_tiles, sums_of
 
 
 def product(
     x: torch.Tensor,
     weight: PairedWeight,
-    by_tiles: bool,
+    way: Way,
     y: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -26,14 +27,14 @@ def product(
         padded[:, : y.shape[1]] = y
     if bias is not None:
         bias = torch.cat((bias, torch.zeros(weight.num_columns - len(bias))))
-    times = weight.times(inputs, padded, bias=bias, is_added=y is not None, by_tiles=by_tiles)
+    times = weight.times(inputs, padded, bias=bias, is_added=y is not None, way=way)
     Program([times]).run()
     return padded[:, : weight.shape[0]]
 
 
-@pytest.mark.parametrize("by_tiles", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shape", [(16, 32), (48, 64), (50, 576), (1, 8), (960, 100), (70, 1100)])
-def test_products_are_summed_in_the_order_of_tiles(shape: tuple[int, int], by_tiles: bool) -> None:
+def test_products_are_summed_in_the_order_of_their_way(shape: tuple[int, int], way: Way) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(shape, generator=generator).bfloat16()
     bias = torch.randn(shape[0], generator=generator)
@@ -47,24 +48,24 @@ def test_products_are_summed_in_the_order_of_tiles(shape: tuple[int, int], by_ti
             for added in (None, bias):
                 start = torch.zeros_like(residual) if added is None else added.expand_as(residual)
                 start = start if y is None else start + y
-                got = product(x, packed, by_tiles, y, added)
-                assert torch.equal(got, tile_sums(left, padded, start))
+                got = product(x, packed, way, y, added)
+                assert torch.equal(got, sums_of(way, left, padded, start))
 
 
-@pytest.mark.parametrize("by_tiles", WAYS)
-def test_no_bit_of_a_row_depends_on_the_rows_beside_it(by_tiles: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_no_bit_of_a_row_depends_on_the_rows_beside_it(way: Way) -> None:
     packed = PairedWeight(torch.randn(1200, 130))
     x, bias = torch.randn(70, 130), torch.randn(1200)
-    together = product(x, packed, by_tiles, bias=bias)
+    together = product(x, packed, way, bias=bias)
     for rows in (1, 2, 5, 16, 17, 32, 40):
         for begin in (0, 3, 70 - rows):
-            alone = product(x[begin : begin + rows], packed, by_tiles, bias=bias)
+            alone = product(x[begin : begin + rows], packed, way, bias=bias)
             assert torch.equal(alone, together[begin:][:rows])
 
 
-@pytest.mark.parametrize("by_tiles", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_biased", [False, True])
-def test_gate_and_up_in_one(is_biased: bool, by_tiles: bool) -> None:
+def test_gate_and_up_in_one(is_biased: bool, way: Way) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(2 * 80, 1100, generator=generator).bfloat16()
     bias = torch.randn(2 * 80, generator=generator) * 9 if is_biased else None
@@ -73,12 +74,12 @@ def test_gate_and_up_in_one(is_biased: bool, by_tiles: bool) -> None:
         x = torch.randn(rows, 1100, generator=generator).bfloat16()
         inputs, out = PairedWeight.inputs(rows, 1100), PairedWeight.inputs(rows, 80)
         inputs.copy_(x)
-        Program([packed.times_gated(inputs, out, bias=bias, by_tiles=by_tiles)]).run()
-        gate, up = product(x, PairedWeight(weight), by_tiles, bias=bias).chunk(2, dim=1)
+        Program([packed.times_gated(inputs, out, bias=bias, way=way)]).run()
+        gate, up = product(x, PairedWeight(weight), way, bias=bias).chunk(2, dim=1)
         torch.testing.assert_close(out.float(), silu(gate) * up, rtol=2**-7.9, atol=1e-6)
         for row in range(0, rows, 7):
             alone = PairedWeight.inputs(1, 80)
-            gated = packed.times_gated(inputs[row : row + 1], alone, bias=bias, by_tiles=by_tiles)
+            gated = packed.times_gated(inputs[row : row + 1], alone, bias=bias, way=way)
             Program([gated]).run()
             assert torch.equal(alone[0], out[row])
 
@@ -89,10 +90,10 @@ def test_room_for_inputs_is_padded_with_zeros() -> None:
     assert not torch.as_strided(inputs, (3, 64), (inputs.stride(0), 1)).any()
 
 
-@pytest.mark.skipif(len(WAYS) < 2, reason="this processor has no AMX")
+@pytest.mark.skipif(Way.TILES not in WAYS, reason="this processor has no AMX")
 @pytest.mark.parametrize("rows", [0, 1, 32, 40])
 def test_a_product_leaves_no_tiles_behind(rows: int) -> None:
     packed, y = PairedWeight(torch.randn(48, 64)), torch.empty(rows, 48)
-    times = packed.times(PairedWeight.inputs(rows, 64), y, by_tiles=True)
+    times = packed.times(PairedWeight.inputs(rows, 64), y, way=Way.TILES)
     Program([times]).run(num_threads=1)
     assert not holds_tiles()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu import amx
 from kernels.cpu.intrinsics import target_name
+from kernels.cpu.ways import Way
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance, batch_of
 from wire.options import Options
@@ -19,6 +19,7 @@ from worker.executor import torch as torch_executor
 from worker.executor.contract import Attention
 from worker.executor.registry import create
 from worker.executor.torch import TorchExecutor
+from worker.model import compiled
 from worker.model.config import ModelError
 from worker.model.kv_cache import TorchKVCache
 
@@ -101,14 +102,14 @@ def test_the_registry_makes_it(path: Path) -> None:
     assert executor.info.layout.dtype == "float16"
 
 
-@pytest.mark.parametrize("has_tiles", [False, True])
+@pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_auto_is_what_the_processor_is_best_at(
-    dtype: str, has_tiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_model(tmp_path, dtype=dtype)
-    monkeypatch.setattr(amx, "available", lambda: has_tiles)
-    best = "bfloat16" if dtype == "bfloat16" and has_tiles else "float32"
+    monkeypatch.setattr(compiled, "best_way", lambda: way)
+    best = "bfloat16" if dtype == "bfloat16" and way is not Way.VECTORS else "float32"
     assert loaded(path, dtype="auto").info.layout.dtype == best
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.cpu.ways import Way
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance
 from worker.executor.torch import TorchExecutor
+from worker.model import compiled
 from worker.model.compiled import MAX_PROGRAMS, CompiledTransformer
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 40
@@ -159,6 +161,18 @@ def test_in_bfloat16_no_bit_depends_on_how_a_text_is_read(name: str, tmp_path: P
     assert torch.equal(read(*[1] * 99), want)
     assert torch.equal(read(40, 1, 17, 41), want)
     assert torch.equal(read(40, 59, beside=2), want)
+
+
+def test_arithmetic_names_the_way_that_bfloat16_is_multiplied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_model(tmp_path)
+    wide = load(path).capabilities.arithmetic
+    assert not wide.endswith(("vectors", "dots", "tiles"))
+    for way in Way:
+        monkeypatch.setattr(compiled, "best_way", lambda way=way: way)
+        arithmetic = load(path, "bfloat16").capabilities.arithmetic
+        assert arithmetic.endswith(f" bfloat16 {way.name.lower()}")
 
 
 def test_what_the_loops_have_no_panels_for_is_computed_by_torch(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""Pairs of bfloat16 multiplied and added to 16 float32 sums by one instruction (AVX512-BF16).
+
+`vdpbf16ps` takes a pair of x and a pair of weights for each sum: the product of their second
+numbers is added to it first, then that of their first ones.  A product is exact, each addition is
+rounded to the nearest, the even one of two.  Numbers below 2^-126 are taken for zero, in pairs as
+in sums.  A row's sum is therefore taken over k = 1, 0, 3, 2, 5, 4, ... whatever stands beside it:
+not the order of tiles (`kernels.cpu.amx`).
+
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, VDPBF16PS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from kernels.cpu.intrinsics import instruction, target_features, write_prefetch
+from kernels.cpu.simd import PAIRS, PANEL, Loop, i64, write_each_size
+
+# A pair of x, and of each column of a panel; and a row of such pairs, or of sums.
+_PAIR_BYTES = 4
+_ROW_BYTES = PANEL * _PAIR_BYTES
+_I32 = ir.IntType(32)
+_PAIRS, _SUMS = ir.VectorType(_I32, PANEL), ir.VectorType(ir.FloatType(), PANEL)
+
+
+@cache
+def available() -> bool:
+    """Whether the processor that loops are compiled for has this instruction."""
+    return "+avx512bf16" in target_features()
+
+
+def dot_product(max_rows: int, num_panels: int) -> Callable[..., Any]:
+    """Return y[r, p, :PANEL] = sum over k of x[r, k] w[p, k, :PANEL], plus what y was, by dots.
+
+    The function takes (w, x, x_stride, y, y_stride, num_steps, rows, is_added, panel_stride,
+    later): what a `kernels.cpu.amx.tile_product` with `prefetch` takes, but that it is told the
+    rows, and computes the first min(rows, max_rows) of them.
+    """
+
+    @instruction(types.void, *[types.int64] * 10)
+    def product(
+        b: ir.IRBuilder,
+        w: Any,
+        x: Any,
+        x_stride: Any,
+        y: Any,
+        y_stride: Any,
+        num_steps: Any,
+        rows: Any,
+        is_added: Any,
+        panel_stride: Any,
+        later: Any,
+    ) -> None:
+        # Loops that may use it are compiled for other processors as well, and never reach it.
+        if not available():
+            return
+        starts = [b.mul(panel_stride, i64(p)) for p in range(num_panels)]
+        panels = [b.add(w, start) for start in starts]
+        fetched = [b.add(later, start) for start in starts]
+        num_pairs = b.mul(num_steps, i64(PAIRS))
+        has_sums = b.icmp_signed("!=", is_added, i64(0))
+
+        def write(num_rows: int) -> None:
+            x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(num_rows)]
+            y_rows = [b.add(y, b.mul(y_stride, i64(r))) for r in range(num_rows)]
+            _product(b, panels, fetched, x_rows, y_rows, num_pairs, has_sums)
+
+        end = b.append_basic_block("end")
+        write_each_size(b, rows, max_rows, end, write)
+        b.position_at_end(end)
+
+    return product
+
+
+def _product(
+    b: ir.IRBuilder,
+    panels: list[Any],
+    fetched: list[Any],
+    x_rows: list[Any],
+    y_rows: list[Any],
+    num_pairs: Any,
+    has_sums: Any,
+) -> None:
+    """Write the loop of `dot_product` for these panels and rows."""
+    cells = [
+        (r, p, b.add(y, i64(p * _ROW_BYTES)))
+        for r, y in enumerate(y_rows)
+        for p in range(len(panels))
+    ]
+    zero = ir.Constant(_SUMS, [0.0] * PANEL)
+    befores = [b.select(has_sums, _load(b, at, _SUMS), zero) for _, _, at in cells]
+    loop = Loop(b, num_pairs, 1)
+    sums = [loop.carry(before) for before in befores]
+    along_x = b.mul(loop.index, i64(_PAIR_BYTES))
+    along_w = b.mul(loop.index, i64(_ROW_BYTES))
+    weights = [_load(b, b.add(panel, along_w), _PAIRS) for panel in panels]
+    for later in fetched:
+        write_prefetch(b, b.add(later, along_w))
+    values = [_splat(b, _load(b, b.add(row, along_x), _I32)) for row in x_rows]
+    totals = [
+        _dot(b, total, values[r], weights[p]) for (r, p, _), total in zip(cells, sums, strict=True)
+    ]
+    loop.end(totals)
+    for (_, _, at), total in zip(cells, totals, strict=True):
+        b.store(total, b.inttoptr(at, _SUMS.as_pointer()), align=4)
+
+
+def _dot(b: ir.IRBuilder, total: Any, x: Any, w: Any) -> Any:
+    kind = ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS])
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), [total, x, w])
+
+
+def _load(b: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
+    return b.load(b.inttoptr(address, kind.as_pointer()), align=4)
+
+
+def _splat(b: ir.IRBuilder, pair: Any) -> Any:
+    undefined = ir.Constant(_PAIRS, ir.Undefined)
+    first = b.insert_element(undefined, pair, ir.Constant(_I32, 0))
+    return b.shuffle_vector(first, undefined, ir.Constant(_PAIRS, [0] * PANEL))

@@ -1,0 +1,38 @@
+"""The three ways to multiply bfloat16, and which of them is taken on this processor."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from kernels.cpu import amx, dot_bfloat16
+
+
+class Way(IntEnum):
+    """How products of bfloat16 are computed: of two that are known, the later is taken.
+
+    Each takes sums in one order: tiles and vectors in the same, dots in another.
+    """
+
+    VECTORS = 0  # float32 vectors, on any processor: `kernels.cpu.simd.pair_product`
+    DOTS = 1  # `kernels.cpu.dot_bfloat16`
+    TILES = 2  # `kernels.cpu.amx`
+
+
+def known_ways() -> list[Way]:
+    """Return the ways that this processor knows and the system grants."""
+    return [
+        Way.VECTORS,
+        *([Way.DOTS] if dot_bfloat16.available() else []),
+        *([Way.TILES] if amx.available() else []),
+    ]
+
+
+def best_way() -> Way:
+    """Return the way that is taken here if none is asked for."""
+    return known_ways()[-1]
+
+
+def known_way(way: Way | None) -> Way:
+    """Return a way, which must be one of `known_ways`; `best_way` for None."""
+    assert way is None or way in known_ways(), f"this processor does not multiply by {way!r}"
+    return best_way() if way is None else way
