@@ -101,10 +101,13 @@ class Timed:
 class Ours:
     """The engine with its torch executor."""
 
-    name = "baton"
-
-    def __init__(self, path: Path, dtype: str, prompt_tokens: int, drawing: Drawing) -> None:
-        executor = TorchExecutor.load(path, name="bench", device="cpu", dtype=dtype)
+    def __init__(
+        self, path: Path, dtype: str, weights: str, prompt_tokens: int, drawing: Drawing
+    ) -> None:
+        self.name = "baton" if weights == "auto" else f"baton {weights}"
+        executor = TorchExecutor.load(
+            path, name="bench", device="cpu", dtype=dtype, weights=weights
+        )
         self.executor = Timed(executor)
         blocks = 32 * (CONTEXT + 256) // BLOCK_SIZE + prompt_tokens // BLOCK_SIZE + 64
         self.engine = Engine(

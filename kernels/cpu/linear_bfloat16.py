@@ -51,7 +51,7 @@ class PairedWeight:
     def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
         """Pack a matrix; one `is_gated` has its first half and its second woven panel by panel."""
         rows, columns = self.shape = (weight.shape[0], weight.shape[1])
-        weight = _woven(weight) if is_gated else weight
+        weight = woven(weight) if is_gated else weight
         padded = pad(weight.bfloat16(), (0, -columns % STEP, 0, -rows % PANEL))
         pairs = padded.view(-1, PANEL, padded.shape[1] // STEP, STEP // 2, 2)
         self.panels = pairs.permute(0, 2, 3, 1, 4).contiguous()
@@ -108,7 +108,7 @@ class PairedWeight:
             by_tiles: See `times`.
         """
         assert y.shape == (len(x), self.shape[0] // 2)
-        bias = None if bias is None else _woven(bias)
+        bias = None if bias is None else woven(bias)
         return self._operation(x, y, bias, 2, is_added=False, by_tiles=by_tiles)
 
     def _operation(
@@ -123,7 +123,7 @@ class PairedWeight:
     ) -> Operation:
         num_units, num_steps = self.panels.shape[0] // together, self.panels.shape[1]
         assert x.shape[1] == self.shape[1]
-        whole, rest = _configurations(len(x))
+        whole, rest = amx.configurations(len(x))
         num_threads = torch.get_num_threads()
         address = self.panels.data_ptr()
         arguments = _Arguments(
@@ -149,17 +149,10 @@ class PairedWeight:
         return Operation(task, arguments, (x, self.panels, y, bias, whole, rest), weights)
 
 
-def _woven(rows: torch.Tensor) -> torch.Tensor:
+def woven(rows: torch.Tensor) -> torch.Tensor:
     """Return the rows with a panel of their first half and one of their second by turns."""
     panels = rows.view(2, -1, PANEL, *rows.shape[1:])
     return panels.transpose(0, 1).reshape(rows.shape)
-
-
-def _configurations(num_rows: int) -> tuple[amx.Configuration, amx.Configuration]:
-    """Return those of the tiles for 32 rows and for the rows that are left in the end."""
-    left = num_rows % _TWO_TILES
-    rest = amx.configuration(min(left, TILE_ROWS), max(left - TILE_ROWS, 0))
-    return amx.configuration(TILE_ROWS, TILE_ROWS), rest
 
 
 class _Arguments(NamedTuple):

@@ -100,11 +100,11 @@ def _write_each(
     for code, (kind, block) in enumerate(zip(ELEMENTS, kinds, strict=True)):
         to_kind.add_case(i64(code), block)
         b.position_at_end(block)
-        _write_each_size(b, rows, max_rows, end, partial(write, kind))
+        write_each_size(b, rows, max_rows, end, partial(write, kind))
     b.position_at_end(end)
 
 
-def _write_each_size(
+def write_each_size(
     b: ir.IRBuilder, rows: Any, max_rows: int, end: ir.Block, write: Callable[[int], None]
 ) -> None:
     """Write a loop for each number of rows, and from each the way to `end`."""
@@ -181,7 +181,7 @@ def pair_product(max_rows: int) -> Callable[..., Any]:
             _pair_product(b, w, x_rows, y_rows, num_steps, is_added)
 
         end = b.append_basic_block("end")
-        _write_each_size(b, rows, max_rows, end, write)
+        write_each_size(b, rows, max_rows, end, write)
         b.position_at_end(end)
 
     return product

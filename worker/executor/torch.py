@@ -36,6 +36,7 @@ def create(
     fingerprint: str,
     dtype: str = "auto",
     kv_dtype: str = "auto",
+    weights: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
 ) -> TorchExecutor:
@@ -46,6 +47,7 @@ def create(
         fingerprint=fingerprint,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        weights=weights,
         device=device,
         max_model_len=max_model_len,
     )
@@ -70,6 +72,7 @@ class TorchExecutor:
         fingerprint: str = "",
         dtype: str = "auto",
         kv_dtype: str = "auto",
+        weights: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
     ) -> TorchExecutor:
@@ -97,6 +100,7 @@ class TorchExecutor:
             place,
             kv_dtype=_dtype("kv_dtype", kv_dtype),
             compiled=is_cpu,
+            in_int8=weights == "int8",
         )
         config = model.config
         limit = config.max_positions

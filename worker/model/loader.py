@@ -29,6 +29,7 @@ def load_model(
     *,
     kv_dtype: torch.dtype | None = None,
     compiled: bool = False,
+    in_int8: bool = False,
 ) -> Model:
     """Load a model directory.
 
@@ -39,6 +40,7 @@ def load_model(
             none.  None as a dtype is what the processor is best at then.  A model that computes in
             float32 keeps the matrices of a 16-bit checkpoint in 16 bits and widens them as they are
             read, so nothing but memory and time changes.
+        in_int8: Round the matrices to 8 bits, from the checkpoint's own dtype; compiled only.
 
     Raises:
         ModelError: The directory cannot be served; names the file and the key or tensor.
@@ -47,10 +49,10 @@ def load_model(
         return Transformer(load_weights(path, dtype, device, kv_dtype=kv_dtype))
     config = read_config(path)
     dtype = dtype or CompiledTransformer.best_dtype(config)
-    kept = None if dtype is torch.float32 else dtype
+    kept = None if in_int8 or dtype is torch.float32 else dtype
     weights = load_weights(path, kept, device, kv_dtype=kv_dtype or dtype)
     if CompiledTransformer.fits(config, dtype, weights.weight_dtype, weights.kv_dtype):
-        return CompiledTransformer(weights, dtype)
+        return CompiledTransformer(weights, dtype, in_int8=in_int8)
     weights.widen()
     return Transformer(weights)
 
