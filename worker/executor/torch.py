@@ -84,16 +84,26 @@ class TorchExecutor:
                 type where the processor multiplies it by tiles, else float32; float16 rounds the
                 weights there and computes in float32.
             kv_dtype: What keys and values are kept in, and sent; "auto" is what `dtype` comes to.
+            weights: "auto", or "int8" to round the matrices to 8 bits, on the CPU: products are of
+                int8 then, all else is as `dtype` says.
             device: See `worker.model.device.find_device`.
             max_model_len: Longest sequence in tokens; None for the model's own limit.
 
         Raises:
-            ModelError: The directory, the dtype, the device or the length cannot be served.
+            ModelError: The directory, the dtype, the weights, the device or the length cannot be
+                served.
         """
         place = find_device(device)
         is_cpu = place.type == "cpu"
         if not is_cpu and kv_dtype not in ("auto", dtype):
             raise ModelError(f"kv_dtype is {kv_dtype!r}, on {place.type} it is that of dtype")
+        if weights not in ("auto", "int8"):
+            raise ModelError(f"weights is {weights!r}, not auto or int8")
+        if weights == "int8" and not is_cpu:
+            raise ModelError(
+                f"weights is 'int8', on {place.type} they are what dtype says; leave --weights "
+                "out, or compute with --device cpu"
+            )
         model = load_model(
             path,
             _dtype("dtype", dtype),

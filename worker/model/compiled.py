@@ -7,7 +7,7 @@ time it runs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,9 +51,8 @@ class CompiledTransformer:
         self.config, self.device, self.kv_dtype = weights.config, weights.device, weights.kv_dtype
         config = self.config
         self.arithmetic = arithmetic_of(self.device, dtype)
-        self._packed: Packed = PairedWeight if dtype is torch.bfloat16 else PackedWeight
-        if in_int8:
-            self._packed = Int8Weight
+        in_floats = PairedWeight if dtype is torch.bfloat16 else PackedWeight
+        self._packed: Packed = Int8Weight if in_int8 else in_floats
         self._layers = [_PackedLayer.of(layer, self._packed) for layer in weights.release_layers()]
         self._norm = weights.norm.float()
         self._head = self._packed(weights.head)
@@ -63,9 +62,7 @@ class CompiledTransformer:
         self._items = WorkItems(config.num_heads // config.num_kv_heads)
         self._dtype = dtype
         self._buffers = _Buffers(config, 0, self._packed, dtype)
-        parts = [part for layer in self._layers for part in layer]
-        rounded = [*parts, self._norm, self._head, *([] if config.tied_embeddings else [weights.embed])]
-        self.parameter_bytes = sum(map(_bytes_of, rounded)) if in_int8 else weights.parameter_bytes
+        self.parameter_bytes = self._int8_bytes() if in_int8 else weights.parameter_bytes
         self._inputs = StepInputs(0, self._frequencies)
         self._logits = torch.empty(0, self._head.num_columns)
         self._pool: torch.Tensor | None = None
@@ -79,13 +76,18 @@ class CompiledTransformer:
         return torch.bfloat16 if is_paired and fits else torch.float32
 
     @staticmethod
-    def fits(config: ModelConfig, dtype: torch.dtype, *kept: torch.dtype) -> bool:
+    def fits(
+        config: ModelConfig, dtype: torch.dtype, *kept: torch.dtype, in_int8: bool = False
+    ) -> bool:
         """Whether the loops can compute this model: its widths are whole panels.
 
-        In bfloat16 gate and up are so each by itself.  `kept` is what weights and KV are kept in.
+        In bfloat16 and `in_int8` gate and up are so each by itself.  `kept` is what weights and KV
+        are kept in.
         """
-        inner = config.intermediate_size * (1 if dtype is torch.bfloat16 else 2)
+        inner = config.intermediate_size * (1 if in_int8 or dtype is torch.bfloat16 else 2)
         widths = (config.head_dim, config.hidden_size, inner)
+        if in_int8 and max(*widths, config.num_heads * config.head_dim) > MAX_INPUTS:
+            return False
         return not any(width % PANEL for width in widths) and all(it in ELEMENTS for it in kept)
 
     def forward(
@@ -103,6 +105,13 @@ class CompiledTransformer:
         self._items.set(batch)
         program.run()
         return self._logits[:num_rows, : self.config.vocab_size]
+
+    def _int8_bytes(self) -> int:
+        """Return what the model takes once its matrices are int8."""
+        parts = {self._norm, self._head, self._embedding}  # the last two may be one
+        return sum(map(_bytes_of, parts)) + sum(
+            _bytes_of(part) for layer in self._layers for part in layer
+        )
 
     def _program(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> Program:
         self._make_room(pool, num_tokens, num_rows)
@@ -244,5 +253,5 @@ class _Buffers:
             self.planes = torch.empty(num_tokens, 0)
 
 
-def _bytes_of(part: torch.Tensor | Int8Weight | _Projection | None) -> int:
-    return 0 if part is None else part.nbytes
+def _bytes_of(part: Any) -> int:
+    return 0 if part is None else int(part.nbytes)

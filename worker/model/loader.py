@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kernels.cpu.linear_int8 import MAX_INPUTS
+from kernels.cpu.simd import PANEL
 from wire.process.model import ModelError, checkpoint_files
 from worker.model.compiled import CompiledTransformer
 from worker.model.config import read_config
@@ -49,6 +51,13 @@ def load_model(
         return Transformer(load_weights(path, dtype, device, kv_dtype=kv_dtype))
     config = read_config(path)
     dtype = dtype or CompiledTransformer.best_dtype(config)
+    if in_int8 and not CompiledTransformer.fits(config, dtype, in_int8=True):
+        raise ModelError(
+            f"{path / 'config.json'}: weights cannot be int8: that takes hidden_size, "
+            f"intermediate_size and head_dim in multiples of {PANEL} and at most {MAX_INPUTS}, "
+            f"these are {config.hidden_size}, {config.intermediate_size} and {config.head_dim}; "
+            "leave --weights out"
+        )
     kept = None if in_int8 or dtype is torch.float32 else dtype
     weights = load_weights(path, kept, device, kv_dtype=kv_dtype or dtype)
     if CompiledTransformer.fits(config, dtype, weights.weight_dtype, weights.kv_dtype):
