@@ -88,7 +88,7 @@ def _to_planes(a: _Arguments, _thread: int) -> None:
 
 @inner
 def round_row(element: int, x: int, size: int, out: int, row: int, out_stride: int) -> None:
-    """Write one row of `size` numbers, a multiple of PANEL, as planes and scale: row `row` of out."""
+    """Write `size` numbers, a multiple of PANEL, as planes and scale: the row `row` of out."""
     to = out + row * out_stride
     if element == BFLOAT16:
         _round_bfloat16(x, size, to, out_stride)
@@ -161,9 +161,7 @@ def finish_sums(
     All are addresses.  The int32 sums of the low plane lie `stride` bytes after those of the high
     one; `bias` and `added` are 0 for none.
     """
-    high, low = (
-        b.sitofp(_load(b, at, _INTS), _FLOATS) for at in (sums, b.add(sums, stride))
-    )
+    high, low = (b.sitofp(_load(b, at, _INTS), _FLOATS) for at in (sums, b.add(sums, stride)))
     # 128 times a float32 is exact, so that it is the same whether rounded before it is added.
     total = _in_order(b, b.fadd(b.fmul(high, _all(_FLOATS, 128.0)), low))
     row = _splat(b, b.load(b.inttoptr(x_scale, _F32.as_pointer()), align=4))
