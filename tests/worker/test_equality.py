@@ -5,7 +5,7 @@ And with weights in 8 bits, beside which attention is in bfloat16.
 
 import random
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ class Model(NamedTuple):
     """A checkpoint, and how it is loaded."""
 
     path: Path
-    settings: dict[str, str]
+    settings: dict[str, Any]
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, "int8"])

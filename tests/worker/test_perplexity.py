@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def texts(seed: int, count: int) -> list[list[int]]:
     return [TOKENIZER.encode(stories.make_story(draw).text).ids[:500] for _ in range(count)]
 
 
-def perplexity(path: Path, **settings: str) -> float:
+def perplexity(path: Path, **settings: Any) -> float:
     executor = TorchExecutor.load(path, name="held out", device="cpu", **settings)
     executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
     losses = []

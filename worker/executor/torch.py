@@ -90,26 +90,16 @@ class TorchExecutor:
             max_model_len: Longest sequence in tokens; None for the model's own limit.
 
         Raises:
-            ModelError: The directory, the dtype, the weights, the device or the length cannot be
-                served.
+            ModelError: The directory, a setting or the length cannot be served.
         """
         place = find_device(device)
-        is_cpu = place.type == "cpu"
-        if not is_cpu and kv_dtype not in ("auto", dtype):
-            raise ModelError(f"kv_dtype is {kv_dtype!r}, on {place.type} it is that of dtype")
-        if weights not in ("auto", "int8"):
-            raise ModelError(f"weights is {weights!r}, not auto or int8")
-        if weights == "int8" and not is_cpu:
-            raise ModelError(
-                f"weights is 'int8', on {place.type} they are what dtype says; leave --weights "
-                "out, or compute with --device cpu"
-            )
+        _check(place, dtype, kv_dtype, weights)
         model = load_model(
             path,
             _dtype("dtype", dtype),
             place,
             kv_dtype=_dtype("kv_dtype", kv_dtype),
-            compiled=is_cpu,
+            compiled=place.type == "cpu",
             in_int8=weights == "int8",
         )
         config = model.config
@@ -205,6 +195,20 @@ class TorchExecutor:
         self._model = None
         self._cache = None
         self._graphs = None
+
+
+def _check(place: torch.device, dtype: str, kv_dtype: str, weights: str) -> None:
+    """Refuse what is none of the choices, or none there."""
+    is_cpu = place.type == "cpu"
+    if not is_cpu and kv_dtype not in ("auto", dtype):
+        raise ModelError(f"kv_dtype is {kv_dtype!r}, on {place.type} it is that of dtype")
+    if weights not in ("auto", "int8"):
+        raise ModelError(f"weights is {weights!r}, not auto or int8")
+    if weights == "int8" and not is_cpu:
+        raise ModelError(
+            f"weights is 'int8', on {place.type} they are what dtype says; leave --weights out, or "
+            "compute with --device cpu"
+        )
 
 
 def _capabilities(model: Model, layout: KVLayout) -> Capabilities:

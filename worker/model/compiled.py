@@ -183,7 +183,7 @@ class _Projection(NamedTuple):
     @classmethod
     def packed(cls, matrix: Linear, packed: Packed, *, is_gated: bool = False) -> _Projection:
         bias = None if matrix.bias is None else matrix.bias.float()
-        if is_gated and packed is not PackedWeight:
+        if is_gated and not issubclass(packed, PackedWeight):
             return cls(packed(matrix.weight, is_gated=True), bias)
         return cls(packed(matrix.weight), bias)
 

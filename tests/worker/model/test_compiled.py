@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def load(path: Path, dtype: str = "float32", **settings: str) -> TorchExecutor:
+def load(path: Path, dtype: str = "float32", **settings: Any) -> TorchExecutor:
     executor = TorchExecutor.load(path, name="random", device="cpu", dtype=dtype, **settings)
     executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
     return executor
