@@ -288,17 +288,21 @@ def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
 def _finish(a: _Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
     """Write what the sums of planes [begin, end) with so many panels come to."""
     stride, column = width * PANEL * 4, panel * PANEL * 4
-    for row in range(begin // 2, end // 2):
-        high = sums + (2 * row - begin) * stride
-        scale = a.x + (row + 1) * a.x_stride - 4
-        y = a.y + row * a.y_stride + (0 if a.together == 2 else column)
+    # Gated sums become float32 where they are, and then y.
+    to, to_stride = a.y + begin // 2 * a.y_stride + column, a.y_stride
+    if a.together == 2:
+        to, to_stride = sums, 2 * stride
+    for row in range((end - begin) // 2):
+        scale = a.x + (begin // 2 + row + 1) * a.x_stride - 4
         for part in range(width):
             offset = part * PANEL * 4
-            to = high + offset if a.together == 2 else y + offset
-            scales = a.scales + column + offset
+            high, y = sums + 2 * row * stride + offset, to + row * to_stride + offset
             bias = a.bias + column + offset if a.bias else 0
-            finish_sums(high + offset, stride, scale, scales, bias, to if a.is_added else 0, to)
-        if a.together == 2:
+            before = y if a.is_added else 0
+            finish_sums(high, stride, scale, a.scales + column + offset, bias, before, y)
+    if a.together == 2:
+        for row in range((end - begin) // 2):
+            y = a.y + (begin // 2 + row) * a.y_stride + panel // 2 * PANEL * 4
             for pair in range(width // 2):
-                gate = high + 2 * pair * PANEL * 4
-                gate_floats(gate, gate + PANEL * 4, y + (panel // 2 + pair) * PANEL * 4)
+                gate = sums + 2 * (row * stride + pair * PANEL * 4)
+                gate_floats(gate, gate + PANEL * 4, y + pair * PANEL * 4)

@@ -169,14 +169,8 @@ def finish_sums(
     value = _in_order(b, b.fmul(total, scales))
     for more in (bias, added):
         is_there = b.icmp_signed("!=", more, i64(0))
-        before = b.block
-        with b.if_then(is_there):
-            larger = _in_order(b, b.fadd(value, _load(b, more, _FLOATS)))
-            within = b.block
-        joint = b.phi(_FLOATS)
-        joint.add_incoming(value, before)
-        joint.add_incoming(larger, within)
-        value = joint
+        terms = _load(b, b.select(is_there, more, w_scales), _FLOATS)
+        value = _in_order(b, b.fadd(value, b.select(is_there, terms, _all(_FLOATS, 0.0))))
     b.store(value, b.inttoptr(out, _FLOATS.as_pointer()), align=4)
 
 
