@@ -50,7 +50,8 @@ class CompiledTransformer:
     def __init__(self, weights: Weights, dtype: torch.dtype, *, in_int8: bool = False) -> None:
         self.config, self.device, self.kv_dtype = weights.config, weights.device, weights.kv_dtype
         config = self.config
-        self.arithmetic = arithmetic_of(self.device, dtype)
+        formats = (dtype, torch.int8) if in_int8 else (dtype,)
+        self.arithmetic = arithmetic_of(self.device, *formats)
         in_floats = PairedWeight if dtype is torch.bfloat16 else PackedWeight
         self._packed: Packed = Int8Weight if in_int8 else in_floats
         self._layers = [_PackedLayer.of(layer, self._packed) for layer in weights.release_layers()]

@@ -118,7 +118,7 @@ def test_gate_and_up_in_one(is_biased: bool, by_tiles: bool) -> None:
         out = torch.full((rows, 80), torch.nan)
         Program([packed.times_gated(planes(x), out, bias=bias, by_tiles=by_tiles)]).run()
         gate, up = product(x, Int8Weight(weight), by_tiles, bias=bias).chunk(2, dim=1)
-        torch.testing.assert_close(out, silu(gate) * up, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(out, silu(gate) * up, rtol=3e-4, atol=1e-6)
         for row in range(0, rows, 7):
             alone = torch.empty(1, 80)
             some = planes(x[row : row + 1])
