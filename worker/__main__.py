@@ -82,6 +82,7 @@ def _create(config: Config, model: str, **settings: Any) -> Executor:
     check_files(path)
     if config.executor == "torch":  # here, for importing torch takes seconds
         check_weights(path)
+    chosen = {"kv_dtype": config.kv_dtype, "weights": config.weights}
     executor = create(
         config.executor,
         model_path=path,
@@ -89,7 +90,7 @@ def _create(config: Config, model: str, **settings: Any) -> Executor:
         fingerprint=fingerprint(path),
         dtype=config.dtype,
         device=config.device,
-        **({} if config.kv_dtype == "auto" else {"kv_dtype": config.kv_dtype}),
+        **{name: value for name, value in chosen.items() if value != "auto"},
         **settings,
     )
     known = vocab_size(path)

@@ -44,6 +44,12 @@ class Config(SharedSettings):
         description="what keys and values are kept in and sent as, the same on all workers of a "
         "cluster; auto is what --dtype comes to",
     )
+    weights: Literal["auto", "int8"] = Field(
+        default="auto",
+        description="what the model's matrices are kept in: auto is what the checkpoint has, or "
+        "--dtype; int8 rounds them to 8 bits when they are loaded, on a CPU, for steps that wait "
+        "for memory; the same on all workers of a cluster",
+    )
     threads: int = Field(
         default=0,
         ge=0,

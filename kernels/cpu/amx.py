@@ -4,9 +4,9 @@ A step multiplies 16 rows of 32 bfloat16 with 16 columns of them: `tdpbf16ps`.  
 in one order, whatever stands beside it: of 32 products those of even and those of odd numbers are
 added up by themselves, the two are added, and that is added to the sum.  Bit for bit the same, with
 float32 vectors on any processor, is `kernels.cpu.simd.pair_product`; but tiles take numbers below
-2^-126 for zero.
+2^-126 for zero.  A step of int8 has 64 inputs, `tdpbssd`; its sums are int32 and exact.
 
-Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS.
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS, TDPBSSD.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from kernels.cpu.simd import Loop, i64
 
 Configuration = npt.NDArray[np.uint8]
 
-# Rows of a tile; numbers of each row, and of each column of weights, that a step multiplies.
+# Rows of a tile; numbers of each row, and of each column of weights, that a step multiplies: of
+# bfloat16 and of int8.
 TILE_ROWS = 16
 STEP = 32
-# Bytes of a panel's weights for a step: 16 pairs of k, each a row of 16 columns.
+BYTES_STEP = 64
+# Bytes of a panel's weights for a step: 16 rows of 16 columns, of a pair of bfloat16 or four int8.
 STEP_BYTES = 1024
 _ROW_BYTES = 64
 _LINE_BYTES = 64
@@ -52,7 +54,7 @@ def available() -> bool:
 @cache
 def _are_known() -> bool:
     """Whether the processor that loops are compiled for has these instructions."""
-    return {"+amx-tile", "+amx-bf16"} <= target_features()
+    return {"+amx-tile", "+amx-bf16", "+amx-int8"} <= target_features()
 
 
 def configuration(first_rows: int, second_rows: int = 0) -> Configuration:
@@ -71,6 +73,13 @@ def configuration(first_rows: int, second_rows: int = 0) -> Configuration:
     return layout
 
 
+def configurations(num_rows: int) -> tuple[Configuration, Configuration]:
+    """Return those for two whole tiles of rows and for the rows that are left in the end."""
+    left = num_rows % (2 * TILE_ROWS)
+    rest = configuration(min(left, TILE_ROWS), max(left - TILE_ROWS, 0))
+    return configuration(TILE_ROWS, TILE_ROWS), rest
+
+
 @instruction(types.void, types.int64)
 def configure(b: ir.IRBuilder, address: Any) -> None:
     """Load what `configuration` returned from an address; every tile is zero then."""
@@ -83,7 +92,9 @@ def release(b: ir.IRBuilder) -> None:
     _tile(b, "tilerelease")
 
 
-def tile_product(num_tiles: int, num_panels: int, *, prefetch: bool = False) -> Callable[..., Any]:
+def tile_product(
+    num_tiles: int, num_panels: int, *, prefetch: bool = False, of_bytes: bool = False
+) -> Callable[..., Any]:
     """Return y[r, p, :16] = sum over k of x[r, k] w[p, k, :16], plus what y was, by tiles.
 
     The function takes (w, x, x_stride, y, y_stride, num_steps, is_added, panel_stride, later):
@@ -91,7 +102,9 @@ def tile_product(num_tiles: int, num_panels: int, *, prefetch: bool = False) -> 
     bfloat16, 32 of them a step, and has as many rows as `configure` was told, in one or two tiles;
     w is `[num_steps, 16, 16, 2]` bfloat16 a panel: pairs of k, then columns; y is float32 and its
     panels lie side by side.  With `prefetch` it asks meanwhile for as many panels at `later`.
+    `of_bytes` x and w are int8, 64 a step and four of k together, and y is int32.
     """
+    multiply = "tdpbssd" if of_bytes else "tdpbf16ps"
 
     @instruction(types.void, *[types.int64] * 9)
     def product(
@@ -119,7 +132,7 @@ def tile_product(num_tiles: int, num_panels: int, *, prefetch: bool = False) -> 
                 for cell, _, _ in cells:
                     _tile(b, "tilezero", _number(cell))
         loop = Loop(b, num_steps, 1)
-        along_x = b.mul(loop.index, i64(2 * STEP))
+        along_x = b.mul(loop.index, i64(_ROW_BYTES))
         along_w = b.mul(loop.index, i64(STEP_BYTES))
         for r in tiles:
             _load(b, 4 + r, b.add(x_rows[r], along_x), x_stride)
@@ -131,7 +144,7 @@ def tile_product(num_tiles: int, num_panels: int, *, prefetch: bool = False) -> 
                 for line in range(0, STEP_BYTES, _LINE_BYTES):
                     write_prefetch(b, b.add(b.add(later, at), i64(line)))
             for r in tiles:
-                _tile(b, "tdpbf16ps", _number(2 * r + p), _number(4 + r), _number(weights))
+                _tile(b, multiply, _number(2 * r + p), _number(4 + r), _number(weights))
         loop.end([])
         for cell, r, p in cells:
             at = _pointer(b, b.add(y_rows[r], i64(p * _ROW_BYTES)))

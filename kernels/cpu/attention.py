@@ -34,7 +34,7 @@ from kernels.cpu.simd import (
     narrow,
     panel_product,
 )
-from kernels.cpu.tasks import CACHE_LINE, inner
+from kernels.cpu.tasks import allocate, give_back, inner
 from kernels.cpu.threads import take
 from kernels.cpu.ways import Way, known_way
 from kernels.cpu.work_items import ITEM_BYTES, MAX_ROWS, Item, WorkItems, item_at, step_at
@@ -110,8 +110,7 @@ def _attend(a: AttentionArguments, _thread: int) -> None:
     num_taken = step.num_items * a.num_kv_heads
     # Floats of a row: its query, its sums, its scores, its maximum and total; then a tile's keys.
     size = a.max_rows * (2 * head_dim + SCORES + 2) + head_dim * TILE
-    memory = np.empty(size + CACHE_LINE, np.float32)
-    x = -(-memory.ctypes.data // CACHE_LINE) * CACHE_LINE
+    x = allocate(size * 4)
     y = x + a.max_rows * head_dim * 4
     panels = y + a.max_rows * head_dim * 4
     scores = panels + TILE * head_dim * 4
@@ -119,7 +118,7 @@ def _attend(a: AttentionArguments, _thread: int) -> None:
     while True:
         taken = take(a, 1)
         if taken >= num_taken:
-            return
+            break
         item = item_at(step.items + taken // a.num_kv_heads * ITEM_BYTES)
         head = taken % a.num_kv_heads
         table = step.tables + item.sequence * step.num_columns * 4
@@ -130,6 +129,7 @@ def _attend(a: AttentionArguments, _thread: int) -> None:
         end = item.position + item.num_queries
         _walk(a, table, head, first, end, rows, item.position, x, y, scores, panels, state)
         _finish(a, item.token, rows, head, x, y, state)
+    give_back(x)
 
 
 @inner

@@ -24,7 +24,7 @@ from kernels.cpu.intrinsics import floats_at, instruction, ints_at, shorts_at
 from kernels.cpu.paged import AttentionArguments, run_of_rows
 from kernels.cpu.rows_bfloat16 import LONG_TILE, ROWS, shorten, weigh_rows
 from kernels.cpu.simd import PANEL, i64, pair_product
-from kernels.cpu.tasks import CACHE_LINE, inner
+from kernels.cpu.tasks import CACHE_LINE, allocate, give_back, inner
 from kernels.cpu.threads import take
 from kernels.cpu.ways import Way
 from kernels.cpu.work_items import ITEM_BYTES, Item, item_at, step_at
@@ -55,8 +55,7 @@ def attend_pairs(a: AttentionArguments, _thread: int) -> None:
     num_taken = step.num_items * a.num_kv_heads
     # Bytes of a row: its query, its sums, its base and total; then a tile's keys and values.
     size = a.max_rows * (2 * head_dim + 4 * head_dim + 8) + 4 * head_dim * LONG_TILE
-    memory = np.empty(size + _NEAR + CACHE_LINE, np.uint8)
-    near = -(-memory.ctypes.data // CACHE_LINE) * CACHE_LINE
+    near = allocate(size + _NEAR + CACHE_LINE)
     panels = near + -(-_NEAR // CACHE_LINE) * CACHE_LINE
     x = panels + 4 * head_dim * LONG_TILE
     y = x + a.max_rows * head_dim * 2
@@ -75,6 +74,7 @@ def attend_pairs(a: AttentionArguments, _thread: int) -> None:
         _finish(a, item, head, y, state)
     if a.way == Way.TILES:
         amx.release()
+    give_back(near)
 
 
 @inner

@@ -181,7 +181,7 @@ def _array_at(kind: Any, stored: ir.Type) -> Callable[..., Any]:
 
 
 floats_at, doubles_at = _array_at(types.float32, _F32), _array_at(types.float64, _F64)
-shorts_at = _array_at(types.int16, _I16)
+bytes_at, shorts_at = _array_at(types.int8, ir.IntType(8)), _array_at(types.int16, _I16)
 ints_at, longs_at = _array_at(types.int32, _I32), _array_at(types.int64, _I64)
 
 

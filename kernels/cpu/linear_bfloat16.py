@@ -23,7 +23,7 @@ from kernels.cpu.intrinsics import floats_at
 from kernels.cpu.program import Operation
 from kernels.cpu.rows_bfloat16 import gate_pair
 from kernels.cpu.simd import PANEL, pair_product
-from kernels.cpu.tasks import inner
+from kernels.cpu.tasks import allocate, give_back, inner
 from kernels.cpu.threads import coming_weights, first_weights, take_chunk
 from kernels.cpu.ways import Way, known_way
 
@@ -58,7 +58,7 @@ class PairedWeight:
     def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
         """Pack a matrix; one `is_gated` has its first half and its second woven panel by panel."""
         rows, columns = self.shape = (weight.shape[0], weight.shape[1])
-        weight = _woven(weight) if is_gated else weight
+        weight = woven(weight) if is_gated else weight
         padded = pad(weight.bfloat16(), (0, -columns % STEP, 0, -rows % PANEL))
         pairs = padded.view(-1, PANEL, padded.shape[1] // STEP, STEP // 2, 2)
         self.panels = pairs.permute(0, 2, 3, 1, 4).contiguous()
@@ -115,7 +115,7 @@ class PairedWeight:
             way: See `times`.
         """
         assert y.shape == (len(x), self.shape[0] // 2)
-        bias = None if bias is None else _woven(bias)
+        bias = None if bias is None else woven(bias)
         return self._operation(x, y, bias, 2, is_added=False, way=way)
 
     def _operation(
@@ -130,7 +130,7 @@ class PairedWeight:
     ) -> Operation:
         num_units, num_steps = self.panels.shape[0] // together, self.panels.shape[1]
         assert x.shape[1] == self.shape[1]
-        whole, rest = _configurations(len(x))
+        whole, rest = amx.configurations(len(x))
         num_threads = torch.get_num_threads()
         address = self.panels.data_ptr()
         arguments = _Arguments(
@@ -155,17 +155,10 @@ class PairedWeight:
         return Operation(task, arguments, kept, weights)
 
 
-def _woven(rows: torch.Tensor) -> torch.Tensor:
+def woven(rows: torch.Tensor) -> torch.Tensor:
     """Return the rows with a panel of their first half and one of their second by turns."""
     panels = rows.view(2, -1, PANEL, *rows.shape[1:])
     return panels.transpose(0, 1).reshape(rows.shape)
-
-
-def _configurations(num_rows: int) -> tuple[amx.Configuration, amx.Configuration]:
-    """Return those of the tiles for 32 rows and for the rows that are left in the end."""
-    left = num_rows % _TWO_TILES
-    rest = amx.configuration(min(left, TILE_ROWS), max(left - TILE_ROWS, 0))
-    return amx.configuration(TILE_ROWS, TILE_ROWS), rest
 
 
 class _Arguments(NamedTuple):
@@ -193,13 +186,11 @@ class _Arguments(NamedTuple):
 def _multiply_by_tiles(a: _Arguments, thread: int) -> None:
     num_rows = a.num_rows
     whole = num_rows // _TWO_TILES * _TWO_TILES
-    memory = np.empty(max(a.block * 2, TILE_ROWS * 4) * PANEL, np.float32)
-    sums = memory.ctypes.data
+    sums = allocate(max(a.block * 2, TILE_ROWS * 4) * PANEL * 4)
     while True:
         first, count = take_chunk(a, a.num_units, a.num_threads, thread)
         if count == 0:
-            amx.release()
-            return
+            break
         first, last = first * a.together, (first + count) * a.together
         if whole:
             amx.configure(a.whole)
@@ -211,6 +202,8 @@ def _multiply_by_tiles(a: _Arguments, thread: int) -> None:
                 _multiply_many(a, first, last, whole, num_rows, sums)
             else:
                 _multiply_few(a, first, last, whole, sums, thread)
+    amx.release()
+    give_back(sums)
 
 
 @inner
@@ -264,12 +257,11 @@ def _multiply_few(a: _Arguments, first: int, last: int, row: int, sums: int, thr
 
 def _multiply_by_dots(a: _Arguments, thread: int) -> None:
     x_stride, panel_bytes = a.x_stride, a.num_steps * STEP_BYTES
-    memory = np.empty(max(a.block * 2, _FEW_DOTS * 4) * PANEL, np.float32)
-    sums = memory.ctypes.data
+    sums = allocate(max(a.block * 2, _FEW_DOTS * 4) * PANEL * 4)
     while True:
         first, count = take_chunk(a, a.num_units, a.num_threads, thread)
         if count == 0:
-            return
+            break
         first, last = first * a.together, (first + count) * a.together
         for begin in range(0, a.num_rows, a.block):
             end = min(a.num_rows, begin + a.block)
@@ -289,6 +281,7 @@ def _multiply_by_dots(a: _Arguments, thread: int) -> None:
                     later = w  # what is coming has been asked for
                 _end(a, panel, width, begin, end, sums)
                 panel += width
+    give_back(sums)
 
 
 @inner
@@ -315,12 +308,11 @@ def _dots(
 
 def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
     num_steps, x_stride, width = a.num_steps, a.x_stride, a.together
-    memory = np.empty(a.block * 2 * PANEL, np.float32)
-    sums = memory.ctypes.data
+    sums = allocate(a.block * 2 * PANEL * 4)
     while True:
         first, count = take_chunk(a, a.num_units, a.num_threads, thread)
         if count == 0:
-            return
+            break
         for begin in range(0, a.num_rows, a.block):
             end = min(a.num_rows, begin + a.block)
             for panel in range(first * width, (first + count) * width, width):
@@ -332,6 +324,7 @@ def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
                         to = y + (row - begin) * y_stride + part * PANEL * 4
                         _by_vectors(w, x, x_stride, to, y_stride, num_steps, end - row, has_sums)
                 _end(a, panel, width, begin, end, sums)
+    give_back(sums)
 
 
 @inner

@@ -12,6 +12,7 @@ import torch
 
 from kernels.cpu.intrinsics import (
     bfloat16_at,
+    bytes_at,
     exp2,
     float16_at,
     floats_at,
@@ -19,9 +20,12 @@ from kernels.cpu.intrinsics import (
 )
 from kernels.cpu.linear import ELEMENTS, PackedWeight
 from kernels.cpu.linear_bfloat16 import PairedWeight
+from kernels.cpu.linear_int8 import Int8Weight
 from kernels.cpu.program import Operation
+from kernels.cpu.rows_int8 import INT8, round_row
 from kernels.cpu.simd import BFLOAT16, FLOAT32, PANEL, bytes_of, narrow
-from kernels.cpu.tasks import comparing, inner
+from kernels.cpu.simd_int8 import QUAD
+from kernels.cpu.tasks import allocate, comparing, give_back, inner
 from kernels.cpu.threads import rows_at_a_time, take
 
 _MINUS_LOG2_E = np.float32(-1.4426950408889634)
@@ -52,7 +56,8 @@ def norm(
 
     Args:
         x: [T, K] float32, contiguous; `weight` [K] likewise.
-        out: [R, K] float32 or bfloat16, rows as far apart as they like.
+        out: [R, K] float32 or bfloat16, rows as far apart as they like, or what
+            `Int8Weight.inputs` returns for K or more.
         rows: [R] int32 rows of x; None where R is T.
     """
     arguments = _NormArguments(
@@ -61,7 +66,7 @@ def norm(
         size=x.shape[1],
         x=x.data_ptr(),
         out=out.data_ptr(),
-        out_element=ELEMENTS[out.dtype],
+        out_element=INT8 if out.dtype is torch.int8 else ELEMENTS[out.dtype],
         out_stride=out.stride(0) * out.itemsize,
         weight=weight.data_ptr(),
         eps=eps,
@@ -71,14 +76,14 @@ def norm(
 
 
 def _norm(a: _NormArguments, _thread: int) -> None:
-    memory = np.empty(a.size, np.float32)
-    scratch = memory.ctypes.data
+    scratch = allocate(a.size * 4)
     while True:
         first = take(a, a.at_a_time)
         if first >= a.num_rows:
-            return
+            break
         for row in range(first, min(first + a.at_a_time, a.num_rows)):
             _norm_row(a, row, scratch)
+    give_back(scratch)
 
 
 @inner
@@ -94,7 +99,9 @@ def _norm_row(a: _NormArguments, row: int, scratch: int) -> None:
     y = floats_at(out if element == FLOAT32 else scratch)
     for i in range(size):
         y[i] = x[i] * scale * weight[i]
-    if element != FLOAT32:
+    if element == INT8:
+        round_row(FLOAT32, scratch, size, a.out, row, a.out_stride)
+    elif element != FLOAT32:
         narrow(element, scratch, out, size)
 
 
@@ -154,6 +161,7 @@ class _EmbedArguments(NamedTuple):
     token_ids: int
     table: int
     element: int
+    scales: int  # of int8, one a row
     panel_bytes: int
     together: int  # elements of a row that lie side by side
     row_stride: int  # from a row to the next of its panel
@@ -163,7 +171,9 @@ class _EmbedArguments(NamedTuple):
 
 
 def embed(
-    token_ids: torch.Tensor, weight: torch.Tensor | PackedWeight | PairedWeight, out: torch.Tensor
+    token_ids: torch.Tensor,
+    weight: torch.Tensor | PackedWeight | PairedWeight | Int8Weight,
+    out: torch.Tensor,
 ) -> Operation:
     """Make out = the rows of weight, as float32.
 
@@ -179,20 +189,24 @@ def embed(
         row_stride, stride = 1, PANEL
     elif isinstance(weight, PairedWeight):
         together, row_stride, stride = 2, 2, 2 * PANEL
+    elif isinstance(weight, Int8Weight):
+        together, row_stride, stride = QUAD, QUAD, QUAD * PANEL
+    scales = weight.scales if isinstance(weight, Int8Weight) else None
     arguments = _EmbedArguments(
         num_rows=len(token_ids),
         at_a_time=rows_at_a_time(len(token_ids)),
         size=size,
         token_ids=token_ids.data_ptr(),
         table=table.data_ptr(),
-        element=ELEMENTS[table.dtype],
+        element=ELEMENTS[table.dtype] if scales is None else INT8,
+        scales=0 if scales is None else scales.data_ptr(),
         panel_bytes=PANEL * size * table.itemsize if table is weight else table[:1].nbytes,
         together=together,
         row_stride=row_stride * table.itemsize,
         stride=stride * table.itemsize,
         out=out.data_ptr(),
     )
-    return Operation(_embed, arguments, (table, out, token_ids))
+    return Operation(_embed, arguments, (table, scales, out, token_ids))
 
 
 def _embed(a: _EmbedArguments, _thread: int) -> None:
@@ -209,10 +223,14 @@ def _embed_row(a: _EmbedArguments, row: int) -> None:
     size, element, stride, together = a.size, a.element, a.stride, a.together
     out = floats_at(a.out + row * size * 4)
     token_id = np.int64(ints_at(a.token_ids)[row])
+    scale = floats_at(a.scales)[token_id] if element == INT8 else np.float32(0)
+    size_of = 1 if element == INT8 else bytes_of(element)
     panel = a.table + token_id // PANEL * a.panel_bytes + token_id % PANEL * a.row_stride
     for i in range(size):
-        at = panel + i // together * stride + i % together * bytes_of(element)
-        if element == BFLOAT16:
+        at = panel + i // together * stride + i % together * size_of
+        if element == INT8:
+            out[i] = np.float32(bytes_at(at)[0]) * scale
+        elif element == BFLOAT16:
             out[i] = bfloat16_at(at)
         elif element == FLOAT32:
             out[i] = floats_at(at)[0]

@@ -20,7 +20,7 @@ from kernels.contract import SAMPLING
 from kernels.cpu import threads
 from kernels.cpu.intrinsics import doubles_at, exp2_double, floats_at, longs_at, record_at
 from kernels.cpu.rowwise import largest
-from kernels.cpu.tasks import inner, record_of
+from kernels.cpu.tasks import allocate, give_back, inner, record_of
 from kernels.cpu.threads import take
 
 _LOG2_E = math.log2(math.e)
@@ -73,16 +73,17 @@ def sample(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]:
 
 def _sample_rows(a: _Arguments, _thread: int) -> None:
     size = a.size
-    memory = np.empty(size + _RADIX, np.float64)
-    weights, histogram = memory.ctypes.data, memory.ctypes.data + size * 8
+    weights = allocate((size + _RADIX) * 8)
+    histogram = weights + size * 8
     while True:
         row = take(a, 1)
         if row >= a.num_rows:
-            return
+            break
         settings = _settings_at(a.settings + row * _SETTINGS_BYTES)
         _weigh(a.logits + row * a.row_stride, settings.temperature, weights, size)
         _filter(weights, size, settings, histogram)
         longs_at(a.sampled)[row] = _find(weights, size, settings.uniform)
+    give_back(weights)
 
 
 @inner

@@ -56,6 +56,27 @@ def inner(function: Callable[P, R]) -> Callable[P, R]:
     return compilable
 
 
+_aligned_alloc = types.ExternalFunction("aligned_alloc", types.int64(types.int64, types.int64))
+_free = types.ExternalFunction("free", types.void(types.int64))
+
+
+@inner
+def allocate(num_bytes: int) -> int:
+    """Return where a task has so many bytes for itself, on a cache line, until `give_back`.
+
+    Not an array: Numba gives an array back where its name is used last, and a task goes on with the
+    address.
+    """
+    address: int = _aligned_alloc(CACHE_LINE, (num_bytes // CACHE_LINE + 1) * CACHE_LINE)
+    return address
+
+
+@inner
+def give_back(address: int) -> None:
+    """Give back what `allocate` returned."""
+    _free(address)
+
+
 def comparing(function: Callable[P, R]) -> Callable[P, R]:
     """`inner` for comparisons of numbers: a maximum is vectorized only if NaN may be forgotten."""
     options = {**_OPTIONS, "fastmath": FASTMATH | {"nnan"}}

@@ -39,7 +39,7 @@ LIMITS = {"float32": 1e-4, "bfloat16": 8e-2, "float16": 1e-2}
 @pytest.fixture
 def served_by(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Have a backend serve the CPU, and torch compute the rest as on a GPU."""
-    monkeypatch.setattr(CompiledTransformer, "fits", lambda *_: False)
+    monkeypatch.setattr(CompiledTransformer, "fits", lambda *_, **__: False)
     monkeypatch.setattr(Weights, "widen", lambda self: None)
 
     def serve(backend: Backend) -> None:

@@ -62,9 +62,12 @@ async def test_a_killed_worker_costs_no_request(tmp_path: Path, role: str) -> No
         cluster.until_idle()
 
 
-async def test_what_is_sampled_goes_on_at_the_same_position(tmp_path: Path) -> None:
+@pytest.mark.parametrize("worker_args", ["", "--weights int8 --dtype bfloat16"])
+async def test_what_is_sampled_goes_on_at_the_same_position(
+    tmp_path: Path, worker_args: str
+) -> None:
     """A real model with a seed, penalties and min_tokens: the same text with and without a kill."""
-    with Cluster(tmp_path, local="1,1") as cluster:
+    with Cluster(tmp_path, local="1,1", args=(f"--worker-args={worker_args}",)) as cluster:
         async with httpx.AsyncClient(base_url=cluster.http, timeout=120) as client:
             prompts = [[5 + n, 17, 40, 33, 9, 21] for n in range(8)]
 

@@ -17,7 +17,7 @@ from worker.engine.sequence import MAX_DRAFTS
 def test_the_defaults_serve_the_demo_on_this_machine() -> None:
     config = Config()
     assert (config.role, config.rank, config.model_name) == ("decode", 0, "demo")
-    assert (config.dtype, config.kv_dtype) == ("auto", "auto")
+    assert (config.dtype, config.kv_dtype, config.weights) == ("auto", "auto", "auto")
     assert config.kv_bind.startswith("tcp://127.0.0.1:")
 
 

@@ -1,7 +1,11 @@
-"""Acceptance 2 on real models: no way of computing a text changes it, fp32, on every family."""
+"""Acceptance 2 on real models: no way of computing a text changes it, fp32, on every family.
+
+And with weights in 8 bits, beside which attention is in bfloat16.
+"""
 
 import random
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,9 +25,20 @@ SAMPLED = Options(ignore_eos=True, temperature=0.7, top_p=0.95, seed=5)
 NUM_TOKENS = 20
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp(request.param), family=request.param)
+class Model(NamedTuple):
+    """A checkpoint, and how it is loaded."""
+
+    path: Path
+    settings: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "int8"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    directory = tmp_path_factory.mktemp(request.param)
+    if request.param == "int8":
+        path = make_model(directory, family="mistral", head_dim=32)
+        return Model(path, {"dtype": "bfloat16", "weights": "int8"})
+    return Model(make_model(directory, family=request.param), {"dtype": "float32"})
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +46,8 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def executor(path: Path) -> TorchExecutor:
-    return TorchExecutor.load(path, name="tiny", device="cpu", dtype="float32")
+def executor(model: Model) -> TorchExecutor:
+    return TorchExecutor.load(model.path, name="tiny", device="cpu", **model.settings)
 
 
 def prompts() -> dict[int, tuple[list[int], Options]]:
@@ -45,10 +60,10 @@ def prompts() -> dict[int, tuple[list[int], Options]]:
     return chosen
 
 
-def texts(path: Path, **settings: object) -> tuple[dict[int, list[int]], Engine]:
+def texts(model: Model, **settings: object) -> tuple[dict[int, list[int]], Engine]:
     settings = {"num_blocks": 128, "block_size": 4} | settings
     swap_always = bool(settings.get("swap_bytes"))
-    engine = Engine(executor(path), **settings)  # type: ignore[arg-type]
+    engine = Engine(executor(model), **settings)  # type: ignore[arg-type]
     if swap_always:
         engine.swap.costs.copy_bytes_per_s = 1e15
     for request_id, (prompt, options) in prompts().items():
@@ -58,17 +73,17 @@ def texts(path: Path, **settings: object) -> tuple[dict[int, list[int]], Engine]
 
 
 @pytest.fixture(scope="module")
-def plain(path: Path) -> dict[int, list[int]]:
-    return texts(path)[0]
+def plain(model: Model) -> dict[int, list[int]]:
+    return texts(model)[0]
 
 
 @pytest.mark.parametrize("max_ubatch_tokens", [4, 7])
-def test_chunks(path: Path, plain: dict[int, list[int]], max_ubatch_tokens: int) -> None:
-    assert texts(path, max_ubatch_tokens=max_ubatch_tokens)[0] == plain
+def test_chunks(model: Model, plain: dict[int, list[int]], max_ubatch_tokens: int) -> None:
+    assert texts(model, max_ubatch_tokens=max_ubatch_tokens)[0] == plain
 
 
-def test_prefix_hits(path: Path, plain: dict[int, list[int]]) -> None:
-    found, engine = texts(path)
+def test_prefix_hits(model: Model, plain: dict[int, list[int]]) -> None:
+    found, engine = texts(model)
     for request_id, (prompt, options) in prompts().items():
         engine.add(Sequence(request_id, prompt, options, NUM_TOKENS))
     outputs = run(engine)
@@ -77,26 +92,26 @@ def test_prefix_hits(path: Path, plain: dict[int, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 20])
-def test_preemption(path: Path, plain: dict[int, list[int]], swap_bytes: int) -> None:
-    found, engine = texts(path, num_blocks=22, swap_bytes=swap_bytes)
+def test_preemption(model: Model, plain: dict[int, list[int]], swap_bytes: int) -> None:
+    found, engine = texts(model, num_blocks=22, swap_bytes=swap_bytes)
     counters = engine.stats().counters
     assert found == plain and counters.preemptions > 0
     assert bool(counters.swaps_in) == bool(swap_bytes)
 
 
-def test_ngram_drafts(path: Path, plain: dict[int, list[int]]) -> None:
-    found, engine = texts(path, speculate="ngram:4")
+def test_ngram_drafts(model: Model, plain: dict[int, list[int]]) -> None:
+    found, engine = texts(model, speculate="ngram:4")
     assert found == plain and engine.stats().counters.drafted_tokens > 0
 
 
-def test_a_draft_model(path: Path, plain: dict[int, list[int]]) -> None:
-    drafter: Drafter = ModelDrafter(executor(path), 3, num_blocks=128, block_size=8)
-    found, engine = texts(path, speculate=drafter)
+def test_a_draft_model(model: Model, plain: dict[int, list[int]]) -> None:
+    drafter: Drafter = ModelDrafter(executor(model), 3, num_blocks=128, block_size=8)
+    found, engine = texts(model, speculate=drafter)
     assert found == plain and engine.stats().acceptance_rate > 0.9
 
 
-def test_everything_at_once(path: Path, plain: dict[int, list[int]]) -> None:
+def test_everything_at_once(model: Model, plain: dict[int, list[int]]) -> None:
     found, engine = texts(
-        path, num_blocks=22, swap_bytes=1 << 14, speculate="ngram:3", max_ubatch_tokens=9
+        model, num_blocks=22, swap_bytes=1 << 14, speculate="ngram:3", max_ubatch_tokens=9
     )
     assert found == plain and engine.stats().counters.preemptions > 0

@@ -111,10 +111,23 @@ def test_an_executor_with_more_tokens_than_config_json_is_refused(
     load(config)
 
 
-def test_an_executor_that_has_no_kv_dtype_is_not_left_to_ignore_it() -> None:
+def test_an_executor_is_not_left_to_ignore_what_it_does_not_have() -> None:
     load(Config(executor="hash"))
     with pytest.raises(ValueError, match=r"'hash' does not take these settings.*'kv_dtype'"):
         load(Config(executor="hash", kv_dtype="bfloat16"))
+    with pytest.raises(ValueError, match=r"'hash' does not take these settings.*'weights'"):
+        load(Config(executor="hash", weights="int8"))
+
+
+def test_a_draft_model_has_its_weights_as_the_large_one() -> None:
+    config = Config(executor="torch", device="cpu", weights="int8", speculate="draft:3:demo")
+    executor = load(config)
+    draft = load_draft(config, executor)
+    assert draft is not None
+    rounded = executor.capabilities.memory.parameter_bytes
+    assert draft.capabilities.memory.parameter_bytes == rounded
+    whole = load(Config(executor="torch", device="cpu")).capabilities.memory.parameter_bytes
+    assert rounded < 0.55 * whole
 
 
 @pytest.mark.parametrize("speculate", ["ngram:4", "draft:3:no such model"])

@@ -39,6 +39,7 @@ def create(
     fingerprint: str,
     dtype: str = "auto",
     kv_dtype: str = "auto",
+    weights: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
 ) -> TorchExecutor:
@@ -49,6 +50,7 @@ def create(
         fingerprint=fingerprint,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        weights=weights,
         device=device,
         max_model_len=max_model_len,
     )
@@ -73,6 +75,7 @@ class TorchExecutor:
         fingerprint: str = "",
         dtype: str = "auto",
         kv_dtype: str = "auto",
+        weights: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
     ) -> TorchExecutor:
@@ -84,22 +87,23 @@ class TorchExecutor:
                 type where the processor multiplies it, else float32; float16 rounds the weights
                 there and computes in float32.
             kv_dtype: What keys and values are kept in, and sent; "auto" is what `dtype` comes to.
+            weights: "auto", or "int8" to round the matrices to 8 bits, on the CPU: products are of
+                int8 then, all else is as `dtype` says.
             device: See `worker.model.device.find_device`.
             max_model_len: Longest sequence in tokens; None for the model's own limit.
 
         Raises:
-            ModelError: The directory, the dtype, the device or the length cannot be served.
+            ModelError: The directory, a setting or the length cannot be served.
         """
         place = find_device(device)
-        is_cpu = place.type == "cpu"
-        if not is_cpu and kv_dtype not in ("auto", dtype):
-            raise ModelError(f"kv_dtype is {kv_dtype!r}, on {place.type} it is that of dtype")
+        _check(place, dtype, kv_dtype, weights)
         model = load_model(
             path,
             _dtype("dtype", dtype),
             place,
             kv_dtype=_dtype("kv_dtype", kv_dtype),
-            compiled=is_cpu,
+            compiled=place.type == "cpu",
+            in_int8=weights == "int8",
         )
         config = model.config
         limit = config.max_positions
@@ -194,6 +198,20 @@ class TorchExecutor:
         self._model = None
         self._cache = None
         self._graphs = None
+
+
+def _check(place: torch.device, dtype: str, kv_dtype: str, weights: str) -> None:
+    """Refuse what is none of the choices, or none there."""
+    is_cpu = place.type == "cpu"
+    if not is_cpu and kv_dtype not in ("auto", dtype):
+        raise ModelError(f"kv_dtype is {kv_dtype!r}, on {place.type} it is that of dtype")
+    if weights not in ("auto", "int8"):
+        raise ModelError(f"weights is {weights!r}, not auto or int8")
+    if weights == "int8" and not is_cpu:
+        raise ModelError(
+            f"weights is 'int8', on {place.type} they are what dtype says; leave --weights out, or "
+            "compute with --device cpu"
+        )
 
 
 def _capabilities(model: Model, layout: KVLayout) -> Capabilities:

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kernels.cpu.linear_int8 import MAX_INPUTS
+from kernels.cpu.simd import PANEL
 from wire.process.model import ModelError, checkpoint_files
 from worker.model.compiled import CompiledTransformer
 from worker.model.config import read_config
@@ -29,6 +31,7 @@ def load_model(
     *,
     kv_dtype: torch.dtype | None = None,
     compiled: bool = False,
+    in_int8: bool = False,
 ) -> Model:
     """Load a model directory.
 
@@ -39,6 +42,7 @@ def load_model(
             none.  None as a dtype is what the processor is best at then.  A model that computes in
             float32 keeps the matrices of a 16-bit checkpoint in 16 bits and widens them as they are
             read, so nothing but memory and time changes.
+        in_int8: Round the matrices to 8 bits, from the checkpoint's own dtype; compiled only.
 
     Raises:
         ModelError: The directory cannot be served; names the file and the key or tensor.
@@ -47,10 +51,17 @@ def load_model(
         return Transformer(load_weights(path, dtype, device, kv_dtype=kv_dtype))
     config = read_config(path)
     dtype = dtype or CompiledTransformer.best_dtype(config)
-    kept = None if dtype is torch.float32 else dtype
+    if in_int8 and not CompiledTransformer.fits(config, dtype, in_int8=True):
+        raise ModelError(
+            f"{path / 'config.json'}: weights cannot be int8: that takes hidden_size, "
+            f"intermediate_size and head_dim in multiples of {PANEL} and at most {MAX_INPUTS}, "
+            f"these are {config.hidden_size}, {config.intermediate_size} and {config.head_dim}; "
+            "leave --weights out"
+        )
+    kept = None if in_int8 or dtype is torch.float32 else dtype
     weights = load_weights(path, kept, device, kv_dtype=kv_dtype or dtype)
     if CompiledTransformer.fits(config, dtype, weights.weight_dtype, weights.kv_dtype):
-        return CompiledTransformer(weights, dtype)
+        return CompiledTransformer(weights, dtype, in_int8=in_int8)
     weights.widen()
     return Transformer(weights)
 

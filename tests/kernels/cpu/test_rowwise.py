@@ -9,7 +9,9 @@ from torch.nn.functional import rms_norm, silu
 from kernels.cpu import rowwise
 from kernels.cpu.linear import PackedWeight
 from kernels.cpu.linear_bfloat16 import PairedWeight
+from kernels.cpu.linear_int8 import Int8Weight
 from kernels.cpu.program import Program
+from kernels.cpu.rows_int8 import to_planes
 
 ROWS = [0, 1, 3, 8, 70]
 
@@ -50,6 +52,13 @@ def test_what_products_read_in_16_bits_is_rounded_once() -> None:
     assert torch.equal(out, normed(x, weight).bfloat16())
 
 
+def test_what_products_read_as_planes_is_made_of_the_same_numbers() -> None:
+    x, weight, out = torch.randn(9, 64) * 3, torch.randn(64), Int8Weight.inputs(9, 64)
+    want = torch.zeros_like(out.zero_())
+    Program([rowwise.norm(x, weight, 1e-6, out), to_planes(normed(x, weight), want)]).run()
+    assert torch.equal(out, want)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_gate(rows: int) -> None:
     gate_up = torch.randn(rows, 2 * 100) * 5
@@ -74,3 +83,11 @@ def test_embeddings_are_looked_up(
     table = weight if packed is None else packed(weight)
     Program([rowwise.embed(token_ids, table, out)]).run()
     assert torch.equal(out, weight[token_ids.long()].float())
+
+
+def test_embeddings_of_int8_are_multiples_of_their_scale() -> None:
+    weight, token_ids = torch.randn(50, 100), torch.tensor([0, 49, 16, 15, 16], dtype=torch.int32)
+    packed, out = Int8Weight(weight), torch.full((5, 100), torch.nan)
+    Program([rowwise.embed(token_ids, packed, out)]).run()
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    assert torch.equal(out, ((weight / scales).round() * scales)[token_ids.long()])

@@ -15,8 +15,17 @@ import numpy.typing as npt
 import pytest
 
 from kernels.cpu import tasks, threads
-from kernels.cpu.intrinsics import floats_at
-from kernels.cpu.tasks import CACHE_LINE, Shared, compiled, layout_of, record_of, records_at
+from kernels.cpu.intrinsics import floats_at, longs_at
+from kernels.cpu.tasks import (
+    CACHE_LINE,
+    Shared,
+    allocate,
+    compiled,
+    give_back,
+    layout_of,
+    record_of,
+    records_at,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -170,3 +179,31 @@ def test_a_process_that_compiles_computes_what_one_does_that_finds_it_compiled(
         for _ in range(2)
     ]
     assert outputs[0] == outputs[1]
+
+
+class _Rooms(NamedTuple):
+    count: int
+    found: int  # where addresses go
+    taken: int = 0
+
+
+def _take_rooms(a: _Rooms, _thread: int) -> None:
+    first = allocate(1000)
+    longs_at(a.found)[0] = first
+    longs_at(first)[0] = 7
+    # In a loop, after which nobody names the first any more.
+    for index in range(1, a.count):
+        other = allocate(1000)
+        longs_at(a.found)[index] = other
+        longs_at(other)[0] = -1
+        give_back(other)
+    longs_at(a.found)[a.count] = longs_at(first)[0]
+    give_back(first)
+
+
+def test_memory_is_a_tasks_own_until_it_gives_it_back() -> None:
+    found = np.zeros(6, np.int64)
+    threads.run(_take_rooms, record_of(_Rooms(5, found.ctypes.data)).ctypes.data, 1)
+    first, *others = found[:5].tolist()
+    assert first % CACHE_LINE == 0 and first not in others
+    assert found[5] == 7

@@ -127,6 +127,20 @@ def test_on_a_gpu_they_are_kept_in_what_it_computes_in(
         loaded(path, dtype="bfloat16", kv_dtype="float16")
 
 
+def test_weights_of_8_bits_are_the_cpus(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_executor, "find_device", lambda _: torch.device("cuda"))
+    with pytest.raises(ModelError, match=r"weights is 'int8', on cuda .* leave --weights out"):
+        loaded(path, weights="int8")
+
+
+def test_a_model_without_whole_panels_has_no_weights_of_8_bits(tmp_path: Path) -> None:
+    odd = make_model(tmp_path, intermediate_size=24)
+    with pytest.raises(
+        ModelError, match=r"config\.json: weights cannot be int8: .* these are .*24"
+    ):
+        loaded(odd, weights="int8")
+
+
 def test_a_checkpoint_of_16_bits_takes_no_more_where_it_computes_in_float32(tmp_path: Path) -> None:
     path = make_model(tmp_path, dtype="bfloat16")
     short, wide = (loaded(path, dtype=dtype) for dtype in ("bfloat16", "float32"))
@@ -139,6 +153,7 @@ def test_a_checkpoint_of_16_bits_takes_no_more_where_it_computes_in_float32(tmp_
     [
         ({"kv_dtype": "int8"}, "kv_dtype is 'int8'"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"weights": "int4"}, "weights is 'int4', not auto or int8"),
         ({"device": "tpu9"}, "device is 'tpu9'"),
         ({"device": "meta"}, "device is 'meta'"),
         ({"device": "cuda:99"}, "device is 'cuda:99'"),

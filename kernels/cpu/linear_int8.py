@@ -1,0 +1,307 @@
+"""y = x W^T on the CPU from weights of 8 bits: sums are exact, only the weights are rounded.
+
+Strategy: W is packed into panels of 16 output columns, four elements of each for every four inputs
+in turn (`[N / 16, K / 64, 16, 16, 4]`), a scale a column: half the bytes of bfloat16 for a step
+that waits for memory.  A row of x is two planes of int8 and a scale (`kernels.cpu.rows_int8`), and
+its planes are two rows of what multiplies integers: tiles (`kernels.cpu.amx`), or vectors where
+there are none.  Their sums are whole numbers, so that no bit of a product depends on the order, on
+who shares the batch, nor on the processor.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from kernels.cpu import amx
+from kernels.cpu.amx import BYTES_STEP, STEP_BYTES, TILE_ROWS
+from kernels.cpu.linear_bfloat16 import woven
+from kernels.cpu.program import Operation
+from kernels.cpu.rows_int8 import finish_sums, gate_floats, room_for_planes
+from kernels.cpu.simd import PANEL
+from kernels.cpu.simd_int8 import QUAD, byte_product
+from kernels.cpu.tasks import allocate, give_back, inner
+from kernels.cpu.threads import coming_weights, first_weights, take_chunk
+
+# The most inputs whose sum of products, 127 * 127 each, is an int32.
+MAX_INPUTS = (1 << 31) // 127**2
+# Planes that meet two panels as tiles; those that meet one panel as vectors.
+_TWO_TILES, _FEW = 2 * TILE_ROWS, 4
+# Bytes of x that stay in the second cache while a chunk's panels pass by.
+_BLOCK_BYTES = 1 << 19
+# Steps of two panels that stay in the first cache while rows pass by, at most.
+_NEAR_STEPS = 20
+
+_many_by_two = amx.tile_product(2, 2, of_bytes=True)
+_many_by_one = amx.tile_product(2, 1, of_bytes=True)
+_few_by_four = amx.tile_product(1, 4, of_bytes=True, prefetch=True)
+_few_by_two = amx.tile_product(1, 2, of_bytes=True, prefetch=True)
+_few_by_one = amx.tile_product(1, 1, of_bytes=True, prefetch=True)
+_by_vectors = byte_product(_FEW)
+
+
+class Int8Weight:
+    """A weight matrix [N, K] in 8 bits; N is padded to whole panels, K to whole steps.
+
+    Attributes:
+        shape: (N, K).
+        panels: [ceil(N / 16), ceil(K / 64), 16, 16, 4] int8.
+        scales: [ceil(N / 16) * 16] float32: what a column's integers are multiples of.
+    """
+
+    __slots__ = ("panels", "scales", "shape")
+
+    def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
+        """Round and pack a matrix; one `is_gated` has its halves woven panel by panel."""
+        rows, columns = self.shape = (weight.shape[0], weight.shape[1])
+        assert 0 < columns <= MAX_INPUTS
+        wide = woven(weight).float() if is_gated else weight.float()
+        scales = wide.abs().amax(1) / 127
+        # A column of zeros has any scale.
+        rounded = (wide / scales.clamp(min=torch.finfo().tiny)[:, None]).round().to(torch.int8)
+        padded = pad(rounded, (0, -columns % BYTES_STEP, 0, -rows % PANEL))
+        quads = padded.view(-1, PANEL, padded.shape[1] // BYTES_STEP, BYTES_STEP // QUAD, QUAD)
+        self.panels = quads.permute(0, 2, 3, 1, 4).contiguous()
+        self.scales = pad(scales, (0, -rows % PANEL))
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of y: N, padded to whole panels."""
+        return self.panels.shape[0] * PANEL
+
+    @property
+    def nbytes(self) -> int:
+        """What the matrix takes."""
+        return self.panels.nbytes + self.scales.nbytes
+
+    @staticmethod
+    def inputs(num_rows: int, size: int) -> torch.Tensor:
+        """Return room for x: see `room_for_planes`."""
+        return room_for_planes(num_rows, size)
+
+    def times(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        is_added: bool = False,
+        by_tiles: bool = True,
+    ) -> Operation:
+        """Make y = x W^T + bias, plus what y was if `is_added`.
+
+        Args:
+            x: [T, ...] of `inputs`, for K or more.
+            y: [T, num_columns] float32, contiguous.
+            bias: [num_columns] float32, contiguous.
+            by_tiles: False for vectors; else tiles, where the processor has them.
+        """
+        assert y.shape == (len(x), self.num_columns)
+        return self._operation(x, y, bias, 1, is_added=is_added, by_tiles=by_tiles)
+
+    def times_gated(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        by_tiles: bool = True,
+    ) -> Operation:
+        """Make y = silu(gate) * up of a weight that `is_gated`: x W^T + bias is gate, then up.
+
+        Args:
+            x: See `times`.
+            y: [T, N / 2] float32, contiguous.
+            bias: [N] float32, contiguous.
+            by_tiles: See `times`.
+        """
+        assert y.shape == (len(x), self.shape[0] // 2)
+        bias = None if bias is None else woven(bias)
+        return self._operation(x, y, bias, 2, is_added=False, by_tiles=by_tiles)
+
+    def _operation(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        bias: torch.Tensor | None,
+        together: int,
+        *,
+        is_added: bool,
+        by_tiles: bool,
+    ) -> Operation:
+        num_units, num_steps = self.panels.shape[0] // together, self.panels.shape[1]
+        x_stride = x.stride(0)
+        assert x_stride >= 2 * (num_steps + 1) * BYTES_STEP
+        assert y.is_contiguous()
+        whole, rest = amx.configurations(2 * len(x))
+        num_threads = torch.get_num_threads()
+        address = self.panels.data_ptr()
+        block = max(_TWO_TILES, 2 * _BLOCK_BYTES // x_stride // _TWO_TILES * _TWO_TILES)
+        arguments = _Arguments(
+            num_units=num_units,
+            together=together,
+            num_threads=num_threads,
+            weight=address,
+            scales=self.scales.data_ptr(),
+            num_steps=num_steps,
+            x=x.data_ptr(),
+            x_stride=x_stride,
+            y=y.data_ptr(),
+            y_stride=y.shape[1] * 4,
+            num_planes=2 * len(x),
+            block=block,
+            is_added=is_added,
+            bias=0 if bias is None else bias.data_ptr(),
+            whole=whole.ctypes.data,
+            rest=rest.ctypes.data,
+        )
+        weights = first_weights(address, num_units, num_threads, together * num_steps * STEP_BYTES)
+        by_tiles = by_tiles and amx.available()
+        task = _multiply_by_tiles if by_tiles else _multiply_by_vectors
+        kept = (x, self.panels, self.scales, y, bias, whole, rest)
+        return Operation(task, arguments, kept, weights)
+
+
+class _Arguments(NamedTuple):
+    num_units: int  # what threads take: a panel, or one of the gate with that of up
+    together: int  # panels of a unit; where they are two, y is gated
+    num_threads: int
+    weight: int
+    scales: int
+    num_steps: int
+    x: int
+    x_stride: int  # of a row: of two planes
+    y: int
+    y_stride: int
+    num_planes: int
+    block: int  # planes that are multiplied with a chunk before the next ones are
+    is_added: bool
+    bias: int  # 0 for none
+    whole: int  # what the tiles are for 32 planes; likewise for the rest of them
+    rest: int
+    # Where panels lie that threads of even and of odd numbers take first in the next product.
+    next_even: int = 0
+    next_odd: int = 0
+    taken: int = 0  # units, see `threads.next_chunk`
+
+
+def _multiply_by_tiles(a: _Arguments, thread: int) -> None:
+    num_planes = a.num_planes
+    whole = num_planes // _TWO_TILES * _TWO_TILES
+    sums = allocate(max(min(a.block, num_planes) * 2, TILE_ROWS * 4) * PANEL * 4)
+    while True:
+        first, count = take_chunk(a, a.num_units, a.num_threads, thread)
+        if count == 0:
+            break
+        first, last = first * a.together, (first + count) * a.together
+        begin = 0
+        while begin < num_planes:
+            end = min(whole, begin + a.block) if begin < whole else num_planes
+            amx.configure(a.whole if begin < whole else a.rest)
+            if end - begin > TILE_ROWS:
+                _multiply_many(a, first, last, begin, end, sums)
+            else:
+                _multiply_few(a, first, last, begin, sums, thread)
+            begin = end
+    amx.release()
+    give_back(sums)
+
+
+@inner
+def _multiply_many(a: _Arguments, first: int, last: int, begin: int, end: int, sums: int) -> None:
+    """Multiply planes [begin, end), two tiles of them at a time, with panels [first, last)."""
+    num_steps, x_stride = a.num_steps, a.x_stride // 2
+    panel_bytes = num_steps * STEP_BYTES
+    parts = -(-num_steps // _NEAR_STEPS)
+    near = -(-num_steps // parts)
+    for panel in range(first, last, 2):
+        width = min(2, last - panel)
+        stride = width * PANEL * 4
+        for step in range(0, num_steps, near):
+            w = a.weight + panel * panel_bytes + step * STEP_BYTES
+            steps = min(near, num_steps - step)
+            for plane in range(begin, end, _TWO_TILES):
+                x, to = a.x + plane * x_stride + step * BYTES_STEP, sums + (plane - begin) * stride
+                if width == 2:
+                    _many_by_two(w, x, x_stride, to, stride, steps, step, panel_bytes, 0)
+                else:
+                    _many_by_one(w, x, x_stride, to, stride, steps, step, 0, 0)
+        _finish(a, panel, width, begin, end, sums)
+
+
+@inner
+def _multiply_few(a: _Arguments, first: int, last: int, plane: int, sums: int, thread: int) -> None:
+    """Multiply the planes from `plane` on, of one tile, with panels [first, last)."""
+    num_steps, x_stride = a.num_steps, a.x_stride // 2
+    panel_bytes = num_steps * STEP_BYTES
+    x = a.x + plane * x_stride
+    panel = first
+    while panel < last:
+        left = last - panel
+        width = 4 if left >= 4 else 2 if left >= 2 else 1
+        stride = width * PANEL * 4
+        w = a.weight + panel * panel_bytes
+        later = w + width * panel_bytes
+        if panel + width == last:
+            unit_bytes = a.together * panel_bytes
+            later = coming_weights(a, a.num_units, a.num_threads, thread, unit_bytes)
+        if width == 4:
+            _few_by_four(w, x, x_stride, sums, stride, num_steps, 0, panel_bytes, later)
+        elif width == 2:
+            _few_by_two(w, x, x_stride, sums, stride, num_steps, 0, panel_bytes, later)
+        else:
+            _few_by_one(w, x, x_stride, sums, stride, num_steps, 0, panel_bytes, later)
+        _finish(a, panel, width, plane, a.num_planes, sums)
+        panel += width
+
+
+def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
+    num_steps, x_stride, width = a.num_steps, a.x_stride // 2, a.together
+    panel_bytes, stride = num_steps * STEP_BYTES, width * PANEL * 4
+    sums = allocate(min(a.block, a.num_planes) * 2 * PANEL * 4)
+    while True:
+        first, count = take_chunk(a, a.num_units, a.num_threads, thread)
+        if count == 0:
+            break
+        last = (first + count) * width
+        for begin in range(0, a.num_planes, a.block):
+            end = min(a.num_planes, begin + a.block)
+            for panel in range(first * width, last, width):
+                for part in range(width):
+                    w = a.weight + (panel + part) * panel_bytes
+                    later = w + panel_bytes
+                    if panel + part + 1 == last:
+                        unit_bytes = width * panel_bytes
+                        later = coming_weights(a, a.num_units, a.num_threads, thread, unit_bytes)
+                    for plane in range(begin, end, _FEW):
+                        x = a.x + plane * x_stride
+                        to = sums + (plane - begin) * stride + part * PANEL * 4
+                        _by_vectors(w, x, x_stride, to, stride, num_steps, end - plane, later)
+                _finish(a, panel, width, begin, end, sums)
+    give_back(sums)
+
+
+@inner
+def _finish(a: _Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
+    """Write what the sums of planes [begin, end) with so many panels come to."""
+    stride, column = width * PANEL * 4, panel * PANEL * 4
+    # Gated sums become float32 where they are, and then y.
+    to, to_stride = a.y + begin // 2 * a.y_stride + column, a.y_stride
+    if a.together == 2:
+        to, to_stride = sums, 2 * stride
+    for row in range((end - begin) // 2):
+        scale = a.x + (begin // 2 + row + 1) * a.x_stride - 4
+        for part in range(width):
+            offset = part * PANEL * 4
+            high, y = sums + 2 * row * stride + offset, to + row * to_stride + offset
+            bias = a.bias + column + offset if a.bias else 0
+            before = y if a.is_added else 0
+            finish_sums(high, stride, scale, a.scales + column + offset, bias, before, y)
+    if a.together == 2:
+        for row in range((end - begin) // 2):
+            y = a.y + (begin // 2 + row) * a.y_stride + panel // 2 * PANEL * 4
+            for pair in range(width // 2):
+                gate = sums + 2 * (row * stride + pair * PANEL * 4)
+                gate_floats(gate, gate + PANEL * 4, y + pair * PANEL * 4)
