@@ -35,16 +35,11 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def arithmetic_of(device: torch.device, *formats: torch.dtype) -> str:
-    """Return a name for what the bits of numbers depend on: where it is equal, they are equal.
-
-    Args:
-        formats: Those of what is computed, and of the weights if that is another.
-    """
+def arithmetic_of(device: torch.device, dtype: torch.dtype) -> str:
+    """Return a name for what the bits of numbers depend on: where it is equal, they are equal."""
     is_cuda = device.type == "cuda"
     processor = torch.cuda.get_device_name(device) if is_cuda else target_name()
-    names = [str(each).removeprefix("torch.") for each in formats]
-    return " ".join([device.type, processor, *names])
+    return f"{device.type} {processor} {str(dtype).removeprefix('torch.')}"
 
 
 def _best() -> torch.device:
