@@ -182,7 +182,7 @@ def test_a_process_that_compiles_computes_what_one_does_that_finds_it_compiled(
 
 
 class _Rooms(NamedTuple):
-    count: int
+    num_rooms: int
     found: int  # where addresses go
     taken: int = 0
 
@@ -192,12 +192,12 @@ def _take_rooms(a: _Rooms, _thread: int) -> None:
     longs_at(a.found)[0] = first
     longs_at(first)[0] = 7
     # In a loop, after which nobody names the first any more.
-    for index in range(1, a.count):
+    for index in range(1, a.num_rooms):
         other = allocate(1000)
         longs_at(a.found)[index] = other
         longs_at(other)[0] = -1
         give_back(other)
-    longs_at(a.found)[a.count] = longs_at(first)[0]
+    longs_at(a.found)[a.num_rooms] = longs_at(first)[0]
     give_back(first)
 
 
