@@ -22,12 +22,15 @@ from kernels.cpu.tasks import inner
 LONG_TILE = 128
 # Rows whose keys are weighed together: what comes of a row is a number, of four a vector.
 ROWS = 4
+# Weights may be as large as 2 to this power: far from what a float32 sum cannot hold.
+_SLACK = 32.0
 _LANES = 16
 _PARTS = LONG_TILE // _LANES
 _I32, _F32 = ir.IntType(32), ir.FloatType()
 _INTS, _FLOATS = ir.VectorType(_I32, _LANES), ir.VectorType(_F32, _LANES)
 # The best polynomial of its degree, 1 at 0: off by 1e-4, a twentieth of what a bfloat16 rounds.
 _SERIES = [1.0, *(np.float32(c).item() for c in (0.69328294, 0.24221101, 0.05500887))]
+_MASK = ir.IntType(ROWS)
 _SHIFT = 1.5 * 2**23
 _LOG2_E = np.float32(math.log2(math.e)).item()
 
@@ -36,71 +39,99 @@ _LOG2_E = np.float32(math.log2(math.e)).item()
 def weigh_rows(scores: int, weights: int, bounds: int, state: int, kept: int) -> Any:
     """Turn ROWS rows of LONG_TILE scores into bfloat16 weights.
 
-    A weight is 2^(score - base), the base being the least whole number that no score so far is
-    above: to change it is exact.  `state` [ROWS, 2] is each row's base and total so far; both are
-    brought up to date.  Keys of a row outside its `bounds` [ROWS, 2] int32 weigh nothing; 0 is no
-    bounds.  Writes to `kept` [ROWS] float32 what a row's sums so far are to be multiplied with,
-    and returns whether one of these is not 1.
+    A weight is 2^(score - base), the base being a whole number that no score so far is above by
+    more than _SLACK: it is seldom changed, and that is exact.  `state` [ROWS, 2] is each row's base
+    and total so far; both are brought up to date.  Keys of a row outside its `bounds` [ROWS, 2]
+    int32 weigh nothing; 0 is no bounds.  Returns whether a base was changed; `kept` [ROWS] float32
+    is then what the rows' sums so far are to be multiplied with.
     """
+    # Apart: whoever guesses that no base changes weighs before the largest score is known.
     if bounds == 0:
-        return _weigh_all(scores, weights, state, kept)
-    return _weigh_some(scores, weights, bounds, state, kept)
+        is_changed = _raise_all(scores, state, kept)
+        _weigh_all(scores, weights, state)
+    else:
+        is_changed = _raise_some(scores, bounds, state, kept)
+        _weigh_some(scores, weights, bounds, state)
+    return is_changed
+
+
+@instruction(types.boolean, *[types.int64] * 3)
+def _raise_all(b: ir.IRBuilder, scores: Any, state: Any, kept: Any) -> Any:
+    return _raise(b, scores, None, state, kept)
 
 
 @instruction(types.boolean, *[types.int64] * 4)
-def _weigh_all(b: ir.IRBuilder, scores: Any, weights: Any, state: Any, kept: Any) -> Any:
-    return _weigh(b, scores, weights, None, state, kept)
+def _raise_some(b: ir.IRBuilder, scores: Any, bounds: Any, state: Any, kept: Any) -> Any:
+    return _raise(b, scores, bounds, state, kept)
 
 
-@instruction(types.boolean, *[types.int64] * 5)
-def _weigh_some(
-    b: ir.IRBuilder, scores: Any, weights: Any, bounds: Any, state: Any, kept: Any
-) -> Any:
-    return _weigh(b, scores, weights, bounds, state, kept)
-
-
-def _weigh(
-    b: ir.IRBuilder, scores: Any, weights: Any, bounds: Any | None, state: Any, kept: Any
-) -> Any:
-    def add(x: Any, y: Any) -> Any:
-        return _in_order(b, b.fadd(x, y))
+def _raise(b: ir.IRBuilder, scores: Any, bounds: Any | None, state: Any, kept: Any) -> Any:
+    """Raise the bases that a score is too far above; write what that makes of the totals so far."""
 
     def larger(x: Any, y: Any) -> Any:
         return _larger(b, x, y)
 
-    seen = [[None] * _PARTS if bounds is None else _seen(b, bounds, row) for row in range(ROWS)]
     highest = []
     for row in range(ROWS):
         lanes = [_score(b, scores, row, part) for part in range(_PARTS)]
         if bounds is not None:
-            nothing = _constant(_FLOATS, float("-inf"))
-            lanes = [
-                b.select(is_seen, x, nothing) for is_seen, x in zip(seen[row], lanes, strict=True)
-            ]
+            nothing, seen = _constant(_FLOATS, float("-inf")), _seen(b, bounds, row)
+            lanes = [b.select(is_seen, x, nothing) for is_seen, x in zip(seen, lanes, strict=True)]
         highest.append(_joined(lanes, larger))
-    both = _load(b, state, ir.VectorType(_F32, 2 * ROWS))
-    before, total = (_lanes(b, both, both, range(half, 2 * ROWS, 2)) for half in range(2))
     level = _joined_lanes(b, highest, larger)
-    base = _larger(b, _call(b, f"llvm.ceil.v{ROWS}f32", level), before)
-    factor = _power_of_two(b, b.fsub(before, base))
+    base, total = _bases_and_totals(b, state)
+    is_over = b.fcmp_ordered(">", level, b.fadd(base, _constant(base.type, _SLACK)))
+    is_changed = b.icmp_unsigned("!=", b.bitcast(is_over, _MASK), _MASK(0))
+    with b.if_then(is_changed, likely=False):
+        raised = b.select(is_over, _call(b, f"llvm.ceil.v{ROWS}f32", level), base)
+        factor = _power_of_two(b, b.fsub(base, raised))
+        _store(b, factor, kept)
+        _store_state(b, raised, b.fmul(total, factor), state)
+    return is_changed
+
+
+@instruction(types.void, *[types.int64] * 3)
+def _weigh_all(b: ir.IRBuilder, scores: Any, weights: Any, state: Any) -> None:
+    _weigh(b, scores, weights, None, state)
+
+
+@instruction(types.void, *[types.int64] * 4)
+def _weigh_some(b: ir.IRBuilder, scores: Any, weights: Any, bounds: Any, state: Any) -> None:
+    _weigh(b, scores, weights, bounds, state)
+
+
+def _weigh(b: ir.IRBuilder, scores: Any, weights: Any, bounds: Any | None, state: Any) -> None:
+    """Write the weights; add those of a row to its total."""
+
+    def add(x: Any, y: Any) -> Any:
+        return _in_order(b, b.fadd(x, y))
+
+    base, total = _bases_and_totals(b, state)
     totals = []
     for row in range(ROWS):
+        seen = None if bounds is None else _seen(b, bounds, row)
         lowered = _splat(b, b.extract_element(base, ir.Constant(_I32, row)))
         found = []
         for part in range(_PARTS):
             weight = _exp2(b, b.fsub(_score(b, scores, row, part), lowered))
-            if bounds is not None:
-                weight = b.select(seen[row][part], weight, _constant(_FLOATS, 0.0))
+            if seen is not None:
+                weight = b.select(seen[part], weight, _constant(_FLOATS, 0.0))
             at = (row * LONG_TILE + part * _LANES) * 2
             _store_short(b, weight, b.add(weights, i64(at)))
             found.append(weight)
         totals.append(_joined(found, add))
-    total = add(b.fmul(total, factor), _joined_lanes(b, totals, add))
+    _store_state(b, base, add(total, _joined_lanes(b, totals, add)), state)
+
+
+def _bases_and_totals(b: ir.IRBuilder, state: Any) -> tuple[Any, Any]:
+    both = _load(b, state, ir.VectorType(_F32, 2 * ROWS))
+    base, total = (_lanes(b, both, both, range(half, 2 * ROWS, 2)) for half in range(2))
+    return base, total
+
+
+def _store_state(b: ir.IRBuilder, base: Any, total: Any, state: Any) -> None:
     woven = [lane // 2 + lane % 2 * ROWS for lane in range(2 * ROWS)]
     _store(b, _lanes(b, base, total, woven), state)
-    _store(b, factor, kept)
-    is_other = b.fcmp_unordered("!=", factor, _constant(factor.type, 1.0))
-    return b.icmp_unsigned("!=", b.bitcast(is_other, ir.IntType(ROWS)), ir.IntType(ROWS)(0))
 
 
 @instruction(types.void, *[types.int64] * 3)
@@ -159,7 +190,7 @@ def _store_short(b: ir.IRBuilder, x: Any, address: Any) -> None:
 
 
 def _exp2(b: ir.IRBuilder, x: Any) -> Any:
-    """Write 2^x for x <= 0 as exactly as a bfloat16 can tell; 2^-126 where it is less than that."""
+    """Write 2^x as exactly as a bfloat16 can tell; 2^-126 where it is less than that."""
     x = _larger(b, x, _constant(x.type, -126.0))
     # The nearest whole number is what a float of this size has room for, in its last bits.
     shifted = _in_order(b, b.fadd(x, _constant(x.type, _SHIFT)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ def weigh(*arguments):  # type: ignore[no-untyped-def]
 
 
 BOUNDS = [(0, LONG_TILE), (0, 1), (5, 40), (1, LONG_TILE), (LONG_TILE - 1, LONG_TILE), (0, 0)]
-BASES = [(-1e30, 0.0), (2.0, 2.0), (40.0, 3.0)]
+BASES = [(-1e30, 0.0), (-5.0, 2.0), (40.0, 3.0), (-60.0, 4.0)]
 
 
 @pytest.mark.parametrize("bounds", [BOUNDS[i : i + ROWS] for i in range(3)] + [None])
@@ -32,6 +34,7 @@ def test_rows_of_weights(bounds: list[tuple[int, int]] | None) -> None:
         before = torch.tensor([BASES[(row + shift) % len(BASES)] for row in range(ROWS)])
         weights, kept = torch.empty(ROWS, LONG_TILE, dtype=torch.bfloat16), torch.empty(ROWS)
         state = before.clone()
+        kept.fill_(1)
         is_changed = weigh(
             scores.data_ptr(),
             weights.data_ptr(),
@@ -42,11 +45,12 @@ def test_rows_of_weights(bounds: list[tuple[int, int]] | None) -> None:
         assert is_changed == bool((kept != 1).any())
         for row, (start, stop) in enumerate(at.tolist()):
             base, total = before[row].tolist()
-            highest = max([base, *scores[row, start:stop].ceil().tolist()])
+            highest = max([-math.inf, *scores[row, start:stop].tolist()])
+            raised = math.ceil(highest) if highest > base + 32 else base
             want = torch.zeros(LONG_TILE)
-            want[start:stop] = torch.exp2(scores[row, start:stop] - highest)
-            factor = 2.0 ** max(base - highest, -200.0)
-            assert state[row, 0] == np.float32(highest) and kept[row] == np.float32(factor)
+            want[start:stop] = torch.exp2(scores[row, start:stop] - raised)
+            factor = 2.0 ** max(base - raised, -200.0)
+            assert state[row, 0] == np.float32(raised) and kept[row] == np.float32(factor)
             assert state[row, 1].item() == pytest.approx(
                 total * factor + want.sum().item(), rel=2e-4
             )
