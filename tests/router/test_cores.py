@@ -45,6 +45,13 @@ def said(places: dict[tuple[str, int], frozenset[int]]) -> dict[str, str]:
         (machine(2, 4), (1, 2), "auto", {"d0": "0-3", "d1": "4-7", "p0": "0-3"}),
         (machine(2, 4), (1, 2), "shared", {"d0": "0-7", "d1": "0-7", "p0": "0-7"}),
         ([*machine(1, 4), [frozenset({9})]], (1, 1), "auto", {"d0": "0-3", "p0": "0-3"}),
+        # A third of the large one is less than all of the small one.
+        (
+            [*machine(1, 8), [frozenset({8}), frozenset({9}), frozenset({10})]],
+            (1, 2),
+            "auto",
+            {"d0": "0-3", "d1": "4-7", "p0": "8-10"},
+        ),
         (machine(1, 4), (0, 0), "auto", {}),
     ],
 )

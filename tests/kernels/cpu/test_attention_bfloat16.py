@@ -63,6 +63,19 @@ def test_outputs_are_those_of_float32_but_for_rounding(
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("window", [1, 43, 44, 127, 128, 170, 171, 172, 299])
+def test_the_last_key_before_a_window_is_not_seen(window: int, way: Way) -> None:
+    """Tiles begin at 128 and 256: one may be seen whole but for its first key."""
+    it = scene([(300, 1)], dtype=torch.bfloat16, head_dim=64)
+    want = outputs(it, window, way)
+    block, offset = divmod(299 - window, it.pool.shape[4])
+    keys, values = it.pool[it.batch.block_tables[0, block], 1, :, :, offset]
+    keys.fill_(0)
+    values.fill_(100)
+    assert torch.equal(outputs(it, window, way), want)
+
+
 @pytest.mark.skipif(Way.TILES not in WAYS, reason="this processor has no AMX")
 @pytest.mark.parametrize("window", [None, 70])
 def test_tiles_and_vectors_give_the_same_bits(window: int | None) -> None:
@@ -99,14 +112,17 @@ def test_no_bit_of_a_row_depends_on_the_rows_beside_it(window: int | None, way: 
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("lens", [[(200, 100), (20, 20)], [(200, 100), (200, 1), (130, 30)]])
-def test_a_sequence_of_nan_is_nobody_elses(lens: list[tuple[int, int]], way: Way) -> None:
+def test_a_sequence_of_nan_is_nobody_elses(
+    lens: list[tuple[int, int]], window: int | None, way: Way
+) -> None:
     it = scene(lens, head_dim=64, dtype=torch.bfloat16)
     # One thread, so that the others find in its memory what the first has left there.
-    want = outputs(it, None, way, num_threads=1)[100:]
+    want = outputs(it, window, way, num_threads=1)[100:]
     blocks = it.batch.block_tables[0, : -(-200 // it.pool.shape[4])]
     it.pool[blocks.long()] = torch.nan
-    got = outputs(it, None, way, num_threads=1)
+    got = outputs(it, window, way, num_threads=1)
     assert got[:100].isnan().all() and torch.equal(got[100:], want)
 
 

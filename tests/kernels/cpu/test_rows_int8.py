@@ -54,3 +54,9 @@ def test_a_row_that_is_not_finite_has_no_scale_and_others_keep_theirs(value: flo
     scales = made(x)[2]
     assert scales.isnan().tolist() == [False, True, False]
     assert torch.equal(scales[::2], want[::2])
+
+
+def test_no_row_is_written_but_those_that_are_asked_for() -> None:
+    x, out = torch.randn(80, 64), room_for_planes(80, 64).fill_(7)
+    Program([to_planes(x[:70], out[:70])]).run()
+    assert (out[70:] == 7).all()

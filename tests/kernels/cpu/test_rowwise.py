@@ -42,6 +42,19 @@ def test_norm_of_some_rows() -> None:
     assert torch.equal(normed(x, weight, rows), normed(x, weight)[rows.long()])
 
 
+def test_no_row_is_written_but_those_that_are_asked_for() -> None:
+    x, weight, out = torch.randn(80, 2 * 64), torch.randn(2 * 64), torch.full((80, 128), 7.0)
+    halves, token_ids = torch.full((80, 64), 7.0), torch.arange(80, dtype=torch.int32)
+    Program(
+        [
+            rowwise.silu_gate(x[:70], halves[:70]),
+            rowwise.norm(x[:70], weight, 1e-6, out[:70]),
+            rowwise.embed(token_ids[:70], x, out[:70]),
+        ]
+    ).run()
+    assert (out[70:] == 7).all() and (halves[70:] == 7).all()
+
+
 def test_norm_of_a_zero_row_is_zero() -> None:
     assert not normed(torch.zeros(2, 16), torch.ones(16)).any()
 

@@ -153,9 +153,9 @@ def test_a_worker_that_failed_is_avoided_and_given_a_pause(router: Router) -> No
 
 def test_a_request_goes_on_where_its_numbers_are_rounded_alike() -> None:
     router = Router(Limits())
-    for rank, arithmetic in enumerate("yxx"):
+    for rank, (arithmetic, num_blocks) in enumerate((("y", 65), ("x", 64), ("x", 66))):
         router.join(Role.PREFILL, rank, arithmetic=arithmetic)
-        router.join(Role.DECODE, rank, arithmetic=arithmetic, num_blocks=64 + rank)
+        router.join(Role.DECODE, rank, arithmetic=arithmetic, num_blocks=num_blocks)
     router.sent.clear()
     router.submit(20)
     _, frame, _, _ = asked(router)
@@ -163,6 +163,21 @@ def test_a_request_goes_on_where_its_numbers_are_rounded_alike() -> None:
     router.bus.on_lost(b"decode-2-1")
     peer, frame, _, _ = asked(router)
     assert (peer, frame.decode_rank) == (b"prefill-1-1", 1)
+
+
+def test_a_request_that_had_to_go_elsewhere_comes_back_to_what_it_began_with() -> None:
+    router = Router(Limits())
+    router.join(Role.PREFILL, 0)
+    for rank, (arithmetic, num_blocks) in enumerate((("x", 66), ("y", 65), ("y", 64))):
+        router.join(Role.DECODE, rank, arithmetic=arithmetic, num_blocks=num_blocks)
+    router.sent.clear()
+    router.submit(20)
+    assert asked(router)[1].decode_rank == 0
+    router.bus.on_lost(b"decode-0-1")
+    assert asked(router)[1].decode_rank == 1
+    router.join(Role.DECODE, 3, arithmetic="x", num_blocks=63)
+    router.bus.on_lost(b"decode-1-1")
+    assert asked(router)[1].decode_rank == 3
 
 
 def test_a_request_that_ends_while_it_pauses_is_not_tried_again(router: Router) -> None:

@@ -41,7 +41,7 @@ def test_runs_are_the_longest_there_are(text: str, cores: str) -> None:
     assert format_cores(parse_cores(text)) == cores
 
 
-@pytest.mark.parametrize("text", ["a", "-1", "3-1", "1-", "0x3", "99999", "1;2", "0-3:1"])
+@pytest.mark.parametrize("text", ["a", "-1", "3-1", "1-", "0x3", "65536", "99999", "1;2", "0-3:1"])
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is neither a core nor a run of them; write"):
         parse_cores(text)
@@ -97,6 +97,19 @@ def test_the_least_share_of_a_control_group_and_those_above_it(
 
 def test_a_thread_for_each_physical_core_and_no_more_than_there_is_time_for() -> None:
     assert 1 <= best_threads() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(
+    ("time", "threads"), [(inf, 3), (8.0, 3), (3.0, 3), (2.1, 3), (2.0, 2), (1.5, 2), (0.2, 1)]
+)
+def test_a_part_of_a_core_takes_a_thread_too(
+    monkeypatch: pytest.MonkeyPatch, time: float, threads: int
+) -> None:
+    physical = [frozenset({core, core + 3}) for core in range(3)]
+    monkeypatch.setattr("wire.process.cores.own_cores", lambda: frozenset(range(6)))
+    monkeypatch.setattr("wire.process.cores.physical_cores", lambda _: physical)
+    monkeypatch.setattr("wire.process.cores.quota", lambda: time)
+    assert best_threads() == threads
 
 
 PINNED = """

@@ -124,7 +124,7 @@ def test_generation_goes_first_and_prompts_fill_the_budget() -> None:
 
 
 def test_no_prompt_begins_in_a_step_that_has_enough_of_them() -> None:
-    queue = Queue(max_ubatch_tokens=40, enough_tokens=10)
+    queue = Queue(max_ubatch_tokens=40, enough_tokens=12)
     for request_id in (1, 2, 3, 4):
         queue.add(request_id, 6)
     # The second makes it enough; the others are read in a step that answers the first two sooner.

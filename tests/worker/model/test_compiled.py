@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kernels.cpu.linear_int8 import MAX_INPUTS
 from kernels.cpu.ways import Way
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance
 from worker.executor.torch import TorchExecutor
 from worker.model import compiled
 from worker.model.compiled import MAX_PROGRAMS, CompiledTransformer
+from worker.model.config import read_config
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 40
 CASES: dict[str, dict[str, Any]] = {
@@ -210,3 +213,17 @@ def test_what_the_loops_have_no_panels_for_is_computed_by_torch(tmp_path: Path) 
     for dtype in ("auto", "bfloat16", "float32"):
         logits = run(load(path, dtype), 0)
         assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "num_heads"])
+def test_no_matrix_in_8_bits_has_more_inputs_than_a_sum_has_room_for(
+    field: str, tmp_path: Path
+) -> None:
+    config = read_config(make_model(tmp_path / "model", head_dim=16))
+    whole = MAX_INPUTS // 16
+    most = whole if field == "num_heads" else 16 * whole
+    step = 1 if field == "num_heads" else 16
+    for size, fits in ((most, True), (most + step, False)):
+        sizes = {"hidden_size": 64, "intermediate_size": 64} | {field: size}
+        wide = replace(config, **sizes)  # type: ignore[arg-type]
+        assert CompiledTransformer.fits(wide, torch.float32, in_int8=True) is fits
