@@ -30,7 +30,10 @@ U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has no larger integers
 FinishReason = Annotated[str, msgspec.Meta(pattern=r"^(stop|length)\Z")]
 # Numbers and runs of them, as Linux lists cores: "0-3,8".
 _RUN: Final = "[0-9]{1,5}(-[0-9]{1,5})?"
-Cores = Annotated[str, msgspec.Meta(max_length=4096, pattern=rf"^({_RUN}(,{_RUN})*)?\Z")]
+MAX_CORES_LENGTH = 4096
+Cores = Annotated[
+    str, msgspec.Meta(max_length=MAX_CORES_LENGTH, pattern=rf"^({_RUN}(,{_RUN})*)?\Z")
+]
 # The longest deadline there is, in seconds.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=2**31 / 1000)]
 # The most prefix hashes that one heartbeat reports as stored, and as evicted: reading them takes

@@ -18,7 +18,7 @@ import structlog
 
 from wire.frames import Heartbeat, Role
 from wire.identity import Identity
-from wire.payloads import HelloDetail, encode_map
+from wire.payloads import MAX_CORES_LENGTH, HelloDetail, encode_map
 from wire.process.api_keys import open_api_keys
 from wire.process.cores import format_cores, own_cores
 from wire.process.keys import open_keys
@@ -113,7 +113,7 @@ class Worker:
         self._standstill = Standstill()
 
     def _detail(self, info: ModelInfo) -> HelloDetail:
-        capabilities = self._executor.capabilities
+        capabilities, cores = self._executor.capabilities, format_cores(own_cores())
         return HelloDetail(
             model=info.name,
             fingerprint=info.fingerprint,
@@ -125,7 +125,8 @@ class Worker:
             arithmetic=(capabilities.arithmetic or self._config.executor)[:256],
             threads=capabilities.num_threads,
             kv_endpoint=self.role.kv_endpoint,
-            cores=format_cores(own_cores()),
+            # Every other core of thousands is a list that nobody takes, nor reads.
+            cores=cores if len(cores) <= MAX_CORES_LENGTH else "",
         )
 
     async def run(self, stop: Stop) -> int:

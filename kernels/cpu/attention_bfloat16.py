@@ -222,18 +222,19 @@ def _finish(a: AttentionArguments, item: Item, head: int, y: int, state: int) ->
 @inner
 def turn_keys(keys: int, count: int, first: int, head_dim: int, panels: int) -> None:
     """Put keys that lie in a row, the `first` and so on, into panels [keys / 16, D / 2, 16, 2]."""
-    pairs = head_dim // 2
-    if count == PANEL and first % PANEL == 0:
-        panel = panels + first // PANEL * pairs * _ROW_BYTES
-        for pair in range(0, pairs, PANEL):
-            _turn(keys + pair * _PAIR_BYTES, head_dim * 2, panel + pair * _ROW_BYTES)
-        return
-    for j in range(count):
-        key = first + j
-        source = ints_at(keys + j * head_dim * 2)
-        target = ints_at(panels + (key // PANEL * pairs * PANEL + key % PANEL) * _PAIR_BYTES)
-        for pair in range(pairs):
-            target[pair * PANEL] = source[pair]
+    pairs, j = head_dim // 2, 0
+    while j < count:
+        key, source = first + j, keys + j * head_dim * 2
+        column = panels + key // PANEL * pairs * _ROW_BYTES + key % PANEL * _PAIR_BYTES
+        if key % PANEL == 0 and count - j >= PANEL:
+            for pair in range(0, pairs, PANEL):
+                _turn(source + pair * _PAIR_BYTES, head_dim * 2, column + pair * _ROW_BYTES)
+            j += PANEL
+        else:
+            pairs_of_key, target = ints_at(source), ints_at(column)
+            for pair in range(pairs):
+                target[pair * PANEL] = pairs_of_key[pair]
+            j += 1
 
 
 @inner

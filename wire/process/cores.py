@@ -63,8 +63,12 @@ def physical_cores(cores: Collection[int], system: Path = SYSTEM) -> list[frozen
         core: parse_cores(_read(system / f"cpu/cpu{core}/topology/thread_siblings_list"))
         for core in cores
     }
-    groups = {frozenset(cores) & (found[core] | {core}) for core in cores}
-    return sorted(groups, key=min)
+    groups, left = [], set(cores)
+    while left:
+        first = min(left)
+        groups.append(frozenset(left & (found[first] | {first})))
+        left -= groups[-1]
+    return groups
 
 
 def nodes(cores: Collection[int], system: Path = SYSTEM) -> list[frozenset[int]]:

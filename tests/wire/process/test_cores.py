@@ -80,6 +80,14 @@ def test_where_nobody_says_each_core_is_one_and_all_are_near(tmp_path: Path) -> 
     assert nodes({1, 0}, tmp_path) == [{0, 1}]
 
 
+def test_a_core_is_of_one_physical_core_even_where_only_one_of_the_two_says_so(
+    tmp_path: Path,
+) -> None:
+    system = machine(tmp_path)
+    (system / "cpu/cpu4/topology/thread_siblings_list").unlink()
+    assert [format_cores(it) for it in physical_cores({0, 1, 4}, system)] == ["0,4", "1"]
+
+
 @pytest.mark.parametrize(
     ("own", "parent", "cores"),
     [("150000 100000", "max 100000", 1.5), ("max 100000", "200000 50000", 4.0), ("", "", inf)],
