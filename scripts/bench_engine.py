@@ -12,9 +12,9 @@ float32 logits of transformers; a wrong one ends the run without figures.
 
 Floors: a decode step reads every weight once, however many streams there are (weight bytes over the
 measured read bandwidth), and multiplies every weight with every stream, as a prompt does with every
-token (each product alone, by torch or by oneDNN from packed weights, whichever is quicker).  A step
-is the middle one of a round, a floor the best of some readings; for the weights the middle reading
-of the best round is given too.
+token (each product alone, by torch or by oneDNN from packed weights, whichever is quicker; and all
+of them packed, in bfloat16).  A step is the middle one of a round, a floor the best of some
+readings; for the weights the middle reading of the best round is given too.
 
 OpenMP's threads sleep between two operations, as in a worker.  OMP_WAIT_POLICY=ACTIVE lets them
 spin, which is torch's default: say so to see what transformers makes of it.
@@ -309,17 +309,24 @@ def read_bandwidth() -> tuple[float, float]:
 
 
 def product_s(rows: int, columns: int, depth: int, dtype: torch.dtype) -> float:
-    """Return the seconds of one product of these sizes by torch: plain, or packed by oneDNN."""
+    """Return the seconds of one product of these sizes by torch."""
     x, weight = torch.ones(rows, depth, dtype=dtype), torch.ones(columns, depth, dtype=dtype)
-    ways: list[Callable[[], Any]] = [lambda: torch.nn.functional.linear(x, weight)]
-    if dtype is torch.bfloat16:
-        onednn = torch.ops.mkldnn  # torch has no public name for what it packs
-        packed = onednn._reorder_linear_weight(weight, rows)  # noqa: SLF001
-        ways.append(lambda: onednn._linear_pointwise(x, packed, None, "none", [], ""))  # noqa: SLF001
     with torch.inference_mode():
-        for way in ways:
-            way()
-        return min(min(seconds_of(way, 5)) for way in ways)
+        return best_s(lambda: torch.nn.functional.linear(x, weight))
+
+
+def packed_product_s(rows: int, columns: int, depth: int) -> float:
+    """Return the seconds of one bfloat16 product of these sizes by oneDNN, its weights packed."""
+    x, weight = (torch.ones(it, depth, dtype=torch.bfloat16) for it in (rows, columns))
+    onednn = torch.ops.mkldnn  # torch has no public name for what it packs
+    packed = onednn._reorder_linear_weight(weight, rows)  # noqa: SLF001
+    with torch.inference_mode():
+        return best_s(lambda: onednn._linear_pointwise(x, packed, None, "none", [], ""))  # noqa: SLF001
+
+
+def best_s(measure: Callable[[], Any]) -> float:
+    """Return the least seconds of some calls after the first."""
+    return min(seconds_of(measure, 6)[1:])
 
 
 def floors(
@@ -327,7 +334,8 @@ def floors(
 ) -> dict[str, float]:
     """Return the least seconds of decode steps and of a prompt, and what they are made of.
 
-    Every product of a step is taken alone, in `dtype` and in float32, the quicker of the two;
+    Every product of a step is taken alone, in `dtype` and in float32 by torch and by oneDNN from
+    packed bfloat16, the quickest of them; those that are packed are given by themselves too.
     `kept` is what the weights are read in, "int8" or "auto".
     """
     config = json.loads((path / "config.json").read_text())
@@ -341,13 +349,17 @@ def floors(
     vocab_size = config["vocab_size"]
     kinds = {getattr(torch, dtype), torch.float32}
 
-    def products_s(rows: int, rows_of_head: int) -> float:
-        def best_s(rows: int, columns: int, depth: int) -> float:
-            return min(product_s(rows, columns, depth, kind) for kind in kinds)
+    def step_s(product: Callable[[int, int, int], float], rows: int, rows_of_head: int) -> float:
+        of_layer = sum(product(rows, *shape) for shape in shapes)
+        return float(layers * of_layer + product(rows_of_head, vocab_size, hidden))
 
-        of_layer = sum(best_s(rows, *shape) for shape in shapes)
-        return float(layers * of_layer + best_s(rows_of_head, vocab_size, hidden))
+    def quickest_s(rows: int, columns: int, depth: int) -> float:
+        by_torch = min(product_s(rows, columns, depth, kind) for kind in kinds)
+        return min(by_torch, packed_product_s(rows, columns, depth))
 
+    steps = {f"decode_{count}": (count, count) for count in streams} | {
+        "prompt": (prompt_tokens, 1)
+    }
     stored = 1 if kept == "int8" else 4 if config["dtype"] == "float32" else 2
     weights = layers * sum(rows * columns for rows, columns in shapes) + vocab_size * hidden
     bandwidth, middle = read_bandwidth()
@@ -355,8 +367,8 @@ def floors(
         "bandwidth_GB_s": bandwidth / 1e9,
         "decode_s": weights * stored / bandwidth,
         "decode_middle_s": weights * stored / middle,
-        **{f"decode_{count}_products_s": products_s(count, count) for count in streams},
-        "prompt_products_s": products_s(prompt_tokens, 1),
+        **{f"{name}_products_s": step_s(quickest_s, *rows) for name, rows in steps.items()},
+        **{f"{name}_packed_s": step_s(packed_product_s, *rows) for name, rows in steps.items()},
     }
 
 
@@ -401,7 +413,8 @@ def show(result: dict[str, Any], args: argparse.Namespace) -> None:
     floor = result["floor"]
     for name, key in (("weights read once", "decode_s"), ("in the middle", "decode_middle_s")):
         rows.append((name, {f"decode_{streams}": floor[key] for streams in args.streams}))
-    rows.append(("every product alone", {key: floor[f"{key}_products_s"] for key in ours}))
+    for name, key in (("every product alone", "products_s"), ("all packed by oneDNN", "packed_s")):
+        rows.append((name, {step: floor[f"{step}_{key}"] for step in ours}))
     print(f"{'ms (x ours)':>28}" + "".join(f"{name:>20}" for name in ours))
     for name, figures in rows:
         cells = [f"{1000 * figures[k]:9.1f} ({figures[k] / ours[k]:6.2f})" for k in figures]
