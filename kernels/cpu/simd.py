@@ -126,28 +126,32 @@ def _product(
     """Write the loop of `panel_product` for one size: (rows, panels)."""
     w, w_stride, x, x_stride, y, y_stride, depth = operands
     num_rows, num_panels = size
-    cells = [(r, p) for r in range(num_rows) for p in range(num_panels)]
+    # A vector at a time: LLVM loads what it splits whole, and takes it apart in each round.
+    lanes = PANEL if "+avx512f" in target_features() else WIDTH
+    of_panel = PANEL // lanes
+    cells = [(r, c) for r in range(num_rows) for c in range(num_panels * of_panel)]
     x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(num_rows)]
     y_rows = [b.add(y, b.mul(y_stride, i64(r))) for r in range(num_rows)]
     panels = [b.add(w, b.mul(panel_stride, i64(p))) for p in range(num_panels)]
-    befores = [_load(b, y_rows[r], p, lanes=PANEL) for r, p in cells]
-    starts = [b.select(has_sums, before, _zero(PANEL)) for before in befores]
+    befores = [_load(b, y_rows[r], c, lanes=lanes) for r, c in cells]
+    starts = [b.select(has_sums, before, _zero(lanes)) for before in befores]
     loop = Loop(b, depth, 1)
     sums = [loop.carry(start) for start in starts]
     step = b.mul(loop.index, w_stride)
-    weights = [_load(b, b.add(panel, step), 0, element, lanes=PANEL) for panel in panels]
+    rows_of_w = [b.add(panel, step) for panel in panels]
+    weights = [_load(b, at, c, element, lanes=lanes) for at in rows_of_w for c in range(of_panel)]
     if fetched is not None:
         later = b.add(fetched[0], b.mul(loop.index, fetched[1]))
         for p in range(num_panels):
             write_prefetch(b, b.add(later, b.mul(panel_stride, i64(p))))
     offset = b.mul(loop.index, i64(4))
-    values = [_broadcast(b, b.add(row, offset), PANEL) for row in x_rows]
+    values = [_broadcast(b, b.add(row, offset), lanes) for row in x_rows]
     totals = [
-        _fma(b, weights[p], values[r], total) for (r, p), total in zip(cells, sums, strict=True)
+        _fma(b, weights[c], values[r], total) for (r, c), total in zip(cells, sums, strict=True)
     ]
     loop.end(totals)
-    for (r, p), total in zip(cells, totals, strict=True):
-        _store(b, total, y_rows[r], p)
+    for (r, c), total in zip(cells, totals, strict=True):
+        _store(b, total, y_rows[r], c)
 
 
 def pair_product(max_rows: int) -> Callable[..., Any]:
