@@ -13,8 +13,8 @@ float32 logits of transformers; a wrong one ends the run without figures.
 Floors: a decode step reads every weight once, however many streams there are (weight bytes over the
 measured read bandwidth), and multiplies every weight with every stream, as a prompt does with every
 token (each product alone, by torch or by oneDNN from packed weights, whichever is quicker; and all
-of them packed, in bfloat16).  A step is the middle one of a round, a floor the best of some
-readings; for the weights the middle reading of the best round is given too.
+of a step packed in bfloat16, one after another).  A step is the middle one of a round, a floor the
+best of some readings; for the weights the middle reading of the best round is given too.
 
 OpenMP's threads sleep between two operations, as in a worker.  OMP_WAIT_POLICY=ACTIVE lets them
 spin, which is torch's default: say so to see what transformers makes of it.
@@ -317,11 +317,27 @@ def product_s(rows: int, columns: int, depth: int, dtype: torch.dtype) -> float:
 
 def packed_product_s(rows: int, columns: int, depth: int) -> float:
     """Return the seconds of one bfloat16 product of these sizes by oneDNN, its weights packed."""
-    x, weight = (torch.ones(it, depth, dtype=torch.bfloat16) for it in (rows, columns))
+    return packed_step_s([(rows, columns, depth)])
+
+
+def packed_step_s(shapes: Sequence[tuple[int, int, int]]) -> float:
+    """Return the seconds of such products one after another, each with weights of its own."""
     onednn = torch.ops.mkldnn  # torch has no public name for what it packs
-    packed = onednn._reorder_linear_weight(weight, rows)  # noqa: SLF001
+    inputs = {
+        (rows, depth): torch.ones(rows, depth, dtype=torch.bfloat16) for rows, _, depth in shapes
+    }
+    products = []
+    for rows, columns, depth in shapes:
+        weight = torch.ones(columns, depth, dtype=torch.bfloat16)
+        packed = onednn._reorder_linear_weight(weight, rows)  # noqa: SLF001
+        products.append((inputs[rows, depth], packed))
+
+    def step() -> None:
+        for x, packed in products:
+            onednn._linear_pointwise(x, packed, None, "none", [], "")  # noqa: SLF001
+
     with torch.inference_mode():
-        return best_s(lambda: onednn._linear_pointwise(x, packed, None, "none", [], ""))  # noqa: SLF001
+        return best_s(step)
 
 
 def best_s(measure: Callable[[], Any]) -> float:
@@ -335,7 +351,8 @@ def floors(
     """Return the least seconds of decode steps and of a prompt, and what they are made of.
 
     Every product of a step is taken alone, in `dtype` and in float32 by torch and by oneDNN from
-    packed bfloat16, the quickest of them; those that are packed are given by themselves too.
+    packed bfloat16, the quickest of them.  Those that are packed are taken one after another as
+    well, each with weights of its own, as a step has them.
     `kept` is what the weights are read in, "int8" or "auto".
     """
     config = json.loads((path / "config.json").read_text())
@@ -357,6 +374,10 @@ def floors(
         by_torch = min(product_s(rows, columns, depth, kind) for kind in kinds)
         return min(by_torch, packed_product_s(rows, columns, depth))
 
+    def packed_s(rows: int, rows_of_head: int) -> float:
+        of_layers = [(rows, *shape) for _ in range(layers) for shape in shapes]
+        return packed_step_s([*of_layers, (rows_of_head, vocab_size, hidden)])
+
     steps = {f"decode_{count}": (count, count) for count in streams} | {
         "prompt": (prompt_tokens, 1)
     }
@@ -368,7 +389,7 @@ def floors(
         "decode_s": weights * stored / bandwidth,
         "decode_middle_s": weights * stored / middle,
         **{f"{name}_products_s": step_s(quickest_s, *rows) for name, rows in steps.items()},
-        **{f"{name}_packed_s": step_s(packed_product_s, *rows) for name, rows in steps.items()},
+        **{f"{name}_packed_s": packed_s(*rows) for name, rows in steps.items()},
     }
 
 
