@@ -29,8 +29,9 @@ from kernels.cpu.ways import Way, known_way
 
 # Bytes of x that stay in the second cache while a chunk's panels pass by.
 _BLOCK_BYTES = 1 << 19
-# Steps of two panels that stay in the first cache while rows pass by, at most.
-_NEAR_STEPS = 20
+# Steps of two panels that stay in the first cache while rows pass by.  In how many parts K is taken
+# for that: in more, reading sums again costs more than reading weights from the second cache.
+_NEAR_STEPS, _MAX_PARTS = 12, 2
 # Rows that meet two panels as tiles; rows that meet one panel as vectors.
 _TWO_TILES, _FEW = 2 * TILE_ROWS, 3
 # Rows that meet two panels as dots, and that meet four.
@@ -212,7 +213,7 @@ def _multiply_many(a: _Arguments, first: int, last: int, begin: int, end: int, s
     num_steps, x_stride = a.num_steps, a.x_stride
     panel_bytes = num_steps * STEP_BYTES
     parts = -(-num_steps // _NEAR_STEPS)
-    near = -(-num_steps // parts)
+    near = -(-num_steps // parts) if parts <= _MAX_PARTS else num_steps
     for panel in range(first, last, 2):
         width = min(2, last - panel)
         y, y_stride, has_sums = _begin(a, panel, width, begin, end, sums)
