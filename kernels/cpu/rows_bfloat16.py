@@ -1,6 +1,6 @@
 """Rows that are computed in registers and written in bfloat16: weights of keys, gated pairs.
 
-One pass over the row each, in vectors of 16.
+In vectors of 16 numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def weigh_rows(scores: int, weights: int, bounds: int, state: int, kept: int) ->
     int32 weigh nothing; 0 is no bounds.  Returns whether a base was changed; `kept` [ROWS] float32
     is then what the rows' sums so far are to be multiplied with.
     """
-    # Apart: whoever guesses that no base changes weighs before the largest score is known.
+    # In two passes: a processor that guesses that no base changes, as mostly none does, weighs
+    # before it knows the largest score.
     if bounds == 0:
         is_changed = _raise_all(scores, state, kept)
         _weigh_all(scores, weights, state)
