@@ -96,6 +96,9 @@ async def test_no_router_knows_a_worker_before_its_warmup_is_over() -> None:
                 # Nor does it say that it stood still meanwhile.
                 assert router.loads_by_role[Role.PREFILL].step_ms == 0
                 await first_token(router, 1)
+                # Else the other may be gone before it hears of the KV, which then waits a lease.
+                router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
+                await router.until_free(Role.PREFILL)
         finally:
             executor.gate.set()
             process.stop.set()
