@@ -24,6 +24,7 @@ from kernels.cpu.simd import PANEL
 from kernels.cpu.simd_int8 import QUAD, byte_product
 from kernels.cpu.tasks import allocate, give_back, inner
 from kernels.cpu.threads import coming_weights, first_weights, take_chunk
+from kernels.cpu.ways import Way, known_way
 
 # The most inputs whose sum of products, 127 * 127 each, is an int32.
 MAX_INPUTS = (1 << 31) // 127**2
@@ -88,7 +89,7 @@ class Int8Weight:
         *,
         bias: torch.Tensor | None = None,
         is_added: bool = False,
-        by_tiles: bool = True,
+        way: Way | None = None,
     ) -> Operation:
         """Make y = x W^T + bias, plus what y was if `is_added`.
 
@@ -96,10 +97,10 @@ class Int8Weight:
             x: [T, ...] of `inputs`, for K or more.
             y: [T, num_columns] float32, contiguous.
             bias: [num_columns] float32, contiguous.
-            by_tiles: False for vectors; else tiles, where the processor has them.
+            way: Tiles, or vectors of integers for any other; None for the best there is.
         """
         assert y.shape == (len(x), self.num_columns)
-        return self._operation(x, y, bias, 1, is_added=is_added, by_tiles=by_tiles)
+        return self._operation(x, y, bias, 1, is_added=is_added, way=way)
 
     def times_gated(
         self,
@@ -107,7 +108,7 @@ class Int8Weight:
         y: torch.Tensor,
         *,
         bias: torch.Tensor | None = None,
-        by_tiles: bool = True,
+        way: Way | None = None,
     ) -> Operation:
         """Make y = silu(gate) * up of a weight that `is_gated`: x W^T + bias is gate, then up.
 
@@ -115,11 +116,11 @@ class Int8Weight:
             x: See `times`.
             y: [T, N / 2] float32, contiguous.
             bias: [N] float32, contiguous.
-            by_tiles: See `times`.
+            way: See `times`.
         """
         assert y.shape == (len(x), self.shape[0] // 2)
         bias = None if bias is None else woven(bias)
-        return self._operation(x, y, bias, 2, is_added=False, by_tiles=by_tiles)
+        return self._operation(x, y, bias, 2, is_added=False, way=way)
 
     def _operation(
         self,
@@ -129,7 +130,7 @@ class Int8Weight:
         together: int,
         *,
         is_added: bool,
-        by_tiles: bool,
+        way: Way | None,
     ) -> Operation:
         num_units, num_steps = self.panels.shape[0] // together, self.panels.shape[1]
         x_stride = x.stride(0)
@@ -158,8 +159,8 @@ class Int8Weight:
             rest=rest.ctypes.data,
         )
         weights = first_weights(address, num_units, num_threads, together * num_steps * STEP_BYTES)
-        by_tiles = by_tiles and amx.available()
-        task = _multiply_by_tiles if by_tiles else _multiply_by_vectors
+        is_tiled = known_way(way) is Way.TILES
+        task = _multiply_by_tiles if is_tiled else _multiply_by_vectors
         kept = (x, self.panels, self.scales, y, bias, whole, rest)
         return Operation(task, arguments, kept, weights)
 

@@ -17,8 +17,12 @@ from torch.nn.functional import silu
 from kernels.cpu.linear_int8 import Int8Weight
 from kernels.cpu.program import Program
 from kernels.cpu.rows_int8 import to_planes
+from kernels.cpu.ways import Way, known_ways
 from tests.kernels.cpu.int8 import product_of
-from tests.kernels.cpu.paired import WAYS, holds_tiles
+from tests.kernels.cpu.paired import holds_tiles
+
+# Dots are of bfloat16.
+WAYS = [way for way in known_ways() if way is not Way.DOTS]
 
 
 def planes(x: torch.Tensor) -> torch.Tensor:
@@ -30,7 +34,7 @@ def planes(x: torch.Tensor) -> torch.Tensor:
 def product(
     x: torch.Tensor,
     weight: Int8Weight,
-    by_tiles: bool,
+    way: Way | None,
     y: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -40,12 +44,12 @@ def product(
         padded[:, : y.shape[1]] = y
     if bias is not None:
         bias = torch.cat((bias, torch.zeros(weight.num_columns - len(bias))))
-    times = weight.times(planes(x), padded, bias=bias, is_added=y is not None, by_tiles=by_tiles)
+    times = weight.times(planes(x), padded, bias=bias, is_added=y is not None, way=way)
     Program([times]).run()
     return padded[:, : weight.shape[0]]
 
 
-@pytest.mark.parametrize("by_tiles", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=60)
 @given(
     rows=st.integers(0, 81),
@@ -60,7 +64,7 @@ def test_products_are_those_of_numpy(
     is_biased: bool,
     is_added: bool,
     seed: int,
-    by_tiles: bool,
+    way: Way,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_columns, depth = shape[0], 16 * shape[1]
@@ -68,7 +72,7 @@ def test_products_are_those_of_numpy(
     x = torch.randn(rows, depth, generator=generator)
     bias = torch.randn(num_columns, generator=generator) if is_biased else None
     before = torch.randn(rows, num_columns, generator=generator) if is_added else None
-    got = product(x, Int8Weight(weight), by_tiles, before, bias)
+    got = product(x, Int8Weight(weight), way, before, bias)
     assert torch.equal(got, product_of(x, weight, bias, before))
 
 
@@ -76,7 +80,7 @@ def test_rounding_the_weights_is_all_that_is_lost() -> None:
     weight, x = torch.randn(160, 576), torch.randn(20, 576)
     step = weight.abs().amax(1, keepdim=True) / 127
     rounded = (weight / step).round() * step
-    got = product(x, Int8Weight(weight), True)
+    got = product(x, Int8Weight(weight), None)
     torch.testing.assert_close(got, x @ rounded.T, rtol=1e-3, atol=1e-2)
     assert (got - x @ weight.T).square().mean().sqrt() < 0.01 * got.square().mean().sqrt()
 
@@ -84,31 +88,31 @@ def test_rounding_the_weights_is_all_that_is_lost() -> None:
 def test_a_column_of_zeros_is_zero() -> None:
     weight = torch.randn(16, 64)
     weight[3] = 0
-    assert not product(torch.randn(5, 64), Int8Weight(weight), True)[:, 3].any()
+    assert not product(torch.randn(5, 64), Int8Weight(weight), None)[:, 3].any()
 
 
-@pytest.mark.parametrize("by_tiles", WAYS)
-def test_the_largest_sums_are_within_32_bits(by_tiles: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_the_largest_sums_are_within_32_bits(way: Way) -> None:
     depth = 133_136  # the last multiple of a panel below what is allowed
     x = torch.ones(1, depth)
-    got = product(x, Int8Weight(torch.ones(16, depth)), by_tiles)
+    got = product(x, Int8Weight(torch.ones(16, depth)), way)
     torch.testing.assert_close(got, torch.full((1, 16), float(depth)))
 
 
-@pytest.mark.parametrize("by_tiles", WAYS)
-def test_no_bit_of_a_row_depends_on_the_rows_beside_it(by_tiles: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_no_bit_of_a_row_depends_on_the_rows_beside_it(way: Way) -> None:
     packed = Int8Weight(torch.randn(1200, 144))
     x, bias = torch.randn(70, 144), torch.randn(1200)
-    together = product(x, packed, by_tiles, bias=bias)
+    together = product(x, packed, way, bias=bias)
     for rows in (1, 2, 5, 8, 9, 16, 17, 32, 40):
         for begin in (0, 3, 70 - rows):
-            alone = product(x[begin : begin + rows], packed, by_tiles, bias=bias)
+            alone = product(x[begin : begin + rows], packed, way, bias=bias)
             assert torch.equal(alone, together[begin:][:rows])
 
 
-@pytest.mark.parametrize("by_tiles", WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_biased", [False, True])
-def test_gate_and_up_in_one(is_biased: bool, by_tiles: bool) -> None:
+def test_gate_and_up_in_one(is_biased: bool, way: Way) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(2 * 80, 1104, generator=generator)
     bias = torch.randn(2 * 80, generator=generator) * 9 if is_biased else None
@@ -116,21 +120,21 @@ def test_gate_and_up_in_one(is_biased: bool, by_tiles: bool) -> None:
     for rows in (0, 1, 3, 8, 9, 16, 17, 48, 600):
         x = torch.randn(rows, 1104, generator=generator)
         out = torch.full((rows, 80), torch.nan)
-        Program([packed.times_gated(planes(x), out, bias=bias, by_tiles=by_tiles)]).run()
-        gate, up = product(x, Int8Weight(weight), by_tiles, bias=bias).chunk(2, dim=1)
+        Program([packed.times_gated(planes(x), out, bias=bias, way=way)]).run()
+        gate, up = product(x, Int8Weight(weight), way, bias=bias).chunk(2, dim=1)
         torch.testing.assert_close(out, silu(gate) * up, rtol=3e-4, atol=1e-6)
         for row in range(0, rows, 7):
             alone = torch.empty(1, 80)
             some = planes(x[row : row + 1])
-            Program([packed.times_gated(some, alone, bias=bias, by_tiles=by_tiles)]).run()
+            Program([packed.times_gated(some, alone, bias=bias, way=way)]).run()
             assert torch.equal(alone[0], out[row])
 
 
-@pytest.mark.skipif(len(WAYS) < 2, reason="this processor has no AMX")
+@pytest.mark.skipif(Way.TILES not in WAYS, reason="this processor has no AMX")
 @pytest.mark.parametrize("rows", [0, 1, 16, 20])
 def test_a_product_leaves_no_tiles_behind(rows: int) -> None:
     packed, y = Int8Weight(torch.randn(48, 64)), torch.empty(rows, 48)
-    times = packed.times(planes(torch.randn(rows, 64)), y, by_tiles=True)
+    times = packed.times(planes(torch.randn(rows, 64)), y, way=Way.TILES)
     Program([times]).run(num_threads=1)
     assert not holds_tiles()
 
@@ -141,7 +145,7 @@ from kernels.cpu import amx, simd_int8
 from kernels.cpu.linear_int8 import Int8Weight
 from tests.kernels.cpu.test_linear_int8 import product, product_of
 x, weight = torch.randn(11, 208), torch.randn(70, 208)
-assert torch.equal(product(x, Int8Weight(weight), True), product_of(x, weight, None, None))
+assert torch.equal(product(x, Int8Weight(weight), None), product_of(x, weight, None, None))
 assert not amx.available() and simd_int8.ways() == {ways}
 """
 
