@@ -7,8 +7,7 @@
 | fewer | all of the node's, with a thread for each |
 
 Workers on cores of their own do not slow each other down, but what one does not use is idle.  So
-few cores are shared: on two, two threads for each of two workers gave 412 tokens a second with 8
-streams, and one for each 297.  Pure.
+few cores are shared (DECISIONS.md has the figures).  Pure.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ class PairedWeight:
         way: Way | None,
     ) -> Operation:
         num_units, num_steps = self.panels.shape[0] // together, self.panels.shape[1]
-        assert x.shape[1] == self.shape[1]
+        assert x.shape[1] == self.shape[1] and x.dtype is torch.bfloat16
+        assert x.stride(0) >= num_steps * STEP and x.stride(1) == 1
         whole, rest = amx.configurations(len(x))
         num_threads = torch.get_num_threads()
         address = self.panels.data_ptr()

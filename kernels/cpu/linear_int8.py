@@ -1,4 +1,4 @@
-"""y = x W^T on the CPU from weights of 8 bits: sums are exact, only the weights are rounded.
+"""y = x W^T from weights of 8 bits: x is rounded to 15 bits, integer sums are exact.
 
 Strategy: W is packed into panels of 16 output columns, four elements of each for every four inputs
 in turn (`[N / 16, K / 64, 16, 16, 4]`), a scale a column: half the bytes of bfloat16 for a step
@@ -134,6 +134,7 @@ class Int8Weight:
     ) -> Operation:
         num_units, num_steps = self.panels.shape[0] // together, self.panels.shape[1]
         x_stride = x.stride(0)
+        assert x.dtype is torch.int8 and y.dtype is torch.float32
         assert x_stride >= 2 * (num_steps + 1) * BYTES_STEP
         assert y.is_contiguous()
         whole, rest = amx.configurations(2 * len(x))
@@ -280,6 +281,7 @@ def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
                         x = a.x + plane * x_stride
                         to = sums + (plane - begin) * stride + part * PANEL * 4
                         _by_vectors(w, x, x_stride, to, stride, num_steps, end - plane, later)
+                        later = w  # what is coming has been asked for
                 _finish(a, panel, width, begin, end, sums)
     give_back(sums)
 

@@ -13,7 +13,7 @@ import torch
 from kernels.cpu.intrinsics import floats_at, ints_at
 from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.program import Operation
-from kernels.cpu.simd import FLOAT32, narrow
+from kernels.cpu.simd import FLOAT32, WIDTH, narrow
 from kernels.cpu.tasks import inner
 from kernels.cpu.threads import rows_at_a_time, take
 
@@ -50,7 +50,8 @@ def rotate_and_append(
     Pairs are (i, i + D / 2): (x, y) -> (x cos - y sin, y cos + x sin).
 
     Args:
-        heads: [T, Hq + 2 Hkv, D] float32, contiguous: queries, keys, values; keys are changed too.
+        heads: [T, Hq + 2 Hkv, D] float32, contiguous: queries, keys, values; keys are changed
+            too.  D is a multiple of 8.
         rotation: [T, 2, D / 2] float32, contiguous: cos, sin.
         pool: [N, L, 2, Hkv, B, D].
         slots: [T] int32.
@@ -58,6 +59,7 @@ def rotate_and_append(
     """
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
     num_tokens, num_heads, _ = heads.shape
+    assert head_dim % WIDTH == 0
     arguments = _Arguments(
         num_tokens=num_tokens,
         at_a_time=rows_at_a_time(num_tokens),

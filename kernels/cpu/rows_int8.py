@@ -20,7 +20,7 @@ from kernels.cpu.program import Operation
 from kernels.cpu.rows_bfloat16 import gated
 from kernels.cpu.simd import BFLOAT16, PANEL, Loop, i64
 from kernels.cpu.tasks import inner
-from kernels.cpu.threads import take
+from kernels.cpu.threads import rows_at_a_time, take
 
 # What dtypes of rows are numbered on from `kernels.cpu.simd.ELEMENTS`.
 INT8 = len(ELEMENTS)
@@ -63,10 +63,12 @@ def to_planes(x: torch.Tensor, out: torch.Tensor) -> Operation:
         x: [T, K] float32 or bfloat16, rows as far apart as they like, K of whole panels.
         out: [T, ...] of `room_for_planes`, for K or more.
     """
+    assert x.dtype in (torch.float32, torch.bfloat16) and x.stride(1) == 1
     assert x.shape[1] % PANEL == 0 and len(x) == len(out)
+    assert out.dtype is torch.int8 and out.shape[1] >= 2 * (x.shape[1] + 4)
     arguments = _Arguments(
         num_rows=len(x),
-        at_a_time=max(1, min(8, len(x) // 8)),
+        at_a_time=rows_at_a_time(len(x)),
         size=x.shape[1],
         x=x.data_ptr(),
         element=ELEMENTS[x.dtype],

@@ -249,7 +249,8 @@ class _Buffers:
         self.heads = torch.empty(num_tokens, num_heads + 2 * config.num_kv_heads, head_dim)
         self.gate_up = torch.empty(num_tokens, 2 * inner if packed is PackedWeight else 0)
         if packed is Int8Weight:
-            self.attended = torch.empty(num_tokens, width, dtype=dtype)
+            kept = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+            self.attended = torch.empty(num_tokens, width, dtype=kept)
             self.gated = torch.empty(num_tokens, inner)
             self.planes = packed.inputs(num_tokens, max(width, inner))
         else:

@@ -142,7 +142,7 @@ def test_more_rows_than_any_step_before(tmp_path: Path) -> None:
         assert all(torch.equal(row, alone[0]) for row in logits)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", list(CASES))
 def test_weights_in_8_bits_change_logits_by_little(name: str, dtype: str, tmp_path: Path) -> None:
     path = make_model(tmp_path, family=name.partition("-")[0], **CASES[name])
