@@ -45,7 +45,7 @@ from wire.frames import (
     Welcome,
 )
 from wire.logprobs import join_prompt_logprobs, pack_logprobs, unpack_prompt_logprobs
-from wire.options import Options
+from wire.options import Options, Structure
 from wire.payloads import (
     Credit,
     ErrorDetail,
@@ -159,6 +159,9 @@ def data_plane() -> list[dict[str, Any]]:
         presence_penalty=-0.5,
         frequency_penalty=0.25,
         logit_bias=((5, -100.0), (6, 2.5)),
+        structure=Structure(kind="regex", text="[0-9]+"),
+        allowed_token_ids=(5, 6, 7),
+        bad_sequences=((5,), (6, 7)),
         seed=7,
         choice=1,
         max_tokens=64,
@@ -267,6 +270,9 @@ def data_plane() -> list[dict[str, Any]]:
                 kv_transfer_seconds=0.125,
             ),
         ),
+        mapped(
+            "decode_done_stop", DecodeDone(REQUEST), Usage(finish_reason="stop", stop_token_id=2)
+        ),
     ]
 
 
@@ -362,6 +368,21 @@ def malformed() -> list[dict[str, Any]]:
             "prompt:1",
             u32(11) + b"\x81\xaalogit_bias\x91\x92\x05\x65",
             "a bias over 100",
+        ),
+        payload(
+            "prompt:1",
+            u32(11) + b"\x81\xadbad_sequences\x91\x90",
+            "a bad sequence of no token",
+        ),
+        payload(
+            "prompt:1",
+            u32(11) + b"\x81\xa9structure\x82\xa4kind\xa3xml\xa4text\xa1a",
+            "a structure of no known kind",
+        ),
+        payload(
+            "prompt:1",
+            u32(11) + b"\x81\xa9structure\x83\xa4kind\xa5regex\xa4text\xa1a\xa4text\xa1b",
+            "a key of the structure twice",
         ),
         payload("prompt:1", u32(11) + b"\x80\x00", "bytes after the options"),
         payload("prompt:1", u32(11) + b"\x82\xa4seed\x01\xa4seed\x01", "an option twice"),

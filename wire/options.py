@@ -6,7 +6,7 @@ that sends no options at all is a valid client: it gets greedy decoding.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -14,7 +14,13 @@ from wire.errors import MAX_SHOWN, ErrorCode, RemoteProtocolError
 from wire.maps import Map, check_keys
 from wire.parts import Buffer
 
-MAX_OPTIONS_BYTES: Final = 64 * 1024
+# Every option at its own limit, all in one request, and some room.
+MAX_OPTIONS_BYTES: Final = 256 * 1024
+# The tools of an agent, each with its schema, are tens of thousands of characters.
+MAX_STRUCTURE_LENGTH: Final = 64 * 1024
+MAX_ALLOWED_TOKEN_IDS: Final = 4096
+MAX_BAD_SEQUENCES: Final = 256
+MAX_BAD_SEQUENCE_LENGTH: Final = 64
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_TOP_LOGPROBS: Final = 20
 MAX_LOGIT_BIASES: Final = 1024
@@ -26,6 +32,20 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
 RepetitionPenalty = Annotated[float, msgspec.Meta(ge=0.01, le=100.0)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
 LogitBias = Annotated[tuple[tuple[TokenId, Bias], ...], msgspec.Meta(max_length=MAX_LOGIT_BIASES)]
+BadSequence = Annotated[
+    tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=MAX_BAD_SEQUENCE_LENGTH)
+]
+
+
+class Structure(Map, frozen=True):
+    """What the text of an answer has to be, from its first character to its last.
+
+    A JSON schema as JSON text, a regular expression, or a grammar in llguidance's Lark dialect.
+    Whether a model can be held to it is not asked here (`wire.process.structure`).
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STRUCTURE_LENGTH)]
 
 
 class Options(Map, frozen=True, kw_only=True):
@@ -33,12 +53,14 @@ class Options(Map, frozen=True, kw_only=True):
 
     `temperature` 0 is greedy.  `top_k` 0 and `top_p` 1 switch their filter off.  The repetition
     penalty is on every token of prompt and answer, the other two on the answer's only; `logit_bias`
-    is (token id, what is added).  `seed` and `choice` key the counter-based generator: the same
-    seed, choice and position draw the same number on every worker.  `max_tokens` counts every
-    generated token, prefill's first included.  `generated_tokens`, which only routers set, says how
-    many ids at the end of PREFILL_REQUEST are no prompt but what an earlier attempt generated.
-    `logprobs` and `prompt_logprobs` say how many of the likeliest tokens go along.  `deadline_ms`
-    counts from the moment the frame is read.
+    is (token id, what is added).  The answer is held to its `structure`; if there are
+    `allowed_token_ids`, only those are drawn, and never one that would complete one of
+    `bad_sequences`.  `seed` and `choice` key the counter-based generator: the same seed, choice and
+    position draw the same number on every worker.  `max_tokens` counts every generated token,
+    prefill's first included.  `generated_tokens`, which only routers set, says how many ids at the
+    end of PREFILL_REQUEST are no prompt but what an earlier attempt generated.  `logprobs` and
+    `prompt_logprobs` say how many of the likeliest tokens go along.  `deadline_ms` counts from the
+    moment the frame is read.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 0.0
@@ -49,6 +71,13 @@ class Options(Map, frozen=True, kw_only=True):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: LogitBias = ()
+    structure: Structure | None = None
+    allowed_token_ids: Annotated[
+        tuple[TokenId, ...], msgspec.Meta(max_length=MAX_ALLOWED_TOKEN_IDS)
+    ] = ()
+    bad_sequences: Annotated[
+        tuple[BadSequence, ...], msgspec.Meta(max_length=MAX_BAD_SEQUENCES)
+    ] = ()
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     choice: Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)] = 0
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
@@ -102,7 +131,7 @@ def decode_options(buffer: Buffer) -> Options:
         )
     try:
         options = _DECODER.decode(buffer)
-        check_keys(buffer)
+        check_keys(buffer, "structure")
         return options
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         # An unknown key is quoted in the message: cut it, the peer chose its length.

@@ -17,7 +17,7 @@ from wire.frames import MAX_TOKEN_ID
 from wire.logprobs import Logprobs as Logprobs
 from wire.logprobs import PackedLogprobs, check_prompt_logprobs
 from wire.maps import Map, check_keys
-from wire.options import Options, decode_options, encode_options
+from wire.options import Options, TokenId, decode_options, encode_options
 from wire.parts import Buffer
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -129,12 +129,14 @@ class PeerDetail(Map, frozen=True, kw_only=True):
 class PrefillRest(Map, frozen=True, kw_only=True):
     """What follows the first token in PREFILL_DONE; `wire.logprobs` unpacks `prompt_logprobs`.
 
-    SPEC 4.2."""
+    `stop_token_id` is the EOS or stop token that came instead of a first one.  SPEC 4.2.
+    """
 
     cached_tokens: Count = 0
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: PackedLogprobs | None = None
+    stop_token_id: TokenId | None = None
 
 
 class PrefillResult(PrefillRest, frozen=True, kw_only=True):
@@ -152,7 +154,8 @@ class Usage(Map, frozen=True, kw_only=True):
 
     `kv_bytes` crossed the network, `kv_skipped_tokens` were held by the decode worker already;
     `kv_seconds` is from the offer's acceptance to the last byte, `kv_transfer_seconds` the part of
-    it in which bytes were under way.
+    it in which bytes were under way.  `stop_token_id` is the EOS or stop token that ended it, and
+    `stop_logprobs` its log-probabilities.
     """
 
     finish_reason: FinishReason
@@ -161,6 +164,8 @@ class Usage(Map, frozen=True, kw_only=True):
     kv_skipped_tokens: Count = 0
     kv_seconds: Seconds = 0.0
     kv_transfer_seconds: Seconds = 0.0
+    stop_token_id: TokenId | None = None
+    stop_logprobs: Logprobs | None = None
 
 
 class ErrorDetail(Map, frozen=True, kw_only=True):
@@ -302,6 +307,7 @@ NESTED: Final[dict[type, tuple[str, ...]]] = {
     HelloDetail: ("layout",),
     PrefillRest: ("logprobs",),
     Offer: ("layout",),
+    Usage: ("stop_logprobs",),
 }
 
 

@@ -21,8 +21,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from router.http.asgi import HttpError
-from router.http.bodies import ChatBody, CompletionBody, parse
+from router.api.asked.bodies import parse
+from router.api.chat import ChatBody
+from router.api.errors import HttpError
+from router.api.text import CompletionBody
 from tests.fuzz import framing, gone_bad
 from tests.fuzz.framing import Framing
 from wire.errors import RemoteProtocolError
@@ -183,7 +185,7 @@ def _framing() -> Framing:
 
 
 def _use(body: CompletionBody | ChatBody) -> None:
-    body.options(choice=0, seed=1, max_tokens=body.token_limit or 1)
+    body.options(seed=1, max_tokens=body.token_limit or 1)
     _ = body.stops, body.num_choices, body.wants_usage
     if isinstance(body, CompletionBody):
         _ = body.prompts

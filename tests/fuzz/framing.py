@@ -16,7 +16,8 @@ from typing import Any, Final, cast
 
 import uvicorn
 
-from router.http.asgi import HttpError, Receive, Scope, Send, respond
+from router.api.errors import HttpError
+from router.http.asgi import Receive, Scope, Send, respond
 from router.http.limits import read_body
 from router.http.server import GuardedProtocol, Limits
 

@@ -10,7 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wire.errors import ErrorCode, RemoteProtocolError
-from wire.options import MAX_OPTIONS_BYTES, Options, decode_options, encode_options
+from wire.options import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_SEQUENCE_LENGTH,
+    MAX_BAD_SEQUENCES,
+    MAX_LOGIT_BIASES,
+    MAX_OPTIONS_BYTES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STRUCTURE_LENGTH,
+    Options,
+    Structure,
+    decode_options,
+    encode_options,
+)
+
+TOKEN_IDS = st.integers(0, 2**31 - 1)
 
 
 def test_no_bytes_mean_every_default_and_the_other_way_round() -> None:
@@ -36,6 +50,16 @@ def test_no_bytes_mean_every_default_and_the_other_way_round() -> None:
         frequency_penalty=st.floats(-2, 2),
         logit_bias=st.lists(
             st.tuples(st.integers(0, 2**31 - 1), st.floats(-100, 100)), max_size=1024
+        ).map(tuple),
+        structure=st.none()
+        | st.builds(
+            Structure,
+            kind=st.sampled_from(["json_schema", "regex", "lark"]),
+            text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=100),
+        ),
+        allowed_token_ids=st.lists(TOKEN_IDS, max_size=20).map(tuple),
+        bad_sequences=st.lists(
+            st.lists(TOKEN_IDS, min_size=1, max_size=64).map(tuple), max_size=9
         ).map(tuple),
         prompt_logprobs=st.none() | st.integers(0, 20),
         priority=st.integers(-100, 100),
@@ -81,6 +105,17 @@ def test_any_bytes_give_options_or_a_remote_protocol_error(buffer: bytes) -> Non
         ("logit_bias", [[5]]),
         ("logit_bias", {"5": 1}),
         ("logit_bias", [[5, 1]] * 1025),
+        ("structure", {"kind": "regex"}),
+        ("structure", {"kind": "xml", "text": "a"}),
+        ("structure", {"kind": "regex", "text": ""}),
+        ("structure", {"kind": "regex", "text": "a" * (MAX_STRUCTURE_LENGTH + 1)}),
+        ("structure", {"kind": "regex", "text": "a", "strict": True}),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", [1] * (MAX_ALLOWED_TOKEN_IDS + 1)),
+        ("bad_sequences", [[]]),
+        ("bad_sequences", [1]),
+        ("bad_sequences", [[1] * (MAX_BAD_SEQUENCE_LENGTH + 1)]),
+        ("bad_sequences", [[1]] * (MAX_BAD_SEQUENCES + 1)),
         ("prompt_logprobs", 21),
         ("ignore_eos", 1),
         ("logprobs", 21),
@@ -115,6 +150,18 @@ def test_hostile_maps_are_refused(buffer: bytes) -> None:
         decode_options(buffer)
 
 
+def test_every_option_at_its_limit_fits_in_one_map() -> None:
+    last = 2**31 - 1
+    options = Options(
+        structure=Structure(kind="json_schema", text="x" * MAX_STRUCTURE_LENGTH),
+        allowed_token_ids=(last,) * MAX_ALLOWED_TOKEN_IDS,
+        bad_sequences=((last,) * MAX_BAD_SEQUENCE_LENGTH,) * MAX_BAD_SEQUENCES,
+        logit_bias=((last, 0.1),) * MAX_LOGIT_BIASES,
+        stop_token_ids=(last,) * MAX_STOP_TOKEN_IDS,
+    )
+    assert decode_options(encode_options(options)) == options
+
+
 def test_the_message_is_short_whatever_the_key() -> None:
     key = b"\x81\xda\xff\x00" + b"k" * 0xFF00 + b"\x01"
     with pytest.raises(RemoteProtocolError) as caught:
@@ -122,7 +169,7 @@ def test_the_message_is_short_whatever_the_key() -> None:
     assert len(caught.value.message) <= 300
 
 
-@pytest.mark.parametrize("count", range(0, 20))
+@pytest.mark.parametrize("count", range(0, 23))
 def test_a_map_has_the_shortest_head(count: int) -> None:
     fields = msgspec.structs.asdict(
         Options(
@@ -134,6 +181,9 @@ def test_a_map_has_the_shortest_head(count: int) -> None:
             presence_penalty=1.0,
             frequency_penalty=1.0,
             logit_bias=((1, 1.0),),
+            structure=Structure(kind="regex", text="a"),
+            allowed_token_ids=(1,),
+            bad_sequences=((1,),),
             seed=3,
             choice=1,
             max_tokens=4,

@@ -15,9 +15,13 @@ from wire.errors import ErrorCode
 from wire.frames import FRAMES, Tag
 from wire.logprobs import MAX_PROMPT_LOGPROBS_BYTES
 from wire.options import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_SEQUENCE_LENGTH,
+    MAX_BAD_SEQUENCES,
     MAX_LOGIT_BIASES,
     MAX_OPTIONS_BYTES,
     MAX_STOP_TOKEN_IDS,
+    MAX_STRUCTURE_LENGTH,
     MAX_TOP_LOGPROBS,
     Options,
 )
@@ -183,6 +187,10 @@ def test_the_limits_are_the_constants() -> None:
     assert limits["options"] == f"{MAX_OPTIONS_BYTES} bytes"
     assert limits["stop_token_ids"] == str(MAX_STOP_TOKEN_IDS)
     assert limits["logit_bias"] == str(MAX_LOGIT_BIASES)
+    assert limits["structure"] == f"{MAX_STRUCTURE_LENGTH} characters"
+    assert limits["allowed_token_ids"] == str(MAX_ALLOWED_TOKEN_IDS)
+    bad_sequences = f"{MAX_BAD_SEQUENCES} of at most {MAX_BAD_SEQUENCE_LENGTH}"
+    assert limits["bad_sequences"] == bad_sequences
     assert limits["top logprobs"] == str(MAX_TOP_LOGPROBS)
     assert limits["prompt logprobs of a request"] == f"{MAX_PROMPT_LOGPROBS_BYTES >> 10} KiB"
     assert limits["segment"] == f"{MAX_SEGMENT_BYTES >> 20} MiB"

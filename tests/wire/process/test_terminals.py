@@ -1,0 +1,44 @@
+"""How long the terminals of a grammar are, with everything they name in its place."""
+
+from __future__ import annotations
+
+import pytest
+
+from wire.process.terminals import lengths
+
+
+@pytest.mark.parametrize(
+    ("lark", "parts"),
+    [
+        ('start: "a" "b"', []),  # of a rule, each text is a terminal of its own
+        ('A: "long text"', [1]),
+        ('A: "text"i', [6]),
+        ("A: /[a-z]+/", [6]),
+        ('A: "a"? ("b" | "c"){2,5}', [5]),
+        ('A: B B\nB: "x" "y"', [2, 4]),
+        ('A: B\n | B\n\n | B\nB: "x"', [1, 3]),
+        ('A: "x" // "y" B\n  # "z"\nB: "x"', [1, 1]),
+        ('A: /x\n# no comment B/ B\nB: "x"', [1, 17]),
+        ('A: "B /" B\nB: "x"', [1, 2]),
+        ("A: UNKNOWN UNKNOWN", [2]),
+        ('A: A "x"', [2]),  # which llguidance refuses
+        ('A: B\nB: C\nC: "x" A', [1, 1, 2]),
+        ('a[lazy]: "x"? B\n?b[stop="; A"]: B\nc: B B B\nB: "x"', [1, 3, 2]),
+        ('start: "x"\n%ignore /[ ]/ "x"', [4]),
+        ("A: /never closed B", [14]),
+        ('A: "never closed B', [1]),
+    ],
+)
+def test_what_a_terminal_names_counts_where_it_is_named(lark: str, parts: list[int]) -> None:
+    assert sorted(lengths(lark)) == sorted(parts)
+
+
+def test_terminals_that_double_are_counted_at_once() -> None:
+    lines = [f"T{n}: T{n + 1} T{n + 1}" for n in range(500)]
+    assert max(lengths("\n".join([*lines, 'T500: "x"']))) == 2**500
+
+
+def test_terminals_are_counted_in_any_order() -> None:
+    lines = [f"T{n}: T{n + 1} T{n + 1}" for n in range(20)]
+    for order in (lines, lines[::-1], lines[::2] + lines[1::2]):
+        assert max(lengths("\n".join([*order, 'T20: "x"']))) == 2**20

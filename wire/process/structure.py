@@ -1,0 +1,305 @@
+"""What an answer is held to, as llguidance reads it, and what that may cost.  SPEC 4.9.
+
+A router calls `problem_of`, on a thread, to refuse a structure early; a worker calls `grammar_of`
+and compiles what it returns within `limits`.
+
+llguidance bounds by itself what a grammar takes to compile and to follow, but not well enough where
+others wait for it.  So some are refused here: intersections of many patterns and the remainders of
+large numbers, whose automata are exponential in the text of the schema; patterns that are long or
+repeat what they repeat, which take seconds and hundreds of megabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Final
+
+from wire.options import Structure
+from wire.process.terminals import lengths
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+# An intersection of 10 patterns takes 4 ms to compile, one of 14 half a second.
+MAX_JOINED_PATTERNS: Final = 8
+# Each is compared with each: 32 take 10 ms, 100 a tenth of a second.
+MAX_PATTERN_PROPERTIES: Final = 32
+# Remainders by 10^4 take 30 ms and 6 MB, those by 10^5 seconds.
+MAX_MULTIPLE: Final = 10_000
+# The time to compile a pattern grows with the square of its length: 6000 characters take 0.1 s.
+MAX_PATTERN_LENGTH: Final = 4096
+# The same of a terminal of a grammar with all terminals in it: one of as many parts takes 0.1 s and
+# 35 MB.  Of several, the squares of their lengths are added.
+MAX_TERMINAL_LENGTH: Final = 8192
+# Of repetitions within repetitions, all multiplied: 10^6 take 0.3 s and 90 MB.
+MAX_REPETITIONS: Final = 20_000
+# llguidance follows rules of rules by recursion, and a chain of 2500 ends the process: it overflows
+# a stack of 8 MB.  Some stacks have 2 MB.
+MAX_RULES: Final = 512
+# So are schemas of schemas that refer to others.  The depth of all, if each is as deep as the
+# deepest and refers to the next.
+MAX_DEPTH: Final = 1000
+# llguidance quotes the structure in its messages.
+_MAX_SHOWN: Final = 200
+_EXCERPT: Final = re.compile(r"\n *\d+ \|")
+# How the JSON of answers looks: on one line.  With free space between values, a model of little
+# skill at temperature 1 may go on with line breaks until its limit.  Every option is named, for an
+# option that is not could be set by the schema (`x-guidance`).
+_JSON: Final[Any] = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "coerce_one_of": False,
+    "lenient": False,  # a keyword that is not enforced is an error
+    "json_allowed_escapes": None,
+    "json_allow_general_unicode_escapes": False,
+}
+# Options by which keywords would be left out unsaid.
+_LOOSE: Final = ("lenient", "coerce_one_of")
+# Where the text that follows is certain, llguidance would allow only the tokens in which it would
+# write that text.  It is as well left to the model, and to find them takes three times as long as
+# all else.  It comes last, for messages say which line they are about.
+_UNFORCED: Final = '%llguidance {"no_forcing": true}'
+_JOINS: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+# Keywords beside which a join joins nothing.
+_ANNOTATIONS: Final = frozenset(
+    {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default"}
+    | {"examples", "deprecated", "readOnly", "writeOnly", "nullable"}
+)
+# How a line begins that has a rule; others have further alternatives, comments and directives.
+_RULE: Final = re.compile(r"\s*[?!]?\w")
+# Comments, texts and regular expressions in a grammar; of the latter, what matters for what they
+# repeat.  What is not closed reaches to the end, so that nothing is read twice.
+_LITERAL: Final = re.compile(
+    r'//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?P<pattern>(?:\\.|[^/\\])+)/?'
+)
+_PART: Final = re.compile(
+    r"\\.|\[(?:\\.|[^\]\\])*\]?|(?P<open>\()|(?P<close>\))|(?P<count>\{\d{0,9}(?:,\d{0,9})?\})"
+    r"|[*+?]|.",
+    re.DOTALL,
+)
+_DIGITS: Final = re.compile(r"\d+")
+# What embeds a JSON schema in a grammar.
+_EMBEDDED: Final = re.compile(r"%json\s*")
+
+
+class StructureError(ValueError):
+    """No answer can be held to this structure; the message says why."""
+
+    def __init__(self, message: str) -> None:
+        said = _EXCERPT.split(message.rpartition("JSON schema: ")[2])[0]
+        super().__init__(" ".join(said.split())[:_MAX_SHOWN])
+
+
+def problem_of(structure: Structure) -> str | None:
+    """Say why no model could be held to a structure; None if one could.
+
+    It takes up to a tenth of a second, most of it without the GIL.
+    """
+    from llguidance import LLMatcher
+
+    try:
+        grammar = grammar_of(structure)
+    except StructureError as error:
+        return str(error)
+    message = LLMatcher.validate_grammar(grammar, limits=limits())
+    if not message or message.startswith("WARNING"):
+        return None
+    return str(StructureError(message))
+
+
+def grammar_of(structure: Structure) -> str:
+    """Return the grammar to be compiled.
+
+    Raises:
+        StructureError: It is no structure, or would take too long to compile.
+    """
+    from llguidance import LLMatcher
+
+    match structure.kind:
+        case "json_schema":
+            schema = _parse(structure.text)
+            _check_cost(schema)
+            lark = f"start: {embedded(schema)}"
+        case "regex":
+            _check_pattern(structure.text)
+            regex = json.loads(LLMatcher.grammar_from_regex(structure.text))
+            lark = regex["grammars"][0]["lark_grammar"]
+        case "lark":
+            _check_rules(structure.text)
+            lark = structure.text
+    return LLMatcher.grammar_from_lark(f"{lark}\n{_UNFORCED}")
+
+
+def embedded(schema: dict[str, Any]) -> str:
+    """Return what stands for a JSON schema in a grammar: its JSON is to look as that of others."""
+    return f"%json {json.dumps(schema | {'x-guidance': _JSON})}"
+
+
+def limits() -> LLParserLimits:
+    """Return what compiling a grammar and each step along it may cost."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=50_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
+        verbose_errors=False,  # or its messages contain what other requests have generated
+    )
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StructureError(f"the schema is no JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise StructureError("the schema is not a JSON object")
+    if "x-guidance" in schema:
+        raise StructureError('"x-guidance" is not supported')
+    return schema
+
+
+def _check_rules(text: str) -> None:
+    """Refuse a grammar that would take too long, or have llguidance recurse too deeply."""
+    if sum([_RULE.match(line) is not None for line in text.splitlines()]) > MAX_RULES:
+        raise StructureError(f"the grammar has over {MAX_RULES} rules")
+    rules, end = "", 0
+    decoder = json.JSONDecoder()
+    found = list(_EMBEDDED.finditer(text))
+    if len(found) > MAX_RULES:
+        raise StructureError(f"the grammar has over {MAX_RULES} JSON schemas")
+    for each in found:
+        rules += text[end : max(end, each.start())]
+        try:
+            schema, end = decoder.raw_decode(text, each.end())
+        except (ValueError, RecursionError) as error:
+            raise StructureError(f"%json is not followed by JSON: {error}") from None
+        _check_cost(schema)
+        if any(it.get(name) for it in _guidance(schema) for name in _LOOSE):
+            raise StructureError(f'"x-guidance" with {" or ".join(_LOOSE)} is not supported')
+    rules += text[end:]
+    for literal in _LITERAL.finditer(rules):
+        if literal["pattern"]:
+            _check_pattern(literal["pattern"])
+    if sum(length**2 for length in lengths(rules)) > MAX_TERMINAL_LENGTH**2:
+        raise StructureError(
+            "the grammar's terminals are too long when all that they name is written out: over "
+            f"{MAX_TERMINAL_LENGTH} parts, or as long together"
+        )
+    # Brackets around rules are a group that may be missing, no class of characters.
+    _check_repetitions(_LITERAL.sub(".", rules).replace("[", "(").replace("]", ")"))
+
+
+def _check_cost(schema: object) -> None:
+    """Refuse a schema whose automata llguidance would build without any bound.
+
+    Raises:
+        StructureError: The message names the keyword and the limit.
+    """
+    _check_depth(schema)
+    patterns: set[str] = set()
+    multiple = 1
+    has_joins = False
+    for node in _objects(schema):
+        patterns |= {str(node[key]) for key in ("pattern", "format") if key in node}
+        names = node.get("patternProperties")
+        if isinstance(names, dict):
+            patterns |= names.keys()
+            if len(names) > MAX_PATTERN_PROPERTIES:
+                raise StructureError(f"over {MAX_PATTERN_PROPERTIES} patternProperties")
+        step = node.get("multipleOf")
+        if isinstance(step, int | float) and not isinstance(step, bool) and step > 0:
+            multiple = math.lcm(multiple, _whole(step))
+        constraints = node.keys() - _ANNOTATIONS
+        has_joins |= len(constraints) > 1 and not constraints.isdisjoint(_JOINS)
+        has_joins |= isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1
+        if multiple > MAX_MULTIPLE:
+            raise StructureError(
+                f"the least common multiple of all multipleOf is over {MAX_MULTIPLE}"
+            )
+    for pattern in patterns:
+        _check_pattern(pattern)
+    if has_joins and len(patterns) > MAX_JOINED_PATTERNS:
+        raise StructureError(
+            f"there are {len(patterns)} different patterns and formats; where schemas are combined "
+            f"(allOf, or anyOf, oneOf, $ref beside other keywords) at most {MAX_JOINED_PATTERNS}"
+        )
+
+
+def _check_depth(schema: object) -> None:
+    """Refuse a schema that llguidance, which recurses, might follow to the end of a stack."""
+    references, depth, level = set[str](), 0, [schema]
+    while level:
+        depth += 1
+        inner: list[object] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.values()
+                references.add(str(value.get("$ref")))
+            elif isinstance(value, list):
+                inner += value
+        level = inner
+    if depth * len(references) > MAX_DEPTH:
+        raise StructureError(
+            f"it is nested {depth} deep and refers to {len(references)} schemas; the product is "
+            f"over {MAX_DEPTH}"
+        )
+
+
+def _guidance(schema: object) -> list[dict[str, Any]]:
+    """Return what a schema says to llguidance itself; only tool calls' grammars have any."""
+    found = [node["x-guidance"] for node in _objects(schema) if "x-guidance" in node]
+    return [it for it in found if isinstance(it, dict)]
+
+
+def _check_pattern(pattern: str) -> None:
+    if len(pattern) > MAX_PATTERN_LENGTH:
+        raise StructureError(f"a pattern has {len(pattern)} characters, over {MAX_PATTERN_LENGTH}")
+    _check_repetitions(pattern)
+
+
+def _check_repetitions(pattern: str) -> None:
+    """Refuse a pattern, or the rules of a grammar, whose nested counts multiply to too many."""
+    most, last = [1], 1  # in each group that is open, and of what a count would repeat
+    for token in _PART.finditer(pattern):
+        if token["open"]:
+            most.append(1)
+        elif token["close"] and len(most) > 1:
+            last = most.pop()
+        elif token["count"]:
+            last *= max(map(int, _DIGITS.findall(token["count"])), default=1)
+        else:
+            last = 1
+        most[-1] = max(most[-1], last)
+        if last > MAX_REPETITIONS:
+            raise StructureError(f"repetitions within repetitions come to over {MAX_REPETITIONS}")
+
+
+def _objects(schema: object) -> Iterator[dict[str, Any]]:
+    """Yield every object in a JSON value."""
+    found = [schema]
+    while found:
+        value = found.pop()
+        if isinstance(value, dict):
+            found += value.values()
+            yield value
+        elif isinstance(value, list):
+            found += value
+
+
+def _whole(step: float) -> int:
+    """Return a step without its decimal point: remainders by 0.25 are those by 25."""
+    if not math.isfinite(step):
+        return 1
+    _, digits, exponent = Decimal(repr(step)).as_tuple()
+    assert isinstance(exponent, int)
+    # A large exponent is over every limit; its power would take long to compute.
+    whole = int("".join(map(str, digits)))
+    return whole * int(10 ** min(max(exponent, 0), 5))
