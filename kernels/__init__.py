@@ -31,6 +31,7 @@ __all__ = [
     "argmax",
     "backend_of",
     "check_pool",
+    "forbid",
     "pack_kv",
     "paged_attention",
     "rms_norm",
@@ -175,6 +176,18 @@ def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
 def argmax(logits: torch.Tensor) -> list[int]:
     """Return the first of the largest of each row, [R, V]."""
     return backend_of(logits.device.type).argmax(logits)
+
+
+def forbid(logits: torch.Tensor, rows: Sequence[int], allowed: npt.NDArray[np.int32]) -> None:
+    """Write -inf, in some rows, where a token is not allowed.
+
+    Args:
+        logits: [R, V] float32, contiguous rows.
+        rows: [M] which of them, none twice.
+        allowed: [M, words] the bits of tokens, 32 in a word, the lowest first; what is beyond the
+            last word is not allowed.
+    """
+    backend_of(logits.device.type).forbid(logits, rows, allowed)
 
 
 def sample(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]:

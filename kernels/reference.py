@@ -147,6 +147,16 @@ def argmax(logits: torch.Tensor) -> list[int]:
     return logits.argmax(dim=-1).tolist()
 
 
+def forbid(logits: torch.Tensor, rows: Sequence[int], allowed: npt.NDArray[np.int32]) -> None:
+    """See `kernels.forbid`."""
+    words = torch.from_numpy(allowed).to(logits.device)
+    bits = (words[:, :, None] >> torch.arange(32, device=logits.device)) & 1
+    missing = max(0, logits.shape[1] - bits[0].numel())
+    known = torch.nn.functional.pad(bits.flatten(1), (0, missing))[:, : logits.shape[1]]
+    index = torch.tensor(rows, device=logits.device)
+    logits[index] = logits[index].masked_fill_(known == 0, -torch.inf)
+
+
 def sample(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]:
     """See `kernels.sample`."""
     temperature, min_p, uniform = (

@@ -1,5 +1,7 @@
 """One token of each row of logits on the CPU: `kernels.sample` in a few passes over the row.
 
+And what may not be drawn: `kernels.forbid`, a tenth of NumPy's time and a quarter of torch's.
+
 Torch makes a tensor of float64 for each step of the way and sorts for top_p: with 32 rows longer
 than the model takes.  Here a thread takes a row, and the row's weights stay in its cache.  The
 weight at which a filter's border lies is found digit by digit, from histograms of the weights'
@@ -9,6 +11,7 @@ bits, not by sorting: so no row, however flat, takes much longer than another.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numba
@@ -18,7 +21,7 @@ import torch
 
 from kernels.contract import SAMPLING
 from kernels.cpu import threads
-from kernels.cpu.intrinsics import doubles_at, exp2_double, floats_at, longs_at, record_at
+from kernels.cpu.intrinsics import doubles_at, exp2_double, floats_at, ints_at, longs_at, record_at
 from kernels.cpu.rowwise import largest
 from kernels.cpu.tasks import allocate, give_back, inner, record_of
 from kernels.cpu.threads import take
@@ -27,6 +30,8 @@ _LOG2_E = math.log2(math.e)
 # A weight is at most 1, its bits at most 62: digits of 11, the last one of 7.
 _DIGIT, _FIRST_SHIFT = 11, 51
 _RADIX = 1 << _DIGIT
+# Words of 32 tokens that are looked at within 20 us.
+_FEW_WORDS = 4096
 # Weights that are added up at a time, to find the one that is sampled.
 _PART = 512
 _SETTINGS_BYTES = SAMPLING.itemsize
@@ -41,6 +46,17 @@ class _Arguments(NamedTuple):
     row_stride: int
     settings: int
     sampled: int
+    taken: int = 0
+
+
+class _Forbidding(NamedTuple):
+    num_rows: int
+    size: int
+    logits: int
+    row_stride: int
+    rows: int
+    allowed: int
+    num_words: int
     taken: int = 0
 
 
@@ -69,6 +85,43 @@ def sample(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]:
     # Not as a program: making one for a single run takes longer than sampling from a short row.
     threads.run(_sample_rows, arguments.ctypes.data)
     return sampled.tolist()
+
+
+def forbid(logits: torch.Tensor, rows: Sequence[int], allowed: npt.NDArray[np.int32]) -> None:
+    """See `kernels.forbid`."""
+    places, bits = np.array(rows, np.int64), np.ascontiguousarray(allowed)
+    arguments = record_of(
+        _Forbidding(
+            num_rows=len(places),
+            size=logits.shape[1],
+            logits=logits.data_ptr(),
+            row_stride=logits.stride(0) * 4,
+            rows=places.ctypes.data,
+            allowed=bits.ctypes.data,
+            num_words=bits.shape[1],
+        )
+    )
+    # So little is done before another thread would have come.
+    num_threads = 1 if bits.size < _FEW_WORDS else 0
+    threads.run(_forbid_rows, arguments.ctypes.data, num_threads)
+
+
+def _forbid_rows(a: _Forbidding, _thread: int) -> None:
+    nothing = np.float32(-np.inf)
+    while True:
+        row = take(a, 1)
+        if row >= a.num_rows:
+            break
+        logit = floats_at(a.logits + longs_at(a.rows)[row] * a.row_stride)
+        bits = ints_at(a.allowed + row * a.num_words * 4)
+        for word in range((a.size + 31) // 32):
+            allowed = bits[word] if word < a.num_words else np.int32(0)
+            if allowed == -1:
+                continue
+            first = word * 32
+            for i in range(first, min(first + 32, a.size)):
+                if not (allowed >> (i - first)) & 1:
+                    logit[i] = nothing
 
 
 def _sample_rows(a: _Arguments, _thread: int) -> None:

@@ -85,9 +85,10 @@ def _transfer(cluster: Cluster, vocab_size: int, prompt_tokens: int, draw: Rando
         for _ in range(4):
             prompt = [draw.randrange(vocab_size) for _ in range(prompt_tokens)]
             body: dict[str, Any] = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+            body["baton_usage"] = True
             response = client.post("/v1/completions", json=body | {"ignore_eos": True})
             response.raise_for_status()
-            moved = response.json()["usage"]["kv_transfer"]
+            moved = response.json()["usage"]["baton"]["kv_transfer"]
             num_bytes += moved["bytes"]
             seconds += moved["transfer_seconds"]
     if not num_bytes:

@@ -140,7 +140,16 @@ def _samplings(chunks: Many[Chunk], ends: list[int]) -> tuple[list[int], list[Sa
         request_id, options, prompt_len = sequence.request_id, sequence.options, sequence.prompt_len
         seen = sequence.occurrences
         samplings.append(
-            Sampling(request_id, options, position, prompt_len, token_ids, seen, drafts)
+            Sampling(
+                request_id,
+                options,
+                position,
+                prompt_len,
+                token_ids,
+                seen,
+                drafts,
+                sequence.structured,
+            )
         )
         rows.extend(range(end - len(drafts) - 1, end))
     return rows, samplings

@@ -3,8 +3,8 @@
 Each sequence has a shadow here: the same tokens, other blocks.  A round computes what is new since
 the last one, then one token after the other, all sequences side by side.  What the target did not
 accept is cut off the shadow before the next round.  A shadow draws as its sequence does, with the
-same keys (seed, choice, position) and the same penalties of the same text: where the models agree,
-they draw the same token.
+same keys (seed, choice, position) and the same penalties and structure of the same text: where the
+models agree, they draw the same token.
 
 All sequences wait for a round, so it has as many batches as drafts, none over `max_ubatch_tokens`.
 A long prompt is therefore read over many rounds.  Until its shadow has caught up a sequence gets no
@@ -106,6 +106,8 @@ class ModelDrafter:
         known = followed + _num_common(shadow.drafts, sequence.token_ids[followed:])
         if shadow.occurrences is not None:
             shadow.occurrences.rewind(shadow.token_ids, known)
+        if shadow.structured is not None:
+            shadow.structured.rewind(known)
         shadow.token_ids[known:] = sequence.token_ids[known:]
         shadow.drafts = ()
         # The last token is always computed: the draft after it is drawn from its logits.
@@ -156,7 +158,10 @@ def _shadow_of(sequence: Sequence) -> Sequence:
         logprobs=None,
         prompt_logprobs=None,
     )
-    return Sequence(sequence.request_id, sequence.token_ids, options)
+    shadow = Sequence(sequence.request_id, sequence.token_ids, options)
+    if sequence.structured is not None:
+        shadow.structured = sequence.structured.begin(shadow.prompt_len)
+    return shadow
 
 
 def _num_common(left: Many[int], right: Many[int]) -> int:

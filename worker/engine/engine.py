@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Many
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
@@ -28,7 +28,16 @@ from worker.engine.speculation import Speculation
 from worker.engine.stats import Counters, Slots, Stats, load_of
 from worker.engine.step import commit, compute, tell
 from worker.engine.swap import SwapSpace
-from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFailed
+from worker.executor.contract import (
+    Executor,
+    SampledToken,
+    Scorer,
+    SequenceFailed,
+    Structurer,
+)
+
+# An engine with nothing else to do looks after so long whether a call has come.
+_COMPILER_LOOK_S: Final = 0.002
 
 
 class Engine:
@@ -70,6 +79,7 @@ class Engine:
         self._arrivals = count()
         self._sequences: dict[int, Sequence] = {}
         self._outputs: list[Output] = []
+        self._compiling: list[Sequence] = []  # their grammars are not ready
         self._is_stalled = False
 
     # What a role asks for.  The answers, refusals included, are outputs of `step`.
@@ -133,7 +143,7 @@ class Engine:
                 f"request {request_id} cannot begin to decode while {sequence.status}"
             )
         problem = sequence.resume(list(token_ids), options, max_new_tokens)
-        if problem := problem or sequence.problem(self.info, self.pool):
+        if problem := problem or sequence.problem(self.info, self.pool) or self._hold(sequence):
             self._finish(sequence)
             self._fail(request_id, *problem)
             return
@@ -164,6 +174,8 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute one batch of all sequences that can go on; return what is to be said of them."""
         start_s = self._clock()
+        if self._compiling:
+            self._look_at_grammars()
         self._speculation.draft(self.scheduler.running)
         draft_s = self._clock()
         plan = self.scheduler.schedule(draft_s)
@@ -176,18 +188,20 @@ class Engine:
             tokens = compute(self._executor, batch)
             commit_s = self._clock()
             if isinstance(tokens, SequenceFailed):
-                self._give_up(chunks[tokens.index].sequence, tokens.message)
+                self._give_up(chunks, tokens)
             else:
                 self._commit(chunks, tokens)
                 if plan.is_mostly_prefill(self.config.max_ubatch_tokens):
                     self.swap.costs.observe_prefill(plan.num_prefill_tokens, commit_s - forward_s)
             self.counters.measure(draft_s - start_s, commit_s - forward_s, self._clock() - draft_s)
+        elif self._compiling and self._compiling[0].structured is not None:
+            self._compiling[0].structured.wait(_COMPILER_LOOK_S)
         self._is_stalled = not plan.is_progress
         return self._take_outputs()
 
     def has_work(self) -> bool:
         """Whether `step` could do anything before the engine is asked for something new."""
-        if self._outputs or self.scheduler.running:
+        if self._outputs or self.scheduler.running or self._compiling:
             return True
         if not self._is_stalled and (self.scheduler.waiting or self.scheduler.reserving):
             return True
@@ -216,10 +230,45 @@ class Engine:
         for sequence in ended:
             self._end(sequence)
 
-    def _give_up(self, sequence: Sequence, why: str) -> None:
-        """End the one that failed; nothing was committed, so the next step computes the others."""
-        self._fail(sequence.request_id, ErrorCode.MODEL_FAILED, why)
-        self._end(sequence)
+    def _give_up(self, chunks: list[Chunk], failure: SequenceFailed) -> None:
+        """End the one that failed; nothing was committed, so the next step computes the others.
+
+        Those whose structures failed in the same step end with it, so that no more steps are lost.
+        """
+        for index, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            if index == failure.index:
+                self._fail(sequence.request_id, failure.code, failure.message)
+                self._end(sequence)
+            elif sequence.structured is not None and (problem := sequence.structured.problem):
+                self._fail(sequence.request_id, ErrorCode.INVALID_REQUEST, problem)
+                self._end(sequence)
+
+    def _look_at_grammars(self) -> None:
+        """End the sequences whose grammars could not be compiled; those that are ready go on."""
+        waiting, self._compiling = self._compiling, []
+        for sequence in waiting:
+            if sequence.status is Status.FINISHED or sequence.structured is None:
+                continue
+            # Only what has been looked at here is scheduled: compilers end at any moment.
+            sequence.is_ready = sequence.structured.is_ready
+            if not sequence.is_ready:
+                self._compiling.append(sequence)
+            elif (problem := sequence.structured.problem) is not None:
+                self._finish(sequence)
+                self._fail(sequence.request_id, ErrorCode.INVALID_REQUEST, problem)
+
+    def _hold(self, sequence: Sequence) -> Problem | None:
+        """Hold the sequence to its structure, if it has one; say why that cannot be."""
+        structure = sequence.options.structure
+        if structure is None:
+            return None
+        if not isinstance(self._executor, Structurer):
+            return ErrorCode.INVALID_REQUEST, "this model cannot be held to a structure"
+        sequence.structured = self._executor.structured(structure, sequence.prompt_len)
+        sequence.is_ready = False
+        self._compiling.append(sequence)
+        return None
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.transfer and not sequence.is_released:
@@ -245,6 +294,7 @@ class Engine:
             return
         if sequence.scores and not isinstance(self._executor, Scorer):
             problem = ErrorCode.INVALID_REQUEST, "this model gives no prompt_logprobs"
+        problem = problem or self._hold(sequence)
         if problem is not None:
             self._fail(sequence.request_id, *problem)
             return

@@ -21,12 +21,20 @@ from typing import Any
 
 import structlog
 
+from wire.errors import ErrorCode
 from wire.options import Options
 from worker.engine.batch import Chunk, build
 from worker.engine.blocks import BlockPool
 from worker.engine.sequence import Sequence, Status
 from worker.executor.batch import Batch, BatchType
-from worker.executor.contract import Executor, KVCache, SampledToken, Scorer, SequenceFailed
+from worker.executor.contract import (
+    Executor,
+    KVCache,
+    SampledToken,
+    Scorer,
+    SequenceFailed,
+    Structurer,
+)
 from worker.executor.metrics import Metrics, Stopwatch
 
 log = structlog.get_logger("worker")
@@ -78,6 +86,11 @@ class MeasuredExecutor:
         self._num_sampled = 0
         self._num_sequences = 0
         self._is_overdraw_told = False
+        # What it can do besides, it still can.
+        if isinstance(executor, Scorer):
+            self.score = executor.score
+        if isinstance(executor, Structurer):
+            self.structured = executor.structured
 
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
         self._cache = self._executor.allocate(num_blocks, block_size)
@@ -151,7 +164,8 @@ class MeasuredExecutor:
             return call(*args)
         except SequenceFailed as failure:  # only that sequence is affected
             self._state, self._batch_sequences = State.READY, 0
-            log.warning("a sequence cannot be computed", exc_info=failure)
+            if failure.code is ErrorCode.MODEL_FAILED:  # else the request is to blame
+                log.warning("a sequence cannot be computed", exc_info=failure)
             raise
         except BaseException:
             self._state = State.ERROR
@@ -164,14 +178,6 @@ class MeasuredExecutor:
         self._num_sampled += len(batch.sample_rows)
         self._num_sequences += self._batch_sequences
         self._state, self._batch_sequences = State.READY, 0
-
-
-class MeasuredScorer(MeasuredExecutor):
-    """The same around an executor that is a `worker.executor.contract.Scorer` too."""
-
-    def __init__(self, executor: Executor, scorer: Scorer) -> None:
-        super().__init__(executor)
-        self.score = scorer.score
 
 
 class Direct:
@@ -244,11 +250,7 @@ class Direct:
 
 def measured(executor: Executor) -> MeasuredExecutor:
     """Return the executor with measurements around it; one that has them is returned as it is."""
-    if isinstance(executor, MeasuredExecutor):
-        return executor
-    if isinstance(executor, Scorer):
-        return MeasuredScorer(executor, executor)
-    return MeasuredExecutor(executor)
+    return executor if isinstance(executor, MeasuredExecutor) else MeasuredExecutor(executor)
 
 
 def _peak_bytes() -> int:

@@ -203,6 +203,8 @@ class Scheduler:
                 break
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it in this loop
+            if not sequence.is_ready:
+                continue
             room = len(sequence.block_table) * block_size
             if len(sequence.token_ids) <= room or self._grow(sequence, plan):
                 stepped.append(sequence)
@@ -297,6 +299,9 @@ class Scheduler:
                 self.reserving.grant(sequence)
                 sequence.move_to(Status.RESERVED)
                 plan.reserved.append(sequence)
+                continue
+            if not sequence.is_ready:  # others need not wait for its grammar
+                num_later += 1
                 continue
             if not may_start or budget == 0 or len(self.running) + num_later >= self.max_running:
                 return

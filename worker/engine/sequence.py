@@ -21,6 +21,7 @@ from worker.engine.outputs import FinishReason
 from worker.executor.contract import ModelInfo
 from worker.executor.occurrences import Occurrences
 from worker.executor.scores import PromptScores
+from worker.executor.structure import Structured
 
 # Without a limit of its own a sequence ends at the model's context length.
 UNLIMITED: Final = 2**31 - 1
@@ -73,6 +74,7 @@ class Sequence:
         "draft_window",
         "drafts",
         "is_claimed",
+        "is_ready",
         "is_released",
         "max_len",
         "max_new_tokens",
@@ -92,6 +94,7 @@ class Sequence:
         "started_s",
         "status",
         "stop_ids",
+        "structured",
         "token_ids",
         "transfer",
     )
@@ -156,6 +159,8 @@ class Sequence:
         self.occurrences: Occurrences | None = None
         if options.has_penalties:
             self.occurrences = Occurrences(self.token_ids, self.prompt_len)
+        self.structured: Structured | None = None  # the engine asks its executor for it
+        self.is_ready = True  # not while the engine waits for its grammar
         if max_new_tokens is None and options.max_tokens is not None:
             max_new_tokens = options.max_tokens - self.num_output_tokens
         self.max_new_tokens = UNLIMITED if max_new_tokens is None else max_new_tokens
@@ -163,7 +168,9 @@ class Sequence:
 
     def bind(self, info: ModelInfo) -> None:
         """Have the model's EOS tokens and context end it, besides what its options say."""
-        eos = frozenset[int]() if self.options.ignore_eos else info.eos_token_ids
+        # The structure of an answer says where EOS may be drawn at all.
+        is_endless = self.options.ignore_eos and self.options.structure is None
+        eos = frozenset[int]() if is_endless else info.eos_token_ids
         self.stop_ids = eos.union(self.options.stop_token_ids)
         self.max_len = min(self.max_len, info.max_model_len)
 
@@ -330,8 +337,11 @@ class Sequence:
     def finish_reason(self) -> FinishReason | None:
         """Say why the token at the end is the last, if it is."""
         token_ids = self.token_ids
-        if token_ids[-1] in self.stop_ids and self.num_output_tokens > self.options.min_tokens:
-            return "stop"
+        if token_ids[-1] in self.stop_ids:
+            # A structure may be over before min_tokens.
+            is_over = self.structured is not None
+            if is_over or self.num_output_tokens > self.options.min_tokens:
+                return "stop"
         return "length" if len(token_ids) >= self.max_len else None
 
     def tokens_per_second(self, now: float) -> float:

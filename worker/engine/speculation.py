@@ -144,7 +144,7 @@ class Speculation:
         """Have the next tokens of all sequences that generate drafted."""
         if self._drafter is None:
             return
-        decoding = [s for s in running if s.is_decoding and not s.drafts]
+        decoding = [s for s in running if s.is_decoding and not s.drafts and s.is_ready]
         limits = [sequence.max_drafts() for sequence in decoding]
         if not any(limits):
             return

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from wire.options import Options
 from worker.executor.occurrences import Occurrences
 from worker.executor.scores import PromptScores
+from worker.executor.structure import Structured
 
 Int32 = npt.NDArray[np.int32]
 
@@ -37,7 +38,8 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
 
     Before it come `token_ids` (prompt and output, `prompt_len` of them prompt).  With D `drafts`
     it stands for D + 1 rows: row d draws the token after the first d of them, d positions later.
-    For penalties, `occurrences` may hold the counts of `token_ids`, kept from step to step.
+    For penalties, `occurrences` may hold the counts of `token_ids`, kept from step to step;
+    `structured` is where the answer is in its structure, if it has one.
     """
 
     request_id: int
@@ -47,6 +49,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     token_ids: list[int]
     occurrences: Occurrences | None = None
     drafts: tuple[int, ...] = ()
+    structured: Structured | None = None
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -118,6 +121,10 @@ class Batch:
     samplings: tuple[Sampling, ...]
     score_rows: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     scorings: tuple[Scoring, ...] = ()
+
+    def sequence_of(self, row: int) -> int:
+        """Return the sequence that one of the sampled rows belongs to."""
+        return int(np.searchsorted(self.query_starts, self.sample_rows[row], side="right")) - 1
 
     def keep_scores(self, scored: list[bytes]) -> None:
         """Give each sequence the packed rows of its scoring."""

@@ -15,10 +15,13 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
+from wire.errors import ErrorCode
+from wire.options import Structure
 from wire.parts import Buffer
 from wire.payloads import KVLayout, Logprobs
 from wire.transfer import Rectangle
 from worker.executor.batch import Batch
+from worker.executor.structure import Structured
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +141,15 @@ class SequenceFailed(Exception):
         index: Of the sequence in the batch, 0 to S - 1.
         message: What is wrong, cut to `MAX_MESSAGE` characters: for logs and the program that runs
             the engine.  The network is told only that the model failed.
+        code: INVALID_REQUEST if what was asked for is wrong; then the client reads the message.
     """
 
     MAX_MESSAGE: Final = 500
 
-    def __init__(self, index: int, message: str) -> None:
+    def __init__(self, index: int, message: str, code: ErrorCode = ErrorCode.MODEL_FAILED) -> None:
         self.index = index
         self.message = message[: self.MAX_MESSAGE]
+        self.code = code
         super().__init__(self.message)
 
 
@@ -220,3 +225,17 @@ class Scorer(Protocol):
 
     def score(self, logits: Any, batch: Batch) -> list[bytes]:
         """Return the rows of each of the batch's scorings, packed as in `wire.logprobs`."""
+
+
+@runtime_checkable
+class Structurer(Protocol):
+    """What an executor can do besides if it can hold answers to a structure.
+
+    Its `sample` then draws only what the `structured` of a sampling allows.
+    """
+
+    def structured(self, structure: Structure, prompt_len: int) -> Structured:
+        """Return where an answer is in this structure, whose prompt has so many tokens.
+
+        Nobody waits: it is ready later, and says then whether there is such a structure.
+        """

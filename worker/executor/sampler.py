@@ -19,8 +19,9 @@ of the tokens that pass the filters, in this order:
 
 Ties at a filter's border all pass, so a filter never depends on a sorting order.  Filters only look
 at their own row.  Before any of it, greedy or not, come penalties and logit_bias
-(`worker.executor.penalties`); then, until `min_tokens` are generated, EOS and the request's stop
-ids are out.  Log-probabilities, of prompts too, are those of the logits before all of this.
+(`worker.executor.penalties`); then what may not be drawn is taken out: by allowed_token_ids,
+bad_sequences, min_tokens and structures (`worker.executor.masks`).  Log-probabilities, of prompts
+too, are those of the logits before all of this.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ import kernels
 from wire.logprobs import LEAST_LOGPROB, Logprobs
 from worker.executor.batch import Row, Sampling, Scoring, rows_of
 from worker.executor.contract import SampledToken
+from worker.executor.grammars import Masks
+from worker.executor.masks import mask
 from worker.executor.penalties import adjust
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -47,9 +50,20 @@ _SCORED_ROWS: Final = 128
 Uint64 = npt.NDArray[np.uint64]
 
 
+class NoTokenLeft(Exception):
+    """Nothing may be drawn in one row; `row` says which."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+        super().__init__("the options together leave no token that may be drawn")
+
+
 @torch.inference_mode()
 def sample(
-    logits: torch.Tensor, samplings: Sequence[Sampling], eos_token_ids: frozenset[int]
+    logits: torch.Tensor,
+    samplings: Sequence[Sampling],
+    eos_token_ids: frozenset[int],
+    structures: Masks | None = None,
 ) -> list[SampledToken]:
     """Choose a token for each row.
 
@@ -57,11 +71,19 @@ def sample(
         logits: [R, vocab] float32; not changed.
         samplings: Together they have R rows.
         eos_token_ids: Masked, with a request's own stop ids, until its min_tokens are reached.
+        structures: What the structures of these samplings allow; None where none has one.
+
+    Raises:
+        NoTokenLeft: The options of a request exclude each other.
     """
     if not samplings:
         return []
-    allowed = _mask_stops(adjust(logits, samplings), samplings, eos_token_ids)
+    adjusted = adjust(logits, samplings)
+    allowed = mask(adjusted, samplings, eos_token_ids, structures)
     token_ids = kernels.argmax(allowed)
+    for row in rows_of(samplings, _may_lack_all):
+        if allowed[row.index, token_ids[row.index]] == -torch.inf:
+            raise NoTokenLeft(row.index)
     if random_rows := rows_of(samplings, lambda it: it.options.temperature > 0):
         places = [row.index for row in random_rows]
         part = allowed if len(places) == len(token_ids) else allowed[places]
@@ -112,26 +134,11 @@ def _mix(x: Uint64) -> Uint64:
     return x ^ (x >> np.uint64(31))
 
 
-def _mask_stops(
-    logits: torch.Tensor, samplings: Sequence[Sampling], eos_token_ids: frozenset[int]
-) -> torch.Tensor:
-    """Return the logits, as a changed copy if any row may not stop yet."""
-    rows: list[int] = []
-    columns: list[int] = []
-    # A sequence that may stop before its drafts may stop after them too, but not the reverse.
-    for row in rows_of(samplings, lambda it: it.position - it.prompt_len < it.options.min_tokens):
-        num_generated = row.position - row.sampling.prompt_len  # with the drafts before this row
-        if num_generated < row.options.min_tokens:
-            stops = eos_token_ids.union(row.options.stop_token_ids)
-            # A client may name ids the vocabulary does not have.
-            known = [token_id for token_id in stops if token_id < logits.shape[1]]
-            rows += [row.index] * len(known)
-            columns += known
-    if not rows:
-        return logits
-    masked = logits.clone()
-    masked[rows, columns] = -torch.inf
-    return masked
+def _may_lack_all(sampling: Sampling) -> bool:
+    """Whether the options of a request may exclude each other; one alone leaves some token."""
+    options = sampling.options
+    is_held = sampling.structured is not None and options.min_tokens > 0
+    return is_held or bool(options.allowed_token_ids or options.bad_sequences)
 
 
 def _settings(rows: list[Row]) -> npt.NDArray[np.void]:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from wire.errors import ErrorCode
 from wire.payloads import KVLayout
 from worker.executor.batch import Batch
 from worker.executor.contract import (
@@ -96,7 +97,11 @@ class StepwiseExecutor:
 
         rows = torch.from_numpy(np.stack([np.asarray(logits[place]) for place in places]))
         samplings = [batch.samplings[place] for place in places]
-        drawn = iter(sampler.sample(rows, samplings, self.info.eos_token_ids))
+        try:
+            drawn = iter(sampler.sample(rows, samplings, self.info.eos_token_ids))
+        except sampler.NoTokenLeft as error:
+            index = batch.sequence_of(places[error.row])
+            raise SequenceFailed(index, str(error), ErrorCode.INVALID_REQUEST) from None
         return [
             next(drawn) if isinstance(answer, np.ndarray) else SampledToken(answer)
             for answer in logits

@@ -12,16 +12,21 @@ import numpy as np
 import torch
 
 from kernels import KernelError, PagedBatch, check_pool
+from wire.errors import ErrorCode
+from wire.options import Structure
 from wire.payloads import KVLayout
 from worker.executor import sampler
-from worker.executor.batch import Batch
+from worker.executor.batch import Batch, rows_of
 from worker.executor.contract import (
     Attention,
     Capabilities,
     MemoryRequirements,
     ModelInfo,
     SampledToken,
+    SequenceFailed,
 )
+from worker.executor.grammars import Grammars
+from worker.executor.structure import Structured
 from worker.model.config import DTYPES, ModelError
 from worker.model.device import find_device
 from worker.model.graphs import DecodeGraphs, graphs_of
@@ -59,8 +64,9 @@ def create(
 class TorchExecutor:
     """A transformer that can be stepped; implements `worker.executor.contract.Executor`."""
 
-    def __init__(self, model: Model, info: ModelInfo) -> None:
+    def __init__(self, model: Model, info: ModelInfo, path: Path) -> None:
         self.info = info
+        self._grammars = Grammars(path / "tokenizer.json", info.vocab_size, info.eos_token_ids)
         self.capabilities = _capabilities(model, info.layout)
         self._model: Model | None = model
         self._cache: TorchKVCache | None = None
@@ -126,7 +132,7 @@ class TorchExecutor:
             eos_token_ids=config.eos_token_ids,
             layout=layout,
         )
-        return cls(model, info)
+        return cls(model, info, path)
 
     def allocate(self, num_blocks: int, block_size: int) -> TorchKVCache:
         """Make the paged KV cache that later batches address.
@@ -159,6 +165,7 @@ class TorchExecutor:
             valid until the next step.
         """
         assert self._model is not None and self._cache is not None, "forward before allocate"
+        self._grammars.start(batch.samplings)
         rows = batch.sample_rows
         if batch.scorings:
             rows = np.concatenate([rows, batch.score_rows])
@@ -187,7 +194,18 @@ class TorchExecutor:
     def sample(self, logits: torch.Tensor, batch: Batch) -> list[SampledToken]:
         """Draw one token per sampled row; see `worker.executor.sampler`."""
         logits = logits[: len(batch.sample_rows)]
-        return sampler.sample(logits, batch.samplings, self.info.eos_token_ids)
+        masks = self._grammars.take()
+        if masks is not None and masks.failed is not None:
+            raise _without_mask(batch, masks.failed)
+        try:
+            return sampler.sample(logits, batch.samplings, self.info.eos_token_ids, masks)
+        except sampler.NoTokenLeft as error:
+            index = batch.sequence_of(error.row)
+            raise SequenceFailed(index, str(error), ErrorCode.INVALID_REQUEST) from None
+
+    def structured(self, structure: Structure, prompt_len: int) -> Structured:
+        """Hold an answer to a structure; see `worker.executor.grammars`."""
+        return self._grammars.structured(structure, prompt_len)
 
     def score(self, logits: torch.Tensor, batch: Batch) -> list[bytes]:
         """Score the prompts of the batch's scorings; see `worker.executor.sampler`."""
@@ -198,6 +216,14 @@ class TorchExecutor:
         self._model = None
         self._cache = None
         self._graphs = None
+        self._grammars.shutdown()
+
+
+def _without_mask(batch: Batch, row: int) -> SequenceFailed:
+    """Say why the sequence of a row cannot be held to its structure."""
+    found = next(it.sampling for it in rows_of(batch.samplings) if it.index == row)
+    problem = found.structured.problem if found.structured is not None else None
+    return SequenceFailed(batch.sequence_of(row), problem or "", ErrorCode.INVALID_REQUEST)
 
 
 def _check(place: torch.device, dtype: str, kv_dtype: str, weights: str) -> None:

@@ -15,7 +15,7 @@ from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireErro
 from wire.frames import DecodeDone, DecodeRequest, DecodeToken, Frame
 from wire.options import Options
 from wire.parts import MAX_HEADERS, Message
-from wire.payloads import Logprobs, PeerDetail, Usage, decode_continuation, encode_map
+from wire.payloads import STOP, Logprobs, PeerDetail, Usage, decode_continuation, encode_map
 from wire.transfer import KVReceiver
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Output, Reserved, Token
@@ -80,16 +80,20 @@ class Generation:
         is_over = deadline_ms is not None and now >= self.asked_s + deadline_ms / 1000
         return is_over and self.receiver is None
 
-    def usage(self, finish_reason: str) -> Usage:
+    def usage(self, token: Token) -> Usage:
+        """What it cost until this last token."""
         receiver = self.receiver
-        assert receiver is not None
+        assert receiver is not None and token.finish_reason is not None
+        is_stopped = token.finish_reason == STOP
         return Usage(
-            finish_reason=finish_reason,
+            finish_reason=token.finish_reason,
             completion_tokens=self.num_tokens,
             kv_bytes=receiver.kv_bytes,
             kv_skipped_tokens=receiver.cached_tokens,
             kv_seconds=receiver.kv_seconds,
             kv_transfer_seconds=receiver.transfer_s,
+            stop_token_id=token.token_id if is_stopped else None,
+            stop_logprobs=token.logprobs if is_stopped else None,
         )
 
 
@@ -235,13 +239,13 @@ class DecodeRole:
             self._engine.post(generation.begin)
 
     def _on_token(self, generation: Generation, token: Token, step: Step) -> None:
-        if token.finish_reason != "stop":  # a stop token is no part of the text
+        if token.finish_reason != STOP:  # a stop token is no part of the text
             generation.num_tokens += 1
             step.tokens.append(DecodeToken(generation.request_id, token.token_id))
             step.logprobs.append(token.logprobs)
         if token.finish_reason is not None:
             del self._generations[generation.request_id]
-            step.ends.append((generation.request_id, generation.usage(token.finish_reason)))
+            step.ends.append((generation.request_id, generation.usage(token)))
 
     def _on_failed(self, request_id: int, error: WireError) -> None:
         if request_id in self.incoming:

@@ -20,7 +20,7 @@ import structlog
 from wire.errors import ErrorCode, RemoteProtocolError, TransferTooLarge, WireError
 from wire.frames import ANY_RANK, NO_RANK, PrefillDone, PrefillRequest
 from wire.parts import Message
-from wire.payloads import PeerDetail, PrefillResult, decode_prompt, encode_prefill_result
+from wire.payloads import STOP, PeerDetail, PrefillResult, decode_prompt, encode_prefill_result
 from wire.transfer import KVSender
 from worker.engine.outputs import Computed, Failed, Output, Started, Token
 from worker.engine.sequence import Sequence
@@ -204,6 +204,7 @@ class PrefillRole:
             finish_reason=reason,
             logprobs=token.logprobs,
             prompt_logprobs=token.prompt_logprobs,
+            stop_token_id=token.token_id if reason == STOP else None,
         )
         prefill.router.send(
             PrefillDone(prefill.request_id, kv_bytes), encode_prefill_result(result)

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import SAMPLING
-from kernels.cpu.sampling import argmax, sample
+from kernels import SAMPLING, reference
+from kernels.cpu.sampling import argmax, forbid, sample
 
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -95,3 +95,23 @@ def test_a_row_without_a_largest_keeps_to_the_vocabulary(broken: float) -> None:
         logits[0, :part] = broken
         for changes in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}):
             assert all(0 <= token < 600 for token in sampled(logits[0].tolist(), **changes))
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 200])
+@pytest.mark.parametrize("num_words", [1, 2, 7])
+def test_what_is_not_allowed_is_out_in_its_rows_only(vocab: int, num_words: int) -> None:
+    draw = np.random.default_rng(vocab * num_words)
+    allowed = draw.integers(-(2**31), 2**31, (3, num_words)).astype(np.int32)
+    allowed[1, 0], allowed[2, 0] = -1, 0
+    before = torch.randn(6, vocab)
+    rows = [4, 0, 3]
+    for backend in (forbid, reference.forbid):
+        logits = before.clone()
+        backend(logits, rows, allowed)
+        assert (logits[[1, 2, 5]] == before[[1, 2, 5]]).all()
+        for row, words in zip(rows, allowed.view(np.uint32).tolist(), strict=True):
+            for token_id in range(vocab):
+                word = words[token_id // 32] if token_id // 32 < num_words else 0
+                is_allowed = word >> token_id % 32 & 1
+                expected = before[row, token_id] if is_allowed else -math.inf
+                assert logits[row, token_id] == expected

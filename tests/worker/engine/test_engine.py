@@ -1,7 +1,9 @@
 """The engine on the hash executor: its text equals the oracle's, its blocks are conserved."""
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -19,14 +21,16 @@ from tests.worker.engine.hashed import (
     text,
 )
 from wire.errors import ErrorCode, LocalProtocolError
-from wire.options import Options
+from wire.options import Options, Structure
 from wire.prefix import prefix_hashes
+from wire.process.structure import StructureError
 from wire.transfer import Rectangle
 from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch, BatchType
 from worker.executor.hash import LAYOUT, oracle
+from worker.executor.structure import Structured
 
 
 @pytest.mark.parametrize("max_ubatch_tokens", [7, 512])
@@ -757,3 +761,36 @@ def test_what_the_executor_can_do_limits_the_engine() -> None:
     assert [batch.kind for batch in executor.batches] == (
         [BatchType.PREFILL] + [BatchType.DECODE] * 3
     ) * 3
+
+
+class EndsWhenLookedAt(Future[Any]):
+    """A compiler that fails right after it has been asked whether it is done."""
+
+    def done(self) -> bool:
+        is_done = super().done()
+        if not is_done:
+            self.set_exception(StructureError("no such grammar"))
+        return is_done
+
+
+class Compiling(RecordingExecutor):
+    """Computes what it is given, which must not be what could not be compiled."""
+
+    def structured(self, structure: Structure, prompt_len: int) -> Structured:
+        return Structured(EndsWhenLookedAt(), prompt_len)
+
+    def forward(self, batch: Batch) -> list[int]:
+        assert not any(it.structured and it.structured.problem for it in batch.samplings)
+        return super().forward(batch)
+
+
+def test_a_grammar_that_fails_at_any_moment_ends_its_sequence_and_no_other() -> None:
+    engine = engine_of(executor=Compiling())
+    held = Options(max_tokens=4, structure=Structure(kind="regex", text="a"))
+    engine.add(Sequence(1, [5, 6, 7], held))
+    engine.add(Sequence(2, [5, 6, 8], Options(max_tokens=4, ignore_eos=True)))
+    outputs = run(engine)
+    [failed] = [output for output in outputs if isinstance(output, Failed)]
+    assert (failed.request_id, failed.code) == (1, ErrorCode.INVALID_REQUEST)
+    assert "no such grammar" in failed.message
+    assert len(text(outputs, 2)) == 4

@@ -32,7 +32,7 @@ from wire.payloads import (
 )
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Token
-from worker.executor.hash import create, oracle
+from worker.executor.hash import EOS_TOKEN_IDS, create, oracle
 from worker.link import RouterLink
 from worker.roles.decode import Generation, Step
 
@@ -119,7 +119,7 @@ async def test_the_decode_request_may_come_before_the_kv() -> None:
 
 
 async def test_an_eos_token_ends_the_text_and_is_not_sent() -> None:
-    options = Options(max_tokens=2000)
+    options = Options(max_tokens=2000, logprobs=0)
     prompt = PROMPT
     expected = oracle(prompt, 2000, options)
     assert 2 < len(expected) < 2000
@@ -130,6 +130,7 @@ async def test_an_eos_token_ends_the_text_and_is_not_sent() -> None:
         assert [token, *await router.tokens(len(expected) - 1)] == expected
         usage = decode_map(Usage, (await router.receive(Tag.DECODE_DONE)).body())
         assert (usage.finish_reason, usage.completion_tokens) == ("stop", len(expected) - 1)
+        assert usage.stop_token_id in EOS_TOKEN_IDS and usage.stop_logprobs is not None
 
 
 async def test_tokens_of_one_step_leave_in_one_message() -> None:

@@ -15,7 +15,7 @@ from wire.frames import Cancel, DecodeRequest, Error, PrefillDone, PrefillReques
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_map, decode_prefill_result, encode_prompt
 from worker.executor.batch import Batch
-from worker.executor.hash import HashExecutor, create, oracle
+from worker.executor.hash import EOS_TOKEN_IDS, HashExecutor, create, oracle
 from worker.roles.prefill import PrefillRole
 
 PROMPT = [(7 * i) % 1000 for i in range(300)]
@@ -119,7 +119,8 @@ async def test_an_eos_token_first_takes_the_offer_back() -> None:
         router.prefill(1, prompt_that_ends_at_once(), Options(max_tokens=20))
         message = await router.receive(Tag.PREFILL_DONE)
         assert message.frame == PrefillDone(1, 0)
-        assert decode_prefill_result(message.body()).finish_reason == "stop"
+        result = decode_prefill_result(message.body())
+        assert result.finish_reason == "stop" and result.stop_token_id in EOS_TOKEN_IDS
         await router.until_free(Role.PREFILL, Role.DECODE)
 
 

@@ -1,0 +1,198 @@
+"""Masks say what the rows of a step may draw; a hostile structure ends by itself."""
+
+from __future__ import annotations
+
+import json
+import random
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from tests.worker.executor.structures import (
+    EOS,
+    PROMPT,
+    STRUCTURES,
+    VOCAB,
+    allowed_by_force,
+    allowed_in,
+    asked,
+    begun,
+    grammars,
+    is_right,
+    masks_of,
+    walk,
+)
+from wire.options import Structure
+from wire.process.model import DEMO
+from wire.process.structure import StructureError
+from worker.executor.grammars import Grammars
+
+
+def test_rows_without_a_structure_cost_nothing() -> None:
+    grammars().start([asked(None, []), asked(None, [5])])
+    assert grammars().take() is None
+
+
+def test_each_row_has_the_mask_of_its_own_text() -> None:
+    answers = [walk(structure, 2) for structure in STRUCTURES]
+    samplings = [asked(None, [])]
+    texts = []
+    for structure, answer in zip(STRUCTURES, answers, strict=True):
+        for end in range(min(6, len(answer) - 2)):
+            drafts = tuple(answer[end : end + end % 3])
+            samplings += [asked(begun(structure), answer[:end], drafts), asked(None, [], drafts)]
+            texts += [(structure, answer[: end + d]) for d in range(len(drafts) + 1)]
+    masks = masks_of(samplings)
+    for row, text in zip(masks.bits, texts, strict=True):
+        assert is_right(row, *text)
+    start, rows = 0, list[int]()
+    for it in samplings:
+        if it.structured is not None:
+            rows += range(start, start + 1 + len(it.drafts))
+        start += 1 + len(it.drafts)
+    assert masks.rows == rows
+
+
+def test_eos_is_out_where_the_answer_may_go_on_but_not_end() -> None:
+    structure = Structure(kind="regex", text="[xy]{1,2}")
+    x = next(t for t in range(VOCAB) if t in allowed_by_force(structure, [])[:1])
+    for options in ({"ignore_eos": True}, {"min_tokens": 5}):
+        going = masks_of([asked(begun(structure), [x], **options)])
+        assert not set(EOS) & set(allowed_in(going.bits[0])) and not going.over
+        over = masks_of([asked(begun(structure), [x, x], **options)])
+        assert set(allowed_in(over.bits[0])) == set(EOS) and over.over == [0]
+    assert set(EOS) < set(allowed_in(masks_of([asked(begun(structure), [x])]).bits[0]))
+
+
+def test_masks_of_a_step_that_failed_are_not_those_of_the_next() -> None:
+    one, other = (begun(structure) for structure in STRUCTURES[:2])
+    grammars().start([asked(one, [])])
+    masks = masks_of([asked(None, []), asked(other, [])])
+    assert masks.rows == [1]
+    assert allowed_in(masks.bits[0]) == allowed_by_force(STRUCTURES[1], [])
+
+
+@pytest.mark.parametrize("why", ["no file", "no tokenizer", "no EOS"])
+def test_a_model_that_cannot_says_so(tmp_path: Path, why: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    if why != "no file":
+        path.write_text("{}" if why == "no tokenizer" else (DEMO / path.name).read_text())
+    model = Grammars(path, VOCAB, () if why == "no EOS" else EOS)
+    structured = model.structured(STRUCTURES[0], 3)
+    structured.wait(20)
+    assert structured.problem is not None and str(tmp_path) not in structured.problem
+    model.shutdown()
+
+
+def test_a_tokenizer_larger_than_the_model_is_taken() -> None:
+    model = Grammars(DEMO / "tokenizer.json", 1000, EOS)
+    structured = model.structured(STRUCTURES[0], 3)
+    structured.wait(20)
+    assert structured.problem is None
+    model.shutdown()
+
+
+def deep(num_levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(num_levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def bomb(how: str) -> dict[str, Any]:
+    """A schema whose text doubles 40 times, if one follows its references."""
+    both = [{"$ref": f"#/$defs/d{n + 1}"} for n in range(40)]
+    ends: dict[str, Any] = {"d40": {"type": "string"}}
+    return {
+        "$ref": "#/$defs/d0",
+        "$defs": {f"d{n}": {how: [both[n]] * 2} for n in range(40)} | ends,
+    }
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+HOSTILE: dict[str, tuple[str, object]] = {
+    "deep": ("json_schema", deep(60)),
+    "wide": ("json_schema", {"properties": {f"p{n}": {"maxLength": n} for n in range(1000)}}),
+    "allOf bomb": ("json_schema", bomb("allOf")),
+    "anyOf bomb": ("json_schema", bomb("anyOf")),
+    "product": (
+        "json_schema",
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {f"a{i}_{j}": {"const": j}}} for j in range(4)]}
+                for i in range(12)
+            ]
+        },
+    ),
+    "itself": ("json_schema", {"$ref": "#"}),
+    "endless": ("json_schema", {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+    "many items": ("json_schema", {"type": "array", "minItems": 10**6, "maxItems": 10**6}),
+    "long string": ("json_schema", {"type": "string", "minLength": 10**6, "maxLength": 10**6}),
+    "large enum": ("json_schema", {"enum": [f"v{n}" for n in range(6000)]}),
+    "any of all": ("json_schema", deep(9) | {"additionalProperties": {"anyOf": [deep(9)] * 9}}),
+    "repetitions": ("regex", "a{1000000}"),
+    "nested repetitions": ("regex", "((a{1,100}){1,100}){1,100}"),
+    "exponential": ("regex", "(.*a.{30}){5}"),
+    "backtracking": ("regex", "(x+x+)+y"),
+    "alternatives": ("regex", "|".join(f".*{n}x{n}" for n in range(3000))),
+    "classes": ("regex", ".*".join(f"[^{c}]{{3,9}}" for c in LETTERS)),
+    "nested groups": ("regex", "(" * 1000 + "a" + ")*" * 1000),
+    "ambiguous": ("lark", 'start: start start start | start start | "a" | '),
+    "repeated rules": ("lark", 'start: a{1000}\na: b{1000}\nb: "x"{1000}'),
+    "many rules": (
+        "lark",
+        "start: r0\n"
+        + "\n".join(f'r{n}: r{n + 1} r{n + 1} | "x"' for n in range(2000))
+        + '\nr2000: "y"',
+    ),
+    "intersection": (
+        "lark",
+        "start: T\nT: " + " & ".join(f"/(.|\\n)*{c}(.|\\n)*/" for c in LETTERS),
+    ),
+    "many terminals": (
+        "lark",
+        "start: "
+        + " | ".join(f"T{n}" for n in range(1500))
+        + "\n"
+        + "\n".join(f"T{n}: /[a-z]*{n}[a-z]*/" for n in range(1500)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_structure_ends_by_itself(name: str) -> None:
+    """It is refused or followed, within the limits of time and memory: this test has 20 s."""
+    kind, text = HOSTILE[name]
+    text = text if isinstance(text, str) else json.dumps(text)
+    structured = grammars().structured(Structure(kind=kind, text=text), len(PROMPT))  # type: ignore[arg-type]
+    structured.wait(15)
+    assert structured.is_ready
+    draw, answer = random.Random(1), list[int]()
+    while structured.problem is None and len(answer) < 50:
+        masks = masks_of([asked(structured, answer)])
+        if structured.problem is None:
+            answer.append(draw.choice(allowed_in(masks.bits[0])))
+            if answer[-1] in EOS:
+                break
+
+
+def test_texts_of_one_grammar_do_not_disturb_each_other() -> None:
+    alone = [walk(STRUCTURES[0], seed) for seed in range(4)]
+    texts = [begun(STRUCTURES[0]) for _ in alone]
+    for end in range(max(map(len, alone))):
+        longer = [(it, text) for it, text in zip(texts, alone, strict=True) if end < len(text)]
+        masks = masks_of([asked(it, text[:end]) for it, text in longer])
+        for (_, text), row in zip(longer, masks.bits, strict=True):
+            assert text[end] in allowed_in(row)
+
+
+def test_what_failed_to_compile_is_not_kept_in_memory() -> None:
+    structured = grammars().structured(Structure(kind="json_schema", text='{"$ref": "#"}'), 0)
+    structured.wait(60)
+    with pytest.raises(StructureError) as failed:
+        _ = structured.eos
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(failed.value.__traceback__)]
+    assert not [value for names in frames for value in names.values() if type(value) is LLMatcher]

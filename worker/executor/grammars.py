@@ -1,0 +1,188 @@
+"""The grammars of one model's answers: compiled, followed, and masks made beside the forward pass.
+
+`start` is called before a forward pass and `take` after it, so that masks cost no time where the
+forward pass takes longer.  Masks of a small vocabulary are made at once: waking a thread, and its
+place on a core that the forward pass wants, cost more.  Grammars are compiled by other threads;
+llguidance does without the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+from llguidance import LLMatcher, LLTokenizer
+
+from wire.options import Structure
+from wire.process.structure import StructureError, grammar_of, limits
+from worker.executor.batch import Sampling
+from worker.executor.structure import Compiled, Structured
+
+# Compiled grammars that are kept: clients send the same few again and again.
+_NUM_KEPT: Final = 32
+# Threads that compile: a structure that takes long does not keep a second one waiting.
+_NUM_COMPILING: Final = 2
+# Masks of so many words of 32 tokens in all are made at once, in 0.3 ms; it is a row of 128,000
+# tokens, or 97 rows of the demo model.
+_FEW_WORDS: Final = 1 << 12
+# A thread has so many words at least: 8 rows of 128,000 tokens, 0.8 ms.
+_THREAD_WORDS: Final = 1 << 15
+_MAX_THREADS: Final = 4
+_WORD_BITS: Final = 32
+
+Bits = npt.NDArray[np.int32]
+
+log = structlog.get_logger("worker")
+
+
+class Masks(NamedTuple):
+    """What structures allow in the rows of a step that have one.
+
+    Attributes:
+        rows: [M] their numbers.
+        bits: [M, words] int32, bit t of a row for token t.
+        over: The rows in which nothing but EOS is allowed, of those whose options say more.
+        failed: The first of the rows that has no mask, for its sequence has a problem.
+    """
+
+    rows: list[int]
+    bits: Bits
+    over: list[int]
+    failed: int | None = None
+
+
+class Grammars:
+    """What the answers of one model are held to; called by the engine's thread only."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        """Begin to read a tokenizer.json; nobody waits for it before the first structure."""
+        self._eos = sorted(eos_token_ids)
+        self._compiling = ThreadPoolExecutor(_NUM_COMPILING, thread_name_prefix="compile")
+        self._num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._following = ThreadPoolExecutor(self._num_threads, thread_name_prefix="follow")
+        self._tokenizer = self._compiling.submit(_load, tokenizer, vocab_size, self._eos)
+        self._kept: OrderedDict[Structure, Future[Compiled]] = OrderedDict()
+        self._started: Callable[[], Masks] | None = None
+
+    def structured(self, structure: Structure, prompt_len: int) -> Structured:
+        """Return the state of a text after its prompt; the grammar is compiled meanwhile."""
+        compiled = self._kept.get(structure)
+        if compiled is None:
+            compiled = self._kept[structure] = self._compiling.submit(self._compile, structure)
+            if len(self._kept) > _NUM_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(structure)
+        return Structured(compiled, prompt_len)
+
+    def start(self, samplings: Sequence[Sampling]) -> None:
+        """Begin to compute the masks of a step's rows, if any sequence has a structure."""
+        self.take()  # of a step that failed
+        first = next((it.structured for it in samplings if it.structured is not None), None)
+        if first is None:
+            return
+        num_rows = len(samplings) + sum(len(it.drafts) for it in samplings)
+        if num_rows * len(first.eos) > _FEW_WORDS:
+            self._started = self._following.submit(self._masks, samplings).result
+        else:
+            masks = self._masks(samplings)
+            self._started = lambda: masks
+
+    def take(self) -> Masks | None:
+        """Return the masks of the step that was started last, once; None if it has none."""
+        started, self._started = self._started, None
+        return None if started is None else started()
+
+    def shutdown(self) -> None:
+        """Stop the threads; what they are at is not waited for."""
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._following.shutdown()
+        self._kept.clear()
+
+    def _compile(self, structure: Structure) -> Compiled:
+        tokenizer = self._tokenizer.result()
+        matcher = LLMatcher(tokenizer, grammar_of(structure), log_level=0, limits=limits())
+        # What every text begins with is computed here, once, and so is what takes longest.
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            reason = matcher.get_error()
+            del matcher  # or the exception, which is kept, would keep it: up to 100 MB
+            raise StructureError(reason)
+        eos = np.zeros(-(-tokenizer.vocab_size // _WORD_BITS), np.uint32)
+        for token_id in self._eos:
+            eos[token_id // _WORD_BITS] |= np.uint32(1 << token_id % _WORD_BITS)
+        return Compiled(matcher, eos.view(np.int32))
+
+    def _masks(self, samplings: Sequence[Sampling]) -> Masks:
+        rows: list[int] = []
+        held: list[tuple[int, Sampling, Structured]] = []  # with the number of its first mask
+        limited: list[int] = []  # masks of rows whose options say more of what may be drawn
+        going_on: list[int] = []  # masks of rows in which an answer may not end yet
+        row = 0
+        for it in samplings:
+            num_rows = 1 + len(it.drafts)
+            if it.structured is not None:
+                first, options = len(rows), it.options
+                held.append((first, it, it.structured))
+                num_early = options.min_tokens - (it.position - it.prompt_len)
+                is_early = options.ignore_eos or num_early > 0
+                if is_early:
+                    end = num_rows if options.ignore_eos else min(num_rows, num_early)
+                    going_on += range(first, first + end)
+                if is_early or options.allowed_token_ids or options.bad_sequences:
+                    limited += range(first, first + num_rows)
+                rows += range(row, row + num_rows)
+            row += num_rows
+        eos = held[0][2].eos
+        # All bits set: rows behind a draft that is not allowed are not written, and never count.
+        bits = np.full((len(rows), len(eos)), -1, np.int32)
+        self._fill_all(held, bits)
+        over: set[int] = set()
+        if limited:
+            others = bits & ~eos
+            over = {number for number in limited if not others[number].any()}
+            early = [number for number in going_on if number not in over]
+            bits[early] = others[early]
+        failed = next((rows[first] for first, _, it in held if it.problem), None)
+        return Masks(rows, bits, [rows[number] for number in over], failed)
+
+    def _fill_all(self, held: list[tuple[int, Sampling, Structured]], bits: Bits) -> None:
+        address, row_bytes = bits.ctypes.data, bits.strides[0]
+
+        def fill(part: list[tuple[int, Sampling, Structured]]) -> None:
+            for first, it, structured in part:
+                structured.fill(it.token_ids, it.drafts, address + first * row_bytes, row_bytes)
+
+        # This may run on one of the threads already: the others have the other parts.
+        num_parts = min(self._num_threads, 1 + bits.size // _THREAD_WORDS)
+        parts = [held[number::num_parts] for number in range(num_parts)]
+        filling = [self._following.submit(fill, part) for part in parts[1:]]
+        fill(parts[0])
+        for future in filling:
+            future.result()
+
+
+def _load(path: Path, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
+    """Read a tokenizer.json; ids of the model that it lacks stand for no text.
+
+    Raises:
+        StructureError: No answer of this model can be held to a structure.
+    """
+    if not eos_token_ids:
+        raise StructureError("this model has no EOS token, so no answer could end")
+    try:
+        text = path.read_text(encoding="utf-8")
+        try:
+            return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids)
+        except ValueError:  # it may have more tokens than the model
+            return LLTokenizer(text, eos_token=eos_token_ids)
+    except (OSError, ValueError) as error:
+        log.warning("no structured output", tokenizer=str(path), reason=str(error))
+        raise StructureError("this model's tokenizer cannot be held to a structure") from None
