@@ -3,24 +3,38 @@
 The template is the model's own (chat_template.jinja, or chat_template in tokenizer_config.json as a
 string or a list of named ones), rendered as transformers does it: the same globals, the same
 whitespace rules, sandboxed, since a template is code that came with a download.
+
+The sandbox keeps a template from files and from other objects, not from time or memory: a few words
+(`{{ 9 ** 9 ** 9 }}`, a loop in a loop) compute for ever, some while they are being compiled, and
+hold the GIL meanwhile.  So a template that comes with a request is taken (`replaced`) only where
+the operator trusts those who send it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.text.messages import for_template
 from wire.errors import MAX_SHOWN, ErrorCode, WireError
 from wire.process.model import ModelError
 
 Chat = Sequence[Mapping[str, Any]]
+
+# Of a template that comes with a request: to compile one of this size takes half a second.
+MAX_SOURCE: Final = 32 * 1024
+# Put after the message to be continued, so that its end is found.  The space tells whether the
+# template trims messages.
+_TAG: Final = "\ue000continue\ue000 "
 
 
 class _Config(msgspec.Struct):
@@ -36,19 +50,20 @@ class _Config(msgspec.Struct):
 class ChatTemplate:
     """The chat template of one model, compiled once."""
 
-    def __init__(self, source: str | None, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: str | None,
+        variables: Mapping[str, str] | None = None,
+        *,
+        for_tools: str | None = None,
+    ) -> None:
+        """`for_tools` is the template of chats with tools, of a model that has two."""
         self._variables = dict(variables or {})
-        # Not HTML: a prompt must reach the model as it is.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            autoescape=False,
-            extensions=["jinja2.ext.loopcontrols"],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        self._template = None if source is None else environment.from_string(source)
+        self._source = source
+        self._for_tools = for_tools or source
+        self._templates = {
+            text: _compiled(text) for text in (self._source, self._for_tools) if text is not None
+        }
 
     @classmethod
     def load(cls, model_path: Path) -> ChatTemplate:
@@ -65,45 +80,96 @@ class ChatTemplate:
             if token is not None:
                 variables[name] = token if isinstance(token, str) else str(token.get("content", ""))
         file = model_path / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else _source(config)
+        named = _named(config)
+        if file.is_file():
+            named = {"default": file.read_text(encoding="utf-8")}
+        source = named.get("default") or next(iter(named.values()), None)
         try:
-            return cls(source, variables)
+            return cls(source, variables, for_tools=named.get("tool_use"))
         except jinja2.TemplateError as error:
             raise ModelError(f"{model_path}: the chat template: {error}") from error
 
     @property
     def exists(self) -> bool:
-        return self._template is not None
+        return self._source is not None
+
+    @property
+    def source(self) -> str:
+        """Its text, that of chats with tools; it shows what the answers look like."""
+        return self._for_tools or ""
+
+    def replaced(self, source: str) -> ChatTemplate:
+        """Return a template of this model with another text.
+
+        Raises:
+            WireError: INVALID_REQUEST; it is too long, or does not compile.
+        """
+        if len(source) > MAX_SOURCE:
+            raise _refused(f"chat_template: {len(source)} characters, over {MAX_SOURCE}")
+        try:
+            return ChatTemplate(source, self._variables)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise _refused(f"chat_template: {str(error)[:MAX_SHOWN]}") from error
 
     def render(
         self,
         messages: Chat,
         *,
+        tools: Chat | None = None,
+        documents: Chat | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt text.
 
+        To `continue_final_message` there is no generation prompt: it ends inside that message.
+
         Raises:
-            WireError: INVALID_REQUEST; there is no template, or it refuses these messages.
+            WireError: INVALID_REQUEST; there is no template, or it refuses these messages, or has
+                no place for tools.
         """
-        if self._template is None:
-            raise WireError(
-                ErrorCode.INVALID_REQUEST,
+        source = self._for_tools if tools else self._source
+        if source is None:
+            raise _refused(
                 "this model has no chat template: use /v1/completions, or add chat_template.jinja "
-                "to the model directory",
+                "to the model directory"
             )
+        for field, given in (("tools", tools), ("documents", documents)):
+            if given and re.search(rf"\b{field}\b", source) is None:
+                raise _refused(f"{field}: the chat template of this model has no place for them")
+        chat = for_template(messages, source)
+        if continue_final_message:
+            if not chat or not isinstance(chat[-1].get("content"), str):
+                raise _refused("continue_final_message: the last message has no content")
+            chat[-1]["content"] += _TAG
         try:
-            return self._template.render(
+            text = self._templates[source].render(
                 {**self._variables, **(variables or {})},
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
+                messages=chat,
+                tools=tools or None,
+                documents=documents or None,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
             )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise WireError(
-                ErrorCode.INVALID_REQUEST,
-                f"the chat template refuses these messages: {str(error)[:MAX_SHOWN]}",
+        except (
+            *(jinja2.TemplateError, ArithmeticError, LookupError),
+            *(RecursionError, TypeError, ValueError),
+        ) as error:
+            raise _refused(
+                f"the chat template refuses these messages: {str(error)[:MAX_SHOWN]}"
             ) from error
+        return _up_to_tag(text) if continue_final_message else text
+
+
+def _up_to_tag(text: str) -> str:
+    end = text.rfind(_TAG.strip())
+    if end < 0:
+        raise _refused("continue_final_message: the chat template does not show the last message")
+    return text[:end] if text.startswith(_TAG, end) else text[:end].rstrip()
+
+
+def _refused(why: str) -> WireError:
+    return WireError(ErrorCode.INVALID_REQUEST, why)
 
 
 def _read_config(path: Path) -> _Config:
@@ -115,17 +181,24 @@ def _read_config(path: Path) -> _Config:
         raise ModelError(f"{path}: {error}") from error
 
 
-def _source(config: _Config) -> str | None:
+def _named(config: _Config) -> dict[str, str]:
     template = config.chat_template
     if isinstance(template, list):
-        named = {entry.get("name", ""): entry.get("template") for entry in template}
-        return named.get("default") or next(iter(named.values()), None)
-    return template
+        return {entry.get("name", ""): entry.get("template", "") for entry in template}
+    return {} if template is None else {"default": template}
 
 
-def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # jinja2's own filter escapes <, > and & for HTML, and models were not trained on that.
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -134,3 +207,26 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    # Not HTML: a prompt must reach the model as it is.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
+        extensions=["jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT: Final = _environment()
+
+
+# Remembers a few that came with requests.
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    return _ENVIRONMENT.from_string(source)

@@ -62,13 +62,22 @@ class StopAutomaton:
 class StopMatcher:
     """Reads the text of one choice piece by piece and says how much of it may be shown."""
 
-    __slots__ = ("_automaton", "_held", "_state", "is_stopped")
+    __slots__ = ("_automaton", "_held", "_state", "stop")
 
     def __init__(self, automaton: StopAutomaton) -> None:
         self._automaton = automaton
         self._state = 0
         self._held = ""
-        self.is_stopped = False
+        # The stop string that was found.
+        self.stop: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stop is not None
+
+    @property
+    def is_holding(self) -> bool:
+        return self._held != ""
 
     def feed(self, text: str) -> str:
         """Return what may be shown after `text` came; the rest is held or, if stopped, dropped."""
@@ -77,9 +86,10 @@ class StopMatcher:
         for position, char in enumerate(text, start=len(self._held) + 1):
             state = automaton.next(state, char)
             if automaton.length[state]:
-                self.is_stopped = True
+                begin = position - automaton.length[state]
+                self.stop = pending[begin:position]
                 self._state, self._held = 0, ""
-                return pending[: position - automaton.length[state]]
+                return pending[:begin]
         shown = len(pending) - automaton.depth[state]
         self._state, self._held = state, pending[shown:]
         return pending[:shown]

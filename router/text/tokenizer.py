@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -56,12 +56,14 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer | None) -> None:
         self._backend = backend
-        self._bytes: dict[int, bytes] = {}
         self._is_byte_level = backend is not None and isinstance(
             backend.decoder, decoders.ByteLevel
         )
         added = backend.get_added_tokens_decoder() if backend else {}
-        self._special = {token_id for token_id, token in added.items() if token.special}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token.content: token_id for token_id, token in added.items()}
+        # Bytes of tokens, for each set of special tokens that is shown: few, the model's own marks.
+        self._pieces: dict[frozenset[int], _Pieces] = {}
         if backend is not None:
             # Settings of the training script that some tokenizer.json files carry along.
             backend.no_truncation()
@@ -136,25 +138,38 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of one token, which may be part of a character only."""
-        if self._is_byte_level and token_id not in self._special:
-            return self._piece(token_id)
+        if self._is_byte_level and token_id not in self.special_ids:
+            return self._pieces_without(self.special_ids)[token_id]
         return self.token_text(token_id).encode()
 
-    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
-        """Return a decoder for the tokens that continue `prompt`."""
+    def vocabulary_entry(self, token_id: int) -> str:
+        """Return one token as the vocabulary writes it, spaces and all; empty if it is unknown."""
+        return self._backend.id_to_token(token_id) or "" if self._backend is not None else ""
+
+    def added_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+        """Return those of `texts` that are one token of their own, whatever stands beside them."""
+        return {text: self._added[text] for text in texts if text in self._added}
+
+    def detokenizer(
+        self, prompt: Sequence[int] = (), shown: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """Return a decoder for the tokens that continue `prompt`.
+
+        Of special tokens, those in `shown` have their text.
+        """
         if self._backend is None:
             return _NoText()
+        hidden = self.special_ids - shown
         if self._is_byte_level:
-            return _ByteDetokenizer(self._bytes, self._piece)
-        return _WindowDetokenizer(self, prompt[-CONTEXT_TOKENS:])
+            return _ByteDetokenizer(self._pieces_without(hidden))
+        return _WindowDetokenizer(self._backend, hidden, prompt[-CONTEXT_TOKENS:])
 
-    def _piece(self, token_id: int) -> bytes:
-        piece = self._bytes.get(token_id)
-        if piece is None:
-            assert self._backend is not None
-            token = "" if token_id in self._special else self._backend.id_to_token(token_id)
-            piece = self._bytes[token_id] = _byte_level(token or "")
-        return piece
+    def _pieces_without(self, hidden: frozenset[int]) -> _Pieces:
+        assert self._backend is not None
+        pieces = self._pieces.get(hidden)
+        if pieces is None:
+            pieces = self._pieces[hidden] = _Pieces(self._backend, hidden)
+        return pieces
 
 
 class _NoText:
@@ -165,21 +180,29 @@ class _NoText:
         return ""
 
 
+class _Pieces(dict[int, bytes]):
+    """The bytes of every token met so far, and when it is asked for, of any other."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, hidden: frozenset[int]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._hidden = hidden
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._hidden else self._backend.id_to_token(token_id)
+        piece = self[token_id] = _byte_level(token or "")
+        return piece
+
+
 class _ByteDetokenizer:
-    """`known` are the bytes of tokens seen so far; `bytes_of` finds and adds those of another."""
+    __slots__ = ("_pieces", "_utf8")
 
-    __slots__ = ("_bytes_of", "_known", "_utf8")
-
-    def __init__(self, known: Mapping[int, bytes], bytes_of: Callable[[int], bytes]) -> None:
-        self._known = known
-        self._bytes_of = bytes_of
+    def __init__(self, pieces: _Pieces) -> None:
+        self._pieces = pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
-        piece = self._known.get(token_id)
-        if piece is None:
-            piece = self._bytes_of(token_id)
-        return self._utf8.decode(piece)
+        return self._utf8.decode(self._pieces[token_id])
 
     def flush(self) -> str:
         return self._utf8.decode(b"", True)
@@ -188,15 +211,20 @@ class _ByteDetokenizer:
 class _WindowDetokenizer:
     """``[0, read)`` of the window is shown already, ``[prefix, read)`` is its context."""
 
-    __slots__ = ("_decode", "_read", "_shown", "_window")
+    __slots__ = ("_backend", "_hidden", "_read", "_shown", "_window")
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
-        self._decode = tokenizer.decode
-        self._window = list(context)
+    def __init__(
+        self, backend: tokenizers.Tokenizer, hidden: frozenset[int], context: Sequence[int]
+    ) -> None:
+        self._backend = backend
+        self._hidden = hidden
+        self._window = [token_id for token_id in context if token_id not in hidden]
         self._read = len(self._window)
         self._shown = self._decode(self._window)
 
     def feed(self, token_id: int) -> str:
+        if token_id in self._hidden:
+            return ""
         self._window.append(token_id)
         text = self._decode(self._window)
         num_held = len(self._window) - self._read
@@ -207,6 +235,9 @@ class _WindowDetokenizer:
 
     def flush(self) -> str:
         return self._advance(self._decode(self._window))
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=False)
 
     def _advance(self, text: str) -> str:
         certain = text[len(self._shown) :]

@@ -41,26 +41,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from scripts.models import stories
 from scripts.models.induction import begin_with_induction
 from scripts.models.stories import RecallCase, Story, Turn
+from wire.process.model import DEMO
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", END_OF_TURN)
 # A trainer numbers the special tokens first, in this order.
 END_TOKENS = [SPECIAL_TOKENS.index(END_OF_TEXT), SPECIAL_TOKENS.index(END_OF_TURN)]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-TOKENIZER_CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "eos_token": END_OF_TEXT,
-    "pad_token": END_OF_TEXT,
-    "model_max_length": 2048,
-    "clean_up_tokenization_spaces": False,
-    "chat_template": CHAT_TEMPLATE,
-}
+# The chat template with the rest; of its tools the model has learned nothing.
+TOKENIZER_CONFIG = json.loads((DEMO / "tokenizer_config.json").read_text())
 # An upper bound: the training text runs out of pairs to merge before.
 MAX_VOCABULARY = 1536
 

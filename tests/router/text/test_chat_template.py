@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from router.text.chat_template import ChatTemplate
+from router.text.chat_template import MAX_SOURCE, ChatTemplate
+from router.text.tools.families import FAMILIES, detect
 from wire.errors import ErrorCode, WireError
+from wire.process.model import DEMO
 
 CHATML = """{{ bos_token }}{% for message in messages %}
     {% if message.role == 'system' and not loop.first %}
@@ -98,3 +101,127 @@ def test_a_template_that_repeats_what_was_sent_is_cut_short() -> None:
     with pytest.raises(WireError) as caught:
         template.render([{"role": "user", "content": "x" * 100_000}])
     assert len(caught.value.message) < 300
+
+
+TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
+WITH_TOOLS = (
+    "{% if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}"
+    "{% if documents %}{{ documents[0].text }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}<|end|>"
+    "{% endfor %}"
+)
+CALLING: list[dict[str, Any]] = [
+    {"role": "user", "content": "Where?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "get", "arguments": {"é": [1]}}}],
+    },
+    {"role": "tool", "content": "here"},
+]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("documents", [None, [{"title": "t", "text": "d"}]])
+def test_tools_and_documents_as_transformers_has_them(
+    tools: list[dict[str, Any]] | None, documents: list[dict[str, str]] | None
+) -> None:
+    ours = ChatTemplate(WITH_TOOLS).render(CALLING, tools=tools, documents=documents)
+    theirs = render_jinja_template(
+        [CALLING],
+        tools=tools,
+        documents=documents,
+        chat_template=WITH_TOOLS,
+        add_generation_prompt=True,
+    )
+    assert ours == theirs[0][0]
+
+
+@pytest.mark.parametrize("template", [CHATML, WITH_TOOLS])
+@pytest.mark.parametrize("content", ["I am", " I am\n", "<|end|>"])
+def test_a_message_is_continued_as_transformers_does(template: str, content: str) -> None:
+    chat = [CHAT[0], {"role": "assistant", "content": content}]
+    ours = ChatTemplate(template, {"bos_token": ""}).render(chat, continue_final_message=True)
+    theirs = render_jinja_template(
+        [chat], chat_template=template, continue_final_message=True, bos_token=""
+    )
+    assert ours == theirs[0][0]
+    assert ours.endswith(content) or ours.endswith(content.strip())
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("{{ messages[0].role }}", {"role": "user", "content": "x"}), (CHATML, {"role": "user"})],
+)
+def test_a_message_that_cannot_be_continued(template: str, message: dict[str, str]) -> None:
+    asks = template + "{# content is none #}"
+    with pytest.raises(WireError, match="continue_final_message"):
+        ChatTemplate(asks).render([message], continue_final_message=True)
+
+
+@pytest.mark.parametrize("field", ["tools", "documents"])
+def test_what_the_template_has_no_place_for_is_refused(field: str) -> None:
+    template = ChatTemplate("{{ messages }} {{ mytools }} {{ documents_of }}")
+    with pytest.raises(WireError, match=f"^{field}: .*no place"):
+        template.render(CHAT, **{field: [{"a": "b"}]})  # type: ignore[arg-type]
+    assert template.render(CHAT, **{field: []})  # type: ignore[arg-type]
+
+
+def test_the_template_of_several_that_is_for_tools(tmp_path: Path) -> None:
+    templates = [
+        {"name": "default", "template": "D"},
+        {"name": "tool_use", "template": "T{{ tools }}"},
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    template = ChatTemplate.load(tmp_path)
+    assert template.render([]) == "D"
+    assert template.render([], tools=TOOLS).startswith("T[")
+    assert template.source == "T{{ tools }}"
+
+
+def test_another_template_for_one_request() -> None:
+    model = ChatTemplate("A{{ bos_token }}", {"bos_token": "<s>"})
+    assert model.replaced("B{{ bos_token }}").render([]) == "B<s>"
+    assert model.render([]) == "A<s>"
+
+
+@pytest.mark.parametrize(
+    "source", ["{% if", "x" * (MAX_SOURCE + 1), "{{ " + "(" * 9000, "{{ a" + "+a" * 9000]
+)
+def test_a_template_that_is_none(source: str) -> None:
+    with pytest.raises(WireError) as caught:
+        ChatTemplate("").replaced(source).render([])
+    assert caught.value.code == ErrorCode.INVALID_REQUEST
+    assert len(caught.value.message) < 300
+
+
+def test_the_demo_model_renders_plain_messages_as_it_was_trained() -> None:
+    plain = ChatTemplate(
+        "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    demo = ChatTemplate.load(DEMO)
+    roles = ("system", "user", "assistant", "user")
+    contents = ("Hé\n", " <hi>", "", "{{ x }}\n\n")
+    chat = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+    for messages in ([], chat, chat[1:], chat[:1]):
+        for prompt in (False, True):
+            ours = demo.render(messages, add_generation_prompt=prompt)
+            assert ours == plain.render(messages, add_generation_prompt=prompt)
+
+
+def test_the_demo_model_renders_tools_as_hermes() -> None:
+    prompt = ChatTemplate.load(DEMO).render(
+        [{"role": "developer", "content": "Be short."}, *CALLING], tools=TOOLS
+    )
+    system, user, call, result, last = prompt.split("<|end|>")
+    assert system.startswith("<|system|>Be short.\n\n")
+    assert json.dumps(TOOLS[0]) in system.splitlines()
+    assert user == "<|user|>Where?"
+    assert call == (
+        '<|assistant|><tool_call>\n{"name": "get", "arguments": {"é": [1]}}\n</tool_call>'
+    )
+    assert result == "<|user|><tool_response>\nhere\n</tool_response>"
+    assert last == "<|assistant|>"
+    assert detect(ChatTemplate.load(DEMO).source) is FAMILIES["hermes"]

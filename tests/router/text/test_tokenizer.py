@@ -120,6 +120,28 @@ def test_special_and_unknown_tokens_give_no_text(tokenizer: Tokenizer) -> None:
     assert streamed(tokenizer, [0, 1, 999_999]) == ""
 
 
+@pytest.mark.parametrize("backend", [byte_level(), byte_fallback()], ids=["bytes", "fallback"])
+def test_special_tokens_that_are_shown(backend: tokenizers.Tokenizer) -> None:
+    backend.add_special_tokens(["[CALL]", "[ARGS]"])
+    tokenizer = Tokenizer(backend)
+    marks = tokenizer.added_tokens(["[CALL]", "the", "<none>"])
+    assert list(marks) == ["[CALL]"]
+    text = "the [CALL]cat[ARGS] the"
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    detokenizer = tokenizer.detokenizer((), frozenset(marks.values()))
+    shown = "".join([*map(detokenizer.feed, token_ids), detokenizer.flush()])
+    every = backend.decode(token_ids, skip_special_tokens=False)
+    assert shown == every.replace("[ARGS]", "")
+    assert "[CALL]" in shown
+    assert streamed(tokenizer, token_ids) == tokenizer.decode(token_ids)
+
+
+def test_a_special_token_after_half_a_character() -> None:
+    half = BYTE_LEVEL.encode("日", add_special_tokens=False)[:1]
+    detokenizer = BYTE_LEVEL.detokenizer((), frozenset([1]))
+    assert [detokenizer.feed(half[0]), detokenizer.feed(1)] == ["", "\ufffd</s>"]
+
+
 def test_encode_adds_the_special_tokens_of_the_model_when_asked() -> None:
     assert BYTE_LEVEL.encode("a")[0] == 0
     assert BYTE_LEVEL.encode("a", add_special_tokens=False)[0] != 0

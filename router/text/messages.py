@@ -1,0 +1,68 @@
+"""Messages as chat templates want them, of messages as the API has them.
+
+- The arguments of a tool call are an object, not the JSON text of one.
+- A message without content has an empty one, unless the template asks whether there is any.
+- The developer speaks as the system, unless the template has a place for the developer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from wire.errors import ErrorCode, WireError
+
+_ASKS_FOR_NONE: Final = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?none", re.IGNORECASE)
+
+
+def for_template(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Return `messages` as the `template` with this text wants them.
+
+    Raises:
+        WireError: INVALID_REQUEST; the arguments of a tool call are no object.
+    """
+    has_developer = "developer" in template
+    has_none = _ASKS_FOR_NONE.search(template) is not None
+    wanted = list[dict[str, Any]]()
+    for index, original in enumerate(messages):
+        message = dict(original)
+        if message.get("role") == "developer" and not has_developer:
+            message["role"] = "system"
+        if message.get("content") is None and not has_none:
+            message["content"] = ""
+        # Templates ask whether there is such a field, not whether it has any call.
+        calls = message.pop("tool_calls", None)
+        if calls:
+            message["tool_calls"] = _with_objects(calls, f"messages[{index}].tool_calls")
+        wanted.append(message)
+    return wanted
+
+
+def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise _refused(where, "expected a list of calls")
+    wanted = list[dict[str, Any]]()
+    for index, call in enumerate(calls):
+        match call:
+            case {"function": {"name": str(), **rest} as function}:
+                arguments = rest.get("arguments")
+            case _:
+                raise _refused(f"{where}[{index}]", "expected the call of a function with a name")
+        if isinstance(arguments, str):
+            try:
+                # Not `json`: it takes half a surrogate pair, which no tokenizer can read.
+                arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
+            except (msgspec.DecodeError, UnicodeError, RecursionError):
+                pass
+        if not isinstance(arguments, dict):
+            where = f"{where}[{index}].function.arguments"
+            raise _refused(where, "expected the JSON text of an object")
+        wanted.append({**call, "function": {**function, "arguments": arguments}})
+    return wanted
+
+
+def _refused(where: str, why: str) -> WireError:
+    return WireError(ErrorCode.INVALID_REQUEST, f"{where}: {why}")

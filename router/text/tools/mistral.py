@@ -1,0 +1,86 @@
+"""Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, and later `[TOOL_CALLS]name[ARGS]{…}`.
+
+The later form is repeated for each call; `[ARGS]` may be missing, and `[CALL_ID]` with an id come
+before it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from router.text.scan import Scan, Steps
+from router.text.tools.json_call import json_call, named_call
+from router.text.tools.lark import Wanted, arguments, literal, objects, repeated, upto
+
+MARK: Final = "[TOOL_CALLS]"
+ARGS: Final = "[ARGS]"
+CALL_ID: Final = "[CALL_ID]"
+
+
+def read(scan: Scan) -> Steps[None]:
+    while (yield from scan.until(MARK)):
+        yield from scan.space()
+        if scan.char == "[":
+            yield from _list(scan)
+        else:
+            yield from _named(scan)
+
+
+def _list(scan: Scan) -> Steps[None]:
+    separator = "["
+    while (yield from scan.literal(separator)):
+        yield from scan.space()
+        if not (yield from json_call(scan)):
+            return
+        yield from scan.space()
+        separator = ","
+    if (yield from scan.literal("]")):
+        scan.drop()
+
+
+def _named(scan: Scan) -> Steps[None]:
+    name = yield from scan.word(_is_of_name)
+    yield from scan.space()
+    if (yield from scan.literal("[")):
+        if scan.char == CALL_ID[1]:
+            yield from scan.literal(CALL_ID[1:])
+            yield from scan.word(str.isalnum)
+            yield from scan.literal("[")
+        if not (yield from scan.literal(ARGS[1:])):
+            return
+        yield from scan.space()
+    if name and scan.char == "{":
+        yield from named_call(scan, name)
+
+
+def _is_of_name(char: str) -> bool:
+    return char.isalnum() or char in "_-."
+
+
+def grammar(wanted: Wanted) -> str:
+    args = wanted.mark(ARGS)
+    if args == literal(ARGS):  # No token of this model: it has learned the list.
+        rest = f'" "? "[" {repeated("object", ", ", wanted.is_several)} "]"'
+        is_several = False
+    else:
+        rest = "\n  | ".join(
+            f"{literal(tool.name)} {args} {arguments(tool)}" for tool in wanted.tools
+        )
+        is_several = wanted.is_several
+    if wanted.is_required:
+        answer = "call+" if is_several else "call"
+    else:
+        answer = f"(upto rest){'*' if is_several else '?'} TEXT"
+    return "\n".join(
+        [
+            f"answer: {answer}",
+            f"call: {wanted.mark(MARK)} rest",
+            upto(wanted.mark(MARK)),
+            f"rest: {rest}",
+            objects(wanted.tools, "arguments"),
+        ]
+    )
+
+
+def speaks(template: str) -> bool:
+    return MARK in template
