@@ -13,6 +13,7 @@ from collections import OrderedDict
 from typing import Final
 
 import structlog
+from msgspec import structs
 
 from router.core.dispatcher import Dispatcher
 from router.core.request import Request, RequestEnd
@@ -237,7 +238,8 @@ class ClientRequest:
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
         self.session.on(Tag.PREFILL_DONE, Direction.RESPONSE)
         frame = PrefillDone(self._request_id, kv_bytes)
-        self._connection.send(frame, encode_prefill_result(result))
+        said = structs.replace(result, stop_token_id=None)  # of version 2, the bus
+        self._connection.send(frame, encode_prefill_result(said))
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
         self.session.on(Tag.DECODE_TOKEN, Direction.RESPONSE)
@@ -247,7 +249,9 @@ class ClientRequest:
     def on_done(self, usage: Usage) -> None:
         self.session.on(Tag.DECODE_DONE, Direction.RESPONSE)
         self._client.end(self._request_id)
-        self._connection.send(DecodeDone(self._request_id), encode_map(usage))
+        # Of version 2, the bus.
+        said = structs.replace(usage, stop_token_id=None, stop_logprobs=None)
+        self._connection.send(DecodeDone(self._request_id), encode_map(said))
 
     def on_error(self, error: WireError) -> None:
         self.session.on(Tag.ERROR, Direction.RESPONSE)

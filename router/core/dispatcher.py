@@ -232,7 +232,7 @@ class Dispatcher:
             return
         attempt, num_left = state.attempt, state.num_left
         if num_left == 0:
-            self.finish_early(state, "length")
+            self.finish_early(state, Usage(finish_reason="length"))
         elif attempt is None:  # It failed while the client made up its mind.
             self._requeue(state)
         elif num_left is not None and attempt.decode is not None:
@@ -243,12 +243,12 @@ class Dispatcher:
                 encode_continuation(state.token_ids, attempt.options(self._clock())),
             )
 
-    def finish_early(self, state: RequestState, reason: str) -> None:
+    def finish_early(self, state: RequestState, usage: Usage) -> None:
         """End a request well whose first token, or the one after a failover, was the last."""
         attempt = state.attempt
         if attempt is not None and attempt.decode is None:
             self.release_prefill(attempt)  # It handed nothing over: it is done.
-        self.finish(state, Usage(finish_reason=reason, kv_bytes=state.kv_bytes))
+        self.finish(state, structs.replace(usage, kv_bytes=state.kv_bytes))
 
     def finish(self, state: RequestState, usage: Usage) -> None:
         """End a request well; its usage counts the tokens that the client really got."""

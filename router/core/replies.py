@@ -27,6 +27,7 @@ from wire.frames import DecodeDone, DecodeToken, Error, PrefillDone
 from wire.logprobs import largest_top_token_id, num_rows
 from wire.parts import Message
 from wire.payloads import (
+    STOP,
     Logprobs,
     PrefillResult,
     Usage,
@@ -42,7 +43,7 @@ SENTENCES: Final = {
     ErrorCode.INTERNAL: "the worker failed",
     ErrorCode.PROTOCOL: "the worker does not understand the router; run the same release on both",
     ErrorCode.INVALID_REQUEST: "the worker refused the request: an option or a token id is out of "
-    "range for this model",
+    "range for this model, or no answer can be held to what was asked for, within its limits",
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: "the prompt fills the model's context; shorten it",
     ErrorCode.KV_TRANSFER_TOO_LARGE: "the KV cache of this prompt is over max_kv_transfer_bytes of "
     "a worker; shorten the prompt or raise the limit on the workers",
@@ -69,7 +70,7 @@ class Requests(Protocol):
     def is_open(self, state: RequestState) -> bool: ...
     def go_on(self, state: RequestState) -> None: ...
     def finish(self, state: RequestState, usage: Usage) -> None: ...
-    def finish_early(self, state: RequestState, reason: str) -> None: ...
+    def finish_early(self, state: RequestState, usage: Usage) -> None: ...
     def drop_sink(self, state: RequestState) -> None: ...
     def release_prefill(self, attempt: Attempt) -> None: ...
     def release_decode(self, attempt: Attempt) -> None: ...
@@ -144,6 +145,8 @@ class Replies:
             if state.phase is not Phase.DECODE:
                 raise RemoteProtocolError("DECODE_DONE before DECODE_REQUEST")
             usage = decode_map(Usage, message.body())
+            _check_stop(usage.finish_reason, usage.stop_token_id, self._vocab_size)
+            _check_logprobs(usage.stop_logprobs, state.request.options.logprobs, self._vocab_size)
             usage = _checked_usage(worker, attempt, usage, self._clock())
             self._requests.release_prefill(attempt)
             self._requests.release_decode(attempt)
@@ -173,7 +176,13 @@ class Replies:
         if not self._requests.is_open(state):
             return
         if result.finish_reason is not None or state.num_left == 0:
-            self._requests.finish_early(state, result.finish_reason or "length")
+            stop_token_id = result.stop_token_id
+            usage = Usage(
+                finish_reason=result.finish_reason or "length",
+                stop_token_id=stop_token_id,
+                stop_logprobs=None if stop_token_id is None else result.logprobs,
+            )
+            self._requests.finish_early(state, usage)
         else:
             self._requests.go_on(state)
 
@@ -247,6 +256,15 @@ def _check_vocabulary(token_id: int, vocab_size: int) -> None:
         raise RemoteProtocolError(f"token {token_id} is not below {vocab_size}, the vocabulary")
 
 
+def _check_stop(reason: str | None, token_id: int | None, vocab_size: int) -> None:
+    """Refuse a stop token that the model does not have, or of an answer that ended otherwise."""
+    if token_id is None:
+        return
+    if reason != STOP:
+        raise RemoteProtocolError(f"stop_token_id {token_id} with finish_reason {reason}")
+    _check_vocabulary(token_id, vocab_size)
+
+
 def _check_logprobs(logprobs: Logprobs | None, num_top: int | None, vocab_size: int) -> None:
     """Refuse log-probabilities that were not asked for, or more than `num_top` of them."""
     if logprobs is None:
@@ -265,6 +283,7 @@ def _check_read(
     _check_size(worker, attempt, frame.kv_bytes, result.cached_tokens)
     _check_vocabulary(result.token_id, vocab_size)
     _check_logprobs(result.logprobs, options.logprobs, vocab_size)
+    _check_stop(result.finish_reason, result.stop_token_id, vocab_size)
     packed = result.prompt_logprobs
     if packed is None:
         return

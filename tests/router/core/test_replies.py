@@ -67,6 +67,8 @@ def is_tried_elsewhere(router: Router, tag: Tag, bad: bytes) -> bool:
         (0, pack("<q", 2**63 - 1)),
         (0, pack("<q", 7) + msgspec.msgpack.encode({"finish_reason": SECRET})),
         (0, pack("<q", 7) + msgspec.msgpack.encode({SECRET: 1})),
+        (0, pack("<q", 7) + msgspec.msgpack.encode({"stop_token_id": 7})),
+        (0, read(PrefillResult(token_id=7, finish_reason="stop", stop_token_id=VOCAB))),
         (0, read(PrefillResult(token_id=7, cached_tokens=PROMPT + 1))),
         (PROMPT * TOKEN_BYTES + 1, first()),
         (2**64 - 1, first()),
@@ -109,9 +111,16 @@ def test_what_is_asked_for_is_let_through(router: Router) -> None:
     decoder, _ = asked(router, Tag.DECODE_REQUEST)
     router.say(decoder, [DecodeToken(request_id, VOCAB - 1)], encode_map([scores]))
     router.now += 2.0
-    true = Usage(finish_reason="stop", kv_bytes=PROMPT * TOKEN_BYTES, kv_seconds=1.5)
+    true = Usage(
+        finish_reason="stop",
+        kv_bytes=PROMPT * TOKEN_BYTES,
+        kv_seconds=1.5,
+        stop_token_id=7,
+        stop_logprobs=scores,
+    )
     router.say(decoder, DecodeDone(request_id), encode_map(true))
     assert sink.kinds == ["prefill", "token", "done"] and sink.usage.kv_seconds == 1.5
+    assert sink.usage.stop_logprobs == scores
 
 
 def test_logprobs_that_nobody_asked_for_do_not_reach_a_client(router: Router) -> None:
@@ -144,6 +153,11 @@ def test_a_prompt_is_scored_by_the_first_attempt_only() -> None:
     assert is_tried_elsewhere(router, Tag.PREFILL_REQUEST, bad)
 
 
+def stopped(top: tuple[tuple[int, float], ...]) -> Usage:
+    scores = Logprobs(logprob=-1.0, top=top)
+    return Usage(finish_reason="stop", stop_token_id=7, stop_logprobs=scores)
+
+
 def decoding(router: Router) -> tuple[RecordingSink, bytes, int]:
     _, sink = router.submit(PROMPT, new=5, logprobs=1)
     peer, request_id = asked(router, Tag.PREFILL_REQUEST)
@@ -173,6 +187,10 @@ def decoding(router: Router) -> tuple[RecordingSink, bytes, int]:
             encode_map(Usage(finish_reason="stop", kv_bytes=PROMPT * TOKEN_BYTES + 1)),
         ),
         lambda i: (DecodeDone(i), encode_map(Usage(finish_reason="stop", kv_skipped_tokens=21))),
+        lambda i: (DecodeDone(i), encode_map(Usage(finish_reason="stop", stop_token_id=VOCAB))),
+        lambda i: (DecodeDone(i), encode_map(Usage(finish_reason="length", stop_token_id=7))),
+        lambda i: (DecodeDone(i), encode_map(stopped(((VOCAB, -1.0),)))),
+        lambda i: (DecodeDone(i), encode_map(stopped(((7, -1.0), (8, -1.0))))),
     ],
 )
 def test_what_is_generated_so_is_generated_elsewhere(
