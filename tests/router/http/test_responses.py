@@ -1,110 +1,133 @@
-"""Response bodies: logprobs, usage, whole choices."""
+"""What one can do with kept responses, over HTTP; and that a small body may be much work."""
 
 from __future__ import annotations
 
 import json
-import math
+import threading
+from pathlib import Path
 from typing import Any
 
-import msgspec
+import httpx
 import pytest
 
-from router.http.completion import Choice, CompletionRequest, Piece, ScoredToken
-from router.http.responses import (
-    LEAST_LOGPROB,
-    chat_choice,
-    chat_logprobs,
-    completion_logprobs,
-    text_choice,
-    usage_body,
-    whole,
-)
-from router.text.tokenizer import Tokenizer
-from tests.router.site import LETTERS, ids
-from wire.payloads import Logprobs, Usage
-
-TOKENIZER = Tokenizer(LETTERS)
-[A], [B] = ids("a"), ids("b")
-SCORES = [
-    ScoredToken(A, Logprobs(logprob=-0.1, top=((A, -0.1), (B, -2.0))), 0),
-    ScoredToken(B, Logprobs(logprob=-math.inf), 1),
-]
+from router.api.model import ServedModel
+from router.api.responses.kept import KeptResponses
+from router.http.limits import INLINE_BYTES
+from tests.router.site import Answer, Site, write_model
+from wire.errors import ErrorCode
+from wire.process.api_keys import ApiKeys
 
 
-def choice(**asked: Any) -> Choice:
-    return Choice(
-        1, (5, 6), CompletionRequest(tokenizer=TOKENIZER, **asked), lambda choice: None, prefix="<"
-    )
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(write_model(tmp_path))
 
 
-def test_completion_logprobs() -> None:
-    assert completion_logprobs(TOKENIZER, SCORES) == {
-        "tokens": ["a", "b"],
-        "token_logprobs": [-0.1, LEAST_LOGPROB],
-        "top_logprobs": [{"a": -0.1, "b": -2.0}, {"b": LEAST_LOGPROB}],
-        "text_offset": [0, 1],
-    }
+async def respond(site: Site, **fields: Any) -> dict[str, Any]:
+    async with site.client() as client:
+        answer = await client.post("/v1/responses", json={"input": "hi"} | fields)
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
 
 
-def test_a_prompts_first_token_has_no_logprob() -> None:
-    logprobs = completion_logprobs(TOKENIZER, [ScoredToken(A, None, 0), SCORES[1]])
-    assert logprobs["token_logprobs"] == [None, LEAST_LOGPROB]
-    assert logprobs["top_logprobs"] == [None, {"b": LEAST_LOGPROB}]
+async def ask(site: Site, method: str, path: str, **headers: str) -> httpx.Response:
+    async with site.client() as client:
+        return await client.request(method, f"/v1/responses/{path}", headers=headers)
 
 
-def test_the_likelier_of_two_tokens_that_read_alike() -> None:
-    first, second = ids("é")
-    score = ScoredToken(first, Logprobs(logprob=-1.0, top=((first, -1.0), (second, -3.0))), 0)
-    assert completion_logprobs(TOKENIZER, [score])["top_logprobs"] == [{"\ufffd": -1.0}]
+async def test_a_response_can_be_seen_again(site: Site) -> None:
+    body = await respond(site)
+    assert body["output"][0]["content"][0]["text"] == "hello"
+    again = await ask(site, "GET", body["id"])
+    assert (again.status_code, again.json()) == (200, body)
 
 
-def test_chat_logprobs() -> None:
-    content = chat_logprobs(TOKENIZER, SCORES)["content"]
-    assert [entry["token"] for entry in content] == ["a", "b"]
-    assert content[0]["bytes"] == [97]
-    assert [top["token"] for top in content[0]["top_logprobs"]] == ["a", "b"]
-    assert content[1]["logprob"] == LEAST_LOGPROB
+async def test_a_stream_is_kept_too(site: Site) -> None:
+    async with site.client() as client:
+        answer = await client.post("/v1/responses", json={"input": "hi", "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    last = json.loads(answer.text.strip().split("\n\n")[-1].split("\ndata: ")[1])
+    assert last["type"] == "response.completed"
+    again = await ask(site, "GET", last["response"]["id"])
+    assert again.json() == last["response"]
 
 
-def test_a_token_without_scores_is_the_least_likely() -> None:
-    assert chat_logprobs(TOKENIZER, [ScoredToken(A, None, 0)])["content"][0]["logprob"] < -9000
+async def test_its_input(site: Site) -> None:
+    first = await respond(site)
+    second = await respond(site, input="more", previous_response_id=first["id"])
+    page = (await ask(site, "GET", f"{second['id']}/input_items?order=asc&limit=2")).json()
+    assert [item["role"] for item in page["data"]] == ["user", "assistant"]
+    assert page["has_more"]
+    assert page["data"][1]["id"] == first["output"][0]["id"]
+    rest = await ask(site, "GET", f"{second['id']}/input_items?order=asc&after={page['last_id']}")
+    assert [item["content"][0]["text"] for item in rest.json()["data"]] == ["more"]
 
 
-def test_pieces_become_one() -> None:
-    pieces = [Piece("a", [A], SCORES[:1]), Piece("b", [B], SCORES[1:], "stop")]
-    assert whole(pieces) == Piece("ab", [A, B], SCORES, "stop")
+async def test_it_can_be_deleted(site: Site) -> None:
+    body = await respond(site)
+    gone = await ask(site, "DELETE", body["id"])
+    assert gone.json() == {"id": body["id"], "object": "response", "deleted": True}
+    for method in ("GET", "DELETE"):
+        missing = await ask(site, method, body["id"])
+        assert missing.status_code == 404
+        assert missing.json()["error"]["code"] == "response_not_found"
 
 
-def test_a_text_choice_echoes_and_names_tokens_when_asked() -> None:
-    body = text_choice(choice(has_ids=True), Piece("ab", [A, B], (), "stop"))
-    assert body["text"] == "<ab"
-    assert (body["token_ids"], body["prompt_token_ids"]) == ([A, B], [5, 6])
-    assert "token_ids" not in text_choice(choice(), Piece("ab", [A, B], (), "stop"))
+async def test_it_cannot_be_cancelled_or_streamed_again(site: Site) -> None:
+    body = await respond(site)
+    assert (await ask(site, "POST", f"{body['id']}/cancel")).status_code == 400
+    assert (await ask(site, "POST", "resp_none/cancel")).status_code == 404
+    assert (await ask(site, "GET", f"{body['id']}?stream=true")).status_code == 400
 
 
-def test_a_chat_choice() -> None:
-    body = chat_choice(choice(has_logprobs=True), Piece("ab", [A, B], SCORES, "length"))
-    assert body["message"] == {"role": "assistant", "content": "ab", "refusal": None}
-    assert (body["index"], body["finish_reason"]) == (1, "length")
-    assert len(body["logprobs"]["content"]) == 2
+async def test_nobody_sees_what_is_anothers(site: Site, tmp_path: Path) -> None:
+    keys = tmp_path / "api_keys"
+    keys.write_text("sk-anna-0123456789\nsk-ben-0123456789\n")
+    keys.chmod(0o600)
+    site.configure(api_keys=ApiKeys(keys))
+    anna, ben = ({"authorization": f"Bearer {key}"} for key in keys.read_text().split())
+    async with site.client() as client:
+        answer = await client.post("/v1/responses", json={"input": "hi"}, headers=anna)
+    name = answer.json()["id"]
+    for headers, status in ((anna, 200), (ben, 404)):
+        assert (await ask(site, "GET", name, **headers)).status_code == status
+    assert (await ask(site, "DELETE", name, **ben)).status_code == 404
+    assert (await ask(site, "DELETE", name)).status_code == 401
 
 
-@pytest.mark.parametrize("number", [0, 1, 64, 130])
-def test_the_scores_of_many_tokens_are_those_of_each(number: int) -> None:
-    """They are encoded in slices; the answer is the same."""
-    piece = Piece("a", (), SCORES * number, "length")
-    subject = choice(has_logprobs=True)
-    for entry, render in ((text_choice, completion_logprobs), (chat_choice, chat_logprobs)):
-        answer = json.loads(msgspec.json.encode(entry(subject, piece)))
-        assert answer["logprobs"] == render(TOKENIZER, piece.scores)
+async def test_the_oldest_make_room(site: Site) -> None:
+    site.configure(kept=KeptResponses(max_responses=2))
+    names = [(await respond(site))["id"] for _ in range(3)]
+    statuses = [(await ask(site, "GET", name)).status_code for name in names]
+    assert statuses == [404, 200, 200]
 
 
-def test_kv_transfer_is_null_until_something_was_handed_over() -> None:
-    subject = choice()
-    assert usage_body([subject], 1).kv_transfer is None
-    subject.usage = Usage(finish_reason="stop")
-    assert usage_body([subject], 1).kv_transfer is None
-    subject.usage = Usage(finish_reason="stop", kv_skipped_tokens=3, kv_transfer_seconds=0.25)
-    transfer = usage_body([subject], 1).kv_transfer
-    assert transfer is not None
-    assert (transfer.bytes, transfer.skipped_tokens, transfer.transfer_seconds) == (0, 3, 0.25)
+async def test_a_failure_before_the_first_token_has_a_status(site: Site) -> None:
+    site.answer = lambda prompt: Answer(fails_after=0)
+    async with site.client() as client:
+        answer = await client.post("/v1/responses", json={"input": "hi", "stream": True})
+    assert answer.status_code == 503
+    site.answer = lambda prompt: Answer(fails_after=2, error=ErrorCode.WORKER_LOST)
+    async with site.client() as client:
+        answer = await client.post("/v1/responses", json={"input": "hi", "stream": True})
+    assert answer.status_code == 200
+    assert answer.text.strip().split("\n\n")[-1].startswith("event: response.failed\n")
+
+
+async def test_a_small_body_that_goes_on_from_much_is_read_in_a_thread(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[str] = []
+    check = ServedModel.check_name
+
+    def note(model: ServedModel, name: str | None) -> None:
+        readers.append(threading.current_thread().name)
+        check(model, name)
+
+    monkeypatch.setattr(ServedModel, "check_name", note)
+    # No model has to read who the user is.
+    first = await respond(site, user="u" * INLINE_BYTES, max_output_tokens=1)
+    await respond(site, max_output_tokens=1)
+    await respond(site, previous_response_id=first["id"], max_output_tokens=1)
+    assert [name.startswith("ordinary-body") for name in readers] == [True, False, True]

@@ -8,50 +8,69 @@ a character, the beginning of a stop string) the piece is empty and a later one 
 A `Completion` holds the choices of one HTTP request.  It is all or nothing: when one of them is
 refused or fails, the others are cancelled.
 
-Pure: no clock, no loop.  What a piece looks like on the network is `router.http.sse` and
-`router.http.responses`.
+Pure: no clock, no loop.  What a piece looks like on the network is the `Answer`'s affair: each
+endpoint has its own.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
+from msgspec import structs
+
+from router.api.answered.pieces import Piece, ScoredToken, joined
+from router.api.asked.structures import Wanted
+from router.api.errors import HttpError
 from router.core.request import Request, RequestEnd
 from router.log import facts
+from router.text.parts import CallStart, Part, Reader, Reasoning
 from router.text.stops import StopAutomaton, StopMatcher
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import Detokenizer, Tokenizer
 from wire.errors import ErrorCode, WireError
 from wire.logprobs import unpack_prompt_logprobs
-from wire.payloads import Logprobs, PrefillResult, Usage
+from wire.payloads import STOP, Logprobs, PrefillResult, Usage
 
 # Tokens a client may lag behind before it is cut off: some 100 KB of events, on top of the server's
 # 64 KiB and the kernel's buffers, which are full by then.
 MAX_PENDING_TOKENS: Final = 4096
+# Calls every token by its id.
+NO_TEXT: Final = Tokenizer(None)
 # Tokens that are taken before others have their turn: some milliseconds, with their scores.
 MAX_AT_ONCE: Final = 64
 
 
-class ScoredToken(NamedTuple):
-    """A token with its log-probabilities and where its text starts in the choice's text.
+class Head(NamedTuple):
+    """What every answer says of itself."""
 
-    A prompt's first token has no log-probabilities: nothing precedes it.
-    """
-
-    token_id: int
-    logprobs: Logprobs | None
-    text_offset: int
+    request_id: str
+    created: int
+    model: str
 
 
-class Piece(NamedTuple):
-    """What one event shows: text, the tokens if asked for, and in the last one why it ended."""
+class Answer(Protocol):
+    """Makes bytes of a completion, whole or as events; one for each HTTP request."""
 
-    text: str
-    token_ids: Sequence[int] = ()
-    scores: Sequence[ScoredToken] = ()
-    finish_reason: str | None = None
+    # What is sent in a silence.
+    ping: bytes
+
+    def whole(self, pieces: Sequence[Piece]) -> bytes:
+        """Return the body of an answer that is not streamed, of a piece for each choice."""
+
+    def take(self) -> bytes:
+        """Return the events of everything that moved since the last call; often just one."""
+
+    def end(self) -> bytes:
+        """Return what follows the last of them."""
+
+    def failure(self, error: HttpError) -> bytes:
+        """Return the end of a stream that broke."""
+
+
+NewAnswer = Callable[["Completion", Head], Answer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +82,61 @@ class CompletionRequest:
     """
 
     tokenizer: Tokenizer
+    answer: NewAnswer
     requests: Sequence[tuple[Request, str]] = ()
     num_choices: int = 1
+    # What the answers call themselves; empty: as the HTTP request is called.
+    request_id: str = ""
+    # Names the model and its files.
+    fingerprint: str = ""
     stops: StopAutomaton | None = None
     # Stop strings in fewer tokens do not count.
     min_tokens: int = 0
-    is_chat: bool = False
+    # Tokens that end an answer besides the model's own EOS.
+    stop_token_ids: frozenset[int] = frozenset()
+    # Whether a stop string or token that ends the text is part of it.
+    has_stop_text: bool = False
+    # Special tokens that have a text.
+    shown: frozenset[int] = frozenset()
+    # Reads tool calls and reasoning in an answer; None where all of it is content.
+    reader: Callable[[], Reader] | None = None
+    # Whether what it reasons is among its parts.
+    shows_reasoning: bool = True
     is_streamed: bool = True
     # Whether only the prompt is wanted, and not the token that is drawn after it.
     is_echo_only: bool = False
     has_logprobs: bool = False
+    # Whether the log-probabilities begin with those of the prompt, and whether these stand alone.
+    has_echo_logprobs: bool = False
+    has_prompt_logprobs: bool = False
+    # Whether log-probabilities call a token by its id.
+    has_ids_as_names: bool = False
     # Whether pieces name their tokens.
     has_ids: bool = False
     # Whether a stream ends with what it has cost, and whether every event says what it has so far.
     has_usage: bool = False
     has_running_usage: bool = False
+    # Whether it says too what only Baton knows.
+    has_baton_usage: bool = False
+    # What takes long and belongs in a thread: it returns this request with the structure that its
+    # answers are held to, or raises an HttpError.
+    hold: Callable[[], CompletionRequest] | None = None
+
+    def held_to(self, wanted: Wanted | None) -> CompletionRequest:
+        """Return this request with answers that are held to something, once `hold` is called."""
+        return self if wanted is None else replace(self, hold=partial(self._hold, wanted))
+
+    def _hold(self, wanted: Wanted) -> CompletionRequest:
+        structure, requests = wanted.settle(), list[tuple[Request, str]]()
+        for request, echo in self.requests:
+            options = structs.replace(request.options, structure=structure)
+            requests.append((replace(request, options=options), echo))
+        return replace(self, requests=requests, hold=None)
+
+    @property
+    def names(self) -> Tokenizer:
+        """Who knows what tokens are called in log-probabilities."""
+        return NO_TEXT if self.has_ids_as_names else self.tokenizer
 
     @property
     def is_eager(self) -> bool:
@@ -95,11 +154,16 @@ class Choice:
     wake: Callable[[Choice], None]
     # Text that precedes the answer (`echo`).
     prefix: str = ""
+    # With so many tokens it ends.
+    max_tokens: int = sys.maxsize
 
     handle: int | None = None
     num_tokens: int = 0
+    num_reasoning_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: str | None = None
+    # The stop string, or stop token of the request, that ended it.
+    stop_reason: str | int | None = None
     error: WireError | None = None
     usage: Usage | None = None
     end: RequestEnd | None = None
@@ -107,22 +171,32 @@ class Choice:
     is_stopped_at_once: bool = False
 
     _pending: list[int] = field(default_factory=list)
+    # The last token, until the end comes that it goes out with.
+    _last: list[int] = field(default_factory=list)
     _logprobs: list[Logprobs | None] = field(default_factory=list)
     _prompt_logprobs: bytes | None = None
     _scores: list[ScoredToken] = field(default_factory=list)
+    _prompt_scores: Sequence[ScoredToken] = ()
     _length: int = 0
     _feed: Callable[[int], str] = field(init=False)
     _flush: Callable[[], str] = field(init=False)
     _stops: StopMatcher | None = field(init=False)
+    _reader: Reader | None = field(init=False)
+    _has_calls: bool = False
+    # The text that came last is reasoning.
+    _is_reasoning: bool = False
     _is_plain: bool = field(init=False)
     _is_eager: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        detokenizer = self.asked.tokenizer.detokenizer(self.prompt)
+        detokenizer = self._detokenizer()
         self._feed, self._flush = detokenizer.feed, detokenizer.flush
         self._stops = StopMatcher(self.asked.stops) if self.asked.stops else None
+        self._reader = self.asked.reader() if self.asked.reader else None
         self._is_eager = self.asked.is_eager
-        self._is_plain = not (self.asked.stops or self.asked.has_ids or self.asked.has_logprobs)
+        asked = self.asked
+        has_scores = asked.has_logprobs or asked.has_prompt_logprobs
+        self._is_plain = not (asked.stops or asked.has_ids or has_scores or asked.reader)
         self._length = len(self.prefix)
 
     @property
@@ -132,8 +206,12 @@ class Choice:
 
     @property
     def lag(self) -> int:
-        """Tokens that have come and were not taken."""
+        """Tokens that have come and can be taken."""
         return len(self._pending)
+
+    @property
+    def _awaits_end(self) -> bool:
+        return self.usage is None and self.error is None and not self.is_stopped_at_once
 
     # The sink.
 
@@ -155,10 +233,12 @@ class Choice:
 
     def on_done(self, usage: Usage) -> None:
         self.usage = usage
+        self._pending += self._last
         self.wake(self)
 
     def on_error(self, error: WireError) -> None:
         self.error = error
+        self._pending += self._last
         self.wake(self)
 
     def on_end(self, end: RequestEnd) -> None:
@@ -175,18 +255,19 @@ class Choice:
             self._pending.clear()
             return []
         token_ids, self._pending = self._pending[:max_tokens], self._pending[max_tokens:]
+        if self.num_tokens + len(token_ids) >= self.max_tokens and self._awaits_end:
+            self._last = [token_ids.pop()]
         if self._prompt_logprobs is not None:
-            self._scores = self._take_prompt_scores(self._prompt_logprobs)
+            scores = self._take_prompt_scores(self._prompt_logprobs)
             self._prompt_logprobs = None
+            self._scores = scores if self.asked.has_echo_logprobs else []
+            self._prompt_scores = scores if self.asked.has_prompt_logprobs else ()
         if self._is_plain:
             pieces = self._take_plain(token_ids)
         else:
             pieces = self._take(token_ids)
         if self.usage is not None and self.finish_reason is None and not self._pending:
-            rest = self._rest()
-            is_stopped = self._stops is not None and self._stops.is_stopped
-            reason = "length" if self.asked.is_echo_only else self.usage.finish_reason
-            self._finish(pieces, rest, "stop" if is_stopped else reason)
+            self._end(pieces, self.usage)
         return pieces
 
     def _take_plain(self, token_ids: list[int]) -> list[Piece]:
@@ -204,18 +285,43 @@ class Choice:
                 self._scores.append(ScoredToken(token_id, logprobs[position], self._length))
             self._length += len(text)
             pieces.append(self._piece(text, [token_id] if asked.has_ids else ()))
+            self.num_reasoning_tokens += self._is_reasoning
             if self._stops is not None and self._stops.is_stopped:
-                self._finish(pieces, "", "stop")
+                self._finish(pieces, Piece(""), "stop", self._stops.stop)
                 break
         return pieces
 
+    def _end(self, pieces: list[Piece], usage: Usage) -> None:
+        """The workers have ended it."""
+        asked, text, stop_token = self.asked, self._rest(), usage.stop_token_id
+        if self._stops is not None and self._stops.is_stopped:
+            self._finish(pieces, self._piece(text), "stop", self._stops.stop)
+        elif asked.is_echo_only or usage.finish_reason != STOP:
+            self._finish(pieces, self._piece(text), "length")
+        elif stop_token is None:
+            self.num_tokens += 1  # EOS counts, though workers do not send it.
+            self._finish(pieces, self._piece(text), STOP)
+        else:
+            self.num_tokens += 1
+            if asked.has_logprobs:
+                self._scores.append(ScoredToken(stop_token, usage.stop_logprobs, self._length))
+            if asked.has_stop_text:
+                text += self._feed(stop_token) + self._flush()
+            piece = self._piece(text, [stop_token] if asked.has_ids else ())
+            is_own = stop_token in asked.stop_token_ids
+            self._finish(pieces, piece, STOP, stop_token if is_own else None)
+
     def _take_prompt_scores(self, packed: bytes) -> list[ScoredToken]:
         rows = [None, *unpack_prompt_logprobs(packed)]
-        feed = self.asked.tokenizer.detokenizer().feed
+        special = self.asked.tokenizer.special_ids
+        feed = self.asked.tokenizer.detokenizer(shown=special).feed
         scores, offset = list[ScoredToken](), 0
         for token_id, logprobs in zip(self.prompt, rows, strict=False):
             scores.append(ScoredToken(token_id, logprobs, min(offset, len(self.prefix))))
-            offset += len(feed(token_id))
+            text = feed(token_id)
+            # One that the tokenizer has added is not in the text.
+            if token_id not in special or self.prefix.startswith(text, offset):
+                offset += len(text)
         return scores
 
     def _stops_at(self, token_id: int) -> bool:
@@ -223,43 +329,56 @@ class Choice:
         if self.asked.stops is None or self.asked.min_tokens:
             return False
         matcher = StopMatcher(self.asked.stops)
-        matcher.feed(self.asked.tokenizer.detokenizer(self.prompt).feed(token_id))
+        matcher.feed(self._detokenizer().feed(token_id))
         return matcher.is_stopped
 
     def _text_of(self, token_id: int) -> str:
         self.num_tokens += 1
         text = self._feed(token_id)
         if self._stops is not None and self.num_tokens > self.asked.min_tokens:
-            return self._stops.feed(text)
+            return self._until_stop(self._stops, text)
         return text
+
+    def _until_stop(self, stops: StopMatcher, text: str) -> str:
+        text = stops.feed(text)
+        return text + stops.stop if stops.stop and self.asked.has_stop_text else text
 
     def _rest(self) -> str:
         text = self._flush()
         if self._stops is None:
             return text
-        text = self._stops.feed(text)
+        text = self._until_stop(self._stops, text)
         return text if self._stops.is_stopped else text + self._stops.flush()
 
-    def _piece(
-        self, text: str, token_ids: Sequence[int] = (), finish_reason: str | None = None
-    ) -> Piece:
+    def _piece(self, text: str, token_ids: Sequence[int] = ()) -> Piece:
         scores, self._scores = self._scores, []
-        return Piece(text, token_ids, scores, finish_reason)
+        parts = None if self._reader is None else self._noted(self._reader.feed(text))
+        prompt_scores, self._prompt_scores = self._prompt_scores, ()
+        return Piece(text, token_ids, scores, None, parts, prompt_scores)
 
-    def _finish(self, pieces: list[Piece], text: str, reason: str) -> None:
+    def _noted(self, parts: list[Part]) -> list[Part]:
+        self._has_calls |= any(isinstance(part, CallStart) for part in parts)
+        if parts:
+            self._is_reasoning = isinstance(parts[-1], Reasoning)
+        if not self.asked.shows_reasoning:
+            return [part for part in parts if not isinstance(part, Reasoning)]
+        return parts
+
+    def _detokenizer(self) -> Detokenizer:
+        return self.asked.tokenizer.detokenizer(self.prompt, self.asked.shown)
+
+    def _finish(
+        self, pieces: list[Piece], last: Piece, reason: str, stop_reason: str | int | None = None
+    ) -> None:
         # The end goes out with the last token where possible: who measures the time between tokens
         # takes each event for one.
-        self.finish_reason = reason
-        rest = self._piece(text, (), reason)
-        if pieces:
-            last = pieces.pop()
-            rest = Piece(
-                last.text + rest.text,
-                [*last.token_ids, *rest.token_ids],
-                [*last.scores, *rest.scores],
-                reason,
-            )
-        pieces.append(rest)
+        ending = [*pieces[-1:], last]
+        del pieces[-1:]
+        if self._reader is not None:
+            ending.append(Piece("", parts=self._noted(self._reader.flush())))
+        self.finish_reason = "tool_calls" if self._has_calls and reason == "stop" else reason
+        self.stop_reason = stop_reason
+        pieces.append(joined(ending)._replace(finish_reason=self.finish_reason))
 
 
 class Core(Protocol):
@@ -322,7 +441,8 @@ class Completion:
         """
         try:
             for index, (request, prefix) in enumerate(self.asked.requests):
-                choice = Choice(index, request.token_ids, self.asked, self._on_wake, prefix)
+                limit = request.options.max_tokens or sys.maxsize
+                choice = Choice(index, request.token_ids, self.asked, self._on_wake, prefix, limit)
                 choice.handle = self._core.submit(request, choice)
                 self.choices.append(choice)
                 self._num_open += 1
@@ -342,8 +462,9 @@ class Completion:
                 break
             lag = choice.lag
             taken.append((choice, choice.take(MAX_AT_ONCE - self.num_new_tokens)))
-            self.num_new_tokens += lag - choice.lag
-            if choice.is_over or not choice.lag:
+            left = choice.lag
+            self.num_new_tokens += lag - left
+            if not left or choice.is_over:
                 del self._dirty[choice]
             if choice.error is not None:
                 self.error = self.error or choice.error

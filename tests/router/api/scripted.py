@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from router.api.answered.completion import Choice, Completion, CompletionRequest
+from router.api.chat import ChatAnswer
 from router.core.request import Request
-from router.http.completion import Choice, Completion, CompletionRequest
 from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer
 from tests.router.site import LETTERS
@@ -56,6 +57,7 @@ def started(
     writer = Writer()
     asked = CompletionRequest(
         tokenizer=TOKENIZER,
+        answer=ChatAnswer,
         requests=[(Request((1, 2, 3), Options(), 5), "")] * count,
         num_choices=per_prompt,
         stops=StopAutomaton([stop]) if stop else None,

@@ -9,18 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.completion import (
+from router.api.answered.completion import (
     MAX_AT_ONCE,
     MAX_PENDING_TOKENS,
     Choice,
     CompletionRequest,
-    Piece,
 )
-from router.http.responses import usage_body
+from router.api.answered.pieces import Piece
+from router.api.answered.usage import usage_body
+from router.api.chat import ChatAnswer
 from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer
+from tests.router.api.scripted import Core, started
 from tests.router.ends import ended
-from tests.router.http.scripted import Core, started
 from tests.router.site import LETTERS, ids
 from wire.errors import ErrorCode, WireError
 from wire.logprobs import join_prompt_logprobs, pack_logprobs
@@ -34,7 +35,7 @@ def choice(*stops: str, tokenizer: Tokenizer = TOKENIZER, **output: Any) -> Choi
     return Choice(
         0,
         (1, 2, 3),
-        CompletionRequest(tokenizer=tokenizer, stops=automaton, **output),
+        CompletionRequest(answer=ChatAnswer, tokenizer=tokenizer, stops=automaton, **output),
         lambda choice: None,
     )
 
@@ -136,7 +137,7 @@ def test_the_end_sign_as_first_token_is_no_text() -> None:
     subject.on_prefill(PrefillResult(token_id=1, cached_tokens=2, finish_reason="stop"), 0)
     done(subject)
     assert texts(subject.take()) == [("", "stop")]
-    assert (subject.num_tokens, subject.cached_tokens) == (0, 2)
+    assert (subject.num_tokens, subject.cached_tokens) == (1, 2)
 
 
 def test_the_first_token_comes_from_prefill() -> None:
@@ -152,6 +153,84 @@ def test_what_came_before_an_error_is_shown() -> None:
     subject.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
     assert texts(subject.take()) == [("a", None), ("b", None)]
     assert subject.is_over
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_a_stop_string_says_which_and_may_be_shown(is_shown: bool) -> None:
+    subject = choice("lo", "zz", has_stop_text=is_shown)
+    say(subject, "hello")
+    assert "".join(piece.text for piece in subject.take()) == ("hello" if is_shown else "hel")
+    assert (subject.finish_reason, subject.stop_reason, subject.num_tokens) == ("stop", "lo", 5)
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_stop_token_counts_and_says_which(is_own: bool, is_shown: bool) -> None:
+    [stop] = ids("!")
+    asked: dict[str, Any] = {
+        "stop_token_ids": frozenset({stop} if is_own else {}),
+        "has_stop_text": is_shown,
+    }
+    subject = choice(has_ids=True, **asked)
+    say(subject, "ab")
+    subject.on_done(Usage(finish_reason="stop", stop_token_id=stop))
+    pieces = subject.take()
+    assert "".join(piece.text for piece in pieces) == ("ab!" if is_shown else "ab")
+    assert [i for piece in pieces for i in piece.token_ids] == [*ids("ab"), stop]
+    assert (subject.num_tokens, subject.stop_reason) == (3, stop if is_own else None)
+
+
+def test_a_stop_token_has_its_scores() -> None:
+    subject = choice(has_ids=True, has_logprobs=True)
+    [first, stop] = ids("a!")
+    subject.on_token(first, Logprobs(logprob=-1.0))
+    scores = Logprobs(logprob=-2.0)
+    subject.on_done(Usage(finish_reason="stop", stop_token_id=stop, stop_logprobs=scores))
+    [piece] = subject.take()
+    assert [each.token_id for each in piece.scores] == list(piece.token_ids) == [first, stop]
+    assert (piece.scores[1].logprobs, piece.scores[1].text_offset) == (scores, 1)
+
+
+@pytest.mark.parametrize("stops", [(), ("zzz",)])
+def test_the_last_token_waits_for_the_end(stops: tuple[str, ...]) -> None:
+    subject = choice(*stops)
+    subject.max_tokens = 2
+    say(subject, "ab")
+    assert texts(subject.take()) == [("a", None)] and subject.lag == 0
+    done(subject, "length")
+    assert texts(subject.take()) == [("b", "length")]
+    assert subject.num_tokens == 2
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_but_not_for_one_that_does_not_come(is_first: bool) -> None:
+    subject = choice("a")
+    subject.max_tokens = 1 if is_first else 2
+    if not is_first:
+        say(subject, "b")
+    subject.on_prefill(PrefillResult(token_id=ids("a")[0]), 0)
+    if is_first:
+        assert texts(subject.take()) == [("", "stop")]
+        return
+    subject.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
+    assert texts(subject.take()) == [("b", None), ("", "stop")]
+
+
+def test_the_prompts_scores_may_stand_alone() -> None:
+    subject = choice(has_prompt_logprobs=True)
+    subject.on_prefill(PrefillResult(token_id=ids("d")[0], prompt_logprobs=scored(-1, -2)), 0)
+    [piece] = subject.take()
+    assert [score.token_id for score in piece.prompt_scores] == [1, 2, 3]
+    assert list(piece.scores) == []
+
+
+def test_special_tokens_may_be_shown() -> None:
+    subject = choice(shown=TOKENIZER.special_ids)
+    subject.on_token(0, None)
+    assert texts(subject.take()) == [("<s>", None)]
+    subject = choice()
+    subject.on_token(0, None)
+    assert texts(subject.take()) == [("", None)]
 
 
 def test_without_a_tokenizer_every_token_is_an_empty_piece() -> None:
@@ -171,7 +250,7 @@ def test_scores_travel_with_their_token() -> None:
 
 
 def test_offsets_count_the_echoed_prompt() -> None:
-    output = CompletionRequest(tokenizer=TOKENIZER, has_logprobs=True)
+    output = CompletionRequest(answer=ChatAnswer, tokenizer=TOKENIZER, has_logprobs=True)
     subject = Choice(0, (1,), output, lambda choice: None, prefix="abc")
     subject.on_token(ids("x")[0], None)
     assert subject.take()[0].scores[0].text_offset == 3
@@ -180,7 +259,10 @@ def test_offsets_count_the_echoed_prompt() -> None:
 def test_nobody_is_woken_for_what_nobody_reads() -> None:
     woken: list[Choice] = []
     subject = Choice(
-        0, (1,), CompletionRequest(tokenizer=TOKENIZER, is_streamed=False), woken.append
+        0,
+        (1,),
+        CompletionRequest(answer=ChatAnswer, tokenizer=TOKENIZER, is_streamed=False),
+        woken.append,
     )
     say(subject, "abc")
     assert woken == []
@@ -221,7 +303,13 @@ def scored(*logprobs: float) -> bytes:
 
 
 def echoing(*, is_echo_only: bool = False) -> Choice:
-    output = CompletionRequest(tokenizer=TOKENIZER, has_logprobs=True, is_echo_only=is_echo_only)
+    output = CompletionRequest(
+        answer=ChatAnswer,
+        tokenizer=TOKENIZER,
+        has_logprobs=True,
+        has_echo_logprobs=True,
+        is_echo_only=is_echo_only,
+    )
     return Choice(0, ids("abc"), output, lambda choice: None, prefix="abc")
 
 
@@ -238,6 +326,21 @@ def test_the_prompts_scores_come_with_the_first_piece() -> None:
     assert [score.token_id for score in piece.scores] == ids("abcd")
     say(subject, "e")
     assert [len(piece.scores) for piece in subject.take()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "offsets"), [("ab", [0, 0, 1]), ("<s>ab", [0, 3, 4])], ids=["added", "sent"]
+)
+def test_special_tokens_have_room_only_where_they_are_echoed(
+    prefix: str, offsets: list[int]
+) -> None:
+    asked = CompletionRequest(
+        answer=ChatAnswer, tokenizer=TOKENIZER, has_logprobs=True, has_echo_logprobs=True
+    )
+    subject = Choice(0, [0, *ids("ab")], asked, lambda choice: None, prefix)
+    subject.on_prefill(PrefillResult(token_id=ids("d")[0], prompt_logprobs=scored(-2, -3)), 0)
+    [piece] = subject.take()
+    assert [score.text_offset for score in piece.scores] == [*offsets, len(prefix)]
 
 
 def test_an_echo_alone_has_no_token_of_its_own() -> None:
@@ -350,12 +453,13 @@ def test_usage_counts_a_prompt_once() -> None:
         sink.on_prefill(PrefillResult(token_id=ids("a")[0], cached_tokens=2), 64)
         sink.on_done(Usage(finish_reason="stop", kv_bytes=100, kv_skipped_tokens=1, kv_seconds=0.5))
     subject.take()
-    usage = usage_body(subject.choices, 2)
-    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (6, 4, 10)
+    usage = usage_body(subject.choices, 2, has_baton=True)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (6, 8, 14)
     assert usage.prompt_tokens_details.cached_tokens == 4
-    assert usage.kv_transfer is not None
-    assert (usage.kv_transfer.bytes, usage.kv_transfer.skipped_tokens) == (400, 4)
-    assert [choice.num_tokens for choice in subject.choices] == [1] * 4
+    assert usage.baton is not None and usage.baton.kv_transfer is not None
+    transfer = usage.baton.kv_transfer
+    assert (transfer.bytes, transfer.skipped_tokens) == (400, 4)
+    assert [choice.num_tokens for choice in subject.choices] == [2] * 4, "EOS counts"
 
 
 def test_a_stop_in_the_first_token_is_cancelled_before_anyone_writes() -> None:

@@ -8,18 +8,19 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.api.answered.completion import Completion, CompletionRequest, Head
+from router.api.answered.events import DONE
+from router.api.chat import ChatAnswer
+from router.api.errors import HttpError
+from router.api.text import TextAnswer
 from router.core.request import Request
-from router.http import sse
-from router.http.asgi import HttpError
-from router.http.completion import Completion, CompletionRequest
-from router.http.sse import ChunkWriter
 from router.text.tokenizer import Tokenizer
-from tests.router.http.scripted import Core, Writer
+from tests.router.api.scripted import Core, Writer
 from tests.router.site import LETTERS, events, ids
 from wire.options import Options
 from wire.payloads import Logprobs, Usage
 
-HEAD = {"id": "cmpl-1", "created": 7, "model": "m"}
+HEAD = Head("1", 7, "m")
 
 
 class Stream:
@@ -32,12 +33,12 @@ class Stream:
             tokenizer=Tokenizer(LETTERS),
             requests=requests,
             num_choices=count,
-            is_chat=is_chat,
+            answer=ChatAnswer if is_chat else TextAnswer,
             **asked,
         )
         self.completion = Completion(self.core, request, Writer())
         self.completion.submit()
-        self.writer = ChunkWriter(self.completion, HEAD)
+        self.writer = request.answer(self.completion, HEAD)
 
     def say(self, text: str, choice: int = 0) -> list[Any]:
         for token_id in ids(text):
@@ -49,13 +50,14 @@ class Stream:
         return self.take()
 
     def take(self) -> list[Any]:
-        return events((self.writer.take() + sse.DONE).decode())
+        return events((self.writer.take() + DONE).decode())
 
 
 def test_a_chat_stream() -> None:
     stream = Stream()
     chunks = stream.say("ab") + stream.done()
-    assert all(chunk | HEAD == chunk for chunk in chunks)
+    head = {"id": "chatcmpl-1", "created": 7, "model": "m"}
+    assert all(chunk | head == chunk for chunk in chunks)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [choice["delta"] for choice in choices] == [
@@ -65,7 +67,7 @@ def test_a_chat_stream() -> None:
     ]
     assert [choice["finish_reason"] for choice in choices] == [None, None, "stop"]
     assert "usage" not in chunks[0]
-    assert stream.writer.end() == sse.DONE
+    assert stream.writer.end() == DONE
 
 
 def test_a_text_stream_with_echo() -> None:
@@ -87,23 +89,24 @@ def test_usage_is_null_until_the_last_chunk() -> None:
     assert [chunk["usage"] for chunk in chunks] == [None, None, None]
     [last] = events(stream.writer.end().decode())
     assert last["choices"] == []
-    assert last["usage"]["total_tokens"] == 4
+    assert last["usage"]["total_tokens"] == 5, "two of the prompt, two, and EOS"
 
 
 def test_running_usage_needs_usage() -> None:
     stream = Stream(has_usage=True, has_running_usage=True)
-    assert [chunk["usage"]["completion_tokens"] for chunk in stream.say("a") + stream.say("b")] == [
-        1,
-        2,
-    ]
+    chunks = stream.say("ab") + stream.say("c") + stream.done()
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4]
     assert "usage" not in Stream(has_running_usage=True).say("a")[0]
 
 
 def test_token_ids_and_the_prompt_with_the_first() -> None:
     first, second = Stream(has_ids=True).say("ab")
     assert first["choices"][0]["token_ids"] == ids("a")
-    assert first["choices"][0]["prompt_token_ids"] == [8, 9]
+    assert first["prompt_token_ids"] == [8, 9]
     assert second["choices"][0]["token_ids"] == ids("b")
+    assert "prompt_token_ids" not in second
+    first, second = Stream(has_ids=True, is_chat=False).say("ab")
+    assert first["choices"][0]["prompt_token_ids"] == [8, 9]
     assert "prompt_token_ids" not in second["choices"][0]
 
 
@@ -129,10 +132,8 @@ def test_any_text_survives(text: str) -> None:
     assert "".join(contents) == "x" + text
 
 
-def test_the_frames_of_a_stream() -> None:
-    assert sse.event(b"{}") == b"data: {}\n\n"
-    assert sse.PING.startswith(b":") and sse.PING.endswith(b"\n\n")
-    broken = sse.failure(HttpError(503, "gone", code="worker_lost")).decode()
+def test_a_stream_that_breaks_says_so_and_ends() -> None:
+    broken = Stream().writer.failure(HttpError(503, "gone", code="worker_lost")).decode()
     [document] = events(broken)
     assert document["error"]["code"] == "worker_lost"
     assert json.loads(HttpError(503, "gone").body)["error"]["type"] == "server_error"

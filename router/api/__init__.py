@@ -1,0 +1,1 @@
+"""The API that clients call: what is asked, and what is answered."""

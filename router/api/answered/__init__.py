@@ -1,0 +1,1 @@
+"""What a request is answered: pieces of text and tokens, and how OpenAI's clients read them."""

@@ -1,0 +1,35 @@
+"""`bad_words`: words that an answer must not have, as the sequences of tokens that spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.api.errors import invalid
+from router.text.tokenizer import Tokenizer
+from wire.options import MAX_BAD_SEQUENCE_LENGTH
+
+
+def bad_sequences(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word: as it begins a text, and as it follows a space.
+
+    The latter only where the space is a part of a token of the word.  Spellings of other tokens are
+    not found; vLLM, from which clients know `bad_words`, does not find them either.
+
+    Raises:
+        HttpError: 400; a word has no tokens, or too many, or there is no tokenizer.
+    """
+    if words and not tokenizer.has_text:
+        raise invalid("bad_words", "needs a tokenizer, and this model has none")
+    found = []
+    for index, word in enumerate(words):
+        bare, spaced = (
+            tuple(tokenizer.encode(text, add_special_tokens=False))
+            for text in (word.lstrip(), " " + word.lstrip())
+        )
+        if not 1 <= len(bare) <= MAX_BAD_SEQUENCE_LENGTH:
+            expected = f"not 1 to {MAX_BAD_SEQUENCE_LENGTH}"
+            raise invalid(f"bad_words[{index}]", f"has {len(bare)} tokens, {expected}")
+        found.append(bare)
+        if spaced[-len(bare) :] != bare:
+            found.append(spaced)
+    return tuple(found)

@@ -1,0 +1,57 @@
+"""What a request is sampled with where it does not say: neutral values, or those of the model.
+
+Who trained a model may recommend values in its generation_config.json.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from wire.options import Penalty, RepetitionPenalty
+from wire.process.model import ModelError, read_json
+
+FILE: Final = "generation_config.json"
+
+
+class Defaults(Struct, frozen=True, rename={"max_tokens": "max_new_tokens"}):
+    """Neutral unless told otherwise; `max_tokens` None is as many as the context holds."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """Those that are not neutral, by name."""
+        values = msgspec.structs.asdict(self)
+        return {name: value for name, value in values.items() if value != getattr(NEUTRAL, name)}
+
+
+NEUTRAL: Final = Defaults()
+
+
+def read_defaults(generation_config: str, model_path: Path) -> Defaults:
+    """Read what `--generation-config` says: ``auto``, the model's own; ``none``; or a directory.
+
+    Raises:
+        ModelError: A value is out of range, or there is no such file.
+    """
+    if generation_config == "none":
+        return NEUTRAL
+    path = (model_path if generation_config == "auto" else Path(generation_config)) / FILE
+    if generation_config == "auto" and not path.is_file():
+        return NEUTRAL
+    values = {name: value for name, value in read_json(path).items() if value is not None}
+    try:
+        return msgspec.convert(values, Defaults, strict=False)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{path}: {error}") from error

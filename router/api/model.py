@@ -1,0 +1,291 @@
+"""The model that is served, as prompts and requests meet it: its name, its text, its vocabulary.
+
+Synchronous and without side effects, so that the HTTP application can read a long prompt in a
+thread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from msgspec import structs
+
+from router.api.answered.completion import CompletionRequest, NewAnswer
+from router.api.asked.bad_words import bad_sequences
+from router.api.asked.bodies import Prompt, Sampled
+from router.api.asked.conversation import Conversation
+from router.api.asked.defaults import NEUTRAL, Defaults
+from router.api.asked.held import held
+from router.api.asked.values import MAX_NUMBERS
+from router.api.errors import HttpError, invalid
+from router.core.request import Request
+from router.text.answer import AUTO, AnswerSyntax
+from router.text.chat_template import ChatTemplate
+from router.text.reasoning import detect
+from router.text.stops import StopAutomaton
+from router.text.tokenizer import Tokenizer, TooManyTokens
+from wire.errors import ErrorCode, WireError, shown
+from wire.process.model import fingerprint, vocab_size
+
+# Variables of a chat template by which reasoning is switched off, and how much there is of it.
+SWITCHES: Final = ("enable_thinking", "thinking")
+_EFFORT: Final = "reasoning_effort"
+# Variables of a chat template that only the router sets.
+_RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class Asker(NamedTuple):
+    """Who asks, and within what.
+
+    `client` takes turns with the others that wait, `seed` is for who names none, `max_model_len` is
+    the longest sequence that the workers take.
+    """
+
+    client: str
+    seed: int
+    max_model_len: int
+
+
+class ServedModel:
+    """The one model of this router; `tokenizer` and template are read from its directory.
+
+    `tool_calls` and `reasoning` name what its answers are read as (`router.text.answer`); with
+    `trusts_templates` requests may bring a chat template of their own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        defaults: Defaults = NEUTRAL,
+        *,
+        tool_calls: str = AUTO,
+        reasoning: str = AUTO,
+        trusts_templates: bool = False,
+    ) -> None:
+        self.name = name
+        self._defaults = defaults
+        self._fingerprint = f"fp_{fingerprint(path)[:12]}"
+        self.tokenizer = Tokenizer.load(path)
+        self._template = ChatTemplate.load(path)
+        self._trusts_templates = trusts_templates
+        self._syntax = AnswerSyntax(
+            self._template.source,
+            self.tokenizer,
+            tool_calls=tool_calls,
+            reasoning_marks=reasoning,
+        )
+        self._vocab_size = vocab_size(path) or self.tokenizer.vocab_size
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the model may reason before it answers."""
+        return self._syntax.has_reasoning
+
+    def check_name(self, name: str | None) -> None:
+        """Refuse any model but ours; no name at all means ours.
+
+        Raises:
+            HttpError: 404 model_not_found.
+        """
+        if name is not None and name != self.name:
+            raise HttpError(
+                404,
+                f"the model {shown(name)} does not exist here; GET /v1/models lists what does",
+                code="model_not_found",
+                param="model",
+            )
+
+    def render(self, conversation: Conversation) -> str:
+        """Return a conversation as the text that the model goes on from.
+
+        Raises:
+            HttpError, WireError: There is no template, or it refuses these messages.
+        """
+        if taken := _RESERVED & conversation.variables.keys():
+            raise invalid("chat_template_kwargs", f"must not set {min(taken)}")
+        template, tools = self._template, conversation.callable_tools
+        if conversation.template is not None:
+            if not self._trusts_templates:
+                raise invalid(
+                    "chat_template",
+                    "a template can compute for ever, so those of requests are taken only by a "
+                    "router with --trust-request-chat-template",
+                )
+            template = template.replaced(conversation.template)
+        if tools and not self._syntax.has_calls:
+            raise invalid(
+                "tools",
+                "the router does not know how this model calls tools: its chat template shows none "
+                "of the ways it knows, and --tool-call-parser names none",
+            )
+        return template.render(
+            conversation.messages,
+            tools=[tool.described() for tool in tools],
+            documents=conversation.documents,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            variables=conversation.variables,
+        )
+
+    def effort(self, word: str) -> dict[str, Any] | None:
+        """Return the variables that make the chat template ask for this much reasoning.
+
+        None: it cannot.  A template that says nothing of reasoning has no efforts to tell apart.
+        """
+        if word != "none" and self._speaks_of(_EFFORT):
+            return {_EFFORT: word}
+        known = [name for name in SWITCHES if self._speaks_of(name)] if word == "none" else []
+        is_nothing = word == "medium" or detect(self._template.source) is None
+        return dict.fromkeys(known, False) if known or is_nothing else None
+
+    def variables_of_effort(self, param: str, word: str | None) -> dict[str, Any]:
+        """Return the same for a field of a body, which may leave it to the model.
+
+        Raises:
+            HttpError: 400; the chat template cannot.
+        """
+        variables = {} if word is None else self.effort(word)
+        if variables is None:
+            raise invalid(param, f"this model's chat template has no way to say {word}")
+        return variables
+
+    def _speaks_of(self, variable: str) -> bool:
+        return re.search(rf"\b{variable}\b", self._template.source) is not None
+
+    def converse(
+        self, conversation: Conversation, body: Sampled, asker: Asker, answer: NewAnswer
+    ) -> CompletionRequest:
+        """Return what a body asks of the core that goes on with a conversation.
+
+        Raises:
+            HttpError, WireError: It cannot be rendered, is too long, or asks for what is not here.
+        """
+        text = self.render(conversation)
+        special = conversation.add_special_tokens
+        token_ids = self.prompt(text, body, asker, add_special_tokens=special)
+        is_reasoning = self._syntax.has_open_reasoning(text, conversation.echo)
+        wanted = held(self._syntax, conversation, body.wanted, is_reasoning=is_reasoning)
+        has_tools = bool(conversation.callable_tools)
+        asked = self.request(body, [(token_ids, conversation.echo)], asker, answer)
+        asked = replace(asked, shows_reasoning=conversation.shows_reasoning)
+        if has_tools or self._syntax.has_reasoning:
+            reader = partial(
+                self._syntax.reader,
+                is_reasoning=is_reasoning,
+                has_tools=has_tools,
+                max_calls=None if conversation.has_parallel_calls else 1,
+            )
+            shown = asked.shown | self._syntax.shown(has_tools=has_tools)
+            asked = replace(asked, reader=reader, shown=shown)
+        return asked.held_to(wanted)
+
+    def prompt(
+        self, prompt: Prompt, body: Sampled, asker: Asker, *, add_special_tokens: bool
+    ) -> Sequence[int]:
+        """Return the ids of a prompt, cut to as many as the body says.
+
+        Raises:
+            HttpError, WireError: It is too long, or has ids that the model does not know.
+        """
+        most, num_kept = asker.max_model_len, body.truncate_prompt_tokens
+        if num_kept is None:
+            return self.token_ids(prompt, most, add_special_tokens=add_special_tokens)
+        if num_kept >= most:
+            raise invalid("truncate_prompt_tokens", f"the context has room for {most - 1} tokens")
+        found = self.token_ids(prompt, MAX_NUMBERS, add_special_tokens=add_special_tokens)
+        num_kept = most - 1 if num_kept == -1 else num_kept
+        return found[-num_kept:] if body.truncation_side == "left" else found[:num_kept]
+
+    def token_ids(
+        self, prompt: Prompt, max_model_len: int, *, add_special_tokens: bool
+    ) -> Sequence[int]:
+        """Return the ids of a prompt that leaves room for a token after it.
+
+        Raises:
+            HttpError, WireError: It does not, or has ids that the model does not know.
+        """
+        try:
+            if isinstance(prompt, str):
+                return self.tokenizer.encode(
+                    prompt,
+                    add_special_tokens=add_special_tokens,
+                    max_tokens=max_model_len - 1,
+                )
+            if len(prompt) >= max_model_len:
+                raise TooManyTokens(str(len(prompt)))
+        except TooManyTokens as count:
+            raise WireError(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"the model's context length is {max_model_len} tokens; the prompt has {count}, "
+                "and at least one more is to be generated",
+            ) from None
+        if self._vocab_size is not None and max(prompt) >= self._vocab_size:
+            raise invalid("prompt", f"token ids must be below {self._vocab_size}")
+        return prompt
+
+    def request(
+        self,
+        body: Sampled,
+        prompts: Sequence[tuple[Sequence[int], str]],
+        asker: Asker,
+        answer: NewAnswer,
+    ) -> CompletionRequest:
+        """Return what a body asks of the core, for prompts as ids, each with the text to echo.
+
+        Raises:
+            HttpError: It names what this model does not have.
+        """
+        if body.stops and not self.tokenizer.has_text:
+            raise invalid("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
+        self._check_ids("logit_bias", [token_id for token_id, _ in body.biases])
+        self._check_ids("allowed_token_ids", body.allowed_token_ids or ())
+        bad = bad_sequences(self.tokenizer, body.bad_words or ())
+        requests = []
+        for token_ids, echo in prompts:
+            # Workers always generate a token; where none is asked for, it is not shown.
+            max_tokens = max(self._most_tokens(body, asker.max_model_len - len(token_ids)), 1)
+            options = body.options(seed=asker.seed, max_tokens=max_tokens, defaults=self._defaults)
+            for choice in range(body.num_choices):
+                told = structs.replace(options, choice=choice, bad_sequences=bad)
+                request = Request(tuple(token_ids), told, max_tokens - 1, asker.client)
+                requests.append((request, echo))
+        return CompletionRequest(
+            requests=requests,
+            answer=answer,
+            num_choices=body.num_choices,
+            tokenizer=self.tokenizer,
+            request_id=body.request_id or "",
+            fingerprint=self._fingerprint,
+            stops=StopAutomaton(body.stops) if body.stops else None,
+            min_tokens=body.min_tokens or 0,
+            stop_token_ids=frozenset(body.stop_token_ids or ()),
+            has_stop_text=bool(body.include_stop_str_in_output),
+            shown=self.tokenizer.special_ids if body.skip_special_tokens is False else frozenset(),
+            is_streamed=bool(body.stream),
+            is_echo_only=body.token_limit == 0,
+            has_logprobs=body.num_logprobs is not None,
+            has_echo_logprobs=body.has_echo_logprobs,
+            has_prompt_logprobs=body.prompt_logprobs is not None,
+            has_ids_as_names=bool(body.return_tokens_as_token_ids),
+            has_ids=bool(body.return_token_ids),
+            has_usage=body.wants_usage,
+            has_running_usage=body.wants_usage and body.wants_usage_always,
+            has_baton_usage=bool(body.baton_usage),
+        )
+
+    def _most_tokens(self, body: Sampled, room: int) -> int:
+        """Return how many tokens to generate, where there is room for so many."""
+        if body.token_limit is not None:
+            return min(body.token_limit, room) if body.is_cut_to_room else body.token_limit
+        return min(room, self._defaults.max_tokens or room)
+
+    def _check_ids(self, param: str, token_ids: Iterable[int]) -> None:
+        largest = max(token_ids, default=0)
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            raise invalid(param, f"token ids must be below {self._vocab_size}, not {largest}")

@@ -1,0 +1,101 @@
+"""POST /tokenize and POST /detokenize: between text and token ids, with the model's tokenizer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from router.api.asked.bodies import parse
+from router.api.asked.conversation import (
+    ChatMessage,
+    Conversation,
+    flat_messages,
+    has_generation_prompt,
+)
+from router.api.asked.fields import TOKENIZE
+from router.api.asked.values import MAX_NUMBERS
+from router.api.errors import invalid
+from router.api.model import ServedModel
+from router.text.tokenizer import TooManyTokens
+from wire.options import TokenId
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid("prompt", "or messages must be given, and not both")
+        if self.messages is not None:
+            self.messages = flat_messages(self.messages)
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+    def check(self) -> None:
+        """The types say everything."""
+
+
+def tokenize(model: ServedModel, raw: bytes, max_model_len: int | None) -> bytes:
+    """Answer /tokenize, in JSON.
+
+    Raises:
+        HttpError, WireError: There is no tokenizer, or no template, or a bad body.
+    """
+    body = parse(TokenizeBody, raw, TOKENIZE)
+    model.check_name(body.model)
+    if body.messages is not None:
+        conversation = Conversation(
+            messages=body.messages,
+            add_generation_prompt=has_generation_prompt(
+                body.add_generation_prompt, body.continue_final_message
+            ),
+            continue_final_message=bool(body.continue_final_message),
+            template=body.chat_template,
+            variables=body.chat_template_kwargs or {},
+        )
+        text = model.render(conversation)
+        special = bool(body.add_special_tokens)
+    else:
+        text, special = body.prompt or "", body.add_special_tokens is not False
+    try:
+        token_ids = model.tokenizer.encode(text, add_special_tokens=special, max_tokens=MAX_NUMBERS)
+    except TooManyTokens as count:
+        raise invalid("prompt", f"has {count} tokens, over {MAX_NUMBERS}") from None
+    answer: dict[str, Any] = {
+        "tokens": token_ids,
+        "count": len(token_ids),
+        "max_model_len": max_model_len,
+    }
+    if body.return_token_strs:
+        entry = model.tokenizer.vocabulary_entry
+        answer["token_strs"] = [entry(token_id) for token_id in token_ids]
+    return msgspec.json.encode(answer)
+
+
+def detokenize(model: ServedModel, raw: bytes) -> bytes:
+    """Answer /detokenize, in JSON; unknown ids give no text.
+
+    Raises:
+        HttpError: A bad body.
+    """
+    body = parse(DetokenizeBody, raw)
+    model.check_name(body.model)
+    text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return msgspec.json.encode({"prompt": text})

@@ -1,0 +1,11 @@
+"""Pieces of an answer."""
+
+from __future__ import annotations
+
+from router.api.answered.pieces import Piece, ScoredToken, joined
+
+
+def test_pieces_become_one() -> None:
+    scores = [ScoredToken(5, None, 0), ScoredToken(6, None, 1)]
+    pieces = [Piece("a", [5], scores[:1]), Piece("b", [6], scores[1:], "stop")]
+    assert joined(pieces) == Piece("ab", [5, 6], scores, "stop")

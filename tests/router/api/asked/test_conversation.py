@@ -1,0 +1,48 @@
+"""Messages of a conversation: contents as parts or text, and what is no message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.api.asked.conversation import flat_messages
+from router.api.errors import HttpError
+
+
+def test_text_parts_become_one_string() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert flat_messages([{"role": "user", "content": parts, "name": "x"}]) == [
+        {"role": "user", "content": "a\nb", "name": "x"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "", "content": "x"}, "messages[0].role"),
+        ({"role": "user|>", "content": "x"}, "messages[0].role"),
+        ({"role": "user\n", "content": "x"}, "messages[0].role"),
+        ({"role": "x" * 65, "content": "x"}, "messages[0].role"),
+        ({"role": ["user"], "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": 3}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
+    ],
+)
+def test_a_bad_message_is_named(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        flat_messages([message])
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_any_word_is_a_role() -> None:
+    messages = [{"role": "my-own_role7", "content": "x"}]
+    assert flat_messages(messages) == messages
+
+
+def test_an_assistant_may_have_said_nothing() -> None:
+    silent = {"role": "assistant", "content": None}
+    assert flat_messages([silent]) == [silent]

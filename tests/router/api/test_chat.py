@@ -1,0 +1,151 @@
+"""Chats: what is refused, how the messages become a prompt, and what a choice looks like."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.api.answered.completion import Choice, Completion, CompletionRequest, Head
+from router.api.answered.pieces import Piece, ScoredToken, joined
+from router.api.chat import ChatAnswer, ChatBody
+from router.api.errors import HttpError
+from router.api.model import ServedModel
+from router.text.parts import CallStart
+from router.text.tokenizer import Tokenizer
+from tests.router.api.asking import chatting, converse, letters, refusal
+from tests.router.api.scripted import Core, Writer
+from tests.router.site import LETTERS, TEMPLATE, ids
+from wire.payloads import Logprobs, Usage
+
+TOKENIZER = Tokenizer(LETTERS)
+[A], [B] = ids("a"), ids("b")
+SCORES = [
+    ScoredToken(A, Logprobs(logprob=-0.1, top=((A, -0.1), (B, -2.0))), 0),
+    ScoredToken(B, Logprobs(logprob=-math.inf), 1),
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ServedModel:
+    return letters(tmp_path)
+
+
+def choice(**asked: Any) -> Choice:
+    request = CompletionRequest(tokenizer=TOKENIZER, answer=ChatAnswer, **asked)
+    return Choice(1, (5, 6), request, lambda choice: None, prefix="<")
+
+
+def entry(subject: Choice, piece: Piece) -> dict[str, Any]:
+    completion = Completion(Core(), subject.asked, Writer())
+    return ChatAnswer(completion, Head("1", 7, "m")).entry(subject, piece)
+
+
+def test_a_chat_is_rendered_and_runs_to_the_end_of_the_context(model: ServedModel) -> None:
+    wanted = converse(
+        model,
+    )
+    [(request, _)] = wanted.requests
+    assert request.token_ids == (0, *ids("user:hi\nassistant:"))
+    assert request.options.max_tokens == 100 - len(request.token_ids)
+
+
+def test_template_variables_of_the_client(model: ServedModel) -> None:
+    with pytest.raises(HttpError, match="must not set messages"):
+        converse(model, chat_template_kwargs={"messages": []})
+    converse(model, chat_template_kwargs={"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tool_choice", "required"),
+        ("functions", [{}]),
+        ("chat_template", 5),
+        ("modalities", ["audio"]),
+        ("audio", {"voice": "x"}),
+        ("top_logprobs", 3),
+        ("messages", []),
+    ],
+)
+def test_chat_refuses_what_it_cannot_do(field: str, value: object) -> None:
+    assert refusal(ChatBody, **{field: value}).param == field
+
+
+def test_neutral_values_of_unsupported_fields_pass() -> None:
+    chatting(tools=[], response_format={"type": "text"}, modalities=["text"])
+
+
+GET = {"type": "function", "function": {"name": "get"}}
+
+
+@pytest.mark.parametrize(("wanted", "content"), [(GET, ""), ("required", ""), ("auto", None)])
+def test_the_content_of_calls_alone(tmp_path: Path, wanted: Any, content: str | None) -> None:
+    letters(tmp_path)
+    template = json.dumps({"chat_template": "{{ tools | length if tools }}" + TEMPLATE})
+    (tmp_path / "tokenizer_config.json").write_text(template)
+    model = ServedModel("letters", tmp_path, tool_calls="hermes")
+    asked = converse(model, tools=[GET], tool_choice=wanted)
+    completion = Completion(Core(), asked, Writer())
+    completion.submit()
+    calls = Piece("", finish_reason="tool_calls", parts=[CallStart(0, "get")])
+    [said] = json.loads(asked.answer(completion, Head("1", 7, "m")).whole([calls]))["choices"]
+    assert said["message"]["content"] == content
+    assert said["message"]["tool_calls"][0]["function"]["name"] == "get"
+
+
+def test_scores_of_the_prompt_are_null_where_nobody_asks() -> None:
+    completion = Completion(Core(), choice().asked, Writer())
+    answer = ChatAnswer(completion, Head("1", 7, "m"))
+    assert answer.about_prompt(choice(is_streamed=False), Piece("")) == {"prompt_logprobs": None}
+    assert answer.about_prompt(choice(), Piece("")) == {}
+
+
+@pytest.mark.parametrize("shows_reasoning", [True, False])
+def test_reasoning_may_be_left_out(tmp_path: Path, shows_reasoning: bool) -> None:
+    letters(tmp_path)
+    model = ServedModel("letters", tmp_path, reasoning="qwen3")
+    asked = converse(model, stream=False, include_reasoning=shows_reasoning)
+    core = Core()
+    completion = Completion(core, asked, Writer())
+    completion.submit()
+    [subject] = core.sinks
+    for token_id in ids("<think>ab</think>c"):
+        subject.on_token(token_id, None)
+    subject.on_done(Usage(finish_reason="length"))
+    piece = joined(subject.take())
+    [said] = json.loads(asked.answer(completion, Head("1", 7, "m")).whole([piece]))["choices"]
+    assert said["message"]["content"] == "c"
+    assert said["message"].get("reasoning_content") == ("ab" if shows_reasoning else None)
+
+
+def test_an_effort_is_for_templates_that_know_it(tmp_path: Path) -> None:
+    assert converse(letters(tmp_path), reasoning_effort="low").requests
+    template = json.dumps({"chat_template": "<think></think>" + TEMPLATE})
+    (tmp_path / "tokenizer_config.json").write_text(template)
+    always = ServedModel("letters", tmp_path)
+    with pytest.raises(HttpError) as caught:
+        converse(always, reasoning_effort="low")
+    assert caught.value.param == "reasoning_effort"
+    assert refusal(ChatBody, reasoning_effort="much").param == "reasoning_effort"
+
+
+def test_chat_logprobs() -> None:
+    assert chatting(logprobs=True).num_logprobs == 0
+    assert chatting(logprobs=True, top_logprobs=3).num_logprobs == 3
+    assert chatting(logprobs=False).num_logprobs is None
+
+
+def test_a_entry() -> None:
+    body = entry(choice(has_logprobs=True), Piece("ab", [A, B], SCORES, "length"))
+    assert body["message"] == {
+        "role": "assistant",
+        "content": "<ab",
+        "refusal": None,
+        "annotations": [],
+    }
+    assert (body["index"], body["finish_reason"]) == (1, "length")
+    assert len(body["logprobs"]["content"]) == 2

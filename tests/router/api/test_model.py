@@ -1,0 +1,201 @@
+"""The served model: prompts it has room for, ids it knows, its name, and models without words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.api.errors import HttpError
+from router.api.model import ServedModel
+from tests.router.api.asking import CHAT, complete, converse, letters
+from tests.router.site import ids, write_model
+from wire.errors import ErrorCode, WireError
+from wire.options import Structure
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ServedModel:
+    return letters(tmp_path)
+
+
+@pytest.fixture
+def wordless(tmp_path: Path) -> ServedModel:
+    return letters(tmp_path, has_text=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [
+        ("x" * 98, None),
+        ("x" * 99, "100"),
+        ([7] * 99, None),
+        ([7] * 100, "100"),
+        ("x" * 4000, "at least 1000"),
+        (["x", [7] * 100], "100"),
+    ],
+)
+def test_a_prompt_that_leaves_no_room(model: ServedModel, prompt: Any, count: str | None) -> None:
+    """100 tokens of context; the longest token, ``</s>``, has 4 letters."""
+    if count is None:
+        assert complete(model, prompt=prompt, max_tokens=1).requests
+        return
+    with pytest.raises(WireError, match=f"length is 100 tokens; the prompt has {count},") as caught:
+        complete(model, prompt=prompt)
+    assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+
+
+def test_a_hopeless_text_is_refused_without_tokenizing_it(model: ServedModel) -> None:
+    # Who had counted would say how many tokens there are.
+    with pytest.raises(WireError, match=r"the prompt has at least \d+"):
+        converse(model, messages=[CHAT[0] | {"content": "x" * 2000}])
+
+
+def test_errors_repeat_little_of_what_was_sent(model: ServedModel) -> None:
+    long = "x" * 100_000
+    for fields in (
+        {"prompt": "a", "model": long},
+        {"prompt": "a", "logit_bias": {long: 1}},
+        {"prompt": "a", "logit_bias": {long: "b"}},
+        {"prompt": "a", "temperature": long},
+    ):
+        with pytest.raises(HttpError) as caught:
+            complete(model, **fields)
+        assert len(caught.value.body) < 1000
+    for message in ({"role": long, "content": "a"}, {"role": "user", "content": [{long: 1}]}):
+        with pytest.raises(HttpError) as caught:
+            converse(model, messages=[message])
+        assert len(caught.value.body) < 1000
+    with pytest.raises(HttpError) as caught:
+        converse(model, chat_template_kwargs={"messages": long})
+    assert len(caught.value.body) < 1000
+
+
+def test_token_ids_outside_the_vocabulary(model: ServedModel) -> None:
+    complete(model, prompt=[257])
+    with pytest.raises(HttpError, match="below 258"):
+        complete(model, prompt=[258])
+
+
+def test_another_model_is_not_found(model: ServedModel) -> None:
+    complete(model, prompt="a", model="letters")
+    with pytest.raises(HttpError) as caught:
+        complete(model, prompt="a", model="gpt-4")
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+
+def test_who_needs_to_be_woken_for_every_token(model: ServedModel) -> None:
+    assert not complete(model, prompt="a").is_eager
+    assert complete(model, prompt="a", stop="b").is_eager
+    assert complete(model, prompt="a", stream=True).is_eager
+
+
+def test_a_model_without_words(wordless: ServedModel) -> None:
+    [(request, echo)] = complete(wordless, prompt=[1, 2], echo=True).requests
+    assert (request.token_ids, echo) == ((1, 2), "")
+    with pytest.raises(WireError, match="token ids"):
+        complete(wordless, prompt="a")
+    with pytest.raises(HttpError, match="stop_token_ids"):
+        complete(wordless, prompt=[1], stop="a")
+    with pytest.raises(WireError, match="chat template"):
+        converse(
+            wordless,
+        )
+
+
+def test_a_broken_config_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": "many"}')
+    with pytest.raises(ValueError, match=r"config\.json.*vocab_size"):
+        ServedModel("m", tmp_path)
+
+
+def test_a_bias_outside_the_vocabulary_is_refused(model: ServedModel) -> None:
+    [(request, _)] = complete(model, prompt="ab", logit_bias={"5": 1}).requests
+    assert request.options.logit_bias == ((5, 1.0),)
+    with pytest.raises(HttpError) as caught:
+        complete(model, prompt="ab", logit_bias={"100000": 1})
+    assert caught.value.message == "logit_bias: token ids must be below 258, not 100000"
+
+
+def kept(model: ServedModel, prompt: Any, **fields: Any) -> tuple[int, ...]:
+    request, _ = complete(model, prompt=prompt, add_special_tokens=False, **fields).requests[0]
+    return request.token_ids
+
+
+@pytest.mark.parametrize("prompt", ["abcd", ids("abcd")])
+def test_a_prompt_may_be_cut(model: ServedModel, prompt: Any) -> None:
+    assert kept(model, prompt, truncate_prompt_tokens=2) == tuple(ids("ab"))
+    assert kept(model, prompt, truncate_prompt_tokens=2, truncation_side="left") == tuple(ids("cd"))
+    assert kept(model, prompt, truncate_prompt_tokens=50) == tuple(ids("abcd"))
+
+
+def test_to_what_the_context_has_room_for(model: ServedModel) -> None:
+    assert len(kept(model, "x" * 500, truncate_prompt_tokens=-1, max_tokens=1)) == 99
+    with pytest.raises(HttpError, match="truncate_prompt_tokens: the context has room for 99"):
+        kept(model, "x", truncate_prompt_tokens=100)
+
+
+def test_an_echo_of_a_prompt_that_was_cut_is_what_is_left(model: ServedModel) -> None:
+    [(_, echo)] = complete(model, prompt="abcd", truncate_prompt_tokens=3, echo=True).requests
+    assert echo == "ab"
+
+
+def test_only_tokens_that_there_are_may_be_allowed(model: ServedModel) -> None:
+    with pytest.raises(HttpError, match="allowed_token_ids: token ids must be below 258"):
+        complete(model, prompt="a", allowed_token_ids=[5, 258])
+
+
+def test_bad_words_become_tokens(model: ServedModel) -> None:
+    [(request, _)] = complete(model, prompt="a", bad_words=["ab"]).requests
+    assert request.options.bad_sequences == (tuple(ids("ab")),)
+
+
+def test_a_structure_is_looked_at_later_and_then_held_to(model: ServedModel) -> None:
+    asked = complete(model, prompt="a", n=2, guided_regex="a+")
+    assert asked.hold is not None and asked.requests[0][0].options.structure is None
+    held = asked.hold()
+    assert held.hold is None
+    structures = [request.options.structure for request, _ in held.requests]
+    assert structures == [Structure("regex", "a+")] * 2
+    assert [request.options.choice for request, _ in held.requests] == [0, 1]
+    bad = complete(model, prompt="a", guided_regex="(").hold
+    assert bad is not None
+    with pytest.raises(HttpError, match="guided_regex"):
+        bad()
+
+
+def test_a_request_may_bring_a_template_where_it_is_trusted(tmp_path: Path) -> None:
+    asked = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}?"}
+    with pytest.raises(HttpError, match=r"chat_template: .* --trust-request-chat-template"):
+        converse(letters(tmp_path), **asked)
+    trusting = ServedModel("letters", write_model(tmp_path), trusts_templates=True)
+    [(request, _)] = converse(trusting, **asked).requests
+    assert request.token_ids == tuple(ids("hi?"))
+
+
+def test_an_answer_may_go_on_with_the_last_message(model: ServedModel) -> None:
+    said = [*CHAT, {"role": "assistant", "content": "well"}]
+    [(request, echo)] = converse(model, messages=said, continue_final_message=True).requests
+    assert request.token_ids == (0, *ids("user:hi\n"), 0, *ids("assistant:well"))
+    assert echo == ""
+    [(_, echo)] = converse(model, messages=said, continue_final_message=True, echo=True).requests
+    assert echo == "well"
+    with pytest.raises(HttpError, match="add_generation_prompt"):
+        converse(model, messages=said, continue_final_message=True, add_generation_prompt=True)
+
+
+def test_documents_need_a_place_in_the_template(model: ServedModel) -> None:
+    with pytest.raises(WireError, match="documents: the chat template"):
+        converse(model, documents=[{"title": "t", "text": "d"}])
+
+
+def test_an_answer_that_goes_on_with_a_message_may_echo_it(model: ServedModel) -> None:
+    said = [*CHAT, {"role": "assistant", "content": "well"}]
+    [(request, echo)] = converse(model, messages=said, continue_final_message=True).requests
+    assert request.token_ids == (0, *ids("user:hi\n"), 0, *ids("assistant:well"))
+    assert echo == ""
+    [(_, echo)] = converse(model, messages=said, continue_final_message=True, echo=True).requests
+    assert echo == "well"
+    with pytest.raises(HttpError, match="add_generation_prompt"):
+        converse(model, messages=said, continue_final_message=True, add_generation_prompt=True)

@@ -1,0 +1,123 @@
+"""Text completions: shapes of a prompt, echo, and what a choice looks like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.api.answered.completion import Choice, Completion, CompletionRequest, Head
+from router.api.answered.pieces import Piece
+from router.api.chat import ChatBody
+from router.api.model import ServedModel
+from router.api.text import CompletionBody, TextAnswer
+from router.text.tokenizer import Tokenizer
+from tests.router.api.asking import complete, completion, letters, refusal
+from tests.router.api.scripted import Core, Writer
+from tests.router.site import LETTERS, ids
+from wire.options import Options
+
+TOKENIZER = Tokenizer(LETTERS)
+[A], [B] = ids("a"), ids("b")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ServedModel:
+    return letters(tmp_path)
+
+
+def choice(**asked: Any) -> Choice:
+    request = CompletionRequest(tokenizer=TOKENIZER, answer=TextAnswer, **asked)
+    return Choice(1, (5, 6), request, lambda choice: None, prefix="<")
+
+
+def entry(subject: Choice, piece: Piece) -> dict[str, Any]:
+    completion = Completion(Core(), subject.asked, Writer())
+    return TextAnswer(completion, Head("1", 7, "m")).entry(subject, piece)
+
+
+def test_a_text_prompt_gets_the_models_special_tokens(model: ServedModel) -> None:
+    [(request, echo)] = complete(model, prompt="ab").requests
+    assert request.token_ids == (0, *ids("ab"))
+    assert (request.max_new_tokens, request.options.max_tokens) == (15, 16)
+    assert (request.options.seed, request.client, echo) == (77, "10.0.0.1", "")
+
+
+def test_or_none(model: ServedModel) -> None:
+    [(request, _)] = complete(model, prompt="ab", add_special_tokens=False).requests
+    assert request.token_ids == tuple(ids("ab"))
+
+
+def test_choices_of_several_prompts_are_in_order(model: ServedModel) -> None:
+    requests = complete(model, prompt=["a", [5, 6]], n=2).requests
+    assert [(r.token_ids, r.options.choice) for r, _ in requests] == [
+        ((0, *ids("a")), 0),
+        ((0, *ids("a")), 1),
+        ((5, 6), 0),
+        ((5, 6), 1),
+    ]
+
+
+def test_echo_is_the_text_of_the_prompt(model: ServedModel) -> None:
+    requests = complete(model, prompt=["a<s>", ids("xy"), [0, 0, *ids("z")]], echo=True).requests
+    assert [echo for _, echo in requests] == ["a<s>", "xy", "<s><s>z"]
+
+
+def test_an_echo_without_answer_still_reads_the_prompt(model: ServedModel) -> None:
+    wanted = complete(model, prompt="ab", echo=True, max_tokens=0, logprobs=1)
+    [(request, echo)] = wanted.requests
+    assert (request.options.max_tokens, request.max_new_tokens, echo) == (1, 0, "ab")
+    assert request.options.prompt_logprobs == 1
+    assert wanted.is_echo_only
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [(1, 2)]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+        (["a", [2, 3]], ["a", (2, 3)]),
+    ],
+)
+def test_the_shapes_of_a_prompt(prompt: Any, prompts: Any) -> None:
+    assert completion(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [[1, "a"], [[]], ["a", ""], [["a"]], [-1], [2**31]])
+def test_prompts_that_are_none(prompt: Any) -> None:
+    assert (refusal(CompletionBody, prompt=prompt).param or "").startswith("prompt")
+
+
+def test_too_many_choices_at_once() -> None:
+    assert refusal(CompletionBody, prompt=["a"] * 65, n=2).param == "prompt"
+
+
+def test_best_of_n_is_n() -> None:
+    assert completion(best_of=2, n=2).num_choices == 2
+
+
+def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
+    def options(**fields: Any) -> Options:
+        return completion(**fields).options(seed=0, max_tokens=5)
+
+    assert options(echo=True, logprobs=3).prompt_logprobs == 3
+    assert options(echo=True).prompt_logprobs is None
+    assert options(logprobs=3).prompt_logprobs is None
+
+
+def test_no_token_at_all_is_for_echo_only() -> None:
+    assert completion(echo=True, max_tokens=0).token_limit == 0
+    assert refusal(CompletionBody, max_tokens=0).param == "max_tokens"
+    assert refusal(ChatBody, max_tokens=0).param == "max_tokens"
+
+
+def test_a_text_choice_echoes_and_names_tokens_when_asked() -> None:
+    body = entry(choice(has_ids=True), Piece("ab", [A, B], (), "stop"))
+    assert body["text"] == "<ab"
+    assert (body["token_ids"], body["prompt_token_ids"]) == ([A, B], [5, 6])
+    plain = entry(choice(), Piece("ab", [A, B], (), "stop"))
+    assert "token_ids" not in plain
+    assert plain["prompt_token_ids"] is None and plain["prompt_logprobs"] is None

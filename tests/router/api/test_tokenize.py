@@ -1,0 +1,35 @@
+"""Text to ids and back over HTTP."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from router.api.asked.bodies import parse
+from router.api.errors import HttpError
+from router.api.model import ServedModel
+from router.api.tokenize import TokenizeBody, detokenize, tokenize
+from tests.router.api.asking import CHAT, letters, raw, refusal
+from tests.router.site import ids
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ServedModel:
+    return letters(tmp_path)
+
+
+def test_tokenize_and_back(model: ServedModel) -> None:
+    answer = json.loads(tokenize(model, raw(prompt="hé"), 100))
+    assert answer == {"tokens": [0, *ids("hé")], "count": 4, "max_model_len": 100}
+    assert json.loads(detokenize(model, raw(tokens=answer["tokens"]))) == {"prompt": "<s>hé"}
+    chat = json.loads(tokenize(model, raw(messages=CHAT, add_generation_prompt=False), None))
+    assert chat["tokens"] == [0, *ids("user:hi\n")]
+
+
+def test_tokenize_wants_one_of_two() -> None:
+    assert refusal(TokenizeBody, prompt="a").param == "prompt"
+    with pytest.raises(HttpError):
+        parse(TokenizeBody, b"{}")
+    assert parse(TokenizeBody, b'{"prompt": ""}').prompt == ""
