@@ -1,0 +1,1 @@
+"""POST /v1/responses, and the responses that are kept."""

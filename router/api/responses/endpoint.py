@@ -1,0 +1,65 @@
+"""POST /v1/responses: from a body, and what it goes on from, to a request of the core."""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from router.api.answered.completion import CompletionRequest
+from router.api.asked.bodies import parse
+from router.api.asked.fields import RESPONSES
+from router.api.asked.values import check_values
+from router.api.errors import HttpError
+from router.api.model import Asker, ServedModel
+from router.api.responses.answer import ResponseAnswer, Told, response_id
+from router.api.responses.body import ResponseBody
+from router.api.responses.items import Item, encode_items
+from router.api.responses.kept import KeptResponse, KeptResponses
+
+# Of the items before an answer and those that it goes on with, in JSON: as of a body.
+MAX_CONVERSATION_BYTES: Final = 2 * 1024 * 1024
+
+
+class _Answer(msgspec.Struct):
+    output: list[Item]
+
+
+def read(kept: KeptResponses, model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
+    """Understand a body.
+
+    Raises:
+        HttpError, WireError: It asks for what it cannot have.
+    """
+    body = parse(ResponseBody, raw, RESPONSES)
+    model.check_name(body.model)
+    items = body.items
+    if (name := body.previous_response_id) is not None:
+        previous = kept.find(asker.client, name, "previous_response_id")
+        items = [*_items_of(previous, len(raw)), *items]
+    key = secrets.token_hex(16)
+    before = encode_items(items, key) if body.is_kept else b""
+
+    def keep(response: bytes) -> None:
+        if body.is_kept:
+            kept.keep(response_id(key), KeptResponse(asker.client, response, before))
+
+    answer = partial(ResponseAnswer, told=Told(key, body.echo(), keep))
+    return model.converse(body.go_on(items, model), body, asker, answer)
+
+
+def _items_of(previous: KeptResponse, num_more: int) -> list[Item]:
+    if previous.size + num_more > MAX_CONVERSATION_BYTES:
+        raise HttpError(
+            413,
+            f"the conversation before and this input are over {MAX_CONVERSATION_BYTES} bytes: "
+            "begin another with what matters of it",
+            code="conversation_too_large",
+            param="previous_response_id",
+        )
+    check_values(previous.input)
+    check_values(previous.answer)
+    before = msgspec.json.decode(previous.input, type=list[Item])
+    return before + msgspec.json.decode(previous.answer, type=_Answer).output

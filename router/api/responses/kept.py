@@ -1,0 +1,144 @@
+"""Responses that are kept, for later ones to go on from: a bounded number, each its asker's.
+
+Kept as bytes, which can be counted and which nobody has to walk through: for every response its
+answer, and the items that came before it, those of earlier responses included.  So each stands
+alone: it can be gone on from when what it came from is long forgotten.  The least recently used go
+first.  A router that starts again remembers none.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from router.api.errors import HttpError, invalid
+from wire.errors import shown
+
+# Of a dictionary's entry and the names in it, about.
+BYTES_EACH: Final = 1024
+MAX_RESPONSES: Final = 1000
+MAX_BYTES: Final = 64 * 1024 * 1024
+DEFAULT_ITEMS: Final = 20
+MAX_ITEMS: Final = 100
+
+
+class KeptResponse(NamedTuple):
+    """`answer` is the response and `input` the list of items before it, both in JSON."""
+
+    asker: str
+    answer: bytes
+    input: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.answer) + len(self.input) + BYTES_EACH
+
+
+class _Previous(msgspec.Struct):
+    previous_response_id: str | None = None
+
+
+class KeptResponses:
+    """At most `max_responses` of them, of `max_bytes` together.
+
+    Bodies are read and answers made in threads too, so every method may be called from any.
+    """
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._lock = Lock()
+        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, name: str, kept: KeptResponse) -> None:
+        """Keep a response, unless it is larger than all may be; the oldest make room for it."""
+        if kept.size > self._max_bytes:
+            return
+        with self._lock:
+            self._kept[name] = kept
+            self.num_bytes += kept.size
+            while len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes:
+                _, oldest = self._kept.popitem(last=False)
+                self.num_bytes -= oldest.size
+
+    def find(self, asker: str, name: str, param: str | None = None) -> KeptResponse:
+        """Return a response of this asker; it has been used now.
+
+        Raises:
+            HttpError: 404; it is not here, or somebody else's, which nobody is told.
+        """
+        with self._lock:
+            kept = self._kept.get(name)
+            if kept is None or kept.asker != asker:
+                raise self._missing(name, param)
+            self._kept.move_to_end(name)
+            return kept
+
+    def delete(self, asker: str, name: str) -> None:
+        """Forget a response.
+
+        Raises:
+            HttpError: 404.
+        """
+        with self._lock:
+            kept = self._kept.get(name)
+            if kept is None or kept.asker != asker:
+                raise self._missing(name, None)
+            del self._kept[name]
+            self.num_bytes -= kept.size
+
+    def work_of(self, raw: bytes) -> int:
+        """How many bytes are worked on to understand a body: its own, and those it goes on from."""
+        try:
+            name = msgspec.json.decode(raw, type=_Previous).previous_response_id
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return len(raw)  # whoever reads it will say what is wrong
+        kept = self._kept.get(name or "")
+        return len(raw) + (kept.size if kept else 0)
+
+    def _missing(self, name: str, param: str | None) -> HttpError:
+        return HttpError(
+            404,
+            f"Response with id {shown(name)} not found: it was made with store false, or by "
+            "somebody else, was deleted, or gave way to later ones (this router keeps "
+            f"{self._max_responses} in {self._max_bytes} bytes, and none when it starts again)",
+            code="response_not_found",
+            param=param,
+        )
+
+
+def list_items(kept: KeptResponse, query: dict[str, str]) -> dict[str, Any]:
+    """Return the items before a response, as GET …/input_items has them: the latest first.
+
+    Raises:
+        HttpError: 400; the query asks for what there is not.
+    """
+    order, after = query.get("order", "desc"), query.get("after")
+    limit = query.get("limit", str(DEFAULT_ITEMS))
+    if order not in ("asc", "desc"):
+        raise invalid("order", "expected asc or desc")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_ITEMS):
+        raise invalid("limit", f"expected a number from 1 to {MAX_ITEMS}")
+    items: list[dict[str, Any]] = msgspec.json.decode(kept.input)
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        names = [item["id"] for item in items]
+        if after not in names:
+            raise invalid("after", f"there is no item {shown(after)} here")
+        items = items[names.index(after) + 1 :]
+    page = items[: int(limit[:9])]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": len(items) > len(page),
+    }

@@ -1,0 +1,113 @@
+"""From a body to a request of the core: what it goes on from, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.api.answered.completion import Completion, CompletionRequest, Head
+from router.api.answered.pieces import Piece
+from router.api.asked.values import MAX_OBJECTS
+from router.api.errors import HttpError
+from router.api.model import Asker, ServedModel
+from router.api.responses import endpoint
+from router.api.responses.endpoint import read
+from router.api.responses.kept import KeptResponse, KeptResponses
+from tests.router.api.asking import letters
+from tests.router.api.scripted import Core, Writer
+from tests.router.site import LETTERS
+from wire.errors import WireError
+
+ANNA, BEN = Asker("anna", 7, 400), Asker("ben", 7, 400)
+
+
+class Talk:
+    """A model, and what is kept of its responses."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.kept = KeptResponses()
+        self._model = model
+
+    def read(self, asker: Asker = ANNA, **fields: Any) -> CompletionRequest:
+        raw = json.dumps({"input": "hi"} | fields).encode()
+        return read(self.kept, self._model, raw, asker)
+
+    def prompt(self, **fields: Any) -> str:
+        """What the model reads."""
+        [(request, _)] = self.read(**fields).requests
+        return LETTERS.decode(list(request.token_ids))
+
+    def answer(self, text: str, asker: Asker = ANNA, **fields: Any) -> str:
+        """Answer a body, and return the id."""
+        request = self.read(asker, **fields)
+        completion = Completion(Core(), request, Writer())
+        completion.submit()
+        answer = request.answer(completion, Head("r", 1, "letters"))
+        name: str = json.loads(answer.whole([Piece(text, finish_reason="stop")]))["id"]
+        return name
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Talk:
+    return Talk(letters(tmp_path))
+
+
+def test_the_input_is_the_prompt(talk: Talk) -> None:
+    assert talk.prompt(instructions="Be.") == "system:Be.\nuser:hi\nassistant:"
+
+
+def test_a_response_goes_on_from_another(talk: Talk) -> None:
+    first = talk.answer("hello", instructions="Be.")
+    second = talk.answer("two", input="more", previous_response_id=first)
+    wanted = "user:hi\nassistant:hello\nuser:more\nassistant:"
+    assert talk.prompt(input="more", previous_response_id=first) == wanted
+    again = talk.prompt(input="again", previous_response_id=second, instructions="Now.")
+    assert again == f"system:Now.\n{wanted}two\nuser:again\nassistant:"
+
+
+def test_each_stands_alone(talk: Talk) -> None:
+    first = talk.answer("hello")
+    second = talk.answer("two", input="more", previous_response_id=first)
+    talk.kept.delete("anna", first)
+    assert "user:hi\nassistant:hello\n" in talk.prompt(previous_response_id=second)
+
+
+def test_input_of_calls_becomes_messages(talk: Talk) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "a", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "rain"}
+    assert talk.prompt(input=[call, output]).endswith("tool:rain\nassistant:")
+
+
+def test_what_is_not_to_be_kept_is_not(talk: Talk) -> None:
+    name = talk.answer("hello", store=False)
+    assert len(talk.kept) == 0
+    with pytest.raises(HttpError) as caught:
+        talk.read(previous_response_id=name)
+    assert (caught.value.status, caught.value.param) == (404, "previous_response_id")
+
+
+def test_nobody_goes_on_from_what_is_anothers(talk: Talk) -> None:
+    name = talk.answer("secret", ANNA)
+    with pytest.raises(HttpError, match="Response with id"):
+        talk.read(BEN, previous_response_id=name)
+
+
+def test_a_conversation_that_outgrows_a_body_is_refused(talk: Talk) -> None:
+    large = json.dumps([{"role": "user", "content": "x" * endpoint.MAX_CONVERSATION_BYTES}])
+    talk.kept.keep("resp_large", KeptResponse("anna", b'{"output": []}', large.encode()))
+    many = json.dumps([{"role": "user", "content": "x"}] * MAX_OBJECTS)
+    talk.kept.keep("resp_many", KeptResponse("anna", b'{"output": []}', many.encode()))
+    for name in ("resp_large", "resp_many"):
+        with pytest.raises(HttpError) as caught:
+            talk.read(previous_response_id=name)
+        assert caught.value.status == 413
+
+
+def test_what_the_model_has_no_room_for(talk: Talk) -> None:
+    with pytest.raises(WireError, match="context length is 400"):
+        talk.read(input="x" * 500)
+    with pytest.raises(HttpError, match="does not exist"):
+        talk.read(model="gpt-9")

@@ -1,0 +1,156 @@
+"""Responses that are kept: bounded in number and bytes, the oldest go first, each its asker's."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.api.errors import HttpError
+from router.api.responses.kept import BYTES_EACH, KeptResponse, KeptResponses, list_items
+
+
+def kept(asker: str = "anna", size: int = 10) -> KeptResponse:
+    return KeptResponse(asker, b"a" * size, b"[]")
+
+
+def is_there(store: KeptResponses, name: str, asker: str = "anna") -> bool:
+    try:
+        store.find(asker, name)
+    except HttpError as error:
+        assert (error.status, error.code) == (404, "response_not_found")
+        return False
+    return True
+
+
+def test_the_least_recently_used_go_first() -> None:
+    store = KeptResponses(max_responses=2)
+    for name in ("one", "two"):
+        store.keep(name, kept())
+    assert is_there(store, "one")
+    store.keep("three", kept())
+    assert [is_there(store, name) for name in ("one", "two", "three")] == [True, False, True]
+
+
+def test_bytes_are_counted_with_what_an_entry_costs() -> None:
+    each = kept(size=1000)
+    assert each.size == 1002 + BYTES_EACH
+    store = KeptResponses(max_bytes=2 * each.size)
+    for name in ("one", "two", "three"):
+        store.keep(name, each)
+    assert (len(store), store.num_bytes) == (2, 2 * each.size)
+    store.delete("anna", "two")
+    assert store.num_bytes == each.size
+
+
+def test_one_that_is_larger_than_all_may_be_pushes_nobody_out() -> None:
+    store = KeptResponses(max_bytes=10 * kept().size)
+    store.keep("small", kept())
+    store.keep("large", kept(size=100_000))
+    assert is_there(store, "small")
+    assert not is_there(store, "large")
+
+
+def test_nobody_reads_or_deletes_what_is_anothers() -> None:
+    store = KeptResponses()
+    store.keep("one", kept("anna"))
+    assert not is_there(store, "one", "ben")
+    with pytest.raises(HttpError, match="Response with id 'one' not found"):
+        store.delete("ben", "one")
+    assert is_there(store, "one", "anna")
+
+
+def test_none_at_all() -> None:
+    store = KeptResponses(max_responses=0)
+    store.keep("one", kept())
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_the_work_of_a_body_is_its_own_and_that_of_what_it_goes_on_from() -> None:
+    store = KeptResponses()
+    store.keep("resp_1", kept(size=5000))
+    for body, more in (
+        (b'{"input": "a"}', 0),
+        (b'{"previous_response_id": "resp_1"}', kept(size=5000).size),
+        (b'{"previous\\u005fresponse_id": "resp_1"}', kept(size=5000).size),
+        (b'{"previous_response_id": "resp_2"}', 0),
+        (b'{"previous_response_id": 7}', 0),
+        (b"[" * 100_000, 0),
+        (b'{"previous_response_id": "\xff"}', 0),
+        (b"", 0),
+    ):
+        assert store.work_of(body) == len(body) + more
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4000)), max_size=40))
+def test_the_limits_hold_whatever_is_kept(steps: list[tuple[str, int]]) -> None:
+    store = KeptResponses(max_responses=4, max_bytes=8000)
+    for number, (name, size) in enumerate(steps):
+        if size % 5 == 0 and is_there(store, name):
+            store.delete("anna", name)
+        else:
+            store.keep(f"{name}{number}", kept(size=size))
+        assert len(store) <= 4
+        assert store.num_bytes <= 8000
+    assert (store.num_bytes == 0) == (len(store) == 0)
+
+
+def test_many_threads_leave_it_counted() -> None:
+    store = KeptResponses(max_responses=50)
+
+    def work(me: int) -> None:
+        for number in range(300):
+            store.keep(f"{me}-{number}", kept())
+            if is_there(store, f"{me}-{number - 3}"):
+                store.delete("anna", f"{me}-{number - 3}")
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.num_bytes == len(store) * kept().size
+    assert len(store) <= 50
+
+
+# The list of items.
+
+
+ITEMS = KeptResponse("anna", b"", json.dumps([{"id": f"i{n}"} for n in range(25)]).encode())
+
+
+def names(**query: str) -> tuple[list[str], bool]:
+    page = list_items(ITEMS, query)
+    found = [item["id"] for item in page["data"]]
+    assert (page["first_id"], page["last_id"]) == ((found[0], found[-1]) if found else ("", ""))
+    return found, page["has_more"]
+
+
+def test_items_come_in_pages() -> None:
+    assert names() == ([f"i{n}" for n in range(24, 4, -1)], True)
+    assert names(order="asc", limit="2") == (["i0", "i1"], True)
+    assert names(order="asc", after="i1", limit="2") == (["i2", "i3"], True)
+    assert names(after="i3") == (["i2", "i1", "i0"], False)
+    assert names(after="i0") == ([], False)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"limit": "0"},
+        {"limit": "101"},
+        {"limit": "9" * 5000},
+        {"limit": "-1"},
+        {"limit": "٣"},
+        {"order": "up"},
+        {"after": "i99"},
+    ],
+)
+def test_a_page_that_there_is_not(query: dict[str, Any]) -> None:
+    with pytest.raises(HttpError) as caught:
+        list_items(ITEMS, query)
+    assert caught.value.param == next(iter(query))

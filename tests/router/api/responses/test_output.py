@@ -1,0 +1,102 @@
+"""The output of a response: however its parts come the items are the same, and events say them."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.api.responses.output import Output
+from router.text.parts import CallArguments, CallStart, Content, Part, Reasoning
+from tests.router.api.responses.asking import assembled, events_of, validator, without_call_ids
+
+EVENT = validator("ResponseStreamEvent")
+
+
+def said(pieces: list[list[Part]], status: str = "completed") -> Output:
+    output = Output("k", is_streamed=True)
+    for parts in pieces:
+        output.add(parts)
+    output.end(status)
+    return output
+
+
+TEXTS = st.text(alphabet='aé"{\\ 日\n', max_size=6)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[Part]:
+    parts: list[Part] = []
+    calls = 0
+    for kind in draw(st.lists(st.sampled_from("rct"), max_size=6)):
+        texts = draw(st.lists(TEXTS, max_size=4))
+        if kind == "t":
+            parts += [CallStart(calls, "tool"), *(CallArguments(calls, text) for text in texts)]
+            calls += 1
+        else:
+            make = Reasoning if kind == "r" else Content
+            parts += [make(text) for text in texts]
+    return parts
+
+
+@given(
+    answers(),
+    st.lists(st.integers(0, 30), max_size=8),
+    st.sampled_from(["completed", "incomplete"]),
+)
+def test_a_stream_says_what_the_whole_says(parts: list[Part], cuts: list[int], status: str) -> None:
+    borders = [0, *sorted(cuts), len(parts)]
+    pieces = [parts[begin:end] for begin, end in itertools.pairwise(borders)]
+    output = said(pieces, status)
+    events = events_of(output.take_events())
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    items = output.items(status)
+    assert assembled(events) == items
+    assert without_call_ids(items) == without_call_ids(said([parts], status).items(status))
+    assert [item["status"] for item in items[:-1]] == ["completed"] * (len(items) - 1)
+    assert items[-1]["status"] == status
+
+
+def test_every_event_is_what_openais_schema_says() -> None:
+    parts: list[Part] = [
+        Reasoning("Hm."),
+        Content("Hi"),
+        CallStart(0, "get"),
+        CallArguments(0, "{}"),
+    ]
+    for event in events_of(said([parts]).take_events()):
+        EVENT.validate(event)
+
+
+def test_nothing_said_is_an_empty_message() -> None:
+    [item] = said([]).items("completed")
+    assert item["content"] == [
+        {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    ]
+
+
+def test_calls_have_ids_of_their_own_and_the_items_another() -> None:
+    parts: list[Part] = [CallStart(0, "a"), CallArguments(0, "{}"), CallStart(1, "a")]
+    first, second = said([parts]).items("completed")
+    assert first["call_id"] != second["call_id"]
+    assert (first["id"], second["id"]) == ("fc_k000", "fc_k001")
+
+
+def test_scores_go_with_their_text_and_wait_for_none() -> None:
+    output = Output("k", is_streamed=True)
+    output.add([], ["half"])
+    output.add([Content("é")], ["other half"])
+    output.end("completed")
+    events = events_of(output.take_events())
+    assert assembled(events) == output.items("completed")
+    [item] = output.items("completed")
+    assert item["content"][0]["logprobs"] == ["half", "other half"]
+
+
+def test_who_does_not_stream_makes_no_events() -> None:
+    output = Output("k", is_streamed=False)
+    output.add([Content("a")])
+    output.end("completed")
+    assert output.take_events() == b""
+    assert output.items("completed")[0]["content"][0]["text"] == "a"
