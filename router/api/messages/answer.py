@@ -1,0 +1,190 @@
+"""The answer to /v1/messages: a message whole, or the events that it grows by.
+
+A message is a list of blocks, each of one kind; a part of another kind than the last begins a new
+one.  Pure, but for the ids of calls, which must differ from all others in a conversation.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from router.api.answered.completion import Completion, Head
+from router.api.answered.events import event
+from router.api.answered.pieces import Piece
+from router.api.answered.usage import usage_body
+from router.api.errors import HttpError
+from router.api.messages.arguments import read_arguments
+from router.api.messages.errors import message_error
+from router.text.parts import CallArguments, CallStart, Content, Part, Reasoning, joined
+
+REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+# The kind of block that a part belongs to.
+KINDS: Final[dict[type[Part], str]] = {
+    Content: "text",
+    Reasoning: "thinking",
+    CallStart: "tool_use",
+    CallArguments: "tool_use",
+}
+# Of each kind of block: the kind of its deltas, and the field of their text.
+DELTAS: Final = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class MessageAnswer:
+    """Renders one message; `router.api.answered.completion.Answer`.
+
+    The client said `max_tokens`.
+    """
+
+    ping = event(b'{"type":"ping"}', "ping")
+
+    def __init__(self, completion: Completion, head: Head, *, max_tokens: int) -> None:
+        self._completion = completion
+        self._head = head
+        self._max_tokens = max_tokens
+        self._blocks: BlockEvents | None = None
+
+    def whole(self, pieces: Sequence[Piece]) -> bytes:
+        (piece,) = pieces
+        content = blocks_of(_parts(piece))
+        return _encode(self._message(content) | self._ending(piece) | {"usage": self._usage()})
+
+    def take(self) -> bytes:
+        events: list[bytes] = []
+        for _, pieces in self._completion.take():
+            if self._blocks is None and pieces:
+                events.append(self._start())
+                self._blocks = BlockEvents()
+            for piece in pieces:
+                assert self._blocks is not None
+                events += [self._blocks.add(part) for part in _parts(piece)]
+                if piece.finish_reason is not None:
+                    ending = {"delta": self._ending(piece), "usage": self._usage()}
+                    events += [self._blocks.close(), _event("message_delta", ending)]
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        return _event("message_stop", {})
+
+    def failure(self, error: HttpError) -> bytes:
+        return event(message_error(error, self._head.request_id), "error")
+
+    def _start(self) -> bytes:
+        unknown = {"stop_reason": None, "stop_sequence": None}
+        usage = self._usage() | {"output_tokens": 0}
+        return _event("message_start", {"message": self._message([]) | unknown | {"usage": usage}})
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._head.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": content,
+        }
+
+    def _ending(self, piece: Piece) -> dict[str, str | None]:
+        (choice,) = self._completion.choices
+        if piece.finish_reason == "stop" and isinstance(choice.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
+        reason = REASONS[piece.finish_reason or "stop"]
+        if reason == "max_tokens" and choice.num_tokens < self._max_tokens:
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _usage(self) -> dict[str, int]:
+        usage = usage_body(self._completion.choices, 1)
+        cached = usage.prompt_tokens_details.cached_tokens
+        return {
+            "input_tokens": usage.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage.completion_tokens,
+        }
+
+
+class BlockEvents:
+    """The events of blocks that grow part by part."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._kind = ""  # of the open block
+        # What stands around the text of its next delta.
+        self._around = (b"", b"")
+
+    def add(self, part: Part) -> bytes:
+        """Return the events of one more part."""
+        text = "" if isinstance(part, CallStart) else part.text
+        begun = b""
+        if isinstance(part, CallStart) or (text and KINDS[type(part)] != self._kind):
+            begun = self.close() + self._open(empty_block(part))
+        if not text:
+            return begun
+        before, after = self._around
+        return begun + before + _encode(text) + after
+
+    def close(self) -> bytes:
+        """Return the end of the open block, if there is one."""
+        if not self._kind:
+            return b""
+        is_thinking = self._kind == "thinking"
+        signed = self._delta("signature_delta", "signature", "") if is_thinking else b""
+        self._kind = ""
+        return signed + _event("content_block_stop", {"index": self._index})
+
+    def _open(self, block: dict[str, Any]) -> bytes:
+        self._index += 1
+        self._kind = block["type"]
+        # An event is rendered whose text is one NUL, and cut there.
+        before, after = self._delta(*DELTAS[self._kind], "\0").split(b'"\\u0000"')
+        self._around = before, after
+        return _event("content_block_start", {"index": self._index, "content_block": block})
+
+    def _delta(self, kind: str, name: str, text: str) -> bytes:
+        delta = {"type": kind, name: text}
+        return _event("content_block_delta", {"index": self._index, "delta": delta})
+
+
+def blocks_of(parts: Iterable[Part]) -> list[dict[str, Any]]:
+    """Return the blocks of a whole answer."""
+    blocks: list[dict[str, Any]] = []
+    for part in joined([part for part in parts if isinstance(part, CallStart) or part.text]):
+        if isinstance(part, CallArguments):
+            blocks[-1]["input"] = read_arguments(part.text)
+            continue
+        block = empty_block(part)
+        if not isinstance(part, CallStart):
+            block[block["type"]] = part.text
+        blocks.append(block)
+    return blocks
+
+
+def empty_block(part: Part) -> dict[str, Any]:
+    """Return the block that a part begins, without the part's text."""
+    kind = KINDS[type(part)]
+    if isinstance(part, CallStart):
+        return {
+            "type": kind,
+            "id": f"toolu_{secrets.token_hex(12)}",
+            "name": part.name,
+            "input": {},
+        }
+    # Thoughts are signed at Anthropic, and nobody here would check it.
+    return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+
+
+def _parts(piece: Piece) -> Sequence[Part]:
+    return (Content(piece.text),) if piece.parts is None else piece.parts
+
+
+def _event(kind: str, fields: dict[str, Any]) -> bytes:
+    return event(_encode({"type": kind} | fields), kind)
