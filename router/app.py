@@ -21,6 +21,9 @@ from typing import Final
 
 import structlog
 
+from router.api.asked.defaults import read_defaults
+from router.api.model import ServedModel
+from router.api.responses.kept import KeptResponses
 from router.bus import Bus
 from router.config import Config, split_endpoint
 from router.core.cluster import Readiness, try_this, unready
@@ -86,9 +89,18 @@ class Router:
             request_ids=RequestIds(secrets.randbelow(2**31 - 1) + 1),
             clock=time.monotonic,
         )
+        defaults = read_defaults(config.generation_config, model_path)
+        if defaults.said:
+            log.info("sampling defaults", file=config.generation_config, **defaults.said)
         self.application = Application(
-            model_name=config.model_name,
-            model_path=model_path,
+            model=ServedModel(
+                config.model_name,
+                model_path,
+                defaults,
+                tool_calls=config.tool_call_parser,
+                reasoning=config.reasoning_parser,
+                trusts_templates=config.trust_request_chat_template,
+            ),
             dispatcher=self.dispatcher,
             fleet=self.fleet,
             api_keys=self._api_keys,
@@ -99,6 +111,7 @@ class Router:
                 config.hosts,
                 checks_host=self._api_keys is None or bool(config.allowed_hosts),
             ),
+            kept=KeptResponses(config.max_kept_responses, config.max_kept_bytes),
         )
         self._idle = Idle(self.dispatcher)
         self._tcp: Server | None = None

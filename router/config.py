@@ -11,7 +11,7 @@ import ipaddress
 import shlex
 import socket
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
@@ -21,9 +21,11 @@ from pydantic import (
     model_validator,
 )
 
+from router.api.responses.kept import MAX_BYTES, MAX_RESPONSES
 from router.cores import Sharing
 from router.http.limits import MAX_BODY_BYTES
 from router.http.origin import check_origin
+from router.text.answer import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 from wire.process.keys import credential
 from wire.process.settings import SharedSettings
 
@@ -36,6 +38,29 @@ class Config(SharedSettings):
     # What is served.
     served_model_name: str = Field(
         default="", description="the name clients use; empty: taken from --model"
+    )
+
+    generation_config: str = Field(
+        default="auto",
+        description="what requests are sampled with that do not say: auto is what the model's "
+        "generation_config.json recommends, none is temperature 1 and no filter, else a directory "
+        "with such a file",
+    )
+
+    tool_call_parser: Literal[TOOL_CALL_PARSERS] = Field(  # type: ignore[valid-type]
+        default=AUTO,
+        description="how the model writes calls of tools; auto: as its chat template shows",
+    )
+    reasoning_parser: Literal[REASONING_PARSERS] = Field(  # type: ignore[valid-type]
+        default=AUTO,
+        description="how the model marks what it thinks before it answers; auto: as its chat "
+        "template shows",
+    )
+
+    trust_request_chat_template: bool = Field(
+        default=False,
+        description="let requests bring a chat template: one can compute for ever, so only where "
+        "all who ask are trusted",
     )
 
     # Where.
@@ -89,6 +114,14 @@ class Config(SharedSettings):
         ge=1024,
         le=64 * 1024 * 1024,
         description="largest body of an HTTP request; beyond the default one may delay the others",
+    )
+    max_kept_responses: int = Field(
+        default=MAX_RESPONSES,
+        ge=0,
+        description="responses that later ones can go on from (previous_response_id)",
+    )
+    max_kept_bytes: int = Field(
+        default=MAX_BYTES, ge=0, description="of all responses that are kept; the oldest make room"
     )
     max_attempts: int = Field(
         default=4, ge=1, le=16, description="tries of a request when workers fail; 1: no failover"

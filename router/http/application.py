@@ -1,9 +1,9 @@
 """The ASGI application: routes, the one place where errors become answers, one log line a request.
 
-A completion passes through it in four steps: `router.http.limits` reads the body,
-`router.http.requests` makes requests to the core of it, `router.http.completion` submits them, and
-`router.http.writer` sends what they bring.  While that runs, a task watches for the client to
-leave.
+A completion passes through it in four steps: `router.http.limits` reads the body, the endpoint
+(`router.api.text`, `router.api.chat`) makes requests to the core of it,
+`router.api.answered.completion` submits them, and `router.http.writer` sends what they bring.
+While that runs, a task watches for the client to leave.
 """
 
 from __future__ import annotations
@@ -11,28 +11,36 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Final, TypeVar
 
 import structlog
 
 from router import metrics
+from router.api import chat, text
+from router.api.answered.completion import Completion, CompletionRequest, Head
+from router.api.answered.logprobs import size_of_scores
+from router.api.errors import HttpError, http_error
+from router.api.messages.body import count_tokens
+from router.api.messages.body import read as read_message
+from router.api.messages.errors import check_version, message_error
+from router.api.model import Asker, ServedModel
+from router.api.responses import endpoint as responses
+from router.api.responses.kept import KeptResponses
+from router.api.tokenize import detokenize, tokenize
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
 from router.http import asgi
-from router.http.asgi import Disconnected, HttpError, HttpExchange, Receive, Scope, Send
-from router.http.completion import Completion, CompletionRequest
-from router.http.limits import Bodies, Threads
+from router.http.asgi import Disconnected, HttpExchange, Receive, Scope, Send
+from router.http.limits import ORDINARY_BYTES, Bodies, Threads
 from router.http.origin import Origins, preflight
-from router.http.requests import RequestParser
-from router.http.responses import size_of_scores, whole_body
+from router.http.responses import ResponseHandlers
+from router.http.routes import Handler, Route, Routes
 from router.http.server import abort
-from router.http.sse import ChunkWriter, failure
 from router.http.status import Status
 from router.http.writer import ResponseWriter, wait_for_disconnect
-from wire.errors import ErrorCode, WireError, shown
+from wire.errors import ErrorCode, WireError
 from wire.process.api_keys import ApiKeys
 from wire.process.traffic import Traffic
 
@@ -42,10 +50,10 @@ log = structlog.get_logger("router")
 TICK_S: Final = 1.0
 # What is logged when the client left before its answer (nginx began this number; never sent).
 CLIENT_CLOSED: Final = 499
-# Answered without an API key: they say nothing but whether to send work here.
-OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/health"})
-
-Handler = Callable[[HttpExchange], Awaitable[None]]
+# What an allowed web page may ask by.
+METHODS: Final = b"GET, HEAD, POST, DELETE, OPTIONS"
+# How an endpoint understands a body.
+Read = Callable[[ServedModel, bytes, Asker], CompletionRequest]
 T = TypeVar("T")
 
 
@@ -58,56 +66,86 @@ class Application:
     def __init__(
         self,
         *,
-        model_name: str,
-        model_path: Path,
+        model: ServedModel,
         dispatcher: Dispatcher,
         fleet: Fleet,
         api_keys: ApiKeys | None = None,
         planes: Mapping[str, Traffic] | None = None,
         bodies: Bodies | None = None,
         origins: Origins | None = None,
+        kept: KeptResponses | None = None,
     ) -> None:
         self.draining = False
         self._api_keys = api_keys
         self._bodies = bodies or Bodies()
         self._origins = origins or Origins()
         self._threads = Threads()
+        self._kept = KeptResponses() if kept is None else kept
         self.metrics = metrics.Metrics(fleet, dispatcher, planes)
         self.metrics.tasks.set_function(lambda: len(asyncio.all_tasks()))
-        self._model_name = model_name
+        self._model = model
         self._dispatcher = dispatcher
         self._fleet = fleet
-        self._parser = RequestParser(model_name, model_path)
         self._writers: set[ResponseWriter] = set()
         self._tick_due: float | None = None
         dispatcher.observers.append(self.metrics)
-        self._status = status = Status(
-            model_name=model_name,
-            parser=self._parser,
+        status = Status(
+            model=self._model,
             fleet=fleet,
             counts=dispatcher,
             statistics=self.metrics,
             is_draining=lambda: self.draining,
         )
-        # path: (name in logs and metrics, method, handler)
-        self._routes: dict[str, tuple[str, str, Handler]] = {
-            "/v1/completions": ("completions", "POST", self._completions),
-            "/v1/chat/completions": ("chat_completions", "POST", self._chat_completions),
-            "/tokenize": ("tokenize", "POST", self._tokenize),
-            "/detokenize": ("detokenize", "POST", self._detokenize),
-            "/v1/models": ("models", "GET", status.models),
-            "/v1/cluster": ("cluster", "GET", status.cluster),
-            "/livez": ("livez", "GET", status.livez),
-            "/readyz": ("readyz", "GET", status.readyz),
-            "/health": ("health", "GET", status.readyz),
-            "/version": ("version", "GET", status.version),
-            "/metrics": ("metrics", "GET", status.metrics),
-        }
+        self.routes = Routes(self._table(status))
+
+    def _table(self, status: Status) -> list[Route]:
+        def asks(read: Read) -> dict[str, Handler]:
+            return {"POST": partial(self._complete, read)}
+
+        kept = ResponseHandlers(self._kept, self._threads)
+        respond = partial(
+            self._complete, partial(responses.read, self._kept), work_of=self._kept.work_of
+        )
+
+        def messages(path: str, name: str, handler: Handler) -> Route:
+            return Route(path, name, {"POST": partial(_in_version, handler)}, message_error)
+
+        probe = partial(Route, is_open=True)  # says nothing but whether to send work here
+        return [
+            Route("/v1/completions", "completions", asks(text.read)),
+            Route("/v1/chat/completions", "chat_completions", asks(chat.read)),
+            Route("/v1/responses", "responses", {"POST": respond}),
+            # The first that fits: an id is whatever stands at its place.
+            Route("/v1/responses/{response}/input_items", "responses", {"GET": kept.input_items}),
+            Route("/v1/responses/{response}/cancel", "responses", {"POST": kept.cancel}),
+            Route(
+                "/v1/responses/{response}",
+                "responses",
+                {"GET": kept.show, "DELETE": kept.delete},
+            ),
+            messages("/v1/messages", "messages", partial(self._complete, read_message)),
+            messages("/v1/messages/count_tokens", "count_tokens", self._count_tokens),
+            Route("/tokenize", "tokenize", {"POST": self._tokenize}),
+            Route("/detokenize", "detokenize", {"POST": self._detokenize}),
+            Route("/v1/models", "models", {"GET": status.models}),
+            Route("/v1/models/{model}", "models", {"GET": status.model}),
+            Route("/v1/cluster", "cluster", {"GET": status.cluster}),
+            Route("/version", "version", {"GET": status.version}),
+            Route("/metrics", "metrics", {"GET": status.metrics}),
+            Route("/load", "load", {"GET": status.load}),
+            # The same for every router, and for browsers, which send no key when one opens a page.
+            Route("/openapi.json", "openapi", {"GET": status.openapi}, is_open=True),
+            Route("/docs", "docs", {"GET": status.docs}, is_open=True),
+            probe("/livez", "livez", {"GET": status.livez}),
+            probe("/readyz", "readyz", {"GET": status.readyz}),
+            probe("/health", "health", {"GET": status.readyz}),
+            probe("/ping", "ping", {"GET": status.readyz, "POST": status.readyz}),
+        ]
 
     @property
     def has_text(self) -> bool:
         """Whether prompts may be text: the model has a tokenizer."""
-        return self._parser.has_text
+        return self._model.tokenizer.has_text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -131,25 +169,28 @@ class Application:
         except HttpError as error:
             await self._refuse(exchange, error)
         except WireError as error:
-            await self._refuse(exchange, asgi.http_error(error))
+            await self._refuse(exchange, http_error(error))
         except Exception:
             log.exception("bug", request_id=exchange.request_id, endpoint=exchange.endpoint)
             internal = WireError(ErrorCode.INTERNAL, "")
-            await self._refuse(exchange, asgi.http_error(internal))
+            await self._refuse(exchange, http_error(internal))
         finally:
             self._note(exchange)
 
     async def _refuse(self, exchange: HttpExchange, error: HttpError) -> None:
         exchange.status, exchange.outcome = error.status, error.code or "error"
         if exchange.is_streaming:
-            await exchange.send({"type": "http.response.body", "body": failure(error)})
+            body = exchange.failure(error)
+            await exchange.send({"type": "http.response.body", "body": body})
         else:
-            await exchange.respond(error.status, error.body, *error.headers)
+            body = exchange.error_body(error, exchange.request_id)
+            await exchange.respond(error.status, body, *error.headers)
 
     def _note(self, exchange: HttpExchange) -> None:
         self.metrics.on_response(exchange.endpoint, exchange.outcome)
-        is_poll = exchange.scope["path"] in OPEN_PATHS  # every second, and 503 while workers start
-        is_work = not is_poll and (exchange.scope["method"] == "POST" or exchange.status >= 400)
+        # Probes come every second, and are 503 while workers start.
+        is_work = exchange.scope["method"] == "POST" or exchange.status >= 400
+        is_work = is_work and not exchange.is_open
         (log.info if is_work else log.debug)(
             "request",
             face="http",
@@ -159,42 +200,34 @@ class Application:
             status=exchange.status,
             outcome=exchange.outcome,
             **exchange.facts,
+            **asgi.trace(exchange.scope),
             total_s=round(time.monotonic() - exchange.started_at, 6),
         )
 
     async def _route(self, exchange: HttpExchange) -> None:
         path, method = exchange.scope["path"], exchange.scope["method"]
-        if path not in OPEN_PATHS:
+        route, exchange.named = self.routes.find(path) or (None, "")
+        if route is not None:
+            exchange.error_body, exchange.is_open = route.error_body, route.is_open
+        if not exchange.is_open:
             exchange.cors = self._origins.admit(exchange.scope)
-            if exchange.cors and (answer := preflight(exchange.scope, b"GET, HEAD, POST, OPTIONS")):
+            if exchange.cors and (answer := preflight(exchange.scope, METHODS)):
                 await exchange.respond(200, b"", *answer)  # browsers send no key with this question
                 return
             if self._api_keys is not None:
                 exchange.key_name = asgi.check_api_key(exchange.scope, self._api_keys)
-        route = self._routes.get(path)
-        if route is None and path.startswith("/v1/models/"):
-            route = "models", "GET", self._status.model
         if route is None:
-            raise HttpError(404, f"there is no {shown(path)} here", code="not_found")
-        exchange.endpoint, allowed, handler = route
-        allow = (b"allow", b"GET, HEAD, OPTIONS" if allowed == "GET" else b"POST, OPTIONS")
+            raise self.routes.missing(path)
+        exchange.endpoint = route.name
         if method == "OPTIONS":
-            await exchange.respond(200, b"", allow)
-        elif method != allowed and (method, allowed) != ("HEAD", "GET"):
-            raise HttpError(405, f"use {allowed} here", code="method_not_allowed", headers=(allow,))
+            await exchange.respond(200, b"", (b"allow", route.allow))
         else:
-            await handler(exchange)
+            await route.handler(method)(exchange)
 
     # Completions.
 
-    async def _completions(self, exchange: HttpExchange) -> None:
-        await self._complete(exchange, self._parser.completion)
-
-    async def _chat_completions(self, exchange: HttpExchange) -> None:
-        await self._complete(exchange, self._parser.chat)
-
     async def _complete(
-        self, exchange: HttpExchange, read: Callable[..., CompletionRequest]
+        self, read: Read, exchange: HttpExchange, *, work_of: Callable[[bytes], int] = len
     ) -> None:
         if self.draining:
             raise WireError(ErrorCode.DRAINING, "the router is shutting down; try another one")
@@ -203,10 +236,10 @@ class Application:
         max_model_len = self._fleet.last_max_model_len
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
-        seed = secrets.randbits(63)
-        asked = await self._read(
-            exchange, partial(read, asker=exchange.asker, seed=seed, max_model_len=max_model_len)
-        )
+        asker = Asker(exchange.asker, secrets.randbits(63), max_model_len)
+        asked = await self._read(exchange, lambda raw: read(self._model, raw, asker), work_of)
+        if asked.hold is not None:
+            asked = await self._threads.run(ORDINARY_BYTES, asked.hold)
         writer = self._writer(exchange)
         completion = Completion(self._dispatcher, asked, writer)
         completion.submit()
@@ -229,18 +262,16 @@ class Application:
     async def _deliver(
         self, exchange: HttpExchange, completion: Completion, writer: ResponseWriter
     ) -> None:
-        asked = completion.asked
-        head = {
-            "id": f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{exchange.request_id}",
-            "created": int(time.time()),
-            "model": self._model_name,
-        }
-        if asked.is_streamed:
-            await writer.stream(completion, ChunkWriter(completion, head))
+        head = Head(exchange.request_id, int(time.time()), self._model.name)
+        answer = completion.asked.answer(completion, head)
+        exchange.failure = answer.failure
+        if completion.asked.is_streamed:
+            await writer.stream(completion, answer)
             return
         pieces = await writer.collect(completion)
-        render = partial(whole_body, completion, pieces, head)
-        await exchange.respond(200, await self._threads.run(size_of_scores(pieces), render))
+        size = size_of_scores(pieces) + sum([len(piece.text) for piece in pieces])
+        render = partial(answer.whole, pieces)
+        await exchange.respond(200, await self._threads.run(size, render))
 
     def _writer(self, exchange: HttpExchange) -> ResponseWriter:
         task = asyncio.current_task()
@@ -277,13 +308,28 @@ class Application:
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
         limit = self._fleet.last_max_model_len
-        read = partial(self._parser.tokenize, max_model_len=limit)
+        read = partial(tokenize, self._model, max_model_len=limit)
         await exchange.respond(200, await self._read(exchange, read))
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
-        await exchange.respond(200, await self._read(exchange, self._parser.detokenize))
+        await exchange.respond(200, await self._read(exchange, partial(detokenize, self._model)))
 
-    async def _read(self, exchange: HttpExchange, read: Callable[[bytes], T]) -> T:
-        """Return what `read` makes of the body: a long one in a thread."""
+    async def _count_tokens(self, exchange: HttpExchange) -> None:
+        await exchange.respond(200, await self._read(exchange, partial(count_tokens, self._model)))
+
+    async def _read(
+        self,
+        exchange: HttpExchange,
+        read: Callable[[bytes], T],
+        work_of: Callable[[bytes], int] = len,
+    ) -> T:
+        """Return what `read` makes of the body: in a thread where it works on many bytes."""
         async with self._bodies.of(exchange) as raw:
-            return await self._threads.run(len(raw), partial(read, raw))
+            # What is large goes to a thread in any case.
+            size = len(raw) if len(raw) > ORDINARY_BYTES else work_of(raw)
+            return await self._threads.run(size, partial(read, raw))
+
+
+async def _in_version(handler: Handler, exchange: HttpExchange) -> None:
+    check_version(asgi.find_header(exchange.scope, b"anthropic-version"))
+    await handler(exchange)

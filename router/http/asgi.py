@@ -1,8 +1,8 @@
-"""One HTTP request as ASGI hands it over, and the errors it may be answered with.
+"""One HTTP request as ASGI hands it over.
 
-`HttpExchange` goes with a request from its first header to its line in the log.  Errors have the
-shape that OpenAI clients parse.  Knows nothing of completions, and waits for nothing but ASGI's own
-callables; bodies are read in `router.http.limits`.
+`HttpExchange` goes with a request from its first header to its line in the log.  Knows nothing of
+completions, and waits for nothing but ASGI's own callables; bodies are read in
+`router.http.limits`.
 """
 
 from __future__ import annotations
@@ -14,102 +14,26 @@ from typing import Any, Final
 
 import msgspec
 
-from wire.errors import ErrorCode, WireError
+from router.api.errors import ErrorBody, Header, HttpError, openai_error
 from wire.process.api_keys import ApiKeys, bearer, digest, name_of
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
-Header = tuple[bytes, bytes]
 
 JSON: Final = b"application/json"
-# Seconds that the client is told to wait before it asks again.
-RETRY_AFTER_S: Final = 1
 # Request ids come from outside and go into our logs.
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9_.:=+/-]{1,128}")
-
-HTTP_STATUS: Final[dict[ErrorCode, int]] = {
-    ErrorCode.INVALID_REQUEST: 400,
-    ErrorCode.CONTEXT_LENGTH_EXCEEDED: 400,
-    ErrorCode.KV_TRANSFER_TOO_LARGE: 400,
-    ErrorCode.UNAUTHORIZED: 401,
-    ErrorCode.MODEL_NOT_FOUND: 404,
-    ErrorCode.DEADLINE_EXCEEDED: 408,
-    ErrorCode.OVERLOADED: 429,
-    ErrorCode.NO_WORKER: 503,
-    ErrorCode.DRAINING: 503,
-    ErrorCode.WORKER_LOST: 503,
-    ErrorCode.OUT_OF_BLOCKS: 503,
-}
+# W3C Trace Context: version, trace, parent and flags.  Later versions may say more after them.
+_TRACEPARENT: Final = re.compile(
+    rb"(?!ff)([0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2})(-[!-~]*)?"
+)
+_TRACESTATE: Final = re.compile(rb"[ -~]{1,512}")
 
 
 class Disconnected(Exception):
     """The client went away, or was cut off because it did not read; nobody is left to answer."""
-
-
-class HttpError(Exception):
-    """The request is answered with an error.  `code` is a word that a program can test for."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        headers: tuple[Header, ...] = (),
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.param = param
-        self.headers = headers
-
-    @property
-    def body(self) -> bytes:
-        """The JSON object, for a response as for an event in the middle of a stream."""
-        return msgspec.json.encode(
-            {
-                "error": {
-                    "message": self.message,
-                    "type": _type(self.status),
-                    "param": self.param,
-                    "code": self.code,
-                }
-            }
-        )
-
-
-def _type(status: int) -> str:
-    if status == 401:
-        return "authentication_error"
-    if status == 429:
-        return "rate_limit_error"
-    return "invalid_request_error" if status < 500 else "server_error"
-
-
-def http_error(error: WireError) -> HttpError:
-    """Return what a client is told of an error of the system.
-
-    An error that is not in HTTP_STATUS is a fault of ours: the client is told its code alone.
-    """
-    status = HTTP_STATUS.get(error.code, 500)
-    headers: tuple[Header, ...] = ()
-    if status in (429, 503):
-        headers = (retry_after(),)
-    elif status == 408 or error.code is ErrorCode.MODEL_FAILED:
-        # The deadline has passed, or the model cannot; clients that retry 408 and 500 by themselves
-        # would only add load.
-        headers = ((b"x-should-retry", b"false"),)
-    message = error.message if status != 500 else f"the request failed: {error.code.label}"
-    return HttpError(status, message, code=error.code.label, headers=headers)
-
-
-def retry_after() -> Header:
-    """Return the header of an error that may be over when the client asks again."""
-    return b"retry-after", b"%d" % RETRY_AFTER_S
 
 
 def find_header(scope: Scope, name: bytes) -> bytes | None:
@@ -123,6 +47,18 @@ def request_id(scope: Scope, fresh: str) -> str:
     return given.decode("ascii") if given and _REQUEST_ID.fullmatch(given) else fresh
 
 
+def trace(scope: Scope) -> dict[str, str]:
+    """Return `traceparent` and `tracestate` if they are such as W3C Trace Context has them."""
+    parents = [value for key, value in scope["headers"] if key == b"traceparent"]
+    parent = _TRACEPARENT.fullmatch(parents[0]) if len(parents) == 1 else None
+    if parent is None or (parent[2] and parent[1].startswith(b"00")):
+        return {}
+    states = [value for key, value in scope["headers"] if key == b"tracestate"]
+    state = _TRACESTATE.fullmatch(b",".join(states))
+    found = {"traceparent": parent[1], "tracestate": state[0] if state else b""}
+    return {name: value.decode("ascii") for name, value in found.items() if value}
+
+
 def has_body(scope: Scope) -> bool:
     """Whether the request says that a body comes with it."""
     length = find_header(scope, b"content-length") or b"0"
@@ -132,19 +68,23 @@ def has_body(scope: Scope) -> bool:
 def check_api_key(scope: Scope, api_keys: ApiKeys) -> str:
     """Return the name of the request's key, or refuse it; its body is not read.
 
+    A key may be in either header that clients put it in, of OpenAI and of Anthropic.
+
     Raises:
         HttpError: 401.
     """
-    key = bearer(find_header(scope, b"authorization"))
-    if not api_keys.allow(known := digest(key)):
-        said = "this API key is not valid" if key else "there is no API key in the request"
-        raise HttpError(
-            401,
-            f"{said}: send Authorization: Bearer KEY",
-            code="invalid_api_key",
-            headers=((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
-        )
-    return name_of(known)
+    headers = (bearer(find_header(scope, b"authorization")), find_header(scope, b"x-api-key"))
+    keys = [key for key in headers if key]
+    for key in keys:
+        if api_keys.allow(known := digest(key)):
+            return name_of(known)
+    said = "this API key is not valid" if keys else "there is no API key in the request"
+    raise HttpError(
+        401,
+        f"{said}: send Authorization: Bearer KEY, or x-api-key: KEY",
+        code="invalid_api_key",
+        headers=((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
+    )
 
 
 async def respond(
@@ -179,6 +119,10 @@ class HttpExchange:
     request_id: str
     started_at: float
     endpoint: str = "unknown"
+    # Answered without an API key.
+    is_open: bool = False
+    # What the path says where its route has a name in braces.
+    named: str = ""
     status: int = 200
     outcome: str = "ok"
     key_name: str = ""
@@ -186,14 +130,18 @@ class HttpExchange:
     is_body_read: bool = False
     # The first events of a stream were sent: an error can only be one more event.
     is_streaming: bool = False
+    # How an error is said in an answer of its own, and how in a stream that breaks.
+    error_body: ErrorBody = openai_error
+    failure: Callable[[HttpError], bytes] = lambda error: error.body
     # Headers that let a web page on the list of allowed ones read the answer.
     cors: tuple[Header, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def headers(self) -> tuple[Header, ...]:
-        """Headers of every response."""
-        return ((b"x-request-id", self.request_id.encode()), *self.cors)
+        """Headers of every response.  OpenAI's clients read the one id, Anthropic's the other."""
+        request_id = self.request_id.encode()
+        return ((b"x-request-id", request_id), (b"request-id", request_id), *self.cors)
 
     @property
     def client(self) -> str:

@@ -1,12 +1,8 @@
-"""What the body of a request may cost: its size, its pace, its values, and the time of the loop.
+"""What the body of a request may cost: its size, its pace, and the time of the loop.
 
-A body must be plain JSON, small enough and fast enough.  All bodies that are being read or
+A body must be JSON, small enough, inflated too, and fast enough.  All bodies that are being read or
 understood have one limit together: what goes over it is refused at once, since whoever is made to
 wait holds memory meanwhile, and may do so on purpose.
-
-Its values are counted before it is decoded.  Decoding holds the GIL from the first byte to the
-last, and four megabytes of ``[],[],…`` become a million objects meanwhile: the event loop would
-wait for all of them.  Counting takes a few milliseconds, in steps between which the loop may run.
 
 Large bodies and large answers are worked on in threads.  There are few, so that many large bodies
 at once cost the memory and the cores of a few; the others wait in the order they came, and ordinary
@@ -19,18 +15,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
-from router.http.asgi import (
-    JSON,
-    Disconnected,
-    Header,
-    HttpError,
-    HttpExchange,
-    Receive,
-    Scope,
-    find_header,
-)
+from router.api.errors import Header, HttpError
+from router.http.asgi import JSON, Disconnected, HttpExchange, Receive, Scope, find_header
+from router.http.compression import STEP_BYTES, Inflation
 from wire.errors import ErrorCode, WireError
 
 # Half a million tokens as text, or 300,000 as decimal ids.  Reading JSON and freeing what the
@@ -40,12 +29,6 @@ MAX_BODY_BYTES: Final = 2 * 1024 * 1024
 BODY_BYTES_PER_S: Final = 64 * 1024
 # Of all bodies that are being read or understood.
 MAX_TOTAL_BYTES: Final = 256 * 1024 * 1024
-
-# Of one body.  A message has five of the first, a prompt of ids one of the second for each token.
-MAX_OBJECTS: Final = 32 * 1024
-MAX_NUMBERS: Final = 256 * 1024
-# Counted in one step.
-STEP_BYTES: Final = 1 << 18
 
 # Bodies up to this size are worked on by the loop itself: about a millisecond.
 INLINE_BYTES: Final = 16 * 1024
@@ -85,7 +68,7 @@ class Bodies:
         """The body of a request; its bytes count until the block ends.
 
         Raises:
-            HttpError: 408, 413 or 415.
+            HttpError: 400, 408, 413 or 415.
             WireError: OVERLOADED; there are too many at a time.
             Disconnected: The client left before its end.
         """
@@ -111,11 +94,11 @@ class Bodies:
         try:
             async with asyncio.timeout(self._grace_s) as timer:
 
-                def on_bytes(size: int) -> None:
+                def on_bytes(num_came: int, num_kept: int) -> None:
                     # The deadline moves with what has come: a body that trickles ends soon,
                     # whatever its size is said to be.
-                    timer.reschedule(begin + self._grace_s + size / self._min_bytes_per_s)
-                    hold(size)
+                    timer.reschedule(begin + self._grace_s + num_came / self._min_bytes_per_s)
+                    hold(num_kept)
 
                 raw = await read_body(exchange.scope, exchange.receive, self._max_bytes, on_bytes)
         except TimeoutError:
@@ -128,7 +111,7 @@ class Bodies:
 
 
 def check_content_type(scope: Scope) -> None:
-    """Refuse bodies that do not say that they are plain JSON.
+    """Refuse bodies that do not say that they are JSON.
 
     Raises:
         HttpError: 415.
@@ -142,94 +125,52 @@ def check_content_type(scope: Scope) -> None:
             "application/json')",
             code="unsupported_media_type",
         )
-    if (find_header(scope, b"content-encoding") or b"identity").lower() != b"identity":
-        raise HttpError(415, "send the body uncompressed", code="unsupported_media_type")
 
 
 async def read_body(
     scope: Scope,
     receive: Receive,
     limit: int = MAX_BODY_BYTES,
-    on_bytes: Callable[[int], None] = lambda size: None,
+    on_bytes: Callable[[int, int], None] = lambda num_came, num_kept: None,
 ) -> bytes | None:
-    """Return the whole body; None when the client went away before its end.
+    """Return the whole body, inflated; None when the client went away before its end.
 
-    `on_bytes` is told how much has come, each time that some has; what it raises ends the reading.
+    `on_bytes` is told how many bytes have come and how many are kept of them, which are more where
+    they came compressed; what it raises ends the reading.
 
     Raises:
-        HttpError: 413, before more than `limit` bytes are kept.
+        HttpError: 413, before more than `limit` bytes are kept.  400 or 415: it cannot be inflated.
     """
     announced = find_header(scope, b"content-length") or b"0"
     if announced.isdigit() and int(announced) > limit:
         raise _too_large(limit)
-    chunks: list[bytes] = []
-    size = 0
+    encoding = (find_header(scope, b"content-encoding") or b"identity").decode("latin-1")
+    inflation = None if encoding.lower() == "identity" else Inflation(encoding)
+    kept: list[bytes] = []
+    num_came = num_kept = 0
     while True:
         event = await receive()
         if event["type"] == "http.disconnect":
             return None
         chunk = event.get("body", b"")
-        size += len(chunk)
-        if size > limit:
-            raise _too_large(limit)
-        on_bytes(size)
-        chunks.append(chunk)
+        num_came += len(chunk)
+        for step in (chunk,) if inflation is None else inflation.steps(chunk):
+            num_kept += len(step)
+            if max(num_came, num_kept) > limit:
+                raise _too_large(limit)
+            on_bytes(num_came, num_kept)
+            kept.append(step)
+            if len(step) == STEP_BYTES:
+                await asyncio.sleep(0)  # there is more to inflate, and others need a turn too
         if not event.get("more_body", False):
-            return b"".join(chunks)
+            if inflation is not None:
+                inflation.end()
+            return b"".join(kept)
 
 
 def _too_large(limit: int) -> HttpError:
     message = f"the body is over the limit of {limit} bytes"
     return HttpError(413, message, code="body_too_large", headers=(_CLOSE,))
-
-
-class Values(NamedTuple):
-    """`objects` are strings, keys included, arrays and objects; `commas` separate all values."""
-
-    objects: int
-    commas: int
-
-
-def check_values(raw: bytes) -> None:
-    """Refuse a body of more values than can be decoded without holding up others.
-
-    Raises:
-        HttpError: 413.
-    """
-    if len(raw) <= MAX_OBJECTS:
-        return
-    values = count_values(raw)
-    for number, limit, what in (
-        (values.objects, MAX_OBJECTS, "strings, arrays and objects"),
-        (values.commas, MAX_NUMBERS, "values"),
-    ):
-        if number > limit:
-            raise HttpError(
-                413,
-                f"the body has over {limit} {what}: send less at a time",
-                code="too_many_values",
-            )
-
-
-def count_values(raw: bytes, step_bytes: int = STEP_BYTES) -> Values:
-    """Count the values of a JSON text, exactly, up to just over the limits, where it stops."""
-    quotes = brackets = commas = 0
-    is_in_string = False
-    carry = b""
-    for start in range(0, len(raw), step_bytes):
-        # A backslash escapes the byte after it, which may be another one: pairs go first, then what
-        # is escaped by a single one.  The last byte of a step may escape the first of the next.
-        step = (carry + raw[start : start + step_bytes]).replace(rb"\\", b"")
-        carry = step[-1:] if step.endswith(b"\\") else b""
-        parts = step.removesuffix(b"\\").replace(rb"\"", b"").split(b'"')
-        outside = b"".join(parts[is_in_string::2])
-        quotes += len(parts) - 1
-        is_in_string = quotes % 2 == 1
-        brackets += outside.count(b"[") + outside.count(b"{")
-        commas += outside.count(b",")
-        if quotes // 2 + brackets > MAX_OBJECTS or commas > MAX_NUMBERS:
-            break
-    return Values(quotes // 2 + brackets, commas)
 
 
 class Threads:

@@ -17,14 +17,15 @@ from collections.abc import Collection
 from typing import Final
 from urllib.parse import urlsplit
 
-from router.http.asgi import Header, HttpError, Scope, find_header
+from router.api.errors import Header, HttpError
+from router.http.asgi import Scope, find_header
 from wire.errors import shown
 
 ANY: Final = "*"
 # How long a browser need not ask again.
 PREFLIGHT_S: Final = 600
 # What a page's script may read of an answer beside its body.
-_EXPOSED: Final = b"x-request-id, retry-after"
+_EXPOSED: Final = b"x-request-id, request-id, retry-after"
 _HOST: Final = re.compile(
     r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\[\]:/@]*))(:[0-9]{1,5})?", re.ASCII
 )

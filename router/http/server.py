@@ -27,12 +27,16 @@ import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.http.asgi import Header, HttpError, Send, retry_after
+from router.api.errors import Header, HttpError, retry_after
+from router.http.asgi import Send
 from wire.aio.listener import bind, listen
 from wire.errors import ErrorCode
 from wire.parts import Buffer
 
 MAX_HEADER_BYTES: Final = 64 << 10
+# Pieces of a body that are hardly worth a call: a body of bytes that come one by one would take the
+# loop forty times as long as the same in one piece.
+SMALL_PIECE, MAX_SMALL_PIECES = 64, 4096
 # When the router stops, what was written has this long to be sent.
 FLUSH_S: Final = 2.0
 # A client that takes nothing of the end of its answer for this long is cut off.
@@ -74,6 +78,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _has_begun = False
     _is_in_body = False
     _header_bytes = 0
+    _num_small = 0
     _complaint = "this is not HTTP/1.1"
     # The error to answer with once nothing is owed.  When it is set, nothing more is read.
     _refusal: HttpError | None = None
@@ -152,7 +157,13 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._num_owed += 1
         self._is_in_headers, self._has_begun, self._is_in_body = False, False, True
-        self._header_bytes = 0
+        self._header_bytes = self._num_small = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._num_small += len(body) < SMALL_PIECE
+        if self._num_small > MAX_SMALL_PIECES:
+            self._complain(f"the body has over {MAX_SMALL_PIECES} pieces of under {SMALL_PIECE} B")
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():

@@ -1,17 +1,24 @@
-"""What one can ask the router about itself: models, health, cluster, metrics, version."""
+"""What one can ask the router about itself: models, health, cluster, metrics, version, docs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from typing import Any
 
+import msgspec
+
 from router import metrics
+from router.api.description.document import document
+from router.api.description.page import POLICY, page
+from router.api.errors import retry_after
+from router.api.model import ServedModel
 from router.core.cluster import Counts, cluster, unready
 from router.core.fleet import Fleet
-from router.http.asgi import HttpExchange, retry_after
-from router.http.requests import RequestParser
+from router.http.asgi import HttpExchange
 from wire.process.exposition import CONTENT_TYPE
 
 
@@ -21,29 +28,30 @@ class Status:
     def __init__(
         self,
         *,
-        model_name: str,
-        parser: RequestParser,
+        model: ServedModel,
         fleet: Fleet,
         counts: Counts,
         statistics: metrics.Metrics,
         is_draining: Callable[[], bool],
     ) -> None:
-        self._model_name = model_name
-        self._parser = parser
+        self._model = model
         self._fleet = fleet
         self._counts = counts
         self._statistics = statistics
         self._is_draining = is_draining
         self._created = int(time.time())
         self._version = _version()
+        described()  # it takes longer than a request may
 
     async def models(self, exchange: HttpExchange) -> None:
-        """GET /v1/models."""
-        await exchange.reply({"object": "list", "data": [self._card()]})
+        """GET /v1/models: a list as OpenAI's clients read it, and a page as Anthropic's do."""
+        name = self._model.name
+        page = {"has_more": False, "first_id": name, "last_id": name}
+        await exchange.reply({"object": "list", "data": [self._card()]} | page)
 
     async def model(self, exchange: HttpExchange) -> None:
-        """GET /v1/models/{id}; the name may contain slashes."""
-        self._parser.check_model(exchange.scope["path"].removeprefix("/v1/models/"))
+        """GET /v1/models/{model}."""
+        self._model.check_name(exchange.named)
         await exchange.reply(self._card())
 
     async def cluster(self, exchange: HttpExchange) -> None:
@@ -60,12 +68,28 @@ class Status:
         await exchange.reply({"status": "alive"})
 
     async def readyz(self, exchange: HttpExchange) -> None:
-        """GET /readyz and /health: a completion could be served now, or why not."""
+        """GET /readyz, /health and /ping: a completion could be served now, or why not."""
         reasons = unready(self._fleet, is_draining=self._is_draining())
         if reasons:
             await exchange.reply({"status": "unready", "reasons": reasons}, 503, retry_after())
         else:
             await exchange.reply({"status": "ready", "reasons": []})
+
+    async def load(self, exchange: HttpExchange) -> None:
+        """GET /load: the requests under way, as vLLM says it."""
+        counts = self._counts
+        await exchange.reply({"server_load": counts.num_running + counts.num_waiting})
+
+    async def openapi(self, exchange: HttpExchange) -> None:
+        """GET /openapi.json."""
+        await exchange.respond(200, described()[0])
+
+    async def docs(self, exchange: HttpExchange) -> None:
+        """GET /docs."""
+        policy = (b"content-security-policy", POLICY)
+        await exchange.respond(
+            200, described()[1], policy, content_type=b"text/html; charset=utf-8"
+        )
 
     async def version(self, exchange: HttpExchange) -> None:
         """GET /version."""
@@ -73,12 +97,25 @@ class Status:
 
     def _card(self) -> dict[str, Any]:
         return {
-            "id": self._model_name,
+            "id": self._model.name,
             "object": "model",
             "created": self._created,
             "owned_by": "baton",
             "max_model_len": self._fleet.max_model_len,
+            # What follows is for Anthropic's clients.
+            "type": "model",
+            "display_name": self._model.name,
+            "created_at": datetime.fromtimestamp(self._created, UTC),
+            "lifecycle": "active",
+            "max_input_tokens": self._fleet.max_model_len,
         }
+
+
+@cache
+def described() -> tuple[bytes, bytes]:
+    """Return the description of the API, for programs and for people."""
+    said = document()
+    return msgspec.json.encode(said), page(said).encode()
 
 
 def _version() -> str:

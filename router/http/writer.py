@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from router.http.asgi import Disconnected, Header, Receive, Send, http_error
-from router.http.completion import Choice, Completion, Piece
-from router.http.responses import whole
-from router.http.sse import HEADERS, PING, ChunkWriter, failure
+from router.api.answered.completion import Answer, Choice, Completion
+from router.api.answered.events import HEADERS
+from router.api.answered.pieces import Piece, joined
+from router.api.errors import Header, http_error
+from router.http.asgi import Disconnected, Receive, Send
 
 # Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
 PING_S: Final = 10.0
@@ -82,7 +83,7 @@ class ResponseWriter:
 
     # The writer.
 
-    async def stream(self, completion: Completion, chunks: ChunkWriter) -> None:
+    async def stream(self, completion: Completion, answer: Answer) -> None:
         """Write events until the completion is over.
 
         Raises:
@@ -91,17 +92,17 @@ class ResponseWriter:
         """
         while not completion.is_over:
             await self._wait()
-            body = chunks.take()
+            body = answer.take()
             self._note_tokens(completion)
             if completion.error is not None:
                 error = http_error(completion.error)
                 if not self.is_started:
                     raise error
-                body += failure(error)
+                body += answer.failure(error)
             elif completion.is_over:
-                body += chunks.end()
+                body += answer.end()
             elif not body and self._is_ping_due:
-                body = PING
+                body = answer.ping
             if body:
                 await self._write(body, is_last=completion.is_over)
 
@@ -119,7 +120,7 @@ class ResponseWriter:
                 pieces[choice] += taken
         if completion.error is not None:
             raise http_error(completion.error)
-        return [whole(each) for each in pieces.values()]
+        return [joined(each) for each in pieces.values()]
 
     async def _wait(self) -> None:
         await self._signal.wait()

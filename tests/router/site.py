@@ -17,6 +17,7 @@ import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from router.api.model import ServedModel
 from router.bus import Bus
 from router.core.state import Limits, RequestIds
 from router.http.application import Application
@@ -131,7 +132,7 @@ class Site:
             request_ids=RequestIds(EPOCH),
             clock=time.monotonic,
         )
-        self._settings: dict[str, Any] = {"model_name": "letters", "model_path": model_path}
+        self._settings: dict[str, Any] = {"model": ServedModel("letters", model_path)}
         self.configure()
         if join:
             self.join(Role.PREFILL)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,12 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
+from router.api.chat import ChatAnswer
+from router.api.model import ServedModel
 from router.core.state import Limits
-from router.http import responses
 from router.http.limits import INLINE_BYTES, Bodies
 from router.http.origin import Origins
-from router.http.requests import RequestParser
-from router.http.sse import ChunkWriter
+from tests.router.api.messages.stream import message_of, read_events
 from tests.router.scripted import Ends
 from tests.router.site import Answer, Site, events, ids, listening, write_model
 from wire.errors import ErrorCode
@@ -56,15 +58,24 @@ async def test_a_completion(site: Site) -> None:
     body = await complete(site)
     assert body["object"] == "text_completion"
     assert body["choices"] == [
-        {"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop"}
+        {
+            "index": 0,
+            "text": "hello",
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "prompt_token_ids": None,
+            "prompt_logprobs": None,
+        }
     ]
     assert body["usage"] == {
         "prompt_tokens": 3,
-        "completion_tokens": 5,
-        "total_tokens": 8,
+        "completion_tokens": 6,
+        "total_tokens": 9,
         "prompt_tokens_details": {"cached_tokens": 2},
-        "kv_transfer": None,
     }
+    assert body["system_fingerprint"].startswith("fp_")
+    assert body["service_tier"] is None
 
 
 async def test_a_chat(site: Site) -> None:
@@ -109,10 +120,10 @@ async def test_several_prompts_and_choices(site: Site) -> None:
     body = await complete(site, prompt=["a", ids("b")], n=2)
     assert [choice["text"] for choice in body["choices"]] == ["x", "x", "yy", "yy"]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
-    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (3, 6)
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (3, 10)
     chunks = await chat(site, n=3, stream=True, stream_options={"include_usage": True})
     assert {c["index"] for chunk in chunks for c in chunk["choices"]} == {0, 1, 2}
-    assert chunks[-1]["usage"]["completion_tokens"] == 6
+    assert chunks[-1]["usage"]["completion_tokens"] == 9
 
 
 async def test_options_reach_the_worker(site: Site) -> None:
@@ -121,7 +132,7 @@ async def test_options_reach_the_worker(site: Site) -> None:
     read = [decode_prompt(each.body(), each.frame.seq_len)[1] for each in frames]  # type: ignore[attr-defined]
     assert [options.choice for options in read] == [0, 1]
     assert {(o.seed, o.temperature, o.top_k, o.ignore_eos, o.priority) for o in read} == {
-        (5, 0.0, 3, True, 7)
+        (5, 0.0, 3, True, -7)
     }
 
 
@@ -141,7 +152,7 @@ async def test_logprobs_and_token_ids(site: Site) -> None:
 
 async def test_what_the_transfer_cost(site: Site) -> None:
     site.answer = lambda prompt: Answer(usage={"kv_bytes": 64, "kv_skipped_tokens": 1})
-    transfer = (await complete(site))["usage"]["kv_transfer"]
+    transfer = (await complete(site, baton_usage=True))["usage"]["baton"]["kv_transfer"]
     assert (transfer["bytes"], transfer["skipped_tokens"]) == (64, 1)
 
 
@@ -153,7 +164,7 @@ async def test_one_token_needs_no_decode_worker(site: Site) -> None:
 async def test_an_answer_that_is_over_at_once(site: Site) -> None:
     site.answer = lambda prompt: Answer([])
     body = await complete(site)
-    assert (body["choices"][0]["text"], body["usage"]["completion_tokens"]) == ("", 0)
+    assert (body["choices"][0]["text"], body["usage"]["completion_tokens"]) == ("", 1)
     [chunk] = await complete(site, stream=True)
     assert chunk["choices"][0]["finish_reason"] == "stop"
 
@@ -166,6 +177,70 @@ async def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks[:-1]] == [
         [i] for i in ids("hello")
     ]
+
+
+# Anthropic's API.
+
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+PROMPT = {"model": "letters", "messages": CHAT["messages"]}
+MESSAGE: dict[str, Any] = PROMPT | {"max_tokens": 9}
+
+
+async def test_a_message(site: Site) -> None:
+    answer = await post(site, MESSAGES, MESSAGE, **{"anthropic-version": "2023-06-01"})
+    body = answer.json()
+    assert (body["type"], body["content"]) == ("message", [{"type": "text", "text": "hello"}])
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    streamed = await post(site, MESSAGES, MESSAGE | {"stream": True})
+    message = message_of(read_events(streamed.content))
+    assert {name: message[name] for name in body if name != "id"} == {
+        name: body[name] for name in body if name != "id"
+    }
+
+
+async def test_the_tokens_of_a_message_are_counted_without_workers(tmp_path: Path) -> None:
+    empty = Site(write_model(tmp_path), join=False)
+    answer = await post(empty, COUNT, PROMPT)
+    assert (answer.status_code, set(answer.json())) == (200, {"input_tokens"})
+
+
+@pytest.mark.parametrize(("path", "asked"), [(MESSAGES, MESSAGE), (COUNT, PROMPT)])
+@pytest.mark.usefixtures("guarded")
+async def test_whatever_is_wrong_with_a_message_is_said_in_its_own_shape(
+    site: Site, path: str, asked: dict[str, Any]
+) -> None:
+    headers = {"x-api-key": "sk-0123456789abcdef", "content-type": "application/json"}
+    wrong: list[tuple[int, str, bytes, dict[str, str]]] = [
+        (401, "authentication_error", b"", {"x-api-key": "sk-none"}),
+        (403, "permission_error", b"", {"origin": "http://evil.example"}),
+        (415, "invalid_request_error", b"", {"content-type": "text/plain"}),
+        (400, "invalid_request_error", b"{", {}),
+        (400, "invalid_request_error", b"{}", {}),
+        (400, "invalid_request_error", b"{}", {"anthropic-version": "1"}),
+        (404, "not_found_error", json.dumps(asked | {"model": "x"}).encode(), {}),
+        (413, "request_too_large", b"[" + b"{}," * 40_000 + b"{}]", {}),
+    ]
+    async with site.client() as client:
+        answers = [(await client.get(path, headers=headers), 405, "invalid_request_error")]
+        for status, kind, content, more in wrong:
+            answer = await client.post(path, content=content, headers=headers | more)
+            answers.append((answer, status, kind))
+    for answer, status, kind in answers:
+        body = answer.json()
+        assert (answer.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
+        assert body["request_id"] == answer.headers["request-id"]
+
+
+async def test_a_message_that_fails(site: Site) -> None:
+    for fails_after, stream in ((0, False), (0, True)):
+        site.answer = lambda prompt, n=fails_after: Answer("hello", fails_after=n)  # type: ignore[misc]
+        answer = await post(site, MESSAGES, MESSAGE | {"stream": stream})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")
+    site.answer = lambda prompt: Answer("hello", fails_after=3)
+    *begun, error = read_events((await post(site, MESSAGES, MESSAGE | {"stream": True})).content)
+    assert begun[0]["type"] == "message_start"
+    assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
+    assert "request_id" in error
 
 
 # Errors.
@@ -184,6 +259,26 @@ async def test_routes(site: Site, method: str, path: str, status: int, code: str
         answer = await client.request(method, path)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
         assert (status == 405) == ("allow" in answer.headers)
+
+
+async def test_a_slash_at_the_end_and_a_path_without_its_version(site: Site) -> None:
+    assert (await post(site, "/v1/completions/", {"prompt": "ab"})).status_code == 200
+    answer = await post(site, "/chat/completions", CHAT)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert answer.json()["error"]["message"].endswith("use '/v1/chat/completions'")
+
+
+async def test_a_compressed_body(site: Site) -> None:
+    kind = {"content-type": "application/json", "content-encoding": "gzip"}
+    async with site.client() as client:
+        ask = partial(client.post, "/v1/completions", headers=kind)
+        answer = await ask(content=gzip.compress(b'{"prompt": "ab"}'))
+        assert answer.json()["choices"][0]["text"] == "hello"
+        for raw, status in ((b"{}", 400), (gzip.compress(bytes(3 << 20)), 413)):
+            answer = await ask(content=raw)
+            assert (answer.status_code, answer.headers["connection"]) == (status, "close")
+        answer = await ask(content=b"", headers=kind | {"content-encoding": "br"})
+        assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "gzip, deflate")
 
 
 async def test_head_and_options(site: Site) -> None:
@@ -313,10 +408,10 @@ async def test_a_failure_in_the_middle_ends_the_stream_in_words(site: Site) -> N
 async def test_a_bug_is_a_500_that_says_nothing(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def boom(self: RequestParser, raw: bytes) -> Any:
+    def boom(model: ServedModel, raw: bytes) -> Any:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(RequestParser, "detokenize", boom)
+    monkeypatch.setattr("router.http.application.detokenize", boom)
     with capture_logs() as logs:
         answer = await post(site, "/detokenize", {"tokens": []})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
@@ -327,10 +422,10 @@ async def test_a_bug_is_a_500_that_says_nothing(
 async def test_a_stream_that_breaks_by_our_own_fault_says_so_and_ends(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def boom(self: ChunkWriter) -> bytes:
+    def boom(self: ChatAnswer) -> bytes:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(ChunkWriter, "end", boom)
+    monkeypatch.setattr(ChatAnswer, "end", boom)
     with capture_logs() as logs:
         chunks = await chat(site, stream=True)
     assert "choices" in chunks[0] and chunks[-1]["error"]["code"] == "internal"
@@ -355,11 +450,11 @@ async def test_a_long_body_is_read_in_a_thread(
     """So the loop goes on meanwhile: here the thread waits for something that the loop does."""
     done, readers, bodies = threading.Event(), [], Bodies()
 
-    def check_model(self: RequestParser, model: str | None) -> None:
+    def check_name(self: ServedModel, model: str | None) -> None:
         assert done.wait(10)
         readers.append(threading.current_thread())
 
-    monkeypatch.setattr(RequestParser, "check_model", check_model)
+    monkeypatch.setattr(ServedModel, "check_name", check_name)
     site.configure(bodies=bodies)
     body = {"prompt": "x", "tokens": [1], "user": "x" * INLINE_BYTES}
     asking = asyncio.create_task(post(site, path, body))
@@ -380,11 +475,13 @@ async def test_an_answer_with_many_scores_is_written_in_a_thread(
     """128 choices with 20 scores for each token took the loop 14 s."""
     writers = []
 
-    def whole_body(*arguments: Any) -> bytes:
-        writers.append(threading.current_thread())
-        return responses.whole_body(*arguments)
+    render = ChatAnswer.whole
 
-    monkeypatch.setattr("router.http.application.whole_body", whole_body)
+    def whole(self: ChatAnswer, pieces: Any) -> bytes:
+        writers.append(threading.current_thread())
+        return render(self, pieces)
+
+    monkeypatch.setattr(ChatAnswer, "whole", whole)
     site.answer = lambda prompt: Answer("hey" * 10, logprobs=True)
     body = await chat(site, logprobs=True, top_logprobs=5, n=16 if has_many else 1, max_tokens=40)
     assert [len(each["logprobs"]["content"]) for each in body["choices"]] == [30] * (
@@ -405,13 +502,15 @@ async def test_a_hopeless_prompt_is_no_reason_to_try_again_while_workers_are_awa
 
 
 async def test_one_line_a_request(site: Site) -> None:
+    headers = {"x-request-id": "mine", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
     with capture_logs() as logs:
-        answer = await post(site, "/v1/completions", {"prompt": "ab"}, **{"x-request-id": "mine"})
+        answer = await post(site, "/v1/completions", {"prompt": "ab"}, **headers)
     [line] = [entry for entry in logs if entry["event"] == "request"]
     assert answer.headers["x-request-id"] == line["request_id"] == "mine"
     assert (line["endpoint"], line["status"], line["outcome"]) == ("completions", 200, "stop")
     assert (line["prompt_tokens"], line["completion_tokens"]) == (3, 5)
     assert "ab" not in json.dumps(line["outcome"])
+    assert line["traceparent"] == headers["traceparent"] and "traceparent" not in answer.headers
 
 
 async def test_metrics_count_it(site: Site) -> None:
@@ -474,11 +573,12 @@ async def test_a_client_that_goes_away_before_a_whole_answer(site: Site) -> None
     assert site.bus.dispatcher.num_running == 0
 
 
-async def test_a_client_that_does_not_read_is_cut_off(site: Site) -> None:
+async def test_a_client_that_does_not_read_is_cut_off(site: Site, tmp_path: Path) -> None:
     for role in (Role.PREFILL, Role.DECODE):
         site.join(role, max_model_len=20_000)
     site.answer = lambda prompt: Answer(ids("x") * 10_000)
-    site.configure(model_name="w" * 4000)  # In every chunk: fills the kernel's buffers soon.
+    # In every chunk: fills the kernel's buffers soon.
+    site.configure(model=ServedModel("w" * 4000, write_model(tmp_path)))
     loop = asyncio.get_running_loop()
     async with listening(site.application) as address:
         with socket.socket() as client:
@@ -550,7 +650,13 @@ def guarded(site: Site, tmp_path: Path) -> Path:
     return path
 
 
-WRONG = [{}, {"authorization": "Bearer sk-0123456789abcdeg"}, {"authorization": "Basic sk-0123"}]
+WRONG = [
+    {},
+    {"authorization": "Bearer sk-0123456789abcdeg"},
+    {"authorization": "Basic sk-0123"},
+    {"x-api-key": "sk-0123456789abcdeg"},
+    {"x-api-key": "", "authorization": "Bearer "},
+]
 
 
 @pytest.mark.parametrize("headers", WRONG)
@@ -567,10 +673,17 @@ async def test_without_a_key_there_is_nothing(
     assert "sk-" not in answer.text
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer sk-0123456789abcdef"},
+        {"x-api-key": "sk-0123456789abcdef"},
+        {"x-api-key": "sk-0123456789abcdef", "authorization": "Bearer none"},
+    ],
+)
 async def test_with_a_key_there_is_everything_until_it_is_revoked(
-    site: Site, guarded: Path
+    site: Site, guarded: Path, headers: dict[str, str]
 ) -> None:
-    headers = {"authorization": "Bearer sk-0123456789abcdef"}
     async with site.client() as client:
         body = {"model": "letters", "prompt": "x", "max_tokens": 5}
         answer = await client.post("/v1/completions", json=body, headers=headers)
@@ -595,5 +708,5 @@ async def test_requests_are_their_key_s_wherever_they_come_from(site: Site) -> N
 @pytest.mark.usefixtures("guarded")
 async def test_probes_need_no_key(site: Site) -> None:
     async with site.client() as client:
-        for path in ("/livez", "/readyz", "/health"):
+        for path in ("/livez", "/readyz", "/health", "/ping", "/openapi.json", "/docs"):
             assert (await client.get(path)).status_code == 200

@@ -2,48 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from router.http import asgi
-from router.http.asgi import HttpExchange, http_error
+from router.http.asgi import HttpExchange
 from tests.router.http.asgi_wire import Wire, scope
-from wire.errors import ErrorCode, TransferTooLarge, WireError
-
-
-@pytest.mark.parametrize("code", ErrorCode)
-def test_every_code_has_a_status_and_a_word(code: ErrorCode) -> None:
-    error = http_error(WireError(code, "what happened"))
-    body = json.loads(error.body)["error"]
-    assert set(body) == {"message", "type", "param", "code"}
-    assert body["code"] == code.label
-    assert error.status in (400, 401, 404, 408, 429, 500, 503)
-    names = [name for name, _ in error.headers]
-    assert (b"retry-after" in names) == (error.status in (429, 503))
-
-
-def test_the_status_of_each_failure() -> None:
-    assert http_error(TransferTooLarge(9, 5)).status == 400
-    assert http_error(WireError(ErrorCode.OVERLOADED, "")).status == 429
-    assert http_error(WireError(ErrorCode.NO_WORKER, "")).status == 503
-    assert http_error(WireError(ErrorCode.DEADLINE_EXCEEDED, "")).headers == (
-        (b"x-should-retry", b"false"),
-    )
-
-
-def test_nobody_is_to_ask_again_what_the_model_cannot_answer() -> None:
-    error = http_error(WireError(ErrorCode.MODEL_FAILED, "KeyError: '/home/me/secret'"))
-    assert (error.status, error.code) == (500, "model_failed")
-    assert error.headers == ((b"x-should-retry", b"false"),)
-    assert error.message == "the request failed: model_failed"
-
-
-def test_words_of_our_own_faults_stay_in_the_log() -> None:
-    error = http_error(WireError(ErrorCode.PROTOCOL, "decode-3 said /etc/secret"))
-    assert error.status == 500
-    assert "secret" not in error.body.decode()
 
 
 @pytest.mark.parametrize(
@@ -56,6 +21,45 @@ def test_a_request_id_that_could_spoil_a_log_is_replaced(given: bytes) -> None:
 def test_a_good_request_id_is_kept() -> None:
     assert asgi.request_id(scope((b"x-request-id", b"req_1.2-3:4/=")), "fresh") == "req_1.2-3:4/="
     assert asgi.request_id(scope(), "fresh") == "fresh"
+
+
+PARENT = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+LATER = b"cc" + PARENT[2:]
+
+
+@pytest.mark.parametrize(
+    ("headers", "kept"),
+    [
+        ([(b"traceparent", PARENT)], {"traceparent": PARENT}),
+        ([(b"traceparent", LATER + b"-more")], {"traceparent": LATER}),
+        (
+            [(b"traceparent", PARENT), (b"tracestate", b"a=1"), (b"tracestate", b"b=2")],
+            {"traceparent": PARENT, "tracestate": b"a=1,b=2"},
+        ),
+        ([(b"traceparent", PARENT), (b"tracestate", b"a=" + b"x" * 511)], {"traceparent": PARENT}),
+        ([(b"traceparent", PARENT), (b"tracestate", b"a=\x1b[2J")], {"traceparent": PARENT}),
+        ([(b"tracestate", b"a=1")], {}),
+        ([(b"traceparent", PARENT), (b"traceparent", PARENT)], {}),
+        *(
+            ([(b"traceparent", wrong)], {})
+            for wrong in (
+                b"",
+                PARENT.upper(),
+                PARENT[:-1],
+                PARENT + b"-more",
+                b"ff" + PARENT[2:],
+                PARENT.replace(b"4bf92f3577b34da6a3ce929d0e0e4736", b"0" * 32),
+                PARENT.replace(b"00f067aa0ba902b7", b"0" * 16),
+                LATER + b"more",
+                LATER + b"-\x00",
+            )
+        ),
+    ],
+)
+def test_a_trace_is_kept_if_it_is_one(
+    headers: list[tuple[bytes, bytes]], kept: dict[str, bytes]
+) -> None:
+    assert asgi.trace(scope(*headers)) == {name: kept[name].decode() for name in kept}
 
 
 async def test_a_response() -> None:

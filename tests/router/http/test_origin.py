@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.http.asgi import HttpError
+from router.api.errors import HttpError
 from router.http.origin import Origins, check_origin, preflight
 
 PAGE = "https://chat.example.org"

@@ -371,6 +371,15 @@ async def test_a_broken_body_is_told_so(chunk: bytes) -> None:
         assert answer.startswith(b"HTTP/1.1 200") and b"invalid_http" in answer
 
 
+async def test_a_body_of_single_bytes_is_cut_short() -> None:
+    piece, end = b"1\r\nx\r\n", b"0\r\n\r\nGET /next HTTP/1.0\r\n\r\n"
+    head = POST + b"transfer-encoding: chunked\r\n\r\n"
+    async with serving() as server:
+        assert (await ask(server, head + piece * 4096 + end)).endswith(b"/next")
+        answer = await ask(server, head + piece * 4097 + end)
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"4096 pieces of under 64 B" in answer
+
+
 async def test_trailers_are_not_kept() -> None:
     async with serving() as server:
         head = POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from router.api.answered.completion import Completion, CompletionRequest, Head
+from router.api.answered.events import DONE, PING
+from router.api.errors import HttpError
+from router.api.text import TextAnswer
 from router.core.request import Request
 from router.http import writer as module
-from router.http.asgi import Disconnected, HttpError
-from router.http.completion import Completion, CompletionRequest
-from router.http.sse import DONE, PING, ChunkWriter
+from router.http.asgi import Disconnected
 from router.http.writer import ResponseWriter, wait_for_disconnect
 from router.text.tokenizer import Tokenizer
-from tests.router.http.scripted import Core
+from tests.router.api.scripted import Core
 from tests.router.site import LETTERS, events, ids
 from wire.errors import ErrorCode, WireError
 from wire.options import Options
@@ -42,6 +44,7 @@ class Client:
             on_tokens=lambda gap, count: self.tokens.append((gap, count)),
         )
         asked = CompletionRequest(
+            answer=TextAnswer,
             tokenizer=Tokenizer(LETTERS),
             requests=[(Request((8, 9), Options(), 5), "")],
             is_streamed=is_streamed,
@@ -51,7 +54,7 @@ class Client:
         self.sink = self.core.sinks[0]
 
     def stream(self) -> asyncio.Task[None]:
-        chunks = ChunkWriter(self.completion, {"id": "c", "created": 1, "model": "m"})
+        chunks = TextAnswer(self.completion, Head("c", 1, "m"))
         return asyncio.create_task(self.writer.stream(self.completion, chunks))
 
     def say(self, text: str) -> None:
