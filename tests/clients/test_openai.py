@@ -1,0 +1,268 @@
+"""The openai package: tools, structured output, responses; whole, streamed, and by its helpers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.clients.questions import PERSON, QUESTION, STORY, TOOLS, Person, Weather, check_call
+from tests.cluster import Cluster
+
+MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+# As /v1/responses takes them: without the inner object.
+FLAT: Any = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{cluster.http}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=openai.DefaultHttpxClient(trust_env=False),
+    ) as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, cluster: Cluster, **fields: Any) -> Any:
+    asked: dict[str, Any] = {"messages": MESSAGES, "max_completion_tokens": 400} | fields
+    return client.chat.completions.create(model=cluster.model, **asked)
+
+
+def respond(client: openai.OpenAI, cluster: Cluster, **fields: Any) -> Any:
+    asked: dict[str, Any] = {"input": QUESTION, "max_output_tokens": 400} | fields
+    return client.responses.create(model=cluster.model, **asked)
+
+
+# Chat: tools.
+
+
+@pytest.mark.parametrize("tool_choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_forced_call_has_valid_arguments(
+    client: openai.OpenAI, cluster: Cluster, tool_choice: Any, seed: int
+) -> None:
+    answer = chat(
+        client, cluster, tools=TOOLS, tool_choice=tool_choice, seed=seed, parallel_tool_calls=False
+    )
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason in ("tool_calls", "stop")
+    assert call.type == "function" and len(call.id) >= 9
+    assert not choice.message.content
+    if tool_choice is NAMED:
+        assert call.function.name == "get_weather"
+    check_call(call.function.name, json.loads(call.function.arguments))
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "required", NAMED, "none"])
+def test_streamed_calls_are_the_whole_ones(
+    client: openai.OpenAI, cluster: Cluster, tool_choice: Any
+) -> None:
+    asked: Any = {"tools": TOOLS, "tool_choice": tool_choice, "seed": 5}
+    whole = chat(client, cluster, **asked)
+    with client.chat.completions.stream(
+        model=cluster.model, messages=MESSAGES, max_completion_tokens=400, **asked
+    ) as stream:
+        streamed = stream.get_final_completion()
+    said, heard = whole.choices[0].message, streamed.choices[0].message
+    assert (heard.content or "") == (said.content or "")
+    assert [(it.function.name, it.function.arguments) for it in heard.tool_calls or ()] == [
+        (it.function.name, it.function.arguments) for it in said.tool_calls or ()
+    ]
+    assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_chunks_of_a_call_name_it_once(client: openai.OpenAI, cluster: Cluster) -> None:
+    chunks = list(chat(client, cluster, tools=TOOLS, tool_choice="required", stream=True))
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    deltas = [delta for choice in choices for delta in choice.delta.tool_calls or ()]
+    for index in {delta.index for delta in deltas}:
+        first, *others = [delta for delta in deltas if delta.index == index]
+        assert first.id and first.function.name and first.type == "function"
+        assert not any(delta.id or delta.function.name for delta in others)
+        pieces = [delta.function.arguments or "" for delta in (first, *others)]
+        check_call(first.function.name, json.loads("".join(pieces)))
+        assert len([piece for piece in pieces if piece]) > 1, "arguments come as they are generated"
+    assert [choice.finish_reason for choice in choices if choice.finish_reason]
+
+
+def test_tool_choice_none_calls_nothing(client: openai.OpenAI, cluster: Cluster) -> None:
+    message = chat(client, cluster, tools=TOOLS, tool_choice="none").choices[0].message
+    assert not message.tool_calls
+    assert message.content is not None
+
+
+def test_the_result_of_a_call_goes_back(client: openai.OpenAI, cluster: Cluster) -> None:
+    called = chat(client, cluster, tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False)
+    message = called.choices[0].message
+    result: Any = {
+        "role": "tool",
+        "tool_call_id": message.tool_calls[0].id,
+        "content": '{"degrees": 21}',
+    }
+    said = chat(client, cluster, messages=[*MESSAGES, message, result], tools=TOOLS)
+    assert said.usage.prompt_tokens > called.usage.prompt_tokens
+
+
+def test_parse_fills_a_model_from_a_call(client: openai.OpenAI, cluster: Cluster) -> None:
+    answer = client.chat.completions.parse(
+        model=cluster.model,
+        messages=MESSAGES,
+        tools=[openai.pydantic_function_tool(Weather)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_completion_tokens=400,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Weather)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": NAMED}, "tool_choice"),
+        ({"tools": TOOLS[1:], "tool_choice": NAMED}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    client: openai.OpenAI, cluster: Cluster, fields: Any, param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, cluster, **fields)
+    assert (caught.value.param or "").startswith(param)
+
+
+# Chat: structured output.
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parse_fills_a_model(client: openai.OpenAI, cluster: Cluster, seed: int) -> None:
+    answer = client.chat.completions.parse(
+        model=cluster.model,
+        messages=MESSAGES,
+        response_format=Person,
+        seed=seed,
+        max_completion_tokens=400,
+    )
+    assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+def test_a_streamed_object_is_parsed(client: openai.OpenAI, cluster: Cluster) -> None:
+    with client.chat.completions.stream(
+        model=cluster.model, messages=MESSAGES, response_format=Person, max_completion_tokens=400
+    ) as stream:
+        kinds = {event.type for event in stream}
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+    assert {"content.delta", "content.done"} <= kinds
+
+
+def test_json_object(client: openai.OpenAI, cluster: Cluster) -> None:
+    answer = chat(client, cluster, response_format={"type": "json_object"}, seed=3)
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(answer.choices[0].message.content), dict)
+    else:
+        assert answer.choices[0].message.content.lstrip().startswith("{")
+
+
+# Responses.
+
+
+def test_a_response(client: openai.OpenAI, cluster: Cluster) -> None:
+    answer = respond(client, cluster, instructions="Be brief.", temperature=0)
+    assert answer.object == "response" and answer.status == "completed"
+    assert answer.output[-1].type == "message" and answer.output[-1].role == "assistant"
+    assert answer.output_text
+    assert answer.instructions == "Be brief."
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+
+
+def test_a_response_at_its_limit(client: openai.OpenAI, cluster: Cluster) -> None:
+    answer = respond(client, cluster, input=STORY, max_output_tokens=2)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
+
+
+def test_events_make_the_whole_response(client: openai.OpenAI, cluster: Cluster) -> None:
+    whole = respond(client, cluster, temperature=0)
+    events = list(respond(client, cluster, temperature=0, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join([it.delta for it in events if it.type == "response.output_text.delta"])
+    assert text == whole.output_text == events[-1].response.output_text
+    with client.responses.stream(
+        model=cluster.model, input=QUESTION, temperature=0, max_output_tokens=400
+    ) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text == text
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_response_calls_a_function(client: openai.OpenAI, cluster: Cluster, stream: bool) -> None:
+    asked: Any = {"tools": FLAT, "tool_choice": "required", "parallel_tool_calls": False}
+    if stream:
+        events = list(respond(client, cluster, stream=True, **asked))
+        answer = events[-1].response
+        pieces = [it for it in events if it.type == "response.function_call_arguments.delta"]
+        done = [it for it in events if it.type == "response.function_call_arguments.done"]
+        assert "".join([it.delta for it in pieces]) == done[0].arguments
+        assert not [it for it in events if it.type == "response.output_text.delta"]
+    else:
+        answer = respond(client, cluster, **asked)
+    (call,) = [item for item in answer.output if item.type == "function_call"]
+    check_call(call.name, json.loads(call.arguments))
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "21"}
+    following = respond(
+        client, cluster, input=[{"role": "user", "content": QUESTION}, call, result]
+    )
+    assert following.status in ("completed", "incomplete")
+
+
+def test_the_earlier_response_is_remembered(client: openai.OpenAI, cluster: Cluster) -> None:
+    first = respond(client, cluster, input=STORY)
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    second = respond(client, cluster, input="And then?", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
+    with pytest.raises(openai.NotFoundError):
+        respond(client, cluster, previous_response_id="resp_none")
+    forgotten = respond(client, cluster, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(forgotten.id)
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
+def test_a_response_fills_a_model(client: openai.OpenAI, cluster: Cluster) -> None:
+    answer = client.responses.parse(
+        model=cluster.model, input=QUESTION, text_format=Person, max_output_tokens=400
+    )
+    assert isinstance(answer.output_parsed, Person)
+    whole = respond(
+        client,
+        cluster,
+        text={"format": {"type": "json_schema", "name": "person", "schema": PERSON}},
+    )
+    Person.model_validate_json(whole.output_text)
+
+
+def test_a_refused_response_is_an_openai_error(client: openai.OpenAI, cluster: Cluster) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        respond(client, cluster, temperature=9)
+    assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
+    with pytest.raises(openai.BadRequestError) as caught:
+        respond(client, cluster, tools=[{"type": "web_search"}])
+    assert (caught.value.param or "").startswith("tools")
