@@ -137,6 +137,7 @@ def story_over_http(url: str, user: str) -> Row:
         "max_tokens": 200,
         "stream": True,
         "stream_options": {"include_usage": True},
+        "baton_usage": True,
     }
     host = url.removeprefix("http://")
     connection = http.client.HTTPConnection(host, timeout=60)
@@ -159,8 +160,8 @@ def story_over_http(url: str, user: str) -> Row:
         "story (HTTP)",
         usage["prompt_tokens"],
         usage["prompt_tokens_details"]["cached_tokens"],
-        usage["kv_transfer"]["bytes"],
-        usage["kv_transfer"]["transfer_seconds"],
+        usage["baton"]["kv_transfer"]["bytes"],
+        usage["baton"]["kv_transfer"]["transfer_seconds"],
         times[0] - start,
         rate(usage["completion_tokens"], times),
     )

@@ -38,6 +38,12 @@ FLOORS = {
     "router": [
         *("router/text", "router/core", "router/log.py", "router/metrics.py"),
         *(
+            "router/api/errors.py",
+            "router/api/asked",
+            "router/api/answered",
+            "router/api",
+            "router/api/messages",
+            "router/api/description",
             "router/http",
             "router/cores.py",
             "router/config.py",

@@ -135,7 +135,9 @@ def _on_event(record: Record, data: str) -> None:
     if "error" in event:
         record.on_end(error=event["error"]["message"])
     for choice in event.get("choices", ()):
-        record.on_tokens(choice.get("token_ids", []))
+        token_ids = choice.get("token_ids", [])
+        # HTTP names the EOS too, which raw TCP and the oracle leave out.
+        record.on_tokens(token_ids[:-1] if choice["finish_reason"] == "stop" else token_ids)
         if choice["finish_reason"]:
             record.on_end(finish=choice["finish_reason"])
 

@@ -34,7 +34,7 @@ class Locked(Cluster):
 
     def complete(self, key: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4}
+        body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4, "baton_usage": True}
         return httpx.post(
             f"{self.http}/v1/completions", json=body, headers=headers, trust_env=False, timeout=30
         )

@@ -55,7 +55,7 @@ async def send(client: httpx.AsyncClient, cluster: Cluster, request: dict[str, A
     if not request["stream"]:
         response = await client.post("/v1/completions", json=body)
         assert response.status_code == 200, response.text
-        return response.json()["choices"][0]["token_ids"]  # type: ignore[no-any-return]
+        return without_eos(response.json()["choices"][0])
     tokens: list[int] = []
     async with client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200
@@ -64,8 +64,13 @@ async def send(client: httpx.AsyncClient, cluster: Cluster, request: dict[str, A
     for event in events[:-1]:
         chunk = httpx.Response(200, content=event.removeprefix("data: ")).json()
         assert "error" not in chunk, chunk
-        tokens += [token for choice in chunk["choices"] for token in choice["token_ids"]]
+        tokens += [token for choice in chunk["choices"] for token in without_eos(choice)]
     return tokens
+
+
+def without_eos(choice: dict[str, Any]) -> list[int]:
+    token_ids: list[int] = choice["token_ids"]
+    return token_ids[:-1] if choice["finish_reason"] == "stop" else token_ids
 
 
 async def test_every_request_of_a_mixed_load_ends_with_the_right_tokens(

@@ -87,13 +87,13 @@ PLANTED = f"""
 import asyncio, functools, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 if "router" in sys.orig_argv:
-    from router.http.requests import RequestParser
-    read = RequestParser.completion
+    from router.api import text
+    read = text.read
     def fail(secret, *_):
         raise ValueError(secret)
     async def fail_later(secret):
         fail(secret)
-    def completion(self, raw, **about):
+    def completion(model, raw, asker):
         secret = raw.decode()
         if "SECRET" in secret:
             loop = asyncio.get_running_loop()
@@ -101,8 +101,8 @@ if "router" in sys.orig_argv:
             loop.create_task(fail_later(secret))
             threading.Thread(target=fail, args=(secret,)).start()
             {{}}[secret]
-        return read(self, raw, **about)
-    RequestParser.completion = completion
+        return read(model, raw, asker)
+    text.read = completion
 """
 
 

@@ -277,7 +277,7 @@ def test_min_tokens_stop_ids_and_bias(cluster: Cluster) -> None:
     stop = text[6]
     first = text.index(stop)
     [stopped] = complete(cluster, prompt, stop_token_ids=[stop], **greedy)["choices"]
-    assert (stopped["token_ids"], stopped["finish_reason"]) == (text[:first], "stop")
+    assert (stopped["token_ids"], stopped["finish_reason"]) == (text[: first + 1], "stop")
     held = complete(cluster, prompt, stop_token_ids=[stop], min_tokens=10, **greedy)
     [choice] = held["choices"]
     assert stop not in choice["token_ids"][:10]

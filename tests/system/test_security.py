@@ -40,7 +40,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
 def test_local_workers_have_their_keys_and_serve(locked: Locked) -> None:
     answer = locked.complete(locked.key)
     assert answer.status_code == 200
-    assert answer.json()["usage"]["kv_transfer"]["bytes"] > 0, "KV crossed a locked socket"
+    assert answer.json()["usage"]["baton"]["kv_transfer"]["bytes"] > 0, "KV crossed a locked socket"
 
 
 def test_a_wrong_and_a_missing_key_get_401(locked: Locked) -> None:

@@ -1,0 +1,280 @@
+"""Fields of requests on a real cluster: each changes the answer as its name says."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+from jsonschema import Draft202012Validator
+
+from router.text.tokenizer import Tokenizer
+from tests.clients.openai_schema import events_of, validate
+from tests.cluster import Cluster
+from wire.process.model import DEMO
+
+TOKENIZER = Tokenizer.load(DEMO)
+STORY = "Once upon a time there was a little fox who lived near the river. Every day the fox"
+EOS = "0"
+MESSAGES = [{"role": "user", "content": "Who are you?"}]
+GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+EBNF = 'root ::= "<" word ("," word)? ">"\nword ::= [a-z]{1,5}'
+
+
+def post(cluster: Cluster, path: str, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{cluster.http}{path}", json=fields, timeout=60, trust_env=False)
+
+
+def complete(cluster: Cluster, **fields: Any) -> dict[str, Any]:
+    response = post(cluster, "/v1/completions", **{"prompt": STORY, **GREEDY} | fields)
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    if not fields.get("echo"):  # whose first token has no log-probability; OpenAI's is null too
+        validate("CreateCompletionResponse", body)
+    return body
+
+
+def chat(cluster: Cluster, **fields: Any) -> dict[str, Any]:
+    response = post(cluster, "/v1/chat/completions", **{"messages": MESSAGES, **GREEDY} | fields)
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    validate("CreateChatCompletionResponse", body)
+    return body
+
+
+def text_of(body: dict[str, Any]) -> str:
+    choice = body["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def usage_of(body: dict[str, Any]) -> int:
+    return int(body["usage"]["completion_tokens"])
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": PERSON}}},
+        {"structured_outputs": {"json": PERSON}},
+        {"guided_json": json.dumps(PERSON)},
+    ],
+)
+def test_an_answer_is_what_its_schema_says(cluster: Cluster, ask: Any, fields: Any) -> None:
+    body = ask(cluster, **fields, temperature=1, seed=3, max_tokens=200)
+    Draft202012Validator(PERSON).validate(json.loads(text_of(body)))
+    assert body["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"structured_outputs": {"choice": ["red", 'dark "red"']}}, 'red|dark "red"'),
+        ({"structured_outputs": {"regex": "[a-c]{3}-[0-9]{2}"}}, "[a-c]{3}-[0-9]{2}"),
+        ({"guided_grammar": EBNF}, "<[a-z]{1,5}(,[a-z]{1,5})?>"),
+        ({"structured_outputs": {"grammar": 'start: "a" /b+/ "c"'}}, "ab+c"),
+    ],
+)
+def test_or_what_its_pattern_says(cluster: Cluster, ask: Any, fields: Any, pattern: str) -> None:
+    for seed in range(4):
+        body = ask(cluster, **fields, temperature=1, seed=seed, max_tokens=200)
+        assert re.fullmatch(pattern, text_of(body))
+
+
+def test_an_object_is_streamed_as_it_is_whole(cluster: Cluster) -> None:
+    asked = {"response_format": {"type": "json_object"}, "seed": 4, "temperature": 1}
+    whole = text_of(chat(cluster, **asked, max_tokens=40))
+    said = {"messages": MESSAGES, **GREEDY, **asked, "max_tokens": 40, "stream": True}
+    chunks = events_of(post(cluster, "/v1/chat/completions", **said))
+    for chunk in chunks:
+        validate("CreateChatCompletionStreamResponse", chunk)
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == whole
+    assert whole.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "(a"}, "guided_regex"),
+        ({"guided_json": {"type": "object", "minProperties": "x"}}, "guided_json"),
+        ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    ],
+)
+def test_what_no_answer_can_be_is_refused(cluster: Cluster, fields: Any, param: str) -> None:
+    for path, said in (
+        ("/v1/completions", {"prompt": STORY}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+    ):
+        response = post(cluster, path, **said, **fields)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param
+        validate("ErrorResponse", response.json())
+
+
+def test_only_tokens_that_are_allowed_are_drawn(cluster: Cluster) -> None:
+    allowed = [300, 301, 302]
+    body = complete(cluster, allowed_token_ids=allowed, return_token_ids=True, temperature=1)
+    assert set(body["choices"][0]["token_ids"]) <= set(allowed)
+
+
+def test_bad_words_are_not_said(cluster: Cluster) -> None:
+    words = set(re.findall("[a-z]{3,}", text_of(complete(cluster))))
+    assert words
+    said = text_of(complete(cluster, bad_words=sorted(words)))
+    assert words.isdisjoint(re.findall("[a-z]{3,}", said))
+
+
+def test_a_stop_string_is_named(cluster: Cluster) -> None:
+    stop = text_of(complete(cluster))[10:13]
+    for is_shown in (False, True):
+        body = complete(cluster, stop=[stop, "\ue000"], include_stop_str_in_output=is_shown)
+        choice = body["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        assert choice["text"].endswith(stop) is is_shown
+
+
+@pytest.mark.parametrize("position", [0, 5])
+def test_a_stop_token_is_named(cluster: Cluster, position: int) -> None:
+    """The first is drawn by a prefill worker, which says so in another frame."""
+    ids = complete(cluster, return_token_ids=True)["choices"][0]["token_ids"]
+    first = ids.index(ids[position])
+    for is_shown in (False, True):
+        body = complete(
+            cluster,
+            stop_token_ids=[ids[position]],
+            include_stop_str_in_output=is_shown,
+            return_token_ids=True,
+        )
+        [choice] = body["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids[position])
+        assert choice["token_ids"] == ids[: first + 1]
+        assert usage_of(body) == first + 1
+        assert choice["text"] == TOKENIZER.decode(ids[: first + is_shown])
+
+
+def test_eos_counts_and_is_no_reason(cluster: Cluster) -> None:
+    eos = {"allowed_token_ids": [0], "ignore_eos": False}
+    body = chat(cluster, **eos, return_token_ids=True)
+    [choice] = body["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    assert (choice["token_ids"], usage_of(body), text_of(body)) == ([0], 1, "")
+    said = {"prompt": STORY, **GREEDY, **eos, "stream": True}
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    chunks = events_of(post(cluster, "/v1/completions", **said, **options))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "held", [{"logit_bias": {EOS: 100}, "max_tokens": 1}, {"structured_outputs": {"regex": "fox"}}]
+)
+@pytest.mark.parametrize("echo", [False, True])
+def test_eos_has_its_scores_as_any_token(cluster: Cluster, held: Any, echo: bool) -> None:
+    body = complete(
+        cluster,
+        logprobs=2,
+        echo=echo,
+        return_token_ids=True,
+        return_tokens_as_token_ids=True,
+        ignore_eos=False,
+        **held,
+    )
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["token_ids"][-1] in TOKENIZER.special_ids
+    all_ids = [*(choice["prompt_token_ids"] if echo else ()), *choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in all_ids]
+    assert choice["logprobs"]["token_logprobs"][-1] < 0
+    assert choice["logprobs"]["text_offset"][-1] == len(choice["text"])
+
+
+def test_every_chunk_counts_its_own_tokens(cluster: Cluster) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    said = {"prompt": STORY, **GREEDY, "stream": True, "stream_options": options}
+    *chunks, last = events_of(post(cluster, "/v1/completions", **said))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert [counts.count(n) for n in range(1, 25)] == [1] * 23 + [len(counts) - 23]
+    assert last["usage"]["completion_tokens"] == 24
+
+
+def test_prompt_logprobs_are_those_of_an_echo(cluster: Cluster) -> None:
+    [text] = complete(cluster, prompt_logprobs=2, return_token_ids=True)["choices"]
+    [echo] = complete(cluster, logprobs=2, echo=True)["choices"]
+    rows, ids = text["prompt_logprobs"], text["prompt_token_ids"]
+    assert rows[0] is None and len(rows) == len(ids)
+    scores = echo["logprobs"]["token_logprobs"]
+    for row, token_id, score in zip(rows[1:], ids[1:], scores[1:], strict=False):
+        assert row[str(token_id)]["logprob"] == pytest.approx(score, abs=1e-6)
+        assert row[str(token_id)]["decoded_token"] == TOKENIZER.token_text(token_id)
+        assert {entry["rank"] for entry in row.values()} >= {1, 2}
+    body = chat(cluster, prompt_logprobs=0, return_token_ids=True)
+    assert len(body["prompt_logprobs"]) == len(body["prompt_token_ids"])
+    assert all(len(row) == 1 for row in body["prompt_logprobs"][1:])
+
+
+def test_a_prompt_is_cut(cluster: Cluster) -> None:
+    ids = TOKENIZER.encode(STORY)
+    for side, kept in (("right", ids[:7]), ("left", ids[-7:])):
+        body = complete(
+            cluster, truncate_prompt_tokens=7, truncation_side=side, return_token_ids=True
+        )
+        assert body["choices"][0]["prompt_token_ids"] == kept
+        assert body["usage"]["prompt_tokens"] == 7
+
+
+def test_special_tokens_have_a_text_where_asked(cluster: Cluster) -> None:
+    only = {"allowed_token_ids": [4], "max_tokens": 2}
+    assert text_of(complete(cluster, **only)) == ""
+    shown = text_of(complete(cluster, **only, skip_special_tokens=False))
+    assert shown == 2 * TOKENIZER.token_text(4) != ""
+
+
+def test_tokens_go_by_their_ids(cluster: Cluster) -> None:
+    body = complete(cluster, logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)
+    [choice] = body["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in choice["token_ids"]]
+
+
+def test_a_request_may_have_a_name(cluster: Cluster) -> None:
+    assert complete(cluster, request_id="mine")["id"] == "cmpl-mine"
+    assert chat(cluster, request_id="mine")["id"] == "chatcmpl-mine"
+
+
+def test_an_answer_goes_on_with_a_message(cluster: Cluster) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "I am a"}]
+    asked = {"messages": begun, "continue_final_message": True, "return_token_ids": True}
+    body = chat(cluster, **asked)
+    assert TOKENIZER.decode(body["prompt_token_ids"]).endswith("I am a")
+    echoed = chat(cluster, **asked, echo=True)
+    assert text_of(echoed) == "I am a" + text_of(body)
+    tokens = post(
+        cluster,
+        "/tokenize",
+        messages=begun,
+        continue_final_message=True,
+        return_token_strs=True,
+    ).json()
+    assert tokens["tokens"] == body["prompt_token_ids"]
+    assert len(tokens["token_strs"]) == tokens["count"]
+
+
+def test_numbers_come_as_text_too(cluster: Cluster) -> None:
+    assert usage_of(complete(cluster, max_tokens="5", temperature="0")) == 5
+
+
+def test_what_is_not_supported_is_refused(cluster: Cluster) -> None:
+    response = post(cluster, "/v1/completions", prompt=STORY, use_beam_search=True)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "use_beam_search"
+    assert post(cluster, "/v1/completions", prompt=STORY, use_beam_search=False).is_success
