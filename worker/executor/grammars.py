@@ -143,30 +143,41 @@ class Grammars:
         eos = held[0][2].eos
         # All bits set: rows behind a draft that is not allowed are not written, and never count.
         bits = np.full((len(rows), len(eos)), -1, np.int32)
-        self._fill_all(held, bits)
+        failed = self._fill(held, bits)
         over: set[int] = set()
         if limited:
             others = bits & ~eos
             over = {number for number in limited if not others[number].any()}
             early = [number for number in going_on if number not in over]
             bits[early] = others[early]
-        failed = next((rows[first] for first, _, it in held if it.problem), None)
-        return Masks(rows, bits, [rows[number] for number in over], failed)
+        return Masks(
+            rows,
+            bits,
+            [rows[number] for number in over],
+            None if failed is None else rows[failed],
+        )
 
-    def _fill_all(self, held: list[tuple[int, Sampling, Structured]], bits: Bits) -> None:
+    def _fill(self, held: list[tuple[int, Sampling, Structured]], bits: Bits) -> int | None:
+        """Write the masks; return the first that a sequence with a problem does not have."""
         address, row_bytes = bits.ctypes.data, bits.strides[0]
 
-        def fill(part: list[tuple[int, Sampling, Structured]]) -> None:
-            for first, it, structured in part:
-                structured.fill(it.token_ids, it.drafts, address + first * row_bytes, row_bytes)
+        def fill(part: list[tuple[int, Sampling, Structured]]) -> list[int]:
+            return [
+                number
+                for number, it, structured in part
+                if not structured.fill(
+                    it.token_ids, it.drafts, address + number * row_bytes, row_bytes
+                )
+            ]
 
         # This may run on one of the threads already: the others have the other parts.
         num_parts = min(self._num_threads, 1 + bits.size // _THREAD_WORDS)
         parts = [held[number::num_parts] for number in range(num_parts)]
         filling = [self._following.submit(fill, part) for part in parts[1:]]
-        fill(parts[0])
+        failed = fill(parts[0])
         for future in filling:
-            future.result()
+            failed += future.result()
+        return min(failed, default=None)
 
 
 def _load(path: Path, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:

@@ -29,24 +29,25 @@ def mask(
     structures: Masks | None = None,
 ) -> torch.Tensor:
     """Return [R, vocab] logits without what may not be drawn: the same tensor if all may be."""
+    limited = rows_of(samplings, _is_limited)
+    if not limited and structures is None:
+        return logits
+    masked, vocab = _copy(logits), logits.shape[1]
     rows: list[int] = []
     columns: list[int] = []
-    for row in rows_of(samplings, _may_lack_tokens):
-        out = _completing(row) if row.options.bad_sequences else set()
-        if row.position - row.sampling.prompt_len < row.options.min_tokens:
-            out |= eos_token_ids.union(row.options.stop_token_ids)
+    for row in limited:
+        options = row.options
         # A client may name ids the vocabulary does not have.
-        known = [token_id for token_id in out if token_id < logits.shape[1]]
+        if options.allowed_token_ids:
+            known = [token_id for token_id in options.allowed_token_ids if token_id < vocab]
+            masked[row.index] = -torch.inf
+            masked[row.index, known] = logits[row.index, known]
+        out = _completing(row)
+        if row.position - row.sampling.prompt_len < options.min_tokens:
+            out |= eos_token_ids.union(options.stop_token_ids)
+        known = [token_id for token_id in out if token_id < vocab]
         rows += [row.index] * len(known)
         columns += known
-    allowing = rows_of(samplings, lambda it: bool(it.options.allowed_token_ids))
-    if not rows and not allowing and structures is None:
-        return logits
-    masked = _copy(logits)
-    for row in allowing:
-        known = [it for it in row.options.allowed_token_ids if it < logits.shape[1]]
-        masked[row.index] = -torch.inf
-        masked[row.index, known] = logits[row.index, known]
     if rows:
         masked[rows, columns] = -torch.inf
     if structures is not None:
@@ -56,11 +57,11 @@ def mask(
     return masked
 
 
-def _may_lack_tokens(sampling: Sampling) -> bool:
-    # A sequence that may stop before its drafts may stop after them too, but not the reverse.
+def _is_limited(sampling: Sampling) -> bool:
     options = sampling.options
-    num_generated = sampling.position - sampling.prompt_len
-    return num_generated < options.min_tokens or bool(options.bad_sequences)
+    if sampling.position - sampling.prompt_len < options.min_tokens:
+        return True  # its first rows may not stop; later ones, after drafts, perhaps
+    return bool(options.allowed_token_ids or options.bad_sequences)
 
 
 def _completing(row: Row) -> set[int]:

@@ -81,9 +81,10 @@ def sample(
     adjusted = adjust(logits, samplings)
     allowed = mask(adjusted, samplings, eos_token_ids, structures)
     token_ids = kernels.argmax(allowed)
-    for row in rows_of(samplings, _may_lack_all):
-        if allowed[row.index, token_ids[row.index]] == -torch.inf:
-            raise NoTokenLeft(row.index)
+    if allowed is not adjusted:
+        for row in rows_of(samplings, _may_lack_all):
+            if allowed[row.index, token_ids[row.index]] == -torch.inf:
+                raise NoTokenLeft(row.index)
     if random_rows := rows_of(samplings, lambda it: it.options.temperature > 0):
         places = [row.index for row in random_rows]
         part = allowed if len(places) == len(token_ids) else allowed[places]

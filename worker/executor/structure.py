@@ -76,21 +76,24 @@ class Structured:
 
     def fill(
         self, token_ids: Sequence[int], drafts: Sequence[int], address: int, row_bytes: int
-    ) -> None:
+    ) -> bool:
         """Write what may follow `token_ids`, then what may follow them with each draft more.
 
         D + 1 rows from `address` on; those behind a draft that is not allowed, or that ends the
-        text, are not written: nothing that is drawn from them counts.  Then look at `problem`.
+        text, are not written: nothing that is drawn from them counts.
+
+        Returns:
+            Whether that could be told; if not, there is a `problem`.
         """
         if self._matcher is None:
             self._matcher = self._compiled.result().matcher.deep_copy()
         matcher = self._matcher
-        for token_id in token_ids[self._num_seen :]:
+        new, self._num_seen = token_ids[self._num_seen :], len(token_ids)
+        for token_id in new:
             if matcher.is_stopped():
                 self._num_after_end += 1
             else:
                 matcher.consume_token(token_id)
-        self._num_seen = len(token_ids)
         matcher.unsafe_compute_mask_ptr(address, row_bytes)
         num_ahead = 0
         for draft in drafts:
@@ -101,5 +104,7 @@ class Structured:
             matcher.unsafe_compute_mask_ptr(address + num_ahead * row_bytes, row_bytes)
         if num_ahead:
             matcher.rollback(num_ahead)
-        if matcher.is_error():
-            self._problem = f"structure: {StructureError(matcher.get_error())}"
+        if not matcher.is_error():
+            return True
+        self._problem = f"structure: {StructureError(matcher.get_error())}"
+        return False

@@ -41,6 +41,7 @@ class Item(Struct):
 
     type: str = "message"
     id: str | None = None
+    status: str | None = None
     role: str | None = None
     content: str | list[Part] | None = None
     summary: list[Part] | None = None
@@ -86,9 +87,15 @@ class Item(Struct):
         """What a reasoning item says: in full, or else its summary."""
         return _text(self.content) or _text(self.summary)
 
+    @property
+    def is_cut_call(self) -> bool:
+        """Whether it is a call that was never made: the answer ended within its arguments."""
+        return self.type == "function_call" and self.status == "incomplete"
+
     def document(self, name: str) -> dict[str, Any]:
         """Return the item as this API shows it; `name` is for one that has none."""
-        body: dict[str, Any] = {"id": self.id or name, "type": self.type, "status": "completed"}
+        status = "incomplete" if self.status == "incomplete" else "completed"
+        body: dict[str, Any] = {"id": self.id or name, "type": self.type, "status": status}
         if self.type == "message":
             text = _text(self.content)
             part = said(text) if self.role == "assistant" else {"type": "input_text", "text": text}
@@ -131,11 +138,13 @@ def encode_items(items: Iterable[Item], key: str) -> bytes:
 
 
 def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
-    """Return the messages of a chat, the instructions first."""
+    """Return the messages of a chat, the instructions first; a call that was cut is in none."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
     for item in items:
+        if item.is_cut_call:
+            continue
         if item.type == "function_call_output":
             output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
             messages.append(output)

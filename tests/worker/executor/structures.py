@@ -85,19 +85,6 @@ def allowed_in(row: Bits) -> list[int]:
     return [int(token_id) for token_id in np.flatnonzero(bits)]
 
 
-def is_right(row: Bits, structure: Structure, answer: list[int]) -> bool:
-    """Whether a mask has the tokens that a fresh matcher takes, each asked for by itself.
-
-    Where the text that follows is certain, it has only the token that the tokenizer would choose.
-    """
-    allowed, expected = allowed_in(row), allowed_by_force(structure, answer)
-    if allowed == expected:
-        return True
-    texts = sorted((tokenizer().decode_bytes([token_id]) for token_id in expected), key=len)
-    is_certain = all(texts[-1].startswith(text) for text in texts)
-    return is_certain and len(allowed) == 1 and allowed[0] in expected
-
-
 def allowed_by_force(structure: Structure, answer: list[int]) -> list[int]:
     matcher = LLMatcher(tokenizer(), grammar_of(structure), log_level=0, limits=limits())
     assert matcher.consume_tokens(answer)

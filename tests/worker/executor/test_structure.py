@@ -8,9 +8,10 @@ from tests.worker.executor.structures import (
     EOS,
     PROMPT,
     STRUCTURES,
+    allowed_by_force,
+    allowed_in,
     asked,
     begun,
-    is_right,
     mask_of,
     masks_of,
     walk,
@@ -27,7 +28,7 @@ def test_what_may_follow_is_what_each_token_says_by_itself(structure: Structure)
         structured = begun(structure)
         for end in range(len(answer) + 1):
             row = mask_of(structured, answer[:end])[0]
-            assert is_right(row, structure, answer[:end])
+            assert allowed_in(row) == allowed_by_force(structure, answer[:end])
 
 
 @EVERY
@@ -48,7 +49,7 @@ def test_drafts_are_looked_along_and_forgotten(structure: Structure) -> None:
         drafts = answer[end : end + 5]
         rows = mask_of(structured, answer[:end], drafts)
         for number, row in enumerate(rows):
-            assert is_right(row, structure, answer[: end + number])
+            assert allowed_in(row) == allowed_by_force(structure, answer[: end + number])
 
 
 @pytest.mark.parametrize("wrong", [11, EOS[0]])
@@ -57,9 +58,9 @@ def test_behind_a_draft_that_is_not_allowed_nothing_is_said(wrong: int) -> None:
     answer = walk(structure, 4)
     structured = begun(structure)
     rows = mask_of(structured, answer[:3], [answer[3], wrong, answer[4]])
-    assert is_right(rows[1], structure, answer[:4])
+    assert allowed_in(rows[1]) == allowed_by_force(structure, answer[:4])
     assert (rows[2:] == -1).all()
-    assert is_right(mask_of(structured, answer[:4])[0], structure, answer[:4])
+    assert allowed_in(mask_of(structured, answer[:4])[0]) == allowed_by_force(structure, answer[:4])
 
 
 @EVERY

@@ -52,6 +52,13 @@ def called(*names: str) -> list[dict[str, Any]]:
     return [{"id": name, "type": "function", "function": function} for name in names]
 
 
+def test_a_call_that_was_cut_is_kept_but_in_no_message() -> None:
+    cut = CALL | {"call_id": "c2", "arguments": '{"ci', "status": "incomplete"}
+    whole, half = json.loads(encode_items(items(CALL, cut), "k"))
+    assert (whole["status"], half["status"]) == ("completed", "incomplete")
+    assert messages_of(items(CALL, cut), None) == messages_of(items(CALL), None)
+
+
 def test_a_turn_of_the_assistant_is_one_message() -> None:
     said = messages_of(
         items(USER, REASONING, MESSAGE, CALL, CALL | {"call_id": "c2"}, OUTPUT), "Be"
