@@ -31,7 +31,6 @@ __all__ = [
     "argmax",
     "backend_of",
     "check_pool",
-    "forbid",
     "pack_kv",
     "paged_attention",
     "rms_norm",
@@ -178,28 +177,26 @@ def argmax(logits: torch.Tensor) -> list[int]:
     return backend_of(logits.device.type).argmax(logits)
 
 
-def forbid(logits: torch.Tensor, rows: Sequence[int], allowed: npt.NDArray[np.int32]) -> None:
-    """Write -inf, in some rows, where a token is not allowed.
-
-    Args:
-        logits: [R, V] float32, contiguous rows.
-        rows: [M] which of them, none twice.
-        allowed: [M, words] the bits of tokens, 32 in a word, the lowest first; what is beyond the
-            last word is not allowed.
-    """
-    backend_of(logits.device.type).forbid(logits, rows, allowed)
-
-
-def sample(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]:
+def sample(
+    logits: torch.Tensor,
+    settings: npt.NDArray[np.void],
+    allowed: npt.NDArray[np.int32] | None = None,
+) -> list[int]:
     """Choose a token of each row at random: weight exp((logit - largest) / temperature), filtered.
 
     Filters apply in this order, and ties at a border all pass: top_k keeps logits not below the
     k-th largest; top_p the likeliest tokens whose share of the weight left first reaches it; min_p
     weights not below so much of the largest.  Then the first token is chosen, in the order of ids,
-    at which the cumulated weight exceeds `uniform` times the sum.
+    at which the cumulated weight exceeds `uniform` times the sum.  At temperature 0 it is the first
+    of the largest.
 
     Args:
         logits: [R, V] of a float dtype.
         settings: [R] of SAMPLING.
+        allowed: [R, words] the bits of the tokens to choose from, 32 in a word, the lowest first;
+            none beyond the last word.  None: all tokens.
+
+    Returns:
+        [R] token ids; -1 where none is allowed.
     """
-    return backend_of(logits.device.type).sample(logits, settings)
+    return backend_of(logits.device.type).sample(logits, settings, allowed)

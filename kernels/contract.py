@@ -140,11 +140,12 @@ class Backend(Protocol):
 
     def argmax(self, logits: torch.Tensor) -> list[int]: ...
 
-    def forbid(
-        self, logits: torch.Tensor, rows: Sequence[int], allowed: npt.NDArray[np.int32]
-    ) -> None: ...
-
-    def sample(self, logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]: ...
+    def sample(
+        self,
+        logits: torch.Tensor,
+        settings: npt.NDArray[np.void],
+        allowed: npt.NDArray[np.int32] | None = None,
+    ) -> list[int]: ...
 
 
 def check_append(

@@ -147,18 +147,14 @@ def argmax(logits: torch.Tensor) -> list[int]:
     return logits.argmax(dim=-1).tolist()
 
 
-def forbid(logits: torch.Tensor, rows: Sequence[int], allowed: npt.NDArray[np.int32]) -> None:
-    """See `kernels.forbid`."""
-    words = torch.from_numpy(allowed).to(logits.device)
-    bits = (words[:, :, None] >> torch.arange(32, device=logits.device)) & 1
-    missing = max(0, logits.shape[1] - bits[0].numel())
-    known = torch.nn.functional.pad(bits.flatten(1), (0, missing))[:, : logits.shape[1]]
-    index = torch.tensor(rows, device=logits.device)
-    logits[index] = logits[index].masked_fill_(known == 0, -torch.inf)
-
-
-def sample(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]:
+def sample(
+    logits: torch.Tensor,
+    settings: npt.NDArray[np.void],
+    allowed: npt.NDArray[np.int32] | None = None,
+) -> list[int]:
     """See `kernels.sample`."""
+    if allowed is not None:
+        logits = logits.masked_fill(~_bits(allowed, logits), -torch.inf)
     temperature, min_p, uniform = (
         torch.tensor(settings[name], device=logits.device)[:, None]
         for name in ("temperature", "min_p", "uniform")
@@ -174,8 +170,20 @@ def sample(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]:
     cumulated = weights.cumsum(dim=-1)
     first = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)[:, 0]
     # Only a row of NaN gets past the end; an id the vocabulary lacks would fail the whole batch.
-    sampled: list[int] = first.clamp_(max=logits.shape[1] - 1).tolist()
+    first = first.clamp_(max=logits.shape[1] - 1)
+    chosen = torch.where(temperature[:, 0] == 0, logits.argmax(dim=-1), first)
+    if allowed is not None:
+        chosen[~_bits(allowed, logits).any(dim=1)] = -1
+    sampled: list[int] = chosen.tolist()
     return sampled
+
+
+def _bits(allowed: npt.NDArray[np.int32], logits: torch.Tensor) -> torch.Tensor:
+    """Return [R, V] whether each token is allowed."""
+    words = torch.from_numpy(allowed).to(logits.device)
+    bits = (words[:, :, None] >> torch.arange(32, device=logits.device)) & 1
+    missing = max(0, logits.shape[1] - bits[0].numel())
+    return torch.nn.functional.pad(bits.flatten(1), (0, missing))[:, : logits.shape[1]] != 0
 
 
 def pack_kv(

@@ -13,7 +13,7 @@ from kernels.contract import PagedBatch
 from kernels.cpu.attention import attend
 from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.program import Program
-from kernels.cpu.sampling import argmax, forbid, sample
+from kernels.cpu.sampling import argmax, sample
 from kernels.cpu.simd import PANEL
 from kernels.cpu.work_items import WorkItems
 from kernels.reference import (
@@ -31,7 +31,6 @@ __all__ = [
     "append_kv",
     "argmax",
     "check_pool",
-    "forbid",
     "pack_kv",
     "paged_attention",
     "rms_norm",

@@ -1,7 +1,5 @@
 """One token of each row of logits on the CPU: `kernels.sample` in a few passes over the row.
 
-And what may not be drawn: `kernels.forbid`, a tenth of NumPy's time and a quarter of torch's.
-
 Torch makes a tensor of float64 for each step of the way and sorts for top_p: with 32 rows longer
 than the model takes.  Here a thread takes a row, and the row's weights stay in its cache.  The
 weight at which a filter's border lies is found digit by digit, from histograms of the weights'
@@ -11,7 +9,6 @@ bits, not by sorting: so no row, however flat, takes much longer than another.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numba
@@ -30,11 +27,12 @@ _LOG2_E = math.log2(math.e)
 # A weight is at most 1, its bits at most 62: digits of 11, the last one of 7.
 _DIGIT, _FIRST_SHIFT = 11, 51
 _RADIX = 1 << _DIGIT
-# Words of 32 tokens that are looked at within 20 us.
-_FEW_WORDS = 4096
 # Weights that are added up at a time, to find the one that is sampled.
 _PART = 512
 _SETTINGS_BYTES = SAMPLING.itemsize
+
+# What is allowed in rows where everything is: no words.
+_ALL = np.empty((0, 0), np.int32)
 
 _settings_at = record_at(numba.from_dtype(SAMPLING))
 
@@ -45,18 +43,9 @@ class _Arguments(NamedTuple):
     logits: int
     row_stride: int
     settings: int
-    sampled: int
-    taken: int = 0
-
-
-class _Forbidding(NamedTuple):
-    num_rows: int
-    size: int
-    logits: int
-    row_stride: int
-    rows: int
     allowed: int
     num_words: int
+    sampled: int
     taken: int = 0
 
 
@@ -65,9 +54,14 @@ def argmax(logits: torch.Tensor) -> list[int]:
     return logits.numpy().argmax(axis=-1).tolist()  # type: ignore[no-any-return]
 
 
-def sample(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]:
+def sample(
+    logits: torch.Tensor,
+    settings: npt.NDArray[np.void],
+    allowed: npt.NDArray[np.int32] | None = None,
+) -> list[int]:
     """See `kernels.sample`."""
     settings = np.ascontiguousarray(settings)
+    bits = _ALL if allowed is None else np.ascontiguousarray(allowed)
     logits = logits.float()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -79,6 +73,8 @@ def sample(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]:
             logits=logits.data_ptr(),
             row_stride=logits.stride(0) * 4,
             settings=settings.ctypes.data,
+            allowed=bits.ctypes.data,
+            num_words=bits.shape[1],
             sampled=sampled.ctypes.data,
         )
     )
@@ -87,56 +83,66 @@ def sample(logits: torch.Tensor, settings: npt.NDArray[np.void]) -> list[int]:
     return sampled.tolist()
 
 
-def forbid(logits: torch.Tensor, rows: Sequence[int], allowed: npt.NDArray[np.int32]) -> None:
-    """See `kernels.forbid`."""
-    places, bits = np.array(rows, np.int64), np.ascontiguousarray(allowed)
-    arguments = record_of(
-        _Forbidding(
-            num_rows=len(places),
-            size=logits.shape[1],
-            logits=logits.data_ptr(),
-            row_stride=logits.stride(0) * 4,
-            rows=places.ctypes.data,
-            allowed=bits.ctypes.data,
-            num_words=bits.shape[1],
-        )
-    )
-    # So little is done before another thread would have come.
-    num_threads = 1 if bits.size < _FEW_WORDS else 0
-    threads.run(_forbid_rows, arguments.ctypes.data, num_threads)
-
-
-def _forbid_rows(a: _Forbidding, _thread: int) -> None:
-    nothing = np.float32(-np.inf)
-    while True:
-        row = take(a, 1)
-        if row >= a.num_rows:
-            break
-        logit = floats_at(a.logits + longs_at(a.rows)[row] * a.row_stride)
-        bits = ints_at(a.allowed + row * a.num_words * 4)
-        for word in range((a.size + 31) // 32):
-            allowed = bits[word] if word < a.num_words else np.int32(0)
-            if allowed == -1:
-                continue
-            first = word * 32
-            for i in range(first, min(first + 32, a.size)):
-                if not (allowed >> (i - first)) & 1:
-                    logit[i] = nothing
-
-
 def _sample_rows(a: _Arguments, _thread: int) -> None:
-    size = a.size
-    weights = allocate((size + _RADIX) * 8)
-    histogram = weights + size * 8
+    weights = allocate((a.size + _RADIX + a.size) * 8)
+    histogram = weights + a.size * 8
+    gathered = histogram + _RADIX * 8
+    places = gathered + a.size * 4
     while True:
         row = take(a, 1)
         if row >= a.num_rows:
             break
         settings = _settings_at(a.settings + row * _SETTINGS_BYTES)
-        _weigh(a.logits + row * a.row_stride, settings.temperature, weights, size)
-        _filter(weights, size, settings, histogram)
-        longs_at(a.sampled)[row] = _find(weights, size, settings.uniform)
+        logits, size = a.logits + row * a.row_stride, a.size
+        if a.num_words:
+            bits = a.allowed + row * a.num_words * 4
+            size = _gather(logits, size, bits, a.num_words, gathered, places)
+            logits = gathered
+        if size == 0:
+            place = -1
+        elif settings.temperature == 0.0:
+            place = _first_largest(floats_at(logits), size)
+        else:
+            _weigh(logits, settings.temperature, weights, size)
+            _filter(weights, size, settings, histogram)
+            place = _find(weights, size, settings.uniform)
+        if a.num_words and place >= 0:
+            place = ints_at(places)[place]
+        longs_at(a.sampled)[row] = place
     give_back(weights)
+
+
+@inner
+def _gather(
+    logits: int, size: int, allowed: int, num_words: int, gathered: int, places: int
+) -> int:
+    """Write the allowed logits, and where they are, side by side; return how many they are."""
+    logit, bits, kept, place = (
+        floats_at(logits),
+        ints_at(allowed),
+        floats_at(gathered),
+        ints_at(places),
+    )
+    num = 0
+    for word in range(min(num_words, (size + 31) // 32)):
+        rest, first = bits[word], word * 32
+        if rest == 0:
+            continue
+        for i in range(first, min(first + 32, size)):
+            # Every one is written: to go round some would be a guess of the processor's each.
+            kept[num] = logit[i]
+            place[num] = i
+            num += (rest >> (i - first)) & 1
+    return num
+
+
+@inner
+def _first_largest(logit: Any, size: int) -> int:
+    best = 0
+    for i in range(size):
+        if logit[i] > logit[best]:
+            best = i
+    return best
 
 
 @inner

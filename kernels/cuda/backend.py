@@ -18,14 +18,13 @@ import torch
 from kernels.contract import KernelError, PagedBatch
 from kernels.cuda import launch
 from kernels.cuda.launch import Launch, check_pool
-from kernels.reference import argmax, forbid, sample
+from kernels.reference import argmax, sample
 
 __all__ = [
     "add_rms_norm",
     "append_kv",
     "argmax",
     "check_pool",
-    "forbid",
     "pack_kv",
     "paged_attention",
     "require_device",

@@ -1,16 +1,15 @@
 """The grammars of one model's answers: compiled, followed, and masks made beside the forward pass.
 
 `start` is called before a forward pass and `take` after it, so that masks cost no time where the
-forward pass takes longer.  Masks of a small vocabulary are made at once: waking a thread, and its
-place on a core that the forward pass wants, cost more.  Grammars are compiled by other threads;
-llguidance does without the GIL.
+forward pass takes longer; made by the engine's thread, each would also hand the GIL to the thread
+of the network.  Grammars are compiled by other threads; llguidance does without the GIL.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -21,17 +20,12 @@ import structlog
 from llguidance import LLMatcher, LLTokenizer
 
 from wire.options import Structure
-from wire.process.structure import StructureError, grammar_of, limits
+from wire.process.structure import NUM_KEPT, StructureError, grammar_of, limits
 from worker.executor.batch import Sampling
 from worker.executor.structure import Compiled, Structured
 
-# Compiled grammars that are kept: clients send the same few again and again.
-_NUM_KEPT: Final = 32
 # Threads that compile: a structure that takes long does not keep a second one waiting.
 _NUM_COMPILING: Final = 2
-# Masks of so many words of 32 tokens in all are made at once, in 0.3 ms; it is a row of 128,000
-# tokens, or 97 rows of the demo model.
-_FEW_WORDS: Final = 1 << 12
 # A thread has so many words at least: 8 rows of 128,000 tokens, 0.8 ms.
 _THREAD_WORDS: Final = 1 << 15
 _MAX_THREADS: Final = 4
@@ -43,16 +37,14 @@ log = structlog.get_logger("worker")
 
 
 class Masks(NamedTuple):
-    """What structures allow in the rows of a step that have one.
+    """What structures allow in the rows of a step, of which one at least has a structure.
 
     Attributes:
-        rows: [M] their numbers.
-        bits: [M, words] int32, bit t of a row for token t.
+        bits: [R, words] int32, bit t of a row for token t; all of them in rows without one.
         over: The rows in which nothing but EOS is allowed, of those whose options say more.
-        failed: The first of the rows that has no mask, for its sequence has a problem.
+        failed: The first row that has no mask, for its sequence has a problem.
     """
 
-    rows: list[int]
     bits: Bits
     over: list[int]
     failed: int | None = None
@@ -69,14 +61,14 @@ class Grammars:
         self._following = ThreadPoolExecutor(self._num_threads, thread_name_prefix="follow")
         self._tokenizer = self._compiling.submit(_load, tokenizer, vocab_size, self._eos)
         self._kept: OrderedDict[Structure, Future[Compiled]] = OrderedDict()
-        self._started: Callable[[], Masks] | None = None
+        self._started: Future[Masks] | None = None
 
     def structured(self, structure: Structure, prompt_len: int) -> Structured:
         """Return the state of a text after its prompt; the grammar is compiled meanwhile."""
         compiled = self._kept.get(structure)
         if compiled is None:
             compiled = self._kept[structure] = self._compiling.submit(self._compile, structure)
-            if len(self._kept) > _NUM_KEPT:
+            if len(self._kept) > NUM_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(structure)
         return Structured(compiled, prompt_len)
@@ -84,20 +76,13 @@ class Grammars:
     def start(self, samplings: Sequence[Sampling]) -> None:
         """Begin to compute the masks of a step's rows, if any sequence has a structure."""
         self.take()  # of a step that failed
-        first = next((it.structured for it in samplings if it.structured is not None), None)
-        if first is None:
-            return
-        num_rows = len(samplings) + sum(len(it.drafts) for it in samplings)
-        if num_rows * len(first.eos) > _FEW_WORDS:
-            self._started = self._following.submit(self._masks, samplings).result
-        else:
-            masks = self._masks(samplings)
-            self._started = lambda: masks
+        if any(it.structured is not None for it in samplings):
+            self._started = self._following.submit(self._masks, samplings)
 
     def take(self) -> Masks | None:
         """Return the masks of the step that was started last, once; None if it has none."""
         started, self._started = self._started, None
-        return None if started is None else started()
+        return None if started is None else started.result()
 
     def shutdown(self) -> None:
         """Stop the threads; what they are at is not waited for."""
@@ -121,41 +106,33 @@ class Grammars:
         return Compiled(matcher, eos.view(np.int32))
 
     def _masks(self, samplings: Sequence[Sampling]) -> Masks:
-        rows: list[int] = []
-        held: list[tuple[int, Sampling, Structured]] = []  # with the number of its first mask
-        limited: list[int] = []  # masks of rows whose options say more of what may be drawn
-        going_on: list[int] = []  # masks of rows in which an answer may not end yet
+        held: list[tuple[int, Sampling, Structured]] = []  # with its first row
+        limited: list[int] = []  # rows whose options say more of what may be drawn
+        going_on: list[int] = []  # rows in which an answer may not end yet
         row = 0
         for it in samplings:
-            num_rows = 1 + len(it.drafts)
-            if it.structured is not None:
-                first, options = len(rows), it.options
-                held.append((first, it, it.structured))
-                num_early = options.min_tokens - (it.position - it.prompt_len)
-                is_early = options.ignore_eos or num_early > 0
-                if is_early:
-                    end = num_rows if options.ignore_eos else min(num_rows, num_early)
-                    going_on += range(first, first + end)
-                if is_early or options.allowed_token_ids or options.bad_sequences:
-                    limited += range(first, first + num_rows)
-                rows += range(row, row + num_rows)
-            row += num_rows
+            first, row = row, row + 1 + len(it.drafts)
+            if it.structured is None:
+                continue
+            held.append((first, it, it.structured))
+            options = it.options
+            num_early = options.min_tokens - (it.position - it.prompt_len)
+            is_early = options.ignore_eos or num_early > 0
+            if is_early:
+                going_on += range(first, row if options.ignore_eos else min(row, first + num_early))
+            if is_early or options.allowed_token_ids or options.bad_sequences:
+                limited += range(first, row)
         eos = held[0][2].eos
         # All bits set: rows behind a draft that is not allowed are not written, and never count.
-        bits = np.full((len(rows), len(eos)), -1, np.int32)
+        bits = np.full((row, len(eos)), -1, np.int32)
         failed = self._fill(held, bits)
-        over: set[int] = set()
+        over: list[int] = []
         if limited:
             others = bits & ~eos
-            over = {number for number in limited if not others[number].any()}
+            over = [number for number in limited if not others[number].any()]
             early = [number for number in going_on if number not in over]
             bits[early] = others[early]
-        return Masks(
-            rows,
-            bits,
-            [rows[number] for number in over],
-            None if failed is None else rows[failed],
-        )
+        return Masks(bits, over, failed)
 
     def _fill(self, held: list[tuple[int, Sampling, Structured]], bits: Bits) -> int | None:
         """Write the masks; return the first that a sequence with a problem does not have."""
@@ -171,7 +148,7 @@ class Grammars:
             ]
 
         # This may run on one of the threads already: the others have the other parts.
-        num_parts = min(self._num_threads, 1 + bits.size // _THREAD_WORDS)
+        num_parts = min(self._num_threads, 1 + len(held) * bits.shape[1] // _THREAD_WORDS)
         parts = [held[number::num_parts] for number in range(num_parts)]
         filling = [self._following.submit(fill, part) for part in parts[1:]]
         failed = fill(parts[0])

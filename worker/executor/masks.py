@@ -1,13 +1,13 @@
-"""Which tokens may be drawn: what takes tokens out before one is chosen.
+"""Which tokens may be drawn: what options take out before one is chosen.
 
 After penalties and logit bias, in this order, every row on its own (SPEC 4.8):
 
     allowed_token_ids   all others are out
     bad_sequences       a token that would complete one of them is out
     min_tokens          EOS and the request's stop ids are out until so many are generated
-    structure           what it does not allow is out (`worker.executor.grammars`)
 
-Where a structure allows EOS only, EOS is the next token, whatever came before in this list.
+Then it is chosen among those that the structure allows (`worker.executor.grammars`).  Where that is
+EOS only, EOS is the next token, whatever this list says.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from collections.abc import Sequence
 
 import torch
 
-import kernels
 from wire.options import MAX_BAD_SEQUENCE_LENGTH
 from worker.executor.batch import Row, Sampling, rows_of
-from worker.executor.grammars import Masks
 
 
 def mask(
     logits: torch.Tensor,
     samplings: Sequence[Sampling],
     eos_token_ids: frozenset[int],
-    structures: Masks | None = None,
+    over: Sequence[int] = (),
 ) -> torch.Tensor:
-    """Return [R, vocab] logits without what may not be drawn: the same tensor if all may be."""
+    """Return [R, vocab] logits without what may not be drawn: the same tensor if all may be.
+
+    `over` are the rows whose structure allows EOS only.
+    """
     limited = rows_of(samplings, _is_limited)
-    if not limited and structures is None:
+    if not limited:
         return logits
     masked, vocab = _copy(logits), logits.shape[1]
     rows: list[int] = []
@@ -50,10 +51,8 @@ def mask(
         columns += known
     if rows:
         masked[rows, columns] = -torch.inf
-    if structures is not None:
-        if structures.over:  # nothing else counts there
-            masked[structures.over] = logits[structures.over]
-        kernels.forbid(masked, structures.rows, structures.bits)
+    if over:
+        masked[over] = logits[over]
     return masked
 
 

@@ -78,19 +78,16 @@ def sample(
     """
     if not samplings:
         return []
-    adjusted = adjust(logits, samplings)
-    allowed = mask(adjusted, samplings, eos_token_ids, structures)
-    token_ids = kernels.argmax(allowed)
-    if allowed is not adjusted:
-        for row in rows_of(samplings, _may_lack_all):
-            if allowed[row.index, token_ids[row.index]] == -torch.inf:
-                raise NoTokenLeft(row.index)
-    if random_rows := rows_of(samplings, lambda it: it.options.temperature > 0):
-        places = [row.index for row in random_rows]
-        part = allowed if len(places) == len(token_ids) else allowed[places]
-        sampled = kernels.sample(part, _settings(random_rows))
-        for place, token_id in zip(places, sampled, strict=True):
-            token_ids[place] = token_id
+    over, bits = (structures.over, structures.bits) if structures is not None else ((), None)
+    allowed = mask(adjust(logits, samplings), samplings, eos_token_ids, over)
+    if bits is None and all(it.options.temperature == 0 for it in samplings):
+        token_ids = kernels.argmax(allowed)
+    else:
+        token_ids = kernels.sample(allowed, _settings(rows_of(samplings)), bits)
+    for row in rows_of(samplings, _may_lack_all):
+        token_id = token_ids[row.index]
+        if token_id < 0 or allowed[row.index, token_id] == -torch.inf:
+            raise NoTokenLeft(row.index)
     tokens = [SampledToken(token_id) for token_id in token_ids]
     if asked := rows_of(samplings, lambda it: it.options.logprobs is not None):
         places = [row.index for row in asked]

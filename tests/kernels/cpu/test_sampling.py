@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import SAMPLING, reference
-from kernels.cpu.sampling import argmax, forbid, sample
+from kernels.cpu.sampling import argmax, sample
 
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -99,19 +99,32 @@ def test_a_row_without_a_largest_keeps_to_the_vocabulary(broken: float) -> None:
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 200])
 @pytest.mark.parametrize("num_words", [1, 2, 7])
-def test_what_is_not_allowed_is_out_in_its_rows_only(vocab: int, num_words: int) -> None:
+def test_a_token_is_chosen_among_the_allowed(vocab: int, num_words: int) -> None:
     draw = np.random.default_rng(vocab * num_words)
-    allowed = draw.integers(-(2**31), 2**31, (3, num_words)).astype(np.int32)
-    allowed[1, 0], allowed[2, 0] = -1, 0
-    before = torch.randn(6, vocab)
-    rows = [4, 0, 3]
-    for backend in (forbid, reference.forbid):
-        logits = before.clone()
-        backend(logits, rows, allowed)
-        assert (logits[[1, 2, 5]] == before[[1, 2, 5]]).all()
-        for row, words in zip(rows, allowed.view(np.uint32).tolist(), strict=True):
-            for token_id in range(vocab):
-                word = words[token_id // 32] if token_id // 32 < num_words else 0
-                is_allowed = word >> token_id % 32 & 1
-                expected = before[row, token_id] if is_allowed else -math.inf
-                assert logits[row, token_id] == expected
+    allowed = draw.integers(-(2**31), 2**31, (40, num_words)).astype(np.int32)
+    allowed[1, :], allowed[2, :] = -1, 0
+    logits, rows = torch.randn(40, vocab), settings_of(draw.random(40))
+    rows["temperature"][::3] = 0
+    rows["top_k"][::4] = 3
+    bits = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")[:, :vocab]
+    is_allowed = np.pad(bits, ((0, 0), (0, vocab - bits.shape[1]))).astype(bool)
+    without = logits.masked_fill(torch.from_numpy(~is_allowed), -math.inf)
+    expected = sample(without, rows)
+    for row in np.flatnonzero(~is_allowed.any(axis=1)):
+        expected[row] = -1
+    assert expected[2] == -1
+    assert sample(logits, rows, allowed) == expected
+    assert reference.sample(logits, rows, allowed) == expected
+
+
+def test_the_likeliest_is_chosen_at_temperature_0() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, -1.0], [-1.0, -2.0, 0.0]])
+    rows = settings_of([0.9] * 3, temperature=0.0, top_k=1, top_p=0.1, min_p=0.9)
+    assert sample(logits, rows) == reference.sample(logits, rows) == [1, 0, 2]
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf])
+def test_a_broken_row_keeps_to_what_is_allowed(broken: float) -> None:
+    logits, allowed = torch.full((1, 64), broken), np.array([[0b1010, 0]], np.int32)
+    for changes in ({}, {"top_k": 1}, {"top_p": 0.5}, {"temperature": 0.0}):
+        assert sample(logits, settings_of([0.7], **changes), allowed)[0] in (1, 3)

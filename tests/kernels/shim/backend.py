@@ -120,7 +120,6 @@ class Shim:
 
     check_pool = staticmethod(launch.check_pool)
     argmax, sample = staticmethod(reference.argmax), staticmethod(reference.sample)
-    forbid = staticmethod(reference.forbid)
 
     def append_kv(
         self,

@@ -23,24 +23,24 @@ def asked(answer: list[int], drafts: tuple[int, ...] = (), **options: Any) -> Sa
     return Sampling(1, Options(**options), len(token_ids), len(prompt), token_ids, None, drafts)
 
 
-def left(samplings: list[Sampling], structures: Masks | None = None) -> list[list[int]]:
+def left(samplings: list[Sampling], over: tuple[int, ...] = ()) -> list[list[int]]:
     """The tokens that are left in each row."""
     num_rows = sum(1 + len(it.drafts) for it in samplings)
     logits = torch.randn(num_rows, VOCAB)
     before = logits.clone()
-    masked = mask(logits, samplings, EOS, structures)
+    masked = mask(logits, samplings, EOS, over)
     assert (logits == before).all(), "the caller's logits are left alone"
     kept = masked > -torch.inf
     assert (masked[kept] == before[kept]).all()
     return [row.nonzero()[:, 0].tolist() for row in kept]
 
 
-def masks_of(*allowed: list[int], rows: list[int], over: list[bool]) -> Masks:
+def masks_of(*allowed: list[int], over: tuple[int, ...] = ()) -> Masks:
     bits = np.zeros((len(allowed), 2), np.int32)
     for row, token_ids in zip(bits, allowed, strict=True):
         for token_id in token_ids:
             row.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
-    return Masks(rows, bits, [row for row, is_over in zip(rows, over, strict=True) if is_over])
+    return Masks(bits, list(over))
 
 
 ALL = list(range(VOCAB))
@@ -74,15 +74,27 @@ def test_drafts_count_as_generated() -> None:
     assert left([it]) == [without(6), without(7), ALL]
 
 
-def test_min_tokens_and_structures_take_out_what_is_left() -> None:
+def test_min_tokens_take_out_what_would_end() -> None:
     it = asked([], (5,), min_tokens=1, allowed_token_ids=(3, 5, 6, 39), stop_token_ids=(6,))
-    structures = masks_of([3, 5, 7, 39], [3, 5, 6], rows=[1, 2], over=[False, False])
-    assert left([asked([]), it], structures) == [ALL, [5, 39], [3, 5, 6]]
+    assert left([asked([]), it]) == [ALL, [5, 39], [3, 5, 6, 39]]
 
 
 def test_where_only_eos_may_follow_nothing_else_counts() -> None:
     it = asked([], min_tokens=9, allowed_token_ids=(5,), bad_sequences=((3,),))
-    assert left([it], masks_of([3], rows=[0], over=[True])) == [[3]]
+    assert left([it, it], over=(1,)) == [[5], ALL]
+    [token] = sample(torch.randn(1, VOCAB), [it], EOS, masks_of([3], over=(0,)))
+    assert token.token_id == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_token_is_drawn_where_options_and_structure_leave_one(temperature: float) -> None:
+    it = asked([], (5,), temperature=temperature, allowed_token_ids=(5, 6, 39))
+    free = asked([], temperature=temperature)
+    structures = masks_of(ALL, [4, 7, 39], [6, 3])
+    logits = torch.randn(3, VOCAB)
+    tokens = [token.token_id for token in sample(logits, [free, it], EOS, structures)]
+    assert tokens[0] == sample(logits, [free], EOS)[0].token_id
+    assert tokens[1:] == [39, 6]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -92,3 +104,11 @@ def test_a_row_without_any_token_is_named(temperature: float) -> None:
     with pytest.raises(NoTokenLeft) as caught:
         sample(torch.randn(3, VOCAB), [fine, empty], EOS)
     assert caught.value.row == 1
+
+
+def test_a_row_whose_options_and_structure_exclude_each_other_is_named() -> None:
+    it = asked([], (1,), allowed_token_ids=(4, 5))
+    for allowed in ([6], []):
+        with pytest.raises(NoTokenLeft) as caught:
+            sample(torch.randn(2, VOCAB), [it], EOS, masks_of([4], allowed))
+        assert caught.value.row == 1
