@@ -1,30 +1,24 @@
 #!/usr/bin/env python3
-"""What structured answers cost: tokens a second of one engine, with a JSON schema and without.
+"""What structured answers cost: tokens a second of a running cluster, with a JSON schema and without.
 
-Both loads run in turns, so that a slow minute of the machine meets both; the medians count.  A
-third load has half of its streams structured: what one asks for must not slow the others.
+    python -m router --model demo --local 1,1 &
+    python scripts/bench_structured.py --streams 32 --tokens 400
+
+All loads run in turns, so that a slow minute of the machine meets each; the medians count.  In the
+third one half of the streams are structured: what one asks for must not slow the others.  An answer
+without all its tokens ends the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import os
-import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import median
-from typing import Final
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as a worker does, before torch is there
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from wire.options import Options, Structure
-from wire.process.model import locate
-from worker.engine.engine import Engine
-from worker.engine.outputs import Failed, Token
-from worker.engine.sequence import Sequence
-from worker.executor.torch import TorchExecutor
+from typing import Any, Final
+from urllib.parse import urlsplit
 
 # No answer ends before the token that is counted last.
 SCHEMA: Final = {
@@ -41,56 +35,65 @@ SCHEMA: Final = {
     },
     "minItems": 1000,
 }
+HELD: Final[dict[str, Any]] = {"structured_outputs": {"json": SCHEMA}}
+FREE: Final[dict[str, Any]] = {"ignore_eos": True}  # else it cannot have all tokens
+LOADS: Final = {"without": (FREE,), "with": (HELD,), "half": (HELD, FREE)}
 
 
-def tokens_per_second(
-    engine: Engine, num_streams: int, num_tokens: int, structures: list[Structure | None]
+async def stream(host: str, port: int, body: dict[str, Any], num_tokens: int) -> None:
+    """Read one streamed completion; by a bare socket, for the cores are needed elsewhere.
+
+    Raises:
+        SystemExit: It has not so many tokens.
+    """
+    reader, writer = await asyncio.open_connection(host, port)
+    sent = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        f"connection: close\r\ncontent-length: {len(sent)}\r\n\r\n"
+    )
+    writer.write(head.encode() + sent)
+    answer = await reader.read()
+    writer.close()
+    count = answer.count(b'"text":')
+    if count != num_tokens or b"data: [DONE]" not in answer:
+        raise SystemExit(f"{count} tokens, not {num_tokens}: {answer[-300:]!r}")
+
+
+async def tokens_per_second(
+    url: str, num_streams: int, num_tokens: int, loads: Sequence[dict[str, Any]]
 ) -> float:
-    """Generate so many tokens in so many streams at once; stream i has structure i, in turns."""
-    for number in range(num_streams):
-        structure = structures[number % len(structures)]
-        options = Options(
-            temperature=1.0,
-            seed=number,
-            ignore_eos=structure is None,  # else it cannot end
-            max_tokens=num_tokens,
-            structure=structure,
-        )
-        engine.add(Sequence(number, [40 + number * 7 % 300, 17, 33], options))
-    count, start_s = 0, time.perf_counter()
-    while engine.has_work():
-        for output in engine.step():
-            if isinstance(output, Failed):
-                raise SystemExit(f"request {output.request_id}: {output.message}")
-            count += isinstance(output, Token)
-    rate = count / (time.perf_counter() - start_s)
-    if count != num_streams * num_tokens:
-        raise SystemExit(f"{count} tokens, not {num_streams} x {num_tokens}")
-    return rate
+    """Generate so many tokens in so many streams at once; they have these fields in turns."""
+    address = urlsplit(url)
+    assert address.hostname and address.port, "give a URL with a port"
+    bodies = [
+        {
+            "prompt": [40 + number * 7 % 300, 17, 33],
+            "temperature": 1.0,
+            "seed": number,
+            "max_tokens": num_tokens,
+            "stream": True,
+            **loads[number % len(loads)],
+        }
+        for number in range(num_streams)
+    ]
+    start_s = time.perf_counter()
+    streams = [stream(address.hostname, address.port, body, num_tokens) for body in bodies]
+    await asyncio.gather(*streams)
+    return num_streams * num_tokens / (time.perf_counter() - start_s)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="demo", help="demo, a directory, or a name on the hub")
-    parser.add_argument("--schema", type=Path, help="a JSON schema of long answers")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="a running router's")
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=100, help="tokens of each stream")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens of each stream")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    executor = TorchExecutor.load(locate(args.model), name=args.model)
-    blocks = args.streams * (args.tokens // 16 + 2)
-    engine = Engine(executor, num_blocks=blocks, block_size=16, prefix_cache=False)
-    text = args.schema.read_text() if args.schema else json.dumps(SCHEMA)
-    structure = Structure(kind="json_schema", text=text)
-    loads: dict[str, list[Structure | None]] = {
-        "without": [None],
-        "with": [structure],
-        "half": [structure, None],
-    }
-    rates: dict[str, list[float]] = {name: [] for name in loads}
+    rates: dict[str, list[float]] = {name: [] for name in LOADS}
     for number in range(1 + args.rounds):
-        for name, structures in loads.items():
-            rate = tokens_per_second(engine, args.streams, args.tokens, structures)
+        for name, loads in LOADS.items():
+            rate = asyncio.run(tokens_per_second(args.url, args.streams, args.tokens, loads))
             if number:  # the first round compiles
                 rates[name].append(rate)
     plain = median(rates["without"])

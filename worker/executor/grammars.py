@@ -1,8 +1,8 @@
 """The grammars of one model's answers: compiled, followed, and masks made beside the forward pass.
 
 `start` is called before a forward pass and `take` after it, so that masks cost no time where the
-forward pass takes longer; made by the engine's thread, each would also hand the GIL to the thread
-of the network.  Grammars are compiled by other threads; llguidance does without the GIL.
+forward pass, which does without the GIL, takes longer.  Grammars are compiled by other threads;
+llguidance does that without the GIL too.
 """
 
 from __future__ import annotations
