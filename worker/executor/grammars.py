@@ -7,7 +7,6 @@ llguidance does that without the GIL too.
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,9 +25,6 @@ from worker.executor.structure import Compiled, Structured
 
 # Threads that compile: a structure that takes long does not keep a second one waiting.
 _NUM_COMPILING: Final = 2
-# A thread has so many words at least: 8 rows of 128,000 tokens, 0.8 ms.
-_THREAD_WORDS: Final = 1 << 15
-_MAX_THREADS: Final = 4
 _WORD_BITS: Final = 32
 
 Bits = npt.NDArray[np.int32]
@@ -57,8 +53,8 @@ class Grammars:
         """Begin to read a tokenizer.json; nobody waits for it before the first structure."""
         self._eos = sorted(eos_token_ids)
         self._compiling = ThreadPoolExecutor(_NUM_COMPILING, thread_name_prefix="compile")
-        self._num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
-        self._following = ThreadPoolExecutor(self._num_threads, thread_name_prefix="follow")
+        # One: llguidance makes masks with the GIL, so a second thread would wait for the first.
+        self._following = ThreadPoolExecutor(1, thread_name_prefix="follow")
         self._tokenizer = self._compiling.submit(_load, tokenizer, vocab_size, self._eos)
         self._kept: OrderedDict[Structure, Future[Compiled]] = OrderedDict()
         self._started: Future[Masks] | None = None
@@ -125,7 +121,12 @@ class Grammars:
         eos = held[0][2].eos
         # All bits set: rows behind a draft that is not allowed are not written, and never count.
         bits = np.full((row, len(eos)), -1, np.int32)
-        failed = self._fill(held, bits)
+        address, row_bytes = bits.ctypes.data, bits.strides[0]
+        failed: int | None = None
+        for number, it, structured in held:
+            place = address + number * row_bytes
+            if not structured.fill(it.token_ids, it.drafts, place, row_bytes) and failed is None:
+                failed = number
         over: list[int] = []
         if limited:
             others = bits & ~eos
@@ -133,28 +134,6 @@ class Grammars:
             early = [number for number in going_on if number not in over]
             bits[early] = others[early]
         return Masks(bits, over, failed)
-
-    def _fill(self, held: list[tuple[int, Sampling, Structured]], bits: Bits) -> int | None:
-        """Write the masks; return the first that a sequence with a problem does not have."""
-        address, row_bytes = bits.ctypes.data, bits.strides[0]
-
-        def fill(part: list[tuple[int, Sampling, Structured]]) -> list[int]:
-            return [
-                number
-                for number, it, structured in part
-                if not structured.fill(
-                    it.token_ids, it.drafts, address + number * row_bytes, row_bytes
-                )
-            ]
-
-        # This may run on one of the threads already: the others have the other parts.
-        num_parts = min(self._num_threads, 1 + len(held) * bits.shape[1] // _THREAD_WORDS)
-        parts = [held[number::num_parts] for number in range(num_parts)]
-        filling = [self._following.submit(fill, part) for part in parts[1:]]
-        failed = fill(parts[0])
-        for future in filling:
-            failed += future.result()
-        return min(failed, default=None)
 
 
 def _load(path: Path, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
