@@ -2,9 +2,9 @@
 
 Each schema is asked for several times at temperature 1.  What ends by itself must be JSON that the
 schema allows; a schema that the server cannot hold to must be refused with 400, and only where the
-list in `random_schemas` lets it.  The modes: plain, with drafts, with blocks for a few sequences
-only, and 2 + 2 workers of which the decode workers are killed in turns meanwhile.  Sequences that
-give way are for the tests of the engine: a router promises blocks, so none had to here.
+list in `random_schemas` lets it.  The modes: plain, with drafts, with blocks for two long
+answers only, so that some have to give way to others, and 2 + 2 workers of which
+the decode workers are killed in turns meanwhile.
 """
 
 from __future__ import annotations
@@ -31,6 +31,18 @@ MODES: Final[dict[str, dict[str, Any]]] = {
     "few-blocks": {"args": ("--worker-args", "--num-blocks 136")},
     "kills": {"local": "2,2"},
 }
+# Takes a second, in which a heartbeat says how few of the blocks set aside for it are taken yet: so
+# a router places a third where there is room for the whole of two, and one has to give way.
+LONG: Final = Case(
+    "many integers",
+    {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": 999},
+        "minItems": 300,
+        "maxItems": 310,
+    },
+)
+NUM_LONG: Final = 40
 QUESTION: Final = "Tell me of Mia, her fox and her lantern."
 AT_ONCE: Final = 64
 
@@ -81,7 +93,7 @@ async def ask_all(cluster: Cluster, asked: list[tuple[Case, int]], tally: Tally)
                 },
                 "temperature": 1,
                 "seed": seed,
-                "max_tokens": 600,
+                "max_tokens": 1000,
             }
             async with gate:
                 tally.add(case, await http.post("/v1/chat/completions", json=body))
@@ -115,6 +127,8 @@ def check(mode: str, asked: list[tuple[Case, int]]) -> Tally:
         killer = Killer(cluster)
         if mode == "kills":
             killer.start()
+        if mode == "few-blocks":
+            asked = asked + [(LONG, seed) for seed in range(NUM_LONG)]
         asyncio.run(ask_all(cluster, asked, tally))
         if mode == "kills":
             killer.stop()
