@@ -2,9 +2,9 @@
 
 Each schema is asked for several times at temperature 1.  What ends by itself must be JSON that the
 schema allows; a schema that the server cannot hold to must be refused with 400, and only where the
-list in `random_schemas` lets it.  The modes: plain, with drafts, with blocks for two long
-answers only, so that some have to give way to others, and 2 + 2 workers of which
-the decode workers are killed in turns meanwhile.
+list in `random_schemas` lets it.  The modes: plain, with drafts, with blocks for two long answers
+only, so that some have to give way to others, and 2 + 2 workers of which the decode workers are
+killed in turns meanwhile.
 """
 
 from __future__ import annotations
