@@ -193,38 +193,37 @@ class ServedModel:
         Raises:
             HttpError, WireError: It is too long, or has ids that the model does not know.
         """
-        most, num_kept = asker.max_model_len, body.truncate_prompt_tokens
-        if num_kept is None:
-            return self.token_ids(prompt, most, add_special_tokens=add_special_tokens)
-        if num_kept >= most:
-            raise invalid("truncate_prompt_tokens", f"the context has room for {most - 1} tokens")
-        found = self.token_ids(prompt, MAX_NUMBERS, add_special_tokens=add_special_tokens)
-        num_kept = most - 1 if num_kept == -1 else num_kept
-        return found[-num_kept:] if body.truncation_side == "left" else found[:num_kept]
-
-    def token_ids(
-        self, prompt: Prompt, max_model_len: int, *, add_special_tokens: bool
-    ) -> Sequence[int]:
-        """Return the ids of a prompt that leaves room for a token after it.
-
-        Raises:
-            HttpError, WireError: It does not, or has ids that the model does not know.
-        """
+        most, num_kept = asker.max_model_len - 1, body.truncate_prompt_tokens
+        if num_kept is not None and num_kept > most:
+            raise invalid("truncate_prompt_tokens", f"the context has room for {most} tokens")
+        max_tokens = most if num_kept is None else MAX_NUMBERS
         try:
-            if isinstance(prompt, str):
-                return self.tokenizer.encode(
-                    prompt,
-                    add_special_tokens=add_special_tokens,
-                    max_tokens=max_model_len - 1,
-                )
-            if len(prompt) >= max_model_len:
-                raise TooManyTokens(str(len(prompt)))
+            found = self._token_ids(prompt, max_tokens, add_special_tokens=add_special_tokens)
         except TooManyTokens as count:
+            if num_kept is not None:
+                raise invalid(
+                    "truncate_prompt_tokens",
+                    f"the prompt has {count} tokens; one that is to be cut may have {MAX_NUMBERS}",
+                ) from None
             raise WireError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"the model's context length is {max_model_len} tokens; the prompt has {count}, "
+                f"the model's context length is {most + 1} tokens; the prompt has {count}, "
                 "and at least one more is to be generated",
             ) from None
+        if num_kept is None:
+            return found
+        num_kept = most if num_kept == -1 else num_kept
+        return found[-num_kept:] if body.truncation_side == "left" else found[:num_kept]
+
+    def _token_ids(
+        self, prompt: Prompt, max_tokens: int, *, add_special_tokens: bool
+    ) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(
+                prompt, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+            )
+        if len(prompt) > max_tokens:
+            raise TooManyTokens(str(len(prompt)))
         if self._vocab_size is not None and max(prompt) >= self._vocab_size:
             raise invalid("prompt", f"token ids must be below {self._vocab_size}")
         return prompt

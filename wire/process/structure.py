@@ -79,7 +79,7 @@ _RULE: Final = re.compile(r"\s*[?!]?\w")
 # Comments, texts and regular expressions in a grammar; of the latter, what matters for what they
 # repeat.  What is not closed reaches to the end, so that nothing is read twice.
 _LITERAL: Final = re.compile(
-    r'//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?P<pattern>(?:\\.|[^/\\])+)/?'
+    r'//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n]+)*"?|/(?P<pattern>(?:\\.|[^/\\]+)+)/?'
 )
 _PART: Final = re.compile(
     r"\\.|\[(?:\\.|[^\]\\])*\]?|(?P<open>\()|(?P<close>\))|(?P<count>\{\d{0,9}(?:,\d{0,9})?\})"

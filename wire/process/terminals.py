@@ -14,8 +14,8 @@ from typing import Final
 # the end, so that nothing is read twice.
 _TOKEN: Final = re.compile(
     r"//[^\n]*|\#[^\n]*"  # comments
-    r'|(?P<text>"(?:\\.|[^"\\\n])*"?)(?P<is_caseless>i?)'
-    r"|/(?P<pattern>(?:\\.|[^/\\])+)/?"
+    r'|(?P<text>"(?:\\.|[^"\\\n]+)*"?)(?P<is_caseless>i?)'
+    r"|/(?P<pattern>(?:\\.|[^/\\]+)+)/?"
     # Lines that go on with what is above begin with a bar; every other one defines something.
     r"|(?P<statement>^[ \t]*(?:(?:(?P<terminal>_?[A-Z][A-Z0-9_]*)|[?!]*\w[\w-]*)(?P<options>\s*\[)?"
     r"|%\w+))"

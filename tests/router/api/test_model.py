@@ -136,6 +136,13 @@ def test_to_what_the_context_has_room_for(model: ServedModel) -> None:
         kept(model, "x", truncate_prompt_tokens=100)
 
 
+def test_a_prompt_that_is_cut_has_a_limit_which_is_not_the_context(model: ServedModel) -> None:
+    with pytest.raises(HttpError, match="to be cut may have 262144") as caught:
+        kept(model, "x" * 300_000, truncate_prompt_tokens=-1)
+    assert "context" not in caught.value.message
+    assert caught.value.param == "truncate_prompt_tokens"
+
+
 def test_an_echo_of_a_prompt_that_was_cut_is_what_is_left(model: ServedModel) -> None:
     [(_, echo)] = complete(model, prompt="abcd", truncate_prompt_tokens=3, echo=True).requests
     assert echo == "ab"
