@@ -36,6 +36,9 @@ from wire.process.settings import EX_CONFIG, ConfigError
 FORCE_S: Final = 2.0
 # How much more time a start asks systemd for.  It asks four times as often, so three may be lost.
 EXTEND_S: Final = 60.0
+# Of every thread.  Where stacks have no limit (`ulimit -s unlimited`), threads would have 2 MB, and
+# llguidance takes up to 4 (`wire.process.structure`).
+STACK_BYTES: Final = 8 * 1024 * 1024
 
 _LOG = structlog.get_logger(__name__)
 
@@ -61,6 +64,7 @@ class Stop:
 def run(main: Callable[[Stop], Awaitable[int]]) -> int:
     """Run `main` to its end and return the exit status.  Call it once, from the main thread."""
     faulthandler.enable()
+    threading.stack_size(STACK_BYTES)
     force = _Force()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from wire.options import Structure
-from wire.process.terminals import lengths
+from wire.process.lark import COMMENT, PATTERN, TEXT, TOKEN_OF_MODEL, depth, lengths
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -38,11 +38,12 @@ MAX_PATTERN_LENGTH: Final = 4096
 MAX_TERMINAL_LENGTH: Final = 8192
 # Of repetitions within repetitions, all multiplied: 10^6 take 0.3 s and 90 MB.
 MAX_REPETITIONS: Final = 20_000
-# llguidance follows rules of rules by recursion, and a chain of 2500 ends the process: it overflows
-# a stack of 8 MB.  Some stacks have 2 MB.
-MAX_RULES: Final = 512
-# So are schemas of schemas that refer to others.  The depth of all, if each is as deep as the
-# deepest and refers to the next.
+# Of %json in a grammar.
+MAX_SCHEMAS: Final = 512
+# llguidance follows schemas that refer to others, rules of rules, and brackets by recursion, and
+# the process ends where the stack ends; so deep, it takes 4 MB of one.  Of a grammar: its rules and
+# terminals, and the brackets nested in each.  Of a schema: the depth of all, if each is as deep as
+# the deepest and refers to the next.
 MAX_DEPTH: Final = 1000
 # Structures that are remembered: clients send the same few again and again.
 NUM_KEPT: Final = 32
@@ -74,21 +75,15 @@ _ANNOTATIONS: Final = frozenset(
     {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default"}
     | {"examples", "deprecated", "readOnly", "writeOnly", "nullable"}
 )
-# How a line begins that has a rule; others have further alternatives, comments and directives.
-_RULE: Final = re.compile(r"\s*[?!]?\w")
-# Comments, texts and regular expressions in a grammar; of the latter, what matters for what they
-# repeat.  What is not closed reaches to the end, so that nothing is read twice.
-_LITERAL: Final = re.compile(
-    r'//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n]+)*"?|/(?P<pattern>(?:\\.|[^/\\]+)+)/?'
-)
+# What embeds a JSON schema in a grammar, and what is not looked at for it; of a pattern, what
+# matters for what it repeats.
+_LITERAL: Final = re.compile(rf"{COMMENT}|{TOKEN_OF_MODEL}|{TEXT}|{PATTERN}|%(?P<json>json\s*)")
 _PART: Final = re.compile(
     r"\\.|\[(?:\\.|[^\]\\])*\]?|(?P<open>\()|(?P<close>\))|(?P<count>\{\d{0,9}(?:,\d{0,9})?\})"
     r"|[*+?]|.",
     re.DOTALL,
 )
 _DIGITS: Final = re.compile(r"\d+")
-# What embeds a JSON schema in a grammar.
-_EMBEDDED: Final = re.compile(r"%json\s*")
 
 
 class StructureError(ValueError):
@@ -176,23 +171,12 @@ def _parse(text: str) -> dict[str, Any]:
 
 def _check_rules(text: str) -> None:
     """Refuse a grammar that would take too long, or have llguidance recurse too deeply."""
-    if sum([_RULE.match(line) is not None for line in text.splitlines()]) > MAX_RULES:
-        raise StructureError(f"the grammar has over {MAX_RULES} rules")
-    rules, end = "", 0
-    decoder = json.JSONDecoder()
-    found = list(_EMBEDDED.finditer(text))
-    if len(found) > MAX_RULES:
-        raise StructureError(f"the grammar has over {MAX_RULES} JSON schemas")
-    for each in found:
-        rules += text[end : max(end, each.start())]
-        try:
-            schema, end = decoder.raw_decode(text, each.end())
-        except (ValueError, RecursionError) as error:
-            raise StructureError(f"%json is not followed by JSON: {error}") from None
-        _check_cost(schema)
-        if any(it.get(name) for it in _guidance(schema) for name in _LOOSE):
-            raise StructureError(f'"x-guidance" with {" or ".join(_LOOSE)} is not supported')
-    rules += text[end:]
+    rules = _without_schemas(text)
+    if depth(rules) > MAX_DEPTH:
+        raise StructureError(
+            "the grammar is too deep: its rules and terminals, and the brackets nested in each, "
+            f"come to over {MAX_DEPTH}"
+        )
     for literal in _LITERAL.finditer(rules):
         if literal["pattern"]:
             _check_pattern(literal["pattern"])
@@ -203,6 +187,28 @@ def _check_rules(text: str) -> None:
         )
     # Brackets around rules are a group that may be missing, no class of characters.
     _check_repetitions(_LITERAL.sub(".", rules).replace("[", "(").replace("]", ")"))
+
+
+def _without_schemas(text: str) -> str:
+    """Return the rules of a grammar; the JSON schemas in it are checked."""
+    rules: list[str] = []
+    end = position = 0
+    decoder = json.JSONDecoder()
+    while literal := _LITERAL.search(text, position):
+        position = literal.end()
+        if literal["json"]:
+            rules.append(text[end : literal.start()])
+            try:
+                schema, end = decoder.raw_decode(text, position)
+            except (ValueError, RecursionError) as error:
+                raise StructureError(f"%json is not followed by JSON: {error}") from None
+            position = end
+            _check_cost(schema)
+            if any(it.get(name) for it in _guidance(schema) for name in _LOOSE):
+                raise StructureError(f'"x-guidance" with {" or ".join(_LOOSE)} is not supported')
+            if len(rules) > MAX_SCHEMAS:
+                raise StructureError(f"the grammar has over {MAX_SCHEMAS} JSON schemas")
+    return " ".join([*rules, text[end:]])
 
 
 def _check_cost(schema: object) -> None:

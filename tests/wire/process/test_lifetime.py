@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from wire.process.lifetime import keep_watchdog, notify, slow_start, watchdog_s
+from wire.process.lifetime import STACK_BYTES, keep_watchdog, notify, slow_start, watchdog_s
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -128,6 +128,11 @@ def systemd(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         receiver.settimeout(10)
         monkeypatch.setenv("NOTIFY_SOCKET", "@" + name)
         yield receiver
+
+
+def test_threads_have_a_stack_of_one_size_everywhere() -> None:
+    body = f"import threading\nreturn 0 if threading.stack_size() == {STACK_BYTES} else 1"
+    assert Process(body).end()[0] == 0
 
 
 def test_notify_reaches_an_abstract_socket(systemd: socket.socket) -> None:

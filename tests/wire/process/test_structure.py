@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from wire.options import Structure
+from wire.process.lifetime import STACK_BYTES
 from wire.process.structure import MAX_MULTIPLE, StructureError, embedded, grammar_of, problem_of
 
 
@@ -147,6 +149,65 @@ def test_chains_of_references_end_before_the_stack_does() -> None:
     assert "refers to" in (problem_of(chain(1500)) or "")
 
 
+def rules(length: int, rule: str = "r{n}: r{next}") -> str:
+    """A grammar of rules of which each names the next."""
+    lines = [rule.format(n=n, next=n + 1) for n in range(length)]
+    return "\n".join(["start: r0", *lines, f'r{length}: "a"'])
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        rules(2500),
+        rules(2500, "!?r{n}: r{next}"),
+        rules(400, "r{n}: " + "(" * 28 + "r{next}" + ")" * 28),
+        rules(400, "r{n}: " + "[" * 28 + "r{next}" + "]" * 28),
+        'start: "a"\n' + '%ignore " "\n' * 5000,
+    ],
+)
+def test_rules_that_name_one_another_end_before_the_stack_does(grammar: str) -> None:
+    assert "too deep" in (problem_of(Structure("lark", grammar)) or "")
+
+
+def links(length: int, begin: str, end: str) -> str:
+    """The text of a schema that refers to one that refers to one …"""
+    each = [f'"{n}": {begin}{{"$ref": "#/$defs/{n + 1}"}}{end}' for n in range(length)]
+    defs = ", ".join([*each, f'"{length}": {{"type": "string"}}'])
+    return f'{{"$ref": "#/$defs/0", "$defs": {{{defs}}}}}'
+
+
+DEEPEST = [
+    links(38, '{"items":' * 20, "}" * 20),
+    links(68, '{"properties": {"a":' * 5, "}}" * 5),
+    links(160, '{"prefixItems": [', '], "minItems": 1}'),
+]
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        *[Structure("json_schema", text) for text in DEEPEST],
+        *[
+            Structure("lark", rules(900).replace('r900: "a"', f"r900: %json {text}"))
+            for text in DEEPEST
+        ],
+        Structure("lark", rules(990)),
+        Structure("lark", rules(34, "r{n}: " + "(" * 28 + "r{next}" + ")" * 28)),
+        Structure("regex", "(" * 250 + "a" + ")" * 250),
+    ],
+)
+def test_what_is_just_not_too_deep_takes_half_a_stack(structure: Structure) -> None:
+    found: list[str | None] = []
+    before = threading.stack_size(STACK_BYTES // 2)
+    try:
+        thread = threading.Thread(target=lambda: found.append(problem_of(structure)))
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    assert found == [None]
+
+
 @pytest.mark.parametrize(
     "structure",
     [
@@ -157,6 +218,10 @@ def test_chains_of_references_end_before_the_stack_does() -> None:
         Structure("lark", "start: " + '["' * 20_000),
         Structure("lark", 'start: "' + '\\"' * 30_000),
         Structure("lark", "start: " + "(" * 60_000),
+        Structure("lark", "start: a" + " " * 60_000),
+        Structure("lark", "start: " + "a[" * 30_000),
+        Structure("lark", "start: " + 'a["' * 20_000),
+        Structure("lark", "start: " + "<a" * 30_000),
     ],
 )
 @pytest.mark.timeout(20)
@@ -185,6 +250,13 @@ def doubled(num_times: int) -> str:
         "start: r\nr[lazy]: " + '"a"? ' * 10_000,
         'start: "x"\n%ignore ' + '"a"? ' * 10_000,
         "start: T\nT: /x\n# / " + '"a"? ' * 10_000,
+        doubled(16).replace("T", "T-"),
+        doubled(16).replace("T0\n", "T0 | </s>\n", 1),
+        'start: T\nT: /%json "/ ' + "A? " * 10_000 + '""\nA: "a"',
+        "start: T\n%import common.INT T: " + '"a"? ' * 10_000,
+        "start: T\n%llguidance {} T: " + '"a"? ' * 10_000,
+        'start: "x"\n%ignoreA' + " A?" * 10_000 + '\nA: "a"',
+        'start: T\nT: %regex {"substring_chars": "x"} ' + '"a"? ' * 10_000,
         "start: A | B | C\n"
         + "\n".join(name + ": " + '(T | "b") ' * 1500 for name in "ABC")
         + '\nT: "a"? "b"?',
@@ -198,6 +270,18 @@ def test_terminals_of_usual_grammars_are_not_too_long() -> None:
     words = " | ".join(f'"word{n}"' for n in range(2000))
     assert problem_of(Structure("lark", f"start: (WORD | N)+\nWORD: {words}\nN: /[0-9]+/")) is None
     assert problem_of(Structure("lark", doubled(10))) is None
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        'start: /%json/ "%json" # %json\n',
+        "start: /a/ | </s> | " + '"word" | ' * 1000 + "/b/",
+        'start: T r ["b"]\nT: "a"\nr[stop="]:"]: /x*/',
+    ],
+)
+def test_words_are_parted_as_llguidance_parts_them(rules: str) -> None:
+    assert problem_of(Structure("lark", rules)) is None
 
 
 def test_patterns_of_several_lines_are_looked_at() -> None:

@@ -1,10 +1,10 @@
-"""How long the terminals of a grammar are, with everything they name in its place."""
+"""How long the terminals of a grammar are, all that they name included, and how deep it is."""
 
 from __future__ import annotations
 
 import pytest
 
-from wire.process.terminals import lengths
+from wire.process.lark import depth, lengths
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,12 @@ from wire.process.terminals import lengths
         ('start: "x"\n%ignore /[ ]/ "x"', [4]),
         ("A: /never closed B", [14]),
         ('A: "never closed B', [1]),
+        ('A-1: A-2 A-2\nA-2: "x" "y"', [2, 4]),
+        ('A: <B/C> B /x/\nB: "x" "y"', [2, 3]),
+        ('A.2: B\n%import common.C B: "x" "y"', [2, 2]),
+        ('%llguidance {"a": true} A: "x" b["y"] %regex {"c": "d"}', [5]),
+        ('start: b["x" A]\nb[stop="]:", lazy]: A "y"\nc::_: A\nA: "x"', [1, 3]),
+        ('start: "x"\n%ignoreA A\nA: "x" "y"', [2, 4]),
     ],
 )
 def test_what_a_terminal_names_counts_where_it_is_named(lark: str, parts: list[int]) -> None:
@@ -42,3 +48,19 @@ def test_terminals_are_counted_in_any_order() -> None:
     lines = [f"T{n}: T{n + 1} T{n + 1}" for n in range(20)]
     for order in (lines, lines[::-1], lines[::2] + lines[1::2]):
         assert max(lengths("\n".join([*order, 'T20: "x"']))) == 2**20
+
+
+@pytest.mark.parametrize(
+    ("lark", "levels"),
+    [
+        ('start: "(" /[(]/ <(> # (', 1),
+        ('start: a b\na: "x"\n  | c\nb: "x"', 3),
+        ("start: ((A) [B (C)]) (D)", 4),
+        ('start: (A)\n%ignore "x"\n!?a: [[B]]\nA: "x"', 7),
+        ("start: ))) ((A", 3),
+    ],
+)
+def test_each_definition_and_the_brackets_in_it_make_a_grammar_deeper(
+    lark: str, levels: int
+) -> None:
+    assert depth(lark) == levels
