@@ -10,7 +10,7 @@ import structlog
 
 from wire.errors import WireError
 from wire.process.cores import best_threads, format_cores, parse_cores, run_on
-from wire.process.lifetime import Stop, run, slow_start
+from wire.process.lifetime import Stop, run, set_stack_size, slow_start
 from wire.process.log import configure
 from wire.process.model import check_files, check_weights, fingerprint, locate, vocab_size
 from wire.process.settings import EX_CONFIG, parse
@@ -32,6 +32,7 @@ def load(config: Config) -> Executor:
         ValueError: There is no such executor, or it cannot run this model here.
     """
     _set_threads(config.threads)
+    set_stack_size()  # an executor may start threads
     extra = {"step_delay_s": config.hash_step_ms / 1000} if config.executor == "hash" else {}
     limit = config.max_model_len or None
     return _create(config, config.model, max_model_len=limit, **extra)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,26 @@ def test_a_flag_wins_over_the_environment() -> None:
     assert count_threads(1, OMP_NUM_THREADS="2") == 1
     if (os.cpu_count() or 1) > 1:
         assert count_threads(2, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1") == 2
+
+
+DEEP = """
+from wire.options import Structure
+from worker.__main__ import load
+from worker.config import Config
+rules = "".join(f"\\nr{n}: r{n + 1}" for n in range(990))
+executor = load(Config(executor="torch", device="cpu"))
+structured = executor.structured(Structure("lark", "start: r0" + rules + '\\nr990: "a"'), 0)
+structured.wait(60)
+assert structured.is_ready and structured.problem is None, structured.problem
+"""
+
+
+def test_no_grammar_is_too_deep_where_stacks_have_no_limit() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    if most != resource.RLIM_INFINITY:
+        pytest.skip("the stack has a limit here")
+    command = ["sh", "-c", 'ulimit -s unlimited && exec "$0" -c "$1"', sys.executable, DEEP]
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 def test_without_a_flag_the_environment_is_left_alone() -> None:

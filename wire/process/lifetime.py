@@ -64,13 +64,18 @@ class Stop:
 def run(main: Callable[[Stop], Awaitable[int]]) -> int:
     """Run `main` to its end and return the exit status.  Call it once, from the main thread."""
     faulthandler.enable()
-    threading.stack_size(STACK_BYTES)
+    set_stack_size()
     force = _Force()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_live(main, force))
     finally:
         force.disarm()
+
+
+def set_stack_size() -> None:
+    """Give `STACK_BYTES` to each thread that is started from now on; `run` does it too."""
+    threading.stack_size(STACK_BYTES)
 
 
 class _Force:
