@@ -18,6 +18,8 @@ from tests.cluster import Cluster
 
 HERE: Final = Path(__file__).parent
 TORCH: Final = "torch==2.13.0"  # pinned first: any other way pip would fetch CUDA libraries
+# What vLLM brings along, built for CUDA: it does without them, but not with them and without CUDA.
+UNUSABLE: Final = ("torchvision", "torchaudio", "torchcodec")
 PINNED: Final[dict[str, tuple[str, ...]]] = {
     "pydantic_ai": ("pydantic-ai-slim[openai]==2.68.0",),
     "instructor": ("instructor==1.17.0",),
@@ -40,6 +42,8 @@ def environment(name: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--clear", there], check=True)
         install = [str(python), "-m", "pip", "install", "-qq", *PINNED[name]]
         subprocess.run(install, check=True)
+        remove = [str(python), "-m", "pip", "uninstall", "-qq", "-y", *UNUSABLE]
+        subprocess.run(remove, check=True, capture_output=True)
         done.write_text("\n".join(PINNED[name]))
     return python
 

@@ -208,6 +208,16 @@ def test_a_request_that_cannot_be_is_refused_alone(
     engine.check()
 
 
+def test_structures_that_fail_in_one_step_end_in_it(executor: TorchExecutor) -> None:
+    engine = engine_of(executor)
+    for number in range(2):
+        engine.add(Request(number, PROMPTS[0], REFUSED["too ambiguous"][0]))
+    failed: list[int] = []
+    while not failed:
+        failed = [output.request_id for output in engine.step() if isinstance(output, Failed)]
+    assert sorted(failed) == [0, 1]
+
+
 def test_an_executor_that_cannot_says_so() -> None:
     engine = Engine(create(), num_blocks=20, block_size=4)
     engine.add(Request(1, [5, 6], held()))

@@ -122,7 +122,7 @@ def grammar_of(structure: Structure) -> str:
 
     match structure.kind:
         case "json_schema":
-            schema = _parse(structure.text)
+            schema = read_schema(structure.text)
             _check_cost(schema)
             lark = f"start: {embedded(schema)}"
         case "regex":
@@ -157,7 +157,12 @@ def limits() -> LLParserLimits:
     )
 
 
-def _parse(text: str) -> dict[str, Any]:
+def read_schema(text: str) -> dict[str, Any]:
+    """Return a JSON schema.
+
+    Raises:
+        StructureError: It is none, or says something to llguidance itself.
+    """
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:

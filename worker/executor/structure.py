@@ -97,8 +97,7 @@ class Structured:
         matcher.unsafe_compute_mask_ptr(address, row_bytes)
         num_ahead = 0
         for draft in drafts:
-            # EOS behind the end does not count as consumed: it could not be taken back.
-            if matcher.is_stopped() or not matcher.try_consume_tokens([draft]):
+            if not matcher.try_consume_tokens([draft]):
                 break
             num_ahead += 1
             matcher.unsafe_compute_mask_ptr(address + num_ahead * row_bytes, row_bytes)

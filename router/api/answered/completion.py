@@ -348,7 +348,7 @@ class Choice:
         if self._stops is None:
             return text
         text = self._until_stop(self._stops, text)
-        return text if self._stops.is_stopped else text + self._stops.flush()
+        return text + self._stops.flush()
 
     def _piece(self, text: str, token_ids: Sequence[int] = ()) -> Piece:
         scores, self._scores = self._scores, []

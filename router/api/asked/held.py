@@ -15,8 +15,11 @@ from router.api.errors import invalid
 from router.text.answer import AnswerSyntax
 from router.text.tools import lark
 from wire.options import MAX_STRUCTURE_LENGTH
+from wire.process.structure import StructureError, embedded, read_schema
 
 _ANY_OBJECT: Final = {"type": "object"}
+# In a regular expression: it would be the end of one in Lark, where it is not escaped.
+_SLASH: Final = re.compile(r"(?P<escape>\\.)|/", re.DOTALL)
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -56,12 +59,15 @@ def _format(
 ) -> Wanted:
     """Return a format that leaves room for reasoning before it, and for calls in its place."""
     is_alone = not tools and not syntax.has_reasoning
-    if is_alone or wanted.kind not in ("json_schema", "regex") or "\n/" in wanted.text:
+    if is_alone or wanted.kind not in ("json_schema", "regex"):
         return wanted
     if wanted.kind == "json_schema":
-        rules = f"formatted: %json {wanted.text}"
+        try:
+            rules = f"formatted: {embedded(read_schema(wanted.text))}"
+        except StructureError as error:
+            raise invalid(wanted.param, str(error)) from None
     else:
-        rules = "formatted: /" + re.sub(r"(?<!\\)/", r"\\/", wanted.text) + "/"
+        rules = "formatted: /" + _SLASH.sub(lambda it: it["escape"] or r"\/", wanted.text) + "/"
     if tools:
         calls = syntax.call_rules([_loose(tool) for tool in tools], is_several=is_several)
         called = re.sub(r"^answer:", "called:", calls, count=1, flags=re.MULTILINE)

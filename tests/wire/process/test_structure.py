@@ -100,6 +100,8 @@ def test_what_is_just_within_the_limits_is_not_refused() -> None:
     grammar_of(schema(joined(8)))
     many = {f"p{n}": {"type": "string", "pattern": f"^{n}[a-z]*$"} for n in range(50)}
     assert problem_of(schema({"type": "object", "properties": many})) is None
+    noted = {"$ref": "#/$defs/a", "description": "An a."}  # what is beside joins nothing
+    assert problem_of(schema({"$defs": {"a": {}}, "properties": many | {"a": noted}})) is None
     for step in (1, 5, 0.01, 0.25, MAX_MULTIPLE, True):
         grammar_of(schema({"type": "number", "multipleOf": step}))
 
@@ -115,6 +117,7 @@ def test_the_json_of_a_grammar_looks_like_that_of_a_schema() -> None:
         (Structure("regex", "a?" * 3000), "6000 characters, over 4096"),
         (Structure("regex", "((a{100}){100}){100}"), "repetitions within repetitions"),
         (Structure("regex", "(?:x|(ab{200}){200})"), "repetitions within repetitions"),
+        (Structure("regex", "(a{200}b){200}"), "repetitions within repetitions"),
         (Structure("lark", 'start: (("a"{100}){100}){100}'), "repetitions within repetitions"),
         (Structure("lark", "start: /" + "a?" * 3000 + "/"), "over 4096"),
         (Structure("json_schema", '{"pattern": "' + "a?" * 3000 + '"}'), "over 4096"),
@@ -133,8 +136,9 @@ def test_counts_that_are_cheap_are_taken(pattern: str) -> None:
     assert problem_of(Structure("regex", pattern)) is None
 
 
-def test_no_grammar_makes_schemas_loose() -> None:
-    loose = json.dumps({"type": "string", "x-guidance": {"lenient": True}})
+@pytest.mark.parametrize("option", ["lenient", "coerce_one_of"])
+def test_no_grammar_makes_schemas_loose(option: str) -> None:
+    loose = json.dumps({"type": "string", "x-guidance": {option: True}})
     assert "x-guidance" in (problem_of(Structure("lark", f"start: %json {loose}")) or "")
 
 
@@ -147,6 +151,18 @@ def chain(length: int) -> Structure:
 def test_chains_of_references_end_before_the_stack_does() -> None:
     assert problem_of(chain(100)) is None
     assert "refers to" in (problem_of(chain(1500)) or "")
+    deep: dict[str, Any] = {"anyOf": [{"$ref": f"#/$defs/{n}"} for n in range(40)]}
+    for _ in range(40):
+        deep = {"items": deep}
+    assert "refers to" in (problem_of(schema(deep)) or "")
+
+
+@pytest.mark.parametrize("begin", ["r", "?r", "  !r"])
+def test_the_rules_of_a_grammar_are_counted(begin: str) -> None:
+    lines = [line for n in range(600) for line in (f'{begin}{n}: "a"', '  | "b"', "# a note")]
+    for num_rules, is_refused in ((500, False), (600, True)):
+        rules = "\n".join(["start: r0", *lines[: 3 * num_rules]])
+        assert ("over 512 rules" in (problem_of(Structure("lark", rules)) or "")) == is_refused
 
 
 def rules(length: int, rule: str = "r{n}: r{next}") -> str:

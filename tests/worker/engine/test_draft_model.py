@@ -9,6 +9,15 @@ from structlog.testing import capture_logs
 
 from scripts.models.make_model import make_model
 from tests.worker.engine.hashed import GREEDY, run, text
+from tests.worker.executor.structures import (
+    EOS,
+    PROMPT,
+    STRUCTURES,
+    VOCAB,
+    allowed_in,
+    begun,
+    mask_of,
+)
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from tests.worker.workload import MAX_MODEL_LEN, VOCAB_SIZE, full_text, hash_executor
 from wire.options import Options
@@ -220,3 +229,35 @@ def test_a_shadow_counts_its_sequence_s_tokens_and_no_rejected_drafts() -> None:
         # All, some or none are accepted, and one token more comes from the target.
         sequence.token_ids += [*drafts[: draw.randrange(5)], draw.randrange(VOCAB_SIZE)]
     assert executor.prompt_lens == {3} == {sequence.prompt_len}
+
+
+class ObedientExecutor(HashExecutor):
+    """The hash executor, drawing any token that the structure allows."""
+
+    chance = random.Random(1)
+
+    def sample(self, logits: list[int], batch: Batch) -> list[SampledToken]:
+        drawn = []
+        for it in batch.samplings:
+            assert it.structured is not None
+            answer = it.token_ids[len(PROMPT) :]
+            row = mask_of(it.structured, answer)[0]
+            again = mask_of(it.structured.begin(len(PROMPT)), answer)[0]
+            assert (row == again).all()
+            drawn.append(SampledToken(self.chance.choice(allowed_in(row))))
+        return drawn
+
+
+def test_a_shadow_is_in_its_structure_where_its_sequence_is() -> None:
+    executor = ObedientExecutor(ModelInfo("hash", "hash", VOCAB, 99, frozenset(EOS), LAYOUT))
+    model = ModelDrafter(executor, 4, num_blocks=40, block_size=3)
+    sequence = Sequence(1, [*PROMPT], Options())
+    sequence.structured = begun(STRUCTURES[0])
+    draw = random.Random(0)
+    for num_accepted in (4, 0, 2, 1, 3, 0):
+        (drafts,) = model.draft([sequence], [4])
+        assert len(drafts) == 4
+        sequence.token_ids += drafts[:num_accepted]
+        row = mask_of(sequence.structured, sequence.token_ids[len(PROMPT) :])[0]
+        sequence.token_ids.append(draw.choice(allowed_in(row)))
+    assert not set(EOS).intersection(sequence.token_ids)

@@ -794,3 +794,20 @@ def test_a_grammar_that_fails_at_any_moment_ends_its_sequence_and_no_other() -> 
     assert (failed.request_id, failed.code) == (1, ErrorCode.INVALID_REQUEST)
     assert "no such grammar" in failed.message
     assert len(text(outputs, 2)) == 4
+
+
+def test_a_continuation_is_held_to_its_structure_too() -> None:
+    engine = engine_of(executor=Compiling())
+    engine.reserve(1, [5] * 6)
+    run(engine)
+    held = Options(structure=Structure(kind="regex", text="a"))
+    engine.begin_decode(1, [5] * 7, held, 3)
+    [failed] = of_kind(run(engine), Failed)
+    assert "no such grammar" in failed.message
+
+
+def test_who_is_cancelled_while_its_grammar_is_compiled_is_not_heard_of_again() -> None:
+    engine = engine_of(executor=Compiling())
+    engine.add(Sequence(1, [5, 6, 7], Options(structure=Structure(kind="regex", text="a"))))
+    engine.cancel(1)
+    assert run(engine) == [] and engine.load().used == 0

@@ -64,6 +64,15 @@ def test_behind_a_draft_that_is_not_allowed_nothing_is_said(wrong: int) -> None:
 
 
 @EVERY
+def test_behind_the_end_nothing_is_said(structure: Structure) -> None:
+    answer = walk(structure, 7)
+    structured = begun(structure)
+    rows = mask_of(structured, answer, [*EOS, 9])
+    assert (rows[2:] == -1).all()
+    assert (mask_of(structured, answer)[0] == rows[0]).all()
+
+
+@EVERY
 def test_a_draft_models_text_is_cut_anywhere(structure: Structure) -> None:
     answer = [*walk(structure, 5), EOS[1], EOS[0], 9]  # it goes on after EOS
     structured = begun(structure)
@@ -78,3 +87,4 @@ def test_a_text_that_is_not_its_structures_is_a_problem() -> None:
     structured = begun(STRUCTURES[1])
     masks_of([asked(structured, [300])])
     assert structured.problem is not None and structured.problem.startswith("structure: ")
+    assert "Tokens" not in structured.problem, "the answers of others are in the same memory"

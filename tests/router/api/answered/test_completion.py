@@ -329,7 +329,9 @@ def test_the_prompts_scores_come_with_the_first_piece() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "offsets"), [("ab", [0, 0, 1]), ("<s>ab", [0, 3, 4])], ids=["added", "sent"]
+    ("prefix", "offsets"),
+    [("ab", [0, 0, 1]), ("<s>ab", [0, 3, 4]), ("", [0, 0, 0])],
+    ids=["added", "sent", "shorter than its tokens"],
 )
 def test_special_tokens_have_room_only_where_they_are_echoed(
     prefix: str, offsets: list[int]

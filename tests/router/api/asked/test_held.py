@@ -15,6 +15,7 @@ from router.text.answer import AnswerSyntax
 from router.text.tokenizer import Tokenizer
 from wire.options import MAX_STRUCTURE_LENGTH
 from wire.process.model import locate
+from wire.process.structure import grammar_of
 
 DEMO = locate("demo")
 WORDS = LLTokenizer(str(DEMO / "tokenizer.json"))
@@ -38,13 +39,7 @@ def asked(*tools: Tool, **fields: Any) -> Conversation:
 def allows(wanted: Wanted | None, text: str) -> bool:
     """Whether `text` is a whole answer."""
     assert wanted is not None
-    structure = wanted.settle()
-    grammar = {
-        "lark": LLMatcher.grammar_from_lark,
-        "regex": LLMatcher.grammar_from_regex,
-        "json_schema": LLMatcher.grammar_from_json_schema,
-    }[structure.kind](structure.text)
-    matcher = LLMatcher(WORDS, grammar)
+    matcher = LLMatcher(WORDS, grammar_of(wanted.settle()))
     assert not matcher.is_error(), matcher.get_error()
     tokens = WORDS.tokenize_str(text, parse_special=True)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -59,12 +54,16 @@ def test_nothing_is_held_that_nobody_asked_to() -> None:
     assert of(asked()) is None
     assert of(asked(WEATHER)) is None
     assert of(asked(), NUMBER) is NUMBER
+    strict, none = WEATHER._replace(is_strict=True), ToolChoice("none")
+    assert of(asked(strict, tool_choice=none)) is None
+    assert of(asked(strict, tool_choice=none), NUMBER) is NUMBER
 
 
 def test_calls_that_must_be_made() -> None:
     wanted = of(asked(WEATHER, CLOCK, tool_choice=ToolChoice("required")))
     assert allows(wanted, CALL) and allows(wanted, TIME) and allows(wanted, f"{CALL}\n{TIME}")
     assert not allows(wanted, "Sunny.") and not allows(wanted, NO_CITY)
+    assert not allows(wanted, TIME.replace("{}", '{"a": 1}')), "it takes no arguments"
 
 
 def test_one_call_where_there_is_to_be_one() -> None:
@@ -89,12 +88,16 @@ def test_strict_tools_are_held_to_their_schema_if_they_are_called() -> None:
     wanted = of(asked(strict, CLOCK))
     assert allows(wanted, "Sunny.") and allows(wanted, f"Let me see. {CALL}")
     assert not allows(wanted, f"Let me see. {NO_CITY}")
+    assert allows(wanted, TIME.replace("{}", '{"a": 1}')), "the others are not"
 
 
 @pytest.mark.parametrize(("form", "text"), [(NUMBER, "5"), (DIGITS, "5/6")])
 def test_a_format_leaves_room_for_calls(form: Wanted, text: str) -> None:
     wanted = of(asked(WEATHER), form)
     assert allows(wanted, text) and allows(wanted, NO_CITY) and not allows(wanted, "Sunny.")
+    assert allows(wanted, f"{NO_CITY}\n{NO_CITY}")
+    one = of(asked(WEATHER, has_parallel_calls=False), form)
+    assert allows(one, NO_CITY) and not allows(one, f"{NO_CITY}\n{NO_CITY}")
 
 
 @pytest.mark.parametrize(("form", "text"), [(NUMBER, "5"), (DIGITS, "5/6")])
@@ -108,6 +111,38 @@ def test_a_format_begins_after_reasoning(form: Wanted, text: str) -> None:
 
 
 def test_tools_too_long_for_a_structure_are_refused_by_name() -> None:
-    long = {"type": "object", "description": "x" * MAX_STRUCTURE_LENGTH}
-    with pytest.raises(HttpError, match="tool_choice: needs a grammar of"):
-        of(asked(Tool("t", parameters=long), tool_choice=ToolChoice("required")))
+    def forced(num_more: int) -> Wanted | None:
+        long = {"type": "object", "description": "x" * (MAX_STRUCTURE_LENGTH + num_more)}
+        return of(asked(Tool("t", parameters=long), tool_choice=ToolChoice("required")))
+
+    with pytest.raises(HttpError, match=r"tool_choice: needs a grammar of \d+ char") as caught:
+        forced(0)
+    num_over = int(caught.value.message.split()[5]) - MAX_STRUCTURE_LENGTH
+    longest = forced(-num_over)
+    assert longest is not None and len(longest.text) == MAX_STRUCTURE_LENGTH
+    with pytest.raises(HttpError):
+        forced(1 - num_over)
+
+
+@pytest.mark.parametrize("conversation", [asked(), asked(WEATHER)])
+def test_the_json_of_a_format_looks_the_same_beside_tools(conversation: Conversation) -> None:
+    object_of_a = '{"properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+    wanted = of(conversation, Wanted("response_format", "json_schema", object_of_a))
+    assert allows(wanted, '{"a": 5}')
+    assert not allows(wanted, '{\n"a": 5}') and not allows(wanted, '{"a":5}')
+
+
+@pytest.mark.parametrize("text", ['{"x-guidance": {}}', "{no JSON"])
+def test_what_is_no_schema_is_refused_by_name_beside_tools(text: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        of(asked(WEATHER), Wanted("response_format", "json_schema", text))
+    assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("regex", "text"),
+    [(r"a/b", "a/b"), (r"a\/b", "a/b"), (r"a\\/b", r"a\/b"), ("[/]", "/"), ("a\n/", "a\n/")],
+)
+def test_a_slash_ends_no_regular_expression(regex: str, text: str) -> None:
+    wanted = of(asked(WEATHER), Wanted("structured_outputs.regex", "regex", regex))
+    assert allows(wanted, text) and not allows(wanted, "b")

@@ -21,6 +21,7 @@ from router.text.tools.families import FAMILIES, detect
         ("{{ '\"parameters\": ' }}<|header_start|>", "llama4_json"),
         ("Respond as [func_name1(a=b), func_name2(c)] <|start_header_id|>", "pythonic"),
         ("Use [func_name1(a=b)] <|header_start|>", "llama4_pythonic"),
+        ('{"parameters": {}}: [func_name1(a=b)] <|header_start|>', "pythonic"),
         ("<|{{ message.role }}|>{{ message.content }}", None),
         ("<tool_call>\\n<function=name>", None),
         ("<tool_call>name<arg_key>", None),

@@ -29,6 +29,7 @@ GET = ("get", '{"a": 1}')
         # What is no call.
         ("<tool_call>get</tool_call>", ["<tool_call>get</tool_call>"]),
         ("a </tool_call> b", ["a </tool_call> b"]),
+        (f"{CALL}</tool_call> b", [GET, "</tool_call> b"]),
         ("a <tool_call", ["a <tool_call"]),
         (f"<tool_call>{CALL}", ["<tool_call>", GET]),
         (f"<tool_c{CALL}", ["<tool_c", GET]),

@@ -35,6 +35,9 @@ def read(text: str, *, needs_arguments: bool = False) -> list[Part]:
         ('{"name": "get", "id": -1.5}!', "{}", "!"),
         ('{"name": "get"}', "{}", ""),
         ('{"name": "\\u0067et", "arguments": {}}', "{}", ""),
+        # Of two of a name the first.
+        ('{"name": "get", "name": "set", "arguments": {}}', "{}", ""),
+        ('{"arguments": {"a": 1}, "arguments": {}, "name": "get"}', '{"a": 1}', ""),
         # Once it has begun it is a call, whatever comes.
         ('{"name": "get", "arguments": {"a": 1', '{"a": 1', ""),
         ('{"name": "get", "arguments": {"a": "x', '{"a": "x', ""),

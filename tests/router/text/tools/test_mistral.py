@@ -21,6 +21,7 @@ GET = ("get", '{"a": 1}')
         ('[TOOL_CALLS]get{"a": 1}', [GET]),
         ('[TOOL_CALLS]get[ARGS]{"a": 1}[TOOL_CALLS]get[ARGS]{"a": 1}', [GET, GET]),
         ('[TOOL_CALLS]get[CALL_ID]abc1[ARGS]{"a": 1}', [GET]),
+        ('[TOOL_CALLS]a.b-c_d{"a": 1}', [("a.b-c_d", '{"a": 1}')]),
         ('[TOOL_CALLS]get[TOOL_CALLS]get{"a": 1}', ["[TOOL_CALLS]get", GET]),
         # No calls.
         ("[TOOL_CALLS]", ["[TOOL_CALLS]"]),

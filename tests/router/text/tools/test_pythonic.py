@@ -24,6 +24,7 @@ from wire.errors import ErrorCode, WireError
         # Unfinished, or broken after it began.
         ("[get(a=1", [("get", '{"a": 1')]),
         ("[get(a=tru", [("get", '{"a": ')]),
+        ("[get(a='x\ny')]", [("get", '{"a": "x'), "y')]"]),
         ("[get(a='x\\u12", [("get", '{"a": "x')]),
         ("[get(a=1), ", [("get", '{"a": 1}')]),
         ("[get(a=x + 1)] so", [("get", '{"a": '), "x + 1)] so"]),
@@ -52,6 +53,7 @@ def test_calls_and_content(text: str, expected: list[object]) -> None:
         *(("'a\"b'", '"a\\"b"'), ('"it\'s"', '"it\'s"'), ("'a\\'b'", '"a\'b"')),
         *((r"'\n\t\\\d'", r'"\n\t\\\\d"'), (r"'\x41\u00e9'", r'"A\u00e9"'), ("'é🎉'", '"é🎉"')),
         *((r"'\ud83d\ude00'", r'"\ud83d\ude00"'), (r"'\U0001f600'", '"😀"'), ("'\\\n'", '""')),
+        (r"'\U0000d83d\x7f'", r'"\ud83d\u007f"'),
         *(("[1, (2,), {}]", "[1, [2], {}]"), ("{'a': {'b': []},}", '{"a": {"b": []}}')),
     ],
 )
