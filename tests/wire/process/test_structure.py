@@ -157,14 +157,6 @@ def test_chains_of_references_end_before_the_stack_does() -> None:
     assert "refers to" in (problem_of(schema(deep)) or "")
 
 
-@pytest.mark.parametrize("begin", ["r", "?r", "  !r"])
-def test_the_rules_of_a_grammar_are_counted(begin: str) -> None:
-    lines = [line for n in range(600) for line in (f'{begin}{n}: "a"', '  | "b"', "# a note")]
-    for num_rules, is_refused in ((500, False), (600, True)):
-        rules = "\n".join(["start: r0", *lines[: 3 * num_rules]])
-        assert ("over 512 rules" in (problem_of(Structure("lark", rules)) or "")) == is_refused
-
-
 def rules(length: int, rule: str = "r{n}: r{next}") -> str:
     """A grammar of rules of which each names the next."""
     lines = [rule.format(n=n, next=n + 1) for n in range(length)]
