@@ -113,13 +113,6 @@ class ChatBody(Sampled, kw_only=True):
     def has_generation_prompt(self) -> bool:
         return has_generation_prompt(self.add_generation_prompt, self.continue_final_message)
 
-    @property
-    def echoed(self) -> str:
-        """The last message, where the answer is to begin with it because it goes on with it."""
-        if not self.echo or self.has_generation_prompt:
-            return ""
-        return self.messages[-1].get("content") or ""
-
 
 def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
     """Understand a body.
@@ -137,7 +130,7 @@ def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
         add_generation_prompt=body.has_generation_prompt,
         add_special_tokens=bool(body.add_special_tokens),
         continue_final_message=bool(body.continue_final_message),
-        echo=body.echoed,
+        is_echoed=bool(body.echo),
         template=body.chat_template,
         documents=body.documents or (),
         variables={

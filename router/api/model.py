@@ -169,10 +169,11 @@ class ServedModel:
         text = self.render(conversation)
         special = conversation.add_special_tokens
         token_ids = self.prompt(text, body, asker, add_special_tokens=special)
-        is_reasoning = self._syntax.has_open_reasoning(text, conversation.echo)
+        is_reasoning = self._syntax.has_open_reasoning(text, conversation.continued)
         wanted = held(self._syntax, conversation, body.wanted, is_reasoning=is_reasoning)
         has_tools = bool(conversation.callable_tools)
-        asked = self.request(body, [(token_ids, conversation.echo)], asker, answer)
+        echo = conversation.continued if conversation.is_echoed else ""
+        asked = self.request(body, [(token_ids, echo)], asker, answer)
         asked = replace(asked, shows_reasoning=conversation.shows_reasoning)
         if has_tools or self._syntax.has_reasoning:
             reader = partial(
@@ -274,7 +275,7 @@ class ServedModel:
             has_ids_as_names=bool(body.return_tokens_as_token_ids),
             has_ids=bool(body.return_token_ids),
             has_usage=body.wants_usage,
-            has_running_usage=body.wants_usage and body.wants_usage_always,
+            has_running_usage=body.wants_usage_always,
             has_baton_usage=bool(body.baton_usage),
         )
 

@@ -82,8 +82,8 @@ class Conversation:
     add_special_tokens: bool = False  # the template writes them itself
     # Whether the answer goes on with the last message, which then has no end yet.
     continue_final_message: bool = False
-    # Text of the last message that precedes the answer.
-    echo: str = ""
+    # Whether the answer begins with the message that it goes on with.
+    is_echoed: bool = False
     # A template instead of the model's own.
     template: str | None = None
     # What the answer is to be drawn from, where the template has a place for it.
@@ -92,6 +92,11 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
     # Whether what the model reasons is part of the answer.
     shows_reasoning: bool = True
+
+    @property
+    def continued(self) -> str:
+        """The last message, where the answer goes on with it and begins none of its own."""
+        return "" if self.add_generation_prompt else self.messages[-1].get("content") or ""
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

@@ -149,7 +149,7 @@ class Output:
 
     def end(self, status: str) -> None:
         """The last item is done, and the only one is an empty message if there was nothing."""
-        if not self._done and self._open is None:
+        if self._open is None:
             self._begin(OpenMessage(self._key, 0))
         if self._waiting and isinstance(self._open, OpenMessage):
             self._extend("")

@@ -53,9 +53,21 @@ def test_a_chat_is_rendered_and_runs_to_the_end_of_the_context(model: ServedMode
     assert request.options.max_tokens == 100 - len(request.token_ids)
 
 
+def test_only_a_message_that_goes_on_is_echoed(model: ServedModel) -> None:
+    begun = [{"role": "assistant", "content": "I am"}]
+    for fields, prefix in (
+        ({"continue_final_message": True}, "I am"),
+        ({"add_generation_prompt": False}, "I am"),
+        ({}, ""),
+    ):
+        [(_, echo)] = converse(model, messages=begun, echo=True, **fields).requests
+        assert echo == prefix
+
+
 def test_template_variables_of_the_client(model: ServedModel) -> None:
-    with pytest.raises(HttpError, match="must not set messages"):
-        converse(model, chat_template_kwargs={"messages": []})
+    for taken in ("messages", "tools", "documents", "add_generation_prompt"):
+        with pytest.raises(HttpError, match=f"must not set {taken}"):
+            converse(model, chat_template_kwargs={taken: []})
     converse(model, chat_template_kwargs={"enable_thinking": False})
 
 
@@ -94,7 +106,9 @@ def test_the_content_of_calls_alone(tmp_path: Path, wanted: Any, content: str | 
     calls = Piece("", finish_reason="tool_calls", parts=[CallStart(0, "get")])
     [said] = json.loads(asked.answer(completion, Head("1", 7, "m")).whole([calls]))["choices"]
     assert said["message"]["content"] == content
-    assert said["message"]["tool_calls"][0]["function"]["name"] == "get"
+    [call] = said["message"]["tool_calls"]
+    assert call.keys() == {"id", "type", "function"}, "a place is for those that come in pieces"
+    assert call["function"]["name"] == "get"
 
 
 def test_scores_of_the_prompt_are_null_where_nobody_asks() -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from router.api.answered.completion import CompletionRequest
 from router.api.errors import HttpError
 from router.api.model import ServedModel
+from router.text.parts import CallStart, Content, Part, Reasoning, joined
 from tests.router.api.asking import CHAT, complete, converse, letters
-from tests.router.site import ids, write_model
+from tests.router.site import TEMPLATE, ids, write_model
 from wire.errors import ErrorCode, WireError
 from wire.options import Structure
 
@@ -192,17 +194,39 @@ def test_an_answer_may_go_on_with_the_last_message(model: ServedModel) -> None:
         converse(model, messages=said, continue_final_message=True, add_generation_prompt=True)
 
 
+def parts_of(asked: CompletionRequest, text: str) -> list[Part]:
+    assert asked.reader is not None
+    reader = asked.reader()
+    return joined([*reader.feed(text), *reader.flush()])
+
+
+@pytest.mark.parametrize("is_echoed", [False, True])
+def test_an_answer_goes_on_with_reasoning_that_is_not_over(tmp_path: Path, is_echoed: bool) -> None:
+    thinker = ServedModel("letters", write_model(tmp_path), reasoning="qwen3")
+    for begun, part in (("<think>I am", Reasoning("so")), ("<think>I</think>", Content("so"))):
+        said = [*CHAT, {"role": "assistant", "content": begun}]
+        asked = converse(thinker, messages=said, continue_final_message=True, echo=is_echoed)
+        assert parts_of(asked, "so") == [part]
+
+
+def test_one_call_where_there_is_to_be_one(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ tools | length }}" + TEMPLATE)
+    caller = ServedModel("letters", tmp_path, tool_calls="hermes")
+    tools = [{"type": "function", "function": {"name": "get"}}]
+    call = '<tool_call>{"name": "get"}</tool_call>'
+    for is_parallel, num_calls in ((None, 2), (True, 2), (False, 1)):
+        asked = converse(caller, tools=tools, parallel_tool_calls=is_parallel)
+        got = [part for part in parts_of(asked, call * 2) if isinstance(part, CallStart)]
+        assert len(got) == num_calls
+
+
+def test_special_tokens_are_shown_beside_tools_too(tmp_path: Path) -> None:
+    thinker = ServedModel("letters", write_model(tmp_path), reasoning="qwen3")
+    asked = converse(thinker, skip_special_tokens=False)
+    assert asked.reader is not None and asked.shown == thinker.tokenizer.special_ids
+
+
 def test_documents_need_a_place_in_the_template(model: ServedModel) -> None:
     with pytest.raises(WireError, match="documents: the chat template"):
         converse(model, documents=[{"title": "t", "text": "d"}])
-
-
-def test_an_answer_that_goes_on_with_a_message_may_echo_it(model: ServedModel) -> None:
-    said = [*CHAT, {"role": "assistant", "content": "well"}]
-    [(request, echo)] = converse(model, messages=said, continue_final_message=True).requests
-    assert request.token_ids == (0, *ids("user:hi\n"), 0, *ids("assistant:well"))
-    assert echo == ""
-    [(_, echo)] = converse(model, messages=said, continue_final_message=True, echo=True).requests
-    assert echo == "well"
-    with pytest.raises(HttpError, match="add_generation_prompt"):
-        converse(model, messages=said, continue_final_message=True, add_generation_prompt=True)

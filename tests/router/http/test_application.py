@@ -216,7 +216,7 @@ async def test_whatever_is_wrong_with_a_message_is_said_in_its_own_shape(
         (415, "invalid_request_error", b"", {"content-type": "text/plain"}),
         (400, "invalid_request_error", b"{", {}),
         (400, "invalid_request_error", b"{}", {}),
-        (400, "invalid_request_error", b"{}", {"anthropic-version": "1"}),
+        (400, "invalid_request_error", json.dumps(asked).encode(), {"anthropic-version": "1"}),
         (404, "not_found_error", json.dumps(asked | {"model": "x"}).encode(), {}),
         (413, "request_too_large", b"[" + b"{}," * 40_000 + b"{}]", {}),
     ]

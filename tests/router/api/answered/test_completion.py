@@ -180,6 +180,12 @@ def test_a_stop_token_counts_and_says_which(is_own: bool, is_shown: bool) -> Non
     assert (subject.num_tokens, subject.stop_reason) == (3, stop if is_own else None)
 
 
+def test_a_stop_token_that_is_half_a_character_is_shown_broken() -> None:
+    subject = choice(has_stop_text=True)
+    subject.on_done(Usage(finish_reason="stop", stop_token_id=ids("é")[0]))
+    assert texts(subject.take()) == [("\ufffd", "stop")]
+
+
 def test_a_stop_token_has_its_scores() -> None:
     subject = choice(has_ids=True, has_logprobs=True)
     [first, stop] = ids("a!")
@@ -345,13 +351,14 @@ def test_special_tokens_have_room_only_where_they_are_echoed(
     assert [score.text_offset for score in piece.scores] == [*offsets, len(prefix)]
 
 
-def test_an_echo_alone_has_no_token_of_its_own() -> None:
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_an_echo_alone_has_no_token_of_its_own(reason: str) -> None:
     subject = echoing(is_echo_only=True)
     result = PrefillResult(
         token_id=ids("d")[0], finish_reason="length", prompt_logprobs=scored(-2, -3)
     )
     subject.on_prefill(result, 0)
-    done(subject, "length")
+    done(subject, reason)  # that of the token which is not shown
     [piece] = subject.take()
     assert (piece.text, piece.finish_reason, len(piece.scores)) == ("", "length", 3)
     assert subject.num_tokens == 0

@@ -65,6 +65,9 @@ def test_chat_logprobs() -> None:
     assert content[0]["bytes"] == [97]
     assert [top["token"] for top in content[0]["top_logprobs"]] == ["a", "b"]
     assert content[1]["logprob"] == LEAST_LOGPROB
+    never = ScoredToken(A, Logprobs(logprob=-0.1, top=((A, -0.1), (B, -math.inf))), 0)
+    [entry] = chat_logprobs(TOKENIZER, [never])["content"]
+    assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.1, LEAST_LOGPROB]
 
 
 def test_a_token_without_scores_is_the_least_likely() -> None:

@@ -21,6 +21,7 @@ def test_defaults_are_openais() -> None:
     assert completion().token_limit == 16
     assert chatting().token_limit is None
     assert (options.temperature, options.top_p, options.seed) == (1.0, 1.0, 5)
+    assert completion(seed=0).options(seed=5, max_tokens=16).seed == 0
     assert completion(max_tokens=3).token_limit == 3
     assert chatting(max_tokens=3).token_limit == 3
     assert chatting(max_tokens=3, max_completion_tokens=4).token_limit == 4

@@ -50,9 +50,11 @@ def wanted(**fields: Any) -> Wanted:
         ({"structured_outputs": {"grammar": "start: /a+/"}}, "lark", "start: /a+/"),
         ({"structured_outputs": {"grammar": EBNF}}, "ebnf", EBNF),
         ({"guided_json": SCHEMA}, "json_schema", TEXT),
+        ({"guided_json": f"\n{TEXT} "}, "json_schema", TEXT),
         ({"guided_regex": "a+"}, "regex", "a+"),
         ({"guided_choice": ["a"]}, "lark", 'start: "a"'),
         ({"guided_grammar": "start: /a+/"}, "lark", "start: /a+/"),
+        ({"guided_grammar": "x: /a+/\n start : x"}, "lark", "x: /a+/\n start : x"),
     ],
 )
 def test_every_way_to_say_it(fields: dict[str, Any], kind: str, text: str) -> None:

@@ -163,7 +163,10 @@ def test_why_it_ended() -> None:
     assert reasons(Said("abc"), "stop") == ("end_turn", None)
     assert reasons(Said("abc", limit=3), "length") == ("max_tokens", None)
     assert reasons(Said("abc"), "length") == ("model_context_window_exceeded", None)
+    assert reasons(Said("ab", limit=3), "length") == ("model_context_window_exceeded", None)
     assert reasons(Said("abcd", stop="cd"), "stop") == ("stop_sequence", "cd")
+    call: list[Part] = [CallStart(0, "get"), CallArguments(0, "{}")]
+    assert reasons(Said("abcd", call, stop="cd"), "stop") == ("tool_use", None)
     cut: list[Part] = [CallStart(0, "get"), CallArguments(0, '{"a": ["x", "y')]
     message = Said("ab", cut, limit=2).whole("length")
     assert message["stop_reason"] == "max_tokens"

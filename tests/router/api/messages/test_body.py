@@ -128,8 +128,9 @@ def test_the_last_message_may_be_the_beginning_of_the_answer(model: ServedModel)
     assert model.render(subject).endswith("assistant:The answer is (")
     assert model.render(conversation(model)).endswith("hi\nassistant:")
     call = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
-    said = refusal(model, messages=[*USER, {"role": "assistant", "content": [call]}])
-    assert said == "messages: the last ends with a tool_use block; send its tool_result"
+    for before in ([], [{"type": "text", "text": "Let me see."}]):
+        said = refusal(model, messages=[*USER, {"role": "assistant", "content": [*before, call]}])
+        assert said == "messages: the last ends with a tool_use block; send its tool_result"
 
 
 def test_tools(model: ServedModel) -> None:
@@ -156,10 +157,10 @@ def test_which_tools_are_to_be_called(
     model: ServedModel, choice: dict[str, Any], mode: ToolChoice
 ) -> None:
     assert conversation(model, tools=[WEATHER], tool_choice=choice).tool_choice == mode
-    single = conversation(
-        model, tools=[WEATHER], tool_choice=choice | {"disable_parallel_tool_use": True}
-    )
-    assert not single.has_parallel_calls
+    for is_single in (True, False):
+        how = choice | {"disable_parallel_tool_use": is_single}
+        subject = conversation(model, tools=[WEATHER], tool_choice=how)
+        assert subject.has_parallel_calls is not is_single
 
 
 def thinker(path: Path, template: str) -> ServedModel:

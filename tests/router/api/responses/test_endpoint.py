@@ -100,10 +100,22 @@ def test_a_conversation_that_outgrows_a_body_is_refused(talk: Talk) -> None:
     talk.kept.keep("resp_large", KeptResponse("anna", b'{"output": []}', large.encode()))
     many = json.dumps([{"role": "user", "content": "x"}] * MAX_OBJECTS)
     talk.kept.keep("resp_many", KeptResponse("anna", b'{"output": []}', many.encode()))
-    for name in ("resp_large", "resp_many"):
+    answer = json.dumps({"output": [{"content": "x"}] * MAX_OBJECTS})
+    talk.kept.keep("resp_much", KeptResponse("anna", answer.encode(), b"[]"))
+    for name in ("resp_large", "resp_many", "resp_much"):
         with pytest.raises(HttpError) as caught:
             talk.read(previous_response_id=name)
         assert caught.value.status == 413
+
+
+def test_the_new_input_counts_too(talk: Talk) -> None:
+    before = KeptResponse("anna", b'{"output": []}', b"[]" + b" " * 2_000_000)
+    talk.kept.keep("resp_1", before)
+    num_left = endpoint.MAX_CONVERSATION_BYTES - before.size
+    for length, error in ((num_left - 200, WireError), (num_left, HttpError)):
+        with pytest.raises(error) as caught:  # the one is too long for the model only
+            talk.read(input="x" * length, previous_response_id="resp_1")
+        assert ("over" in str(caught.value)) == (error is HttpError)
 
 
 def test_what_the_model_has_no_room_for(talk: Talk) -> None:

@@ -87,11 +87,17 @@ def test_scores_go_with_their_text_and_wait_for_none() -> None:
     output = Output("k", is_streamed=True)
     output.add([], ["half"])
     output.add([Content("é")], ["other half"])
+    output.add([], ["without text"])
     output.end("completed")
     events = events_of(output.take_events())
     assert assembled(events) == output.items("completed")
     [item] = output.items("completed")
-    assert item["content"][0]["logprobs"] == ["half", "other half"]
+    assert item["content"][0]["logprobs"] == ["half", "other half", "without text"]
+
+
+def test_no_text_begins_no_item() -> None:
+    [item] = said([[Reasoning("Hm."), Content("")]]).items("completed")
+    assert item["type"] == "reasoning"
 
 
 def test_who_does_not_stream_makes_no_events() -> None:
