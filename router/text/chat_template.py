@@ -123,7 +123,7 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text.
 
-        To `continue_final_message` there is no generation prompt: it ends inside that message.
+        To `continue_final_message` is to end inside that message, before any generation prompt.
 
         Raises:
             WireError: INVALID_REQUEST; there is no template, or it refuses these messages, or has
@@ -149,7 +149,7 @@ class ChatTemplate:
                 messages=chat,
                 tools=tools or None,
                 documents=documents or None,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                add_generation_prompt=add_generation_prompt,
             )
         except (
             *(jinja2.TemplateError, ArithmeticError, LookupError),
