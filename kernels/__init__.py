@@ -13,7 +13,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from kernels import contract
-from kernels.contract import SAMPLING, Backend, KernelError, PagedBatch, ShapeError
+from kernels.contract import (
+    GELU_TANH,
+    SAMPLING,
+    SILU,
+    Activation,
+    Backend,
+    KernelError,
+    PagedBatch,
+    ShapeError,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +31,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "GELU_TANH",
     "SAMPLING",
+    "SILU",
+    "Activation",
     "KernelError",
     "PagedBatch",
     "ShapeError",
@@ -31,11 +43,13 @@ __all__ = [
     "argmax",
     "backend_of",
     "check_pool",
+    "expert_mlp",
+    "gate",
     "pack_kv",
     "paged_attention",
     "rms_norm",
+    "route",
     "sample",
-    "silu_gate",
     "unpack_kv",
 ]
 
@@ -95,6 +109,8 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally to a sequence's own KV; prompts and generation side by side.
 
@@ -104,6 +120,9 @@ def paged_attention(
     Args:
         query: [T, Hq, D]; query head h reads KV head h // (Hq / Hkv).
         pool: [N, L, 2, Hkv, B, D].
+        cap: A score s, scaled, becomes cap * tanh(s / cap); None for none.
+        sinks: [Hq] float32 on the pool's device: a score of each head that takes its share of the
+            softmax beside those of the keys, uncapped, and has no value.  None for none.
 
     Returns:
         [T, Hq, D] in the query's dtype; sums are taken in float32 at least.
@@ -111,8 +130,10 @@ def paged_attention(
     Raises:
         ShapeError: The arguments do not fit each other.
     """
-    contract.check_attention(query, pool, layer, batch, window)
-    return backend_of(pool.device.type).paged_attention(query, pool, layer, batch, scale, window)
+    contract.check_attention(query, pool, layer, batch, window, cap, sinks)
+    return backend_of(pool.device.type).paged_attention(
+        query, pool, layer, batch, scale, window, cap, sinks
+    )
 
 
 def pack_kv(
@@ -156,20 +177,60 @@ def unpack_kv(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight for [T, K] rows, weight [K] of their dtype."""
+    """Return x / sqrt(mean(x^2) + eps) * weight for [T, K] rows, weight [K] float32."""
     return backend_of(x.device.type).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(
     x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add to x in place, and return `rms_norm` of the sum; all [T, K] of one dtype."""
+    """Add to x in place, and return `rms_norm` of the sum; both [T, K] of one dtype."""
     return backend_of(x.device.type).add_rms_norm(x, added, weight, eps)
 
 
-def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up, [T, K], for [T, 2 K]: gate first, then up."""
-    return backend_of(gate_up.device.type).silu_gate(gate_up)
+def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return activation(gate) * up, [T, K], for [T, 2 K]: gate first, then up."""
+    return backend_of(gate_up.device.type).gate(gate_up, activation)
+
+
+def route(
+    logits: torch.Tensor, top_k: int, *, is_normalized: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the `top_k` likeliest experts of each token, by the softmax of [T, E] logits.
+
+    Returns:
+        [T, top_k] which, the likeliest first, and [T, top_k] float32 the share of each: its part of
+        all experts' weight, or of the chosen ones' if `is_normalized`.
+    """
+    return backend_of(logits.device.type).route(logits, top_k, is_normalized)
+
+
+def expert_mlp(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    shares: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Activation,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return the sum over a token's experts of share * down(gate(gate_up(x))), [T, K].
+
+    The tokens that go to one expert are one product.
+
+    Args:
+        x: [T, K].
+        experts: [T, top_k] which, and `shares` of each, as `route` returns them.
+        gate_up: [E, 2 N, K], gate first; `down` [E, K, N].
+        biases: [E, 2 N] and [E, K], added to the products of both; None for none.
+
+    Raises:
+        ShapeError: The arguments do not fit each other.
+    """
+    contract.check_experts(x, experts, shares, gate_up, down, biases)
+    return backend_of(x.device.type).expert_mlp(
+        x, experts, shares, gate_up, down, activation, biases
+    )
 
 
 def argmax(logits: torch.Tensor) -> list[int]:

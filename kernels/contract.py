@@ -16,9 +16,10 @@ this module needs no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,24 @@ SAMPLING = np.dtype(
         ("uniform", np.float64),  # the number in [0, 1) that decides
     ]
 )
+
+
+class Activation(NamedTuple):
+    """What gates a feed-forward: x times the logistic function of linear x + cubic x^3.
+
+    A gate over `limit` counts as that; so does what it multiplies, either way from 0, before
+    `shift` is added to it.
+    """
+
+    linear: float
+    cubic: float
+    limit: float = math.inf
+    shift: float = 0.0
+
+
+SILU = Activation(1.0, 0.0)
+# GELU as its usual approximation has it, x (1 + tanh z) / 2: that is x times the logistic of 2 z.
+GELU_TANH = Activation(math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715)
 
 
 class KernelError(Exception):
@@ -110,6 +129,8 @@ class Backend(Protocol):
         batch: PagedBatch,
         scale: float,
         window: int | None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
     def pack_kv(
@@ -136,7 +157,22 @@ class Backend(Protocol):
         self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor: ...
 
-    def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor: ...
+
+    def route(
+        self, logits: torch.Tensor, top_k: int, is_normalized: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def expert_mlp(
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        shares: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        activation: Activation,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor: ...
 
     def argmax(self, logits: torch.Tensor) -> list[int]: ...
 
@@ -166,9 +202,15 @@ def check_append(
 
 
 def check_attention(
-    query: torch.Tensor, pool: torch.Tensor, layer: int, batch: PagedBatch, window: int | None
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    batch: PagedBatch,
+    window: int | None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
-    """Raise ShapeError unless query is [T, Hq, D] and the batch's arrays fit each other."""
+    """Raise ShapeError unless query is [T, Hq, D], sinks [Hq], and the batch's arrays fit."""
     _check_pool(pool, layer)
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     if query.ndim != 3 or query.shape[0] != batch.slots.shape[0] or query.shape[2] != head_dim:
@@ -183,6 +225,39 @@ def check_attention(
         raise ShapeError(f"block_tables is {tuple(batch.block_tables.shape)}, not [S, M]")
     if window is not None and window < 1:
         raise ShapeError(f"window is {window}, not None or >= 1")
+    if cap is not None and not 0 < cap < math.inf:
+        raise ShapeError(f"cap is {cap}, not None or a positive number")
+    if sinks is not None and (
+        sinks.shape != query.shape[1:2]
+        or str(sinks.dtype) != "torch.float32"
+        or not sinks.is_contiguous()
+        or sinks.device != pool.device
+    ):
+        found = f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
+        wanted = f"torch.float32 [Hq] = [{query.shape[1]}] on {pool.device}, in one run"
+        raise ShapeError(f"sinks are {found}, not {wanted}")
+
+
+def check_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    shares: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Raise ShapeError unless x is [T, K], gate_up [E, 2 N, K], down [E, K, N], biases theirs."""
+    if experts.ndim != 2 or experts.shape != shares.shape or len(experts) != len(x):
+        found = f"{tuple(experts.shape)} and {tuple(shares.shape)}"
+        raise ShapeError(f"experts and shares are {found}, not both [T, top_k], T = {len(x)}")
+    num_experts, width, size = down.shape
+    if x.shape[1] != width or tuple(gate_up.shape) != (num_experts, 2 * size, width):
+        found = f"{tuple(x.shape)}, {tuple(gate_up.shape)} and {tuple(down.shape)}"
+        raise ShapeError(f"x, gate_up and down are {found}, not [T, K], [E, 2 N, K] and [E, K, N]")
+    if biases is not None:
+        shapes = [tuple(bias.shape) for bias in biases]
+        if shapes != [(num_experts, 2 * size), (num_experts, width)]:
+            raise ShapeError(f"biases are {shapes}, not [E, 2 N] and [E, K]")
 
 
 def check_rectangle(

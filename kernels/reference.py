@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.nn.functional import rms_norm as torch_rms_norm
-from torch.nn.functional import scaled_dot_product_attention, silu
 
-from kernels.contract import PagedBatch
+from kernels.contract import Activation, PagedBatch
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,6 +49,14 @@ class Group(NamedTuple):
     unused: torch.Tensor | None
     mask: torch.Tensor | None
     shape: tuple[int, int, int]
+
+
+class Softmax(NamedTuple):
+    """What makes weights of scores; see `kernels.paged_attention`."""
+
+    scale: float
+    cap: float | None
+    sinks: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -105,19 +113,22 @@ def paged_attention(
     batch: PagedBatch,
     scale: float,
     window: int | None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `kernels.paged_attention`."""
+    softmax = Softmax(scale, cap, sinks)
     plans = batch.scratch.of(StepPlan).groups
     if window not in plans:
         plans[window] = _plan(batch, pool, window)
     groups = plans[window]
     if len(groups) == 1 and groups[0].queries is None:
-        return _attend(query, pool, layer, groups[0], scale)
+        return _attend(query, pool, layer, groups[0], softmax)
     out = torch.empty_like(query)
     for group in groups:
         tokens = group.queries
         assert tokens is not None, "one of several groups is not the whole batch"
-        attended = _attend(query[tokens], pool, layer, group, scale)
+        attended = _attend(query[tokens], pool, layer, group, softmax)
         if group.kept is not None:
             attended, tokens = attended[group.kept], tokens[group.kept]
         out[tokens] = attended
@@ -126,7 +137,7 @@ def paged_attention(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `kernels.rms_norm`."""
-    return torch_rms_norm(x, (x.shape[-1],), weight, eps)
+    return torch_rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
 
 
 def add_rms_norm(
@@ -136,10 +147,50 @@ def add_rms_norm(
     return rms_norm(x.add_(added), weight, eps)
 
 
-def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `kernels.silu_gate`."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up
+def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """See `kernels.gate`."""
+    linear, cubic, limit, shift = activation
+    x, up = gate_up.float().clamp(max=limit).chunk(2, dim=-1)
+    steep = x * (linear + cubic * x * x)
+    return (x * steep.sigmoid() * (up.clamp(min=-limit) + shift)).to(gate_up.dtype)
+
+
+def route(
+    logits: torch.Tensor, top_k: int, is_normalized: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.route`."""
+    shares, experts = logits.float().softmax(dim=-1).topk(top_k, dim=-1)
+    if is_normalized:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    return experts, shares
+
+
+def expert_mlp(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    shares: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Activation,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """See `kernels.expert_mlp`."""
+    order = experts.flatten().argsort(stable=True)
+    rows = x[order // experts.shape[1]]
+    # How many rows each expert has is waited for: on a GPU this cannot be part of a graph.
+    counts = experts.flatten().bincount(minlength=len(down)).tolist()
+    made = torch.empty_like(rows)
+    start = 0
+    for index, count in enumerate(counts):
+        if count:
+            part = slice(start, start + count)
+            first, last = (None, None) if biases is None else (it[index] for it in biases)
+            gated = gate(linear(rows[part], gate_up[index], first), activation)
+            made[part] = linear(gated, down[index], last)
+            start += count
+    by_token = torch.empty(rows.shape, device=x.device)
+    by_token[order] = made.float()
+    return (by_token.view(*experts.shape, -1) * shares[:, :, None]).sum(dim=1).to(x.dtype)
 
 
 def argmax(logits: torch.Tensor) -> list[int]:
@@ -237,7 +288,7 @@ def _pieces(tokens: range, block_size: int) -> Iterator[tuple[int, slice, slice]
 
 
 def _attend(
-    query: torch.Tensor, pool: torch.Tensor, layer: int, group: Group, scale: float
+    query: torch.Tensor, pool: torch.Tensor, layer: int, group: Group, softmax: Softmax
 ) -> torch.Tensor:
     """Attend for [S' * Q, Hq, D] queries of one group; the same shape comes back."""
     num_sequences, num_queries, num_keys = group.shape
@@ -250,15 +301,43 @@ def _attend(
         :, :, :, :num_keys
     ].unbind()
     heads = query.view(num_sequences, num_queries, -1, head_dim).float().transpose(1, 2)
+    if softmax.cap is not None or softmax.sinks is not None:
+        attended = _attend_in_steps(heads, keys, values, group.mask, softmax)
+        return attended.transpose(1, 2).reshape(query.shape).to(query.dtype)
     if num_queries == 1:
         # Query heads that share a KV head become its queries: fewer, larger products.
         heads = heads.reshape(num_sequences, num_kv_heads, -1, head_dim)
     attended = scaled_dot_product_attention(
-        heads, keys, values, attn_mask=group.mask, scale=scale, enable_gqa=num_queries > 1
+        heads, keys, values, attn_mask=group.mask, scale=softmax.scale, enable_gqa=num_queries > 1
     )
     if num_queries > 1:
         attended = attended.transpose(1, 2)
     return attended.reshape(query.shape).to(query.dtype)
+
+
+def _attend_in_steps(
+    heads: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    softmax: Softmax,
+) -> torch.Tensor:
+    """Attend as the formula reads, for [S', Hq, Q, D] heads and [S', Hkv, C, D] keys."""
+    num_sequences, num_heads, num_queries, head_dim = heads.shape
+    num_kv_heads, num_keys = keys.shape[1:3]
+    # Heads that share a KV head become its queries: keys are not repeated.
+    rows = heads.reshape(num_sequences, num_kv_heads, -1, head_dim)
+    scores = (rows @ keys.transpose(2, 3) * softmax.scale).view(*heads.shape[:3], num_keys)
+    if softmax.cap is not None:
+        scores = (scores / softmax.cap).tanh() * softmax.cap
+    if mask is not None:
+        scores = scores + mask
+    if softmax.sinks is not None:
+        beside = softmax.sinks[:, None, None].expand(*heads.shape[:3], 1)
+        scores = torch.cat((scores, beside), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :num_keys]
+    attended = weights.reshape(num_sequences, num_kv_heads, -1, num_keys) @ values
+    return attended.view(num_sequences, num_heads, num_queries, head_dim)
 
 
 class _Sequences(NamedTuple):

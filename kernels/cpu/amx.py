@@ -36,6 +36,7 @@ STEP = 32
 BYTES_STEP = 64
 # Bytes of a panel's weights for a step: 16 rows of 16 columns, of a pair of bfloat16 or four int8.
 STEP_BYTES = 1024
+CONFIGURATION_BYTES = 64
 _ROW_BYTES = 64
 _LINE_BYTES = 64
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux gives the tiles to who asks for them.
@@ -64,7 +65,7 @@ def configuration(first_rows: int, second_rows: int = 0) -> Configuration:
     4 and 5; weights come into 6 and 7.  Without a second tile of x 0 to 3 are sums of the first and
     weights come into 5, 6 and 7.
     """
-    layout = np.zeros(64, np.uint8)
+    layout = np.zeros(CONFIGURATION_BYTES, np.uint8)
     layout[0] = 1
     layout[16:32:2] = _ROW_BYTES
     second = [second_rows, second_rows, first_rows, second_rows, TILE_ROWS, TILE_ROWS]
@@ -73,11 +74,17 @@ def configuration(first_rows: int, second_rows: int = 0) -> Configuration:
     return layout
 
 
-def configurations(num_rows: int) -> tuple[Configuration, Configuration]:
-    """Return those for two whole tiles of rows and for the rows that are left in the end."""
-    left = num_rows % (2 * TILE_ROWS)
-    rest = configuration(min(left, TILE_ROWS), max(left - TILE_ROWS, 0))
-    return configuration(TILE_ROWS, TILE_ROWS), rest
+@cache
+def configurations() -> Configuration:
+    """Return what `configure` loads for each number of rows below two tiles; for 0, two whole ones.
+
+    [32, CONFIGURATION_BYTES], kept for ever.
+    """
+    whole = configuration(TILE_ROWS, TILE_ROWS)
+    rests = (
+        configuration(min(n, TILE_ROWS), max(n - TILE_ROWS, 0)) for n in range(1, 2 * TILE_ROWS)
+    )
+    return np.stack((whole, *rests))
 
 
 @instruction(types.void, types.int64)

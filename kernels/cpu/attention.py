@@ -22,7 +22,7 @@ from kernels.cpu import amx
 from kernels.cpu.attention_bfloat16 import ROWS_TOGETHER, attend_pairs
 from kernels.cpu.intrinsics import bfloat16_at, exp2, float16_at, floats_at
 from kernels.cpu.linear import ELEMENTS
-from kernels.cpu.paged import AttentionArguments, run_of_rows
+from kernels.cpu.paged import AttentionArguments, cap_scores, run_of_rows, sink_of
 from kernels.cpu.program import Operation
 from kernels.cpu.rowwise import largest
 from kernels.cpu.simd import (
@@ -62,6 +62,8 @@ def attend(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     way: Way | None = None,
 ) -> Operation:
     """Make out = the attention of query over one layer of the pool.
@@ -70,6 +72,7 @@ def attend(
         query: [T, Hq, D] float32, D a multiple of 16 and contiguous.
         pool: [N, L, 2, Hkv, B, D], of a dtype of `kernels.cpu.linear.ELEMENTS`.
         out: [T, Hq, D] float32 or bfloat16; tokens as far apart as they like.
+        cap: See `kernels.paged_attention`; likewise `sinks`, [Hq] float32.
         way: One of `known_ways`; None for the best.
     """
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
@@ -95,13 +98,15 @@ def attend(
         block_bytes=num_layers * 2 * num_kv_heads * head_bytes,
         block_size=block_size,
         window=window or 0,
+        sinks=0 if sinks is None else sinks.data_ptr(),
         scale=scale * math.log2(math.e),
+        cap=(cap or 0.0) * math.log2(math.e),
         max_rows=-(-max(MAX_ROWS, num_heads // num_kv_heads) // ROWS_TOGETHER) * ROWS_TOGETHER,
         way=known_way(way),
         tiles=tiles.ctypes.data,
     )
     return Operation(
-        attend_pairs if is_paired else _attend, arguments, (query, pool, items, out, tiles)
+        attend_pairs if is_paired else _attend, arguments, (query, pool, items, out, sinks, tiles)
     )
 
 
@@ -158,7 +163,7 @@ def _walk(
 
 @inner
 def _begin(a: AttentionArguments, item: Item, head: int, x: int, y: int, state: int) -> int:
-    """Copy an item's queries, scaled, to x; clear its sums y and its state (maximum, total)."""
+    """Copy an item's queries, scaled, to x; begin its sums y and its state (maximum, total)."""
     shared, head_dim = a.shared, a.head_dim
     rows = item.num_queries * shared
     maximum_total = floats_at(state)
@@ -170,8 +175,8 @@ def _begin(a: AttentionArguments, item: Item, head: int, x: int, y: int, state: 
             scaled[d] = source[d] * a.scale
         for d in range(head_dim):
             sums[d] = np.float32(0)
-        maximum_total[2 * row] = np.float32(-np.inf)
-        maximum_total[2 * row + 1] = np.float32(0)
+        maximum_total[2 * row] = sink_of(a, shared_head) if a.sinks else np.float32(-np.inf)
+        maximum_total[2 * row + 1] = np.float32(1 if a.sinks else 0)
     return rows
 
 
@@ -277,6 +282,8 @@ def _weigh(
         stop = min(num_keys, last + 1 - first)
         start = max(0, last - window + 1 - first) if window else 0
         weights = floats_at(scores + row * SCORES * 4)
+        if a.cap:
+            cap_scores(weights, start, stop, a.cap)
         before = maximum_total[2 * row]
         maximum = largest(weights, start, stop, before)
         total = np.float32(0)

@@ -20,8 +20,8 @@ from numba import types
 from kernels.cpu import amx
 from kernels.cpu.amx import STEP, STEP_BYTES, TILE_ROWS
 from kernels.cpu.dot_bfloat16 import dot_product
-from kernels.cpu.intrinsics import floats_at, instruction, ints_at, shorts_at
-from kernels.cpu.paged import AttentionArguments, run_of_rows
+from kernels.cpu.intrinsics import exp2, floats_at, instruction, ints_at, shorts_at
+from kernels.cpu.paged import AttentionArguments, cap_scores, run_of_rows, sink_of
 from kernels.cpu.rows_bfloat16 import LONG_TILE, ROWS, shorten, weigh_rows
 from kernels.cpu.simd import PANEL, i64, pair_product
 from kernels.cpu.tasks import CACHE_LINE, allocate, give_back, inner
@@ -79,14 +79,19 @@ def attend_pairs(a: AttentionArguments, _thread: int) -> None:
 
 @inner
 def _begin(a: AttentionArguments, item: Item, head: int, x: int, state: int) -> None:
-    """Copy an item's queries, scaled, to x, and clear its state (base, total)."""
+    """Copy an item's queries, scaled, to x, and begin its state (base, total)."""
     base_total = floats_at(state)
     for row in range(item.num_queries * a.shared):
         token, shared_head = item.token + row // a.shared, head * a.shared + row % a.shared
         source = a.query + token * a.token_stride + shared_head * a.head_stride
         shorten(source, a.scale, x + row * a.head_dim * 2, a.head_dim)
-        base_total[2 * row] = _NOTHING_SEEN
-        base_total[2 * row + 1] = np.float32(0)
+        if a.sinks:
+            sink = sink_of(a, shared_head)
+            base_total[2 * row] = np.ceil(sink)
+            base_total[2 * row + 1] = exp2(sink - np.ceil(sink))
+        else:
+            base_total[2 * row] = _NOTHING_SEEN
+            base_total[2 * row + 1] = np.float32(0)
 
 
 @inner
@@ -171,6 +176,8 @@ def _add(
     if not is_whole:
         _bound(a, item.position - tile, row, rows, near)
     multiply(a.way, rows, queries, head_dim, head_dim, panels, depth, scores, LONG_TILE, 0)
+    if a.cap:
+        cap_scores(floats_at(scores), 0, rows * LONG_TILE, a.cap)
     _weigh(a, rows, is_whole, near, state + row * 8, sums, is_added)
     multiply(a.way, rows, weights, LONG_TILE, depth, values, head_dim, sums, head_dim, is_added)
 

@@ -20,9 +20,11 @@ from kernels.reference import (
     add_rms_norm,
     append_kv,
     check_pool,
+    expert_mlp,
+    gate,
     pack_kv,
     rms_norm,
-    silu_gate,
+    route,
     unpack_kv,
 )
 
@@ -31,11 +33,13 @@ __all__ = [
     "append_kv",
     "argmax",
     "check_pool",
+    "expert_mlp",
+    "gate",
     "pack_kv",
     "paged_attention",
     "rms_norm",
+    "route",
     "sample",
-    "silu_gate",
     "unpack_kv",
 ]
 
@@ -51,11 +55,13 @@ def paged_attention(
     batch: PagedBatch,
     scale: float,
     window: int | None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `kernels.paged_attention`."""
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     if head_dim % PANEL or pool.dtype not in ELEMENTS:
-        return reference.paged_attention(query, pool, layer, batch, scale, window)
+        return reference.paged_attention(query, pool, layer, batch, scale, window, cap, sinks)
     out = torch.empty(query.shape)
     if len(query):
         shared, heads = query.shape[1] // num_kv_heads, query.float()
@@ -67,5 +73,8 @@ def paged_attention(
             items = step_items[shared] = WorkItems(shared)
             items.set(batch)
             Program([items.plan()]).run()
-        Program([attend(heads, pool, layer, items, out, scale=scale, window=window)]).run()
+        attention = attend(
+            heads, pool, layer, items, out, scale=scale, window=window, cap=cap, sinks=sinks
+        )
+        Program([attention]).run()
     return out.to(query.dtype)

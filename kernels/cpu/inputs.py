@@ -34,9 +34,11 @@ class _Arguments(NamedTuple):
     token_ids: int
     slots: int
     rows: int
-    rotation: int
+    rotations: int
+    rotation_bytes: int  # from one way to rotate to the next
     frequencies: int
-    num_frequencies: int
+    num_rotations: int
+    half: int  # D / 2
     taken: int = 0
 
 
@@ -45,13 +47,14 @@ class StepInputs:
 
     Attributes:
         token_ids: [T] int32; `slots` and `rows` (of the tokens whose logits are wanted) likewise.
-        rotation: [T, 2, D / 2] float32 cosines and sines of each token's position.
+        rotations: [W, T, 2, D / 2] float32 cosines and sines of each token's position.
     """
 
     def __init__(self, num_tokens: int, frequencies: torch.Tensor) -> None:
-        """`frequencies`: [D / 2] float32 angles per position."""
+        """`frequencies`: [W, D / 2] float32 angles per position, for each of W ways to rotate."""
         self.token_ids, self.slots, self.rows = torch.empty(3, num_tokens, dtype=torch.int32)
-        self.rotation = torch.empty(num_tokens, 2, len(frequencies))
+        num_rotations, half = frequencies.shape
+        self.rotations = torch.empty(num_rotations, num_tokens, 2, half)
         self._frequencies = frequencies.contiguous()
         self._given = np.zeros(1, layout_of(_Given))
         self._kept: tuple[torch.Tensor, ...] = ()
@@ -71,6 +74,7 @@ class StepInputs:
 
     def load(self, num_tokens: int, num_rows: int) -> Operation:
         """Return the operation that comes before those which need the numbers."""
+        num_rotations, half = self._frequencies.shape
         arguments = _Arguments(
             num_tokens=num_tokens,
             num_rows=num_rows,
@@ -78,9 +82,11 @@ class StepInputs:
             token_ids=self.token_ids.data_ptr(),
             slots=self.slots.data_ptr(),
             rows=self.rows.data_ptr(),
-            rotation=self.rotation.data_ptr(),
+            rotations=self.rotations.data_ptr(),
+            rotation_bytes=self.rotations.stride(0) * 4,
             frequencies=self._frequencies.data_ptr(),
-            num_frequencies=len(self._frequencies),
+            num_rotations=num_rotations,
+            half=half,
         )
         return Operation(_load, arguments, (self,))
 
@@ -89,7 +95,7 @@ _given_at = records_at(_Given)
 
 
 def _load(a: _Arguments, _thread: int) -> None:
-    given, size = _given_at(a.given), a.num_frequencies
+    given, half = _given_at(a.given), a.half
     while True:
         token = take(a, 1)
         if token >= a.num_tokens:
@@ -99,7 +105,9 @@ def _load(a: _Arguments, _thread: int) -> None:
         if token < a.num_rows:
             ints_at(a.rows)[token] = ints_at(given.rows)[token]
         position = ints_at(given.positions)[token]
-        _rotate(a.rotation + token * size * 8, position, a.frequencies, size)
+        for way in range(a.num_rotations):
+            rotation = a.rotations + way * a.rotation_bytes + token * half * 8
+            _rotate(rotation, position, a.frequencies + way * half * 4, half)
 
 
 @inner

@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from kernels.cpu import simd
+from kernels.cpu.groups import Groups, coming_weights, first_weights, take_units
 from kernels.cpu.intrinsics import floats_at, target_features
 from kernels.cpu.program import Operation
 from kernels.cpu.simd import PANEL, bytes_of, panel_product
 from kernels.cpu.tasks import inner
-from kernels.cpu.threads import coming_weights, first_weights, take_chunk
 
 # Rows whose sums fit the registers beside a panel: there are 32 of 16 numbers, or 16 of 8.
 MAX_ROWS = 12 if "+avx512f" in target_features() else 6
@@ -36,33 +37,37 @@ _product_of_one = panel_product(1, 4, prefetch=True)
 
 
 class PackedWeight:
-    """A weight matrix [N, K] in panels; N is padded to whole ones.
+    """A weight matrix [N, K], or a stack of E of them, in panels; N is padded to whole ones.
 
     Attributes:
         shape: (N, K).
-        panels: [ceil(N / 16), K, 16] in the dtype it was given.
+        panels: [E * ceil(N / 16), K, 16] in the dtype it was given.
     """
 
     __slots__ = ("panels", "shape")
 
     def __init__(self, weight: torch.Tensor) -> None:
-        rows, columns = self.shape = (weight.shape[0], weight.shape[1])
+        rows, columns = self.shape = (weight.shape[-2], weight.shape[-1])
         if not self.fits(weight):
             raise ValueError(f"[{rows}, {columns}] of {weight.dtype} has no packed form")
-        padded = -rows % PANEL
-        if padded:
-            weight = torch.cat((weight, weight.new_zeros(padded, columns)))
+        if rows % PANEL:
+            weight = pad(weight, (0, 0, 0, -rows % PANEL))
         self.panels = weight.view(-1, PANEL, columns).transpose(1, 2).contiguous()
 
     @staticmethod
     def fits(weight: torch.Tensor) -> bool:
         """Whether a matrix can be packed."""
-        return weight.shape[1] > 0 and weight.dtype in ELEMENTS
+        return weight.shape[-1] > 0 and weight.dtype in ELEMENTS
 
     @property
     def num_columns(self) -> int:
         """Columns of y: N, padded to whole panels."""
-        return self.panels.shape[0] * PANEL
+        return -(-self.shape[0] // PANEL) * PANEL
+
+    @property
+    def nbytes(self) -> int:
+        """What the panels take."""
+        return self.panels.nbytes
 
     @staticmethod
     def inputs(num_rows: int, size: int) -> torch.Tensor:
@@ -76,44 +81,48 @@ class PackedWeight:
         *,
         bias: torch.Tensor | None = None,
         is_added: bool = False,
+        groups: Groups | None = None,
     ) -> Operation:
         """Make y = x W^T + bias, plus what y was if `is_added`.
 
         Args:
             x: [T, K] float32, contiguous.
             y: [T, num_columns] float32, contiguous.
-            bias: [num_columns] float32, contiguous.
+            bias: [num_columns] float32, contiguous; of a stack [E, num_columns].
+            groups: Which rows meet which matrix of a stack; None: all meet the first.
         """
-        num_panels, depth, _ = self.panels.shape
+        depth, num_panels = self.shape[1], self.num_columns // PANEL
         assert x.shape[1] == depth and y.shape == (x.shape[0], self.num_columns)
         num_threads = torch.get_num_threads()
         address = self.panels.data_ptr()
+        rows = groups or Groups(len(x))
         arguments = _Arguments(
+            groups=rows.address,
             element=ELEMENTS[self.panels.dtype],
-            num_panels=num_panels,
+            num_units=num_panels,
             num_threads=num_threads,
             weight=address,
             x=x.data_ptr(),
             y=y.data_ptr(),
             depth=depth,
-            num_rows=x.shape[0],
             y_stride=y.shape[1] * 4,
             is_added=is_added,
             bias=0 if bias is None else bias.data_ptr(),
         )
         weights = first_weights(address, num_panels, num_threads, self.panels[:1].nbytes)
-        return Operation(_multiply_panels, arguments, (x, self.panels, y, bias), weights)
+        kept = (x, self.panels, y, bias, rows)
+        return Operation(_multiply_panels, arguments, kept, None if groups else weights)
 
 
 class _Arguments(NamedTuple):
+    groups: int
     element: int
-    num_panels: int
+    num_units: int  # panels of a matrix
     num_threads: int
     weight: int
     x: int
     y: int
     depth: int
-    num_rows: int
     y_stride: int
     is_added: bool
     bias: int  # 0 for none
@@ -125,24 +134,24 @@ class _Arguments(NamedTuple):
 
 def _multiply_panels(a: _Arguments, thread: int) -> None:
     # Read once: each store to y might change the record, as far as the compiler knows.
-    element, weight, x, y = a.element, a.weight, a.x, a.y
-    num_panels, num_threads, num_rows = a.num_panels, a.num_threads, a.num_rows
-    depth, y_stride = a.depth, a.y_stride
+    element, weight, depth, y_stride = a.element, a.weight, a.depth, a.y_stride
     w_stride, x_stride = PANEL * bytes_of(element), depth * 4
     panel_bytes = depth * w_stride
     # Rows of x that stay in the second cache while a chunk's panels pass by.
     block = max(MAX_ROWS, _BLOCK_BYTES // x_stride // MAX_ROWS * MAX_ROWS)
     while True:
-        first, count = take_chunk(a, num_panels, num_threads, thread)
+        first, count, first_row, end = take_units(a, thread)
         if count == 0:
             return
         last = first + count
         if a.bias:
-            _begin_with_bias(a, first * PANEL, last * PANEL)
+            _begin_with_bias(a, first, last, first_row, end)
         has_sums = 1 if a.bias else a.is_added
-        for begin in range(0, num_rows, block):
-            rows = min(block, num_rows - begin)
-            from_x, to_y = x + begin * x_stride, y + begin * y_stride
+        # Columns of y are those of one matrix.
+        y = a.y - first // a.num_units * a.num_units * PANEL * 4
+        for begin in range(first_row, end, block):
+            rows = min(block, end - begin)
+            from_x, to_y = a.x + begin * x_stride, y + begin * y_stride
             panel = first
             while panel < last:
                 w, to = weight + panel * panel_bytes, to_y + panel * PANEL * 4
@@ -150,7 +159,7 @@ def _multiply_panels(a: _Arguments, thread: int) -> None:
                 panel += width
                 later = w + width * panel_bytes
                 if panel >= last:
-                    later = coming_weights(a, num_panels, num_threads, thread, panel_bytes)
+                    later = coming_weights(a, thread, panel_bytes)
                 _multiply(
                     width,
                     element,
@@ -176,12 +185,12 @@ def _num_together(rows: int, panels: int) -> int:
 
 
 @inner
-def _begin_with_bias(a: _Arguments, first: int, last: int) -> None:
-    """Write the bias to columns [first, last) of y, or add it."""
-    bias = floats_at(a.bias)
-    for row in range(a.num_rows):
-        target = floats_at(a.y + row * a.y_stride)
-        for column in range(first, last):
+def _begin_with_bias(a: _Arguments, first: int, last: int, begin: int, end: int) -> None:
+    """Write the bias of panels [first, last) to rows [begin, end) of y, or add it."""
+    bias, start = floats_at(a.bias + first * PANEL * 4), first % a.num_units * PANEL * 4
+    for row in range(begin, end):
+        target = floats_at(a.y + row * a.y_stride + start)
+        for column in range((last - first) * PANEL):
             target[column] = bias[column] + (target[column] if a.is_added else np.float32(0))
 
 

@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from kernels.contract import SILU, Activation
 from kernels.cpu import amx
-from kernels.cpu.amx import STEP, STEP_BYTES, TILE_ROWS
+from kernels.cpu.amx import CONFIGURATION_BYTES, STEP, STEP_BYTES, TILE_ROWS
 from kernels.cpu.dot_bfloat16 import dot_product
+from kernels.cpu.groups import Groups, coming_weights, first_weights, take_units
 from kernels.cpu.intrinsics import floats_at
 from kernels.cpu.program import Operation
 from kernels.cpu.rows_bfloat16 import gate_pair
 from kernels.cpu.simd import PANEL, pair_product
 from kernels.cpu.tasks import allocate, give_back, inner
-from kernels.cpu.threads import coming_weights, first_weights, take_chunk
 from kernels.cpu.ways import Way, known_way
 
 # Bytes of x that stay in the second cache while a chunk's panels pass by.
@@ -38,6 +39,8 @@ _TWO_TILES, _FEW = 2 * TILE_ROWS, 3
 _MANY_DOTS, _FEW_DOTS = 12, 6
 
 _many_by_two, _many_by_one = amx.tile_product(2, 2), amx.tile_product(2, 1)
+_first_by_two = amx.tile_product(2, 2, prefetch=True)
+_first_by_one = amx.tile_product(2, 1, prefetch=True)
 _few_by_four = amx.tile_product(1, 4, prefetch=True)
 _few_by_two = amx.tile_product(1, 2, prefetch=True)
 _few_by_one = amx.tile_product(1, 1, prefetch=True)
@@ -47,27 +50,29 @@ _by_vectors = pair_product(_FEW)
 
 
 class PairedWeight:
-    """A weight matrix [N, K] in panels of pairs; N is padded to whole panels, K to whole steps.
+    """A weight matrix [N, K], or a stack of E, in panels of pairs.
+
+    N is padded to whole panels, K to whole steps.
 
     Attributes:
         shape: (N, K).
-        panels: [ceil(N / 16), ceil(K / 32), 16, 16, 2] bfloat16.
+        panels: [E * ceil(N / 16), ceil(K / 32), 16, 16, 2] bfloat16.
     """
 
     __slots__ = ("panels", "shape")
 
     def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
         """Pack a matrix; one `is_gated` has its first half and its second woven panel by panel."""
-        rows, columns = self.shape = (weight.shape[0], weight.shape[1])
-        weight = woven(weight) if is_gated else weight
+        rows, columns = self.shape = (weight.shape[-2], weight.shape[-1])
+        weight = woven(weight, -2) if is_gated else weight
         padded = pad(weight.bfloat16(), (0, -columns % STEP, 0, -rows % PANEL))
-        pairs = padded.view(-1, PANEL, padded.shape[1] // STEP, STEP // 2, 2)
+        pairs = padded.view(-1, PANEL, padded.shape[-1] // STEP, STEP // 2, 2)
         self.panels = pairs.permute(0, 2, 3, 1, 4).contiguous()
 
     @property
     def num_columns(self) -> int:
         """Columns of y: N, padded to whole panels."""
-        return self.panels.shape[0] * PANEL
+        return -(-self.shape[0] // PANEL) * PANEL
 
     @staticmethod
     def inputs(num_rows: int, size: int) -> torch.Tensor:
@@ -86,6 +91,7 @@ class PairedWeight:
         *,
         bias: torch.Tensor | None = None,
         is_added: bool = False,
+        groups: Groups | None = None,
         way: Way | None = None,
     ) -> Operation:
         """Make y = x W^T + bias, plus what y was if `is_added`.
@@ -93,31 +99,36 @@ class PairedWeight:
         Args:
             x: [T, K] of `inputs`.
             y: [T, num_columns] float32, contiguous.
-            bias: [num_columns] float32, contiguous.
+            bias: [num_columns] float32, contiguous; of a stack [E, num_columns].
+            groups: Which rows meet which matrix of a stack; None: all meet the first.
             way: One of `known_ways`; None for the best.
         """
         assert y.shape == (len(x), self.num_columns)
-        return self._operation(x, y, bias, 1, is_added=is_added, way=way)
+        return self._operation(x, y, bias, 1, groups, is_added=is_added, way=way)
 
     def times_gated(
         self,
         x: torch.Tensor,
         y: torch.Tensor,
         *,
+        activation: Activation = SILU,
         bias: torch.Tensor | None = None,
+        groups: Groups | None = None,
         way: Way | None = None,
     ) -> Operation:
-        """Make y = silu(gate) * up of a weight that `is_gated`: x W^T + bias is gate, then up.
+        """Make y = activation(gate) * up of a weight that `is_gated`: x W^T + bias is both.
 
         Args:
             x: [T, K] of `inputs`.
             y: [T, N / 2] of `inputs`.
-            bias: [N] float32, contiguous.
-            way: See `times`.
+            bias: [N] float32, contiguous; of a stack [E, N].
+            groups: See `times`; `way` likewise.
         """
         assert y.shape == (len(x), self.shape[0] // 2)
-        bias = None if bias is None else woven(bias)
-        return self._operation(x, y, bias, 2, is_added=False, way=way)
+        bias = None if bias is None else woven(bias, -1)
+        return self._operation(
+            x, y, bias, 2, groups, is_added=False, way=way, activation=activation
+        )
 
     def _operation(
         self,
@@ -125,17 +136,20 @@ class PairedWeight:
         y: torch.Tensor,
         bias: torch.Tensor | None,
         together: int,
+        groups: Groups | None,
         *,
         is_added: bool,
         way: Way | None,
+        activation: Activation = SILU,
     ) -> Operation:
-        num_units, num_steps = self.panels.shape[0] // together, self.panels.shape[1]
+        num_units, num_steps = self.num_columns // PANEL // together, self.panels.shape[1]
         assert x.shape[1] == self.shape[1] and x.dtype is torch.bfloat16
         assert x.stride(0) >= num_steps * STEP and x.stride(1) == 1
-        whole, rest = amx.configurations(len(x))
         num_threads = torch.get_num_threads()
         address = self.panels.data_ptr()
+        rows = groups or Groups(len(x))
         arguments = _Arguments(
+            groups=rows.address,
             num_units=num_units,
             together=together,
             num_threads=num_threads,
@@ -145,26 +159,34 @@ class PairedWeight:
             x_stride=x.stride(0) * x.itemsize,
             y=y.data_ptr(),
             y_stride=y.stride(0) * y.itemsize,
-            num_rows=len(x),
             block=max(_TWO_TILES, _BLOCK_BYTES // (x.stride(0) * 2) // _TWO_TILES * _TWO_TILES),
             is_added=is_added,
             bias=0 if bias is None else bias.data_ptr(),
-            whole=whole.ctypes.data,
-            rest=rest.ctypes.data,
+            linear=activation.linear,
+            cubic=activation.cubic,
+            limit=activation.limit,
+            shift=activation.shift,
+            tiles=amx.configurations().ctypes.data,
         )
         weights = first_weights(address, num_units, num_threads, together * num_steps * STEP_BYTES)
-        task, kept = _TASKS[known_way(way)], (x, self.panels, y, bias, whole, rest)
-        return Operation(task, arguments, kept, weights)
+        task, kept = _TASKS[known_way(way)], (x, self.panels, y, bias, rows)
+        return Operation(task, arguments, kept, None if groups else weights)
 
 
-def woven(rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows with a panel of their first half and one of their second by turns."""
-    panels = rows.view(2, -1, PANEL, *rows.shape[1:])
-    return panels.transpose(0, 1).reshape(rows.shape)
+def woven(rows: torch.Tensor, axis: int) -> torch.Tensor:
+    """Return the rows with a panel of their first half and one of their second by turns.
+
+    Args:
+        axis: Which axis, counted from the last, are rows.
+    """
+    at = rows.ndim + axis
+    panels = rows.view(*rows.shape[:at], 2, -1, PANEL, *rows.shape[at + 1 :])
+    return panels.transpose(at, at + 1).reshape(rows.shape)
 
 
 class _Arguments(NamedTuple):
-    num_units: int  # what threads take: a panel, or one of the gate with that of up
+    groups: int
+    num_units: int  # of a matrix: what threads take: a panel, or one of the gate with that of up
     together: int  # panels of a unit; where they are two, y is gated
     num_threads: int
     weight: int
@@ -173,12 +195,14 @@ class _Arguments(NamedTuple):
     x_stride: int
     y: int
     y_stride: int
-    num_rows: int
     block: int  # rows that are multiplied with a chunk before the next ones are
     is_added: bool
     bias: int  # 0 for none
-    whole: int  # what the tiles are for 32 rows; likewise for the rest of the rows
-    rest: int
+    linear: float  # of the activation, where y is gated; likewise the next three
+    cubic: float
+    limit: float
+    shift: float
+    tiles: int  # see `amx.configurations`
     # Where panels lie that threads of even and of odd numbers take first in the next product.
     next_even: int = 0
     next_odd: int = 0
@@ -186,30 +210,32 @@ class _Arguments(NamedTuple):
 
 
 def _multiply_by_tiles(a: _Arguments, thread: int) -> None:
-    num_rows = a.num_rows
-    whole = num_rows // _TWO_TILES * _TWO_TILES
     sums = allocate(max(a.block * 2, TILE_ROWS * 4) * PANEL * 4)
     while True:
-        first, count = take_chunk(a, a.num_units, a.num_threads, thread)
+        first, count, start, end = take_units(a, thread)
         if count == 0:
             break
         first, last = first * a.together, (first + count) * a.together
-        if whole:
-            amx.configure(a.whole)
-            for begin in range(0, whole, a.block):
-                _multiply_many(a, first, last, begin, min(whole, begin + a.block), sums)
-        if whole < num_rows:
-            amx.configure(a.rest)
-            if num_rows - whole > TILE_ROWS:
-                _multiply_many(a, first, last, whole, num_rows, sums)
+        left = (end - start) % _TWO_TILES
+        whole = end - left
+        if start < whole:
+            amx.configure(a.tiles)
+            for begin in range(start, whole, a.block):
+                _multiply_many(a, first, last, begin, min(whole, begin + a.block), sums, thread)
+        if left:
+            amx.configure(a.tiles + left * CONFIGURATION_BYTES)
+            if left > TILE_ROWS:
+                _multiply_many(a, first, last, whole, end, sums, thread)
             else:
-                _multiply_few(a, first, last, whole, sums, thread)
+                _multiply_few(a, first, last, whole, end, sums, thread)
     amx.release()
     give_back(sums)
 
 
 @inner
-def _multiply_many(a: _Arguments, first: int, last: int, begin: int, end: int, sums: int) -> None:
+def _multiply_many(
+    a: _Arguments, first: int, last: int, begin: int, end: int, sums: int, thread: int
+) -> None:
     """Multiply rows [begin, end), two tiles of them at a time, with panels [first, last)."""
     num_steps, x_stride = a.num_steps, a.x_stride
     panel_bytes = num_steps * STEP_BYTES
@@ -218,22 +244,34 @@ def _multiply_many(a: _Arguments, first: int, last: int, begin: int, end: int, s
     for panel in range(first, last, 2):
         width = min(2, last - panel)
         y, y_stride, has_sums = _begin(a, panel, width, begin, end, sums)
+        w = a.weight + panel * panel_bytes
+        later = w + width * panel_bytes
+        if panel + width == last:
+            later = coming_weights(a, thread, a.together * panel_bytes)
         for step in range(0, num_steps, near):
-            w = a.weight + panel * panel_bytes + step * STEP_BYTES
+            at, coming = w + step * STEP_BYTES, later + step * STEP_BYTES
             steps = min(near, num_steps - step)
             is_added = 1 if step else has_sums
             for row in range(begin, end, _TWO_TILES):
                 x, to = a.x + row * x_stride + step * STEP * 2, y + (row - begin) * y_stride
-                if width == 2:
-                    _many_by_two(w, x, x_stride, to, y_stride, steps, is_added, panel_bytes, 0)
+                operands = (at, x, x_stride, to, y_stride, steps, is_added, panel_bytes, coming)
+                # The first rows wait for weights: they ask for the next ones meanwhile.
+                if width == 2 and row == begin:
+                    _first_by_two(*operands)
+                elif width == 2:
+                    _many_by_two(*operands)
+                elif row == begin:
+                    _first_by_one(*operands)
                 else:
-                    _many_by_one(w, x, x_stride, to, y_stride, steps, is_added, 0, 0)
+                    _many_by_one(*operands)
         _end(a, panel, width, begin, end, sums)
 
 
 @inner
-def _multiply_few(a: _Arguments, first: int, last: int, row: int, sums: int, thread: int) -> None:
-    """Multiply the rows from `row` on, of one tile, with panels [first, last)."""
+def _multiply_few(
+    a: _Arguments, first: int, last: int, row: int, end: int, sums: int, thread: int
+) -> None:
+    """Multiply rows [row, end), of one tile, with panels [first, last)."""
     num_steps, x_stride = a.num_steps, a.x_stride
     panel_bytes = num_steps * STEP_BYTES
     x = a.x + row * x_stride
@@ -241,19 +279,19 @@ def _multiply_few(a: _Arguments, first: int, last: int, row: int, sums: int, thr
     while panel < last:
         left = last - panel
         width = 4 if left >= 4 else 2 if left >= 2 else 1
-        y, y_stride, has_sums = _begin(a, panel, width, row, a.num_rows, sums)
+        y, y_stride, has_sums = _begin(a, panel, width, row, end, sums)
         w = a.weight + panel * panel_bytes
         later = w + width * panel_bytes
         if panel + width == last:
             unit_bytes = a.together * panel_bytes
-            later = coming_weights(a, a.num_units, a.num_threads, thread, unit_bytes)
+            later = coming_weights(a, thread, unit_bytes)
         if width == 4:
             _few_by_four(w, x, x_stride, y, y_stride, num_steps, has_sums, panel_bytes, later)
         elif width == 2:
             _few_by_two(w, x, x_stride, y, y_stride, num_steps, has_sums, panel_bytes, later)
         else:
             _few_by_one(w, x, x_stride, y, y_stride, num_steps, has_sums, panel_bytes, later)
-        _end(a, panel, width, row, a.num_rows, sums)
+        _end(a, panel, width, row, end, sums)
         panel += width
 
 
@@ -261,22 +299,22 @@ def _multiply_by_dots(a: _Arguments, thread: int) -> None:
     x_stride, panel_bytes = a.x_stride, a.num_steps * STEP_BYTES
     sums = allocate(max(a.block * 2, _FEW_DOTS * 4) * PANEL * 4)
     while True:
-        first, count = take_chunk(a, a.num_units, a.num_threads, thread)
+        first, count, start, stop = take_units(a, thread)
         if count == 0:
             break
         first, last = first * a.together, (first + count) * a.together
-        for begin in range(0, a.num_rows, a.block):
-            end = min(a.num_rows, begin + a.block)
+        for begin in range(start, stop, a.block):
+            end = min(stop, begin + a.block)
             panel = first
             while panel < last:
                 left = last - panel
-                width = 4 if left >= 4 and a.num_rows <= _FEW_DOTS else 2 if left >= 2 else 1
+                width = 4 if left >= 4 and stop - start <= _FEW_DOTS else 2 if left >= 2 else 1
                 y, y_stride, has_sums = _begin(a, panel, width, begin, end, sums)
                 w = a.weight + panel * panel_bytes
                 later = w + width * panel_bytes
                 if panel + width == last:
                     unit_bytes = a.together * panel_bytes
-                    later = coming_weights(a, a.num_units, a.num_threads, thread, unit_bytes)
+                    later = coming_weights(a, thread, unit_bytes)
                 for row in range(begin, end, _MANY_DOTS):
                     x, to = a.x + row * x_stride, y + (row - begin) * y_stride
                     _dots(a, width, w, x, to, y_stride, end - row, has_sums, later)
@@ -312,11 +350,11 @@ def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
     num_steps, x_stride, width = a.num_steps, a.x_stride, a.together
     sums = allocate(a.block * 2 * PANEL * 4)
     while True:
-        first, count = take_chunk(a, a.num_units, a.num_threads, thread)
+        first, count, start, stop = take_units(a, thread)
         if count == 0:
             break
-        for begin in range(0, a.num_rows, a.block):
-            end = min(a.num_rows, begin + a.block)
+        for begin in range(start, stop, a.block):
+            end = min(stop, begin + a.block)
             for panel in range(first * width, (first + count) * width, width):
                 y, y_stride, has_sums = _begin(a, panel, width, begin, end, sums)
                 for part in range(width):
@@ -337,7 +375,8 @@ def _begin(
 
     As (address, bytes from row to row, whether something is): in y, or in `sums` if y is gated.
     """
-    to, stride = a.y + begin * a.y_stride + panel * PANEL * 4, a.y_stride
+    column = panel % (a.num_units * a.together) * PANEL
+    to, stride = a.y + begin * a.y_stride + column * 4, a.y_stride
     if a.together == 2:
         to, stride = sums, width * PANEL * 4
     if a.bias:
@@ -354,11 +393,12 @@ def _begin(
 def _end(a: _Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
     """Write what `sums` come to where y is gated."""
     if a.together == 2:
+        column = panel // 2 % a.num_units * PANEL
         for row in range(begin, end):
             for pair in range(width // 2):
                 gate = sums + ((row - begin) * width + 2 * pair) * PANEL * 4
-                out = a.y + row * a.y_stride + (panel // 2 + pair) * PANEL * 2
-                gate_pair(gate, gate + PANEL * 4, out)
+                out = a.y + row * a.y_stride + (column + pair * PANEL) * 2
+                gate_pair(gate, gate + PANEL * 4, out, a.linear, a.cubic, a.limit, a.shift)
 
 
 _TASKS = {

@@ -15,15 +15,16 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from kernels.contract import SILU, Activation
 from kernels.cpu import amx
-from kernels.cpu.amx import BYTES_STEP, STEP_BYTES, TILE_ROWS
+from kernels.cpu.amx import BYTES_STEP, CONFIGURATION_BYTES, STEP_BYTES, TILE_ROWS
+from kernels.cpu.groups import Groups, coming_weights, first_weights, take_units
 from kernels.cpu.linear_bfloat16 import woven
 from kernels.cpu.program import Operation
 from kernels.cpu.rows_int8 import finish_sums, gate_floats, room_for_planes
 from kernels.cpu.simd import PANEL
 from kernels.cpu.simd_int8 import QUAD, byte_product
 from kernels.cpu.tasks import allocate, give_back, inner
-from kernels.cpu.threads import coming_weights, first_weights, take_chunk
 from kernels.cpu.ways import Way, known_way
 
 # The most inputs whose sum of products, 127 * 127 each, is an int32.
@@ -44,33 +45,35 @@ _by_vectors = byte_product(_FEW)
 
 
 class Int8Weight:
-    """A weight matrix [N, K] in 8 bits; N is padded to whole panels, K to whole steps.
+    """A weight matrix [N, K], or a stack of E, in 8 bits.
+
+    N is padded to whole panels, K to whole steps.
 
     Attributes:
         shape: (N, K).
-        panels: [ceil(N / 16), ceil(K / 64), 16, 16, 4] int8.
-        scales: [ceil(N / 16) * 16] float32: what a column's integers are multiples of.
+        panels: [E * ceil(N / 16), ceil(K / 64), 16, 16, 4] int8.
+        scales: [E * ceil(N / 16) * 16] float32: what a column's integers are multiples of.
     """
 
     __slots__ = ("panels", "scales", "shape")
 
     def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
         """Round and pack a matrix; one `is_gated` has its halves woven panel by panel."""
-        rows, columns = self.shape = (weight.shape[0], weight.shape[1])
+        rows, columns = self.shape = (weight.shape[-2], weight.shape[-1])
         assert 0 < columns <= MAX_INPUTS
-        wide = woven(weight).float() if is_gated else weight.float()
-        scales = wide.abs().amax(1) / 127
+        wide = woven(weight, -2).float() if is_gated else weight.float()
+        scales = wide.abs().amax(-1) / 127
         # A column of zeros has any scale.
-        rounded = (wide / scales.clamp(min=torch.finfo().tiny)[:, None]).round().to(torch.int8)
+        rounded = (wide / scales.clamp(min=torch.finfo().tiny)[..., None]).round().to(torch.int8)
         padded = pad(rounded, (0, -columns % BYTES_STEP, 0, -rows % PANEL))
-        quads = padded.view(-1, PANEL, padded.shape[1] // BYTES_STEP, BYTES_STEP // QUAD, QUAD)
+        quads = padded.view(-1, PANEL, padded.shape[-1] // BYTES_STEP, BYTES_STEP // QUAD, QUAD)
         self.panels = quads.permute(0, 2, 3, 1, 4).contiguous()
-        self.scales = pad(scales, (0, -rows % PANEL))
+        self.scales = pad(scales, (0, -rows % PANEL)).flatten()
 
     @property
     def num_columns(self) -> int:
         """Columns of y: N, padded to whole panels."""
-        return self.panels.shape[0] * PANEL
+        return -(-self.shape[0] // PANEL) * PANEL
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +92,7 @@ class Int8Weight:
         *,
         bias: torch.Tensor | None = None,
         is_added: bool = False,
+        groups: Groups | None = None,
         way: Way | None = None,
     ) -> Operation:
         """Make y = x W^T + bias, plus what y was if `is_added`.
@@ -96,31 +100,36 @@ class Int8Weight:
         Args:
             x: [T, ...] of `inputs`, for K or more.
             y: [T, num_columns] float32, contiguous.
-            bias: [num_columns] float32, contiguous.
+            bias: [num_columns] float32, contiguous; of a stack [E, num_columns].
+            groups: Which rows meet which matrix of a stack; None: all meet the first.
             way: Tiles, or vectors of integers for any other; None for the best there is.
         """
         assert y.shape == (len(x), self.num_columns)
-        return self._operation(x, y, bias, 1, is_added=is_added, way=way)
+        return self._operation(x, y, bias, 1, groups, is_added=is_added, way=way)
 
     def times_gated(
         self,
         x: torch.Tensor,
         y: torch.Tensor,
         *,
+        activation: Activation = SILU,
         bias: torch.Tensor | None = None,
+        groups: Groups | None = None,
         way: Way | None = None,
     ) -> Operation:
-        """Make y = silu(gate) * up of a weight that `is_gated`: x W^T + bias is gate, then up.
+        """Make y = activation(gate) * up of a weight that `is_gated`: x W^T + bias is both.
 
         Args:
             x: See `times`.
             y: [T, N / 2] float32, contiguous.
-            bias: [N] float32, contiguous.
-            way: See `times`.
+            bias: [N] float32, contiguous; of a stack [E, N].
+            groups: See `times`; `way` likewise.
         """
         assert y.shape == (len(x), self.shape[0] // 2)
-        bias = None if bias is None else woven(bias)
-        return self._operation(x, y, bias, 2, is_added=False, way=way)
+        bias = None if bias is None else woven(bias, -1)
+        return self._operation(
+            x, y, bias, 2, groups, is_added=False, way=way, activation=activation
+        )
 
     def _operation(
         self,
@@ -128,20 +137,23 @@ class Int8Weight:
         y: torch.Tensor,
         bias: torch.Tensor | None,
         together: int,
+        groups: Groups | None,
         *,
         is_added: bool,
         way: Way | None,
+        activation: Activation = SILU,
     ) -> Operation:
-        num_units, num_steps = self.panels.shape[0] // together, self.panels.shape[1]
+        num_units, num_steps = self.num_columns // PANEL // together, self.panels.shape[1]
         x_stride = x.stride(0)
         assert x.dtype is torch.int8 and y.dtype is torch.float32
         assert x_stride >= 2 * (num_steps + 1) * BYTES_STEP
         assert y.is_contiguous()
-        whole, rest = amx.configurations(2 * len(x))
         num_threads = torch.get_num_threads()
         address = self.panels.data_ptr()
-        block = max(_TWO_TILES, 2 * _BLOCK_BYTES // x_stride // _TWO_TILES * _TWO_TILES)
+        block = -(-min(2 * len(x), 2 * _BLOCK_BYTES // x_stride) // _TWO_TILES) * _TWO_TILES
+        rows = groups or Groups(len(x))
         arguments = _Arguments(
+            groups=rows.address,
             num_units=num_units,
             together=together,
             num_threads=num_threads,
@@ -152,22 +164,25 @@ class Int8Weight:
             x_stride=x_stride,
             y=y.data_ptr(),
             y_stride=y.shape[1] * 4,
-            num_planes=2 * len(x),
-            block=block,
+            block=max(_TWO_TILES, block),
             is_added=is_added,
             bias=0 if bias is None else bias.data_ptr(),
-            whole=whole.ctypes.data,
-            rest=rest.ctypes.data,
+            linear=activation.linear,
+            cubic=activation.cubic,
+            limit=activation.limit,
+            shift=activation.shift,
+            tiles=amx.configurations().ctypes.data,
         )
         weights = first_weights(address, num_units, num_threads, together * num_steps * STEP_BYTES)
         is_tiled = known_way(way) is Way.TILES
         task = _multiply_by_tiles if is_tiled else _multiply_by_vectors
-        kept = (x, self.panels, self.scales, y, bias, whole, rest)
-        return Operation(task, arguments, kept, weights)
+        kept = (x, self.panels, self.scales, y, bias, rows)
+        return Operation(task, arguments, kept, None if groups else weights)
 
 
 class _Arguments(NamedTuple):
-    num_units: int  # what threads take: a panel, or one of the gate with that of up
+    groups: int
+    num_units: int  # of a matrix: what threads take: a panel, or one of the gate with that of up
     together: int  # panels of a unit; where they are two, y is gated
     num_threads: int
     weight: int
@@ -177,12 +192,14 @@ class _Arguments(NamedTuple):
     x_stride: int  # of a row: of two planes
     y: int
     y_stride: int
-    num_planes: int
     block: int  # planes that are multiplied with a chunk before the next ones are
     is_added: bool
     bias: int  # 0 for none
-    whole: int  # what the tiles are for 32 planes; likewise for the rest of them
-    rest: int
+    linear: float  # of the activation, where y is gated; likewise the next three
+    cubic: float
+    limit: float
+    shift: float
+    tiles: int  # see `amx.configurations`
     # Where panels lie that threads of even and of odd numbers take first in the next product.
     next_even: int = 0
     next_odd: int = 0
@@ -190,22 +207,22 @@ class _Arguments(NamedTuple):
 
 
 def _multiply_by_tiles(a: _Arguments, thread: int) -> None:
-    num_planes = a.num_planes
-    whole = num_planes // _TWO_TILES * _TWO_TILES
-    sums = allocate(max(min(a.block, num_planes) * 2, TILE_ROWS * 4) * PANEL * 4)
+    sums = allocate(a.block * 2 * PANEL * 4)
     while True:
-        first, count = take_chunk(a, a.num_units, a.num_threads, thread)
+        first, count, begin, stop = take_units(a, thread)
         if count == 0:
             break
         first, last = first * a.together, (first + count) * a.together
-        begin = 0
-        while begin < num_planes:
-            end = min(whole, begin + a.block) if begin < whole else num_planes
-            amx.configure(a.whole if begin < whole else a.rest)
+        begin, stop = 2 * begin, 2 * stop
+        left = (stop - begin) % _TWO_TILES
+        whole = stop - left
+        while begin < stop:
+            end = min(whole, begin + a.block) if begin < whole else stop
+            amx.configure(a.tiles + (0 if begin < whole else left * CONFIGURATION_BYTES))
             if end - begin > TILE_ROWS:
                 _multiply_many(a, first, last, begin, end, sums)
             else:
-                _multiply_few(a, first, last, begin, sums, thread)
+                _multiply_few(a, first, last, begin, end, sums, thread)
             begin = end
     amx.release()
     give_back(sums)
@@ -234,8 +251,10 @@ def _multiply_many(a: _Arguments, first: int, last: int, begin: int, end: int, s
 
 
 @inner
-def _multiply_few(a: _Arguments, first: int, last: int, plane: int, sums: int, thread: int) -> None:
-    """Multiply the planes from `plane` on, of one tile, with panels [first, last)."""
+def _multiply_few(
+    a: _Arguments, first: int, last: int, plane: int, end: int, sums: int, thread: int
+) -> None:
+    """Multiply planes [plane, end), of one tile, with panels [first, last)."""
     num_steps, x_stride = a.num_steps, a.x_stride // 2
     panel_bytes = num_steps * STEP_BYTES
     x = a.x + plane * x_stride
@@ -248,35 +267,35 @@ def _multiply_few(a: _Arguments, first: int, last: int, plane: int, sums: int, t
         later = w + width * panel_bytes
         if panel + width == last:
             unit_bytes = a.together * panel_bytes
-            later = coming_weights(a, a.num_units, a.num_threads, thread, unit_bytes)
+            later = coming_weights(a, thread, unit_bytes)
         if width == 4:
             _few_by_four(w, x, x_stride, sums, stride, num_steps, 0, panel_bytes, later)
         elif width == 2:
             _few_by_two(w, x, x_stride, sums, stride, num_steps, 0, panel_bytes, later)
         else:
             _few_by_one(w, x, x_stride, sums, stride, num_steps, 0, panel_bytes, later)
-        _finish(a, panel, width, plane, a.num_planes, sums)
+        _finish(a, panel, width, plane, end, sums)
         panel += width
 
 
 def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
     num_steps, x_stride, width = a.num_steps, a.x_stride // 2, a.together
     panel_bytes, stride = num_steps * STEP_BYTES, width * PANEL * 4
-    sums = allocate(min(a.block, a.num_planes) * 2 * PANEL * 4)
+    sums = allocate(a.block * 2 * PANEL * 4)
     while True:
-        first, count = take_chunk(a, a.num_units, a.num_threads, thread)
+        first, count, start, stop = take_units(a, thread)
         if count == 0:
             break
         last = (first + count) * width
-        for begin in range(0, a.num_planes, a.block):
-            end = min(a.num_planes, begin + a.block)
+        for begin in range(2 * start, 2 * stop, a.block):
+            end = min(2 * stop, begin + a.block)
             for panel in range(first * width, last, width):
                 for part in range(width):
                     w = a.weight + (panel + part) * panel_bytes
                     later = w + panel_bytes
                     if panel + part + 1 == last:
                         unit_bytes = width * panel_bytes
-                        later = coming_weights(a, a.num_units, a.num_threads, thread, unit_bytes)
+                        later = coming_weights(a, thread, unit_bytes)
                     for plane in range(begin, end, _FEW):
                         x = a.x + plane * x_stride
                         to = sums + (plane - begin) * stride + part * PANEL * 4
@@ -289,7 +308,8 @@ def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
 @inner
 def _finish(a: _Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
     """Write what the sums of planes [begin, end) with so many panels come to."""
-    stride, column = width * PANEL * 4, panel * PANEL * 4
+    stride, at = width * PANEL * 4, panel * PANEL * 4
+    column = panel % (a.num_units * a.together) * PANEL * 4
     # Gated sums become float32 where they are, and then y.
     to, to_stride = a.y + begin // 2 * a.y_stride + column, a.y_stride
     if a.together == 2:
@@ -299,12 +319,13 @@ def _finish(a: _Arguments, panel: int, width: int, begin: int, end: int, sums: i
         for part in range(width):
             offset = part * PANEL * 4
             high, y = sums + 2 * row * stride + offset, to + row * to_stride + offset
-            bias = a.bias + column + offset if a.bias else 0
+            bias = a.bias + at + offset if a.bias else 0
             before = y if a.is_added else 0
-            finish_sums(high, stride, scale, a.scales + column + offset, bias, before, y)
+            finish_sums(high, stride, scale, a.scales + at + offset, bias, before, y)
     if a.together == 2:
         for row in range((end - begin) // 2):
-            y = a.y + (begin // 2 + row) * a.y_stride + panel // 2 * PANEL * 4
+            y = a.y + (begin // 2 + row) * a.y_stride + column // 2
             for pair in range(width // 2):
                 gate = sums + 2 * (row * stride + pair * PANEL * 4)
-                gate_floats(gate, gate + PANEL * 4, y + pair * PANEL * 4)
+                out = y + pair * PANEL * 4
+                gate_floats(gate, gate + PANEL * 4, out, a.linear, a.cubic, a.limit, a.shift)

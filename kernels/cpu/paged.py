@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.cpu.intrinsics import ints_at, prefetch
+from kernels.cpu.intrinsics import exp2, floats_at, ints_at, prefetch
 from kernels.cpu.simd import bytes_of
 from kernels.cpu.tasks import CACHE_LINE, inner
 
+_LOG2_E = np.float32(1.4426950408889634)
 # Keys ahead of those that are read, which are asked for meanwhile.
 _AHEAD = 64
 
@@ -32,7 +33,9 @@ class AttentionArguments(NamedTuple):
     block_bytes: int
     block_size: int
     window: int  # 0 for none
-    scale: float
+    sinks: int  # float32 of each query head; 0 for none
+    scale: float  # times log2 e, as the cap is: scores are exponents of 2
+    cap: float  # 0 for none
     max_rows: int
     way: int  # to multiply bfloat16: one of `kernels.cpu.ways`
     tiles: int  # the configuration of tiles
@@ -60,3 +63,20 @@ def run_of_rows(
             prefetch(at + line)
     start += np.int64(blocks[index]) * a.block_bytes + offset * row_bytes
     return start, length
+
+
+@inner
+def sink_of(a: AttentionArguments, query_head: int) -> Any:
+    """Return the score that a head's sink has, as an exponent of 2."""
+    return floats_at(a.sinks)[query_head] * _LOG2_E
+
+
+@inner
+def cap_scores(scores: Any, start: int, stop: int, cap: Any) -> None:
+    """Make cap * tanh(score / cap) of some scores."""
+    # tanh |x| = (1 - e^-2|x|) / (1 + e^-2|x|), of which nothing overflows.
+    slope, one = np.float32(-2) * _LOG2_E / cap, np.float32(1)
+    for i in range(start, stop):
+        small = exp2(abs(scores[i]) * slope)
+        size = cap * (one - small) / (one + small)
+        scores[i] = size if scores[i] >= 0 else -size

@@ -27,9 +27,9 @@ from kernels.cpu.threads import wait_for_none
 class Operation(NamedTuple):
     """A task and its arguments, with whatever owns the memory that they point to.
 
-    `weights`, if any, are where threads begin (even numbers, odd numbers) to read what nobody has
-    read before.  The arguments of such an operation have the fields `next_even` and `next_odd`,
-    which a program sets to the `weights` of the next one, to be asked for early.
+    `weights`, if they are known, are where threads begin (even numbers, odd numbers) to read what
+    nobody has read before.  Arguments with the fields `next_even` and `next_odd` are told there the
+    `weights` of the next operation that has some, to be asked for early.
     """
 
     task: Task
@@ -74,9 +74,9 @@ class Program:
         for it, layout, at in reversed(list(zip(operations, layouts, starts, strict=True))):
             record = memory[at : at + layout.itemsize].view(layout)
             record[0] = it.arguments
-            if it.weights is not None:
+            if "next_even" in (layout.names or ()):
                 record["next_even"], record["next_odd"] = following
-                following = it.weights
+            following = it.weights or following
         taken = [layout.fields["taken"][1] for layout in layouts if layout.fields]
         self._taken = (starts + np.array(taken, np.int64)) // 8
         self._steps = record_of(_Steps(steps.ctypes.data, len(operations), stride))

@@ -135,20 +135,31 @@ def _store_state(b: ir.IRBuilder, base: Any, total: Any, state: Any) -> None:
     _store(b, _lanes(b, base, total, woven), state)
 
 
-@instruction(types.void, *[types.int64] * 3)
-def gate_pair(b: ir.IRBuilder, gate: Any, up: Any, out: Any) -> None:
-    """Write silu(gate) * up of PANEL numbers each as bfloat16."""
-    _store_short(b, gated(b, gate, up), out)
+@instruction(types.void, *[types.int64] * 3, *[types.float32] * 4)
+def gate_pair(
+    b: ir.IRBuilder, gate: Any, up: Any, out: Any, linear: Any, cubic: Any, limit: Any, shift: Any
+) -> None:
+    """Write activation(gate) * up of PANEL numbers each as bfloat16; see `gated`."""
+    _store_short(b, gated(b, gate, up, linear, cubic, limit, shift), out)
 
 
-def gated(b: ir.IRBuilder, gate: Any, up: Any) -> Any:
-    """Write silu(gate) * up of PANEL numbers each: float32, off by 1e-4 of it."""
+def gated(
+    b: ir.IRBuilder, gate: Any, up: Any, linear: Any, cubic: Any, limit: Any, shift: Any
+) -> Any:
+    """Write activation(gate) * up of PANEL numbers each: float32, off by 1e-4 of it.
+
+    The last four are those of `kernels.Activation`.
+    """
     assert PANEL == _LANES
-    x, factor = _load(b, gate), _load(b, up)
+    most, least = _splat(b, limit), _splat(b, b.fneg(limit))
+    x, factor = (_smaller(b, most, _load(b, at)) for at in (gate, up))
+    factor = b.fadd(_larger(b, least, factor), _splat(b, shift))
     one, zero = (ir.Constant(_FLOATS, [value] * _LANES) for value in (1.0, 0.0))
     # e^-|x| never overflows; the other half of the sigmoid is its complement.
+    square = b.fmul(b.fmul(_splat(b, cubic), x), x)
+    steep = b.fmul(x, b.fadd(_splat(b, linear), square))
     is_positive = b.fcmp_ordered(">", x, zero)
-    negative = b.select(is_positive, b.fsub(zero, x), x)
+    negative = b.select(is_positive, b.fsub(zero, steep), steep)
     small = _exp2(b, b.fmul(negative, ir.Constant(_FLOATS, [_LOG2_E] * _LANES)))
     share = b.fdiv(b.select(is_positive, one, small), b.fadd(one, small))
     return b.fmul(b.fmul(x, factor), share)
@@ -218,6 +229,10 @@ def _in_order(b: ir.IRBuilder, x: Any) -> Any:
 def _call(b: ir.IRBuilder, name: str, *operands: Any) -> Any:
     kind = ir.FunctionType(operands[0].type, [operand.type for operand in operands])
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), operands)
+
+
+def _smaller(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    return b.select(b.fcmp_ordered("<", x, y), x, y)
 
 
 def _larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:

@@ -176,10 +176,13 @@ def finish_sums(
     b.store(value, b.inttoptr(out, _FLOATS.as_pointer()), align=4)
 
 
-@instruction(types.void, *[types.int64] * 3)
-def gate_floats(b: ir.IRBuilder, gate: Any, up: Any, out: Any) -> None:
-    """Write silu(gate) * up of PANEL numbers each as float32."""
-    b.store(gated(b, gate, up), b.inttoptr(out, _FLOATS.as_pointer()), align=4)
+@instruction(types.void, *[types.int64] * 3, *[types.float32] * 4)
+def gate_floats(
+    b: ir.IRBuilder, gate: Any, up: Any, out: Any, linear: Any, cubic: Any, limit: Any, shift: Any
+) -> None:
+    """Write activation(gate) * up of PANEL numbers each as float32; see `gated`."""
+    product = gated(b, gate, up, linear, cubic, limit, shift)
+    b.store(product, b.inttoptr(out, _FLOATS.as_pointer()), align=4)
 
 
 def _larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kernels.contract import Activation
 from kernels.cpu.intrinsics import (
     bfloat16_at,
     bytes_at,
@@ -42,6 +43,7 @@ class _NormArguments(NamedTuple):
     weight: int
     eps: float
     rows: int  # 0 for all
+    is_added: bool
     taken: int = 0
 
 
@@ -51,8 +53,12 @@ def norm(
     eps: float,
     out: torch.Tensor,
     rows: torch.Tensor | None = None,
+    *,
+    is_added: bool = False,
 ) -> Operation:
     """Make out = x / sqrt(mean(x^2) + eps) * weight, of the rows named or of all.
+
+    If `is_added`, what out was, float32, is added.
 
     Args:
         x: [T, K] float32, contiguous; `weight` [K] likewise.
@@ -71,7 +77,9 @@ def norm(
         weight=weight.data_ptr(),
         eps=eps,
         rows=0 if rows is None else rows.data_ptr(),
+        is_added=is_added,
     )
+    assert out.dtype is torch.float32 or not is_added
     return Operation(_norm, arguments, (x, weight, out, rows))
 
 
@@ -96,10 +104,13 @@ def _norm_row(a: _NormArguments, row: int, scratch: int) -> None:
     for i in range(size):
         total += x[i] * x[i]
     scale = np.float32(1) / np.sqrt(total / np.float32(size) + a.eps)
-    y = floats_at(out if element == FLOAT32 else scratch)
+    y = floats_at(out if element == FLOAT32 and not a.is_added else scratch)
     for i in range(size):
         y[i] = x[i] * scale * weight[i]
-    if element == INT8:
+    if a.is_added:
+        for i in range(size):
+            floats_at(out)[i] += y[i]
+    elif element == INT8:
         round_row(FLOAT32, scratch, size, a.out, row, a.out_stride)
     elif element != FLOAT32:
         narrow(element, scratch, out, size)
@@ -111,11 +122,15 @@ class _GateArguments(NamedTuple):
     size: int
     gate_up: int
     out: int
+    linear: float
+    cubic: float
+    limit: float
+    shift: float
     taken: int = 0
 
 
-def silu_gate(gate_up: torch.Tensor, out: torch.Tensor) -> Operation:
-    """Make out = silu(gate) * up.
+def gate(gate_up: torch.Tensor, out: torch.Tensor, activation: Activation) -> Operation:
+    """Make out = activation(gate) * up.
 
     Args:
         gate_up: [T, 2 K] float32, contiguous: gate first, then up.
@@ -127,6 +142,10 @@ def silu_gate(gate_up: torch.Tensor, out: torch.Tensor) -> Operation:
         size=out.shape[1],
         gate_up=gate_up.data_ptr(),
         out=out.data_ptr(),
+        linear=activation.linear,
+        cubic=activation.cubic,
+        limit=activation.limit,
+        shift=activation.shift,
     )
     return Operation(_gate, arguments, (gate_up, out))
 
@@ -146,12 +165,14 @@ def _gate_row(a: _GateArguments, row: int) -> None:
     gate = floats_at(a.gate_up + row * size * 8)
     up = floats_at(a.gate_up + row * size * 8 + size * 4)
     out = floats_at(a.out + row * size * 4)
-    one = np.float32(1)
+    one, linear, cubic, limit, shift = np.float32(1), a.linear, a.cubic, a.limit, a.shift
     for i in range(size):
-        x = gate[i]
+        x = limit if gate[i] > limit else gate[i]
+        factor = limit if up[i] > limit else (-limit if up[i] < -limit else up[i])
+        steep = x * (linear + cubic * x * x)
         # e^-|x| never overflows; the other half of the sigmoid is its complement.
-        small = exp2(abs(x) * _MINUS_LOG2_E)
-        out[i] = x * up[i] * (one if x >= 0 else small) / (one + small)
+        small = exp2(abs(steep) * _MINUS_LOG2_E)
+        out[i] = x * (factor + shift) * (one if x >= 0 else small) / (one + small)
 
 
 class _EmbedArguments(NamedTuple):
@@ -166,6 +187,7 @@ class _EmbedArguments(NamedTuple):
     together: int  # elements of a row that lie side by side
     row_stride: int  # from a row to the next of its panel
     stride: int  # from those elements of a row to the next
+    factor: float
     out: int
     taken: int = 0
 
@@ -174,8 +196,9 @@ def embed(
     token_ids: torch.Tensor,
     weight: torch.Tensor | PackedWeight | PairedWeight | Int8Weight,
     out: torch.Tensor,
+    factor: float = 1.0,
 ) -> Operation:
-    """Make out = the rows of weight, as float32.
+    """Make out = the rows of weight times a factor, as float32.
 
     Args:
         token_ids: [T] int32.
@@ -204,6 +227,7 @@ def embed(
         together=together,
         row_stride=row_stride * table.itemsize,
         stride=stride * table.itemsize,
+        factor=factor,
         out=out.data_ptr(),
     )
     return Operation(_embed, arguments, (table, scales, out, token_ids))
@@ -224,18 +248,19 @@ def _embed_row(a: _EmbedArguments, row: int) -> None:
     out = floats_at(a.out + row * size * 4)
     token_id = np.int64(ints_at(a.token_ids)[row])
     scale = floats_at(a.scales)[token_id] if element == INT8 else np.float32(0)
+    factor = a.factor
     size_of = 1 if element == INT8 else bytes_of(element)
     panel = a.table + token_id // PANEL * a.panel_bytes + token_id % PANEL * a.row_stride
     for i in range(size):
         at = panel + i // together * stride + i % together * size_of
         if element == INT8:
-            out[i] = np.float32(bytes_at(at)[0]) * scale
+            out[i] = np.float32(bytes_at(at)[0]) * scale * factor
         elif element == BFLOAT16:
-            out[i] = bfloat16_at(at)
+            out[i] = bfloat16_at(at) * factor
         elif element == FLOAT32:
-            out[i] = floats_at(at)[0]
+            out[i] = floats_at(at)[0] * factor
         else:
-            out[i] = float16_at(at)
+            out[i] = float16_at(at) * factor
 
 
 @comparing

@@ -74,52 +74,41 @@ def take(arguments: Any, count: int) -> int:
 
 
 @inner
-def take_chunk(arguments: Any, total: int, num_threads: int, thread: int) -> tuple[int, int]:
+def take_chunk(
+    arguments: Any, total: int, run: int, num_threads: int, thread: int
+) -> tuple[int, int]:
     """Take what `next_chunk` says: (first, count), count 0 if nothing is left."""
     address = address_of(arguments, "taken")
     while True:
         taken = atomic_load(address)
-        first, count = compiled_next_chunk(taken, total, num_threads, thread)
+        first, count = compiled_next_chunk(taken, total, run, num_threads, thread)
         more = count * (_BACK if thread % 2 else 1)
         if count == 0 or compare_exchange(address, taken, taken + more):
             return first, count
 
 
-@inner
-def coming_weights(arguments: Any, total: int, num_threads: int, thread: int, size: int) -> int:
-    """Return where the weights lie that a thread likely reads next: here, or in the next product.
-
-    The arguments are those of an operation with weights, of `total` units of `size` bytes.
-    """
-    taken = atomic_load(address_of(arguments, "taken"))
-    first, count = compiled_next_chunk(taken, total, num_threads, thread)
-    if count:
-        return arguments.weight + first * size  # type: ignore[no-any-return]
-    return arguments.next_odd if thread % 2 else arguments.next_even  # type: ignore[no-any-return]
-
-
-def first_weights(address: int, total: int, num_threads: int, size: int) -> tuple[int, int]:
-    """Return where threads of even and of odd numbers begin to read so many units of `size`."""
-    even, odd = (next_chunk(0, total, num_threads, thread)[0] for thread in range(2))
-    return address + even * size, address + odd * size
-
-
-def next_chunk(taken: int, total: int, num_threads: int, thread: int) -> tuple[int, int]:
+def next_chunk(taken: int, total: int, run: int, num_threads: int, thread: int) -> tuple[int, int]:
     """Return (first, count) of what a thread is to take next: even ones in front, odd ones behind.
 
     Each reads on where it was, so what it asked memory for early is what it takes.  Two that take
     in turns from one end now and then swap, and both find what the other asked for: a fifth of the
     time of a step with one row.  Towards the middle chunks become smaller, and nobody waits long
-    for the last.  Of more than two threads several share an end.
+    for the last.  Of more than two threads several share an end.  `total` is made of runs of `run`,
+    and a chunk lies within one.
     """
     front, back = taken % _BACK, taken // _BACK
     left = total - front - back
+    if left == 0:
+        return front, 0
     # A power of two: a product does not meet an odd number of panels at once.
     count = MAX_CHUNK
     while num_threads * count > left and count > 1:
         count //= 2
-    count = min(count, left)
-    return (total - back - count if thread % 2 else front), count
+    if thread % 2:
+        end = total - back
+        count = min(count, (end - 1) % run + 1)
+        return end - count, count
+    return front, min(count, run - front % run)
 
 
 compiled_next_chunk = inner(next_chunk)

@@ -17,9 +17,22 @@ struct Attention {
   const int* tables;    // [S, M]
   const int* work;      // [items, 5]: sequence or -1, first row, first key, end of keys, slot or -1
   const int* merges;    // [tiles, 4]: sequence or -1, first row, first slot, number of slots
+  const float* sinks;   // [Hq] or null: scores without a value
   int num_heads, num_kv_heads, head_dim, num_layers, layer, block_bits, num_columns, window;
-  float scale;  // times log2(e)
+  float scale, cap;  // times log2(e), so that scores are exponents of 2; a cap of 0 is none
 };
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// cap * tanh(score / cap), of which no exponent is too large: 2^x ends at infinity and at 0.
+PRIM float capped(const Attention& a, float score) {
+  if (a.cap == 0) return score;
+  return a.cap * (1 - 2 / (1 + power_of_two(2 * LOG2_E * score / a.cap)));
+}
+
+PRIM float sink_of(const Attention& a, int head) {
+  return a.sinks ? a.sinks[head] * LOG2_E : MINUS_INFINITY;
+}
 
 // Where the K of (block, head, offset) begins; V lies Hkv * B * D further.
 PRIM long long key_offset(const Attention& a, int block, int head, int offset, int head_dim) {
@@ -122,7 +135,7 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
           int key = key_begin + tile * BN + warp_key + n * 8 + lane % 4 * 2 + e;
           bool seen = row < num_rows && key < key_end && key <= position && key > oldest;
           float& x = s[n][2 * h + e];
-          x = seen ? x * a.scale : MINUS_INFINITY;
+          x = seen ? capped(a, x * a.scale) : MINUS_INFINITY;
           highest = fmaxf(highest, x);
         }
       highest = fmaxf(highest, from_lane_xor(highest, 1));
@@ -182,9 +195,13 @@ __global__ void __launch_bounds__(ROWS_W* KEYS_W * 32) attend(const Attention a)
   for (int i = thread; i < BM * D; i += THREADS) {
     int row = i / D, d = i % D;
     const float* first = rows + (row / 16 * KEYS_W * 16 + row % 16) * LDO;
-    float highest = MINUS_INFINITY, value = 0, total = 0;
+    // Of keys that are split, every part would count the sink: `merge` does, once.
+    const float sink = slot < 0 ? sink_of(a, kv_head * group + (first_row + row) % group)
+                                : MINUS_INFINITY;
+    float highest = sink, value = 0;
     for (int w = 0; w < KEYS_W; w++) highest = fmaxf(highest, first[w * 16 * LDO + D]);
     if (highest == MINUS_INFINITY) highest = 0;
+    float total = power_of_two(sink - highest);
     for (int w = 0; w < KEYS_W; w++) {
       const float* from = first + w * 16 * LDO;
       float weight = power_of_two(from[D] - highest);
@@ -214,17 +231,19 @@ __global__ void __launch_bounds__(128) merge(const Attention a) {
   for (int i = threadIdx.x; i < BM * a.head_dim; i += 128) {
     int row = i / a.head_dim, d = i % a.head_dim;
     if (first_row + row >= num_rows) break;
-    float highest = MINUS_INFINITY, value = 0, total = 0;
+    const int query = (first_row + row) / group, head = kv_head * group + (first_row + row) % group;
+    const float sink = sink_of(a, head);
+    float highest = sink, value = 0;
     auto place = [&](int part) {
       return ((long long)(first_slot + part) * a.num_kv_heads + kv_head) * BM + row;
     };
     for (int part = 0; part < num_slots; part++) highest = fmaxf(highest, a.logs[place(part)]);
+    float total = power_of_two(sink - highest);
     for (int part = 0; part < num_slots; part++) {
       float weight = power_of_two(a.logs[place(part)] - highest);
       value += weight * a.parts[place(part) * a.head_dim + d];
       total += weight;
     }
-    int query = (first_row + row) / group, head = kv_head * group + (first_row + row) % group;
     ((T*)a.out)[((long long)(first_token + query) * a.num_heads + head) * a.head_dim + d] =
         narrow<T>(value / total);
   }
@@ -239,7 +258,7 @@ __global__ void __launch_bounds__(32) attend_plain(const Attention a) {
   while (a.starts[sequence + 1] <= token) sequence++;
   const int position = a.contexts[sequence] - (a.starts[sequence + 1] - token);
   const long long place = ((long long)token * a.num_heads + head) * a.head_dim;
-  float q[8], o[8], top = MINUS_INFINITY, sum = 0;
+  float q[8], o[8], top = sink_of(a, head), sum = a.sinks ? 1 : 0;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     int d = lane + 32 * i;
@@ -257,7 +276,7 @@ __global__ void __launch_bounds__(32) attend_plain(const Attention a) {
     for (int i = 0; i < 8; i++)
       if (lane + 32 * i < a.head_dim) x += q[i] * widen(k[lane + 32 * i]);
     for (int mask = 16; mask; mask /= 2) x += from_lane_xor(x, mask);
-    x *= a.scale;
+    x = capped(a, x * a.scale);
     float now = fmaxf(top, x), shrink = power_of_two(top - now), weight = power_of_two(x - now);
     sum = sum * shrink + weight;
     top = now;

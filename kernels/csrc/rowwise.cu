@@ -4,14 +4,14 @@
 #include "prims.cuh"
 
 template <typename T, int WIDE>
-struct alignas(WIDE * sizeof(T)) Wide {
+struct alignas(WIDE * sizeof(T) < 16 ? WIDE * sizeof(T) : 16) Wide {
   T values[WIDE];
 };
 
 struct Norm {
   void* x;             // [T, K]; with y, becomes x + y
   const void* y;       // [T, K], or null
-  const void* weight;  // [K]
+  const void* weight;  // [K] float32
   void* out;           // [T, K]
   int size;            // K
   float eps;
@@ -53,10 +53,11 @@ __global__ void __launch_bounds__(512) rms_norm(const Norm a) {
   }
   const float scale = 1.f / sqrtf(sum_of_block(squares) / a.size + a.eps);
   for (int i = threadIdx.x; i < units; i += blockDim.x) {  // each thread those that it wrote
-    Unit from = x[i], weight = ((const Unit*)a.weight)[i], to;
+    Unit from = x[i], to;
+    Wide<float, WIDE> weight = ((const Wide<float, WIDE>*)a.weight)[i];
 #pragma unroll
     for (int k = 0; k < WIDE; k++)
-      to.values[k] = narrow<T>(widen(from.values[k]) * scale * widen(weight.values[k]));
+      to.values[k] = narrow<T>(widen(from.values[k]) * scale * weight.values[k]);
     ((Unit*)a.out)[row + i] = to;
   }
 }
@@ -65,22 +66,27 @@ struct Gate {
   const void* gate_up;  // [T, 2 K]: gate, then up
   void* out;            // [T, K]
   int rows, size;       // T, K
+  float linear, cubic, limit, shift;  // see Activation in contract.py
 };
 
-// Make out = silu(gate) * up; the grid spans a row by x and strides over the rows by y.
+// Make out = activation(gate) * up; the grid spans a row by x and strides over the rows by y.
 template <typename T, int WIDE>
-__global__ void __launch_bounds__(256) silu_gate(const Gate a) {
+__global__ void __launch_bounds__(256) gate(const Gate a) {
   typedef Wide<T, WIDE> Unit;
   const int units = a.size / WIDE, i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= units) return;
   for (long long row = blockIdx.y; row < a.rows; row += gridDim.y) {
     const Unit* const gates = (const Unit*)a.gate_up + row * 2 * units;
-    Unit gate = gates[i], up = gates[units + i], to;
+    Unit gated = gates[i], up = gates[units + i], to;
 #pragma unroll
     for (int k = 0; k < WIDE; k++) {
-      float x = widen(gate.values[k]);
+      float x = widen(gated.values[k]), factor = widen(up.values[k]);
+      if (x > a.limit) x = a.limit;  // NaN stays NaN
+      if (factor > a.limit) factor = a.limit;
+      if (factor < -a.limit) factor = -a.limit;
+      const float steep = a.linear + a.cubic * x * x;
       // Of a far negative x the exponential is infinite and the quotient -0, as it should be.
-      to.values[k] = narrow<T>(x / (1.f + expf(-x)) * widen(up.values[k]));
+      to.values[k] = narrow<T>(x / (1.f + expf(-x * steep)) * (factor + a.shift));
     }
     ((Unit*)a.out)[row * units + i] = to;
   }

@@ -15,22 +15,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.contract import KernelError, PagedBatch
+from kernels.contract import Activation, KernelError, PagedBatch
 from kernels.cuda import launch
 from kernels.cuda.launch import Launch, check_pool
-from kernels.reference import argmax, sample
+from kernels.reference import argmax, expert_mlp, route, sample
 
 __all__ = [
     "add_rms_norm",
     "append_kv",
     "argmax",
     "check_pool",
+    "expert_mlp",
+    "gate",
     "pack_kv",
     "paged_attention",
     "require_device",
     "rms_norm",
+    "route",
     "sample",
-    "silu_gate",
     "start",
     "unpack_kv",
 ]
@@ -82,6 +84,8 @@ def paged_attention(
     batch: PagedBatch,
     scale: float,
     window: int | None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `kernels.paged_attention`."""
     query, out = query.contiguous(), torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -93,6 +97,8 @@ def paged_attention(
         out,
         scale=scale,
         window=window,
+        cap=cap,
+        sinks=sinks,
         wanted_blocks=wanted_blocks(pool.device.index or 0),
     )
     start(pool.device, launches)
@@ -142,12 +148,12 @@ def add_rms_norm(
     return out
 
 
-def silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `kernels.silu_gate`."""
+def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """See `kernels.gate`."""
     gate_up = gate_up.contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     blocks = multiprocessors(gate_up.device.index or 0) * GATE_BLOCKS_PER_MULTIPROCESSOR
-    start(gate_up.device, launch.gate(gate_up, out, wanted_blocks=blocks))
+    start(gate_up.device, launch.gate(gate_up, out, activation, wanted_blocks=blocks))
     return out
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.contract import KernelError, PagedBatch
+from kernels.contract import Activation, KernelError, PagedBatch
 from kernels.cuda import tiling
 
 DTYPE_NAMES = {
@@ -40,9 +40,9 @@ def struct(pointers: str, ints: str, floats: str = "") -> np.dtype[np.void]:
 
 # The structs of attention.cu and kv.cu, field by field.
 ATTENTION = struct(
-    "query pool out parts logs starts contexts tables work merges",
+    "query pool out parts logs starts contexts tables work merges sinks",
     "num_heads num_kv_heads head_dim num_layers layer block_bits num_columns window",
-    "scale",
+    "scale cap",
 )
 APPEND = struct(
     "key_value pool slots rotation",
@@ -54,7 +54,7 @@ MOVE = struct(
 )
 # The structs of rowwise.cu, field by field.
 NORM = struct("x y weight out", "size", "eps")
-GATE = struct("gate_up out", "rows size")
+GATE = struct("gate_up out", "rows size", "linear cubic limit shift")
 # The launch bounds of rowwise.cu.
 MAX_NORM_THREADS = 512
 MAX_GATE_THREADS = 256
@@ -125,7 +125,7 @@ def kv_kernels(pool: torch.dtype, wire: torch.dtype) -> list[str]:
 def rowwise_kernels(dtype: torch.dtype) -> list[str]:
     """Return every instantiation that rows of this dtype can ask for."""
     widths = (_WIDE_BYTES // dtype.itemsize, 1)
-    names = ("rms_norm", "silu_gate")
+    names = ("rms_norm", "gate")
     return [f"{name}<{DTYPE_NAMES[dtype]},{width}>" for name in names for width in widths]
 
 
@@ -207,6 +207,8 @@ def attention(
     scale: float,
     window: int | None,
     wanted_blocks: int,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> list[Launch]:
     """Attend with few and with many rows, and merge what was split."""
     check_pool(pool)
@@ -218,13 +220,17 @@ def attention(
     tables = _on_device(batch, pool, "tables", batch.block_tables.contiguous())
     arguments["num_heads"], arguments["num_columns"] = query.shape[1], tables.shape[1]
     arguments["layer"], arguments["window"] = layer, window or 0
-    arguments["scale"] = scale * LOG2_E
+    arguments["scale"], arguments["cap"] = scale * LOG2_E, (cap or 0.0) * LOG2_E
     point(arguments, query=query, pool=pool, out=out)
+    own = [query, out]
+    if sinks is not None:
+        point(arguments, sinks=sinks)
+        own.append(sinks)
     point(arguments, starts=starts, contexts=contexts, tables=tables)
     name, head_dim = DTYPE_NAMES[query.dtype], query.shape[2]
     if not is_tiled(query.dtype, head_dim):
         grid = (query.shape[0], query.shape[1])
-        return [Launch("attention", f"attend_plain<{name}>", grid, 32, 0, arguments, (query, out))]
+        return [Launch("attention", f"attend_plain<{name}>", grid, 32, 0, arguments, tuple(own))]
     works, key = batch.scratch.of(OnDevice).works, (window, query.shape[1])
     if key not in works:
         works[key] = _works(query, pool, batch, window, wanted_blocks)
@@ -232,7 +238,7 @@ def attention(
     for tile, work, items, merges, parts, logs in works[key]:
         mine = arguments.copy()
         point(mine, work=items, merges=merges, parts=parts, logs=logs)
-        num_kv_heads, keep = pool.shape[3], (query, out, items, merges, parts, logs)
+        num_kv_heads, keep = pool.shape[3], (*own, items, merges, parts, logs)
         kernel, shared = _attend_name(name, head_dim, tile), tile.shared_bytes(head_dim)
         grid = (len(work.items), num_kv_heads)
         launches.append(Launch("attention", kernel, grid, tile.threads, shared, mine, keep))
@@ -252,14 +258,15 @@ def norm(
     """Make out = x / sqrt(mean(x^2) + eps) * weight; with `y`, x += y in place before that.
 
     Args:
-        x: [..., K]; `y` and `out` likewise, `weight` [K], all of one dtype.
+        x: [..., K]; `y` and `out` likewise, all of one dtype; `weight` [K] float32.
 
     Raises:
         KernelError: A tensor is not of that shape and dtype, or is not contiguous.
     """
-    tensors = {"x": x, "weight": weight, "out": out} | ({} if y is None else {"y": y})
-    size = x.shape[-1]
-    _check_rows(x.dtype, tensors, dict.fromkeys(tensors, x.shape) | {"weight": x.shape[-1:]})
+    rows = {"x": x, "out": out} | ({} if y is None else {"y": y})
+    tensors, size = rows | {"weight": weight}, x.shape[-1]
+    _check_rows(x.dtype, rows, dict.fromkeys(rows, x.shape))
+    _check_rows(torch.float32, {"weight": weight}, {"weight": x.shape[-1:]})
     if not x.numel():
         return []
     width = _width(size, *tensors.values())
@@ -272,8 +279,10 @@ def norm(
     return [Launch("rowwise", kernel, grid, threads, shared, arguments, tuple(tensors.values()))]
 
 
-def gate(gate_up: torch.Tensor, out: torch.Tensor, *, wanted_blocks: int) -> list[Launch]:
-    """Make out = silu(gate) * up.
+def gate(
+    gate_up: torch.Tensor, out: torch.Tensor, activation: Activation, *, wanted_blocks: int
+) -> list[Launch]:
+    """Make out = activation(gate) * up.
 
     Args:
         gate_up: [..., 2 K]: gate first, then up; `out` [..., K] of the same dtype.
@@ -290,11 +299,13 @@ def gate(gate_up: torch.Tensor, out: torch.Tensor, *, wanted_blocks: int) -> lis
     rows, width = out.numel() // size, _width(size, gate_up, out)
     arguments = np.zeros(1, GATE)
     arguments["rows"], arguments["size"] = rows, size
+    for name, value in activation._asdict().items():
+        arguments[name] = value
     point(arguments, gate_up=gate_up, out=out)
     threads = _threads(size // width, MAX_GATE_THREADS)
     across = -(-(size // width) // threads)
     grid = (across, min(rows, -(-wanted_blocks // across)))
-    kernel = f"silu_gate<{DTYPE_NAMES[out.dtype]},{width}>"
+    kernel = f"gate<{DTYPE_NAMES[out.dtype]},{width}>"
     return [Launch("rowwise", kernel, grid, threads, 0, arguments, (gate_up, out))]
 
 

@@ -39,6 +39,7 @@ def _replays(settings: Settings, dtype: str) -> Figures:
     generator = torch.Generator(settings.device).manual_seed(draw.getrandbits(60))
     pool = torch.randn(shape, device=settings.device, generator=generator).to(kind)
     recorded = graphs_of(model, pool, MAX_LEN, num_blocks)
+    assert recorded is not None
     worst, num_cases = 0.0, 0
     for count in (1, 2, 3, 7, 20, 33, 3, 20):
         lens = torch.tensor([draw.randint(1, MAX_LEN) for _ in range(count)], dtype=torch.int32)

@@ -109,7 +109,14 @@ def batch_of(
     )
 
 
-def formula(it: Paged, layer: int, scale: float, window: int | None) -> torch.Tensor:
+def formula(
+    it: Paged,
+    layer: int,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return attention as its formula has it, [T, Hq, D] in float64."""
     out = []
     starts = it.batch.query_starts.tolist()
@@ -124,8 +131,14 @@ def formula(it: Paged, layer: int, scale: float, window: int | None) -> torch.Te
         seen = keys <= position
         if window is not None:
             seen &= keys > position - window
-        scores = (query @ key.mT * scale).masked_fill(~seen, -math.inf)
-        out.append((scores.softmax(-1) @ value).transpose(0, 1))
+        scores = query @ key.mT * scale
+        if cap is not None:
+            scores = cap * (scores / cap).tanh()
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            beside = sinks.double()[:, None, None].expand(-1, stop - start, 1)
+            scores = torch.cat((scores, beside), dim=-1)
+        out.append((scores.softmax(-1)[..., :context] @ value).transpose(0, 1))
     return torch.cat(out)
 
 

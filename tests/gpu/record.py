@@ -30,7 +30,7 @@ COVERED_BY: Final[dict[str, tuple[str, ...]]] = {
     "plain": ("attend_plain",),
     "append": ("append",),
     "move": ("move",),
-    "rows": ("rms_norm", "silu_gate"),
+    "rows": ("rms_norm", "gate"),
 }
 
 

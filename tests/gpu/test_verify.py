@@ -66,8 +66,10 @@ def test_kernels_that_are_whole_pass(name: str) -> None:
             "const int token = a.first_token + i / eights,",
             "const int token = i / eights,",
         ),
-        ("rows float32", "expf(-x)", "expf(x)"),
+        ("rows float32", "expf(-x ", "expf(x "),
         ("plain 24 bfloat16", "key <= position; key++", "key < position; key++"),
+        ("tiled 64 bfloat16", "a.sinks[head] * LOG2_E", "a.sinks[head]"),
+        ("plain 24 bfloat16", "if (a.cap == 0) return score;", "return score;"),
     ],
 )
 def test_a_broken_kernel_is_wrong(
@@ -82,9 +84,11 @@ def test_the_formula_is_that_of_the_reference() -> None:
     shape = Shape(6, 2, 16, 8, torch.float32)
     draw = SETTINGS.random("formula")
     it = paged(lengths(draw, 200), shape, torch.device("cpu"), draw)
-    for window in (None, 24):
-        got = reference.paged_attention(it.query, it.pool, 1, it.batch, 0.25, window)
-        assert error(got, formula(it, 1, 0.25, window), 1e-4) <= 1
+    sinks = torch.arange(6.0)
+    for window, cap, given in ((None, None, None), (24, None, sinks), (None, 3.0, sinks)):
+        softmax = (0.25, window, cap, given)
+        got = reference.paged_attention(it.query, it.pool, 1, it.batch, *softmax)
+        assert error(got, formula(it, 1, *softmax), 1e-4) <= 1
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

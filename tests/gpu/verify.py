@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from kernels import reference
+from kernels import GELU_TANH, SILU, Activation, reference
 from kernels.cuda import launch, staging
 from kernels.cuda.staging import Way
 from tests.gpu.inputs import TOLERANCE, Shape, error, formula, lengths, paged
@@ -37,7 +37,7 @@ def kv_parts(settings: Settings) -> dict[str, Part]:
 
 
 def row_parts(settings: Settings) -> dict[str, Part]:
-    """`rms_norm` and `silu_gate`: every dtype; see `_rows`."""
+    """`rms_norm` and `gate`: every dtype; see `_rows`."""
     return {f"rows {_name(dtype)}": partial(_rows, settings, dtype) for dtype in launch.POOL_DTYPES}
 
 
@@ -76,10 +76,14 @@ def _attention(settings: Settings, head_dim: int, dtype: torch.dtype, longest: i
         case = paged(lens, shape, settings.device, draw)
         window = None if number % 2 == 0 else draw.choice([1, 24, 100, 5000])
         scale, layer = head_dim**-0.5, number % 2
-        got = it.paged_attention(case.query, case.pool, layer, case.batch, scale, window)
-        share = error(got, formula(case, layer, scale, window), tolerance)
+        cap = draw.choice([2.0, 30.0]) if number % 3 == 1 else None
+        sinks = _random((heads,), settings, draw) * 4 if number % 4 in (1, 2) else None
+        softmax = (scale, window, cap, sinks)
+        got = it.paged_attention(case.query, case.pool, layer, case.batch, *softmax)
+        share = error(got, formula(case, layer, *softmax), tolerance)
         if not share <= 1:
-            raise Wrong(f"{share:.3g} of what is tolerated: {shape}, {window=}, {layer=}, {lens=}")
+            given = f"{shape}, {window=}, {cap=}, {sinks=}, {layer=}, {lens=}"
+            raise Wrong(f"{share:.3g} of what is tolerated: {given}")
         worst = max(worst, share)
     return {"cases": num_cases, "worst share of the tolerance": round(worst, 3)}
 
@@ -130,7 +134,7 @@ def _rows(settings: Settings, dtype: torch.dtype) -> Figures:
     for size in sizes:
         num_rows = draw.randint(1, 40)
         x, added = (_random((num_rows, size), settings, draw).mul_(3).to(dtype) for _ in range(2))
-        weight = _random((size,), settings, draw).to(dtype)
+        weight = _random((size,), settings, draw)
         total = x.clone()
         for what, got, rows in (
             ("norm", it.rms_norm(x, weight, 1e-5), x),
@@ -140,9 +144,19 @@ def _rows(settings: Settings, dtype: torch.dtype) -> Figures:
             want = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
             _near(got, want, dtype, f"{what} of {num_rows} rows of {size}")
         _same(total, x + added, f"the sum of {num_rows} rows of {size}")
-        want = x.double() * x.double().sigmoid() * added.double()
-        _near(it.silu_gate(torch.cat((x, added), 1)), want, dtype, f"gate of {num_rows} x {size}")
-    return {"cases": 3 * len(sizes)}
+        both, wide, up = torch.cat((x, added), 1), x.double(), added.double()
+        tanh = torch.tanh((2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3))
+        low = wide.clamp(max=0.5)
+        for activation, want in (
+            (SILU, wide * wide.sigmoid() * up),
+            (GELU_TANH, wide * (1 + tanh) / 2 * up),
+            (
+                Activation(1.7, 0.0, 0.5, 1.0),
+                low * (1.7 * low).sigmoid() * (up.clamp(-0.5, 0.5) + 1),
+            ),
+        ):
+            _near(it.gate(both, activation), want, dtype, f"gate of {num_rows} x {size}")
+    return {"cases": 4 * len(sizes)}
 
 
 def _near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, what: str) -> None:

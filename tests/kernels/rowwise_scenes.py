@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch.nn.functional import gelu, silu
 
+from kernels import GELU_TANH, SILU, Activation
+
+# As gpt-oss has it.
+CLAMPED = Activation(1.702, 0.0, limit=7.0, shift=1.0)
 EPS = 1e-5
 # One value; less than a warp; whole units, few and many; ragged ends; units left for a second turn.
 SIZES = [1, 7, 64, 576, 2056, 4097, 4104]
@@ -27,7 +32,7 @@ class Rowwise(Protocol):
         self, hidden: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor: ...
 
-    def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor: ...
 
 
 def check_all(serving: Rowwise, dtype: torch.dtype, size: int, device: str = "cpu") -> None:
@@ -44,7 +49,7 @@ def check_norm(
     # Rows of very different length: the mean of another would be seen, and eps is most of the last.
     hidden *= torch.logspace(1, -3, rows, device=device, dtype=dtype)[:, None]
     y[-1] *= 1e-3
-    weight = random((size,), dtype, 3, skip, device)
+    weight = random((size,), torch.float32, 3, skip, device)
     compare(serving.rms_norm(hidden, weight, EPS), normed(hidden, weight))
     added = (hidden.float() + y.float()).to(dtype)
     got = serving.add_rms_norm(hidden, y, weight, EPS)
@@ -58,7 +63,16 @@ def check_gate(
     gate_up = random((rows, 2 * size), dtype, 4, skip, device)
     gate_up[:, :size] *= 8
     gate, up = gate_up.double().chunk(2, dim=-1)
-    compare(serving.silu_gate(gate_up), torch.nn.functional.silu(gate) * up)
+    compare(serving.gate(gate_up, SILU), silu(gate) * up)
+    compare(serving.gate(gate_up, GELU_TANH), gelu(gate, approximate="tanh") * up)
+    gate_up[:, size:] *= 4
+    compare(serving.gate(gate_up, CLAMPED), clamped(*gate_up.double().chunk(2, dim=-1)))
+
+
+def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return the gate of `CLAMPED`."""
+    gate = gate.clamp(max=7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
 
 
 def random(

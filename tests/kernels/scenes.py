@@ -114,7 +114,22 @@ def sparse_pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def dense_attention(it: Scene, layer: int, scale: float, window: int | None) -> torch.Tensor:
+def sinks_of(it: Scene, seed: int = 0) -> torch.Tensor:
+    """Return [Hq] sinks: one that outweighs every key, one that weighs nothing, ordinary ones."""
+    sinks = torch.randn(it.query.shape[1], generator=torch.Generator().manual_seed(seed)) * 2
+    sinks[-1] = 9.0
+    sinks[: len(sinks) // 2] -= 200.0 * torch.arange(len(sinks) // 2)
+    return sinks
+
+
+def dense_attention(
+    it: Scene,
+    layer: int,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention as its formula has it, one query at a time, in float64."""
     out = torch.empty(it.query.shape, dtype=torch.float64)
     starts = it.batch.query_starts.tolist()
@@ -126,23 +141,40 @@ def dense_attention(it: Scene, layer: int, scale: float, window: int | None) -> 
             for head in range(it.query.shape[1]):
                 shared = head * kv.shape[2] // it.query.shape[1]
                 key, value = kv[layer, :, shared, first : position + 1].double()
-                weights = (key @ it.query[token, head].double() * scale).softmax(0)
+                scores = key @ it.query[token, head].double() * scale
+                if cap is not None:
+                    scores = cap * (scores / cap).tanh()
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1].double()))
+                weights = scores.softmax(0)[: len(key)]
                 out[token, head] = weights @ value
     return out
 
 
-def check(it: Scene, window: int | None, backend: Backend = reference) -> None:
+def check(
+    it: Scene,
+    window: int | None,
+    backend: Backend = reference,
+    *,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
     scale = it.query.shape[2] ** -0.5
     # The rounding of a score grows with the number of its products.
     tolerance = TOLERANCE[it.pool.dtype] * max(1.0, it.query.shape[2] / 64)
     for layer in (0, NUM_LAYERS - 1):
-        contract.check_attention(it.query, it.pool, layer, it.batch, window)
-        got = backend.paged_attention(it.query, it.pool, layer, it.batch, scale, window)
+        there = None if sinks is None else sinks.to(it.pool.device)
+        rest = (it.pool, layer, it.batch)
+        contract.check_attention(it.query, *rest, window, cap, there)
+        got = backend.paged_attention(it.query, *rest, scale, window, cap, there)
         assert got.dtype == it.query.dtype and got.shape == it.query.shape
-        want = dense_attention(it, layer, scale, window)
+        want = dense_attention(it, layer, scale, window, cap, sinks)
         # The mean of n values is about 1 / sqrt(n): a tolerance that is no share of a row's size
         # would let a long context lack keys.
         size = want.square().mean(-1, keepdim=True).sqrt()
+        # A sink may leave a row next to nothing: float16 has no digits for it, and its weights
+        # have none in float32.
+        size += max(torch.finfo(it.pool.dtype).tiny, 1e-30)
         one = torch.zeros_like(want)
         torch.testing.assert_close((got - want) / (want.abs() + size), one, rtol=0, atol=tolerance)
 

@@ -6,13 +6,14 @@ from functools import cache
 
 import pytest
 import torch
+from torch.nn.functional import gelu
 
 import kernels
-from kernels import KernelError, reference
+from kernels import GELU_TANH, SILU, KernelError, reference
 from kernels.contract import Backend
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
-from tests.kernels.scenes import Scene, check, check_moves, fresh, scene
+from tests.kernels.scenes import Scene, check, check_moves, fresh, scene, sinks_of
 from tests.kernels.shim.backend import Shim, why_not
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -118,6 +119,19 @@ def test_shared_heads_and_blocks(name: str, heads: int, kv_heads: int, block_siz
     check(to_device(it, name), None, serving)
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("window", [None, 24], ids=["all", "window"])
+@pytest.mark.parametrize("batch", ["chunks", "mixed", "split", "split prompts"])
+def test_sinks_and_caps(
+    name: str, shape: tuple[int, torch.dtype], batch: str, window: int | None
+) -> None:
+    head_dim, dtype = shape
+    serving = backend(name, head_dim, dtype)
+    it = scene(BATCHES[batch], head_dim=head_dim, dtype=dtype, num_heads=6)
+    for cap, sinks in ((None, sinks_of(it)), (3.0, sinks_of(it, 1))):
+        check(to_device(it, name), window, serving, cap=cap, sinks=sinks)
+
+
 @pytest.mark.parametrize("order", [0, 1])
 @pytest.mark.parametrize("late", [False, True])
 def test_any_order_of_threads_and_copies_gives_the_same(order: int, late: bool) -> None:
@@ -203,7 +217,7 @@ def test_rows(name: str, dtype: torch.dtype, size: int) -> None:
     serving, device = backend(name, 64, dtype), "cuda" if name == "cuda" else "cpu"
     generator = torch.Generator().manual_seed(size)
     x, added = (torch.randn(3, size, generator=generator).to(dtype) * 3 for _ in range(2))
-    weight = torch.randn(size, generator=generator).to(dtype)
+    weight = torch.randn(size, generator=generator)
     limit = {FP32: 1e-5, BF16: 1e-2, FP16: 2e-3}[dtype]
 
     def normed(rows: torch.Tensor) -> torch.Tensor:
@@ -220,5 +234,8 @@ def test_rows(name: str, dtype: torch.dtype, size: int) -> None:
     both[0, 0] = -300.0  # whose exponential overflows
     wide = both.double()
     want = wide[:, :size] * torch.sigmoid(wide[:, :size]) * wide[:, size:]
-    got = serving.silu_gate(both.to(device)).cpu()
+    got = serving.gate(both.to(device), SILU).cpu()
+    torch.testing.assert_close(got.double(), want, rtol=limit, atol=limit)
+    want = gelu(wide[:, :size], approximate="tanh") * wide[:, size:]
+    got = serving.gate(both.to(device), GELU_TANH).cpu()
     torch.testing.assert_close(got.double(), want, rtol=limit, atol=limit)

@@ -1,5 +1,6 @@
 """Arguments that do not fit are refused before anything is written; the import stays light."""
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import KernelError, PagedBatch, ShapeError
+from kernels import SILU, KernelError, PagedBatch, ShapeError
 
 NUM_BLOCKS, NUM_LAYERS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM = 4, 2, 2, 8, 6
 
@@ -94,6 +95,27 @@ def test_attention_refuses_what_does_not_fit(
         )
 
 
+@pytest.mark.parametrize(
+    ("cap", "sinks", "words"),
+    [
+        (0.0, None, "cap is 0.0"),
+        (-1.0, None, "cap is -1.0"),
+        (math.inf, None, "cap is inf"),
+        (math.nan, None, "cap is nan"),
+        (None, torch.ones(3), r"sinks are torch.float32 \[3\]"),
+        (None, torch.ones(4, 1), r"sinks are torch.float32 \[4, 1\]"),
+        (None, torch.ones(4).bfloat16(), "sinks are torch.bfloat16"),
+        (None, torch.ones(8)[::2], "in one run"),
+    ],
+)
+def test_attention_refuses_caps_and_sinks_that_are_none(
+    cap: float | None, sinks: torch.Tensor | None, words: str
+) -> None:
+    query = torch.ones(3, 4, 6)
+    with pytest.raises(ShapeError, match=words):
+        kernels.paged_attention(query, pool(), 0, batch(), scale=1.0, cap=cap, sinks=sinks)
+
+
 def test_a_tensor_that_is_no_pool_is_refused() -> None:
     with pytest.raises(ShapeError, match="pool"):
         kernels.append_kv(torch.zeros(4, 2, 3, 2, 8, 6), 0, torch.ones(3, 2, 2, 6), batch())
@@ -133,3 +155,33 @@ def test_a_segment_of_another_shape_is_refused() -> None:
     with pytest.raises(ShapeError, match="segment"):
         kernels.unpack_kv(target, [0], range(0, 1), range(0, 3), torch.ones(1, 2, 2, 4, 6))
     assert not target.any()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"x": (3, 9)}, "x, gate_up and down are"),
+        ({"gate_up": (5, 6, 8)}, "x, gate_up and down are"),
+        ({"shares": (3, 1)}, "not both"),
+        ({"experts": (4, 2), "shares": (4, 2)}, "T = 3"),
+    ],
+)
+def test_experts_of_other_shapes_are_refused(
+    wrong: dict[str, tuple[int, ...]], message: str
+) -> None:
+    shapes = {"x": (3, 8), "experts": (3, 2), "shares": (3, 2), "gate_up": (5, 12, 8)}
+    shapes |= {"down": (5, 8, 6)} | wrong
+    with pytest.raises(ShapeError, match=message):
+        tensors: dict[str, Any] = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        kernels.expert_mlp(**tensors, activation=SILU)
+
+
+@pytest.mark.parametrize("wrong", [((5, 12), (5, 9)), ((4, 12), (5, 8)), ((5, 6), (5, 8))])
+def test_biases_of_other_shapes_than_their_experts_are_refused(
+    wrong: tuple[tuple[int, int], tuple[int, int]],
+) -> None:
+    x, gate_up, down = torch.zeros(3, 8), torch.zeros(5, 12, 8), torch.zeros(5, 8, 6)
+    experts, shares = torch.zeros(3, 2), torch.zeros(3, 2)
+    biases = torch.zeros(wrong[0]), torch.zeros(wrong[1])
+    with pytest.raises(ShapeError, match="biases are"):
+        kernels.expert_mlp(x, experts, shares, gate_up, down, SILU, biases)

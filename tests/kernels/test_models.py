@@ -29,8 +29,12 @@ BLOCK_SIZE = 16
 CASES: dict[str, dict[str, Any]] = {
     "llama-float32": {"num_key_value_heads": 2},
     "mistral-float32": {"sliding_window": 12, "num_key_value_heads": 1},
+    "qwen3_moe-float32": {"num_key_value_heads": 2},
     "qwen3-bfloat16": {"head_dim": 64, "attention_bias": True},
     "mistral-float16": {"head_dim": 64, "sliding_window": 12},
+    "gemma3_text-bfloat16": {"head_dim": 64},
+    "gpt_oss-float32": {},
+    "gpt_oss-bfloat16": {"head_dim": 64},
 }
 # A wrong key or mask changes logits by about 1; rounding to 16 bits in two orders, by less.
 LIMITS = {"float32": 1e-4, "bfloat16": 8e-2, "float16": 1e-2}

@@ -58,6 +58,21 @@ ATTENTION = {
         "for (int part = 0; part < num_slots; part++) {",
         "for (int part = 0; part < num_slots - 1; part++) {",
     ),
+    "every head has the first sink": ("a.sinks[head] * LOG2_E", "a.sinks[0] * LOG2_E"),
+    "sinks are exponents of e": ("a.sinks[head] * LOG2_E", "a.sinks[head]"),
+    "the sink is of another row": (
+        "sink_of(a, kv_head * group + (first_row + row) % group)",
+        "sink_of(a, kv_head * group + row % group)",
+    ),
+    "every part counts the sink": ("sink = slot < 0 ? sink_of", "sink = true ? sink_of"),
+    "whole rows have no sink": ("sink = slot < 0 ? sink_of", "sink = false ? sink_of"),
+    "split rows have no sink": ("sink = sink_of(a, head);", "sink = MINUS_INFINITY;"),
+    "scores are capped before they are scaled": (
+        "seen ? capped(a, x * a.scale)",
+        "seen ? a.scale * capped(a, x)",
+    ),
+    "no cap": ("if (a.cap == 0) return score;", "return score;"),
+    "half the slope of a cap": ("power_of_two(2 * LOG2_E *", "power_of_two(LOG2_E *"),
     "offsets into the pool have 32 bits": (
         "return ((row << a.block_bits) + offset) * head_dim;",
         "return (u32)(((row << a.block_bits) + offset) * head_dim);",
@@ -107,8 +122,13 @@ ROWWISE = {
     ),
     "every second turn is left out": ("i += blockDim.x) {  //", "i += 2 * blockDim.x) {  //"),
     "one row a block": ("row += gridDim.y", "row += a.rows"),
+    "a gate has no limit": ("      if (x > a.limit) x = a.limit;", "     "),
+    "up has no limit": ("      if (factor > a.limit) factor = a.limit;\n", ""),
+    "up has one limit": ("      if (factor < -a.limit) factor = -a.limit;\n", ""),
+    "no shift": ("(factor + a.shift)", "factor"),
     "up is beside gate": ("gates[units + i]", "gates[i + 1]"),
-    "a sigmoid turned over": ("expf(-x)", "expf(x)"),
+    "a sigmoid turned over": ("expf(-x ", "expf(x "),
+    "no cube": (" + a.cubic * x * x", ""),
     "a gate too many": ("if (i >= units)", "if (i > units)"),
 }
 MUTATIONS = {
@@ -121,7 +141,7 @@ PROGRAMS = {
     "attention": """
 import sys, torch
 from kernels.cuda import launch
-from tests.kernels.scenes import check, scene
+from tests.kernels.scenes import check, scene, sinks_of
 from tests.kernels.shim.backend import Shim
 it = Shim({"attention": launch.attention_kernels(torch.bfloat16, 64)},
           texts={"attention": sys.stdin.read()})
@@ -131,6 +151,10 @@ for lens in (
 ):
     for window in (None, 24):
         check(scene(lens, head_dim=64, dtype=torch.bfloat16), window, it)
+    # Six heads share two: tiles of many rows begin at any of them.
+    made = scene(lens, num_heads=6, head_dim=64, dtype=torch.bfloat16)
+    for cap, sinks in ((None, sinks_of(made)), (3.0, None), (30.0, sinks_of(made, 1))):
+        check(made, None, it, cap=cap, sinks=sinks)
 check(scene([(40, 20), (70, 1)], head_dim=64, dtype=torch.bfloat16, is_far=True), None, it)
 check(scene([(700, 1), (700, 40)], head_dim=64, dtype=torch.bfloat16, first_key=8.0), None, it)
 """,

@@ -99,6 +99,6 @@ def test_rowwise_compiles(architecture: str, dtype: torch.dtype) -> None:
     check_resources(log, len(kernels))
     # Two blocks of 512 threads, at least, on the 65536 registers of a multiprocessor.
     assert max(int(count) for count in re.findall(r"Used (\d+) registers", log)) <= 64
-    # The wide norm reads x, y, x again and weight; the wide gate reads gate and up.
+    # The wide norm reads x, y, x again and the float32 weight; the wide gate reads gate and up.
     assert len(re.findall(rb"ld\.global\.v4\.", ptx)) >= 6
     assert len(re.findall(rb"st\.global\.v4\.", ptx)) == 3

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import silu
 
-from kernels import reference
+from kernels import SILU, reference
 from kernels.contract import Backend
 from kernels.cpu import backend as cpu
-from tests.kernels.scenes import NUM_LAYERS, TOLERANCE, check, scene
+from tests.kernels.scenes import NUM_LAYERS, TOLERANCE, check, scene, sinks_of
 
 pytestmark = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
 
@@ -57,6 +58,18 @@ def test_a_window_that_begins_beyond_the_keys_at_hand(backend: Backend, block_si
         check(it, window, backend)
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("head_dim", [6, 64])
+@pytest.mark.parametrize("window", [None, 9])
+def test_sinks_and_caps(
+    backend: Backend, window: int | None, head_dim: int, dtype: torch.dtype
+) -> None:
+    lens = [(1, 1), (33, 1), (40, 40), (150, 5)]
+    it = scene(lens, head_dim=head_dim, dtype=dtype, num_heads=6)
+    for cap, sinks in ((None, sinks_of(it)), (3.0, None)):
+        check(it, window, backend, cap=cap, sinks=sinks)
+
+
 @settings(max_examples=40)
 @given(
     lens=st.lists(
@@ -66,6 +79,7 @@ def test_a_window_that_begins_beyond_the_keys_at_hand(backend: Backend, block_si
     ),
     block_size=st.sampled_from([8, 16, 32]),
     window=st.none() | st.integers(1, 90),
+    has_sinks=st.booleans(),
     heads=st.sampled_from([(2, 1), (2, 2), (6, 2)]),
     seed=st.integers(0, 1000),
 )
@@ -74,6 +88,7 @@ def test_attention_equals_the_formula(
     lens: list[tuple[int, int]],
     block_size: int,
     window: int | None,
+    has_sinks: bool,
     heads: tuple[int, int],
     seed: int,
 ) -> None:
@@ -81,7 +96,7 @@ def test_attention_equals_the_formula(
     it = scene(
         lens, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size, seed=seed
     )
-    check(it, window, backend)
+    check(it, window, backend, sinks=sinks_of(it, seed) if has_sinks else None)
 
 
 def test_append_writes_its_slots_and_no_other(backend: Backend) -> None:
@@ -134,3 +149,53 @@ def test_packing_and_unpacking_convert(
     backend.unpack_kv(pool, [3, 0, 2], range(NUM_LAYERS), range(3, 21), segment)
     back = backend.pack_kv(pool, [3, 0, 2], range(NUM_LAYERS), range(3, 21), held)
     assert torch.equal(back, segment.to(held))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_a_token_is_the_sum_of_its_experts_shares(
+    backend: Backend, top_k: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(top_k)
+    x = torch.randn(40, 24, generator=generator).to(dtype)
+    gate_up = (torch.randn(9, 2 * 20, 24, generator=generator) / 5).to(dtype)
+    down = (torch.randn(9, 24, 20, generator=generator) / 4).to(dtype)
+    logits = torch.randn(40, 9, generator=generator)
+    logits[:, 4] = -torch.inf  # an expert that nobody goes to
+    experts, shares = backend.route(logits, top_k, is_normalized=True)
+    torch.testing.assert_close(shares.sum(dim=1), torch.ones(40))
+    want = torch.zeros(40, 24, dtype=torch.float64)
+    for token in range(40):
+        for expert, share in zip(experts[token].tolist(), shares[token].double(), strict=True):
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            want[token] += share * (down[expert].double() @ (silu(gate) * up))
+    got = backend.expert_mlp(x, experts, shares, gate_up, down, SILU)
+    assert got.dtype is dtype
+    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def test_experts_may_have_biases(backend: Backend) -> None:
+    generator = torch.Generator().manual_seed(4)
+    x, gate_up, down, *biases = (
+        torch.randn(shape, generator=generator)
+        for shape in ((20, 12), (5, 2 * 16, 12), (5, 12, 16), (5, 2 * 16), (5, 12))
+    )
+    experts, shares = backend.route(torch.randn(20, 5, generator=generator), 2, is_normalized=True)
+    want = torch.zeros(20, 12)
+    for token in range(20):
+        for expert, share in zip(experts[token].tolist(), shares[token], strict=True):
+            gate, up = (gate_up[expert] @ x[token] + biases[0][expert]).chunk(2)
+            want[token] += share * (down[expert] @ (silu(gate) * up) + biases[1][expert])
+    got = backend.expert_mlp(x, experts, shares, gate_up, down, SILU, (biases[0], biases[1]))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_shares_are_of_all_experts_or_of_the_chosen_ones(backend: Backend) -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    likely = logits.softmax(dim=1)[0]
+    experts, shares = backend.route(logits, 2, is_normalized=False)
+    assert experts.tolist() == [[1, 3]]
+    torch.testing.assert_close(shares[0], likely[[1, 3]])
+    _, shares = backend.route(logits, 2, is_normalized=True)
+    torch.testing.assert_close(shares[0], likely[[1, 3]] / likely[[1, 3]].sum())

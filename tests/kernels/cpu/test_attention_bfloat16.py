@@ -14,17 +14,20 @@ from kernels.cpu.program import Program
 from kernels.cpu.ways import Way
 from kernels.cpu.work_items import WorkItems
 from tests.kernels.cpu.paired import WAYS, holds_tiles
-from tests.kernels.scenes import Scene, scene
+from tests.kernels.scenes import Scene, scene, sinks_of
 
 
-def outputs(it: Scene, window: int | None, way: Way, num_threads: int = 0) -> torch.Tensor:
+def outputs(
+    it: Scene, window: int | None, way: Way, num_threads: int = 0, **softmax: Any
+) -> torch.Tensor:
     """Return what the operation gives for a step."""
     query = it.query.float().contiguous()
     out = torch.full(query.shape, torch.nan, dtype=torch.bfloat16)
     items = WorkItems(query.shape[1] // it.pool.shape[3])
     items.set(it.batch)
     scale = query.shape[2] ** -0.5
-    attention = attend(query, it.pool, 1, items, out, scale=scale, window=window, way=way)
+    softmax |= {"scale": scale, "window": window, "way": way}
+    attention = attend(query, it.pool, 1, items, out, **softmax)
     Program([items.plan(), attention]).run(num_threads)
     return out.float()
 
@@ -61,6 +64,19 @@ def test_outputs_are_those_of_float32_but_for_rounding(
     got, want = attended(LENS, window, way, **shape)
     # Weights and outputs are rounded once each, to 8 bits.
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("window", [None, 70])
+def test_sinks_and_caps(window: int | None, way: Way) -> None:
+    it = scene(LENS, dtype=torch.bfloat16, num_heads=6, head_dim=64)
+    factor = 64**-0.5 * math.log2(math.e)
+    query = (it.query.float() * factor).bfloat16().float() / factor
+    for cap, sinks in ((None, sinks_of(it)), (3.0, None), (30.0, sinks_of(it, 1))):
+        pool = it.pool.float()
+        want = reference.paged_attention(query, pool, 1, it.batch, 64**-0.5, window, cap, sinks)
+        got = outputs(it, window, way, cap=cap, sinks=sinks)
+        torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -9,7 +9,12 @@ from kernels.cpu.inputs import StepInputs
 from kernels.cpu.program import Program
 from worker.model.rope import Rope, inverse_frequencies, rotation_of
 
-FREQUENCIES = inverse_frequencies(Rope(head_dim=32, theta=10_000.0), torch.device("cpu"))
+FREQUENCIES = torch.stack(
+    [
+        inverse_frequencies(Rope(head_dim=32, theta=theta), torch.device("cpu"))
+        for theta in (10_000.0, 500_000.0)
+    ]
+)
 
 
 def ints(low: int, high: int, count: int) -> torch.Tensor:
@@ -28,8 +33,9 @@ def test_an_operation_made_once_follows_what_is_set(num_tokens: int, num_rows: i
         assert torch.equal(inputs.token_ids[:num_tokens], token_ids)
         assert torch.equal(inputs.slots[:num_tokens], slots)
         assert torch.equal(inputs.rows[:num_rows], rows)
-        rotation = rotation_of(positions, FREQUENCIES)
-        torch.testing.assert_close(inputs.rotation[:num_tokens], rotation, rtol=0, atol=2e-7)
+        for found, frequencies in zip(inputs.rotations, FREQUENCIES, strict=True):
+            rotation = rotation_of(positions, frequencies)
+            torch.testing.assert_close(found[:num_tokens], rotation, rtol=0, atol=2e-7)
 
 
 def test_what_was_set_lives_until_it_was_taken() -> None:

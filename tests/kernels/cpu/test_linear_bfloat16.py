@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
+from kernels import GELU_TANH
 from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.program import Program
 from kernels.cpu.ways import Way
@@ -77,6 +78,10 @@ def test_gate_and_up_in_one(is_biased: bool, way: Way) -> None:
         Program([packed.times_gated(inputs, out, bias=bias, way=way)]).run()
         gate, up = product(x, PairedWeight(weight), way, bias=bias).chunk(2, dim=1)
         torch.testing.assert_close(out.float(), silu(gate) * up, rtol=2**-7.9, atol=1e-6)
+        gelus = PairedWeight.inputs(rows, 80)
+        Program([packed.times_gated(inputs, gelus, bias=bias, way=way, activation=GELU_TANH)]).run()
+        want = gelu(gate.double(), approximate="tanh") * up
+        torch.testing.assert_close(gelus.double(), want, rtol=2**-7.9, atol=1e-6)
         for row in range(0, rows, 7):
             alone = PairedWeight.inputs(1, 80)
             gated = packed.times_gated(inputs[row : row + 1], alone, bias=bias, way=way)

@@ -108,7 +108,7 @@ def note_next(a: Weights, _thread: int) -> None:
         ints_at(a.heard)[2 * a.operation + 1] = a.next_odd
 
 
-def test_each_operation_with_weights_hears_of_those_that_come_next() -> None:
+def test_operations_hear_of_the_weights_that_come_next() -> None:
     heard = np.zeros((4, 2), np.int32)
     weights = ((7, 70), None, (8, 80), (9, 90))
     Program(
@@ -117,4 +117,4 @@ def test_each_operation_with_weights_hears_of_those_that_come_next() -> None:
             for index, own in enumerate(weights)
         ]
     ).run()
-    assert heard.tolist() == [[8, 80], [0, 0], [9, 90], [7, 70]], "the last: of the next run"
+    assert heard.tolist() == [[8, 80], [8, 80], [9, 90], [7, 70]], "the last: of the next run"

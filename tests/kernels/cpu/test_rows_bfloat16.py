@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from numba import njit
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
+from kernels import GELU_TANH, SILU, Activation
 from kernels.cpu import rows_bfloat16
 from kernels.cpu.rows_bfloat16 import LONG_TILE, ROWS
+from tests.kernels.rowwise_scenes import CLAMPED, clamped
 
 
 @njit
@@ -84,13 +87,25 @@ def test_rows_are_shortened() -> None:
         assert not out[size:].any()
 
 
-def test_gated_pairs() -> None:
+@pytest.mark.parametrize(
+    ("activation", "want"),
+    [
+        (SILU, lambda gate, up: silu(gate) * up),
+        (GELU_TANH, lambda gate, up: gelu(gate, approximate="tanh") * up),
+        (CLAMPED, clamped),
+    ],
+)
+def test_gated_pairs(activation: Activation, want: Callable[..., torch.Tensor]) -> None:
     @njit
     def call(*arguments):  # type: ignore[no-untyped-def]
         rows_bfloat16.gate_pair(*arguments)
 
     far = torch.tensor([-1e4, -200.0, -90.0, -0.0, 0.0, 90.0, 200.0, 1e4] * 2)
     for gate in (far, *torch.randn(50, 16) * 5):
-        up, out = torch.randn(16), torch.empty(16, dtype=torch.bfloat16)
-        call(gate.data_ptr(), up.data_ptr(), out.data_ptr())
-        torch.testing.assert_close(out.float(), silu(gate) * up, rtol=2**-7.9, atol=1e-30)
+        up, out = torch.randn(16) * 4, torch.empty(16, dtype=torch.bfloat16)
+        addresses = gate.data_ptr(), up.data_ptr(), out.data_ptr()
+        call(*addresses, *(np.float32(number) for number in activation))
+        gated = want(gate.double(), up.double()).float()
+        # 1 + tanh is no better than this.
+        least = 1e-30 if activation is SILU else 1e-14
+        torch.testing.assert_close(out.float(), gated, rtol=2**-7.9, atol=least)

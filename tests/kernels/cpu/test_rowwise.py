@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import gelu, rms_norm, silu
 
+from kernels import GELU_TANH, SILU, Activation
 from kernels.cpu import rowwise
 from kernels.cpu.linear import PackedWeight
 from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.linear_int8 import Int8Weight
 from kernels.cpu.program import Program
 from kernels.cpu.rows_int8 import to_planes
+from tests.kernels.rowwise_scenes import CLAMPED, clamped
 
 ROWS = [0, 1, 3, 8, 70]
 
@@ -22,9 +24,9 @@ def normed(x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor | None = No
     return out
 
 
-def gated(gate_up: torch.Tensor) -> torch.Tensor:
+def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     out = torch.full((len(gate_up), gate_up.shape[1] // 2), torch.nan)
-    Program([rowwise.silu_gate(gate_up, out)]).run()
+    Program([rowwise.gate(gate_up, out, activation)]).run()
     return out
 
 
@@ -42,12 +44,19 @@ def test_norm_of_some_rows() -> None:
     assert torch.equal(normed(x, weight, rows), normed(x, weight)[rows.long()])
 
 
+def test_a_norm_may_be_added_to_what_is_there() -> None:
+    x, weight, out = torch.randn(9, 33), torch.randn(33), torch.randn(9, 33)
+    want = out + normed(x, weight)
+    Program([rowwise.norm(x, weight, 1e-6, out, is_added=True)]).run()
+    torch.testing.assert_close(out, want)
+
+
 def test_no_row_is_written_but_those_that_are_asked_for() -> None:
     x, weight, out = torch.randn(80, 2 * 64), torch.randn(2 * 64), torch.full((80, 128), 7.0)
     halves, token_ids = torch.full((80, 64), 7.0), torch.arange(80, dtype=torch.int32)
     Program(
         [
-            rowwise.silu_gate(x[:70], halves[:70]),
+            rowwise.gate(x[:70], halves[:70], SILU),
             rowwise.norm(x[:70], weight, 1e-6, out[:70]),
             rowwise.embed(token_ids[:70], x, out[:70]),
         ]
@@ -76,12 +85,24 @@ def test_what_products_read_as_planes_is_made_of_the_same_numbers() -> None:
 def test_gate(rows: int) -> None:
     gate_up = torch.randn(rows, 2 * 100) * 5
     gate, up = gate_up.chunk(2, dim=-1)
-    torch.testing.assert_close(gated(gate_up), silu(gate) * up, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gated(gate_up, SILU), silu(gate) * up, rtol=1e-5, atol=1e-6)
+    want = (gelu(gate.double(), approximate="tanh") * up).float()
+    torch.testing.assert_close(gated(gate_up, GELU_TANH), want, rtol=1e-5, atol=1e-6)
+    want = clamped(gate * 2, up * 2)
+    torch.testing.assert_close(gated(gate_up * 2, CLAMPED), want, rtol=1e-5, atol=1e-6)
 
 
-def test_gate_of_values_whose_exponential_overflows() -> None:
+def test_a_limit_leaves_nan_what_it_is() -> None:
+    gate_up = torch.ones(3, 2 * 20)
+    gate_up[0, 0] = gate_up[-1, -1] = torch.nan
+    got = gated(gate_up, CLAMPED)
+    assert got[0, 0].isnan() and got[-1, -1].isnan() and got.isnan().sum() == 2
+
+
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+def test_gate_of_values_whose_exponential_overflows(activation: Activation) -> None:
     gate = torch.tensor([[-1e4, -200.0, -90.0, -0.0, 0.0, 90.0, 200.0, 1e4]])
-    got = gated(torch.cat((gate, torch.ones_like(gate)), dim=1))
+    got = gated(torch.cat((gate, torch.ones_like(gate)), dim=1), activation)
     torch.testing.assert_close(got, gate.clamp(min=0), atol=1e-30, rtol=1e-6)
 
 
@@ -94,8 +115,9 @@ def test_embeddings_are_looked_up(
     token_ids = torch.tensor([0, 49, 16, 15, 16], dtype=torch.int32)
     out = torch.full((5, 12), torch.nan)
     table = weight if packed is None else packed(weight)
-    Program([rowwise.embed(token_ids, table, out)]).run()
-    assert torch.equal(out, weight[token_ids.long()].float())
+    for factor in (1.0, 3.5):
+        Program([rowwise.embed(token_ids, table, out, factor)]).run()
+        assert torch.equal(out, weight[token_ids.long()].float() * factor)
 
 
 def test_embeddings_of_int8_are_multiples_of_their_scale() -> None:

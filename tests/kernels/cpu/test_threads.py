@@ -91,7 +91,7 @@ row_at = records_at(Row)
 
 
 def _take_chunk_at(address: int, total: int, num_threads: int, thread: int) -> tuple[int, int]:
-    return take_chunk(row_at(address), total, num_threads, thread)
+    return take_chunk(row_at(address), total, total, num_threads, thread)
 
 
 call_take_chunk: Callable[[int, int, int, int], tuple[int, int]] = njit(_take_chunk_at)
@@ -102,7 +102,7 @@ def taken(total: int, num_threads: int, order: list[int]) -> Taken:
     row = record_of(Row())
     chunks = []
     for thread in [*order, *[0] * total]:
-        expected = next_chunk(int(row["taken"][0]), total, num_threads, thread)
+        expected = next_chunk(int(row["taken"][0]), total, total, num_threads, thread)
         assert call_take_chunk(row.ctypes.data, total, num_threads, thread) == expected
         if expected[1]:
             chunks.append((thread, *expected))

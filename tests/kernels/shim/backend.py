@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from kernels import reference
-from kernels.contract import PagedBatch
+from kernels.contract import Activation, PagedBatch
 from kernels.cuda import launch
 from kernels.cuda.launch import Launch
 
@@ -57,7 +57,7 @@ def why_not() -> str | None:
 def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None) -> ctypes.CDLL:
     """Compile instantiations of one file of csrc/, or of `text` in its place."""
     text = text or (CSRC / f"{source}.cu").read_text()
-    struct = {"append": "Append", "move": "Move", "rms_norm": "Norm", "silu_gate": "Gate"}
+    struct = {"append": "Append", "move": "Move", "rms_norm": "Norm", "gate": "Gate"}
     entries = "".join(
         f'extern "C" void run{number}(unsigned x, unsigned y, int threads, size_t bytes, '
         f"int order, int seed, int late, const void* a) {{\n"
@@ -120,6 +120,7 @@ class Shim:
 
     check_pool = staticmethod(launch.check_pool)
     argmax, sample = staticmethod(reference.argmax), staticmethod(reference.sample)
+    route, expert_mlp = staticmethod(reference.route), staticmethod(reference.expert_mlp)
 
     def append_kv(
         self,
@@ -139,6 +140,8 @@ class Shim:
         batch: PagedBatch,
         scale: float,
         window: int | None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         whole, out = between_margins(query.shape, query.dtype)
         out.fill_(float("nan"))
@@ -151,6 +154,8 @@ class Shim:
                 out,
                 scale=scale,
                 window=window,
+                cap=cap,
+                sinks=sinks,
                 wanted_blocks=WANTED_BLOCKS,
             )
         )
@@ -192,10 +197,10 @@ class Shim:
         self.run(launch.norm(x, weight, eps, out, added))
         return checked(whole, out)
 
-    def silu_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         whole, out = between_margins(shape, gate_up.dtype)
-        self.run(launch.gate(gate_up, out, wanted_blocks=WANTED_BLOCKS))
+        self.run(launch.gate(gate_up, out, activation, wanted_blocks=WANTED_BLOCKS))
         return checked(whole, out)
 
     def run(self, launches: list[Launch]) -> None:

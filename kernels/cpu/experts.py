@@ -1,0 +1,258 @@
+"""Which experts each token goes to, its row to where theirs lie together, and what comes back.
+
+Rows are put in the order of their experts, so that the tokens of a step that one expert is given
+are one product (`kernels.cpu.groups`).  Between them nothing is added up across tokens, and what
+comes back is added in the order of the token's own scores: its company changes no bit of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.cpu.groups import Groups, table_at
+from kernels.cpu.intrinsics import bytes_at, exp2, floats_at, ints_at, longs_at
+from kernels.cpu.program import Operation
+from kernels.cpu.tasks import allocate, give_back, inner
+from kernels.cpu.threads import rows_at_a_time, take
+
+_LOG2_E = np.float32(1.4426950408889634)
+
+
+class Routes:
+    """Where the tokens of a step go: each to `top_k` of `num_experts`, its rows by score.
+
+    Attributes:
+        experts: [T, top_k] int32 those of each token, that with the highest score first.
+        shares: [T, top_k] float32 how much each counts.
+        places: [T, top_k] int32 which row is the token's for that expert.
+        groups: The rows that meet each expert.
+    """
+
+    def __init__(self, num_tokens: int, num_experts: int, top_k: int) -> None:
+        assert 0 < top_k <= num_experts
+        self.num_experts, self.top_k = num_experts, top_k
+        self.experts = torch.zeros(num_tokens, top_k, dtype=torch.int32)
+        self.shares = torch.zeros(num_tokens, top_k)
+        self.places = torch.zeros(num_tokens, top_k, dtype=torch.int32)
+        self.groups = Groups(num_tokens * top_k, num_experts)
+
+    def choose(self, logits: torch.Tensor, *, is_normalized: bool) -> list[Operation]:
+        """Route by the softmax of the logits; `is_normalized`: a token's shares add up to 1.
+
+        Args:
+            logits: [T, num_experts or more] float32, contiguous.
+        """
+        assert logits.shape[1] >= self.num_experts and len(logits) == len(self.experts)
+        chosen = _ChooseArguments(
+            num_rows=len(logits),
+            at_a_time=rows_at_a_time(len(logits)),
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            logits=logits.data_ptr(),
+            stride=logits.shape[1] * 4,
+            is_normalized=is_normalized,
+            experts=self.experts.data_ptr(),
+            shares=self.shares.data_ptr(),
+        )
+        grouped = _GroupArguments(
+            num_pairs=self.experts.numel(),
+            num_experts=self.num_experts,
+            experts=self.experts.data_ptr(),
+            places=self.places.data_ptr(),
+            groups=self.groups.address,
+        )
+        kept = (logits, self)
+        return [Operation(_choose, chosen, kept), Operation(_group, grouped, kept)]
+
+    def spread(self, x: torch.Tensor, out: torch.Tensor) -> Operation:
+        """Copy each row of x to where its experts look for it.
+
+        Args:
+            x: [T, ...] what any product takes.
+            out: [T * top_k, ...] of the same kind.
+        """
+        assert x.dtype == out.dtype and x.shape[1] == out.shape[1] and x.stride(0) == out.stride(0)
+        assert len(out) == self.places.numel() == len(x) * self.top_k
+        arguments = _SpreadArguments(
+            num_rows=len(x),
+            at_a_time=rows_at_a_time(len(x)),
+            top_k=self.top_k,
+            places=self.places.data_ptr(),
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            stride=x.stride(0) * x.itemsize,
+            size=x.shape[1] * x.itemsize,
+        )
+        return Operation(_spread, arguments, (x, out, self))
+
+    def gather(self, rows: torch.Tensor, out: torch.Tensor) -> Operation:
+        """Add to out what a token's experts made of it, as much of each as its share.
+
+        Args:
+            rows: [T * top_k, K] float32, contiguous.
+            out: [T, K] likewise.
+        """
+        assert rows.shape == (self.places.numel(), out.shape[1])
+        arguments = _GatherArguments(
+            num_rows=len(out),
+            at_a_time=rows_at_a_time(len(out)),
+            top_k=self.top_k,
+            places=self.places.data_ptr(),
+            shares=self.shares.data_ptr(),
+            rows=rows.data_ptr(),
+            out=out.data_ptr(),
+            size=out.shape[1],
+        )
+        return Operation(_gather, arguments, (rows, out, self))
+
+
+class _ChooseArguments(NamedTuple):
+    num_rows: int
+    at_a_time: int
+    num_experts: int
+    top_k: int
+    logits: int
+    stride: int
+    is_normalized: bool
+    experts: int
+    shares: int
+    taken: int = 0
+
+
+def _choose(a: _ChooseArguments, _thread: int) -> None:
+    weights = allocate(a.num_experts * 4)
+    while True:
+        first = take(a, a.at_a_time)
+        if first >= a.num_rows:
+            break
+        for row in range(first, min(first + a.at_a_time, a.num_rows)):
+            _choose_row(a, row, weights)
+    give_back(weights)
+
+
+@inner
+def _choose_row(a: _ChooseArguments, row: int, scratch: int) -> None:
+    logits, weights = floats_at(a.logits + row * a.stride), floats_at(scratch)
+    experts, shares = ints_at(a.experts), floats_at(a.shares)
+    highest = logits[0]
+    for i in range(1, a.num_experts):
+        highest = logits[i] if logits[i] > highest else highest
+    total = np.float32(0)
+    for i in range(a.num_experts):
+        weights[i] = exp2((logits[i] - highest) * _LOG2_E)
+        total += weights[i]
+    chosen_total = np.float32(0)
+    first = row * a.top_k
+    for j in range(first, first + a.top_k):
+        # The first of equal ones.  Of a row of NaN, any: its numbers are NaN with each.
+        best, weight = 0, np.float32(-1)
+        for i in range(a.num_experts):
+            if weights[i] > weight:
+                best, weight = i, weights[i]
+        experts[j], shares[j] = best, weights[best]
+        chosen_total += weights[best]
+        weights[best] = np.float32(-1)
+    scale = np.float32(1) / (chosen_total if a.is_normalized else total)
+    for j in range(first, first + a.top_k):
+        shares[j] *= scale
+
+
+class _GroupArguments(NamedTuple):
+    num_pairs: int
+    num_experts: int
+    experts: int
+    places: int
+    groups: int
+    taken: int = 0
+
+
+def _group(a: _GroupArguments, _thread: int) -> None:
+    """Number the rows by expert, then by token; one thread does it all."""
+    if take(a, 1) > 0:
+        return
+    table = table_at(a.groups)
+    experts, places = ints_at(a.experts), ints_at(a.places)
+    memory = allocate(a.num_experts * 8)
+    following = longs_at(memory)
+    for i in range(a.num_experts):
+        following[i] = 0
+    for pair in range(a.num_pairs):
+        following[experts[pair]] += 1
+    _write_groups(table, following, a.num_experts)
+    for pair in range(a.num_pairs):
+        expert = experts[pair]
+        places[pair] = following[expert]
+        following[expert] += 1
+    give_back(memory)
+
+
+@inner
+def _write_groups(table: Any, following: Any, num_experts: int) -> None:
+    """Write a group for each expert that has rows, and to `following`, their numbers, the first."""
+    matrices, starts = ints_at(table.matrices), ints_at(table.starts)
+    groups, start = 0, 0
+    for i in range(num_experts):
+        count = following[i]
+        following[i] = start
+        if count:
+            matrices[groups], starts[groups] = i, start
+            groups += 1
+            start += count
+    starts[groups] = start
+    table.num_groups = groups
+
+
+class _SpreadArguments(NamedTuple):
+    num_rows: int
+    at_a_time: int
+    top_k: int
+    places: int
+    x: int
+    out: int
+    stride: int
+    size: int
+    taken: int = 0
+
+
+def _spread(a: _SpreadArguments, _thread: int) -> None:
+    places = ints_at(a.places)
+    while True:
+        first = take(a, a.at_a_time)
+        if first >= a.num_rows:
+            return
+        for row in range(first, min(first + a.at_a_time, a.num_rows)):
+            x = bytes_at(a.x + row * a.stride)
+            for j in range(row * a.top_k, (row + 1) * a.top_k):
+                out = bytes_at(a.out + places[j] * a.stride)
+                for i in range(a.size):
+                    out[i] = x[i]
+
+
+class _GatherArguments(NamedTuple):
+    num_rows: int
+    at_a_time: int
+    top_k: int
+    places: int
+    shares: int
+    rows: int
+    out: int
+    size: int
+    taken: int = 0
+
+
+def _gather(a: _GatherArguments, _thread: int) -> None:
+    places, shares = ints_at(a.places), floats_at(a.shares)
+    size = a.size
+    while True:
+        first = take(a, a.at_a_time)
+        if first >= a.num_rows:
+            return
+        for row in range(first, min(first + a.at_a_time, a.num_rows)):
+            out = floats_at(a.out + row * size * 4)
+            for j in range(row * a.top_k, (row + 1) * a.top_k):
+                share, made = shares[j], floats_at(a.rows + places[j] * size * 4)
+                for i in range(size):
+                    out[i] += share * made[i]
