@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from scripts.models.make_model import make_model
+from scripts.models.make_model import ARCHITECTURES, make_model
 from tests.worker.engine.hashed import run, text
 from wire.options import Options
 from worker.engine.draft_model import ModelDrafter
@@ -19,7 +19,6 @@ from worker.engine.sequence import Sequence
 from worker.engine.speculation import Drafter
 from worker.executor.torch import TorchExecutor
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 GREEDY = Options(ignore_eos=True)
 SAMPLED = Options(ignore_eos=True, temperature=0.7, top_p=0.95, seed=5)
 NUM_TOKENS = 20
@@ -32,7 +31,7 @@ class Model(NamedTuple):
     settings: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "int8"])
+@pytest.fixture(scope="module", params=[*ARCHITECTURES, "int8"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     directory = tmp_path_factory.mktemp(request.param)
     if request.param == "int8":

@@ -20,7 +20,16 @@ from wire.errors import ErrorCode, WireError
 # The directory shipped inside the package `wire`; `--model demo`.
 DEMO: Final = Path(__file__).parent.with_name("demo")
 # The `model_type`s of config.json that the transformer of `worker` computes.
-FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES: Final = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gpt_oss",
+    "gemma3_text",
+    "gemma3",
+)
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 # Small files that need not be there; those that are must be whole.
@@ -80,7 +89,7 @@ def vocab_size(directory: Path) -> int | None:
         ModelError: It says nonsense, or is not whole.
     """
     path = directory / "config.json"
-    size = read_json(path).get("vocab_size") if path.is_file() else None
+    size = text_keys(read_json(path)).get("vocab_size") if path.is_file() else None
     if size is not None and not (type(size) is int and size >= 1):
         raise ModelError(f"{path}: vocab_size is {repr(size)[:100]}, not a whole number from 1")
     return size
@@ -120,6 +129,18 @@ def check_family(name: object) -> str:
         families = ", ".join(FAMILIES)
         raise ModelError(f"model_type is {repr(name)[:100]}, not one of {families}")
     return name
+
+
+def text_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a config.json says of text: of a multimodal model also within `text_config`.
+
+    Raises:
+        ModelError: That is no object.
+    """
+    text = config.get("text_config", {})
+    if not isinstance(text, dict):
+        raise ModelError(f"text_config is {repr(text)[:100]}, not an object")
+    return {**config, **text}
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

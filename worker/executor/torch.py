@@ -245,8 +245,15 @@ def _capabilities(model: Model, layout: KVLayout) -> Capabilities:
     kinds = {Attention.PAGED, Attention.of(config.num_heads, config.num_kv_heads)}
     if any(config.windows):
         kinds.add(Attention.SLIDING_WINDOW)
-    # The widest point of a layer: the residual, its norm, and gate, up and their product.
-    width = 2 * config.hidden_size + 3 * config.intermediate_size
+    # The widest point of a layer: the residual, its norm, and gate, up and their product; of each
+    # expert that a token goes to what it reads and makes as well.
+    hidden = config.hidden_size
+    width = 2 * hidden + max(
+        3 * config.intermediate_size
+        if it.experts is None
+        else it.experts.top_k * (2 * hidden + 3 * it.experts.intermediate_size)
+        for it in config.layers
+    )
     return Capabilities(
         memory=MemoryRequirements(
             parameter_bytes=model.parameter_bytes,

@@ -7,7 +7,7 @@ time it runs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,18 +19,24 @@ from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.linear_int8 import MAX_INPUTS, Int8Weight
 from kernels.cpu.program import Operation, Program
 from kernels.cpu.rotary import rotate_and_append
-from kernels.cpu.rows_int8 import to_planes
-from kernels.cpu.rowwise import embed, norm, silu_gate
+from kernels.cpu.rowwise import embed, norm
 from kernels.cpu.simd import PANEL
 from kernels.cpu.ways import Way, best_way
 from kernels.cpu.work_items import WorkItems
 from worker.model.config import ModelConfig
 from worker.model.device import arithmetic_of
+from worker.model.packed import (
+    ExpertRoom,
+    Packed,
+    PackedExperts,
+    PackedMLP,
+    Projection,
+    bytes_of,
+    gated_rows,
+)
 from worker.model.rope import inverse_frequencies
-from worker.model.weights import Layer, Linear, Weights
+from worker.model.weights import ExpertMLP, Layer, Weights
 
-Weight = PackedWeight | PairedWeight | Int8Weight
-Packed = type[PackedWeight] | type[PairedWeight] | type[Int8Weight]
 # Programs that are kept: decode steps have few numbers of tokens, prompts have any.
 MAX_PROGRAMS = 64
 
@@ -59,16 +65,20 @@ class CompiledTransformer:
         in_floats = PairedWeight if dtype is torch.bfloat16 else PackedWeight
         self._packed: Packed = Int8Weight if in_int8 else in_floats
         self._layers = [_PackedLayer.of(layer, self._packed) for layer in weights.release_layers()]
-        self._norm = weights.norm.float()
+        self._norm = weights.norm
         self._head = self._packed(weights.head)
         # The panels hold the embeddings too where the two are one.
         self._embedding = self._head if config.tied_embeddings else weights.embed
-        self._frequencies = inverse_frequencies(config.rope, self.device)
+        # Rounded as models were trained with it.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self._frequencies = {
+            layer.rope: inverse_frequencies(layer.rope, self.device) for layer in config.layers
+        }
         self._items = WorkItems(config.num_heads // config.num_kv_heads)
         self._dtype = dtype
         self._buffers = _Buffers(config, 0, self._packed, dtype)
         self.parameter_bytes = self._int8_bytes() if in_int8 else weights.parameter_bytes
-        self._inputs = StepInputs(0, self._frequencies)
+        self._inputs = self._inputs_for(0)
         self._logits = torch.empty(0, self._head.num_columns)
         self._pool: torch.Tensor | None = None
         self._programs: OrderedDict[tuple[int, int], Program] = OrderedDict()
@@ -89,8 +99,9 @@ class CompiledTransformer:
         In bfloat16 and `in_int8` gate and up are so each by itself.  `kept` is what weights and KV
         are kept in.
         """
-        inner = config.intermediate_size * (1 if in_int8 or dtype is torch.bfloat16 else 2)
-        widths = (config.head_dim, config.hidden_size, inner)
+        factor = 1 if in_int8 or dtype is torch.bfloat16 else 2
+        inner = (size * factor for size in config.intermediate_sizes)
+        widths = (config.head_dim, config.hidden_size, *inner)
         if in_int8 and max(*widths, config.num_heads * config.head_dim) > MAX_INPUTS:
             return False
         return not any(width % PANEL for width in widths) and all(it in ELEMENTS for it in kept)
@@ -114,8 +125,8 @@ class CompiledTransformer:
     def _int8_bytes(self) -> int:
         """Return what the model takes once its matrices are int8."""
         parts = {self._norm, self._head, self._embedding}  # the last two may be one
-        return sum(map(_bytes_of, parts)) + sum(
-            _bytes_of(part) for layer in self._layers for part in layer
+        return sum(map(bytes_of, parts)) + sum(
+            bytes_of(part) for layer in self._layers for part in layer
         )
 
     def _program(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> Program:
@@ -137,41 +148,50 @@ class CompiledTransformer:
         if num_tokens > self._buffers.num_tokens:
             self._programs.clear()
             self._buffers = _Buffers(self.config, num_tokens, self._packed, self._dtype)
-            self._inputs = StepInputs(num_tokens, self._frequencies)
+            self._inputs = self._inputs_for(num_tokens)
         if num_rows > len(self._logits):
             self._programs.clear()
             # In powers of two, as sequences come one by one.  Not allocated anew in each step: 32
             # rows of a large vocabulary are a thousand pages that the system would have to clear.
             self._logits = torch.empty(1 << (num_rows - 1).bit_length(), self._head.num_columns)
 
+    def _inputs_for(self, num_tokens: int) -> StepInputs:
+        return StepInputs(num_tokens, torch.stack([*self._frequencies.values()]))
+
     def _operations(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> list[Operation]:
         """Return the operations from token ids to logits."""
         config, buffers, inputs = self.config, self._buffers, self._inputs
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         heads, attended = buffers.heads[:num_tokens], buffers.attended[:num_tokens]
-        gate_up, gated = buffers.gate_up[:num_tokens], buffers.gated[:num_tokens]
-        planes = buffers.planes[:num_tokens]
+        planes, added = buffers.planes[:num_tokens], buffers.added[:num_tokens]
         projected = heads.flatten(1)
         by_head = attended.view(num_tokens, config.num_heads, config.head_dim)
-        slots, rotation = inputs.slots[:num_tokens], inputs.rotation[:num_tokens]
-        eps, scale = config.norm_eps, config.head_dim**-0.5
+        slots = inputs.slots[:num_tokens]
+        rotations = {
+            rope: rotation[:num_tokens]
+            for rope, rotation in zip(self._frequencies, inputs.rotations, strict=True)
+        }
+        eps = config.norm_eps
         program = [
             self._items.plan(),
             inputs.load(num_tokens, num_rows),
-            embed(inputs.token_ids[:num_tokens], self._embedding, hidden),
+            embed(inputs.token_ids[:num_tokens], self._embedding, hidden, self._embedding_scale),
         ]
-        for index, layer in enumerate(self._layers):
-            window = config.windows[index]
-            query = heads[:, : config.num_heads]
+        for index, (layer, own) in enumerate(zip(self._layers, config.layers, strict=True)):
+            rotation, window = rotations[own.rope], own.window
+            scale = config.attention_scale * own.rope.score_factor
+            query, items = heads[:, : config.num_heads], self._items
+            attention = attend(
+                query, pool, index, items, by_head, scale=scale, window=window, sinks=layer.sinks
+            )
             program += [
                 norm(hidden, layer.attention_norm, eps, normed),
                 layer.qkv.of(normed, projected),
                 rotate_and_append(heads, rotation, pool, index, slots, layer.qk_norm, eps),
-                attend(query, pool, index, self._items, by_head, scale=scale, window=window),
-                *layer.o.added(attended, hidden, planes),
+                attention,
+                *layer.o.added(attended, hidden, planes, added, eps),
                 norm(hidden, layer.mlp_norm, eps, normed),
-                *layer.gate_up.gated(normed, gate_up, gated),
-                *layer.down.added(gated, hidden, planes),
+                *self._feed_forward(layer, num_tokens),
             ]
         last = buffers.normed[:num_rows]
         return [
@@ -180,58 +200,44 @@ class CompiledTransformer:
             self._head.times(last, self._logits[:num_rows]),
         ]
 
-
-class _Projection(NamedTuple):
-    weight: Weight
-    bias: torch.Tensor | None
-
-    @classmethod
-    def packed(cls, matrix: Linear, packed: Packed, *, is_gated: bool = False) -> _Projection:
-        bias = None if matrix.bias is None else matrix.bias.float()
-        if is_gated and not issubclass(packed, PackedWeight):
-            return cls(packed(matrix.weight, is_gated=True), bias)
-        return cls(packed(matrix.weight), bias)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(_bytes_of, self))
-
-    def of(self, x: torch.Tensor, y: torch.Tensor) -> Operation:
-        return self.weight.times(x, y, bias=self.bias)
-
-    def added(self, x: torch.Tensor, y: torch.Tensor, planes: torch.Tensor) -> list[Operation]:
-        """Make y += x W^T + b; `planes` is room for x as int8 weights take it."""
-        if isinstance(self.weight, Int8Weight):
-            times = self.weight.times(planes, y, bias=self.bias, is_added=True)
-            return [to_planes(x, planes), times]
-        return [self.weight.times(x, y, bias=self.bias, is_added=True)]
-
-    def gated(self, x: torch.Tensor, wide: torch.Tensor, y: torch.Tensor) -> list[Operation]:
-        """Make y = silu(gate) * up; `wide` is room for both."""
-        if isinstance(self.weight, PackedWeight):
-            return [self.of(x, wide), silu_gate(wide, y)]
-        return [self.weight.times_gated(x, y, bias=self.bias)]
+    def _feed_forward(self, layer: _PackedLayer, num_tokens: int) -> list[Operation]:
+        """Return the operations from normalized rows to what is added to `hidden`."""
+        config, buffers, mlp = self.config, self._buffers, layer.mlp
+        hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
+        if isinstance(mlp, PackedExperts):
+            room, exact_norm = buffers.experts[mlp.config], None
+            if self._packed is not PackedWeight:
+                exact_norm = norm(hidden, layer.mlp_norm, config.norm_eps, room.exact[:num_tokens])
+            return mlp.added(hidden, normed, exact_norm, room, config.activation)
+        wide, gated = buffers.gate_up[:num_tokens], buffers.gated[:num_tokens]
+        planes, added = buffers.planes[:num_tokens], buffers.added[:num_tokens]
+        return [
+            *mlp.gate_up.gated(normed, wide, gated, config.activation),
+            *mlp.down.added(gated, hidden, planes, added, config.norm_eps),
+        ]
 
 
 class _PackedLayer(NamedTuple):
     attention_norm: torch.Tensor
-    qkv: _Projection
+    qkv: Projection
     qk_norm: torch.Tensor | None
-    o: _Projection
+    sinks: torch.Tensor | None
+    o: Projection
     mlp_norm: torch.Tensor
-    gate_up: _Projection
-    down: _Projection
+    mlp: PackedMLP | PackedExperts
 
     @classmethod
     def of(cls, layer: Layer, packed: Packed) -> _PackedLayer:
         return cls(
-            attention_norm=layer.attention_norm.float(),
-            qkv=_Projection.packed(layer.qkv, packed),
-            qk_norm=None if layer.qk_norm is None else layer.qk_norm.float(),
-            o=_Projection.packed(layer.o, packed),
-            mlp_norm=layer.mlp_norm.float(),
-            gate_up=_Projection.packed(layer.gate_up, packed, is_gated=True),
-            down=_Projection.packed(layer.down, packed),
+            attention_norm=layer.attention_norm,
+            qkv=Projection.packed(layer.qkv, packed),
+            qk_norm=layer.qk_norm,
+            sinks=layer.sinks,
+            o=Projection.packed(layer.o, packed, norm=layer.attention_post_norm),
+            mlp_norm=layer.mlp_norm,
+            mlp=PackedExperts.of(layer.mlp, packed)
+            if isinstance(layer.mlp, ExpertMLP)
+            else PackedMLP.of(layer.mlp, packed, layer.mlp_post_norm),
         )
 
 
@@ -242,22 +248,22 @@ class _Buffers:
         self, config: ModelConfig, num_tokens: int, packed: Packed, dtype: torch.dtype
     ) -> None:
         num_heads, head_dim = config.num_heads, config.head_dim
-        width, inner = num_heads * head_dim, config.intermediate_size
+        width = num_heads * head_dim
+        is_dense = any(layer.experts is None for layer in config.layers)
+        inner = config.intermediate_size if is_dense else 0
         self.num_tokens = num_tokens
         self.hidden = torch.empty(num_tokens, config.hidden_size)
         self.normed = packed.inputs(num_tokens, config.hidden_size)
+        self.added = torch.empty(num_tokens, config.hidden_size if config.post_norms else 0)
         self.heads = torch.empty(num_tokens, num_heads + 2 * config.num_kv_heads, head_dim)
         self.gate_up = torch.empty(num_tokens, 2 * inner if packed is PackedWeight else 0)
+        self.gated = gated_rows(num_tokens, inner, packed)
+        kinds = {layer.experts for layer in config.layers if layer.experts is not None}
+        self.experts = {it: ExpertRoom(it, config.hidden_size, num_tokens, packed) for it in kinds}
         if packed is Int8Weight:
             kept = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
             self.attended = torch.empty(num_tokens, width, dtype=kept)
-            self.gated = torch.empty(num_tokens, inner)
             self.planes = packed.inputs(num_tokens, max(width, inner))
         else:
             self.attended = packed.inputs(num_tokens, width)
-            self.gated = packed.inputs(num_tokens, inner)
             self.planes = torch.empty(num_tokens, 0)
-
-
-def _bytes_of(part: Any) -> int:
-    return 0 if part is None else int(part.nbytes)

@@ -1,71 +1,106 @@
 """What a Hugging Face directory says about its model, as data the transformer needs.
 
-The families differ in a few switches (biases, a norm on query and key, which layers see a window):
-each is a field of `ModelConfig`, so the transformer never asks which family it runs.  Anything this
-module does not know how to honour is refused with an error that names the key, never ignored.
+What families (`worker.model.families`) differ in is a field of `ModelConfig`, what layers differ in
+is one of `LayerConfig`: the transformer never asks which family it runs.  Anything this module does
+not know how to honour is refused with an error that names the key, never ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final
 
+from kernels import GELU_TANH, SILU, Activation
 from wire.process.model import ModelError as ModelError
-from wire.process.model import check_family, read_json
-from worker.model.rope import Rope, read_rope
+from wire.process.model import check_family, read_json, text_keys
+from worker.model.families import FAMILIES, Experts, Family
+from worker.model.keys import Keys, count, flag, positive
+from worker.model.rope import Rope
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
+ACTIVATIONS: Final = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
+# Keys that would change what is computed, and that no family here has switched on.
+REFUSED: Final = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+)
 
 
-class Family(NamedTuple):
-    """What a `model_type` implies where config.json is silent."""
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """What a layer may have otherwise than its neighbours.
 
-    num_kv_heads: int | None  # None: as many as query heads
-    head_dim: int | None  # None: hidden_size / num_attention_heads
-    max_positions: int
-    attention_bias: bool | None  # None: the key attention_bias decides, for q, k, v and o
-    qk_norm: bool = False
-    windowed: bool = False  # has sliding_window for every layer
-    window_layers: bool = False  # has use_sliding_window, max_window_layers, layer_types
+    Attributes:
+        window: How many positions a query sees, its own included; None: all.
+        rope: How queries and keys are rotated.
+        experts: What its feed-forward is made of; None: it is one, for all tokens.
+    """
 
-
-FAMILIES: Final = {
-    "llama": Family(None, None, 2048, None),
-    "mistral": Family(8, None, 131_072, False, windowed=True),
-    "qwen2": Family(32, None, 32_768, True, window_layers=True),
-    "qwen3": Family(32, 128, 32_768, None, qk_norm=True, window_layers=True),
-}
+    window: int | None
+    rope: Rope
+    experts: Experts | None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One model's shape.
 
-    `windows` holds, for each layer, how many positions a query sees (its own included), or None.
-    `dtype` is the checkpoint's; `eos_token_ids` any of which ends a text.
+    Attributes:
+        intermediate_size: Of feed-forwards that are not made of experts.
+        attention_scale: What products of queries and keys are multiplied by.
+        norm_shift: What is added to the weights of norms.
+        has_sinks: Whether each head has a score that takes part in the softmax without a value.
+        post_norms: Whether what attention and feed-forward add is normalized, too.
+        embedding_scale: What embeddings are multiplied by.
+        is_multimodal: Whether the checkpoint has more than the text part, which alone is read.
+        dtype: The checkpoint's.
+        eos_token_ids: Any of them ends a text.
     """
 
     family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    layers: tuple[LayerConfig, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    attention_scale: float
     norm_eps: float
+    norm_shift: float
+    has_sinks: bool
+    post_norms: bool
+    activation: Activation
+    embedding_scale: float
     max_positions: int
-    rope: Rope
-    windows: tuple[int | None, ...]
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
     tied_embeddings: bool
+    is_multimodal: bool
     dtype: str
     eos_token_ids: frozenset[int]
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.layers)
+
+    @property
+    def intermediate_sizes(self) -> frozenset[int]:
+        """The size of each layer's feed-forward, or of each of its experts."""
+        return frozenset(
+            self.intermediate_size if it.experts is None else it.experts.intermediate_size
+            for it in self.layers
+        )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return tuple(layer.window for layer in self.layers)
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -86,59 +121,96 @@ def read_config(path: Path) -> ModelConfig:
         raise ModelError(f"{path / 'config.json'}: {error}") from error
 
 
-def _parse(config: Mapping[str, Any], eos_token_ids: frozenset[int]) -> ModelConfig:
-    name = check_family(config.get("model_type"))
+def _parse(config: Keys, eos_token_ids: frozenset[int]) -> ModelConfig:
+    check_family(config.get("model_type"))
+    is_multimodal, config = "text_config" in config, text_keys(config)
+    name = check_family(config["model_type"])
     family = FAMILIES[name]
     _refuse_unknown(config)
-    hidden_size = _count(config, "hidden_size")
-    num_heads = _count(config, "num_attention_heads")
-    num_layers = _count(config, "num_hidden_layers")
+    hidden_size = count(config, "hidden_size")
+    num_heads = count(config, "num_attention_heads", family.num_heads)
     num_kv_heads = _num_kv_heads(config, family, num_heads)
     head_dim = _head_dim(config, family, hidden_size, num_heads)
-    max_positions = _count(config, "max_position_embeddings", family.max_positions)
+    max_positions = count(config, "max_position_embeddings", family.max_positions)
     bias, o_bias = family.attention_bias, False
     if bias is None:
-        bias = o_bias = _flag(config, "attention_bias")
+        bias = o_bias = flag(config, "attention_bias", default=family.is_biased)
     try:
-        rope = read_rope(config, head_dim, max_positions)
+        ropes = family.ropes(config, head_dim, max_positions)
     except ValueError as error:
         raise ModelError(str(error)) from error
+    num_layers = count(config, "num_hidden_layers")
+    windows, experts = family.windows(config, num_layers), family.experts(config, num_layers)
+    layers = (
+        LayerConfig(window, ropes.everywhere if window is None else ropes.windowed, own)
+        for window, own in zip(windows, experts, strict=True)
+    )
     return ModelConfig(
         family=name,
-        vocab_size=_count(config, "vocab_size"),
+        vocab_size=count(config, "vocab_size", family.vocab_size),
         hidden_size=hidden_size,
-        intermediate_size=_count(config, "intermediate_size"),
-        num_layers=num_layers,
+        intermediate_size=count(config, "intermediate_size"),
+        layers=tuple(layers),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        attention_scale=_query_scalar(config, family, head_dim) ** -0.5,
         norm_eps=_norm_eps(config),
+        norm_shift=family.norm_shift,
+        has_sinks=family.has_sinks,
+        post_norms=family.post_norms,
+        activation=_activation(config, family),
+        embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
         max_positions=max_positions,
-        rope=rope,
-        windows=_windows(config, family, num_layers),
         qkv_bias=bias,
         o_bias=o_bias,
-        mlp_bias=_flag(config, "mlp_bias") if name == "llama" else False,
+        mlp_bias=family.has_mlp_bias and flag(config, "mlp_bias"),
         qk_norm=family.qk_norm,
-        tied_embeddings=_flag(config, "tie_word_embeddings"),
+        tied_embeddings=flag(config, "tie_word_embeddings", default=family.tied_embeddings),
+        is_multimodal=is_multimodal,
         dtype=_dtype(config),
         eos_token_ids=eos_token_ids,
     )
 
 
-def _refuse_unknown(config: Mapping[str, Any]) -> None:
-    if config.get("quantization_config"):
-        raise ModelError("quantization_config: quantized checkpoints are not supported")
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ModelError(f"hidden_act is {activation!r}, only 'silu' is supported")
+def _refuse_unknown(config: Keys) -> None:
+    if config.get("quantization_config") and not _is_mxfp4(config):
+        raise ModelError("quantization_config: only mxfp4 is supported, which is widened")
+    for key in REFUSED:
+        if config.get(key):
+            raise ModelError(f"{key} is {config[key]!r}, which is not supported; it must be null")
 
 
-def _num_kv_heads(config: Mapping[str, Any], family: Family, num_heads: int) -> int:
+def _is_mxfp4(config: Keys) -> bool:
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+
+
+def _activation(config: Keys, family: Family) -> Activation:
+    if family.is_clamped:
+        steep, limit = (
+            positive(config, "swiglu_alpha", 1.702),
+            positive(config, "swiglu_limit", 7.0),
+        )
+        return Activation(steep, 0.0, limit=limit, shift=1.0)
+    name = config.get(family.activation_key, family.activation)
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        allowed = ", ".join(ACTIVATIONS)
+        raise ModelError(f"{family.activation_key} is {name!r}, not one of {allowed}")
+    return ACTIVATIONS[name]
+
+
+def _query_scalar(config: Keys, family: Family, head_dim: int) -> float:
+    if family.query_scalar is None:
+        return float(head_dim)
+    return positive(config, "query_pre_attn_scalar", family.query_scalar)
+
+
+def _num_kv_heads(config: Keys, family: Family, num_heads: int) -> int:
     default = family.num_kv_heads or num_heads
     if "num_key_value_heads" in config and config["num_key_value_heads"] is None:
         default = num_heads
-    num_kv_heads = _count(config, "num_key_value_heads", default)
+    num_kv_heads = count(config, "num_key_value_heads", default)
     if num_heads % num_kv_heads:
         raise ModelError(
             f"num_key_value_heads is {num_kv_heads}, no divisor of the {num_heads} attention heads"
@@ -146,46 +218,19 @@ def _num_kv_heads(config: Mapping[str, Any], family: Family, num_heads: int) -> 
     return num_kv_heads
 
 
-def _head_dim(config: Mapping[str, Any], family: Family, hidden_size: int, num_heads: int) -> int:
+def _head_dim(config: Keys, family: Family, hidden_size: int, num_heads: int) -> int:
     if config.get("head_dim") is None and family.head_dim is None and hidden_size % num_heads:
         raise ModelError(
             f"hidden_size is {hidden_size}, no multiple of num_attention_heads = {num_heads}, "
             "and there is no head_dim"
         )
-    head_dim = _count(config, "head_dim", family.head_dim or hidden_size // num_heads)
+    head_dim = count(config, "head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise ModelError(f"head_dim is {head_dim}; rotary embeddings need an even one")
     return head_dim
 
 
-def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
-    if family.windowed:
-        return (_window(config),) * num_layers
-    if not family.window_layers:
-        return (None,) * num_layers
-    window = _window(config) if _flag(config, "use_sliding_window") else None
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = _count(config, "max_window_layers", 28, minimum=0)
-        return (None,) * min(first, num_layers) + (window,) * max(num_layers - first, 0)
-    by_kind: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(by_kind):
-        raise ModelError(
-            f"layer_types must name full_attention or sliding_attention for {num_layers} layers"
-        )
-    if window is None and "sliding_attention" in kinds:
-        raise ModelError("layer_types has sliding_attention but use_sliding_window is off")
-    return tuple(by_kind[kind] for kind in kinds)
-
-
-def _window(config: Mapping[str, Any]) -> int | None:
-    # A missing key means the families' default, an explicit null means no window.
-    if "sliding_window" in config and config["sliding_window"] is None:
-        return None
-    return _count(config, "sliding_window", 4096)
-
-
-def _eos_token_ids(config: Mapping[str, Any], path: Path) -> frozenset[int] | None:
+def _eos_token_ids(config: Keys, path: Path) -> frozenset[int] | None:
     value = config.get("eos_token_id")
     if value is None:
         return None
@@ -195,41 +240,17 @@ def _eos_token_ids(config: Mapping[str, Any], path: Path) -> frozenset[int] | No
     return frozenset(ids)
 
 
-def _dtype(config: Mapping[str, Any]) -> str:
+def _dtype(config: Keys) -> str:
     # transformers 5 writes dtype, earlier releases torch_dtype.
-    value = config.get("dtype") or config.get("torch_dtype") or "float32"
+    silent = "bfloat16" if _is_mxfp4(config) else "float32"
+    value = config.get("dtype") or config.get("torch_dtype") or silent
     if value not in DTYPES:
         raise ModelError(f"dtype is {value!r}, not one of {', '.join(DTYPES)}")
     return str(value)
 
 
-def _norm_eps(config: Mapping[str, Any]) -> float:
+def _norm_eps(config: Keys) -> float:
     value = config.get("rms_norm_eps", 1e-6)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1:
         raise ModelError(f"rms_norm_eps is {value!r}, not a small positive number")
     return float(value)
-
-
-def _flag(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key, False)
-    if not isinstance(value, bool):
-        raise ModelError(f"{key} is {value!r}, not true or false")
-    return value
-
-
-def _count(
-    config: Mapping[str, Any],
-    key: str,
-    default: int | None = None,
-    *,
-    minimum: int = 1,
-) -> int:
-    """Return an integer of at least `minimum`; a null stands for the default."""
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise ModelError(f"{key} is missing")
-    if type(value) is not int or value < minimum:
-        raise ModelError(f"{key} is {value!r}, not an integer of at least {minimum}")
-    return value

@@ -106,8 +106,10 @@ class DecodeGraphs:
 
 def graphs_of(
     model: Model, pool: torch.Tensor, max_model_len: int, spare_block: int
-) -> DecodeGraphs:
-    """Return the graphs of a model on a GPU."""
+) -> DecodeGraphs | None:
+    """Return the graphs of a model on a GPU; None if its steps cannot be recorded."""
+    if any(layer.experts for layer in model.config.layers):
+        return None  # how many rows each expert has, the host waits for
     from kernels.cuda.backend import wanted_blocks
 
     return DecodeGraphs(

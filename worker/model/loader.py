@@ -18,10 +18,13 @@ from kernels.cpu.simd import PANEL
 from wire.process.model import ModelError, checkpoint_files
 from worker.model.compiled import CompiledTransformer
 from worker.model.config import read_config
+from worker.model.mxfp4 import BLOCKS, SCALES, widen_into
 from worker.model.transformer import Transformer
 from worker.model.weights import Tensors, Weights
 
 Model = Transformer | CompiledTransformer
+# What all tensors are called that belong to no text.
+_NO_TEXT = ""
 
 
 def load_model(
@@ -52,10 +55,11 @@ def load_model(
     config = read_config(path)
     dtype = dtype or CompiledTransformer.best_dtype(config)
     if in_int8 and not CompiledTransformer.fits(config, dtype, in_int8=True):
+        sizes = " or ".join(map(str, sorted(config.intermediate_sizes)))
         raise ModelError(
             f"{path / 'config.json'}: weights cannot be int8: that takes hidden_size, "
             f"intermediate_size and head_dim in multiples of {PANEL} and at most {MAX_INPUTS}, "
-            f"these are {config.hidden_size}, {config.intermediate_size} and {config.head_dim}; "
+            f"these are {config.hidden_size}, {sizes} and {config.head_dim}; "
             "leave --weights out"
         )
     kept = None if in_int8 or dtype is torch.float32 else dtype
@@ -80,29 +84,75 @@ def load_weights(
     """
     config = read_config(path)
     weights = Weights(config, dtype or getattr(torch, config.dtype), device, kv_dtype)
-    missing = weights.named_tensors()
+    missing, halves = weights.named_tensors(), Tensors()
     # Some checkpoints with tied embeddings store the output matrix as well.
-    ignored = frozenset({"lm_head.weight"} if config.tied_embeddings else ())
+    ignored = frozenset({"lm_head.weight", _NO_TEXT} if config.tied_embeddings else {_NO_TEXT})
     for file in checkpoint_files(path):
-        _load_file(file, missing, ignored)
+        _load_file(file, missing, halves, ignored, is_multimodal=config.is_multimodal)
     if missing:
         raise ModelError(f"{path}: the checkpoint lacks {_some(missing)}")
     weights.finish_loading()
     return weights
 
 
-def _load_file(file: Path, missing: Tensors, ignored: frozenset[str]) -> None:
-    """Fill what one file holds and strike it from `missing`."""
+def _load_file(
+    file: Path,
+    missing: Tensors,
+    halves: Tensors,
+    ignored: frozenset[str],
+    *,
+    is_multimodal: bool,
+) -> None:
+    """Fill what one file holds and strike it from `missing`.
+
+    Of a matrix of MXFP4 `halves` keeps what is found first: its blocks, or its scales.
+    """
     try:
         with safe_open(file, framework="pt") as tensors:
-            names = set(tensors.keys()) - ignored
-            extra = {name for name in names - missing.keys() if not name.endswith(".inv_freq")}
+            held = {_text_name(name) if is_multimodal else name: name for name in tensors.keys()}
+            names = set(held) - ignored
+            for name in sorted(names - missing.keys()):
+                if _matrix_of(name) in missing:
+                    halves[name] = tensors.get_tensor(held[name])
+                    _widen(_matrix_of(name), missing, halves, file)
+                    names.discard(name)
+            extra = {held[it] for it in names - missing.keys() if not it.endswith(".inv_freq")}
             if extra:
                 raise ModelError(f"{file}: unknown (or repeated) tensors {_some(extra)}")
             for name in names & missing.keys():
-                _fill(missing.pop(name), tensors.get_tensor(name), file, name)
+                _fill(missing.pop(name), tensors.get_tensor(held[name]), file, held[name])
     except SafetensorError as error:
         raise ModelError(f"{file}: {error}") from error
+
+
+def _matrix_of(name: str) -> str:
+    """Return the matrix whose blocks or scales a name is that of; else the name."""
+    return name.removesuffix(BLOCKS).removesuffix(SCALES)
+
+
+def _widen(name: str, missing: Tensors, halves: Tensors, file: Path) -> None:
+    """Fill a matrix of MXFP4 once both halves are there."""
+    if name + BLOCKS in halves and name + SCALES in halves:
+        # Its rows are those of the matrix, which the checkpoint's other dtypes have turned over.
+        target = missing.pop(name).transpose(1, 2)
+        try:
+            widen_into(target, halves.pop(name + BLOCKS), halves.pop(name + SCALES))
+        except ValueError as error:
+            raise ModelError(f"{file}: {name}: {error}") from error
+
+
+def _text_name(name: str) -> str:
+    """Return what a checkpoint of text alone calls a tensor of a multimodal one.
+
+    Some begin with "model.", as transformers 5 writes them, others do not.
+    """
+    part = name.removeprefix("model.")
+    if part.startswith(("vision_tower.", "multi_modal_projector.")):
+        return _NO_TEXT
+    if part.startswith("language_model."):
+        part = part.removeprefix("language_model.")
+        return part if part.startswith(("model.", "lm_head.")) else f"model.{part}"
+    return name
 
 
 def _fill(target: torch.Tensor, source: torch.Tensor, file: Path, name: str) -> None:

@@ -1,17 +1,17 @@
 """Rotary position embeddings: the frequencies a config asks for, and the angles of positions.
 
-Frequencies: plain, scaled linearly, or as in Llama 3 (high frequencies kept, low ones divided, a
-ramp between).  Both spellings of config.json are read: `rope_parameters` (transformers 5) and
-`rope_theta` with `rope_scaling`.  Other types (yarn, dynamic, longrope) are refused.  Pairs are
+Frequencies: plain, scaled linearly, or as in Llama 3 and YaRN (high frequencies kept, low ones
+divided, a ramp between).  Both spellings of config.json are read: `rope_parameters` (transformers
+5) and `rope_theta` with `rope_scaling`.  Other types (dynamic, longrope) are refused.  Pairs are
 (i, i + D / 2), as in every checkpoint of Hugging Face; angles are float32 in any dtype.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -25,13 +25,33 @@ class Llama3Scaling(NamedTuple):
     original_max_positions: int
 
 
+class YarnScaling(NamedTuple):
+    """What turns `beta_fast` times over the original context stays, `beta_slow` times is divided.
+
+    Between them the share grows with the number of the frequency; `truncate` widens that range to
+    whole numbers.  Queries and keys grow by `attention_factor`.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_positions: int
+    attention_factor: float
+    truncate: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotation of `head_dim` dimensions, base `theta`; `scaling`: none, a divisor, Llama 3's."""
+    """Rotation of `head_dim` dimensions, base `theta`; `scaling`: none, a divisor, or a rule."""
 
     head_dim: int
     theta: float
-    scaling: float | Llama3Scaling | None = None
+    scaling: float | Llama3Scaling | YarnScaling | None = None
+
+    @property
+    def score_factor(self) -> float:
+        """What scores are multiplied with, which saves doing so to both query and key."""
+        return self.scaling.attention_factor**2 if isinstance(self.scaling, YarnScaling) else 1.0
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
@@ -52,16 +72,17 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> R
     theta = _positive(
         {"rope_theta": 10_000.0, **_only(config, "rope_theta"), **parameters}, "rope_theta"
     )
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     if kind == "default":
         return Rope(head_dim, theta)
     if kind == "linear":
         return Rope(head_dim, theta, _positive(parameters, "factor"))
-    if kind == "llama3":
+    if kind in _READERS:
         original = {"original_max_position_embeddings": max_positions, **parameters}
-        original |= _only(config, "original_max_position_embeddings")
-        return Rope(head_dim, theta, _llama3(original))
-    raise ValueError(f"{key}: rope_type is {kind!r}, only default, linear and llama3 are supported")
+        original |= _only(config, "original_max_position_embeddings") | {"rope_theta": theta}
+        return Rope(head_dim, theta, _READERS[kind](original))
+    known = ", ".join(("default", "linear", *_READERS))
+    raise ValueError(f"{key}: rope_type is {kind!r}, not one of {known}")
 
 
 def inverse_frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
@@ -70,18 +91,39 @@ def inverse_frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
     plain = 1.0 / (rope.theta**exponents)
     if rope.scaling is None:
         return plain.to(device)
-    if not isinstance(rope.scaling, Llama3Scaling):
+    if isinstance(rope.scaling, float):
         return (plain / rope.scaling).to(device)
-    factor, low, high, original = rope.scaling
-    turns = original / (2 * math.pi / plain)  # over the original context
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return ((1 - kept) * plain / factor + kept * plain).to(device)
+    if isinstance(rope.scaling, YarnScaling):
+        kept = _kept_by_yarn(rope, rope.scaling)
+    else:
+        _, low, high, original = rope.scaling
+        turns = original / (2 * math.pi / plain)  # over the original context
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return ((1 - kept) * plain / rope.scaling.factor + kept * plain).to(device)
 
 
 def rotation_of(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
     """Return [T, 2, D / 2] float32 cosines and sines of [T] positions, as the kernels take them."""
     angles = positions.float()[:, None] * frequencies
     return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+
+def _kept_by_yarn(rope: Rope, scaling: YarnScaling) -> torch.Tensor:
+    """Return [D / 2] which share of each frequency is kept."""
+
+    def index_of(turns: float) -> float:
+        """Return the place of the frequency that turns so often over the original context."""
+        wavelength = scaling.original_max_positions / turns / (2 * math.pi)
+        return rope.head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first, last = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = float(math.floor(first)), float(math.ceil(last))
+    first, last = max(first, 0.0), min(last, rope.head_dim - 1.0)
+    # A range of nothing is a step; that it is so wide is the custom of others.
+    width = last - first or 0.001
+    places = torch.arange(rope.head_dim // 2, dtype=torch.float32)
+    return 1 - ((places - first) / width).clamp(0.0, 1.0)
 
 
 def _llama3(parameters: Mapping[str, Any]) -> Llama3Scaling:
@@ -94,6 +136,34 @@ def _llama3(parameters: Mapping[str, Any]) -> Llama3Scaling:
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise ValueError("high_freq_factor must be over low_freq_factor")
     return scaling
+
+
+def _yarn(parameters: Mapping[str, Any]) -> YarnScaling:
+    factor = _positive(parameters, "factor")
+
+    def growth(weight: float = 1.0) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    given = {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": growth()}
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        both = (_positive(parameters, key) for key in ("mscale", "mscale_all_dim"))
+        given["attention_factor"] = growth(next(both)) / growth(next(both))
+    given |= {key: _positive(parameters, key) for key in given if parameters.get(key) is not None}
+    truncate = parameters.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ValueError(f"truncate is {truncate!r}, not true or false")
+    if parameters["rope_theta"] <= 1:
+        raise ValueError(f"rope_theta is {parameters['rope_theta']}; yarn needs one over 1")
+    if given["beta_fast"] <= given["beta_slow"]:
+        raise ValueError("beta_fast must be over beta_slow")
+    original = int(_positive(parameters, "original_max_position_embeddings"))
+    return YarnScaling(factor, original_max_positions=original, truncate=truncate, **given)
+
+
+_READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Llama3Scaling | YarnScaling]]] = {
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
 
 
 def _only(config: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -35,8 +35,11 @@ class Transformer:
         self.kv_dtype, self.dtype = weights.kv_dtype, weights.weight_dtype
         self.arithmetic = arithmetic_of(self.device, self.dtype)
         self.parameter_bytes = weights.parameter_bytes
-        self._frequencies = inverse_frequencies(self.config.rope, self.device)
-        self._scale = self.config.head_dim**-0.5
+        # Rounded as models were trained with it.
+        self._embedding_scale = torch.tensor(self.config.embedding_scale, dtype=self.dtype).item()
+        self._frequencies = {
+            layer.rope: inverse_frequencies(layer.rope, self.device) for layer in self.config.layers
+        }
 
     @torch.inference_mode()
     def forward(
@@ -59,13 +62,20 @@ class Transformer:
         """
         weights, eps = self._weights, self.config.norm_eps
         hidden = embedding(token_ids, weights.embed)
-        rotation = rotation_of(positions, self._frequencies)
+        if self._embedding_scale != 1:
+            hidden *= self._embedding_scale
+        rotations = {rope: rotation_of(positions, it) for rope, it in self._frequencies.items()}
         norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.norm]
         normed = kernels.rms_norm(hidden, weights.layers[0].attention_norm, eps)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
-            attended = layer.o(self._attention(index, layer, normed, rotation, pool, batch))
-            normed = kernels.add_rms_norm(hidden, attended, layer.mlp_norm, eps)
-            added = layer.down(kernels.silu_gate(layer.gate_up(normed)))
+            rotation = rotations[layer.config.rope]
+            added = layer.o(self._attention(index, layer, normed, rotation, pool, batch))
+            if layer.attention_post_norm is not None:
+                added = kernels.rms_norm(added, layer.attention_post_norm, eps)
+            normed = kernels.add_rms_norm(hidden, added, layer.mlp_norm, eps)
+            added = layer.mlp(normed)
+            if layer.mlp_post_norm is not None:
+                added = kernels.rms_norm(added, layer.mlp_post_norm, eps)
             normed = kernels.add_rms_norm(hidden, added, next_norm, eps)
         return linear(normed[rows], weights.head).float()
 
@@ -91,7 +101,8 @@ class Transformer:
         # Keys lie before values in a row of the projection, as the pool has them.
         key_value = key_value.view(len(heads), 2, config.num_kv_heads, config.head_dim)
         kernels.append_kv(pool, index, key_value, batch, rotation)
+        window, scale = layer.config.window, config.attention_scale * layer.config.rope.score_factor
         attended = kernels.paged_attention(
-            query, pool, index, batch, scale=self._scale, window=config.windows[index]
+            query, pool, index, batch, scale=scale, window=window, sinks=layer.sinks
         )
         return attended.reshape(hidden.shape[0], -1)

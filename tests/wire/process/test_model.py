@@ -215,6 +215,8 @@ def test_the_vocabulary_is_what_config_json_says(tmp_path: Path) -> None:
     assert vocab_size(tmp_path) is None
     (tmp_path / "config.json").write_text('{"vocab_size": 258, "hidden_size": 8}')
     assert vocab_size(tmp_path) == 258
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 260}}')
+    assert vocab_size(tmp_path) == 260
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,16 @@
-"""config.json of the four families: what is read, what is defaulted, what is refused by name."""
+"""config.json: what is read, what is defaulted, what is refused by name."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from wire.process import model
-from worker.model.config import FAMILIES, ModelConfig, ModelError, read_config
+from kernels import GELU_TANH, Activation
+from worker.model.config import ModelConfig, ModelError, read_config
 
 MINIMAL: dict[str, Any] = {
     "model_type": "llama",
@@ -53,23 +54,54 @@ def test_the_families_differ_in_data(tmp_path: Path) -> None:
     assert read(tmp_path, model_type="qwen3", head_dim=32).head_dim == 32
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_windows_of_qwen(tmp_path: Path, family: str) -> None:
-    def windows(**changes: Any) -> tuple[int | None, ...]:
-        return read(tmp_path, model_type=family, **changes).windows
+def test_what_gemma_3_leaves_out(tmp_path: Path) -> None:
+    """The config.json of a multimodal checkpoint says little of its text part."""
+    said = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34}
+    whole = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": said}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = read_config(tmp_path)
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262_208, 8, 4)
+    assert (config.head_dim, config.max_positions, config.dtype) == (256, 131_072, "bfloat16")
+    assert config.windows[:7] == (4096,) * 5 + (None,) + (4096,)
+    assert [layer.rope.theta for layer in config.layers[4:6]] == [10_000.0, 1_000_000.0]
+    assert config.qk_norm and config.post_norms and config.norm_shift == 1.0
+    assert config.embedding_scale == 2560**0.5 and config.attention_scale == 256**-0.5
+    assert config.activation == GELU_TANH and config.tied_embeddings and config.is_multimodal
 
-    assert windows(sliding_window=8, max_window_layers=1) == (None,) * 3
-    on = {"use_sliding_window": True, "sliding_window": 8}
-    assert windows(**on, max_window_layers=1) == (None, 8, 8)
-    assert windows(**on, max_window_layers=0) == (8, 8, 8)
-    assert windows(**on, max_window_layers=9) == (None,) * 3
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert windows(**on, layer_types=kinds) == (8, None, 8)
-    with pytest.raises(ModelError, match="use_sliding_window"):
-        windows(layer_types=kinds)
-    for wrong in (kinds[:2], ["full_attention", "mamba", "full_attention"], "full_attention"):
-        with pytest.raises(ModelError, match="layer_types"):
-            windows(**on, layer_types=wrong)
+
+def test_gemma_3_of_text_alone(tmp_path: Path) -> None:
+    config = read(tmp_path, model_type="gemma3_text", query_pre_attn_scalar=168, head_dim=128)
+    assert not config.is_multimodal and config.attention_scale == 168**-0.5
+    with pytest.raises(ModelError, match="query_pre_attn_scalar is 0"):
+        read(tmp_path, model_type="gemma3_text", query_pre_attn_scalar=0)
+
+
+def test_what_gpt_oss_leaves_out(tmp_path: Path) -> None:
+    """Its config.json says the dtype by the quantization, and biases not at all."""
+    config = read(
+        tmp_path,
+        model_type="gpt_oss",
+        quantization_config={"quant_method": "mxfp4"},
+        num_attention_heads=...,
+        num_key_value_heads=...,
+        vocab_size=...,
+    )
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (201_088, 64, 8)
+    assert (config.head_dim, config.max_positions, config.dtype) == (64, 131_072, "bfloat16")
+    assert config.windows == (128, None, 128) and config.has_sinks
+    assert config.qkv_bias and config.o_bias and not config.mlp_bias and not config.qk_norm
+    assert config.activation == Activation(1.702, 0.0, limit=7.0, shift=1.0)
+    assert all(layer.experts is not None for layer in config.layers)
+    assert config.layers[0].rope.score_factor == pytest.approx((0.1 * math.log(32) + 1) ** 2)
+
+
+def test_sizes_of_feed_forwards_are_those_that_layers_have(tmp_path: Path) -> None:
+    assert read(tmp_path).intermediate_sizes == {96}
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 16}
+    config = read(tmp_path, **experts, mlp_only_layers=[1])
+    assert [layer.experts is None for layer in config.layers] == [False, True, False]
+    assert config.intermediate_sizes == {96, 16}
+    assert read(tmp_path, **experts).intermediate_sizes == {16}
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -108,10 +140,22 @@ def test_eos_comes_from_generation_config_first(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"eos_token_id": -1}, "eos_token_id is -1"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_act": ["silu"]}, "hidden_act is ['silu'], not one of silu, swish, gelu_pytorch"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "rope_scaling: rope_type is 'yarn'",
+            {"model_type": "gemma3_text", "hidden_activation": "relu"},
+            "hidden_activation is 'relu'",
+        ),
+        ({"model_type": "gemma3", "text_config": 5}, "text_config is 5"),
+        ({"model_type": "gemma3", "text_config": {"model_type": "bert"}}, "model_type is 'bert'"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: only mxfp4"),
+        ({"quantization_config": "mxfp4"}, "quantization_config: only mxfp4"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit is 0"),
+        ({"model_type": "gpt_oss", "attention_bias": 1}, "attention_bias is 1"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            "rope_scaling: rope_type is 'longrope'",
         ),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
     ],
@@ -134,11 +178,3 @@ def test_what_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="Hugging Face"):
         read_config(tmp_path)
-
-
-def test_every_family_is_known() -> None:
-    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3"}
-
-
-def test_the_families_are_those_that_a_router_lets_pass() -> None:
-    assert tuple(FAMILIES) == model.FAMILIES

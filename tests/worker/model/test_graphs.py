@@ -133,6 +133,11 @@ def test_a_padded_step_is_a_plain_one(
     assert record.num_recorded == 3
 
 
+def test_steps_that_wait_for_what_experts_are_given_are_not_recorded(tmp_path: Path) -> None:
+    model = load_model(make_model(tmp_path, family="qwen3_moe"), None, torch.device("cpu"))
+    assert graphs.graphs_of(model, torch.empty(0), 1024, 0) is None
+
+
 def test_which_steps_can_be_replayed() -> None:
     recorded: Any = DecodeGraphs.__new__(DecodeGraphs)
     three = batch_of([5, 6, 7], 0)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts.models.make_model import make_model
+from scripts.models.make_model import ARCHITECTURES, make_model
 from wire.process.model import INDEX, SINGLE, ModelError, checkpoint_files
 from worker.model.loader import load_weights
-from worker.model.weights import Weights
+from worker.model.mxfp4 import widen_into
+from worker.model.weights import Tensors, Weights
 
 CPU = torch.device("cpu")
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -29,7 +30,7 @@ def change(path: Path, **tensors: torch.Tensor | None) -> None:
     save_file(held, path / SINGLE)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", list(ARCHITECTURES))
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_tensor_lands_in_its_rows(tmp_path: Path, family: str, shards: int) -> None:
     path = make_model(tmp_path, family=family, shards=shards)
@@ -40,10 +41,72 @@ def test_every_tensor_lands_in_its_rows(tmp_path: Path, family: str, shards: int
     named = model.named_tensors()
     assert named.keys() == held.keys()
     for name, tensor in named.items():
-        assert torch.equal(tensor, held[name]), name
+        shift = model.config.norm_shift if name.endswith("norm.weight") else 0
+        want = held[name] + shift
+        if "gate_up_proj" in name:  # of all experts: gate and up alternate there
+            want = torch.cat((want[..., ::2], want[..., 1::2]), dim=-1)
+        assert torch.equal(tensor, want), name
     layer, projections = model.layers[1], ("q_proj", "k_proj", "v_proj")
     rows = [held[f"model.layers.1.self_attn.{name}.weight"] for name in projections]
     assert torch.equal(layer.qkv.weight, torch.cat(rows))
+
+
+def packed_experts(path: Path, shards: int) -> tuple[Tensors, Tensors]:
+    """Make a gpt-oss whose experts are MXFP4; return what its checkpoint holds, and widened."""
+    make_model(path, family="gpt_oss", dtype="bfloat16")
+    held = load_file(path / SINGLE)
+    generator, widened = torch.Generator().manual_seed(5), dict(held)
+    for name in [name for name in held if name.endswith("_proj")]:
+        num_experts, columns, rows = held.pop(name).shape
+        shape = (num_experts, rows, columns // 32)
+        blocks = torch.randint(256, (*shape, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(118, 124, shape, generator=generator).to(torch.uint8)
+        held |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        matrices = torch.empty(num_experts, rows, columns)
+        widen_into(matrices, blocks, scales)
+        widened[name] = matrices.transpose(1, 2).contiguous()
+    (path / SINGLE).unlink()
+    # Scales come before blocks, and lie in another file.
+    parts = [{name: held[name] for name in sorted(held)[::-1][at::shards]} for at in range(shards)]
+    names = [f"model-{at}.safetensors" if shards > 1 else SINGLE for at in range(shards)]
+    for part, name in zip(parts, names, strict=True):
+        save_file(part, path / name)
+    if shards > 1:
+        places = {it: name for part, name in zip(parts, names, strict=True) for it in part}
+        (path / INDEX).write_text(json.dumps({"weight_map": places}))
+    config = json.loads((path / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "mxfp4"},
+        "dtype": None,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return held, widened
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_mxfp4_is_widened_wherever_its_halves_lie(tmp_path: Path, shards: int) -> None:
+    _, widened = packed_experts(tmp_path, shards)
+    packed = load_weights(tmp_path, None, CPU)
+    plain = tmp_path / "plain"
+    make_model(plain, family="gpt_oss", dtype="bfloat16")
+    save_file(widened, plain / SINGLE)
+    want = load_weights(plain, None, CPU).named_tensors()
+    assert packed.weight_dtype is torch.bfloat16
+    for name, tensor in packed.named_tensors().items():
+        assert torch.equal(tensor, want[name]), name
+
+
+def test_mxfp4_of_one_half_or_of_another_shape_is_named(tmp_path: Path) -> None:
+    held, _ = packed_experts(tmp_path, 1)
+    name = "model.layers.1.mlp.experts.down_proj"
+    scales = held.pop(f"{name}_scales")
+    save_file(held, tmp_path / SINGLE)
+    with pytest.raises(ModelError, match=rf"lacks {name}$"):
+        load_weights(tmp_path, None, CPU)
+    save_file(held | {f"{name}_scales": scales[:, :-1].contiguous()}, tmp_path / SINGLE)
+    with pytest.raises(
+        ModelError, match=rf"{name}: _scales are .*\[6, 63, 3\], not .*\[6, 64, 3\]"
+    ):
+        load_weights(tmp_path, None, CPU)
 
 
 def test_norms_of_heads_are_repeated(tmp_path: Path) -> None:
@@ -59,7 +122,8 @@ def test_norms_of_heads_are_repeated(tmp_path: Path) -> None:
 def test_converts_to_the_dtype_asked_for(tmp_path: Path, dtype: torch.dtype) -> None:
     path = make_model(tmp_path, dtype="bfloat16")
     model = load_weights(path, dtype, CPU)
-    assert {tensor.dtype for tensor in model.named_tensors().values()} == {dtype}
+    for name, tensor in model.named_tensors().items():
+        assert tensor.dtype == (torch.float32 if name.endswith("norm.weight") else dtype)
     assert torch.equal(model.embed, load_file(path / SINGLE)["model.embed_tokens.weight"].to(dtype))
 
 
@@ -83,6 +147,34 @@ def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
 
 def assert_tied(model: Weights) -> None:
     assert model.head is model.embed and bool(model.embed.any())
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_of_a_multimodal_checkpoint_the_text_part_is_read(
+    tmp_path: Path, prefix: str, is_tied: bool
+) -> None:
+    path = make_model(tmp_path, family="gemma3_text", tie_word_embeddings=is_tied)
+    plain = load_weights(path, None, CPU)
+    text = json.loads((path / "config.json").read_text())
+    whole = {"model_type": "gemma3", "dtype": text.pop("dtype"), "text_config": text}
+    (path / "config.json").write_text(json.dumps(whole | {"vision_config": {"hidden_size": 8}}))
+    held = load_file(path / SINGLE)
+    head = "lm_head." if prefix.startswith("model") else "language_model.lm_head."
+    named = {
+        name.replace("model.", prefix, 1).replace("lm_head.", head): tensor
+        for name, tensor in held.items()
+    }
+    pictures = {
+        f"{prefix.removesuffix('language_model.')}{part}.weight": torch.ones(3)
+        for part in ("vision_tower.post_layernorm", "multi_modal_projector.mm_soft_emb_norm")
+    }
+    if prefix.startswith("language"):
+        pictures = {name.removeprefix(prefix): tensor for name, tensor in pictures.items()}
+    save_file(named | pictures, path / SINGLE)
+    found = load_weights(path, None, CPU).named_tensors()
+    assert found.keys() == plain.named_tensors().keys()
+    assert all(torch.equal(found[name], it) for name, it in plain.named_tensors().items())
 
 
 def test_stored_rotary_buffers_are_ignored(tmp_path: Path) -> None:

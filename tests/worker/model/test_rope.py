@@ -19,6 +19,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,13 @@ def test_the_theta_is_that_of_transformers(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
+        ({"rope_scaling": {**YARN, "beta_fast": 1.0}}, "beta_fast"),
+        ({"rope_scaling": {**YARN, "truncate": 0}}, "truncate is 0"),
+        ({"rope_scaling": {**YARN, "attention_factor": -1.0}}, "attention_factor"),
+        ({"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": -1.0}}, "mscale_all_dim"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta is 1.0"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "factor"),
@@ -120,6 +127,35 @@ def test_llama3_keeps_high_divides_low_and_blends_between() -> None:
             kinds.add("blended")
             assert before / 8 < after < before
     assert kinds == {"kept", "divided", "blended"}
+
+
+YARNS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "of gpt-oss": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    "no wider than a step": {"beta_fast": 1.01, "beta_slow": 1.0, "truncate": True},
+    "a factor of its own": {"attention_factor": 1.25},
+    "two weights": {"mscale": 0.7, "mscale_all_dim": 1.3},
+    "one weight, which counts for nothing": {"mscale": 0.7},
+    "shorter than before": {"factor": 0.5},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own deprecations are not our subject
+@pytest.mark.parametrize("name", YARNS)
+def test_yarn_is_that_of_transformers(name: str) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = {"rope_theta": 150_000.0, "rope_scaling": {**YARN, **YARNS[name]}}
+    theirs = LlamaConfig(**copy.deepcopy(config), hidden_size=128, num_attention_heads=2)
+    want, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, CPU)
+    rope = read_rope(config, 64, 1024)
+    torch.testing.assert_close(inverse_frequencies(rope, CPU), want, rtol=1e-6, atol=0)
+    assert rope.score_factor == pytest.approx(factor**2)
+
+
+def test_only_yarn_changes_scores() -> None:
+    assert Rope(16, 9.0, Llama3Scaling(8.0, 1.0, 4.0, 64)).score_factor == 1.0
 
 
 def test_angles_are_positions_times_frequencies() -> None:

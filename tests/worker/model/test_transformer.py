@@ -19,6 +19,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 CASES: dict[str, dict[str, Any]] = {
     "llama-mha": {"num_key_value_heads": 4},
@@ -48,11 +49,63 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2-tied-mqa": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3-wide-heads": {"head_dim": 32},
     "qwen3-mha-bias": {"head_dim": 16, "num_key_value_heads": 4, "attention_bias": True},
+    "qwen3-yarn": {"head_dim": 32, "rope_parameters": {**YARN, "rope_theta": 10_000.0}},
+    "qwen2-yarn-scaling": {
+        "rope_theta": 150_000.0,
+        "rope_scaling": {**YARN, "truncate": False, "beta_fast": 4.0, "attention_factor": 1.5},
+    },
+    "qwen3_moe-one-dense-layer": {},
+    "qwen3_moe-windowed": {**WINDOW, "mlp_only_layers": [], "tie_word_embeddings": True},
+    "qwen3_moe-shares-of-all": {
+        "norm_topk_prob": False,
+        "num_experts": 21,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": None,
+        "attention_bias": True,
+    },
+    "qwen3_moe-no-experts": {"num_experts": 0},
+    "gpt_oss-yarn": {},
+    "gpt_oss-all-biased-and-clamped": {
+        "swiglu_limit": 0.75,
+        "swiglu_alpha": 1.2,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "num_local_experts": 21,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss-one-expert-unbiased": {
+        "num_experts_per_tok": 1,
+        "attention_bias": False,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+    },
     "qwen3-layer-types": {
         **WINDOW,
         "head_dim": 16,
         "layer_types": ["sliding_attention", "full_attention"],
         "tie_word_embeddings": True,
+    },
+    "gemma3_text-untied": {"head_dim": 32, "attention_bias": True},
+    "gemma3_text-pattern-tied": {
+        "num_hidden_layers": 4,
+        "sliding_window_pattern": 3,
+        "rope_theta": 500_000.0,
+        "rope_local_base_freq": 500.0,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text-layer-types-torch": {
+        "intermediate_size": 24,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_scaling": None,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
     },
 }
 # A prompt over several blocks and windows, read in chunks that end inside a block, then 16 tokens.

@@ -1,0 +1,291 @@
+"""The families of models: what each `model_type` implies where config.json is silent.
+
+A family is a row of `FAMILIES`: mostly a choice among what others have as well.  What its layers
+differ in is read by its functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from wire.process.model import ModelError
+from worker.model.keys import Keys, count, flag, positive
+from worker.model.rope import Rope, read_rope
+
+# For each layer, how many positions a query sees, its own included; None: all.
+Windows = tuple[int | None, ...]
+
+
+class Ropes(NamedTuple):
+    """How heads are rotated in layers that see all positions, and in those that have a window."""
+
+    everywhere: Rope
+    windowed: Rope
+
+
+def no_windows(_keys: Keys, num_layers: int) -> Windows:
+    """Every layer sees all positions."""
+    return (None,) * num_layers
+
+
+def same_window(keys: Keys, num_layers: int) -> Windows:
+    """Every layer has `sliding_window`."""
+    return (_window(keys),) * num_layers
+
+
+def same_window_if_used(keys: Keys, num_layers: int) -> Windows:
+    """With `use_sliding_window`, every layer has `sliding_window`."""
+    is_used = flag(keys, "use_sliding_window")
+    return (same_window if is_used else no_windows)(keys, num_layers)
+
+
+def windows_if_used(keys: Keys, num_layers: int) -> Windows:
+    """With `use_sliding_window`, layers by `layer_types`, or those from `max_window_layers` on."""
+    window = _window(keys) if flag(keys, "use_sliding_window") else None
+    first = count(keys, "max_window_layers", 28, minimum=0)
+    return _by_type(keys, num_layers, window, lambda layer: layer >= first)
+
+
+def windows_between(keys: Keys, num_layers: int) -> Windows:
+    """Layers by `layer_types`, or all but each `sliding_window_pattern`-th."""
+    period = count(keys, "sliding_window_pattern", 6)
+    return _by_type(keys, num_layers, _window(keys), lambda layer: (layer + 1) % period != 0)
+
+
+def windows_by_turns(keys: Keys, num_layers: int) -> Windows:
+    """Layers by `layer_types`, or every second, the first among them."""
+    return _by_type(keys, num_layers, _window(keys, 128), lambda layer: layer % 2 == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A feed-forward in parts, of which each token goes to some.
+
+    Attributes:
+        num_experts: How many there are.
+        top_k: How many of them a token goes to.
+        intermediate_size: Of each of them.
+        is_normalized: Whether the shares of a token's experts add up to 1.
+        has_bias: Whether they, and what chooses among them, add a bias to their products.
+        is_stacked: Whether a checkpoint has one matrix of all, turned over, where rows of gate and
+            up alternate.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    is_normalized: bool
+    has_bias: bool = False
+    is_stacked: bool = False
+
+
+# Of each layer; None: its feed-forward is one.
+ExpertLayers = tuple[Experts | None, ...]
+
+
+def no_experts(_keys: Keys, num_layers: int) -> ExpertLayers:
+    """Every layer has one feed-forward for all tokens."""
+    return (None,) * num_layers
+
+
+def sparse_layers(keys: Keys, num_layers: int) -> ExpertLayers:
+    """Every `decoder_sparse_step`-th layer has experts, but not those of `mlp_only_layers`."""
+    # transformers 5 writes num_local_experts, checkpoints from before it have num_experts.
+    key = "num_experts" if keys.get("num_experts") is not None else "num_local_experts"
+    num_experts = count(keys, key, 128, minimum=0)
+    if num_experts == 0:
+        return no_experts(keys, num_layers)
+    top_k = _top_k(keys, 8, num_experts)
+    dense = keys.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(it) is int for it in dense):
+        raise ModelError(f"mlp_only_layers is {dense!r}, not a list of layers' numbers")
+    size = count(keys, "moe_intermediate_size", 768)
+    experts = Experts(num_experts, top_k, size, flag(keys, "norm_topk_prob"))
+    period = count(keys, "decoder_sparse_step", 1)
+    return tuple(
+        None if layer in dense or (layer + 1) % period else experts for layer in range(num_layers)
+    )
+
+
+def stacked_experts(keys: Keys, num_layers: int) -> ExpertLayers:
+    """Every layer has experts, of `intermediate_size`; their checkpoint has them in one."""
+    num_experts = count(keys, "num_local_experts", 128)
+    experts = Experts(
+        num_experts,
+        _top_k(keys, 4, num_experts),
+        count(keys, "intermediate_size"),
+        is_normalized=True,
+        has_bias=True,
+        is_stacked=True,
+    )
+    return (experts,) * num_layers
+
+
+def one_rope(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
+    """All layers rotate alike."""
+    rope = read_rope(keys, head_dim, max_positions)
+    return Ropes(rope, rope)
+
+
+def one_rope_or_yarn(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
+    """All layers rotate alike, by YaRN where config.json does not say."""
+    said = {key: value for key, value in keys.items() if value}
+    if "rope_scaling" not in said and "rope_parameters" not in said:
+        said["rope_scaling"] = _YARN
+    return one_rope({"rope_theta": 150_000.0, **said}, head_dim, max_positions)
+
+
+def ropes_by_type(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
+    """By `rope_parameters` of each type of layer.
+
+    Or, as before transformers 5: `rope_theta` with `rope_scaling`, and `rope_local_base_freq`.
+    """
+    by_type, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
+    types = ("full_attention", "sliding_attention")
+    parts = [*by_type.values(), scaling] if isinstance(by_type, dict) else [by_type]
+    if not all(isinstance(it, dict) for it in parts) or not set(by_type) <= set(types):
+        raise ModelError(f"rope_parameters must have an object for each of {', '.join(types)}")
+    everywhere, windowed = (by_type.get(it, {}) for it in types)
+
+    def rope(parameters: Keys, key: str, theta: float) -> Rope:
+        plain = {"rope_theta": positive(keys, key, theta), "rope_parameters": parameters}
+        return read_rope(plain, head_dim, max_positions)
+
+    return Ropes(
+        rope({**everywhere, **scaling}, "rope_theta", 1_000_000.0),
+        rope(windowed, "rope_local_base_freq", 10_000.0),
+    )
+
+
+class Family(NamedTuple):
+    """What a `model_type` implies.
+
+    Attributes:
+        num_heads: Where config.json does not say; None: it must; `vocab_size` likewise.
+        num_kv_heads: Likewise; None: as many as query heads.
+        head_dim: Likewise; None: hidden_size / num_attention_heads.
+        max_positions: Likewise.
+        attention_bias: Of query, key and value; None: the key attention_bias decides, for the
+            output as well, and `is_biased` where config.json does not say.
+        has_mlp_bias: Whether the key mlp_bias counts.
+        qk_norm: Whether queries and keys are normalized, head by head.
+        post_norms: Whether what attention and feed-forward add is normalized, too.
+        norm_shift: What is added to the weights of norms.
+        query_scalar: Where `query_pre_attn_scalar` does not say, whose root queries are divided by;
+            None: the head_dim.
+        scaled_embedding: Whether embeddings are multiplied by the root of their size.
+        tied_embeddings: Where `tie_word_embeddings` does not say.
+        has_sinks: Whether each head has a score without a value.
+        is_clamped: Whether gates have a limit, and are those of `swiglu_alpha`.
+        activation_key: What gates the feed-forward; `activation` where config.json does not say.
+        windows: Reads the windows of so many layers; `experts` likewise.
+        ropes: Reads how heads of such a size are rotated, up to so many positions.
+    """
+
+    num_kv_heads: int | None
+    head_dim: int | None
+    max_positions: int
+    attention_bias: bool | None
+    has_mlp_bias: bool = False
+    num_heads: int | None = None
+    vocab_size: int | None = None
+    qk_norm: bool = False
+    post_norms: bool = False
+    norm_shift: float = 0.0
+    query_scalar: float | None = None
+    scaled_embedding: bool = False
+    tied_embeddings: bool = False
+    is_biased: bool = False
+    has_sinks: bool = False
+    is_clamped: bool = False
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+    windows: Callable[[Keys, int], Windows] = no_windows
+    experts: Callable[[Keys, int], ExpertLayers] = no_experts
+    ropes: Callable[[Keys, int, int], Ropes] = one_rope
+
+
+_YARN: Final = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_GEMMA3 = Family(
+    4,
+    256,
+    131_072,
+    None,
+    num_heads=8,
+    vocab_size=262_208,
+    qk_norm=True,
+    post_norms=True,
+    norm_shift=1.0,
+    query_scalar=256.0,
+    scaled_embedding=True,
+    tied_embeddings=True,
+    activation_key="hidden_activation",
+    activation="gelu_pytorch_tanh",
+    windows=windows_between,
+    ropes=ropes_by_type,
+)
+FAMILIES: Final = {
+    "llama": Family(None, None, 2048, None, has_mlp_bias=True),
+    "mistral": Family(8, None, 131_072, False, windows=same_window),
+    "qwen2": Family(32, None, 32_768, True, windows=windows_if_used),
+    "qwen3": Family(32, 128, 32_768, None, qk_norm=True, windows=windows_if_used),
+    "qwen3_moe": Family(
+        4, None, 32_768, None, qk_norm=True, windows=same_window_if_used, experts=sparse_layers
+    ),
+    "gpt_oss": Family(
+        8,
+        64,
+        131_072,
+        None,
+        num_heads=64,
+        vocab_size=201_088,
+        is_biased=True,
+        has_sinks=True,
+        is_clamped=True,
+        windows=windows_by_turns,
+        experts=stacked_experts,
+        ropes=one_rope_or_yarn,
+    ),
+    "gemma3_text": _GEMMA3,
+    "gemma3": _GEMMA3,  # with pictures, of which nothing is read: see `ModelConfig.is_multimodal`
+}
+
+
+def _by_type(
+    keys: Keys, num_layers: int, window: int | None, is_windowed: Callable[[int], bool]
+) -> Windows:
+    """Give layers this window by `layer_types`, or by a rule where that is missing."""
+    if keys.get("layer_types") is None:
+        return tuple(window if is_windowed(layer) else None for layer in range(num_layers))
+    types, known = keys["layer_types"], {"full_attention", "sliding_attention"}
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= known:
+        raise ModelError(
+            f"layer_types must name full_attention or sliding_attention for {num_layers} layers"
+        )
+    if window is None and "sliding_attention" in types:
+        raise ModelError(
+            "layer_types has sliding_attention without sliding_window, or with "
+            "use_sliding_window off"
+        )
+    return tuple(window if it == "sliding_attention" else None for it in types)
+
+
+def _top_k(keys: Keys, default: int, num_experts: int) -> int:
+    top_k = count(keys, "num_experts_per_tok", default)
+    if top_k > num_experts:
+        raise ModelError(f"num_experts_per_tok is {top_k}, more than the {num_experts} experts")
+    return top_k
+
+
+def _window(keys: Keys, default: int = 4096) -> int | None:
+    # A missing key means the families' default, an explicit null means no window.
+    if "sliding_window" in keys and keys["sliding_window"] is None:
+        return None
+    return count(keys, "sliding_window", default)

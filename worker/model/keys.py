@@ -1,0 +1,41 @@
+"""What the keys of a config.json may hold, and the error that names one which does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
+from wire.process.model import ModelError
+
+Keys = Mapping[str, Any]
+
+
+def count(keys: Keys, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+    """Return an integer of at least `minimum`; a null stands for the default."""
+    value = keys.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ModelError(f"{key} is missing")
+    if type(value) is not int or value < minimum:
+        raise ModelError(f"{key} is {value!r}, not an integer of at least {minimum}")
+    return value
+
+
+def flag(keys: Keys, key: str, *, default: bool = False) -> bool:
+    """Return true or false."""
+    value = keys.get(key, default)
+    if not isinstance(value, bool):
+        raise ModelError(f"{key} is {value!r}, not true or false")
+    return value
+
+
+def positive(keys: Keys, key: str, default: float | None = None) -> float:
+    """Return a number over 0; a null stands for the default."""
+    value = keys.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
+        raise ModelError(f"{key} is {value!r}, not a positive number")
+    return float(value)

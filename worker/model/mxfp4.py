@@ -1,0 +1,46 @@
+"""Matrices of 4-bit floats in blocks that share a scale (MXFP4), widened as they are loaded.
+
+A block is 32 neighbours of a row, two in a byte, the low half first: a sign, two bits of exponent
+and one of mantissa.  Its scale is a power of two, kept as the exponent of a float32 is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+
+# What a name of the checkpoint ends in; without it, it is that of the matrix.
+BLOCKS, SCALES = "_blocks", "_scales"
+BLOCK_BYTES = 16
+_SIZES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES: Final = (*_SIZES, *(-size for size in _SIZES))
+_PAIRS = torch.tensor([(_VALUES[byte % 16], _VALUES[byte // 16]) for byte in range(256)])
+# The last is no number, says the format.
+_POWERS = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
+
+
+def widen_into(target: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+    """Fill the matrices of a target, one after another: never is more than one float32.
+
+    Args:
+        target: [E, rows, columns] of any float dtype, columns a multiple of 32.
+        blocks: [E, rows, columns / 32, BLOCK_BYTES] uint8.
+        scales: [E, rows, columns / 32] uint8.
+
+    Raises:
+        ValueError: Blocks or scales are of another shape or dtype; says which.
+    """
+    num_matrices, rows, columns = target.shape
+    shape = (num_matrices, rows, columns // (2 * BLOCK_BYTES))
+    for name, tensor, wanted in (
+        (BLOCKS, blocks, (*shape, BLOCK_BYTES)),
+        (SCALES, scales, shape),
+    ):
+        if tuple(tensor.shape) != wanted or tensor.dtype is not torch.uint8:
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{name} are {found}, not torch.uint8 {list(wanted)}")
+    for matrix, block, scale in zip(target, blocks, scales, strict=True):
+        pairs = _PAIRS[block.int()].flatten(-2)
+        matrix.copy_((pairs * _POWERS[scale.int()][..., None]).flatten(-2))
