@@ -3,8 +3,8 @@
     python -m scripts.models.make_model --family qwen3 --heads 8 --kv-heads 2 --out /tmp/tiny
     python -m scripts.models.make_model --like smollm2-135m --out /tmp/smollm2 --tokenizer wire/demo
 
-Needs torch and safetensors only; transformers loads what it writes.  The same seed and shape give
-the same bytes.
+Which tensors there are is what `worker.model` asks a checkpoint for; transformers loads what is
+written.  The same seed and shape give the same bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from worker.model.config import read_config
+from worker.model.weights import Weights
+
 Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
@@ -27,6 +30,9 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 # Public models' shapes, weights ours.
 LIKE: dict[str, Config] = {
@@ -58,6 +64,48 @@ LIKE: dict[str, Config] = {
         "tie_word_embeddings": True,
         "dtype": "bfloat16",
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "rope_theta": 150_000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    },
     "llama-3.2-1b": {
         "model_type": "llama",
         "vocab_size": 128_256,
@@ -77,6 +125,24 @@ LIKE: dict[str, Config] = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    },
+    "gemma-3-1b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262_144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1_000_000,
+        "rope_local_base_freq": 10_000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
         "tie_word_embeddings": True,
         "dtype": "bfloat16",
     },
@@ -122,6 +188,40 @@ TINY: Config = {
     "eos_token_id": None,
     "dtype": "float32",
 }
+# What a tiny model of a family needs besides, to have a bit of all that the family has.
+TINY_OF: dict[str, Config] = {
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 96,
+        "sliding_window": 12,
+        "rope_theta": 150_000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 12,
+        "sliding_window_pattern": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+}
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -150,14 +250,12 @@ def make_model(
         tokenizer: A directory whose tokenizer files are copied.
         config: Keys of config.json, over all else; None values are written as null.
     """
-    start = LIKE[like] if like else {"model_type": family}
+    start = LIKE[like] if like else {"model_type": family, **TINY_OF.get(family, {})}
     whole: Config = {**TINY, **start, **config}
-    if whole["model_type"] == "mistral":
-        whole.setdefault("sliding_window", None)
     whole["architectures"] = [ARCHITECTURES[whole["model_type"]]]
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
-    tensors = _random_tensors(whole, seed)
+    tensors = _random_tensors(out, whole, seed)
     _save(out, tensors, shards)
     if tokenizer is not None:
         for name in TOKENIZER_FILES:
@@ -166,16 +264,18 @@ def make_model(
     return out
 
 
-def _random_tensors(config: Config, seed: int) -> Tensors:
+def _random_tensors(out: Path, config: Config, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config["dtype"])
     tensors: Tensors = {}
-    for name, shape in tensor_shapes(config).items():
+    for name, shape in tensor_shapes(out).items():
         noise = torch.randn(shape, generator=generator)
         if name.endswith("norm.weight"):
             tensor = 1.0 + 0.1 * noise
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             tensor = 0.1 * noise
+        elif name.endswith(".sinks"):
+            tensor = noise
         elif name == "model.embed_tokens.weight":
             tensor = noise if not config["tie_word_embeddings"] else noise * shape[1] ** -0.5 * 4
         else:
@@ -185,43 +285,10 @@ def _random_tensors(config: Config, seed: int) -> Tensors:
     return tensors
 
 
-def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor the checkpoint of a config.json holds."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    family = config["model_type"]
-    head_dim = config.get("head_dim") or (128 if family == "qwen3" else hidden // num_heads)
-    query, kv = num_heads * head_dim, num_kv_heads * head_dim
-    attention_bias = bool(config.get("attention_bias"))
-    biased = {"q_proj", "k_proj", "v_proj"} if family == "qwen2" or attention_bias else set()
-    biased |= {"o_proj"} if attention_bias else set()
-    biased |= {"gate_proj", "up_proj", "down_proj"} if config.get("mlp_bias") else set()
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden)
-    }
-    for index in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{index}."
-        shapes[prefix + "input_layernorm.weight"] = (hidden,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        for name, rows, columns in (
-            ("self_attn.q_proj", query, hidden),
-            ("self_attn.k_proj", kv, hidden),
-            ("self_attn.v_proj", kv, hidden),
-            ("self_attn.o_proj", hidden, query),
-            ("mlp.gate_proj", inner, hidden),
-            ("mlp.up_proj", inner, hidden),
-            ("mlp.down_proj", hidden, inner),
-        ):
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if name.split(".")[1] in biased:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-        if family == "qwen3":
-            shapes[prefix + "self_attn.q_norm.weight"] = (head_dim,)
-            shapes[prefix + "self_attn.k_norm.weight"] = (head_dim,)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    return shapes
+def tensor_shapes(path: Path) -> dict[str, torch.Size]:
+    """Return the name and shape of every tensor the checkpoint of a model directory holds."""
+    nowhere = Weights(read_config(path), torch.float32, torch.device("meta"))
+    return {name: tensor.shape for name, tensor in nowhere.named_tensors().items()}
 
 
 def _save(out: Path, tensors: Tensors, shards: int) -> None:

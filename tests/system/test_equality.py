@@ -35,6 +35,9 @@ CASES = [
     ("qwen2", 6, 3, 16, 8),
     ("qwen3", 8, 2, 16, 16),
     ("qwen3", 4, 4, 64, 16),
+    ("qwen3_moe", 4, 2, 16, 8),
+    ("gpt_oss", 4, 2, 16, 8),
+    ("gemma3_text", 4, 2, 16, 32),
 ]
 
 
@@ -95,9 +98,10 @@ def test_greedy_output_equals_transformers(
     make_model(
         model,
         family=family,
-        num_layers=3,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_hidden_layers=3,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        hidden_size=16 * heads,
         vocab_size=VOCAB_SIZE,
         seed=kv_heads,
     )

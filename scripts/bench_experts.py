@@ -1,0 +1,174 @@
+"""How fast experts are on this CPU, beside one feed-forward of the same arithmetic.
+
+    python scripts/bench_experts.py                    # 256, 32 tokens and 1; 64 experts of which 8
+    python scripts/bench_experts.py --hidden 2048 --inner 1024 --kinds bfloat16
+    python scripts/bench_experts.py --experts 128 --tokens 256
+
+A layer's experts, from routing to what they add, are timed by turns with one feed-forward as wide
+as those that a token goes to: as many products, of a fraction of the weights.  The experts' numbers
+are first compared with the reference.  Where few tokens meet each expert, memory is what they wait
+for: the floor is the time to read the experts that any token goes to, at the rate torch reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import rms_norm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from kernels import SILU
+from kernels.cpu.linear import PackedWeight
+from kernels.cpu.linear_bfloat16 import PairedWeight
+from kernels.cpu.linear_int8 import Int8Weight
+from kernels.cpu.program import Program
+from kernels.cpu.rowwise import norm
+from worker.model.families import Experts
+from worker.model.packed import ExpertRoom, Packed, PackedExperts, PackedMLP, gated_rows
+from worker.model.weights import ExpertMLP, GatedMLP, Linear
+
+EPS = 1e-6
+KINDS: dict[str, Packed] = {"float32": PackedWeight, "bfloat16": PairedWeight, "int8": Int8Weight}
+# How far the sum of all roundings may be from the reference.
+LIMITS = {"float32": 1e-4, "bfloat16": 0.03, "int8": 0.05}
+
+
+class Layer(NamedTuple):
+    """Experts, and one feed-forward of as many products a token."""
+
+    hidden: int
+    experts: ExpertMLP
+    dense: GatedMLP
+
+
+def random_layer(config: Experts, hidden: int) -> Layer:
+    """Make both, in bfloat16 as checkpoints are."""
+
+    def matrix(parts: list[int], columns: int, count: int | None = None) -> Linear:
+        named = {str(index): rows for index, rows in enumerate(parts)}
+        made = Linear(
+            named,
+            columns,
+            bias=False,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            num_experts=count,
+        )
+        made.weight.normal_(std=columns**-0.5)
+        return made
+
+    inner, count = config.intermediate_size, config.num_experts
+    wide = inner * config.top_k
+    return Layer(
+        hidden,
+        ExpertMLP(
+            config=config,
+            router=matrix([count], hidden),
+            gate_up=matrix([inner, inner], hidden, count),
+            down=matrix([hidden], inner, count),
+            activation=SILU,
+        ),
+        GatedMLP(matrix([wide, wide], hidden), matrix([hidden], wide), SILU),
+    )
+
+
+def experts_program(
+    layer: Layer, packed: Packed, experts: PackedExperts, x: torch.Tensor
+) -> tuple[Program, torch.Tensor]:
+    """Return the experts' program for rows x, and where it adds."""
+    rows, ones = packed.inputs(*x.shape), torch.ones(layer.hidden)
+    out = x.clone()
+    room = ExpertRoom(experts.config, layer.hidden, len(x), packed)
+    exact = None if packed is PackedWeight else norm(x, ones, EPS, room.exact)
+    Program([norm(x, ones, EPS, rows)]).run()
+    return Program(experts.added(out, rows, exact, room, SILU)), out
+
+
+def dense_program(packed: Packed, mlp: PackedMLP, x: torch.Tensor) -> Program:
+    """Return the one feed-forward's program for rows x."""
+    inner = mlp.down.weight.shape[1]
+    rows, wide = packed.inputs(*x.shape), torch.empty(len(x), 2 * inner)
+    gated, planes = gated_rows(len(x), inner, packed), packed.inputs(len(x), inner)
+    Program([norm(x, torch.ones(x.shape[1]), EPS, rows)]).run()
+    return Program(
+        [
+            *mlp.gate_up.gated(rows, wide, gated, SILU),
+            *mlp.down.added(gated, x.clone(), planes, torch.empty(0), EPS),
+        ]
+    )
+
+
+def best(rounds: int, *runs: Callable[[], object]) -> list[float]:
+    """Return the least seconds of each, run by turns."""
+    least = [float("inf")] * len(runs)
+    for _ in range(rounds):
+        for index, run in enumerate(runs):
+            start = time.perf_counter()
+            run()
+            least[index] = min(least[index], time.perf_counter() - start)
+    return least
+
+
+def measure(layer: Layer, kind: str, all_tokens: list[int], rounds: int) -> None:
+    """Check and time one kind of weights; print a line for each number of tokens."""
+    packed, config = KINDS[kind], layer.experts.config
+    experts, mlp = (
+        PackedExperts.of(layer.experts, packed),
+        PackedMLP.of(layer.dense, packed, post_norm=None),
+    )
+    panels = [experts.gate_up.weight.panels, experts.down.weight.panels]
+    wide = deepcopy(layer.experts)
+    wide.widen()
+    flat = panels[0].view(-1).view(torch.int64)
+    for tokens in all_tokens:
+        x = torch.randn(tokens, layer.hidden)
+        program, out = experts_program(layer, packed, experts, x)
+        program.run()
+        normed = rms_norm(x, (layer.hidden,), eps=EPS)
+        want = wide(normed)
+        error = float((out - x - want).norm() / want.norm())
+        if not error < LIMITS[kind]:
+            raise SystemExit(f"{kind}, {tokens} tokens: off by {error:.3f}, no figures")
+        dense = dense_program(packed, mlp, x)
+        least = best(rounds, program.run, dense.run, lambda: flat.sum())
+        chosen = wide.router(normed).topk(config.top_k).indices
+        touched = len(set(chosen.flatten().tolist()))
+        num_bytes = sum(it.nbytes for it in panels) * touched / config.num_experts
+        floor = num_bytes / (flat.nbytes / least[2])
+        products = tokens * config.top_k * 3 * layer.hidden * config.intermediate_size
+        print(
+            f"{kind:>8} {tokens:5} tokens: experts {1e3 * least[0]:7.2f} ms, "
+            f"one {1e3 * least[1]:7.2f} ms; {products / least[0] / 1e9:5.0f} and "
+            f"{products / least[1] / 1e9:5.0f} billion products a second, "
+            f"ratio {least[1] / least[0]:.2f}; {touched} experts to read "
+            f"{1e3 * floor:6.2f} ms"
+        )
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description="Experts beside one feed-forward.")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--inner", type=int, default=512)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 32, 1])
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--rounds", type=int, default=10)
+    args = parser.parse_args()
+    config = Experts(args.experts, args.top_k, args.inner, is_normalized=True)
+    layer = random_layer(config, args.hidden)
+    for kind in args.kinds:
+        measure(layer, kind, args.tokens, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
