@@ -116,6 +116,8 @@ def paged_attention(
 
     The query of position p sees positions (p - window, p], or [0, p] without a window; query i of
     sequence s has position context_lens[s] - (its queries) + i.  KV of this step is appended first.
+    Of keys and values that no query sees, those in a block with some that one sees may be read, and
+    must be finite; whole blocks before are not looked at.
 
     Args:
         query: [T, Hq, D]; query head h reads KV head h // (Hq / Hkv).
@@ -142,18 +144,23 @@ def pack_kv(
     layers: range,
     tokens: range,
     dtype: torch.dtype | None = None,
+    heads: range | None = None,
 ) -> torch.Tensor:
     """Copy a rectangle of one sequence's KV out of its blocks, in the order of the wire.
 
+    Args:
+        heads: The KV heads; None for all of them.
+
     Returns:
-        [l, 2, Hkv, t, D], new, contiguous, on the pool's device, of `dtype` (the pool's if None).
+        [l, 2, h, t, D], new, contiguous, on the pool's device, of `dtype` (the pool's if None).
 
     Raises:
         ShapeError: The rectangle is empty, outside the pool, or beyond the block table.
     """
-    contract.check_rectangle(pool, block_table, layers, tokens)
+    heads = range(pool.shape[3]) if heads is None else heads
+    contract.check_rectangle(pool, block_table, layers, tokens, heads)
     backend = backend_of(pool.device.type)
-    return backend.pack_kv(pool, block_table, layers, tokens, dtype or pool.dtype)
+    return backend.pack_kv(pool, block_table, layers, tokens, dtype or pool.dtype, heads)
 
 
 def unpack_kv(
@@ -162,18 +169,21 @@ def unpack_kv(
     layers: range,
     tokens: range,
     segment: torch.Tensor,
+    heads: range | None = None,
 ) -> None:
     """Copy a segment of the wire into one sequence's blocks, converting to the pool's dtype.
 
     Args:
-        segment: [l, 2, Hkv, t, D] of any float dtype, on the pool's device or the CPU.
+        segment: [l, 2, h, t, D] of any float dtype, on the pool's device or the CPU.
+        heads: The KV heads; None for all of them.
 
     Raises:
         ShapeError: The rectangle is empty, outside the pool, or the segment does not fit it.
     """
-    contract.check_rectangle(pool, block_table, layers, tokens)
-    contract.check_segment(pool, layers, tokens, segment)
-    backend_of(pool.device.type).unpack_kv(pool, block_table, layers, tokens, segment)
+    heads = range(pool.shape[3]) if heads is None else heads
+    contract.check_rectangle(pool, block_table, layers, tokens, heads)
+    contract.check_segment(pool, layers, tokens, heads, segment)
+    backend_of(pool.device.type).unpack_kv(pool, block_table, layers, tokens, segment, heads)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

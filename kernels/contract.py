@@ -140,6 +140,7 @@ class Backend(Protocol):
         layers: range,
         tokens: range,
         dtype: torch.dtype,
+        heads: range,
     ) -> torch.Tensor: ...
 
     def unpack_kv(
@@ -149,6 +150,7 @@ class Backend(Protocol):
         layers: range,
         tokens: range,
         segment: torch.Tensor,
+        heads: range,
     ) -> None: ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
@@ -261,13 +263,15 @@ def check_experts(
 
 
 def check_rectangle(
-    pool: torch.Tensor, block_table: Sequence[int], layers: range, tokens: range
+    pool: torch.Tensor, block_table: Sequence[int], layers: range, tokens: range, heads: range
 ) -> None:
-    """Raise ShapeError unless the rectangle lies in the pool's layers and in the table's blocks."""
+    """Raise ShapeError unless it lies in the pool's layers and heads, and in the table's blocks."""
     _check_pool(pool, 0)
-    num_blocks, num_layers, _, _, block_size, _ = pool.shape
+    num_blocks, num_layers, _, num_heads, block_size, _ = pool.shape
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= num_layers:
         raise ShapeError(f"layers {layers} are not within the pool's {num_layers}")
+    if heads.step != 1 or not 0 <= heads.start < heads.stop <= num_heads:
+        raise ShapeError(f"heads {heads} are not within the pool's {num_heads}")
     if tokens.step != 1 or not 0 <= tokens.start < tokens.stop:
         raise ShapeError(f"tokens {tokens} are not a range of at least one token")
     if tokens.stop > len(block_table) * block_size:
@@ -278,9 +282,11 @@ def check_rectangle(
         raise ShapeError(f"the block table names blocks outside the pool's {num_blocks}")
 
 
-def check_segment(pool: torch.Tensor, layers: range, tokens: range, segment: torch.Tensor) -> None:
-    """Raise ShapeError unless the segment is [l, 2, Hkv, t, D]."""
-    expected = (len(layers), 2, pool.shape[3], len(tokens), pool.shape[5])
+def check_segment(
+    pool: torch.Tensor, layers: range, tokens: range, heads: range, segment: torch.Tensor
+) -> None:
+    """Raise ShapeError unless the segment is [l, 2, h, t, D]."""
+    expected = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
     if tuple(segment.shape) != expected:
         raise ShapeError(f"the segment is {tuple(segment.shape)}, not {expected}")
 

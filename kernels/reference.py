@@ -243,13 +243,13 @@ def pack_kv(
     layers: range,
     tokens: range,
     dtype: torch.dtype,
+    heads: range,
 ) -> torch.Tensor:
     """See `kernels.pack_kv`."""
-    _, _, _, num_kv_heads, block_size, head_dim = pool.shape
-    shape = (len(layers), 2, num_kv_heads, len(tokens), head_dim)
+    shape = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
     segment = torch.empty(shape, dtype=dtype, device=pool.device)
-    for index, inside, outside in _pieces(tokens, block_size):
-        block = pool[block_table[index], layers.start : layers.stop]
+    for index, inside, outside in _pieces(tokens, pool.shape[4]):
+        block = pool[block_table[index], layers.start : layers.stop, :, heads.start : heads.stop]
         segment[:, :, :, outside] = _within(block[:, :, :, inside], dtype)
     return segment
 
@@ -260,10 +260,11 @@ def unpack_kv(
     layers: range,
     tokens: range,
     segment: torch.Tensor,
+    heads: range,
 ) -> None:
     """See `kernels.unpack_kv`."""
     for index, inside, outside in _pieces(tokens, pool.shape[4]):
-        block = pool[block_table[index], layers.start : layers.stop]
+        block = pool[block_table[index], layers.start : layers.stop, :, heads.start : heads.stop]
         block[:, :, :, inside] = segment[:, :, :, outside]
 
 

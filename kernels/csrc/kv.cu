@@ -35,9 +35,10 @@ __global__ void __launch_bounds__(128) append(const Append a) {
 
 struct Move {
   void* pool;        // [N, L, 2, Hkv, B, D]
-  void* segment;     // [l, 2, Hkv, t, D]
+  void* segment;     // [l, 2, h, t, D]
   const int* table;  // blocks of the sequence
   int num_kv_heads, head_dim, num_layers, first_layer, block_bits, first_token, num_tokens;
+  int first_head, num_moved_heads;
 };
 
 template <typename T>
@@ -51,10 +52,11 @@ template <typename POOL, typename WIRE, bool INTO_POOL>
 __global__ void __launch_bounds__(128) move(const Move a) {
   const int eights = a.head_dim / 8, i = blockIdx.x * 128 + threadIdx.x;
   if (i >= a.num_tokens * eights) return;
-  const int token = a.first_token + i / eights, rows = 2 * a.num_kv_heads;
-  const int layer = a.first_layer + blockIdx.y / rows;
+  const int token = a.first_token + i / eights;
+  const int half = blockIdx.y / a.num_moved_heads;  // a layer's K, its V, the next one's K, ...
+  const int head = a.first_head + blockIdx.y % a.num_moved_heads;
   const long long block = a.table[token >> a.block_bits];
-  const long long row = (block * a.num_layers + layer) * rows + blockIdx.y % rows;
+  const long long row = ((block * a.num_layers + a.first_layer) * 2 + half) * a.num_kv_heads + head;
   const int offset = token & ((1 << a.block_bits) - 1);
   Eight<POOL>* held = (Eight<POOL>*)a.pool + ((row << a.block_bits) + offset) * eights + i % eights;
   Eight<WIRE>* sent = (Eight<WIRE>*)a.segment + (long long)blockIdx.y * a.num_tokens * eights + i;

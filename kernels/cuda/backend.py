@@ -111,11 +111,13 @@ def pack_kv(
     layers: range,
     tokens: range,
     dtype: torch.dtype,
+    heads: range,
 ) -> torch.Tensor:
     """See `kernels.pack_kv`."""
-    shape = (len(layers), 2, pool.shape[3], len(tokens), pool.shape[5])
+    shape = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
     segment = torch.empty(shape, dtype=dtype, device=pool.device)
-    start(pool.device, launch.move(pool, block_table, layers, tokens, segment, into_pool=False))
+    rectangle = (layers, heads, tokens)
+    start(pool.device, launch.move(pool, block_table, *rectangle, segment, into_pool=False))
     return segment
 
 
@@ -125,10 +127,12 @@ def unpack_kv(
     layers: range,
     tokens: range,
     segment: torch.Tensor,
+    heads: range,
 ) -> None:
     """See `kernels.unpack_kv`."""
     segment = segment.to(pool.device).contiguous()
-    start(pool.device, launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
+    rectangle = (layers, heads, tokens)
+    start(pool.device, launch.move(pool, block_table, *rectangle, segment, into_pool=True))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

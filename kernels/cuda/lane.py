@@ -54,6 +54,7 @@ class Lane(Protocol):
         pool: torch.Tensor,
         block_table: torch.Tensor,
         layers: range,
+        heads: range,
         tokens: range,
         segment: torch.Tensor,
         *,
@@ -117,6 +118,7 @@ class SideStream:
         pool: torch.Tensor,
         block_table: torch.Tensor,
         layers: range,
+        heads: range,
         tokens: range,
         segment: torch.Tensor,
         *,
@@ -124,5 +126,5 @@ class SideStream:
     ) -> None:
         cuda.start(
             pool.device,
-            launch.move(pool, block_table, layers, tokens, segment, into_pool=into_pool),
+            launch.move(pool, block_table, layers, heads, tokens, segment, into_pool=into_pool),
         )

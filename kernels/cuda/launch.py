@@ -50,7 +50,8 @@ APPEND = struct(
 )
 MOVE = struct(
     "pool segment table",
-    "num_kv_heads head_dim num_layers first_layer block_bits first_token num_tokens",
+    "num_kv_heads head_dim num_layers first_layer block_bits first_token num_tokens "
+    "first_head num_moved_heads",
 )
 # The structs of rowwise.cu, field by field.
 NORM = struct("x y weight out", "size", "eps")
@@ -170,6 +171,7 @@ def move(
     pool: torch.Tensor,
     block_table: Sequence[int] | torch.Tensor,
     layers: range,
+    heads: range,
     tokens: range,
     segment: torch.Tensor,
     *,
@@ -188,12 +190,12 @@ def move(
         table = torch.tensor(table, dtype=torch.int32, device=pool.device)
     arguments = _arguments(MOVE, pool)
     arguments["first_layer"] = layers.start
+    arguments["first_head"], arguments["num_moved_heads"] = heads.start, len(heads)
     arguments["first_token"], arguments["num_tokens"] = tokens.start, len(tokens)
     point(arguments, pool=pool, segment=segment, table=table)
     names = f"{DTYPE_NAMES[pool.dtype]},{DTYPE_NAMES[segment.dtype]}"
     kernel = f"move<{names},{str(into_pool).lower()}>"
-    num_kv_heads, _, head_dim = pool.shape[3:]
-    grid = (-(-len(tokens) * (head_dim // 8) // 128), len(layers) * 2 * num_kv_heads)
+    grid = (-(-len(tokens) * (pool.shape[5] // 8) // 128), len(layers) * 2 * len(heads))
     return [Launch("kv", kernel, grid, 128, 0, arguments, (segment, table))]
 
 

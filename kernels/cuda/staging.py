@@ -78,32 +78,39 @@ class Staging:
         """
         self._lane.mark()
 
-    def pack(self, block_table: Sequence[int], layers: range, tokens: range) -> torch.Tensor:
+    def pack(
+        self, block_table: Sequence[int], layers: range, heads: range, tokens: range
+    ) -> torch.Tensor:
         """Copy a rectangle of one sequence's KV to the host, in the order of the wire.
 
         Returns:
-            [l, 2, Hkv, t, D] of the pool's dtype in host memory that nobody else writes to.
+            [l, 2, h, t, D] of the pool's dtype in host memory that nobody else writes to.
 
         Raises:
             ShapeError: The rectangle is empty, outside the pool, or beyond the block table.
         """
-        contract.check_rectangle(self._pool, block_table, layers, tokens)
-        num_bytes = segment_shape(self._pool, layers, tokens).numel() * self._pool.itemsize
+        contract.check_rectangle(self._pool, block_table, layers, tokens, heads)
+        num_bytes = segment_shape(self._pool, layers, heads, tokens).numel() * self._pool.itemsize
         way = choose(self.packing, num_bytes)
-        return pack(way, self._lane, self._pool, block_table, layers, tokens, self._tables)
+        return pack(way, self._lane, self._pool, block_table, layers, heads, tokens, self._tables)
 
     def unpack(
-        self, block_table: Sequence[int], layers: range, tokens: range, segment: torch.Tensor
+        self,
+        block_table: Sequence[int],
+        layers: range,
+        heads: range,
+        tokens: range,
+        segment: torch.Tensor,
     ) -> None:
-        """Copy a segment, [l, 2, Hkv, t, D] of the pool's dtype on the host, into blocks.
+        """Copy a segment, [l, 2, h, t, D] of the pool's dtype on the host, into blocks.
 
         Raises:
             ShapeError: The rectangle is not one of the pool, or the segment does not fit it.
         """
-        contract.check_rectangle(self._pool, block_table, layers, tokens)
-        contract.check_segment(self._pool, layers, tokens, segment)
-        way = choose(self.unpacking, segment.nbytes)
-        unpack(way, self._lane, self._pool, block_table, layers, tokens, segment, self._tables)
+        contract.check_rectangle(self._pool, block_table, layers, tokens, heads)
+        contract.check_segment(self._pool, layers, tokens, heads, segment)
+        way, rectangle = choose(self.unpacking, segment.nbytes), (layers, heads, tokens)
+        unpack(way, self._lane, self._pool, block_table, *rectangle, segment, self._tables)
 
 
 class Tables:
@@ -141,6 +148,7 @@ def pack(
     pool: torch.Tensor,
     block_table: Sequence[int],
     layers: range,
+    heads: range,
     tokens: range,
     tables: Tables | None = None,
 ) -> torch.Tensor:
@@ -148,16 +156,16 @@ def pack(
     with lane.working():
         segment = None
         if way is not Way.PLAIN:
-            segment = _pinned(lane, segment_shape(pool, layers, tokens), pool.dtype)
+            segment = _pinned(lane, segment_shape(pool, layers, heads, tokens), pool.dtype)
         if segment is None:
-            return kernels.pack_kv(pool, block_table, layers, tokens).cpu()
+            return kernels.pack_kv(pool, block_table, layers, tokens, heads=heads).cpu()
         table = (tables or Tables(lane)).on_device(block_table)
         if way is Way.DIRECT:
-            lane.move(pool, table, layers, tokens, segment, into_pool=False)
+            lane.move(pool, table, layers, heads, tokens, segment, into_pool=False)
             return segment
-        for part, mine in _groups(lane, pool, layers, tokens):
+        for part, mine in _groups(lane, pool, layers, heads, tokens):
             buffer = lane.buffer(segment[mine].shape, pool.dtype)
-            lane.move(pool, table, part, tokens, buffer, into_pool=False)
+            lane.move(pool, table, part, heads, tokens, buffer, into_pool=False)
             segment[mine].copy_(buffer, non_blocking=True)
         return segment
 
@@ -168,6 +176,7 @@ def unpack(
     pool: torch.Tensor,
     block_table: Sequence[int],
     layers: range,
+    heads: range,
     tokens: range,
     segment: torch.Tensor,
     tables: Tables | None = None,
@@ -178,17 +187,17 @@ def unpack(
         if way is not Way.PLAIN:
             pinned = _pinned(lane, segment.shape, pool.dtype)
         if pinned is None:
-            kernels.unpack_kv(pool, block_table, layers, tokens, segment)
+            kernels.unpack_kv(pool, block_table, layers, tokens, segment, heads)
             return
         pinned.copy_(segment)
         table = (tables or Tables(lane)).on_device(block_table)
         if way is Way.DIRECT:
-            lane.move(pool, table, layers, tokens, pinned, into_pool=True)
+            lane.move(pool, table, layers, heads, tokens, pinned, into_pool=True)
             return
-        for part, mine in _groups(lane, pool, layers, tokens):
+        for part, mine in _groups(lane, pool, layers, heads, tokens):
             buffer = lane.buffer(pinned[mine].shape, pool.dtype)
             buffer.copy_(pinned[mine], non_blocking=True)
-            lane.move(pool, table, part, tokens, buffer, into_pool=True)
+            lane.move(pool, table, part, heads, tokens, buffer, into_pool=True)
 
 
 def choose(table: Table, num_bytes: int) -> Way:
@@ -223,16 +232,17 @@ def measure(
     return tuple((size, fastest({way: timed(way, size) for way in Way})) for size in sizes)
 
 
-def rectangle_of(num_bytes: int, pool: torch.Tensor) -> tuple[range, range]:
-    """Return layers and tokens of about so many bytes: all layers where one token's fit."""
+def rectangle_of(num_bytes: int, pool: torch.Tensor) -> tuple[range, range, range]:
+    """Return layers, heads and tokens of about so many bytes: all layers where one token's fit."""
     layer_bytes = 2 * pool.shape[3] * pool.shape[5] * pool.itemsize
     num_layers = min(pool.shape[1], max(1, num_bytes // layer_bytes))
-    return range(num_layers), range(max(1, num_bytes // (num_layers * layer_bytes)))
+    tokens = range(max(1, num_bytes // (num_layers * layer_bytes)))
+    return range(num_layers), range(pool.shape[3]), tokens
 
 
-def segment_shape(pool: torch.Tensor, layers: range, tokens: range) -> torch.Size:
-    """Return [l, 2, Hkv, t, D]."""
-    return torch.Size((len(layers), 2, pool.shape[3], len(tokens), pool.shape[5]))
+def segment_shape(pool: torch.Tensor, layers: range, heads: range, tokens: range) -> torch.Size:
+    """Return [l, 2, h, t, D]."""
+    return torch.Size((len(layers), 2, len(heads), len(tokens), pool.shape[5]))
 
 
 def _obstacle(pool: torch.Tensor, lane: Lane, num_bytes: int) -> str:
@@ -247,7 +257,7 @@ def _obstacle(pool: torch.Tensor, lane: Lane, num_bytes: int) -> str:
 
 def _measured(pool: torch.Tensor, lane: Lane, sizes: Sequence[int]) -> tuple[Table, Table]:
     # Not in the pool itself: it may be small, and a measurement writes.
-    _, tokens = rectangle_of(sizes[-1], pool)
+    _, _, tokens = rectangle_of(sizes[-1], pool)
     scratch = pool.new_zeros((-(-len(tokens) // pool.shape[4]), *pool.shape[1:]))
     lane.mark()
     blocks = range(len(scratch))
@@ -257,10 +267,10 @@ def _measured(pool: torch.Tensor, lane: Lane, sizes: Sequence[int]) -> tuple[Tab
         pack(way, lane, scratch, blocks, *rectangle_of(size, scratch))
 
     def back(way: Way, size: int) -> None:
-        layers, tokens = rectangle_of(size, scratch)
-        shape = segment_shape(scratch, layers, tokens)
+        rectangle = rectangle_of(size, scratch)
+        shape = segment_shape(scratch, *rectangle)
         segment = received[: shape.numel() * scratch.itemsize].view(scratch.dtype).view(shape)
-        unpack(way, lane, scratch, blocks, layers, tokens, segment)
+        unpack(way, lane, scratch, blocks, *rectangle, segment)
 
     return measure(out, sizes), measure(back, sizes)
 
@@ -273,10 +283,10 @@ def _pinned(lane: Lane, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor |
 
 
 def _groups(
-    lane: Lane, pool: torch.Tensor, layers: range, tokens: range
+    lane: Lane, pool: torch.Tensor, layers: range, heads: range, tokens: range
 ) -> Iterator[tuple[range, slice]]:
     """Yield (layers of the pool, the same of the segment): what a buffer holds, or one layer."""
-    layer_bytes = segment_shape(pool, range(1), tokens).numel() * pool.itemsize
+    layer_bytes = segment_shape(pool, range(1), heads, tokens).numel() * pool.itemsize
     step = max(1, lane.max_buffer_bytes // layer_bytes)
     for first in range(0, len(layers), step):
         yield layers[first : first + step], slice(first, first + step)

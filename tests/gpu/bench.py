@@ -112,23 +112,24 @@ def _prefill(kilo: int) -> Figures:
 
 def _pack() -> Figures:
     it = pages([(16_384, 1)], PROMPT_HEADS, num_layers=16)
-    out, back = _moves(it, range(16), range(16_384))
+    out, back = _moves(it, range(16), range(it.pool.shape[3]), range(16_384))
     moved = 2 * it.pool.nbytes / 1e9
     return {"pack_gbs": moved / device_s(out), "unpack_gbs": moved / device_s(back)}
 
 
-def _moves(it: Paged, layers: range, tokens: range) -> tuple[Call, Call]:
+def _moves(it: Paged, *rectangle: range) -> tuple[Call, Call]:
     """Return the kernels out and back alone: their block table is uploaded before."""
-    segment = torch.zeros(staging.segment_shape(it.pool, layers, tokens), dtype=BF16, device="cuda")
-    arguments = (it.pool, it.tables[0], layers, tokens, segment)
+    layers, heads, tokens = rectangle
+    segment = torch.zeros(staging.segment_shape(it.pool, *rectangle), dtype=BF16, device="cuda")
+    arguments = (it.pool, it.tables[0], layers, heads, tokens, segment)
     out, back = (launch.move(*arguments, into_pool=into_pool) for into_pool in (False, True))
     return partial(cuda.start, it.pool.device, out), partial(cuda.start, it.pool.device, back)
 
 
 def _staged(settings: Settings) -> Figures:
     it, lane = pages([(4096, 1)], PROMPT_HEADS, num_layers=16), lane_of(settings, BF16)
-    table, layers, tokens = it.tables[0], range(16), range(4096)
-    pack = partial(staging.pack, Way.STAGED, lane, it.pool, table, layers, tokens)
+    rectangle = (range(16), range(it.pool.shape[3]), range(4096))
+    pack = partial(staging.pack, Way.STAGED, lane, it.pool, it.tables[0], *rectangle)
     lane.mark()
     num_bytes = pack().nbytes
     return {"pack_pinned_gbs": num_bytes / wall_s(pack) / 1e9, "pack_pinned_bytes": num_bytes}
@@ -139,14 +140,14 @@ def _ways(settings: Settings, direction: str) -> Figures:
     figures: Figures = {}
     lane.mark()
     for size in SIZES:
-        layers, tokens = staging.rectangle_of(size, it.pool)
-        segment = torch.zeros(staging.segment_shape(it.pool, layers, tokens), dtype=BF16)
+        rectangle = staging.rectangle_of(size, it.pool)
+        segment = torch.zeros(staging.segment_shape(it.pool, *rectangle), dtype=BF16)
         for way in Way:
             if direction == "out":
-                copy = partial(staging.pack, way, lane, it.pool, it.tables[0], layers, tokens)
+                copy = partial(staging.pack, way, lane, it.pool, it.tables[0], *rectangle)
                 seconds = wall_s(copy)
             else:
-                back = partial(staging.unpack, way, lane, it.pool, it.tables[0], layers, tokens)
+                back = partial(staging.unpack, way, lane, it.pool, it.tables[0], *rectangle)
                 seconds = wall_s(partial(back, segment))
             figures[f"{direction}_{size >> 10}k_{way.value}_gbs"] = segment.nbytes / seconds / 1e9
     return figures

@@ -63,8 +63,8 @@ def test_kernels_that_are_whole_pass(name: str) -> None:
         ("append float32", "low = narrow<T>(x * c - y * s);", "low = narrow<T>(x * c + y * s);"),
         (
             "move float32",
-            "const int token = a.first_token + i / eights,",
-            "const int token = i / eights,",
+            "const int token = a.first_token + i / eights;",
+            "const int token = i / eights;",
         ),
         ("rows float32", "expf(-x ", "expf(x "),
         ("plain 24 bfloat16", "key <= position; key++", "key < position; key++"),

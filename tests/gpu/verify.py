@@ -179,12 +179,13 @@ def _move(settings: Settings, held: torch.dtype) -> Figures:
             table = draw.sample(range(7), 5)
             layers = range(draw.randint(0, 1), draw.randint(2, 3))
             tokens = range(draw.randint(0, 9), draw.randint(10, 5 * block_size))
-            want = reference.pack_kv(pool.cpu(), table, layers, tokens, sent)
-            got = it.pack_kv(pool, table, layers, tokens, sent)
+            heads = draw.choice([range(2), range(1), range(1, 2)])
+            want = reference.pack_kv(pool.cpu(), table, layers, tokens, sent, heads)
+            got = it.pack_kv(pool, table, layers, tokens, sent, heads)
             _same(got.cpu(), want, f"pack {held} to {sent}, {tokens}, {head_dim=}")
             wanted, filled = torch.zeros_like(pool, device="cpu"), torch.zeros_like(pool)
-            reference.unpack_kv(wanted, table, layers, tokens, want)
-            it.unpack_kv(filled, table, layers, tokens, want.to(pool.device))
+            reference.unpack_kv(wanted, table, layers, tokens, want, heads)
+            it.unpack_kv(filled, table, layers, tokens, want.to(pool.device), heads)
             _same(filled.cpu(), wanted, f"unpack {sent} to {held}, {tokens}, {head_dim=}")
             num_cases += 2
     return {"cases": num_cases}
@@ -198,13 +199,14 @@ def _ways(settings: Settings) -> Figures:
         for _ in range(4):
             table = draw.sample(range(9), 6)
             layers, tokens = range(draw.randint(0, 2), 3), range(draw.randint(0, 90), 96)
-            want = reference.pack_kv(pool.cpu(), table, layers, tokens, BF16)
+            heads = draw.choice([range(2), range(1), range(1, 2)])
+            want = reference.pack_kv(pool.cpu(), table, layers, tokens, BF16, heads)
             lane.mark()
-            _same(staging.pack(way, lane, pool, table, layers, tokens), want, f"pack {way}")
+            _same(staging.pack(way, lane, pool, table, layers, heads, tokens), want, f"pack {way}")
             wanted, filled = torch.zeros_like(pool, device="cpu"), torch.zeros_like(pool)
             lane.mark()
-            reference.unpack_kv(wanted, table, layers, tokens, want)
-            staging.unpack(way, lane, filled, table, layers, tokens, want)
+            reference.unpack_kv(wanted, table, layers, tokens, want, heads)
+            staging.unpack(way, lane, filled, table, layers, heads, tokens, want)
             _same(filled.cpu(), wanted, f"unpack {way}")
             num_cases += 2
     return {"cases": num_cases}
@@ -217,12 +219,12 @@ def _order(settings: Settings) -> Figures:
         pool = torch.zeros(4, 2, 2, 2, 16, 64, dtype=BF16, device=settings.device)
         lane.mark()
         # The first time compiles and allocates, for which the driver may wait for all streams.
-        staging.pack(way, lane, pool, [1, 2], range(2), range(32))
+        staging.pack(way, lane, pool, [1, 2], range(2), range(2), range(32))
         spend(200_000_000)
         pool.fill_(3)
         lane.mark()
         spend(2_000_000_000)  # the next step
-        sent = staging.pack(way, lane, pool, [1, 2], range(2), range(32))
+        sent = staging.pack(way, lane, pool, [1, 2], range(2), range(2), range(32))
         if not bool((sent == 3).all()):
             raise Wrong(f"{way} packed before the step that was asked for earlier had run")
         if torch.cuda.default_stream(settings.device).query():

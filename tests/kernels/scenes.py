@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -151,6 +153,24 @@ def dense_attention(
     return out
 
 
+@contextmanager
+def without_unseen(it: Scene, window: int | None) -> Iterator[None]:
+    """Make NaN of whole blocks before the window: of a prompt from another worker they are stale.
+
+    What is before the window in a block with keys that are seen, is finite whatever it is.
+    """
+    blocks, block_size = [], it.pool.shape[4]
+    starts, contexts = it.batch.query_starts.tolist(), it.batch.context_lens.tolist()
+    for row, context in enumerate(contexts if window else ()):
+        first_query = context - (starts[row + 1] - starts[row])
+        num_stale = max(0, first_query - (window or 0) + 1) // block_size
+        blocks += it.batch.block_tables[row, :num_stale].tolist()
+    held = it.pool[blocks].clone()
+    it.pool[blocks] = math.nan
+    yield
+    it.pool[blocks] = held
+
+
 def check(
     it: Scene,
     window: int | None,
@@ -158,6 +178,13 @@ def check(
     *,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
+) -> None:
+    with without_unseen(it, window):
+        _check(it, window, backend, cap, sinks)
+
+
+def _check(
+    it: Scene, window: int | None, backend: Backend, cap: float | None, sinks: torch.Tensor | None
 ) -> None:
     scale = it.query.shape[2] ** -0.5
     # The rounding of a score grows with the number of its products.
@@ -197,12 +224,14 @@ def check_moves(
         backend.append_kv(got, layer, values.to(device), fresh(it.batch), turned)
         compare()
     table, layers, tokens = it.batch.block_tables[0].tolist()[:3], range(1, 3), range(5, 36)
-    sent = reference.pack_kv(wanted, table, layers, tokens, dtype)
-    assert sent.any()
-    assert torch.equal(sent, backend.pack_kv(got, table, layers, tokens, dtype).cpu())
-    for pool, by in ((wanted, reference), (got, backend)):
-        by.unpack_kv(pool, table, layers, tokens, torch.ones_like(sent).to(pool.device))
-    compare()
+    for number, heads in enumerate((range(2), range(1), range(1, 2))):
+        sent = reference.pack_kv(wanted, table, layers, tokens, dtype, heads)
+        assert sent.any()
+        assert torch.equal(sent, backend.pack_kv(got, table, layers, tokens, dtype, heads).cpu())
+        for pool, by in ((wanted, reference), (got, backend)):
+            ones = torch.full_like(sent, number + 1.0).to(pool.device)
+            by.unpack_kv(pool, table, layers, tokens, ones, heads)
+        compare()
 
 
 def fresh(batch: PagedBatch) -> PagedBatch:

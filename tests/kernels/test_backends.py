@@ -169,13 +169,13 @@ def test_conversions_are_those_of_torch(name: str, held: torch.dtype, sent: torc
     # Ties, subnormal, too large for fp8, too large for fp16, infinite: each in its place.
     odd = [1.0625, 1.1875, 2.0**-10, 2.0**-9 * 1.5, 449.0, 465.0, 1e5, -1e5, float("inf"), -0.0]
     pool.view(-1)[: len(odd)] = torch.tensor(odd).to(held)
-    table, layers, tokens = [2, 0, 1], range(2), range(3, 21)
-    want = reference.pack_kv(pool, table, layers, tokens, sent)
-    got = serving.pack_kv(pool.to(device), table, layers, tokens, sent).cpu()
+    table, layers, tokens, heads = [2, 0, 1], range(2), range(3, 21), range(2)
+    want = reference.pack_kv(pool, table, layers, tokens, sent, heads)
+    got = serving.pack_kv(pool.to(device), table, layers, tokens, sent, heads).cpu()
     torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
     pools = [torch.zeros_like(pool), torch.zeros_like(pool, device=device)]
-    reference.unpack_kv(pools[0], table, layers, tokens, want)
-    serving.unpack_kv(pools[1], table, layers, tokens, want.to(device))
+    reference.unpack_kv(pools[0], table, layers, tokens, want, heads)
+    serving.unpack_kv(pools[1], table, layers, tokens, want.to(device), heads)
     torch.testing.assert_close(pools[1].cpu(), pools[0], rtol=0, atol=0, equal_nan=True)
 
 

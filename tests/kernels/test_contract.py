@@ -145,6 +145,17 @@ def test_a_rectangle_outside_is_refused(
     assert not target.any()
 
 
+@pytest.mark.parametrize("heads", [range(NUM_KV_HEADS + 1), range(1, 1), range(-1, 1)], ids=str)
+def test_heads_outside_are_refused(heads: range) -> None:
+    target, part = pool(), (range(1), range(4))
+    with pytest.raises(ShapeError, match="heads"):
+        kernels.pack_kv(target, [0], *part, heads=heads)
+    segment = torch.ones(1, 2, len(heads), 4, HEAD_DIM)
+    with pytest.raises(ShapeError, match="heads"):
+        kernels.unpack_kv(target, [0], *part, segment, heads)
+    assert not target.any()
+
+
 def test_only_the_blocks_that_are_read_need_to_exist() -> None:
     segment = kernels.pack_kv(pool(), [99, 1, 99], range(0, 1), range(8, 16))
     assert segment.shape == (1, 2, NUM_KV_HEADS, 8, HEAD_DIM)

@@ -18,8 +18,8 @@ from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from scripts.models.make_model import make_model
 from tests.kernels.shim.backend import Shim, why_not
+from tests.kv import whole
 from tests.worker.paged import Text, advance
-from wire.transfer import Rectangle
 from worker.executor.torch import TorchExecutor
 from worker.model.compiled import CompiledTransformer
 from worker.model.weights import Weights
@@ -69,10 +69,10 @@ def run(path: Path, dtype: str) -> tuple[torch.Tensor, bytes]:
         advance(executor, [(first, 17)], BLOCK_SIZE),
         advance(executor, [(first, 24), (second, 18)], BLOCK_SIZE),
     ]
-    whole = Rectangle(0, executor.info.layout.num_layers, 0, first.computed)
-    segment = bytes(cache.pack(first.blocks, whole))
+    everything = whole(executor.info.layout, 0, first.computed)
+    segment = bytes(cache.pack(first.blocks, everything))
     first.blocks = [1, 5, 6, 8, 10]
-    cache.unpack(first.blocks, whole, segment)
+    cache.unpack(first.blocks, everything, segment)
     for token in range(6):
         # Not those that were drawn: in 16 bits two may be as likely, and the texts would part.
         first.token_ids[-1], second.token_ids[-1] = 90 + token, 80 - token

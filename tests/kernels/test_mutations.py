@@ -98,6 +98,12 @@ KV = {
         "if (i >= a.num_tokens * eights)",
         "if (i > a.num_tokens * eights)",
     ),
+    "move: every head is the first": (" + blockIdx.y % a.num_moved_heads;", ";"),
+    "move: heads are taken from the first on": ("a.first_head + blockIdx.y", "blockIdx.y"),
+    "move: all heads of the pool are moved": (
+        "blockIdx.y / a.num_moved_heads",
+        "blockIdx.y / a.num_kv_heads",
+    ),
     "move: the segment is one row": ("(long long)blockIdx.y * a.num_tokens * eights + i", "i"),
 }
 ROWWISE = {

@@ -110,6 +110,7 @@ def test_append_writes_its_slots_and_no_other(backend: Backend) -> None:
     sizes=st.tuples(st.sampled_from([8, 16, 32]), st.sampled_from([8, 16, 32])),
     tokens=st.tuples(st.integers(0, 70), st.integers(1, 70)),
     layers=st.integers(0, 2).flatmap(lambda a: st.tuples(st.just(a), st.integers(a + 1, 3))),
+    heads=st.sampled_from([range(2), range(1), range(1, 2)]),
     seed=st.integers(0, 1000),
 )
 def test_a_rectangle_crosses_between_block_sizes(
@@ -117,21 +118,23 @@ def test_a_rectangle_crosses_between_block_sizes(
     sizes: tuple[int, int],
     tokens: tuple[int, int],
     layers: tuple[int, int],
+    heads: range,
     seed: int,
 ) -> None:
     start, count = tokens
     part, depth = range(start, start + count), range(*layers)
     it = scene([(start + count, 1)], block_size=sizes[0], seed=seed)
     table = it.batch.block_tables[0].tolist()
-    segment = backend.pack_kv(it.pool, table, depth, part, it.pool.dtype)
+    segment = backend.pack_kv(it.pool, table, depth, part, it.pool.dtype, heads)
     assert segment.is_contiguous()
     wanted = it.dense[0][depth.start : depth.stop, :, :, part.start : part.stop]
+    wanted = wanted[:, :, heads.start : heads.stop]
     assert torch.equal(segment, wanted)
 
     pool = torch.full((20, NUM_LAYERS, 2, 2, sizes[1], 16), math.nan)
     blocks = torch.randperm(20, generator=torch.Generator().manual_seed(seed)).tolist()
-    backend.unpack_kv(pool, blocks, depth, part, segment)
-    assert torch.equal(backend.pack_kv(pool, blocks, depth, part, pool.dtype), segment)
+    backend.unpack_kv(pool, blocks, depth, part, segment, heads)
+    assert torch.equal(backend.pack_kv(pool, blocks, depth, part, pool.dtype, heads), segment)
     assert int((~pool.isnan()).sum()) == segment.numel(), "wrote beside the rectangle"
 
 
@@ -142,12 +145,12 @@ def test_packing_and_unpacking_convert(
 ) -> None:
     it = scene([(21, 1)], dtype=held)
     table = it.batch.block_tables[0].tolist()
-    segment = backend.pack_kv(it.pool, table, range(NUM_LAYERS), range(3, 21), sent)
+    segment = backend.pack_kv(it.pool, table, range(NUM_LAYERS), range(3, 21), sent, range(2))
     assert segment.dtype == sent
     assert torch.equal(segment, it.dense[0][:, :, :, 3:].to(sent))
     pool = torch.zeros(4, NUM_LAYERS, 2, 2, 8, 16, dtype=held)
-    backend.unpack_kv(pool, [3, 0, 2], range(NUM_LAYERS), range(3, 21), segment)
-    back = backend.pack_kv(pool, [3, 0, 2], range(NUM_LAYERS), range(3, 21), held)
+    backend.unpack_kv(pool, [3, 0, 2], range(NUM_LAYERS), range(3, 21), segment, range(2))
+    back = backend.pack_kv(pool, [3, 0, 2], range(NUM_LAYERS), range(3, 21), held, range(2))
     assert torch.equal(back, segment.to(held))
 
 

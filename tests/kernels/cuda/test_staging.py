@@ -38,7 +38,7 @@ def pool() -> torch.Tensor:
     return torch.randn(6, 3, 2, 2, 8, 16, generator=generator).to(BF16)
 
 
-TABLE, LAYERS, TOKENS = [4, 0, 3, 1], range(3), range(5, 29)
+TABLE, LAYERS, HEADS, TOKENS = [4, 0, 3, 1], range(3), range(1, 2), range(5, 29)
 
 
 @pytest.mark.parametrize("way", Way)
@@ -46,14 +46,14 @@ TABLE, LAYERS, TOKENS = [4, 0, 3, 1], range(3), range(5, 29)
 def test_every_way_gives_the_same_bytes(lane: CpuLane, way: Way, buffer_bytes: int) -> None:
     lane.max_buffer_bytes = buffer_bytes
     held, filled = pool(), torch.zeros_like(pool())
-    want = reference.pack_kv(held, TABLE, LAYERS, TOKENS, BF16)
-    sent = staging.pack(way, lane, held, TABLE, LAYERS, TOKENS)
+    want = reference.pack_kv(held, TABLE, LAYERS, TOKENS, BF16, HEADS)
+    sent = staging.pack(way, lane, held, TABLE, LAYERS, HEADS, TOKENS)
     assert torch.equal(sent, want) and not lane.num_working
-    staging.unpack(way, lane, filled, TABLE, LAYERS, TOKENS, sent)
-    assert torch.equal(reference.pack_kv(filled, TABLE, LAYERS, TOKENS, BF16), want)
+    staging.unpack(way, lane, filled, TABLE, LAYERS, HEADS, TOKENS, sent)
+    assert torch.equal(reference.pack_kv(filled, TABLE, LAYERS, TOKENS, BF16, HEADS), want)
     # Nothing around the rectangle was written.
     wanted = torch.zeros_like(held)
-    reference.unpack_kv(wanted, TABLE, LAYERS, TOKENS, want)
+    reference.unpack_kv(wanted, TABLE, LAYERS, TOKENS, want, HEADS)
     assert torch.equal(filled, wanted)
     num_parts = 3 if buffer_bytes == 1 else 1
     moves = {Way.PLAIN: 0, Way.DIRECT: 2, Way.STAGED: 2 * num_parts}[way]
@@ -64,9 +64,9 @@ def test_every_way_gives_the_same_bytes(lane: CpuLane, way: Way, buffer_bytes: i
 def test_without_pinned_memory_a_copy_goes_plainly(lane: CpuLane) -> None:
     lane = CpuLane(num_pinned=0)
     held, filled = pool(), torch.zeros_like(pool())
-    sent = staging.pack(Way.STAGED, lane, held, TABLE, LAYERS, TOKENS)
-    staging.unpack(Way.DIRECT, lane, filled, TABLE, LAYERS, TOKENS, sent)
-    assert torch.equal(reference.pack_kv(filled, TABLE, LAYERS, TOKENS, BF16), sent)
+    sent = staging.pack(Way.STAGED, lane, held, TABLE, LAYERS, HEADS, TOKENS)
+    staging.unpack(Way.DIRECT, lane, filled, TABLE, LAYERS, HEADS, TOKENS, sent)
+    assert torch.equal(reference.pack_kv(filled, TABLE, LAYERS, TOKENS, BF16, HEADS), sent)
     assert lane.moved == []
 
 
@@ -82,8 +82,8 @@ def test_what_keeps_the_ways_from_being_used_is_said(
     assert says in it.why_plain
     assert it.packing == it.unpacking == ALWAYS_PLAIN
     assert torch.equal(
-        it.pack(TABLE, LAYERS, TOKENS),
-        Staging(pool(), lane, SMALL_SIZES).pack(TABLE, LAYERS, TOKENS),
+        it.pack(TABLE, LAYERS, HEADS, TOKENS),
+        Staging(pool(), lane, SMALL_SIZES).pack(TABLE, LAYERS, HEADS, TOKENS),
     )
 
 
@@ -95,9 +95,9 @@ def test_a_staging_measures_and_serves(lane: CpuLane) -> None:
     # About the sizes that the table names were moved.
     assert 0.7 * SMALL_SIZES[-1] < max(lane.moved) <= SMALL_SIZES[-1]
     filled = torch.zeros_like(held)
-    sent = it.pack(TABLE, LAYERS, TOKENS)
-    Staging(filled, lane, SMALL_SIZES).unpack(TABLE, LAYERS, TOKENS, sent)
-    assert torch.equal(reference.pack_kv(filled, TABLE, LAYERS, TOKENS, BF16), sent)
+    sent = it.pack(TABLE, LAYERS, HEADS, TOKENS)
+    Staging(filled, lane, SMALL_SIZES).unpack(TABLE, LAYERS, HEADS, TOKENS, sent)
+    assert torch.equal(reference.pack_kv(filled, TABLE, LAYERS, TOKENS, BF16, HEADS), sent)
 
 
 @pytest.mark.parametrize("way", Way)
@@ -108,23 +108,25 @@ def test_a_copy_waits_for_the_step_that_was_marked_and_for_no_later_one(
     lane.compute(lambda: held[:4].fill_(3))  # a step writes the blocks, late
     lane.mark()
     lane.compute(lambda: held[4:].fill_(5))  # the one under way writes others
-    sent = staging.pack(way, lane, held, [3, 0, 2, 1], LAYERS, TOKENS)
+    sent = staging.pack(way, lane, held, [3, 0, 2, 1], LAYERS, HEADS, TOKENS)
     assert (sent == 3).all()
     assert len(lane.computing) == 1 and not held[4:].any()
     lane.mark()
-    staging.unpack(way, lane, held, [4, 5], LAYERS, range(16), torch.ones_like(sent)[..., :16, :])
-    assert not lane.computing and (held[4:] == 1).all()  # the step did not overwrite it
+    staging.unpack(
+        way, lane, held, [4, 5], LAYERS, HEADS, range(16), torch.ones_like(sent)[..., :16, :]
+    )
+    assert not lane.computing and (held[4:, :, :, 1] == 1).all()  # the step did not overwrite it
 
 
 def test_a_staging_marks_what_there_is_when_it_is_made(lane: CpuLane) -> None:
     held = torch.zeros_like(pool())
     lane.compute(lambda: held.fill_(3))
     it = Staging(held, lane, SMALL_SIZES)
-    assert (it.pack(TABLE, LAYERS, TOKENS) == 3).all()
+    assert (it.pack(TABLE, LAYERS, HEADS, TOKENS) == 3).all()
     lane.compute(lambda: held.fill_(4))
-    assert (it.pack(TABLE, LAYERS, TOKENS) == 3).all()
+    assert (it.pack(TABLE, LAYERS, HEADS, TOKENS) == 3).all()
     it.mark()
-    assert (it.pack(TABLE, LAYERS, TOKENS) == 4).all()
+    assert (it.pack(TABLE, LAYERS, HEADS, TOKENS) == 4).all()
 
 
 def test_a_block_table_is_uploaded_once_a_transfer(lane: CpuLane) -> None:
@@ -135,16 +137,16 @@ def test_a_block_table_is_uploaded_once_a_transfer(lane: CpuLane) -> None:
     lane.uploaded.clear()
     for tokens in (range(0, 8), range(8, 16), range(16, 32)):
         for table in (mine, other):
-            segment = it.pack(table, LAYERS, tokens)
-            assert torch.equal(segment, reference.pack_kv(held, table, LAYERS, tokens, BF16))
-            it.unpack(table, LAYERS, tokens, segment)
+            segment = it.pack(table, LAYERS, HEADS, tokens)
+            assert torch.equal(segment, reference.pack_kv(held, table, LAYERS, tokens, BF16, HEADS))
+            it.unpack(table, LAYERS, HEADS, tokens, segment)
     assert lane.uploaded == [mine, other]
     # One that can change is uploaded each time.
     changing = [4, 0]
-    it.pack(changing, LAYERS, range(16))
+    it.pack(changing, LAYERS, HEADS, range(16))
     changing.reverse()
-    want = reference.pack_kv(held, changing, LAYERS, range(16), BF16)
-    assert torch.equal(it.pack(changing, LAYERS, range(16)), want)
+    want = reference.pack_kv(held, changing, LAYERS, range(16), BF16, HEADS)
+    assert torch.equal(it.pack(changing, LAYERS, HEADS, range(16)), want)
 
 
 def test_tables_of_transfers_long_gone_are_dropped(lane: CpuLane) -> None:
@@ -160,17 +162,17 @@ def test_copies_of_several_threads_run_at_a_time(lane: CpuLane) -> None:
     lane.on_working = lambda: together.wait(10)
     with ThreadPoolExecutor(IN_FLIGHT) as threads:
         ranges = [range(5 + number, 29) for number in range(IN_FLIGHT)]
-        sent = list(threads.map(lambda tokens: it.pack(TABLE, LAYERS, tokens), ranges))
+        sent = list(threads.map(lambda tokens: it.pack(TABLE, LAYERS, HEADS, tokens), ranges))
     for tokens, segment in zip(ranges, sent, strict=True):
-        assert torch.equal(segment, reference.pack_kv(pool(), TABLE, LAYERS, tokens, BF16))
+        assert torch.equal(segment, reference.pack_kv(pool(), TABLE, LAYERS, tokens, BF16, HEADS))
 
 
 def test_a_wrong_rectangle_or_segment_is_refused(lane: CpuLane) -> None:
     it = Staging(pool(), lane, SMALL_SIZES)
     with pytest.raises(ShapeError, match="beyond"):
-        it.pack(TABLE, LAYERS, range(40))
+        it.pack(TABLE, LAYERS, HEADS, range(40))
     with pytest.raises(ShapeError, match="segment"):
-        it.unpack(TABLE, LAYERS, TOKENS, torch.zeros(3, 2, 2, 23, 16, dtype=BF16))
+        it.unpack(TABLE, LAYERS, HEADS, TOKENS, torch.zeros(3, 2, 1, 23, 16, dtype=BF16))
 
 
 def test_pools_of_the_host_have_no_staging() -> None:
@@ -236,8 +238,9 @@ def test_a_rectangle_has_about_the_bytes_asked_for(
     num_layers: int, num_kv_heads: int, head_dim: int, num_bytes: int
 ) -> None:
     it = torch.empty((1, num_layers, 2, num_kv_heads, 16, head_dim), dtype=BF16, device="meta")
-    layers, tokens = staging.rectangle_of(num_bytes, it)
-    got = staging.segment_shape(it, layers, tokens).numel() * 2
+    layers, heads, tokens = staging.rectangle_of(num_bytes, it)
+    assert heads == range(num_kv_heads)
+    got = staging.segment_shape(it, layers, heads, tokens).numel() * 2
     assert layers.stop <= num_layers
     assert got <= max(num_bytes, 4 * num_kv_heads * head_dim)
     if got < num_bytes:

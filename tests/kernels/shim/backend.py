@@ -168,10 +168,11 @@ class Shim:
         layers: range,
         tokens: range,
         dtype: torch.dtype,
+        heads: range,
     ) -> torch.Tensor:
-        shape = (len(layers), 2, pool.shape[3], len(tokens), pool.shape[5])
+        shape = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
         whole, segment = between_margins(shape, dtype)
-        self.run(launch.move(pool, block_table, layers, tokens, segment, into_pool=False))
+        self.run(launch.move(pool, block_table, layers, heads, tokens, segment, into_pool=False))
         return checked(whole, segment)
 
     def unpack_kv(
@@ -181,9 +182,10 @@ class Shim:
         layers: range,
         tokens: range,
         segment: torch.Tensor,
+        heads: range,
     ) -> None:
         segment = segment.contiguous()
-        self.run(launch.move(pool, block_table, layers, tokens, segment, into_pool=True))
+        self.run(launch.move(pool, block_table, layers, heads, tokens, segment, into_pool=True))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         whole, out = between_margins(x.shape, x.dtype)

@@ -91,6 +91,7 @@ class CpuLane:
         pool: torch.Tensor,
         block_table: torch.Tensor,
         layers: range,
+        heads: range,
         tokens: range,
         segment: torch.Tensor,
         *,
@@ -98,4 +99,5 @@ class CpuLane:
     ) -> None:
         assert self.num_working
         self.moved.append(segment.nbytes)
-        self._shim.run(launch.move(pool, block_table, layers, tokens, segment, into_pool=into_pool))
+        rectangle = (layers, heads, tokens)
+        self._shim.run(launch.move(pool, block_table, *rectangle, segment, into_pool=into_pool))
