@@ -259,7 +259,7 @@ def check(ours: Ours, path: Path, vocab_size: int) -> float:
             logits = reference(ids).logits[0, len(prompt) - 1 :]
         chosen = logits[torch.arange(len(generated)), generated]
         worst = max(worst, float(((logits.amax(-1) - chosen) / logits.std()).max()))
-    is_exact = ours.executor.info.layout.dtype == "float32" and ours.weights == "auto"
+    is_exact = ours.executor.info.layout.kv_groups[0].dtype == "float32" and ours.weights == "auto"
     limit = 1e-3 if is_exact else 0.25
     if worst > limit:
         raise SystemExit(f"wrong tokens: {worst:.4f} deviations below the best, limit {limit}")

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wire.layout import KVLayout
 from wire.options import Options
-from wire.payloads import KVLayout
 from worker.engine.engine import Engine
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch
 from worker.executor.contract import Capabilities, MemoryRequirements, ModelInfo, SampledToken
 from worker.executor.hash import HashKVCache
 
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="uint8")
+LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=8, dtype="uint8")
 LIMITS_MS = {32: 0.5, 256: 3.0}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,13 +44,13 @@ from wire.frames import (
     Role,
     Welcome,
 )
+from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.logprobs import join_prompt_logprobs, pack_logprobs, unpack_prompt_logprobs
 from wire.options import Options, Structure
 from wire.payloads import (
     Credit,
     ErrorDetail,
     HelloDetail,
-    KVLayout,
     Load,
     Logprobs,
     Offer,
@@ -66,13 +66,19 @@ from wire.payloads import (
 from wire.prefix import prefix_hashes
 from wire.process.model import fingerprint
 from wire.session import Direction
-from wire.transfer import KVReceiver, KVSender, SegmentDescriptor, segment_digest
+from wire.transfer import KVReceiver, KVSender, Rectangle, SegmentDescriptor, segment_digest
 
 PATH = Path(__file__).resolve().parent.parent / "wire" / "vectors.json"
 # Router epoch 1 in the high half, the first attempt in the low half.
 REQUEST = 1 << 32 | 1
 EPOCH = 1_760_000_000_000_000_000 >> 20 << 20
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")
+_FULL = KVGroup(num_layers=1, num_kv_heads=2, key_dim=4, value_dim=2, dtype="uint8")
+_WINDOWED = msgspec.structs.replace(_FULL, num_layers=2, window=3)
+_STATE = StateGroup(num_layers=2, num_heads=4, head_bytes=3)
+WINDOWS = KVLayout(groups=(_FULL, _WINDOWED))
+STATES = KVLayout(groups=(_STATE, _FULL))
+EVERY_KIND = KVLayout(groups=(_FULL, _WINDOWED, _STATE))
 
 
 def frame(
@@ -149,6 +155,19 @@ def told(result: PrefillResult) -> dict[str, Any]:
     return content
 
 
+def segment(name: str, rectangle: Rectangle, kv: bytes, idle_us: int = 0) -> dict[str, Any]:
+    """A segment of KV."""
+    digest = segment_digest(REQUEST, kv)
+    descriptor = SegmentDescriptor.of(rectangle, len(kv), digest, idle_us)
+    return frame(
+        name,
+        KvCache(REQUEST, 1, 1),
+        [descriptor.pack(), kv],
+        kind="segment",
+        content={**descriptor._asdict(), "digest": f"{digest:016x}", "kv": kv.hex()},
+    )
+
+
 def data_plane() -> list[dict[str, Any]]:
     every_option = Options(
         temperature=0.5,
@@ -181,8 +200,9 @@ def data_plane() -> list[dict[str, Any]]:
         total_bytes=3 * LAYOUT.token_bytes,
         token_ids=struct.pack("<3I", 11, 12, 13),
     )
-    kv = bytes(range(48))
-    descriptor = SegmentDescriptor(0, 2, 0, 3, len(kv), segment_digest(REQUEST, kv), 1500)
+    all_rows = Rectangle(0, range(2), range(1), range(3))
+    share = Rectangle(1, range(1, 2), range(1, 2), range(3, 5))
+    state = Rectangle(2, range(2), range(2, 4), range(5, 5))
     credit = Credit(48, 0, 0)
     return [
         prompt("prefill_request", 3, [11, 12, 13], Options()),
@@ -217,17 +237,9 @@ def data_plane() -> list[dict[str, Any]]:
             },
         ),
         frame("kv_cache_keepalive", KvCache(REQUEST, 0, 0)),
-        frame(
-            "kv_cache_segment",
-            KvCache(REQUEST, 1, 1),
-            [descriptor.pack(), kv],
-            kind="segment",
-            content={
-                **descriptor._asdict(),
-                "digest": f"{descriptor.digest:016x}",
-                "kv": kv.hex(),
-            },
-        ),
+        segment("kv_cache_segment", all_rows, bytes(range(48)), 1500),
+        segment("kv_cache_segment_heads", share, bytes(range(12))),
+        segment("kv_cache_segment_state", state, bytes(range(12))),
         *(
             frame(
                 name,
@@ -295,6 +307,11 @@ def control_plane() -> list[dict[str, Any]]:
     peer = PeerDetail(rank=3, epoch=EPOCH, kv_endpoint=detail.kv_endpoint, block_size=16)
     return [
         mapped("hello", Hello(EPOCH, 3, Role.DECODE), detail),
+        mapped(
+            "hello_every_kind",
+            Hello(EPOCH, 3, Role.DECODE),
+            msgspec.structs.replace(detail, layout=EVERY_KIND),
+        ),
         frame(
             "hello_client",
             Hello.of_client(),
@@ -408,7 +425,14 @@ def malformed() -> list[dict[str, Any]]:
         ),
         payload("Credit", bytes(15), "not 16 bytes"),
         payload("Credit", struct.pack("<QII", 1, 0, 2), "ready is neither 0 nor 1"),
-        payload("segment", bytes(39), "no descriptor"),
+        payload("segment", bytes(47), "no descriptor"),
+        payload("segment", struct.pack("<IIIIQQQ", 0, 2, 0, 3, 48, 0, 0), "that of version 1"),
+        payload(
+            "segment",
+            struct.pack("<HHHHIIIIQQQ", 0, 0, 1, 1, 0, 1, 0, 1, 0, 0, 0),
+            "reserved field not zero",
+        ),
+        *layouts(payload),
         payload("Offer", b"\x80", "required fields are missing"),
         payload("Usage", b"\x81\xadfinish_reason\x01", "wrong type"),
         payload("Usage", b"\x82\xadfinish_reason\xa4stop\xadfinish_reason\xa4stop", "a key twice"),
@@ -480,29 +504,78 @@ def fingerprints() -> list[dict[str, Any]]:
     return found
 
 
-def kv_of(layer_start: int, num_layers: int, token_start: int, num_tokens: int) -> bytes:
-    """KV of LAYOUT: byte d of head 0 is 64 layer + 32 (0 for k, 1 for v) + 4 token + d."""
+def layouts(payload: Callable[[str, bytes, str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Layouts that are none."""
+    full, state = msgspec.to_builtins(_FULL), msgspec.to_builtins(_STATE)
+    cases: list[tuple[Any, str]] = [
+        ({"num_layers": 2, "num_kv_heads": 1, "head_dim": 4, "dtype": "uint8"}, "of version 1"),
+        ({"groups": []}, "no groups"),
+        ({"groups": [full] * 17}, "17 groups"),
+        ({"groups": [{**full, "kind": "latent"}]}, "a group of no known kind"),
+        ({"groups": [full | {"window": 0}]}, "a window of no position"),
+        ({"groups": [full | {"dtype": "fp8"}]}, "no known dtype"),
+        ({"groups": [full | {"key_dim": 0}]}, "keys of no size"),
+        ({"groups": [full | {"head_bytes": 4}]}, "a key of another kind of group"),
+        ({"groups": [state | {"window": 3}]}, "a state with a window"),
+        (
+            {"groups": [state | {"num_heads": 2, "head_bytes": (2 << 20) + 1}]},
+            "a layer of a state over 4 MiB",
+        ),
+        (
+            {"groups": [full | {"num_kv_heads": 1024, "key_dim": 4095}]},
+            "a layer of a token over 4 MiB",
+        ),
+    ]
+    twice = encode_map(_STATE)
+    twice = bytes([twice[0] + 1]) + twice[1:] + b"\xaanum_layers\x02"
+    return [
+        *(payload("KVLayout", msgspec.msgpack.encode(content), why) for content, why in cases),
+        payload("KVLayout", b"\x81\xa6groups\x91" + twice, "a key of a group twice"),
+    ]
+
+
+def kv_of(layout: KVLayout, rectangle: Rectangle) -> bytes:
+    """KV that differs from place to place, in the order of the wire."""
+    number, layers, heads, tokens = rectangle
+    group = layout.groups[number]
+    if isinstance(group, StateGroup):
+        return bytes(
+            (128 + 64 * layer + 8 * head + d) % 256
+            for layer in layers
+            for head in heads
+            for d in range(group.head_bytes)
+        )
     return bytes(
-        (64 * layer + 32 * side + 4 * token + d) % 256
-        for layer in range(layer_start, layer_start + num_layers)
-        for side in (0, 1)
-        for token in range(token_start, token_start + num_tokens)
-        for d in range(LAYOUT.head_dim)
+        (64 * layer + 32 * side + 16 * head + 4 * token + d + 7 * number) % 256
+        for layer in layers
+        for side, dim in enumerate((group.key_dim, group.value_dim))
+        for head in heads
+        for token in tokens
+        for d in range(dim)
     )
 
 
 def transfer(
-    name: str, num_tokens: int, cached: int, segment_bytes: int, credit_bytes: int, spoil: int = 0
+    name: str,
+    num_tokens: int,
+    cached: int,
+    segment_bytes: int,
+    credit_bytes: int,
+    spoil: int = 0,
+    *,
+    layout: KVLayout = LAYOUT,
+    num_shards: int = 1,
 ) -> dict[str, Any]:
     """Run one transfer and write down every message; segment `spoil`, if any, arrives broken."""
     token_ids = list(range(100, 100 + num_tokens))
     sender = KVSender(
         REQUEST,
-        LAYOUT,
+        layout,
         token_ids,
         max_bytes=1 << 20,
         lease_s=30.0,
         segment_bytes=segment_bytes,
+        num_shards=num_shards,
         now=0.0,
     )
     messages: list[dict[str, Any]] = []
@@ -516,7 +589,7 @@ def transfer(
     receiver = KVReceiver(
         REQUEST,
         msgspec.msgpack.decode(offer, type=Offer),
-        layout=LAYOUT,
+        layout=layout,
         max_bytes=1 << 20,
         credit_bytes=credit_bytes,
         lease_s=30.0,
@@ -530,7 +603,7 @@ def transfer(
         rectangle = sender.next_segment()
         if rectangle is None:
             break
-        sent = sender.segment(rectangle, kv_of(*rectangle), 0.0)
+        sent = sender.segment(rectangle, kv_of(layout, rectangle), 0.0)
         assert sent is not None
         kv = bytes(sent[2])
         if spoil == sent[0].segment:
@@ -547,11 +620,12 @@ def transfer(
         ack = receiver.stored(segment, 0.0)
     return {
         "name": name,
-        "layout": msgspec.to_builtins(LAYOUT),
+        "layout": msgspec.to_builtins(layout),
         "request_id": REQUEST,
         "token_ids": token_ids,
         "cached_tokens": cached,
         "segment_bytes": segment_bytes,
+        "num_shards": num_shards,
         "credit_bytes": credit_bytes,
         "messages": messages,
         "ends": receiver.state.value,
@@ -567,6 +641,14 @@ def transfers() -> list[dict[str, Any]]:
         transfer("a row is larger than a segment: layer by layer", 2, 0, 8, 1 << 20),
         transfer("the credit is smaller than a segment", 4, 0, 1 << 20, 20),
         transfer("the second segment arrives broken", 4, 0, 32, 1 << 20, spoil=2),
+        transfer("layers with a window", 7, 0, 36, 1 << 20, layout=WINDOWS),
+        transfer("a prefix into the window is held already", 7, 6, 36, 1 << 20, layout=WINDOWS),
+        transfer("a prompt shorter than the window", 2, 0, 36, 1 << 20, layout=WINDOWS),
+        transfer("a state", 5, 0, 36, 1 << 20, layout=STATES),
+        transfer("a state, whatever is held", 5, 4, 12, 1 << 20, layout=STATES),
+        transfer("a state is held already", 4, 4, 36, 1 << 20, layout=STATES),
+        transfer("from two shards", 5, 0, 36, 36, layout=EVERY_KIND, num_shards=2),
+        transfer("from more shards than heads", 3, 1, 36, 50, layout=EVERY_KIND, num_shards=3),
     ]
 
 

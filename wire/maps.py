@@ -24,7 +24,9 @@ class Map(
 
 
 def check_keys(buffer: Buffer, *nested: str) -> None:
-    """Refuse a repeated key: in a map, in the maps under its keys `nested`, in an array of maps.
+    """Refuse a repeated key: in a map, in those under its keys `nested`, in an array of maps.
+
+    In those below, the same keys are looked under.
 
     `buffer` was decoded already, so it is one whole msgpack value of the right kind.
 
@@ -39,7 +41,7 @@ def check_keys(buffer: Buffer, *nested: str) -> None:
         count = int.from_bytes(view[1 : 3 if head == 0xDE else 5], "big")
     elif 0x90 <= head <= 0x9F or head == 0xDC or head == 0xDD:
         for item in _ARRAY.decode(view):
-            check_keys(item)
+            check_keys(item, *nested)
         return
     else:
         return
@@ -48,4 +50,4 @@ def check_keys(buffer: Buffer, *nested: str) -> None:
         raise msgspec.ValidationError("a key is there twice")
     for key in nested:
         if key in values:
-            check_keys(values[key])
+            check_keys(values[key], *nested)

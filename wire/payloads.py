@@ -14,6 +14,7 @@ import msgspec
 
 from wire.errors import LocalProtocolError, RemoteProtocolError
 from wire.frames import MAX_TOKEN_ID
+from wire.layout import KVLayout
 from wire.logprobs import Logprobs as Logprobs
 from wire.logprobs import PackedLogprobs, check_prompt_logprobs
 from wire.maps import Map, check_keys
@@ -58,24 +59,6 @@ STOP: Final = "stop"
 
 _COUNT: Final = Struct("<I")
 _TOKEN: Final = Struct("<q")
-
-
-class KVLayout(Map, frozen=True, kw_only=True):
-    """The shape of one token's KV: ``[layer][k|v][kv_head][head_dim]`` of `dtype`.  SPEC 6.1.
-
-    `dtype` is one of float32, bfloat16, float16, uint8.
-    """
-
-    num_layers: Annotated[int, msgspec.Meta(ge=1, le=1024)]
-    num_kv_heads: Annotated[int, msgspec.Meta(ge=1, le=1024)]
-    head_dim: Annotated[int, msgspec.Meta(ge=1, le=4096)]
-    dtype: Annotated[str, msgspec.Meta(pattern=r"^(float32|bfloat16|float16|uint8)\Z")]
-
-    @property
-    def token_bytes(self) -> int:
-        """KV bytes of one token over all layers."""
-        size = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}[self.dtype]
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * size
 
 
 class HelloDetail(Map, frozen=True, kw_only=True):
@@ -302,11 +285,12 @@ class Offer(Map, frozen=True, kw_only=True):
     digest: Annotated[str, msgspec.Meta(pattern=r"^xxh3_64\Z")] = "xxh3_64"
 
 
-# Maps with the keys whose values are maps themselves: in those too a key may come only once.
+# Maps with the keys, at any depth, whose values are maps: in those too a key may come only once.
 NESTED: Final[dict[type, tuple[str, ...]]] = {
-    HelloDetail: ("layout",),
+    KVLayout: ("groups",),
+    HelloDetail: ("layout", "groups"),
     PrefillRest: ("logprobs",),
-    Offer: ("layout",),
+    Offer: ("layout", "groups"),
     Usage: ("stop_logprobs",),
 }
 

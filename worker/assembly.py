@@ -40,6 +40,11 @@ def make_engine(
         ValueError: The settings do not fit the model or the machine.
     """
     check_speculation(config, executor)
+    if draft is not None and draft.info.layout.has_state:
+        raise ValueError(
+            f"--speculate {config.speculate}: layers of this draft model keep a state, which "
+            "cannot go back when a guess was wrong; take another one"
+        )
     memory = executor.capabilities.memory
     num_blocks = count_blocks(
         memory if draft is None else memory + draft.capabilities.memory,

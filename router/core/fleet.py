@@ -21,7 +21,8 @@ from typing import Final, NamedTuple
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import NO_RANK, VERSION, Heartbeat, Hello, Role
 from wire.identity import Identity
-from wire.payloads import HelloDetail, KVLayout, Load, PeerDetail
+from wire.layout import KVLayout
+from wire.payloads import HelloDetail, Load, PeerDetail
 
 # A worker is lost after this many heartbeat intervals of silence.
 MISSED_BEATS: Final = 3
@@ -349,7 +350,7 @@ class Fleet:
         layout = self._layout_beside(Role(hello.role), hello.rank)
         if layout is not None and detail.layout != layout:
             return (
-                f"KV layout {_sentence(detail.layout)}, the cluster has {_sentence(layout)}; "
+                f"KV layout {detail.layout}, the cluster has {layout}; "
                 "start every worker with the same --model, --executor, --dtype and --kv-dtype"
             )
         if hello.role == Role.DECODE and not _is_reachable(detail.kv_endpoint):
@@ -387,10 +388,3 @@ def _is_reachable(endpoint: str) -> bool:
         return int(port) < 1 << 16  # A name.
     is_group = address.is_multicast or address == ip_address("255.255.255.255")
     return int(port) < 1 << 16 and not (address.is_unspecified or is_group)
-
-
-def _sentence(layout: KVLayout) -> str:
-    return (
-        f"{layout.num_layers} layers x {layout.num_kv_heads} heads x {layout.head_dim} "
-        f"of {layout.dtype}"
-    )

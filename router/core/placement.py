@@ -67,7 +67,7 @@ class Placement:
         has_transfer = state.num_left != 1
         layout = self._fleet.layout
         if layout is not None and has_transfer:
-            size, limit = seq_len * layout.token_bytes, self._fleet.max_kv_transfer_bytes
+            size, limit = layout.transfer_bytes(seq_len), self._fleet.max_kv_transfer_bytes
             if size > limit:
                 raise TransferTooLarge(size, limit)
         self._check_role(Role.PREFILL, seq_len, now)
@@ -252,5 +252,5 @@ def _takes(worker: Worker, state: RequestState) -> bool:
     of making every request fail.
     """
     detail = worker.detail
-    kv_bytes = 0 if state.num_left == 1 else len(state.token_ids) * detail.layout.token_bytes
+    kv_bytes = 0 if state.num_left == 1 else detail.layout.transfer_bytes(len(state.token_ids))
     return state.total_tokens <= detail.max_model_len and kv_bytes <= detail.max_kv_transfer_bytes

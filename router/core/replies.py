@@ -319,6 +319,6 @@ def _failure(worker: Worker, frame: Error, message: Message) -> RequestFailed:
 def _check_size(worker: Worker, attempt: Attempt, kv_bytes: int, num_tokens: int) -> None:
     if num_tokens > attempt.seq_len:
         raise RemoteProtocolError(f"{num_tokens} tokens held already, of {attempt.seq_len}")
-    most_bytes = attempt.seq_len * worker.detail.layout.token_bytes
+    most_bytes = worker.detail.layout.transfer_bytes(attempt.seq_len)
     if kv_bytes > most_bytes:
         raise RemoteProtocolError(f"{kv_bytes} KV bytes, and the prompt has {most_bytes}")

@@ -5,14 +5,14 @@ python -m router --model demo --executor scripts.examples.own_model:create --loc
 
 import numpy as np
 
-from wire.payloads import KVLayout
+from wire.layout import KVLayout
 from worker.executor.contract import Executor
 from worker.executor.functions import serve_functions
 
 VOCAB, DIM = 1326, 64  # the vocab_size of the demo model's config.json
 EMBED = np.random.default_rng(0).standard_normal((VOCAB, DIM)).astype("<f4")
 EMBED /= np.linalg.norm(EMBED, axis=1, keepdims=True)
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=DIM, dtype="float32")
+LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=DIM, dtype="float32")
 
 
 def prefill(token_ids: bytes, seq_len: int) -> tuple[bytes, bytes]:

@@ -28,13 +28,13 @@ from router.api.text import CompletionBody
 from tests.fuzz import framing, gone_bad
 from tests.fuzz.framing import Framing
 from wire.errors import RemoteProtocolError
+from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.logprobs import Logprobs, unpack_prompt_logprobs
 from wire.options import decode_options
 from wire.parts import decode
 from wire.payloads import (
     Credit,
     HelloDetail,
-    KVLayout,
     Load,
     Offer,
     PeerDetail,
@@ -45,6 +45,7 @@ from wire.payloads import (
     decode_map,
     decode_prefill_result,
     decode_prompt,
+    encode_map,
 )
 from wire.stream import PREFIX, StreamDecoder
 from wire.transfer.segment import Coverage, segment_digest, split_segment
@@ -60,7 +61,13 @@ ROUND: Final = 20_000
 EDGES: Final = (0, 1, 2, 15, 16, 17, 127, 128, 255, 256, 65_535, 2**31 - 1, 2**31, 2**32 - 1)
 # One top token, two rows.
 PROMPT_LOGPROBS: Final = struct.pack("<IfIffIf", 1, -0.5, 7, -0.5, -1.0, 9, -1.0)
-LAYOUT: Final = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")
+LAYOUT: Final = KVLayout(
+    groups=(
+        KVGroup(num_layers=2, num_kv_heads=2, key_dim=4, value_dim=4, dtype="uint8"),
+        KVGroup(num_layers=1, num_kv_heads=2, key_dim=4, value_dim=0, dtype="uint8", window=9),
+        StateGroup(num_layers=2, num_heads=4, head_bytes=3),
+    )
+)
 
 
 class Target(NamedTuple):
@@ -210,6 +217,7 @@ PAYLOADS: Final[dict[str, Callable[[memoryview], object]]] = {
     "Usage": lambda body: decode_map(Usage, body),
     "Logprobs[]": lambda body: decode_map(list[Logprobs | None], body),
     "Offer": lambda body: decode_map(Offer, body),
+    "KVLayout": lambda body: decode_map(KVLayout, body),
 }
 _DECODERS: Final = tuple(PAYLOADS.values())
 
@@ -253,10 +261,18 @@ def targets() -> dict[str, Target]:
     envelopes = [bytes([len(p[1]) // 16]) + b"".join(p) for p in messages if len(p) > 1]
     chosen = [seed for row in vectors["frames"] for seed in _payload_seeds(row)]
     chosen.append(bytes([list(PAYLOADS).index("prompt_logprobs")]) + PROMPT_LOGPROBS)
+    chosen.append(bytes([list(PAYLOADS).index("KVLayout")]) + encode_map(LAYOUT))
     prompts = [seed for seed in chosen if seed[0] == 0]
     options = [seed[2 + 4 * seed[1] :] for seed in prompts] + [b"\x80"]
-    descriptor = struct.pack("<IIIIQQQ", 0, 2, 1, 3, 48, 1, 0)
-    segments = [descriptor + bytes(48), descriptor, *payloads]
+    descriptors = [
+        struct.pack("<HHHHIIIIQQQ", *place, num_bytes, 1, 0)
+        for *place, num_bytes in (
+            (0, 0, 2, 0, 0, 2, 1, 3, 96),
+            (1, 1, 1, 0, 0, 1, 60, 3, 12),
+            (2, 2, 2, 0, 0, 2, 64, 0, 12),
+        )
+    ]
+    segments = [*(one + bytes(12) for one in descriptors), *descriptors, *payloads]
     bodies = [json.dumps(body).encode() for body in (COMPLETION, CHAT, {"prompt": "a"})]
     wrong = RemoteProtocolError
     return {

@@ -37,13 +37,13 @@ from wire.frames import (
     Tag,
 )
 from wire.identity import Identity
+from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.logprobs import join_prompt_logprobs, pack_logprobs, unpack_prompt_logprobs
 from wire.options import Options
 from wire.parts import TAG, decode, encode
 from wire.payloads import (
     ErrorDetail,
     HelloDetail,
-    KVLayout,
     Load,
     Logprobs,
     PrefillResult,
@@ -56,7 +56,14 @@ from wire.stream import MAX_SMALL_FRAME_BYTES
 VOCAB: Final = 100
 PROMPT: Final = tuple(range(4))
 OPTIONS: Final = Options(logprobs=2, prompt_logprobs=1)
-LAYOUT: Final = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")
+LAYOUT: Final = KVLayout(
+    groups=(
+        KVGroup(num_layers=2, num_kv_heads=1, key_dim=4, value_dim=4, dtype="uint8"),
+        KVGroup(num_layers=2, num_kv_heads=1, key_dim=4, value_dim=4, dtype="uint8", window=3),
+        StateGroup(num_layers=1, num_heads=2, head_bytes=8),
+    )
+)
+KV_BYTES: Final = LAYOUT.transfer_bytes(len(PROMPT))
 # The request that a header means by this id is the one that is open.
 OPEN: Final = 1
 # Between looks at what Prometheus and /v1/cluster would be told.
@@ -91,7 +98,7 @@ class Sink:
         self.error: WireError | None = None
 
     def on_prefill(self, result: PrefillResult, kv_bytes: int) -> None:
-        assert kv_bytes <= len(PROMPT) * LAYOUT.token_bytes
+        assert kv_bytes <= KV_BYTES
         assert result.cached_tokens <= len(PROMPT) and -1 <= result.token_id < VOCAB
         assert result.finish_reason in (None, "stop", "length")
         _check_scores(result.logprobs)
@@ -108,7 +115,7 @@ class Sink:
 
     def on_done(self, usage: Usage) -> None:
         assert usage.finish_reason in ("stop", "length")
-        assert usage.kv_bytes <= len(PROMPT) * LAYOUT.token_bytes
+        assert usage.kv_bytes <= KV_BYTES
         assert 0 <= usage.kv_seconds < 1e3 and 0 <= usage.kv_transfer_seconds < 1e3
 
     def on_error(self, error: WireError) -> None:

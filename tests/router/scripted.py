@@ -13,11 +13,11 @@ from router.core.state import Limits, RequestIds
 from wire.aio.zmq import Link
 from wire.errors import ErrorCode, WireError
 from wire.frames import DecodeToken, Frame, Heartbeat, Hello, Role, Tag
+from wire.layout import KVLayout
 from wire.options import Options
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import (
     HelloDetail,
-    KVLayout,
     Load,
     Logprobs,
     PrefillResult,
@@ -26,7 +26,7 @@ from wire.payloads import (
     encode_prefill_result,
 )
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="uint8")
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=8, dtype="uint8")
 EPOCH = 0xABCD
 
 

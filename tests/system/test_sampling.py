@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.cluster import Cluster
+from tests.kv import whole
 from wire.frames import (
     ANY_RANK,
     DecodeDone,
@@ -31,7 +32,6 @@ from wire.options import Options
 from wire.payloads import decode_prefill_result, encode_prompt
 from wire.process.model import locate
 from wire.stream import StreamDecoder, encode
-from wire.transfer import Rectangle
 from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Reserved, Started, Token
 from worker.engine.sequence import Sequence as Request
@@ -219,8 +219,8 @@ def test_a_transfer_changes_nothing(executor: TorchExecutor, options: Options) -
     assert Computed(1, len(prompt)) in outputs
     [first] = [output.token_id for output in outputs if isinstance(output, Token)]
     layout = prefill.info.layout
-    whole = Rectangle(0, layout.num_layers, 0, len(prompt))
-    decode.cache.unpack(target, whole, prefill.cache.pack(source, whole))
+    prompt_kv = whole(layout, 0, len(prompt))
+    decode.cache.unpack(target, prompt_kv, prefill.cache.pack(source, prompt_kv))
     decode.begin_decode(1, [*prompt, first], options, NUM_TOKENS - 1)
     assert [first, *texts_of(decode)[1]] == alone(executor, prompt, options)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -59,20 +60,28 @@ def test_a_key_twice_is_refused_whatever_the_head(head: str, content: dict[str, 
             check_keys(pairs(*content.items(), (key, again), head=head))
 
 
+def maps_within(kind: Any) -> Iterator[str]:
+    """The keys that hold maps, at any depth."""
+    for field in getattr(kind, "fields", ()):
+        if "StructType" in repr(field.type):
+            yield field.name
+            yield from maps_within(field.type)
+
+
 def test_every_map_within_a_map_is_known() -> None:
     """Of every payload there is: a key that holds a map has to be looked into."""
     for kind in vars(payloads).values():
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            fields = msgspec.inspect.type_info(kind).fields  # type: ignore[attr-defined]
-            maps = [field.name for field in fields if "StructType" in repr(field.type)]
+            maps = list(maps_within(msgspec.inspect.type_info(kind)))
             # Options are read by `decode_options`, whose vectors have a repeated key within.
             expected = ("structure",) if kind is Options else payloads.NESTED.get(kind, ())
             assert tuple(maps) == expected or kind is PrefillResult, kind
 
 
 def test_a_key_twice_is_refused_in_every_payload() -> None:
-    layout = pairs(("num_layers", 1), ("num_layers", 2), ("num_kv_heads", 1), ("head_dim", 2))
-    layout = b"\x85" + layout[1:] + encode("dtype") + encode("uint8")
+    group = [("kind", "state"), ("num_layers", 1), ("num_heads", 1), ("head_bytes", 2)]
+    groups = pairs(*group, ("num_layers", 2))
+    layout = pairs(("groups", []))[:-1] + b"\x91" + groups
     hello = {"model": "m", "fingerprint": "f", "block_size": 16, "num_blocks": 1}
     hello |= {"max_model_len": 9, "max_kv_transfer_bytes": 9, "arithmetic": "a", "threads": 1}
     fields = b"".join(encode(key) + encode(value) for key, value in hello.items())

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from wire import payloads
 from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.layout import KVLayout
 from wire.options import Options
 from wire.payloads import (
     NO_TOKEN,
     STOP,
     Credit,
     HelloDetail,
-    KVLayout,
     Load,
     Logprobs,
     Offer,
@@ -40,10 +40,18 @@ from wire.payloads import (
 )
 
 LOAD = {"total": 0, "used": 0, "cached": 0, "free": 0}
+GROUP = {
+    "kind": "kv",
+    "num_layers": 1,
+    "num_kv_heads": 1,
+    "key_dim": 1,
+    "value_dim": 1,
+    "dtype": "uint8",
+}
 HELLO: dict[str, Any] = {
     "model": "demo",
     "fingerprint": "f00d",
-    "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": "uint8"},
+    "layout": {"groups": [GROUP]},
     "block_size": 16,
     "num_blocks": 4,
     "max_model_len": 64,
@@ -233,7 +241,7 @@ def test_where_a_kv_socket_may_not_be(endpoint: str) -> None:
 
 
 def test_maps_come_back_as_they_were() -> None:
-    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
+    layout = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
     assert layout.token_bytes == 2 * 2 * 1 * 4 * 2
     assert decode_map(KVLayout, encode_map(layout)) == layout
     load = Load(total=4, used=1, cached=1, free=2, stored=(2**64 - 1, 0), evicted=(7,))
@@ -245,8 +253,13 @@ def test_maps_come_back_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("kind", "content", "field"),
     [
-        (KVLayout, {"num_layers": 0}, "num_layers"),
-        (KVLayout, {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": "f4"}, "dtype"),
+        (KVLayout, {"groups": []}, "groups"),
+        (KVLayout, {"groups": [GROUP] * 17}, "groups"),
+        (KVLayout, {"groups": [GROUP | {"num_layers": 0}]}, "num_layers"),
+        (KVLayout, {"groups": [GROUP | {"dtype": "f4"}]}, "dtype"),
+        (KVLayout, {"groups": [GROUP | {"window": 0}]}, "window"),
+        (KVLayout, {"groups": [GROUP | {"kind": "other"}]}, "kind"),
+        (KVLayout, {"groups": [GROUP | {"kind": "state"}]}, "num_kv_heads"),
         (Load, {"total": -1}, "total"),
         (Load, {"total": 0, "used": 0, "cached": 0, "free": 0, "stored": [-1]}, "stored"),
         (PeerDetail, {"rank": 2**32}, "rank"),
@@ -272,11 +285,7 @@ def test_maps_come_back_as_they_were() -> None:
         (Load, LOAD | {"stored": [7] * 1025}, "stored"),
         (Load, LOAD | {"evicted": [7] * 1025}, "evicted"),
         (Load, LOAD | {"preemptions": 2**53}, "preemptions"),
-        (
-            KVLayout,
-            {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype": "uint8\n"},
-            "dtype",
-        ),
+        (KVLayout, {"groups": [GROUP | {"dtype": "uint8\n"}]}, "dtype"),
         (HelloDetail, HELLO | {"num_blocks": 2**31}, "num_blocks"),
         (HelloDetail, HELLO | {"max_model_len": 0}, "max_model_len"),
         (HelloDetail, HELLO | {"kv_endpoint": "http://127.0.0.1:80"}, "kv_endpoint"),

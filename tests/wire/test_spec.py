@@ -10,7 +10,7 @@ from struct import Struct, calcsize
 import msgspec
 import pytest
 
-from wire import payloads
+from wire import layout, payloads
 from wire.errors import ErrorCode
 from wire.frames import FRAMES, Tag
 from wire.logprobs import MAX_PROMPT_LOGPROBS_BYTES
@@ -29,7 +29,12 @@ from wire.parts import MAX_HEADERS, decode
 from wire.payloads import CREDIT
 from wire.session import SESSION, Direction, mermaid
 from wire.stream import DEFAULT_MAX_FRAME_BYTES, MAX_SMALL_FRAME_BYTES, StreamDecoder
-from wire.transfer.segment import DESCRIPTOR, MAX_SEGMENT_BYTES, MAX_SEGMENTS
+from wire.transfer.segment import (
+    DESCRIPTOR,
+    MAX_SEGMENT_BYTES,
+    MAX_SEGMENTS,
+    SegmentDescriptor,
+)
 
 WIRE = Path(payloads.__file__).parent
 SPEC = (WIRE / "SPEC.md").read_text()
@@ -68,9 +73,9 @@ def fields_of(table: list[list[str]]) -> list[tuple[int, int, str, str]]:
     return [(int(row[0]), int(row[1]), row[2], row[3]) for row in table]
 
 
-def layout_of(layout: Struct, names: tuple[str, ...]) -> list[tuple[int, int, str, str]]:
-    kinds = [CODES[code] for code in layout.format[1:]]
-    offsets = [calcsize("<" + layout.format[1 : 1 + i]) for i in range(len(kinds))]
+def layout_of(fixed: Struct, names: tuple[str, ...]) -> list[tuple[int, int, str, str]]:
+    kinds = [CODES[code] for code in fixed.format[1:]]
+    offsets = [calcsize("<" + fixed.format[1 : 1 + i]) for i in range(len(kinds))]
     return [
         (offset, WIDTHS[kind], name, kind)
         for offset, kind, name in zip(offsets, kinds, names, strict=True)
@@ -91,7 +96,9 @@ STRUCT_OF: dict[str, type[msgspec.Struct]] = {
     "5.3": payloads.Load,
     "5.4": payloads.PeerDetail,
     "5.6": payloads.ErrorDetail,
-    "6.1": payloads.KVLayout,
+    "6.1": layout.KVLayout,
+    "6.1:1": layout.KVGroup,
+    "6.1:2": layout.StateGroup,
     "6.2": payloads.Offer,
 }
 
@@ -109,15 +116,17 @@ def test_the_other_fixed_layouts_are_right_too() -> None:
     credit = tables(sections()["4.4"], OFFSETS)[1]
     assert fields_of(credit) == layout_of(CREDIT, payloads.Credit._fields)
     descriptor = tables(sections()["6.3"], OFFSETS)[0]
-    fields = ("layer_start", "num_layers", "token_start", "num_tokens", "num_bytes", "digest")
-    assert fields_of(descriptor) == layout_of(DESCRIPTOR, (*fields, "idle_us"))
+    names = SegmentDescriptor._fields
+    assert fields_of(descriptor) == layout_of(DESCRIPTOR, (*names[:3], "zero", *names[3:]))
 
 
 @pytest.mark.parametrize("section", STRUCT_OF)
 def test_the_key_table_is_the_map(section: str) -> None:
-    rows = tables(sections()[section], KEYS)[0]
-    wanted = []
-    for field in msgspec.structs.fields(STRUCT_OF[section]):
+    number, _, index = section.partition(":")
+    rows = tables(sections()[number], KEYS)[int(index or 0)]
+    kind = STRUCT_OF[section]
+    wanted = [("kind", "required")] if kind.__struct_config__.tag_field else []
+    for field in msgspec.structs.fields(kind):
         default = field.default if field.default_factory is msgspec.NODEFAULT else ()
         if field.required:
             text = "required"
@@ -193,6 +202,9 @@ def test_the_limits_are_the_constants() -> None:
     assert limits["bad_sequences"] == bad_sequences
     assert limits["top logprobs"] == str(MAX_TOP_LOGPROBS)
     assert limits["prompt logprobs of a request"] == f"{MAX_PROMPT_LOGPROBS_BYTES >> 10} KiB"
+    assert limits["groups of a layout"] == str(layout.MAX_GROUPS)
+    per_layer = limits["a layer of a group, of one token or state"]
+    assert per_layer == f"{layout.MAX_LAYER_BYTES >> 20} MiB"
     assert limits["segment"] == f"{MAX_SEGMENT_BYTES >> 20} MiB"
     assert limits["segments of a transfer"] == str(MAX_SEGMENTS)
     assert limits["length of a frame on raw TCP"] == (

@@ -15,10 +15,11 @@ import pytest
 from wire import parts, payloads, stream
 from wire.errors import LocalProtocolError, RemoteProtocolError, TransferFailed
 from wire.frames import FRAMES, Frame, KvCache, KvCacheAck, Tag
+from wire.layout import KVLayout
 from wire.logprobs import join_prompt_logprobs, pack_logprobs, unpack_prompt_logprobs
 from wire.options import Options
 from wire.parts import Buffer
-from wire.payloads import Credit, KVLayout, Offer, decode_map, encode_map
+from wire.payloads import Credit, Offer, decode_map, encode_map
 from wire.prefix import prefix_hashes
 from wire.process.model import fingerprint
 from wire.session import ENDED, Direction, Session
@@ -53,7 +54,7 @@ def encode_payload(kind: str, content: Any) -> list[bytes]:
         return [payloads.encode_prefill_result(prefill_result(content))]
     if kind == "Offer":
         token_ids = pack(f"<{len(content['token_ids'])}I", *content["token_ids"])
-        layout = KVLayout(**content["layout"])
+        layout = msgspec.convert(content["layout"], KVLayout)
         return [encode_map(Offer(**{**content, "token_ids": token_ids, "layout": layout}))]
     if kind == "segment":
         fields = {key: value for key, value in content.items() if key != "kv"}
@@ -212,7 +213,7 @@ def test_prefix_hashes(vector: dict[str, Any]) -> None:
 def test_the_receiver_answers_a_recorded_transfer(vector: dict[str, Any]) -> None:
     """Literal bytes of the sender in, the recorded bytes of the receiver out."""
     messages = [(m["from"], [bytes.fromhex(p) for p in m["zmq"]]) for m in vector["messages"]]
-    layout = KVLayout(**vector["layout"])
+    layout = msgspec.convert(vector["layout"], KVLayout)
     receiver: KVReceiver | None = None
     answers = iter([recorded for who, recorded in messages if who == "decode"])
     for who, recorded in messages:
@@ -255,11 +256,12 @@ def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
     token_ids = vector["token_ids"]
     sender = KVSender(
         vector["request_id"],
-        KVLayout(**vector["layout"]),
+        msgspec.convert(vector["layout"], KVLayout),
         token_ids,
         max_bytes=1 << 20,
         lease_s=30.0,
         segment_bytes=vector["segment_bytes"],
+        num_shards=vector["num_shards"],
         now=0.0,
     )
     sender.advance(len(token_ids), 0.0)

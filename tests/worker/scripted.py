@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, Self, cast
 
+from tests.kv import whole
 from wire.aio.zmq import Hub, Link
 from wire.errors import RemoteProtocolError
 from wire.frames import (
@@ -47,7 +48,7 @@ from wire.payloads import (
     encode_prompt,
 )
 from wire.process.lifetime import Stop
-from wire.transfer import Rectangle, SegmentDescriptor, segment_digest
+from wire.transfer import SegmentDescriptor, segment_digest
 from worker.app import Worker
 from worker.config import Config
 from worker.executor.hash import LAYOUT, HashExecutor, HashKVCache, create
@@ -369,9 +370,9 @@ class ScriptedPrefill:
     ) -> None:
         """Send the KV (zeros) of all layers of these tokens."""
         kv = bytes(len(tokens) * LAYOUT.token_bytes)
-        rectangle = Rectangle(0, LAYOUT.num_layers, tokens.start, len(tokens))
+        rectangle = whole(LAYOUT, tokens.start, len(tokens))
         digest = segment_digest(request_id, kv) if digest is None else digest
-        descriptor = SegmentDescriptor(*rectangle, len(kv), digest).pack()
+        descriptor = SegmentDescriptor.of(rectangle, len(kv), digest).pack()
         self.send(KvCache(request_id, number, num_segments), descriptor, kv)
 
     def cancel(self, request_id: int) -> None:

@@ -10,7 +10,7 @@ from worker.assembly import make_engine
 from worker.config import Config
 from worker.engine.draft_model import ModelDrafter
 from worker.engine.settings import EngineSettings
-from worker.executor.hash import LAYOUT, create
+from worker.executor.hash import LAYOUT, create, create_mixed
 from worker.executor.stepwise import StepwiseExecutor
 
 
@@ -87,3 +87,9 @@ def test_a_draft_model_needs_the_vocabulary_of_the_model() -> None:
     other.info = type(other.info)("other", "", 999, 64, frozenset(), LAYOUT)
     with pytest.raises(ValueError, match="vocabulary has 999 tokens"):
         make_engine(config, create(), other)
+
+
+def test_a_draft_model_whose_state_cannot_go_back_is_refused() -> None:
+    config = Config(num_blocks=4, speculate="draft:3:demo")
+    with pytest.raises(ValueError, match=r"draft:3:demo.*keep a state.*take another one"):
+        make_engine(config, create(), create_mixed())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.workload import Fortune, Workload
+from tests.worker.workload import LAYOUTS, Fortune, Workload
 
 NUM_WORKLOADS = int(os.environ.get("BATON_WORKLOADS", "320"))
 GROUPS = 8
@@ -18,22 +18,33 @@ GROUPS = 8
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_every_request_ends_once_with_its_text(group: int) -> None:
     for seed in range(group, NUM_WORKLOADS, GROUPS):
-        try:
-            Workload(seed).run()
-        except BaseException as error:
-            error.add_note(f"workload {seed}")
-            raise
+        _run(seed, "all")
 
 
-def totals(num_workloads: int, **settings: Any) -> dict[str, float]:
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "all"])
+def test_layers_with_a_window_and_states_change_no_text(name: str) -> None:
+    for seed in range(NUM_WORKLOADS // 2):
+        _run(seed, name)
+
+
+def _run(seed: int, name: str) -> None:
+    try:
+        Workload(seed, LAYOUTS[name]).run()
+    except BaseException as error:
+        error.add_note(f"workload {seed}, {name}")
+        raise
+
+
+def totals(num_workloads: int, name: str = "all", /, **settings: Any) -> dict[str, float]:
     """Run workloads with these settings; return what their engines counted in all."""
-    sums: dict[str, float] = {}
+    sums: dict[str, float] = {"shared": 0}
     for seed in range(num_workloads):
-        workload = Workload(10_000 + seed, **settings)
+        workload = Workload(10_000 + seed, LAYOUTS[name], **settings)
         workload.engine.swap.costs.copy_bytes_per_s = 1e12
         workload.run()
-        for name, figure in workload.engine.stats().as_dict().items():
-            sums[name] = sums.get(name, 0) + figure
+        sums["shared"] += workload.num_shared
+        for key, figure in workload.engine.stats().as_dict().items():
+            sums[key] = sums.get(key, 0) + figure
     return sums
 
 
@@ -48,3 +59,10 @@ def test_the_workloads_do_what_they_are_for() -> None:
     assert speculated["drafted_tokens"] > speculated["accepted_tokens"], "and rejected ones"
     assert totals(20, speculate="ngram:4")["accepted_tokens"] > 10
     assert totals(20)["overdue"] > 3
+
+
+def test_much_is_shared_whatever_the_layers_are() -> None:
+    """Of reservations, tokens that need not be sent again."""
+    roomy = {"num_blocks": 100, "block_size": 4, "prefix_cache": True}
+    shared = {name: totals(60, name, **roomy)["shared"] for name in LAYOUTS}
+    assert all(num_tokens > 0.5 * shared["all"] for num_tokens in shared.values())

@@ -6,23 +6,34 @@ A workload is a pure function of its seed: the engine's settings and what arrive
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from wire.errors import ErrorCode
+from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.options import Options
-from wire.transfer import Rectangle
+from wire.transfer import Rectangle, plan
 from worker.engine.draft_model import ModelDrafter
 from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.engine.speculation import Drafter
 from worker.executor.contract import ModelInfo
-from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor, kv_words, oracle
+from worker.executor.hash import (
+    EOS_TOKEN_IDS,
+    LAYOUT,
+    MIXED,
+    HashExecutor,
+    kv_words,
+    oracle,
+    state_after,
+)
 
 # So few that n-grams recur and guesses are right now and then.
 VOCAB_SIZE = 6
@@ -30,13 +41,45 @@ MAX_MODEL_LEN = 48
 MAX_STEPS = 3000
 
 
-def hash_executor() -> HashExecutor:
-    return HashExecutor(ModelInfo("hash", "hash", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, LAYOUT))
+# The hash executor's two layers, alike and not, and with a state; the windows are short enough that
+# most prompts are longer.
+ALL, NEAR, STATE = MIXED.groups
+assert isinstance(NEAR, KVGroup)
+NEAR = structs.replace(NEAR, window=6)
+LAYOUTS = {
+    "all": LAYOUT,
+    "window": KVLayout(groups=(ALL, NEAR)),
+    "windows": KVLayout(groups=(structs.replace(NEAR, num_layers=2),)),
+    "state": KVLayout(groups=(structs.replace(ALL, num_layers=2), STATE)),
+    "mixed": KVLayout(groups=(ALL, NEAR, STATE)),
+}
+
+
+def hash_executor(layout: KVLayout = LAYOUT) -> HashExecutor:
+    return HashExecutor(ModelInfo("hash", "hash", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, layout))
 
 
 @lru_cache(maxsize=20_000)
-def full_text(prompt: tuple[int, ...], limit: int, options: Options) -> tuple[int, ...]:
-    return tuple(oracle(prompt, limit, options, VOCAB_SIZE, max_model_len=MAX_MODEL_LEN))
+def full_text(
+    prompt: tuple[int, ...], limit: int, options: Options, layout: KVLayout = LAYOUT
+) -> tuple[int, ...]:
+    text = oracle(prompt, limit, options, VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, layout=layout)
+    return tuple(text)
+
+
+def sent_kv(layout: KVLayout, prompt: Many[int], cached: int) -> Iterator[tuple[Rectangle, bytes]]:
+    """What another worker sends of a prompt to who has the first tokens."""
+    positions = np.arange(len(prompt), dtype=np.int32)
+    words = kv_words(np.array(prompt, np.int32), positions)
+    for rectangle in plan(layout, cached, len(prompt), 1 << 20):
+        if isinstance(layout.groups[rectangle.group], StateGroup):
+            yield rectangle, state_after(words).tobytes()
+            continue
+        kv_groups = [it for it in layout.groups[: rectangle.group] if isinstance(it, KVGroup)]
+        first_layer = sum(group.num_layers for group in kv_groups)
+        layers = words[:, first_layer : first_layer + len(rectangle.layers)]
+        tokens = rectangle.tokens
+        yield rectangle, layers[tokens.start : tokens.stop].transpose(1, 2, 3, 0).tobytes()
 
 
 class Fortune:
@@ -44,15 +87,17 @@ class Fortune:
 
     vocab_size: int | None = VOCAB_SIZE
 
-    def __init__(self, num_drafts: int) -> None:
+    def __init__(self, num_drafts: int, layout: KVLayout = LAYOUT) -> None:
         self.num_drafts = num_drafts
+        self._layout = layout
 
     def draft(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
         drafts = []
         for sequence, limit in zip(sequences, limits, strict=True):
             prompt, so_far = sequence.token_ids[: sequence.prompt_len], sequence.num_output_tokens
             number = so_far + min(limit, self.num_drafts)
-            future = full_text(tuple(prompt), number, sequence.options)[so_far:]
+            text = full_text(tuple(prompt), number, sequence.options, self._layout)
+            future = text[so_far:]
             lies = [(so_far + i) % 3 == 2 for i in range(len(future))]
             pairs = zip(future, lies, strict=True)
             drafts.append([(t + is_lie) % VOCAB_SIZE for t, is_lie in pairs])
@@ -73,6 +118,7 @@ class Request:
     options: Options
     limit: int
     cancel_at: int | None
+    layout: KVLayout
     text: list[int] = field(default_factory=list)
     end: str | None = None
     end_step: int = 0
@@ -80,23 +126,27 @@ class Request:
     @property
     def expected(self) -> tuple[int, ...]:
         limit = 1 if self.kind == "transfer" else self.limit
-        return full_text(self.prompt, limit, self.options)
+        return full_text(self.prompt, limit, self.options, self.layout)
 
 
 class Workload:
     """One engine, its requests, and the part of a role: it answers outputs as a worker would."""
 
-    def __init__(self, seed: int, **settings: Any) -> None:
+    def __init__(self, seed: int, layout: KVLayout = LAYOUT, **settings: Any) -> None:
         self.draw = random.Random(seed)
+        self.layout = layout
         self.now = 0.0
         self.drafter: Drafter | str | None = None
         self.engine = self._engine(settings)
         self.requests = [self._request(request_id) for request_id in range(self.draw.randint(1, 9))]
         self.longest_wait = 0
+        self.num_shared = 0  # tokens of reservations that were here already
 
     def _engine(self, settings: dict[str, Any]) -> Engine:
         draw = self.draw
-        self.drafter = draw.choice([None, "ngram:2", "ngram:5", Fortune(4), model_drafter(draw)])
+        self.drafter = draw.choice(
+            [None, "ngram:2", "ngram:5", Fortune(4, self.layout), model_drafter(draw)]
+        )
         block_size = draw.choice([1, 2, 3, 4, 8])
         chosen = {
             "num_blocks": max(2, draw.randint(30, 60) // block_size),  # one or two requests fit
@@ -107,11 +157,11 @@ class Workload:
             "dynamic_batching": draw.random() < 0.8,
             "prefix_cache": draw.random() < 0.7,
             "ageing_s": draw.choice([0.01, 1.0, 10.0]),
-            "swap_bytes": draw.choice([0, 0, 10, 40, 1000]) * LAYOUT.token_bytes,
+            "swap_bytes": draw.choice([0, 0, 10, 40, 1000]) * self.layout.token_bytes,
             "speculate": self.drafter,
         } | settings
         self.drafter = chosen["speculate"]
-        engine = Engine(hash_executor(), clock=lambda: self.now, **chosen)
+        engine = Engine(hash_executor(self.layout), clock=lambda: self.now, **chosen)
         engine.swap.costs.copy_bytes_per_s = draw.choice([1.0, 1e6, 1e12])
         return engine
 
@@ -136,6 +186,7 @@ class Workload:
             options=options,
             limit=draw.randint(1, 30),
             cancel_at=draw.randint(0, 40) if draw.random() < 0.2 else None,
+            layout=self.layout,
         )
 
     def run(self) -> None:
@@ -219,17 +270,13 @@ class Workload:
 
     def _begin(self, request: Request, reserved: Reserved, step: int) -> None:
         """Bring the KV another worker would, and the first token."""
-        first = full_text(request.prompt, 1, request.options)
+        first = full_text(request.prompt, 1, request.options, self.layout)
         if not first or request.limit == 1:
             self.engine.cancel(request.request_id)
             request.text += first
             return self._end(request, "stop" if not first else "length", step)
-        num_tokens = len(request.prompt) - reserved.cached_tokens
-        if num_tokens:
-            positions = np.arange(reserved.cached_tokens, len(request.prompt), dtype=np.int32)
-            words = kv_words(np.array(request.prompt, np.int32)[positions], positions)
-            rectangle = Rectangle(0, LAYOUT.num_layers, reserved.cached_tokens, num_tokens)
-            kv = words.transpose(1, 2, 3, 0).tobytes()
+        self.num_shared += reserved.cached_tokens
+        for rectangle, kv in sent_kv(self.layout, request.prompt, reserved.cached_tokens):
             self.engine.cache.unpack(reserved.block_table, rectangle, kv)
         request.text += first
         self.engine.begin_decode(

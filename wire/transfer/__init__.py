@@ -20,7 +20,13 @@ from __future__ import annotations
 
 from wire.transfer.lease import TransferState
 from wire.transfer.receiver import Ack, KVReceiver, Segment
-from wire.transfer.segment import MAX_SEGMENT_BYTES, Rectangle, SegmentDescriptor, segment_digest
+from wire.transfer.segment import (
+    MAX_SEGMENT_BYTES,
+    Rectangle,
+    SegmentDescriptor,
+    plan,
+    segment_digest,
+)
 from wire.transfer.sender import KVSender
 
 __all__ = [
@@ -32,5 +38,6 @@ __all__ = [
     "Segment",
     "SegmentDescriptor",
     "TransferState",
+    "plan",
     "segment_digest",
 ]

@@ -21,8 +21,9 @@ from wire.errors import (
     WireError,
 )
 from wire.frames import KvCache, KvCacheAck
+from wire.layout import KVLayout
 from wire.parts import Buffer
-from wire.payloads import Credit, KVLayout, Offer
+from wire.payloads import Credit, Offer
 from wire.transfer.lease import Transfer, TransferState
 from wire.transfer.segment import (
     MAX_SEGMENT_BYTES,
@@ -91,16 +92,17 @@ class KVReceiver(Transfer):
                 "both workers must serve the same model with the same KV dtype",
                 ErrorCode.MISMATCH,
             )
-        if offer.total_bytes != offer.num_tokens * layout.token_bytes:
+        if offer.total_bytes != layout.transfer_bytes(offer.num_tokens):
             raise RemoteProtocolError(f"KV_CACHE: total_bytes {offer.total_bytes} is not the sum")
         if len(offer.token_ids) != 4 * offer.num_tokens:
             raise RemoteProtocolError(f"KV_CACHE: token_ids are not {offer.num_tokens} u32")
         if offer.total_bytes > max_bytes:
             raise TransferTooLarge(offer.total_bytes, max_bytes)
-        if credit_bytes < layout.token_bytes // layout.num_layers:
+        if credit_bytes < layout.piece_bytes:
             raise LocalProtocolError(f"credit_bytes {credit_bytes} lets no segment in")
         self.layout = layout
         self.num_tokens = offer.num_tokens
+        self.total_bytes = offer.total_bytes
         self.token_ids: tuple[int, ...] = unpack(f"<{offer.num_tokens}I", offer.token_ids)
         self.is_claimed = False  # a router has asked for it
         self.cached_tokens = 0
@@ -120,6 +122,11 @@ class KVReceiver(Transfer):
     def is_complete(self) -> bool:
         """Whether every byte is in its blocks."""
         return self.state is TransferState.DONE
+
+    @property
+    def skipped_bytes(self) -> int:
+        """What need not come because it is here already; of an accepted transfer."""
+        return self.total_bytes - self._expected_bytes
 
     @property
     def num_unpacking(self) -> int:
@@ -165,7 +172,7 @@ class KVReceiver(Transfer):
         if self.state is not TransferState.OFFERED or not 0 <= cached_tokens <= self.num_tokens:
             raise LocalProtocolError(f"accept({cached_tokens}) in {self.state}")
         self.cached_tokens = cached_tokens
-        self._expected_bytes = (self.num_tokens - cached_tokens) * self.layout.token_bytes
+        self._expected_bytes = self.layout.transfer_bytes(self.num_tokens, cached_tokens)
         self._coverage = Coverage(self.layout, cached_tokens, self.num_tokens)
         self.accepted_at = self._heard_at = now
         if self.is_claimed:
@@ -266,13 +273,13 @@ class KVReceiver(Transfer):
         return None
 
     def _admit(self, segment: Segment, num_segments: int) -> None:
+        self._coverage.admit(segment.rectangle)
         num_bytes = memoryview(segment.kv).nbytes
         wanted = segment.rectangle.num_bytes(self.layout)
         if not num_bytes == segment.descriptor.num_bytes == wanted <= MAX_SEGMENT_BYTES:
             raise RemoteProtocolError(f"KV_CACHE: {num_bytes} bytes for {segment.rectangle}")
         if self._admitted_bytes + num_bytes > self.granted_bytes:
             raise RemoteProtocolError(f"KV_CACHE: segment {segment.number} is over the credit")
-        self._coverage.admit(segment.rectangle)
         count, admitted = len(self._segments) + 1, self._admitted_bytes + num_bytes
         if (count == num_segments) != (admitted == self._expected_bytes):
             raise RemoteProtocolError(

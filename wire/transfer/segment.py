@@ -1,22 +1,24 @@
-"""Segments: the rectangles of layers by tokens in which a KV cache travels.  SPEC 6.3.
+"""Segments: the rectangles of layers by heads by tokens in which a KV cache travels.  SPEC 6.3.
 
 The sender cuts what is to be sent with `plan`; the receiver trusts no plan: `Coverage` admits any
-rectangles that lie inside the transfer and overlap nothing, as long as their layer ranges are the
-same or apart.  So one list of token ranges per layer range says what has come, in whatever order;
-adjacent ranges are merged, which keeps it short.
+rectangles that lie inside the transfer and overlap nothing, as long as the layer ranges of a group
+are the same or apart, and its head ranges too.  So one list of token ranges for each layer range
+with each head range says what has come, in whatever order; adjacent token ranges are merged, which
+keeps it short.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import pairwise
 from struct import Struct
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.layout import Group, KVGroup, KVLayout
 from wire.parts import Buffer
-from wire.payloads import KVLayout
 
 MIB: Final = 1 << 20
 # Measured on loopback: 256 KiB messages lose a third of the bandwidth, 32 MiB more than half.
@@ -27,34 +29,35 @@ MAX_SEGMENTS: Final = 65_536
 
 
 class Rectangle(NamedTuple):
-    """Layers [layer_start, layer_start + num_layers) by tokens [token_start, + num_tokens)."""
+    """Some heads of some layers of one group, at some tokens.
 
-    layer_start: int
-    num_layers: int
-    token_start: int
-    num_tokens: int
+    `layers` count within the group.  Of a state, `tokens` is empty and begins at its position.
+    """
 
-    @property
-    def layer_end(self) -> int:
-        return self.layer_start + self.num_layers
-
-    @property
-    def token_end(self) -> int:
-        return self.token_start + self.num_tokens
+    group: int
+    layers: range
+    heads: range
+    tokens: range
 
     def num_bytes(self, layout: KVLayout) -> int:
         """KV bytes inside this rectangle."""
-        return layout.token_bytes // layout.num_layers * self.num_layers * self.num_tokens
+        group = layout.groups[self.group]
+        num_positions = len(self.tokens) if isinstance(group, KVGroup) else 1
+        return len(self.layers) * len(self.heads) * num_positions * group.head_bytes
 
 
 class SegmentDescriptor(NamedTuple):
     """First payload part of a KV segment: which rectangle, how many bytes, their digest.  SPEC 6.3.
 
-    The bytes are ``[layer][k|v][kv_head][token][head_dim]``.  `digest` is XXH3-64 of them, seeded
-    with the request id.  `idle_us` says for how long the sender had nothing to send before this
-    segment: without it nobody could tell a slow link from a slow prompt.
+    The bytes of keys and values are ``[layer][k, then v][kv_head][token][dim]``, those of a state
+    ``[layer][head]``.  `digest` is XXH3-64 of them, seeded with the request id.  `idle_us` says for
+    how long the sender had nothing to send before this segment: without it nobody could tell a slow
+    link from a slow prompt.
     """
 
+    group: int
+    head_start: int
+    num_heads: int
     layer_start: int
     num_layers: int
     token_start: int
@@ -63,28 +66,49 @@ class SegmentDescriptor(NamedTuple):
     digest: int
     idle_us: int = 0
 
+    @classmethod
+    def of(
+        cls, rectangle: Rectangle, num_bytes: int, digest: int, idle_us: int = 0
+    ) -> SegmentDescriptor:
+        group, layers, heads, tokens = rectangle
+        return cls(
+            group,
+            *(heads.start, len(heads)),
+            *(layers.start, len(layers)),
+            *(tokens.start, len(tokens)),
+            *(num_bytes, digest, idle_us),
+        )
+
     @property
     def rectangle(self) -> Rectangle:
-        return Rectangle(*self[:4])
+        return Rectangle(
+            self.group,
+            range(self.layer_start, self.layer_start + self.num_layers),
+            range(self.head_start, self.head_start + self.num_heads),
+            range(self.token_start, self.token_start + self.num_tokens),
+        )
 
     def pack(self) -> bytes:
-        return DESCRIPTOR.pack(*self)
+        return DESCRIPTOR.pack(*self[:3], 0, *self[3:])
 
     @classmethod
     def unpack(cls, buffer: Buffer) -> SegmentDescriptor:
         """Read a descriptor.
 
         Raises:
-            RemoteProtocolError: Not exactly `DESCRIPTOR.size` bytes.
+            RemoteProtocolError: Not exactly `DESCRIPTOR.size` bytes, or a reserved field is not 0.
         """
         if len(buffer) != DESCRIPTOR.size:
             raise RemoteProtocolError(
                 f"the segment descriptor has {len(buffer)} bytes, not {DESCRIPTOR.size}"
             )
-        return cls(*DESCRIPTOR.unpack(buffer))
+        group, head_start, num_heads, zero, *rest = DESCRIPTOR.unpack(buffer)
+        if zero:
+            raise RemoteProtocolError(f"segment descriptor: reserved field is {zero}, not 0")
+        return cls(group, head_start, num_heads, *rest)
 
 
-DESCRIPTOR: Final = Struct("<IIIIQQQ")
+DESCRIPTOR: Final = Struct("<HHHHIIIIQQQ")
 
 
 def segment_digest(request_id: int, kv: Buffer) -> int:
@@ -103,60 +127,124 @@ def split_segment(body: Buffer) -> tuple[SegmentDescriptor, memoryview]:
 
 
 def plan(
-    layout: KVLayout, first_token: int, num_tokens: int, segment_bytes: int
+    layout: KVLayout,
+    cached_tokens: int,
+    num_tokens: int,
+    segment_bytes: int,
+    num_shards: int = 1,
 ) -> list[Rectangle]:
-    """Cut tokens [first_token, num_tokens) into rectangles of at most `segment_bytes`.
+    """Cut what is sent of `num_tokens` into rectangles of at most `segment_bytes`.
 
-    Whole rows (all layers of some tokens) when one fits, else layer groups of single tokens; in
-    the order in which prompt chunks are computed.
+    Of a group whole rows (all layers of some tokens) when one fits, else some layers of single
+    tokens; in the order in which prompt chunks are computed.  The heads are in `num_shards` places
+    side by side, and no rectangle is in two of them.
 
     Raises:
-        LocalProtocolError: Not even one layer of one token fits, or it takes over `MAX_SEGMENTS`.
+        LocalProtocolError: Not even one layer at one position fits, or it takes over
+            `MAX_SEGMENTS`.
     """
-    row_bytes = layout.token_bytes
-    layer_bytes = row_bytes // layout.num_layers
-    if segment_bytes < layer_bytes:
+    if segment_bytes < layout.piece_bytes:
         raise LocalProtocolError(
-            f"a segment of {segment_bytes} bytes is too small for one layer of one token "
-            f"({layer_bytes} bytes)"
+            f"a segment of {segment_bytes} bytes is too small for one layer of one token or state "
+            f"({layout.piece_bytes} bytes)"
         )
-    tokens = max(1, segment_bytes // row_bytes)
-    layers = min(layout.num_layers, segment_bytes // layer_bytes)
-    token_starts = range(first_token, num_tokens, tokens)
-    layer_starts = range(0, layout.num_layers, layers)
-    num_segments = len(token_starts) * len(layer_starts)
+    if cached_tokens == num_tokens:
+        return []
+    cuts = [
+        _Cut.of(index, group, group.sent(cached_tokens, num_tokens), segment_bytes, num_shards)
+        for index, group in enumerate(layout.groups)
+    ]
+    num_segments = sum(cut.num_segments for cut in cuts)
     if num_segments > MAX_SEGMENTS:
         raise LocalProtocolError(f"{num_segments} segments of {segment_bytes} bytes are too many")
-    return [
-        Rectangle(
-            layer, min(layers, layout.num_layers - layer), token, min(tokens, num_tokens - token)
-        )
-        for token in token_starts
-        for layer in layer_starts
-    ]
+    rectangles = [rectangle for cut in cuts for rectangle in cut.rectangles()]
+    return sorted(rectangles, key=lambda rectangle: rectangle.tokens.stop)
+
+
+class _Cut(NamedTuple):
+    """How one group is cut: into so many layers and tokens at a time, the same for all shares."""
+
+    group: int
+    layers: range
+    tokens: range
+    shares: list[range]  # of the heads
+    num_layers: int
+    num_tokens: int
+    num_segments: int
+
+    @classmethod
+    def of(
+        cls, index: int, group: Group, tokens: range, segment_bytes: int, num_shards: int
+    ) -> _Cut:
+        layers, shares = range(group.num_layers), _shares(group.num_heads, num_shards)
+        piece_bytes = max(map(len, shares)) * group.head_bytes
+        num_layers = min(len(layers), segment_bytes // piece_bytes)
+        num_tokens = max(1, segment_bytes // (len(layers) * piece_bytes))
+        token_pieces = -(-len(tokens) // num_tokens) if isinstance(group, KVGroup) else 1
+        num_segments = len(shares) * -(-len(layers) // num_layers) * token_pieces
+        return cls(index, layers, tokens, shares, num_layers, num_tokens, num_segments)
+
+    def rectangles(self) -> list[Rectangle]:
+        if not self.num_segments:
+            return []  # a window of one position: no token sees another
+        return [
+            Rectangle(self.group, layers, heads, tokens)
+            for tokens in _pieces(self.tokens, self.num_tokens)
+            for heads in self.shares
+            for layers in _pieces(self.layers, self.num_layers)
+        ]
+
+
+def _shares(num_heads: int, num_shards: int) -> list[range]:
+    """Return the heads of each shard; where there are fewer heads than shards, some have none."""
+    num_shards = min(num_shards, num_heads)
+    starts = [num_heads * shard // num_shards for shard in range(num_shards + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
+def _pieces(whole: range, step: int) -> list[range]:
+    """Cut a range; an empty one, the position of a state, is one piece."""
+    return [whole[first : first + step] for first in range(0, len(whole), step)] or [whole]
 
 
 class Coverage:
     """Which part of a transfer has been admitted; nothing is admitted twice."""
 
-    def __init__(self, layout: KVLayout, first_token: int, num_tokens: int) -> None:
-        self._layout = layout
-        self._first_token = first_token
-        self._num_tokens = num_tokens
-        # Layer range -> its token ranges, which are ascending and apart; adjacent ones are merged.
-        self.admitted: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    def __init__(self, layout: KVLayout, cached_tokens: int, num_tokens: int) -> None:
+        self.books = [Book(group, group.sent(cached_tokens, num_tokens)) for group in layout.groups]
 
     def admit(self, rectangle: Rectangle) -> None:
         """Note a rectangle.
 
         Raises:
-            RemoteProtocolError: It is empty, leaves the transfer, or overlaps an earlier one;
-                nothing is noted then.
+            RemoteProtocolError: It is empty, leaves the transfer, overlaps an earlier one or cuts
+                layers or heads otherwise; nothing is noted then.
         """
+        if rectangle.group >= len(self.books):
+            raise RemoteProtocolError(
+                f"KV_CACHE: {rectangle} is of none of the {len(self.books)} groups"
+            )
+        self.books[rectangle.group].admit(rectangle)
+
+
+class Book:
+    """What of one group has been admitted."""
+
+    def __init__(self, group: Group, tokens: range) -> None:
+        self._is_state = not isinstance(group, KVGroup)
+        self._layers, self._heads = range(group.num_layers), range(group.num_heads)
+        self._tokens = tokens
+        self._layer_cuts: set[range] = set()
+        self._head_cuts: set[range] = set()
+        # Layers and heads -> token ranges, which are ascending and apart; adjacent ones are merged.
+        self.admitted: dict[tuple[range, range], list[tuple[int, int]]] = {}
+
+    def admit(self, rectangle: Rectangle) -> None:
+        """See `Coverage.admit`."""
         self._check(rectangle)
-        layers = (rectangle.layer_start, rectangle.layer_end)
-        ranges = self.admitted.get(layers, [])
-        start, end = rectangle.token_start, rectangle.token_end
+        _, layers, heads, tokens = rectangle
+        ranges = self.admitted.get((layers, heads), [])
+        start, end = tokens.start, tokens.stop + self._is_state  # a state takes its place once
         after = bisect_left(ranges, (start, end))
         #   ranges[after - 1]      [start, end)      ranges[after]
         earlier_end = ranges[after - 1][1] if after > 0 else start
@@ -169,25 +257,32 @@ class Coverage:
             after -= 1
             start = ranges.pop(after)[0]
         ranges.insert(after, (start, end))
-        self.admitted[layers] = ranges
+        self.admitted[layers, heads] = ranges
+        self._layer_cuts.add(layers)
+        self._head_cuts.add(heads)
 
     def _check(self, rectangle: Rectangle) -> None:
-        if rectangle.num_layers == 0 or rectangle.num_tokens == 0:
+        _, layers, heads, tokens = rectangle
+        if not layers or not heads or not (tokens or self._is_state):
             raise RemoteProtocolError(f"KV_CACHE: {rectangle} is empty")
         if (
-            rectangle.layer_end > self._layout.num_layers
-            or rectangle.token_start < self._first_token
-            or rectangle.token_end > self._num_tokens
+            layers.stop > self._layers.stop
+            or heads.stop > self._heads.stop
+            or tokens.start < self._tokens.start
+            or tokens.stop > self._tokens.stop
         ):
             raise RemoteProtocolError(
-                f"KV_CACHE: {rectangle} leaves layers [0, {self._layout.num_layers}) or tokens "
-                f"[{self._first_token}, {self._num_tokens})"
+                f"KV_CACHE: {rectangle} leaves {self._layers}, {self._heads}, {self._tokens}"
             )
-        layers = (rectangle.layer_start, rectangle.layer_end)
-        if layers not in self.admitted and any(
-            start < rectangle.layer_end and rectangle.layer_start < end
-            for start, end in self.admitted
+        for cut, known, what in (
+            (layers, self._layer_cuts, "layers"),
+            (heads, self._head_cuts, "heads"),
         ):
-            raise RemoteProtocolError(
-                f"KV_CACHE: {rectangle} cuts the layers differently from earlier segments"
-            )
+            if cut not in known and any(_overlap(cut, other) for other in known):
+                raise RemoteProtocolError(
+                    f"KV_CACHE: {rectangle} cuts the {what} differently from earlier segments"
+                )
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop

@@ -15,8 +15,9 @@ from typing import Final
 
 from wire.errors import LocalProtocolError, TransferTooLarge
 from wire.frames import KvCache, KvCacheAck
+from wire.layout import KVLayout
 from wire.parts import Buffer
-from wire.payloads import Credit, KVLayout, Offer, encode_map
+from wire.payloads import Credit, Offer, encode_map
 from wire.transfer.lease import Transfer, TransferState
 from wire.transfer.segment import (
     DEFAULT_SEGMENT_BYTES,
@@ -50,14 +51,20 @@ class KVSender(Transfer):
         lease_s: float,
         now: float,
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        num_shards: int = 1,
         peer: str = "the decode worker",
     ) -> None:
+        """Prepare; nothing is offered yet.
+
+        Args:
+            num_shards: How many places the heads are in, see `plan`.
+        """
         super().__init__(request_id, lease_s=lease_s, peer=peer, now=now)
         if not 0 < segment_bytes <= MAX_SEGMENT_BYTES:
             raise LocalProtocolError(f"segment_bytes is {segment_bytes}, not 1 to 4 MiB")
         self.layout = layout
         self.num_tokens = len(token_ids)
-        self.total_bytes = self.num_tokens * layout.token_bytes
+        self.total_bytes = layout.transfer_bytes(self.num_tokens)
         self.kv_bytes = 0  # sent
         self.acked_bytes = 0
         self.skipped_tokens = 0
@@ -65,6 +72,7 @@ class KVSender(Transfer):
         self._token_ids = token_ids
         self._max_bytes = max_bytes
         self._segment_bytes = segment_bytes
+        self._num_shards = num_shards
         self._credit = 0
         self._claimed_bytes = 0
         self._num_claimed = 0
@@ -75,6 +83,11 @@ class KVSender(Transfer):
         self._end_by = inf
         self._free_at = now
         self._keepalive_at = now + lease_s / 3
+
+    @property
+    def skipped_bytes(self) -> int:
+        """What the receiver has already."""
+        return self.total_bytes - self.layout.transfer_bytes(self.num_tokens, self.skipped_tokens)
 
     def offer(self) -> tuple[KvCache, bytes]:
         """Return segment 0.
@@ -130,7 +143,7 @@ class KVSender(Transfer):
             return None
         rectangle = self.plan[self._num_claimed]
         num_bytes = rectangle.num_bytes(self.layout)
-        if not self._computed_tokens or self._computed_tokens[-1] < rectangle.token_end:
+        if not self._computed_tokens or self._computed_tokens[-1] < rectangle.tokens.stop:
             return None
         if self._claimed_bytes + num_bytes > self._credit:
             return None
@@ -153,8 +166,8 @@ class KVSender(Transfer):
         num_bytes = memoryview(kv).nbytes
         if number is None or num_bytes != rectangle.num_bytes(self.layout):
             raise LocalProtocolError(f"{num_bytes} bytes for {rectangle}, which wants others")
-        descriptor = SegmentDescriptor(
-            *rectangle,
+        descriptor = SegmentDescriptor.of(
+            rectangle,
             num_bytes,
             segment_digest(self.request_id, kv) if digest is None else digest,
             self._idle_us(rectangle),
@@ -162,7 +175,7 @@ class KVSender(Transfer):
         self.kv_bytes += num_bytes
         self._free_at = now
         self._keepalive_at = now + self._lease_s / 3
-        if self.kv_bytes == self.total_bytes - self.skipped_tokens * self.layout.token_bytes:
+        if self.kv_bytes == self.total_bytes - self.skipped_bytes:
             self._move(TransferState.SENT)
         return KvCache(self.request_id, number, len(self.plan)), descriptor.pack(), kv
 
@@ -194,7 +207,7 @@ class KVSender(Transfer):
             )
         if self.accepted_at is not None and credit.cached_tokens != self.skipped_tokens:
             raise self._violated("KV_CACHE_ACK: cached_tokens changed")
-        to_send = (self.num_tokens - credit.cached_tokens) * self.layout.token_bytes
+        to_send = self.layout.transfer_bytes(self.num_tokens, credit.cached_tokens)
         if bool(credit.ready) != (ack.kv_bytes == to_send):
             raise self._violated(
                 f"KV_CACHE_ACK: ready is {credit.ready} at {ack.kv_bytes} of {to_send} bytes"
@@ -205,15 +218,17 @@ class KVSender(Transfer):
         self.skipped_tokens = credit.cached_tokens
         if credit.ready:
             return
-        layer_bytes = self.layout.token_bytes // self.layout.num_layers
-        segment_bytes = min(max(self._segment_bytes, layer_bytes), credit.credit)
+        segment_bytes = min(max(self._segment_bytes, self.layout.piece_bytes), credit.credit)
         try:
-            self.plan = plan(self.layout, self.skipped_tokens, self.num_tokens, segment_bytes)
+            self.plan = plan(
+                *(self.layout, self.skipped_tokens, self.num_tokens, segment_bytes),
+                self._num_shards,
+            )
         except LocalProtocolError as error:
             sentence = f"KV_CACHE_ACK: credit {credit.credit} is too small: {error.message}"
             raise self._violated(sentence) from error
         self._move(TransferState.SENDING)
 
     def _idle_us(self, rectangle: Rectangle) -> int:
-        computed = self._computed_at[bisect_left(self._computed_tokens, rectangle.token_end)]
+        computed = self._computed_at[bisect_left(self._computed_tokens, rectangle.tokens.stop)]
         return max(0, round((computed - self._free_at) * 1e6))

@@ -7,6 +7,10 @@ The prefix cache is a trie in one dict: (serial number of the parent, tokens of 
 the block.  Serial numbers are never reused and tokens are compared, not hashes, so no collision can
 lead to the KV of other tokens.  Each prefix has its hash of `wire.prefix` too: by these hashes the
 journal tells routers what the cache holds.
+
+Layers with a window, and states, make some blocks worth less than others: of a prompt that came
+from another worker only the end has KV in layers with a window, and there is a state only where a
+step ended.  So a known chain is shared as far as whoever shares it finds all that it will look at.
 """
 
 from __future__ import annotations
@@ -33,6 +37,20 @@ ROOT: Final = Prefix(0, 0)
 
 # Where a block is in the trie: the serial number of its parent, and its tokens.
 Place = tuple[int, bytes]
+
+
+class Node(NamedTuple):
+    """A block in the trie.
+
+    Attributes:
+        num_lacking: How many of its first tokens have no KV in layers with a window.
+        has_state: The state after its last token is with it.
+    """
+
+    block: int
+    prefix: Prefix
+    num_lacking: int
+    has_state: bool
 
 
 class Journal:
@@ -81,23 +99,35 @@ def _drain(hashes: dict[int, None]) -> tuple[int, ...]:
 
 
 class BlockPool:
-    """The blocks of one worker: reference counts, free list, prefix cache."""
+    """The blocks of one worker: reference counts, free list, prefix cache.
+
+    `window` is the largest of the model's layers, None if all see every position; `has_state` says
+    that some keep a state of the sequence.
+    """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_cache: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_cache: bool = True,
+        window: int | None = None,
+        has_state: bool = False,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"{num_blocks} blocks of {block_size} tokens: both must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
+        self.has_state = has_state
+        self._window = window
         self.journal = Journal()
         self.num_used = 0  # blocks that sequences refer to; a shared one counts once
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         # In the trie, but no sequence refers to them; the least recently used first.
         self._cached: dict[int, None] = {}
-        self._trie: dict[Place, tuple[int, Prefix]] = {}
+        self._trie: dict[Place, Node] = {}
         self._keys: dict[int, Place] = {}  # by block
         # How many blocks in the trie have a prefix hash.  Two, when one was computed again behind a
         # parent that was evicted meanwhile: the hash is evicted when both are.
@@ -124,22 +154,48 @@ class BlockPool:
         """Whether a sequence of so many tokens fits the pool when it is alone."""
         return self.blocks_for(num_tokens) <= self.num_blocks
 
-    def match_prefix(self, keys: Sequence[bytes]) -> tuple[list[int], Prefix]:
-        """Find the longest known chain of these blocks of tokens; `allocate` takes them.
+    def first_seen(self, next_token: int) -> int:
+        """Return the first token that the one at `next_token` looks at in layers with a window.
+
+        That is the next one to be computed; 0 where no layer has a window.
+        """
+        return 0 if self._window is None else max(0, next_token - self._window + 1)
+
+    def match_prefix(
+        self, keys: Sequence[bytes], next_token: int | None = None
+    ) -> tuple[list[int], Prefix]:
+        """Find the longest known chain of these blocks of tokens that can be shared.
+
+        Args:
+            next_token: The first token that will be computed, when all between comes from another
+                worker; None when it is the one behind the chain.
 
         Returns:
             The blocks that hold it, to be passed to `allocate` at once, and its prefix.
         """
         blocks: list[int] = []
-        prefix = ROOT
+        shared, prefix, here = 0, ROOT, ROOT
+        whole_from = 0  # from here on layers with a window have all tokens of the chain
         if self.enable_prefix_cache:
-            for key in keys:
-                known = self._trie.get((prefix.serial, key))
-                if known is None:
+            for end, key in enumerate(keys, start=1):
+                node = self._trie.get((here.serial, key))
+                if node is None:
                     break
-                block, prefix = known
-                blocks.append(block)
-        return blocks, prefix
+                here = node.prefix
+                blocks.append(node.block)
+                if node.num_lacking:
+                    whole_from = (end - 1) * self.block_size + node.num_lacking
+                if self._has_all(node, whole_from, end * self.block_size, next_token):
+                    shared, prefix = end, here
+        return blocks[:shared], prefix
+
+    def _has_all(self, node: Node, whole_from: int, end: int, next_token: int | None) -> bool:
+        """Whether nothing that `next_token` looks at is missing in a chain of `end` tokens."""
+        next_token = end if next_token is None else next_token
+        if self.has_state and next_token == end and not node.has_state:
+            return False
+        first_seen = self.first_seen(next_token)
+        return whole_from <= first_seen or end <= first_seen
 
     def can_allocate(self, num_blocks: int, prefix_blocks: Sequence[int] = ()) -> bool:
         """Whether `num_blocks` fresh blocks can be had besides sharing `prefix_blocks`."""
@@ -180,33 +236,57 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def register(self, parent: Prefix, key: bytes, block: int) -> Prefix:
+    def register(
+        self,
+        parent: Prefix,
+        key: bytes,
+        block: int,
+        *,
+        num_lacking: int = 0,
+        has_state: bool = False,
+    ) -> Prefix:
         """Make a full, computed block findable behind `parent`; return its prefix.
 
-        When another block holds the same tokens behind it already, that one stays findable.
+        When another block holds the same tokens behind it already, that one stays findable, unless
+        this one has more of them.  For `num_lacking` and `has_state` see `Node`.
         """
         if not self.enable_prefix_cache:
             return ROOT
         place = (parent.serial, key)
         known = self._trie.get(place)
         if known is not None:
-            return known[1]
+            prefix = known.prefix
+            is_less = num_lacking > known.num_lacking or has_state < known.has_state
+            if not is_less and known[2:] != (num_lacking, has_state):
+                self._hide(known.block)
+                self._show(place, Node(block, prefix, num_lacking, has_state))
+            return prefix
         prefix = Prefix(next(self._serials), xxh3_64_intdigest(key, parent.hash))
-        self._trie[place] = block, prefix
-        self._keys[block] = place
+        self._show(place, Node(block, prefix, num_lacking, has_state))
         self._holders[prefix.hash] += 1
         if self._holders[prefix.hash] == 1:
             self.journal.store(prefix.hash)
         return prefix
 
+    def _show(self, place: Place, node: Node) -> None:
+        self._trie[place] = node
+        self._keys[node.block] = place
+
+    def _hide(self, block: int) -> None:
+        """Take a block out of the trie; another takes its place there."""
+        del self._keys[block]
+        if block in self._cached:
+            del self._cached[block]
+            self._free.append(block)
+
     def republish(self) -> None:
         """Journal every known prefix anew, for a reader that has lost what it was told."""
-        self.journal.restart(prefix.hash for _, prefix in self._trie.values())
+        self.journal.restart(node.prefix.hash for node in self._trie.values())
 
     def _evict(self) -> None:
         block = next(iter(self._cached))
         del self._cached[block]
-        _, prefix = self._trie.pop(self._keys.pop(block))
+        prefix = self._trie.pop(self._keys.pop(block)).prefix
         self._holders[prefix.hash] -= 1
         if not self._holders[prefix.hash]:
             del self._holders[prefix.hash]
@@ -236,5 +316,5 @@ class BlockPool:
         places = [*self._free, *self._cached]
         assert len(set(places)) == len(places), "a block is in two places"
         assert set(places) == {it for it in range(self.num_blocks) if not self.is_used(it)}
-        assert self._keys == {block: place for place, (block, _) in self._trie.items()}
+        assert self._keys == {node.block: place for place, node in self._trie.items()}
         assert self._cached.keys() <= self._keys.keys() and self._keys.keys().isdisjoint(self._free)

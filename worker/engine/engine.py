@@ -67,7 +67,13 @@ class Engine:
         self.info = executor.info
         self.cache = executor.allocate(num_blocks, block_size)
         is_cached = self.config.prefix_cache
-        self.pool = BlockPool(num_blocks, block_size, enable_prefix_cache=is_cached)
+        layout = self.cache.layout
+        self.pool = BlockPool(
+            *(num_blocks, block_size),
+            enable_prefix_cache=is_cached,
+            window=layout.window,
+            has_state=layout.has_state,
+        )
         self.swap = SwapSpace(self.cache, self.config.swap_bytes, clock)
         enough = executor.capabilities.enough_tokens
         self.scheduler = Scheduler(self.pool, self.config, self.swap, enough)

@@ -294,8 +294,10 @@ class Scheduler:
             if sequence.status is Status.RESERVING:
                 # One token more than there are: the first step must not preempt.
                 num_tokens = sequence.num_tokens
-                if not self._allocate(sequence, num_tokens + 1, num_tokens, blocks_later):
+                room = (num_tokens + 1, num_tokens, blocks_later)
+                if not self._allocate(sequence, *room, next_token=num_tokens):
                     return
+                sequence.whole_from = self.pool.first_seen(num_tokens)
                 self.reserving.grant(sequence)
                 sequence.move_to(Status.RESERVED)
                 plan.reserved.append(sequence)
@@ -348,11 +350,20 @@ class Scheduler:
         return sequence.arrival_s - self.config.ageing_s * priority, sequence.arrival
 
     def _allocate(
-        self, sequence: Sequence, num_tokens: int, max_cached_tokens: int, blocks_later: int
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        max_cached_tokens: int,
+        blocks_later: int,
+        *,
+        next_token: int | None = None,
     ) -> bool:
-        """Get blocks, cached ones for up to `max_cached_tokens`; leave `blocks_later` to others."""
+        """Get blocks, cached ones for up to `max_cached_tokens`; leave `blocks_later` to others.
+
+        For `next_token` see `BlockPool.match_prefix`.
+        """
         keys = sequence.keys(max_cached_tokens // self.pool.block_size, self.pool.block_size)
-        cached, prefix = self.pool.match_prefix(keys)
+        cached, prefix = self.pool.match_prefix(keys, next_token)
         num_blocks = self.pool.blocks_for(num_tokens) - len(cached)
         if not self.pool.can_allocate(num_blocks + blocks_later, cached):
             return False
@@ -370,13 +381,14 @@ class Scheduler:
             blocks = tuple(sequence.block_table)
             plan.swapped_in.append(Swap(sequence, blocks, start, end - start))
             sequence.num_computed_tokens = end
+            sequence.whole_from = self.pool.first_seen(end)
         else:
             self.swap.drop(sequence.request_id)
 
     def _give_back(self, sequence: Sequence) -> None:
         self.pool.free(sequence.block_table)
         del sequence.block_table[:]
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.whole_from = 0
 
 
 class Deadlines:

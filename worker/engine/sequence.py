@@ -97,6 +97,7 @@ class Sequence:
         "structured",
         "token_ids",
         "transfer",
+        "whole_from",
     )
 
     def __init__(
@@ -142,6 +143,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_registered_blocks = 0
         self.prefix: Prefix = ROOT
+        # From this token on there is KV of all layers; before it, of those without a window.
+        self.whole_from = 0
 
     def arrive(self, arrival: int, now: float) -> None:
         """Note when it came, and as which; the deadline counts from now."""
@@ -281,7 +284,12 @@ class Sequence:
             return
         keys = self.keys(num_full, pool.block_size)
         for index in range(self.num_registered_blocks, num_full):
-            self.prefix = pool.register(self.prefix, keys[index], self.block_table[index])
+            start, end = index * pool.block_size, (index + 1) * pool.block_size
+            self.prefix = pool.register(
+                *(self.prefix, keys[index], self.block_table[index]),
+                num_lacking=min(max(self.whole_from - start, 0), pool.block_size),
+                has_state=pool.has_state and end == self.num_computed_tokens,
+            )
         self.num_registered_blocks = num_full
 
     def filled(self, num_tokens: int, pool: BlockPool) -> list[Place]:

@@ -30,13 +30,17 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from wire.transfer import Rectangle
+from wire.layout import KVGroup
+from wire.transfer import Rectangle, plan
 from worker.engine.sequence import Sequence
+from worker.engine.unpacking import unpack
 from worker.executor.contract import KVCache
 
 # Assumed until something was measured: a slow copy and a fast model.
 COPY_BYTES_PER_S: Final = 1e9
 PREFILL_TOKENS_PER_S: Final = 10_000.0
+# As large as a segment never is: `plan` then gives one for each group of layers.
+_WHOLE: Final = 1 << 62
 # A measurement of so many seconds weighs as much as all before it together.
 _MEMORY_S: Final = 0.5
 
@@ -81,7 +85,8 @@ class Swap(NamedTuple):
 @dataclass(slots=True)
 class _Held:
     num_tokens: int
-    kv: memoryview | None = None  # None until it is copied out of the blocks
+    # One part for each group of layers; none until they are copied out of the blocks.
+    parts: list[tuple[Rectangle, memoryview]]
 
 
 class SwapSpace:
@@ -105,15 +110,15 @@ class SwapSpace:
 
     def accepts(self, num_tokens: int) -> bool:
         """Whether the KV of so many tokens fits, and copying it is quicker than recomputing."""
-        num_bytes = num_tokens * self._layout.token_bytes
+        num_bytes = self._layout.transfer_bytes(num_tokens)
         is_room = 0 < num_bytes <= self.max_bytes - self.num_bytes
         return is_room and self.costs.prefers_swap(num_bytes, num_tokens)
 
     def hold(self, request_id: int, num_tokens: int) -> None:
         """Account for KV that is going to be copied out."""
         assert request_id not in self._held
-        self._held[request_id] = _Held(num_tokens)
-        self.num_bytes += num_tokens * self._layout.token_bytes
+        self._held[request_id] = _Held(num_tokens, [])
+        self.num_bytes += self._layout.transfer_bytes(num_tokens)
 
     def num_tokens(self, request_id: int) -> int:
         """How many tokens of the sequence are kept here; 0 for none."""
@@ -124,7 +129,7 @@ class SwapSpace:
         """Forget the sequence's KV, if it is here."""
         held = self._held.pop(request_id, None)
         if held is not None:
-            self.num_bytes -= held.num_tokens * self._layout.token_bytes
+            self.num_bytes -= self._layout.transfer_bytes(held.num_tokens)
 
     def carry_out(self, swaps_out: Iterable[Swap], swaps_in: Iterable[Swap]) -> None:
         """Make the copies of one plan, before anything else writes to its blocks."""
@@ -136,8 +141,8 @@ class SwapSpace:
     def check(self, waiting: Iterable[int]) -> None:
         """Assert that what is held belongs to sequences that wait, and is counted right."""
         assert self._held.keys() <= set(waiting), "KV of a sequence that does not wait"
-        num_tokens = sum(held.num_tokens for held in self._held.values())
-        assert self.num_bytes == num_tokens * self._layout.token_bytes <= self.max_bytes
+        held = (self._layout.transfer_bytes(held.num_tokens) for held in self._held.values())
+        assert self.num_bytes == sum(held) <= self.max_bytes
 
     def _copy_out(self, swap: Swap) -> None:
         """Save what `hold` has accounted for; nothing, if it was dropped meanwhile."""
@@ -145,26 +150,40 @@ class SwapSpace:
         if held is None:
             return
         start_s = self._clock()
-        held.kv = self._cache.pack(swap.blocks, self._rectangle(0, held.num_tokens))
-        self.costs.observe_copy(len(held.kv), self._clock() - start_s)
+        whole = plan(self._layout, 0, held.num_tokens, _WHOLE)
+        held.parts = [(part, self._cache.pack(swap.blocks, part)) for part in whole]
+        num_bytes = sum(len(kv) for _, kv in held.parts)
+        self.costs.observe_copy(num_bytes, self._clock() - start_s)
 
     def _copy_in(self, swap: Swap) -> None:
         """Put the KV of a swap's tokens back and forget it."""
         held = self._held[swap.sequence.request_id]
-        assert held.kv is not None, "only what was copied out is copied in"
-        start_s = self._clock()
-        kv = self._tail(held.kv, held.num_tokens, swap.token_start)
-        self._cache.unpack(swap.blocks, self._rectangle(swap.token_start, swap.num_tokens), kv)
-        self.costs.observe_copy(len(kv), self._clock() - start_s)
+        assert held.parts, "only what was copied out is copied in"
+        start_s, num_bytes = self._clock(), 0
+        for part, kv in held.parts:
+            group = self._layout.groups[part.group]
+            wanted, wanted_kv = part, kv
+            if isinstance(group, KVGroup) and swap.token_start > part.tokens.start:
+                wanted = part._replace(tokens=range(swap.token_start, part.tokens.stop))
+                wanted_kv = _tail(kv, group, part, swap.token_start - part.tokens.start)
+            cached_tokens, num_tokens = swap.token_start, held.num_tokens
+            unpack(self._cache, swap.blocks, wanted, wanted_kv, cached_tokens, num_tokens)
+            num_bytes += len(wanted_kv)
+        self.costs.observe_copy(num_bytes, self._clock() - start_s)
         self.drop(swap.sequence.request_id)
 
-    def _rectangle(self, token_start: int, num_tokens: int) -> Rectangle:
-        return Rectangle(0, self._layout.num_layers, token_start, num_tokens)
 
-    def _tail(self, kv: memoryview, num_tokens: int, token_start: int) -> memoryview:
-        """Return the KV without that of the first tokens, which are the first of every head."""
-        if token_start == 0:
-            return kv
-        runs = 2 * self._layout.num_layers * self._layout.num_kv_heads
-        rows = np.frombuffer(kv, np.uint8).reshape(runs, num_tokens, -1)
-        return np.ascontiguousarray(rows[:, token_start:]).data.cast("B")
+def _tail(kv: memoryview, group: KVGroup, part: Rectangle, num_skipped: int) -> memoryview:
+    """Return the KV without that of the first tokens, which are the first of every head."""
+    size = group.head_bytes // (group.key_dim + group.value_dim)
+    layers = np.frombuffer(kv, np.uint8).reshape(len(part.layers), -1)
+    keys_end = len(part.heads) * len(part.tokens) * group.key_dim * size
+    sides = [
+        side.reshape(len(part.layers), len(part.heads), len(part.tokens), dim * size)
+        for side, dim in (
+            (layers[:, :keys_end], group.key_dim),
+            (layers[:, keys_end:], group.value_dim),
+        )
+    ]
+    tails = [side[:, :, num_skipped:].reshape(len(part.layers), -1) for side in sides]
+    return np.concatenate(tails, axis=1).data.cast("B")

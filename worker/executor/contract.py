@@ -16,9 +16,10 @@ from typing import Any, Final, Protocol, runtime_checkable
 import msgspec
 
 from wire.errors import ErrorCode
+from wire.layout import KVLayout
 from wire.options import Structure
 from wire.parts import Buffer
-from wire.payloads import KVLayout, Logprobs
+from wire.payloads import Logprobs
 from wire.transfer import Rectangle
 from worker.executor.batch import Batch
 from worker.executor.structure import Structured
@@ -97,7 +98,8 @@ class Capabilities:
         continuous_batching: Sequences may join while others generate.
         enough_tokens: Tokens of prompts from which on a longer step is no quicker a token: no
             further prompt begins in a step that has them.  None where the longest is the quickest.
-        speculative: More than the last row of a sequence may be sampled in one step.
+        speculative: More than the last row of a sequence may be sampled in one step, and tokens
+            may be taken back; not so of layers that keep a state.
         dtypes: Those that `dtype` may name; empty when the setting has no meaning.
         devices: Those that `device` may name; empty when the setting has no meaning.
         arithmetic: What the bits of its numbers depend on, beside the model: two workers where it
@@ -134,7 +136,8 @@ class SequenceFailed(Exception):
     `forward`, `sample` and `score` may raise it.  The engine ends that sequence and no other, with
     an error that is not tried again elsewhere.  The step is lost for the others too: the next one
     computes their tokens again and writes their KV to the same slots.  So raising it promises
-    that the KV of all earlier tokens is unchanged, and that the device can compute another step.
+    that the KV of all earlier tokens is unchanged, that the states behind them can still be read,
+    and that the device can compute another step.
     Any other exception ends the process.
 
     Attributes:
@@ -162,6 +165,9 @@ class KVCache(Protocol):
     share.  If there is an attribute `copies_at_once`, it is the number of transfer threads; else
     there is one.
 
+    A state lies with the block of the last token before it.  When a sequence goes on behind a full
+    block, the state that is there stays: others may share the block and go on from it.
+
     The callers keep apart who uses a block: what one call or step writes, no other reads or writes
     meanwhile.  There is one exception: while a `pack` is under way its blocks may be given back and
     written to again.  It must not fail by that; what it returns then is thrown away.
@@ -175,8 +181,8 @@ class KVCache(Protocol):
         """Copy a rectangle of a sequence's KV out.
 
         Returns:
-            Contiguous bytes in the wire's order [layer][k|v][kv_head][token][head_dim]; the view
-            keeps its memory alive and nobody writes to it again.
+            Contiguous bytes in the wire's order, [layer][k|v][kv_head][token][dim], or of a state
+            [layer][head]; the view keeps its memory alive and nobody writes to it again.
         """
 
     def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wire.payloads import KVLayout
+from wire.layout import KVLayout
 from worker.executor.hostcache import Bytes
 from worker.executor.stepwise import MAX_MODEL_LEN, Answer, StepwiseExecutor, describe
 
@@ -47,14 +47,14 @@ class ForwardPair:
     ) -> None:
         self._prefiller = prefiller
         self._forward_model = forward_model
-        self._layout = layout
+        (self._group,) = layout.kv_groups
         self._vocab_size = vocab_size
 
     def prefill(self, token_ids: npt.NDArray[np.int32]) -> tuple[Bytes, Answer | None]:
         num_layers, get_kv = self._prefiller.prefill(token_ids)
-        if num_layers != self._layout.num_layers:
+        if num_layers != self._group.num_layers:
             raise ValueError(
-                f"the prefiller has {num_layers} layers, the layout {self._layout.num_layers}"
+                f"the prefiller has {num_layers} layers, the layout {self._group.num_layers}"
             )
         return self._rows("the prefiller", get_kv, len(token_ids)), None
 
@@ -69,22 +69,22 @@ class ForwardPair:
 
     def _rows(self, name: str, get_kv: GetKV, num_tokens: int) -> Bytes:
         """Put the KV of all layers side by side, a row for each token."""
-        layout = self._layout
-        shape = (num_tokens, layout.num_kv_heads, layout.head_dim)
-        rows = np.empty((num_tokens, layout.num_layers, 2, *shape[1:]), np.float32)
-        for layer in range(layout.num_layers):
+        group = self._group
+        shape = (num_tokens, group.num_kv_heads, group.key_dim)
+        rows = np.empty((num_tokens, group.num_layers, 2, *shape[1:]), np.float32)
+        for layer in range(group.num_layers):
             for index, values in enumerate(get_kv(layer)):
                 if np.size(values) != np.prod(shape):
                     raise ValueError(
                         f"{name} gave {np.size(values)} values for {'kv'[index]} of layer {layer}, "
-                        f"not {num_tokens} tokens x {layout.num_kv_heads} x {layout.head_dim}"
+                        f"not {num_tokens} tokens x {group.num_kv_heads} x {group.key_dim}"
                     )
                 rows[:, layer, index] = np.reshape(values, shape)
         return rows.reshape(num_tokens, -1).view(np.uint8)
 
     def _layers(self, kv: Bytes) -> GetKV:
-        layout = self._layout
-        shape = (len(kv), layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
+        group = self._group
+        shape = (len(kv), group.num_layers, 2, group.num_kv_heads, group.key_dim)
         rows = np.ascontiguousarray(kv).view(np.float32).reshape(shape)
         return lambda layer: (rows[:, layer, 0], rows[:, layer, 1])
 
@@ -110,7 +110,7 @@ def serve_forward(
     Raises:
         ValueError: The settings ask for longer sequences than the model has.
     """
-    layout = KVLayout(
+    layout = KVLayout.uniform(
         num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype="float32"
     )
     info = describe(

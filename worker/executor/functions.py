@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wire.payloads import KVLayout
+from wire.layout import KVLayout
 from worker.executor.hostcache import Bytes
 from worker.executor.stepwise import MAX_MODEL_LEN, Answer, StepwiseExecutor, describe
 
@@ -83,8 +83,8 @@ def serve_functions(
 
     Args:
         layout: Says how many bytes the KV of one token has, and what routers and other workers are
-            told it is; ``KVLayout(num_layers=1, num_kv_heads=1, head_dim=n, dtype="uint8")`` for
-            2 n bytes of anything.
+            told it is.  For 2 n bytes of anything: ``KVLayout.uniform(num_layers=1,
+            num_kv_heads=1, head_dim=n, dtype="uint8")``.
         max_model_len: The longest sequence the functions can take.
         settings: The keywords that the worker calls a factory with.
 

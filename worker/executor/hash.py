@@ -5,6 +5,10 @@ token is a function of all KV bytes of the sequence in the wire's order, so a by
 stale, mixed up or another request's changes the text, and `oracle` says what the text must be.
 NumPy only.
 
+`create_mixed` makes one whose second layer has a window and that keeps a state besides: its next
+token is a function of the first layer's bytes, of those in the window, and of the state, which each
+token changes.
+
 How a hash becomes a token: one in `EOS_PERIOD` is an EOS token, unless the request ignores EOS or
 is under its min_tokens; all others are uniform over the rest of the vocabulary.  With a temperature
 above 0 (seed, choice, position) go into the hash too.  Filters, penalties and logit_bias change
@@ -16,17 +20,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 from xxhash import xxh3_64_intdigest
 
+from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.logprobs import pack_logprobs
 from wire.options import Options
-from wire.payloads import KVLayout, Logprobs
+from wire.payloads import Logprobs
 from wire.process.model import read_json
 from wire.transfer import Rectangle
 from worker.executor.batch import Batch, Row, Sampling, Scoring, rows_of
@@ -39,14 +45,29 @@ EOS_TOKEN_IDS: Final = frozenset({2})
 # Often enough that tests meet it, seldom enough that most answers are long.
 EOS_PERIOD: Final = 64
 # 8 bytes of head_dim are one u64, in which all arithmetic is done; 64 bytes a token.
-LAYOUT: Final = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="uint8")
+NUM_LAYERS: Final = 2
+NUM_KV_HEADS: Final = 2
+LAYOUT: Final = KVLayout.uniform(
+    num_layers=NUM_LAYERS, num_kv_heads=NUM_KV_HEADS, head_dim=8, dtype="uint8"
+)
+_LAYER: Final = KVGroup(
+    num_layers=1, num_kv_heads=NUM_KV_HEADS, key_dim=8, value_dim=8, dtype="uint8"
+)
+# A window that no block size divides.
+WINDOW: Final = 13
+MIXED: Final = KVLayout(
+    groups=(
+        _LAYER,
+        structs.replace(_LAYER, window=WINDOW),
+        StateGroup(num_layers=NUM_LAYERS, num_heads=2 * NUM_KV_HEADS, head_bytes=8),
+    )
+)
 
 _U64 = npt.NDArray[np.uint64]
 # One odd word for each (layer, k|v, head), so that no two places hold the same bytes.
 _PLACES: Final[_U64] = (
-    np.arange(1, 2 * LAYOUT.num_layers * LAYOUT.num_kv_heads + 1, dtype=np.uint64)
-    * np.uint64(0x9E3779B97F4A7C15)
-).reshape(LAYOUT.num_layers, 2, LAYOUT.num_kv_heads)
+    np.arange(1, 2 * NUM_LAYERS * NUM_KV_HEADS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+).reshape(NUM_LAYERS, 2, NUM_KV_HEADS)
 
 
 def create(
@@ -81,6 +102,12 @@ def create(
     return HashExecutor(info, step_delay_s=step_delay_s)
 
 
+def create_mixed(**settings: Any) -> HashExecutor:
+    """Make one with layers of several kinds; `settings` are those of `create`."""
+    plain = create(**settings)
+    return HashExecutor(replace(plain.info, layout=MIXED), step_delay_s=plain.step_delay_s)
+
+
 def _read_vocabulary(path: Path) -> tuple[int, frozenset[int]]:
     config = _read_json(path / "config.json")
     eos = _read_json(path / "generation_config.json").get("eos_token_id")
@@ -104,15 +131,38 @@ class HashKVCache(HostKVCache):
         kv: uint8 [num_blocks, num_layers, k|v, kv_heads, block_size, head_dim].
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(LAYOUT, num_blocks, block_size)
+    def __init__(self, num_blocks: int, block_size: int, layout: KVLayout = LAYOUT) -> None:
+        super().__init__(layout, num_blocks, block_size)
         self._words: _U64 = self.items.view("<u8")
         self.kv: npt.NDArray[np.uint8] = self._words[..., None].view(np.uint8)
 
     def compute(self, token_ids: npt.NDArray[np.int32], batch: Batch) -> None:
-        """Compute and store the KV of a batch's tokens, [T] `token_ids`."""
+        """Compute and store the KV of a batch's tokens, [T] `token_ids`, and the states."""
         blocks, offsets = np.divmod(batch.slots, self.block_size)
-        self._words[blocks, :, :, :, offsets] = kv_words(token_ids, batch.positions)
+        words = kv_words(token_ids, batch.positions)
+        self._words[blocks, :, :, :, offsets] = words
+        for states in self.states.values():
+            self._advance(states.view("<u8")[..., 0], words, batch)
+
+    def _advance(self, states: _U64, words: _U64, batch: Batch) -> None:
+        """Read each sequence's state where its last step left it, and write the one behind it."""
+        for index, start in enumerate(batch.query_starts[:-1].tolist()):
+            end, table = int(batch.query_starts[index + 1]), batch.block_tables[index]
+            first, last = int(batch.positions[start]), int(batch.positions[end - 1])
+            before = states[table[(first - 1) // self.block_size]] if first else 0
+            states[table[last // self.block_size]] = state_after(words[start:end], before)
+
+    def digest(self, block_table: Sequence[int], num_tokens: int) -> int:
+        """Hash all that the last of so many tokens sees."""
+        digest = 0
+        for index, group in enumerate(self.layout.groups):
+            first = num_tokens
+            if isinstance(group, KVGroup):
+                first = max(0, num_tokens - (group.window or num_tokens))
+            tokens = range(first, num_tokens)
+            seen = Rectangle(index, range(group.num_layers), range(group.num_heads), tokens)
+            digest = xxh3_64_intdigest(self.pack(block_table, seen), seed=digest)
+        return digest
 
 
 class HashExecutor:
@@ -123,30 +173,27 @@ class HashExecutor:
 
     def __init__(self, info: ModelInfo, *, step_delay_s: float = 0.0) -> None:
         self.info = info
-        memory = MemoryRequirements(0, 0, LAYOUT.token_bytes)
-        self.capabilities = Capabilities(memory=memory, speculative=True, arithmetic="hash")
-        self._step_delay_s = step_delay_s
+        memory = MemoryRequirements(0, 0, info.layout.token_bytes)
+        self.capabilities = Capabilities(
+            memory=memory, speculative=not info.layout.has_state, arithmetic="hash"
+        )
+        self.step_delay_s = step_delay_s
         self._cache: HashKVCache | None = None
 
     def allocate(self, num_blocks: int, block_size: int) -> HashKVCache:
-        self._cache = HashKVCache(num_blocks, block_size)
+        self._cache = HashKVCache(num_blocks, block_size, self.info.layout)
         return self._cache
 
     def forward(self, batch: Batch) -> list[int]:
         """Write the batch's KV; return one digest of the whole context per sampled row."""
         assert self._cache is not None, "allocate comes first"
-        if self._step_delay_s:
-            time.sleep(self._step_delay_s)
+        if self.step_delay_s:
+            time.sleep(self.step_delay_s)
         self._cache.compute(batch.token_ids, batch)
         sequences = np.searchsorted(batch.query_starts, batch.sample_rows, side="right") - 1
         context_lens = batch.positions[batch.sample_rows] + 1
         return [
-            xxh3_64_intdigest(
-                self._cache.pack(
-                    batch.block_tables[index],
-                    Rectangle(0, LAYOUT.num_layers, 0, num_tokens),
-                )
-            )
+            self._cache.digest(batch.block_tables[index], num_tokens)
             for index, num_tokens in zip(sequences, context_lens.tolist(), strict=True)
         ]
 
@@ -222,6 +269,33 @@ def kv_words(
     return np.asarray(words ^ (words >> np.uint64(31)), dtype="<u8")
 
 
+def state_after(words: _U64, before: _U64 | int = 0) -> _U64:
+    """Return u64 [num_layers, heads]: the state after tokens of [T, num_layers, k|v, kv_heads] KV.
+
+    Each token changes it by what it was: no token can be left out, nor two change places.
+    """
+    state = np.zeros((NUM_LAYERS, 2 * NUM_KV_HEADS), np.uint64) + np.uint64(before)
+    for word in words.reshape(len(words), *state.shape):
+        state = (state ^ word) * np.uint64(0xBF58476D1CE4E5B9)
+        state ^= state >> np.uint64(29)
+    return state
+
+
+def _digest(token_ids: Sequence[int], layout: KVLayout) -> int:
+    """Hash what the last of these tokens sees, as a cache without blocks would have it."""
+    words = kv_words(np.array(token_ids, np.int32), np.arange(len(token_ids), dtype=np.int32))
+    digest, first_layer = 0, 0
+    for group in layout.groups:
+        if isinstance(group, StateGroup):
+            seen = state_after(words)
+        else:
+            layers = words[:, first_layer : first_layer + group.num_layers]
+            first_layer += group.num_layers
+            seen = layers[-(group.window or 0) :].transpose(1, 2, 3, 0)
+        digest = xxh3_64_intdigest(seen.tobytes(), seed=digest)
+    return digest
+
+
 def oracle(
     prompt: Sequence[int],
     num_tokens: int,
@@ -230,6 +304,7 @@ def oracle(
     *,
     eos_token_ids: frozenset[int] = EOS_TOKEN_IDS,
     max_model_len: int = MAX_MODEL_LEN,
+    layout: KVLayout = LAYOUT,
 ) -> list[int]:
     """Return the text of a fault-free run: at most `num_tokens`, without the token that ends it.
 
@@ -241,8 +316,7 @@ def oracle(
     token_ids, prompt_len = list(prompt), len(prompt)
     while len(token_ids) < min(prompt_len + num_tokens, max_model_len):
         position = len(token_ids)
-        words = kv_words(np.array(token_ids, np.int32), np.arange(position, dtype=np.int32))
-        digest = xxh3_64_intdigest(words.transpose(1, 2, 3, 0).tobytes())
+        digest = _digest(token_ids, layout)
         row = Row(0, Sampling(0, options, position, prompt_len, token_ids), 0)
         token_id = vocabulary.draw(digest, row).token_id
         if token_id in stop_ids and position - prompt_len >= options.min_tokens:

@@ -1,7 +1,9 @@
 """Paged KV in host memory, for executors that compute without torch.
 
 An item is the `head_dim` values of one head, as bytes: nothing here computes with them, so one
-class serves every dtype, and copies move whole items.  NumPy only.
+class serves every dtype, and copies move whole items.  A state lies with the block that holds the
+last token before it: what a sequence has behind a whole number of blocks stays there for others.
+NumPy only.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
-from wire.payloads import KVLayout
 from wire.transfer import Rectangle
+from worker.model.pool_shape import PoolShape
 
 Items = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -24,19 +27,26 @@ class HostKVCache:
     """Blocks of KV; implements `worker.executor.contract.KVCache`.
 
     Attributes:
-        items: [num_blocks, num_layers, k|v, kv_heads, block_size] items.
+        items: [num_blocks, num_layers, k|v, kv_heads, block_size] items, the layers of one group
+            after those of another.
+        states: By group, uint8 [num_blocks, num_layers, heads, head_bytes].
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, block_size: int) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._row = (layout.num_layers, 2, layout.num_kv_heads)
-        item_bytes = layout.token_bytes // (2 * layout.num_layers * layout.num_kv_heads)
+        self._shape = shape = PoolShape.of(layout)
+        self._row = (shape.num_layers, 2, shape.num_kv_heads)
+        item_bytes = layout.token_bytes // (2 * shape.num_layers * shape.num_kv_heads)
         # NumPy moves numbers two to three times faster than raw bytes of the same size.
         kind = "u" if item_bytes in (1, 2, 4, 8) else "V"
-        shape = (num_blocks, *self._row, block_size)
-        self.items: Items = np.zeros(shape, f"{kind}{item_bytes}")
+        self.items: Items = np.zeros((num_blocks, *self._row, block_size), f"{kind}{item_bytes}")
+        self.states: dict[int, Bytes] = {
+            index: np.zeros((num_blocks, it.num_layers, it.num_heads, it.head_bytes), np.uint8)
+            for index, it in enumerate(layout.groups)
+            if isinstance(it, StateGroup)
+        }
 
     def rows(self, block_table: Sequence[int] | npt.NDArray[Any], num_tokens: int) -> Bytes:
         """Copy the KV of a sequence's first tokens out, a row for each token.
@@ -58,40 +68,58 @@ class HostKVCache:
         self.items[blocks, ..., offsets] = items.reshape(len(slots), *self._row)
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
-        layer_start, num_layers, token_start, num_tokens = rectangle
-        self._check(block_table, rectangle)
-        first, end = token_start // self.block_size, _blocks_for(rectangle, self.block_size)
-        blocks = np.array(block_table[first:end], np.intp)
-        items = self.items[blocks, layer_start : layer_start + num_layers]
+        blocks, layers, heads = self._place(block_table, rectangle)
+        if rectangle.group in self.states:
+            states = self.states[rectangle.group][blocks[-1], layers, heads]
+            return memoryview(states.tobytes())
+        items = self.items[blocks, layers, :, heads]
         # [block, layer, k|v, head, offset] to [layer, k|v, head, token]
-        items = items.transpose(1, 2, 3, 0, 4).reshape(num_layers, *self._row[1:], -1)
-        skipped = token_start - first * self.block_size
-        packed = np.ascontiguousarray(items[..., skipped : skipped + num_tokens])
+        items = items.transpose(1, 2, 3, 0, 4).reshape(*_shape_of(rectangle)[:3], -1)
+        skipped = rectangle.tokens.start % self.block_size
+        packed = np.ascontiguousarray(items[..., skipped : skipped + len(rectangle.tokens)])
         return memoryview(packed.reshape(-1).view(np.uint8).data)
 
     def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
-        layer_start, num_layers, token_start, num_tokens = rectangle
-        self._check(block_table, rectangle)
+        blocks, layers, heads = self._place(block_table, rectangle)
         if len(segment) != rectangle.num_bytes(self.layout):
             raise ValueError(f"{len(segment)} bytes of KV do not fill {rectangle}")
-        first, end = token_start // self.block_size, _blocks_for(rectangle, self.block_size)
-        logical, offsets = np.divmod(
-            np.arange(token_start, token_start + num_tokens), self.block_size
-        )
-        blocks = np.array(block_table[first:end], np.intp)[logical - first]
-        items = np.frombuffer(segment, self.items.dtype)
-        items = items.reshape(num_layers, *self._row[1:], num_tokens).transpose(3, 0, 1, 2)
-        self.items[blocks, layer_start : layer_start + num_layers, :, :, offsets] = items
+        if rectangle.group in self.states:
+            states = self.states[rectangle.group][blocks[-1], layers, heads]
+            states[:] = np.frombuffer(segment, np.uint8).reshape(states.shape)
+            return
+        tokens = rectangle.tokens
+        logical, offsets = np.divmod(np.arange(tokens.start, tokens.stop), self.block_size)
+        items = np.frombuffer(segment, self.items.dtype).reshape(_shape_of(rectangle))
+        target = self.items[:, layers, :, heads]
+        target[blocks[logical - logical[0]], ..., offsets] = items.transpose(3, 0, 1, 2)
 
-    def _check(self, block_table: Sequence[int], rectangle: Rectangle) -> None:
+    def _place(
+        self, block_table: Sequence[int], rectangle: Rectangle
+    ) -> tuple[npt.NDArray[np.intp], slice, slice]:
+        """Return the blocks that hold the tokens, and where the layers and heads lie in them.
+
+        Raises:
+            ValueError: The rectangle is not one of the layout, or beyond the block table.
+        """
+        index, layers, heads, tokens = rectangle
+        group = self.layout.groups[index] if index < len(self.layout.groups) else None
+        num_blocks = -(-tokens.stop // self.block_size)
         if (
-            min(rectangle) < 0
-            or min(rectangle.num_layers, rectangle.num_tokens) < 1
-            or rectangle.layer_end > self.layout.num_layers
-            or _blocks_for(rectangle, self.block_size) > len(block_table)
+            group is None
+            or not 0 <= layers.start < layers.stop <= group.num_layers
+            or not 0 <= heads.start < heads.stop <= group.num_heads
+            or min(tokens.start, tokens.stop - 1) < 0
+            or (len(tokens) == 0) != (index in self.states)
+            or num_blocks > len(block_table)
         ):
             raise ValueError(f"{rectangle} is not within {len(block_table)} blocks")
+        first = min(tokens.start // self.block_size, num_blocks - 1)
+        if index not in self.states:
+            layers = self._shape.layers(index, layers)
+        blocks = np.array(block_table[first:num_blocks], np.intp)
+        return blocks, slice(layers.start, layers.stop), slice(heads.start, heads.stop)
 
 
-def _blocks_for(rectangle: Rectangle, block_size: int) -> int:
-    return -(-rectangle.token_end // block_size)
+def _shape_of(rectangle: Rectangle) -> tuple[int, int, int, int]:
+    """Return [layer, k|v, head, token], as items lie in a segment."""
+    return len(rectangle.layers), 2, len(rectangle.heads), len(rectangle.tokens)

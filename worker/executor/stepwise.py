@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wire.errors import ErrorCode
-from wire.payloads import KVLayout
+from wire.layout import KVLayout
 from worker.executor.batch import Batch
 from worker.executor.contract import (
     Attention,
@@ -53,7 +53,7 @@ class StepwiseExecutor:
         self.capabilities = Capabilities(
             memory=MemoryRequirements(0, 0, info.layout.token_bytes),
             attention=frozenset({Attention.PAGED}),
-            dtypes=(info.layout.dtype,),
+            dtypes=tuple({group.dtype for group in info.layout.kv_groups}),
             devices=("cpu",),
         )
         self._model = model
@@ -164,12 +164,15 @@ def describe(
     """Return what is served; `settings` are the keywords that a factory is called with.
 
     Raises:
-        ValueError: They ask for longer sequences than the model has, or the layout is not one.
+        ValueError: They ask for longer sequences than the model has, the layout is not one, or it
+            forgets: such a model reads the KV of all tokens.
     """
     try:
         msgspec.convert(msgspec.to_builtins(layout), KVLayout)  # as peers will read it
     except msgspec.ValidationError as error:
         raise ValueError(f"{layout}: {error}") from error
+    if layout.window is not None or layout.has_state:
+        raise ValueError(f"{layout}: all layers have to keep the KV of all tokens here")
     asked = settings.get("max_model_len")
     if asked is not None and not 0 < asked <= max_model_len:
         raise ValueError(

@@ -13,8 +13,8 @@ import torch
 
 from kernels import KernelError, PagedBatch, check_pool
 from wire.errors import ErrorCode
+from wire.layout import KVGroup, KVLayout
 from wire.options import Structure
-from wire.payloads import KVLayout
 from worker.executor import sampler
 from worker.executor.batch import Batch, rows_of
 from worker.executor.contract import (
@@ -32,6 +32,7 @@ from worker.model.device import find_device
 from worker.model.graphs import DecodeGraphs, graphs_of
 from worker.model.kv_cache import TorchKVCache
 from worker.model.loader import Model, load_model
+from worker.model.pool_shape import layers_by_window
 
 # A longer step no longer saves time per row on a CPU; 128 rows still take most of the time of 256.
 _ENOUGH_ON_CPU = 256
@@ -118,19 +119,13 @@ class TorchExecutor:
                 f"max_model_len is {max_model_len}, the model allows 1 to {limit} "
                 "(max_position_embeddings); lower --max-model-len"
             )
-        layout = KVLayout(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=str(model.kv_dtype).removeprefix("torch."),
-        )
         info = ModelInfo(
             name=name,
             fingerprint=fingerprint,
             vocab_size=config.vocab_size,
             max_model_len=max_model_len or limit,
             eos_token_ids=config.eos_token_ids,
-            layout=layout,
+            layout=_layout(model),
         )
         return cls(model, info, path)
 
@@ -238,6 +233,22 @@ def _check(place: torch.device, dtype: str, kv_dtype: str, weights: str) -> None
             f"weights is 'int8', on {place.type} they are what dtype says; leave --weights out, or "
             "compute with --device cpu"
         )
+
+
+def _layout(model: Model) -> KVLayout:
+    config = model.config
+    groups = [
+        KVGroup(
+            num_layers=len(layers),
+            num_kv_heads=config.num_kv_heads,
+            key_dim=config.head_dim,
+            value_dim=config.head_dim,
+            dtype=str(model.kv_dtype).removeprefix("torch."),
+            window=window,
+        )
+        for window, layers in layers_by_window(config.windows).items()
+    ]
+    return KVLayout(groups=tuple(groups))
 
 
 def _capabilities(model: Model, layout: KVLayout) -> Capabilities:

@@ -34,6 +34,7 @@ from worker.model.packed import (
     bytes_of,
     gated_rows,
 )
+from worker.model.pool_shape import places
 from worker.model.rope import inverse_frequencies
 from worker.model.weights import ExpertMLP, Layer, Weights
 
@@ -177,17 +178,18 @@ class CompiledTransformer:
             inputs.load(num_tokens, num_rows),
             embed(inputs.token_ids[:num_tokens], self._embedding, hidden, self._embedding_scale),
         ]
-        for index, (layer, own) in enumerate(zip(self._layers, config.layers, strict=True)):
+        in_pool = places(config.windows)
+        for layer, own, place in zip(self._layers, config.layers, in_pool, strict=True):
             rotation, window = rotations[own.rope], own.window
             scale = config.attention_scale * own.rope.score_factor
             query, items = heads[:, : config.num_heads], self._items
             attention = attend(
-                query, pool, index, items, by_head, scale=scale, window=window, sinks=layer.sinks
+                query, pool, place, items, by_head, scale=scale, window=window, sinks=layer.sinks
             )
             program += [
                 norm(hidden, layer.attention_norm, eps, normed),
                 layer.qkv.of(normed, projected),
-                rotate_and_append(heads, rotation, pool, index, slots, layer.qk_norm, eps),
+                rotate_and_append(heads, rotation, pool, place, slots, layer.qk_norm, eps),
                 attention,
                 *layer.o.added(attended, hidden, planes, added, eps),
                 norm(hidden, layer.mlp_norm, eps, normed),

@@ -16,9 +16,10 @@ import torch
 import kernels
 from kernels.cuda.lane import IN_FLIGHT
 from kernels.cuda.staging import Staging, Table, staging_of
+from wire.layout import KVLayout
 from wire.parts import Buffer
-from wire.payloads import KVLayout
 from wire.transfer import Rectangle
+from worker.model.pool_shape import PoolShape
 
 log = structlog.get_logger("worker")
 
@@ -40,18 +41,19 @@ class TorchKVCache:
         make_staging: Callable[[torch.Tensor], Staging | None] = staging_of,
     ) -> None:
         self.layout = layout
+        self._shape = shape = PoolShape.of(layout)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.pool = torch.zeros(
             (
                 num_blocks + spare_blocks,
-                layout.num_layers,
+                shape.num_layers,
                 2,
-                layout.num_kv_heads,
+                shape.num_kv_heads,
                 block_size,
-                layout.head_dim,
+                shape.head_dim,
             ),
-            dtype=getattr(torch, layout.dtype),
+            dtype=getattr(torch, shape.dtype),
             device=device,
         )
         self._staging = make_staging(self.pool)
@@ -76,11 +78,11 @@ class TorchKVCache:
         Raises:
             ShapeError: The rectangle lies outside the layers or the block table.
         """
-        layers, tokens = _ranges(rectangle)
+        layers, heads, tokens = self._place(rectangle)
         if self._staging is None:
-            segment = kernels.pack_kv(self.pool, block_table, layers, tokens)
+            segment = kernels.pack_kv(self.pool, block_table, layers, tokens, heads=heads)
         else:
-            segment = self._staging.pack(block_table, layers, tokens)
+            segment = self._staging.pack(block_table, layers, heads, tokens)
         # NumPy has no bfloat16, so the bytes leave as bytes.
         return segment.view(-1).view(torch.uint8).numpy().data
 
@@ -90,18 +92,22 @@ class TorchKVCache:
         Raises:
             ValueError: The segment's size does not fit the rectangle, or the rectangle the table.
         """
-        layers, tokens = _ranges(rectangle)
-        layout = self.layout
-        shape = (len(layers), 2, layout.num_kv_heads, len(tokens), layout.head_dim)
+        layers, heads, tokens = self._place(rectangle)
+        shape = (len(layers), 2, len(heads), len(tokens), self._shape.head_dim)
         received = _tensor_over(segment)
         size = torch.Size(shape).numel() * self.pool.itemsize
         if received.numel() != size:
             raise ValueError(f"the segment has {received.numel()} bytes, its rectangle {size}")
         values = received.view(self.pool.dtype).view(shape)
         if self._staging is None:
-            kernels.unpack_kv(self.pool, block_table, layers, tokens, values)
+            kernels.unpack_kv(self.pool, block_table, layers, tokens, values, heads)
         else:
-            self._staging.unpack(block_table, layers, tokens, values)
+            self._staging.unpack(block_table, layers, heads, tokens, values)
+
+    def _place(self, rectangle: Rectangle) -> tuple[range, range, range]:
+        """Return layers, as they lie in the pool, heads and tokens."""
+        group, layers, heads, tokens = rectangle
+        return self._shape.layers(group, layers), heads, tokens
 
 
 def _tell(staging: Staging) -> None:
@@ -140,11 +146,3 @@ def _tensor_over(buffer: Buffer) -> torch.Tensor:
     if len(buffer) == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_numpy(np.asarray(_Memory(buffer)))
-
-
-def _ranges(rectangle: Rectangle) -> tuple[range, range]:
-    layer_start, num_layers, token_start, num_tokens = rectangle
-    return (
-        range(layer_start, layer_start + num_layers),
-        range(token_start, token_start + num_tokens),
-    )

@@ -15,6 +15,7 @@ import kernels
 from kernels import PagedBatch
 from kernels.reference import rotated
 from worker.model.device import arithmetic_of
+from worker.model.pool_shape import places
 from worker.model.rope import inverse_frequencies, rotation_of
 from worker.model.weights import Layer, Weights
 
@@ -40,6 +41,7 @@ class Transformer:
         self._frequencies = {
             layer.rope: inverse_frequencies(layer.rope, self.device) for layer in self.config.layers
         }
+        self._places = places(self.config.windows)
 
     @torch.inference_mode()
     def forward(
@@ -54,7 +56,7 @@ class Transformer:
 
         Args:
             token_ids: [T] on the device; `positions` likewise.
-            pool: [N, L, 2, Hkv, B, D].
+            pool: [N, L, 2, Hkv, B, D], the layers in the order of `worker.model.pool_shape`.
             rows: [R] tokens whose logits are wanted.
 
         Returns:
@@ -100,9 +102,10 @@ class Transformer:
         key_value = heads[:, config.num_heads :]
         # Keys lie before values in a row of the projection, as the pool has them.
         key_value = key_value.view(len(heads), 2, config.num_kv_heads, config.head_dim)
-        kernels.append_kv(pool, index, key_value, batch, rotation)
+        place = self._places[index]
+        kernels.append_kv(pool, place, key_value, batch, rotation)
         window, scale = layer.config.window, config.attention_scale * layer.config.rope.score_factor
         attended = kernels.paged_attention(
-            query, pool, index, batch, scale=scale, window=window, sinks=layer.sinks
+            query, pool, place, batch, scale=scale, window=window, sinks=layer.sinks
         )
         return attended.reshape(hidden.shape[0], -1)

@@ -234,8 +234,9 @@ class DecodeRole:
         generation = self._generations.get(request_id)
         if generation is not None and self.incoming.is_complete(request_id):
             generation.receiver = receiver = self.incoming.take(request_id)
-            skipped_bytes = receiver.cached_tokens * receiver.layout.token_bytes
-            self.transfers.end("done", receiver.kv_bytes, skipped_bytes, receiver.kv_seconds)
+            self.transfers.end(
+                "done", receiver.kv_bytes, receiver.skipped_bytes, receiver.kv_seconds
+            )
             self._engine.post(generation.begin)
 
     def _on_token(self, generation: Generation, token: Token, step: Step) -> None:

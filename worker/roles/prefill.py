@@ -238,7 +238,10 @@ class PrefillRole:
             rank = "any" if frame.decode_rank == ANY_RANK else frame.decode_rank
             raise WireError(ErrorCode.NO_WORKER, f"no decode worker of rank {rank} is known here")
         # The decode worker would refuse the offer, but only after blocks were taken here.
-        size, limit = len(token_ids) * self._layout.token_bytes, self._config.max_kv_transfer_bytes
+        size, limit = (
+            self._layout.transfer_bytes(len(token_ids)),
+            self._config.max_kv_transfer_bytes,
+        )
         if size > limit:
             raise TransferTooLarge(size, limit)
 
@@ -277,7 +280,7 @@ class PrefillRole:
         self.transfers.end(
             sender.state.value,
             sender.kv_bytes,
-            sender.skipped_tokens * self._layout.token_bytes,
+            sender.skipped_bytes,
             None if accepted_at is None else now - accepted_at,
         )
 

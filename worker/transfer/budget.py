@@ -34,10 +34,9 @@ class IncomingTransfer:
     )
 
     def __init__(self, peer: bytes, receiver: KVReceiver, credit_bytes: int) -> None:
-        total_bytes = receiver.num_tokens * receiver.layout.token_bytes
         self.peer = peer
         self.receiver = receiver
-        self.wanted_bytes = min(credit_bytes, total_bytes)
+        self.wanted_bytes = max(1, min(credit_bytes, receiver.total_bytes))
         self.share_bytes = 0  # of the bytes in flight, from its turn until its last byte
         self.is_dropped = False
         self.is_waited_for = True

@@ -29,6 +29,7 @@ from wire.process.traffic import Traffic
 from wire.transfer import Ack, KVReceiver, Segment
 from worker.engine.engine import Engine
 from worker.engine.outputs import Reserved
+from worker.engine.unpacking import unpack
 from worker.environment import WorkerContext
 from worker.transfer.budget import IncomingTransfer, TransferBudget
 
@@ -277,9 +278,13 @@ class IncomingTransfers:
         self._give_back(transfer)
 
     def _unpack(self, transfer: IncomingTransfer, segment: Segment) -> None:
-        if not transfer.receiver.is_over:
-            transfer.receiver.verify(segment)
-            self._cache.unpack(transfer.block_table, segment.rectangle, segment.kv)
+        receiver = transfer.receiver
+        if not receiver.is_over:
+            receiver.verify(segment)
+            unpack(
+                *(self._cache, transfer.block_table, segment.rectangle, segment.kv),
+                *(receiver.cached_tokens, receiver.num_tokens),
+            )
 
     def _answer(self, transfer: IncomingTransfer, ack: Ack | None) -> None:
         if ack is None:

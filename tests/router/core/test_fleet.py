@@ -7,7 +7,8 @@ from tests.router.scripted import LAYOUT, detail, fleet, load, worker
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import NO_RANK, Heartbeat, Hello, Role
 from wire.identity import Identity
-from wire.payloads import HelloDetail, KVLayout, Load
+from wire.layout import KVLayout
+from wire.payloads import HelloDetail, Load
 
 # After so long without a word, at one heartbeat a second, a worker gives way to another.
 GONE_S = 2.1
@@ -56,7 +57,9 @@ def test_a_worker_is_ready_from_its_first_load_on() -> None:
         (Hello(1, 0, Role.DECODE), detail(num_blocks=0), "--num-blocks"),
         (
             Hello(1, 0, Role.DECODE),
-            detail(layout=KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")),
+            detail(
+                layout=KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+            ),
             "KV layout 2 layers x 2 heads x 8 of float32, the cluster has .*, --dtype and",
         ),
     ],
@@ -102,7 +105,7 @@ def test_the_context_length_is_known_while_workers_are_away() -> None:
 def test_the_last_worker_may_come_back_with_another_layout() -> None:
     table = fleet()
     identity = hello(table)
-    other = KVLayout(num_layers=9, num_kv_heads=2, head_dim=8, dtype="float16")
+    other = KVLayout.uniform(num_layers=9, num_kv_heads=2, head_dim=8, dtype="float16")
     hello(table, epoch=2, now=GONE_S, layout=other)
     assert table.layout == other and table.get(identity) is None
 

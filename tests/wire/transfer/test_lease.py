@@ -10,7 +10,8 @@ import pytest
 
 from wire.errors import ErrorCode, LocalProtocolError, TransferFailed
 from wire.frames import KvCacheAck
-from wire.payloads import Credit, KVLayout
+from wire.layout import KVLayout
+from wire.payloads import Credit
 from wire.transfer.lease import TRANSITIONS, Transfer, TransferState
 from wire.transfer.sender import KVSender
 
@@ -68,7 +69,7 @@ def test_the_first_end_stays(first: str, second: str) -> None:
 
 
 def test_a_frame_of_another_transfer_is_our_own_mistake() -> None:
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype="uint8")
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, dtype="uint8")
     one = KVSender(1, layout, range(4), max_bytes=64, lease_s=10.0, now=100.0)
     with pytest.raises(LocalProtocolError, match="frame of 2 given to transfer 1"):
         one.on_ack(KvCacheAck(2, 0), Credit(0, 0, 0), 101.0)

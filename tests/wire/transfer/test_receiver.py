@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kv import part, whole
 from wire.errors import (
     ErrorCode,
     LocalProtocolError,
@@ -16,13 +17,16 @@ from wire.errors import (
     TransferTooLarge,
 )
 from wire.frames import KvCache, KvCacheAck
+from wire.layout import KVLayout
 from wire.parts import Buffer
-from wire.payloads import Credit, KVLayout, Offer
+from wire.payloads import Credit, Offer
 from wire.transfer import TransferState
 from wire.transfer.receiver import KVReceiver, Segment
 from wire.transfer.segment import MAX_SEGMENTS, SegmentDescriptor, segment_digest
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")  # 16 bytes a token
+LAYOUT = KVLayout.uniform(
+    num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8"
+)  # 16 bytes a token
 ID = 5 << 32 | 9
 
 
@@ -62,7 +66,8 @@ def payload(
 ) -> tuple[bytes, bytes]:
     kv = bytes([token + 1]) * (8 * layers * tokens)
     fields = {"num_bytes": len(kv), "digest": segment_digest(ID, kv), **changed}
-    return SegmentDescriptor(layer, layers, token, tokens, idle_us=idle_us, **fields).pack(), kv
+    rectangle = part(LAYOUT, layer, layers, token, tokens)
+    return SegmentDescriptor.of(rectangle, idle_us=idle_us, **fields).pack(), kv
 
 
 def take(one: KVReceiver, number: int, of: int, *parts: Buffer, now: float = 2.0) -> Segment:
@@ -78,7 +83,7 @@ def take(one: KVReceiver, number: int, of: int, *parts: Buffer, now: float = 2.0
         ({"total_bytes": 63}, ErrorCode.PROTOCOL),
         ({"token_ids": bytes(15)}, ErrorCode.PROTOCOL),
         (
-            {"layout": KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float16")},
+            {"layout": KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float16")},
             ErrorCode.MISMATCH,
         ),
     ],
@@ -165,7 +170,7 @@ GOOD = payload(0, 2, 0, 2)
         (2, 2, (), "0 payload parts"),
         (2, 2, (*GOOD, b""), "3 payload parts"),
         (2, 2, (b"", b""), "descriptor has 0 bytes"),
-        (2, 2, (GOOD[0][:39],), "descriptor has 39 bytes"),
+        (2, 2, (GOOD[0][:47],), "descriptor has 47 bytes"),
         (2, 2, payload(0, 2, 0, 2), "overlaps"),
         (2, 2, payload(0, 2, 3, 2), "leaves"),
         (2, 2, payload(1, 1, 2, 2), "cuts the layers"),
@@ -230,7 +235,7 @@ def test_no_byte_is_let_in_past_the_credit() -> None:
 
 def test_cached_tokens_are_not_written() -> None:
     one = accepted(cached=2)
-    with pytest.raises(RemoteProtocolError, match=r"tokens \[2, 4\)"):
+    with pytest.raises(RemoteProtocolError, match=r"range\(2, 4\)"):
         one.on_segment(KvCache(ID, 1, 2), payload(0, 2, 1, 1), 2.0)
 
 
@@ -255,7 +260,7 @@ def test_a_wrong_digest_fails_closed() -> None:
 def test_a_segment_of_another_request_has_a_wrong_digest() -> None:
     one = accepted()
     kv = bytes(32)
-    descriptor = SegmentDescriptor(0, 2, 0, 2, 32, segment_digest(ID + 1, kv))
+    descriptor = SegmentDescriptor.of(whole(LAYOUT, 0, 2), 32, segment_digest(ID + 1, kv))
     segment = one.on_segment(KvCache(ID, 1, 2), (descriptor.pack(), kv), 2.0)
     assert segment is not None
     with pytest.raises(TransferFailed):
@@ -344,9 +349,10 @@ def test_our_own_mistakes() -> None:
     st.lists(
         st.one_of(
             st.binary(max_size=50),
-            st.binary(min_size=40, max_size=40),
+            st.binary(min_size=48, max_size=48),
             st.builds(
                 lambda *fields: SegmentDescriptor(*fields).pack(),
+                *[st.integers(0, 2**16 - 1) | st.integers(0, 1)] * 3,
                 *[st.integers(0, 2**32 - 1) | st.integers(0, 4)] * 4,
                 st.integers(0, 64),
                 st.just(0),

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
+from tests.kv import part, whole
+from tests.wire.transfer.layouts import layouts
 from wire.errors import LocalProtocolError, RemoteProtocolError
-from wire.payloads import KVLayout
+from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.transfer.segment import (
     DESCRIPTOR,
     MAX_SEGMENTS,
@@ -20,64 +22,109 @@ from wire.transfer.segment import (
     split_segment,
 )
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=4, dtype="uint8")  # 8 bytes a layer
-Cells = set[tuple[int, int]]
+LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=1, head_dim=4, dtype="uint8")
+WIDE = KVGroup(num_layers=3, num_kv_heads=4, key_dim=2, value_dim=1, dtype="uint8", window=4)
+STATE = StateGroup(num_layers=2, num_heads=4, head_bytes=5)
+MIXED = KVLayout(groups=(WIDE, STATE))
+# Group, layer, head, token; of a state its position.
+Cells = set[tuple[int, int, int, int]]
 
 
-def cells(rectangle: Rectangle) -> Cells:
-    return {
-        (layer, token)
-        for layer in range(rectangle.layer_start, rectangle.layer_end)
-        for token in range(rectangle.token_start, rectangle.token_end)
-    }
+def cells(layout: KVLayout, rectangle: Rectangle) -> Cells:
+    group, layers, heads, tokens = rectangle
+    is_state = isinstance(layout.groups[group], StateGroup)
+    places = [tokens.start] if is_state and not tokens else tokens
+    return {(group, layer, head, it) for layer in layers for head in heads for it in places}
+
+
+def everything(layout: KVLayout, cached: int, num_tokens: int) -> Cells:
+    """What is sent, by the words of SPEC 6.2."""
+    sent: Cells = set()
+    if cached == num_tokens:
+        return sent
+    for index, group in enumerate(layout.groups):
+        places = [num_tokens]
+        if isinstance(group, KVGroup):
+            window = group.window or num_tokens + 1
+            # The next token is at num_tokens, and sees `window` positions with its own.
+            seen = range(num_tokens - window + 1, num_tokens)
+            places = [token for token in seen if token >= cached]
+        sent |= {
+            (index, layer, head, place)
+            for layer in range(group.num_layers)
+            for head in range(group.num_heads)
+            for place in places
+        }
+    return sent
 
 
 @given(
-    st.builds(
-        KVLayout,
-        num_layers=st.integers(1, 5),
-        num_kv_heads=st.integers(1, 3),
-        head_dim=st.integers(1, 3),
-        dtype=st.sampled_from(["uint8", "bfloat16", "float32"]),
-    ),
+    layouts(),
     st.integers(0, 9),
     st.integers(0, 12),
     st.integers(0, 300),
+    st.integers(1, 4),
 )
-def test_a_plan_covers_everything_once_in_order_of_computation(
-    layout: KVLayout, first: int, count: int, spare: int
+def test_a_plan_covers_what_is_sent_once_in_order_of_computation(
+    layout: KVLayout, cached: int, count: int, spare: int, num_shards: int
 ) -> None:
-    segment_bytes = layout.token_bytes // layout.num_layers + spare
-    rectangles = plan(layout, first, first + count, segment_bytes)
+    num_tokens, segment_bytes = cached + count, layout.piece_bytes + spare
+    rectangles = plan(layout, cached, num_tokens, segment_bytes, num_shards)
     covered: Cells = set()
-    coverage = Coverage(layout, first, first + count)
+    coverage = Coverage(layout, cached, num_tokens)
     for rectangle in rectangles:
         assert 0 < rectangle.num_bytes(layout) <= segment_bytes
-        assert not covered & cells(rectangle)
-        covered |= cells(rectangle)
+        assert not covered & cells(layout, rectangle)
+        covered |= cells(layout, rectangle)
         coverage.admit(rectangle)
-    whole = Rectangle(0, layout.num_layers, first, count)
-    assert covered == cells(whole)
-    assert sum(one.num_bytes(layout) for one in rectangles) == whole.num_bytes(layout)
-    ends = [rectangle.token_end for rectangle in rectangles]
+    assert covered == everything(layout, cached, num_tokens)
+    num_bytes = sum(one.num_bytes(layout) for one in rectangles)
+    assert num_bytes == layout.transfer_bytes(num_tokens, cached)
+    ends = [rectangle.tokens.stop for rectangle in rectangles]
     assert ends == sorted(ends)
+    for index, group in enumerate(layout.groups):
+        shares = {one.heads for one in rectangles if one.group == index}
+        assert len(shares) in (0, min(num_shards, group.num_heads))
 
 
 def test_a_row_that_fits_goes_whole_and_one_that_does_not_by_layers() -> None:
     assert plan(LAYOUT, 1, 6, 50) == [
-        Rectangle(0, 3, 1, 2),
-        Rectangle(0, 3, 3, 2),
-        Rectangle(0, 3, 5, 1),
+        whole(LAYOUT, 1, 2),
+        whole(LAYOUT, 3, 2),
+        whole(LAYOUT, 5, 1),
     ]
     assert plan(LAYOUT, 0, 2, 23) == [
-        Rectangle(0, 2, 0, 1),
-        Rectangle(2, 1, 0, 1),
-        Rectangle(0, 2, 1, 1),
-        Rectangle(2, 1, 1, 1),
+        part(LAYOUT, 0, 2, 0, 1),
+        part(LAYOUT, 2, 1, 0, 1),
+        part(LAYOUT, 0, 2, 1, 1),
+        part(LAYOUT, 2, 1, 1, 1),
     ]
     assert plan(LAYOUT, 4, 4, 8) == []
     with pytest.raises(LocalProtocolError, match="too small for one layer"):
         plan(LAYOUT, 0, 2, 7)
+
+
+def test_a_window_and_a_state_go_at_their_size_and_a_share_by_itself() -> None:
+    assert plan(MIXED, 0, 9, 1 << 20) == [whole(MIXED, 6, 3), whole(MIXED, 9, 0, group=1)]
+    assert plan(MIXED, 8, 9, 1 << 20) == [whole(MIXED, 8, 1), whole(MIXED, 9, 0, group=1)]
+    assert plan(MIXED, 9, 9, 1 << 20) == []
+    halves = plan(MIXED, 0, 9, 1 << 20, num_shards=2)
+    assert [one.heads for one in halves] == [range(2), range(2, 4)] * 2
+    odd = plan(MIXED, 0, 9, 1 << 20, num_shards=3)
+    assert [len(one.heads) for one in odd] == [1, 1, 2] * 2
+    # A layer of the state has 20 bytes.
+    states = [one for one in plan(MIXED, 0, 9, 20) if one.group == 1]
+    assert [one.layers for one in states] == [range(1), range(1, 2)]
+
+
+def test_nothing_is_sent_of_a_window_of_one_position() -> None:
+    group = KVGroup(num_layers=1, num_kv_heads=1, key_dim=1, value_dim=1, dtype="uint8", window=1)
+    layout = KVLayout(groups=(group,))
+    assert plan(layout, 0, 9, 99) == [] and layout.transfer_bytes(9) == 0
+    with pytest.raises(RemoteProtocolError, match="leaves"):
+        Coverage(layout, 0, 9).admit(whole(layout, 8, 1))
+    with pytest.raises(RemoteProtocolError, match="empty"):
+        Coverage(layout, 0, 9).admit(whole(layout, 9, 0))
 
 
 def test_a_plan_is_never_vast() -> None:
@@ -86,79 +133,115 @@ def test_a_plan_is_never_vast() -> None:
         plan(LAYOUT, 0, 2**31 - 1, 8)
 
 
+def _are_apart(cut: range, cuts: set[range]) -> bool:
+    return all(cut == one or cut.stop <= one.start or one.stop <= cut.start for one in cuts)
+
+
 @given(
     st.lists(
         st.builds(
-            Rectangle, st.integers(0, 3), st.integers(0, 3), st.integers(0, 9), st.integers(0, 5)
+            Rectangle,
+            st.integers(0, 2),
+            st.sampled_from([range(2), range(2, 3), range(3), range(1, 3), range(1, 4), range(0)]),
+            st.sampled_from([range(4), range(2), range(2, 4), range(1, 3), range(3, 5), range(0)]),
+            st.sampled_from([range(a, b) for a in range(4, 11) for b in range(a, 11)]),
         ),
-        max_size=12,
+        max_size=14,
     )
 )
 def test_whatever_is_admitted_lies_inside_and_apart(rectangles: list[Rectangle]) -> None:
-    coverage = Coverage(LAYOUT, 2, 9)
-    inside = cells(Rectangle(0, 3, 2, 7))
+    coverage = Coverage(MIXED, 5, 9)
+    inside = everything(MIXED, 5, 9)
     covered: Cells = set()
-    ranges: set[tuple[int, int]] = set()
+    cuts: list[tuple[set[range], set[range]]] = [(set(), set()), (set(), set())]
     for rectangle in rectangles:
-        layers = (rectangle.layer_start, rectangle.layer_end)
+        group, layers, heads, _ = rectangle
+        found = cells(MIXED, rectangle) if group < 2 else set()
         fits = (
-            bool(cells(rectangle))
-            and cells(rectangle) <= inside
-            and not cells(rectangle) & covered
-            and all(layers == one or layers[1] <= one[0] or one[1] <= layers[0] for one in ranges)
+            bool(found)
+            and found <= inside
+            and not found & covered
+            and _are_apart(layers, cuts[group][0])
+            and _are_apart(heads, cuts[group][1])
         )
         if fits:
             coverage.admit(rectangle)
-            covered |= cells(rectangle)
-            ranges.add(layers)
+            covered |= found
+            cuts[group][0].add(layers)
+            cuts[group][1].add(heads)
         else:
+            before = [dict(book.admitted) for book in coverage.books]
             with pytest.raises(RemoteProtocolError):
                 coverage.admit(rectangle)
-            assert coverage.admitted.keys() == ranges, "nothing is noted of what is refused"
+            assert [book.admitted for book in coverage.books] == before, "nothing is noted of it"
 
 
 def test_adjacent_ranges_merge_so_the_books_stay_short() -> None:
     coverage = Coverage(LAYOUT, 0, 1000)
     for token in [*range(0, 1000, 2), *range(1, 1000, 2)]:
-        coverage.admit(Rectangle(0, 3, token, 1))
-    assert coverage.admitted == {(0, 3): [(0, 1000)]}
+        coverage.admit(whole(LAYOUT, token, 1))
+    assert [book.admitted for book in coverage.books] == [{(range(3), range(1)): [(0, 1000)]}]
 
 
 @pytest.mark.parametrize(
     ("rectangle", "reason"),
     [
-        (Rectangle(0, 0, 0, 1), "empty"),
-        (Rectangle(0, 3, 2, 0), "empty"),
-        (Rectangle(0, 4, 2, 1), "leaves"),
-        (Rectangle(2**32 - 1, 2**32 - 1, 2, 1), "leaves"),
-        (Rectangle(0, 3, 1, 1), "leaves"),
-        (Rectangle(0, 3, 8, 2), "leaves"),
-        (Rectangle(0, 3, 5, 1), "overlaps"),
-        (Rectangle(0, 3, 3, 2), "overlaps"),
-        (Rectangle(0, 3, 3, 6), "overlaps"),
-        (Rectangle(0, 2, 2, 1), "cuts the layers differently"),
-        (Rectangle(1, 2, 8, 1), "cuts the layers differently"),
+        (part(LAYOUT, 0, 0, 0, 1), "empty"),
+        (part(LAYOUT, 0, 3, 2, 0), "empty"),
+        (Rectangle(0, range(3), range(0), range(2, 3)), "empty"),
+        (part(LAYOUT, 0, 4, 2, 1), "leaves"),
+        (part(LAYOUT, 2**32 - 1, 2**32 - 1, 2, 1), "leaves"),
+        (part(LAYOUT, 0, 3, 1, 1), "leaves"),
+        (part(LAYOUT, 0, 3, 8, 2), "leaves"),
+        (Rectangle(0, range(3), range(2), range(2, 3)), "leaves"),
+        (part(LAYOUT, 0, 3, 5, 1), "overlaps"),
+        (part(LAYOUT, 0, 3, 3, 2), "overlaps"),
+        (part(LAYOUT, 0, 3, 3, 6), "overlaps"),
+        (part(LAYOUT, 0, 2, 2, 1), "cuts the layers differently"),
+        (part(LAYOUT, 1, 2, 8, 1), "cuts the layers differently"),
+        (Rectangle(1, range(3), range(1), range(2, 3)), "none of the 1 groups"),
     ],
 )
 def test_a_wrong_rectangle_is_refused(rectangle: Rectangle, reason: str) -> None:
     coverage = Coverage(LAYOUT, 2, 9)
-    coverage.admit(Rectangle(0, 3, 4, 2))
+    coverage.admit(whole(LAYOUT, 4, 2))
     with pytest.raises(RemoteProtocolError, match=reason):
         coverage.admit(rectangle)
 
 
-def test_a_descriptor_is_40_bytes_both_ways() -> None:
-    descriptor = SegmentDescriptor(1, 2, 3, 4, 5, 2**64 - 1, 6)
-    assert DESCRIPTOR.size == 40 == len(descriptor.pack())
+@pytest.mark.parametrize(
+    ("rectangle", "reason"),
+    [
+        (Rectangle(1, range(2), range(2), range(8, 8)), "leaves"),
+        (Rectangle(1, range(2), range(2), range(9, 10)), "leaves"),
+        (Rectangle(1, range(2), range(2, 4), range(9, 9)), "overlaps"),
+        (Rectangle(1, range(2), range(1, 3), range(9, 9)), "cuts the heads differently"),
+        (Rectangle(0, range(3), range(4), range(5, 6)), "leaves"),
+    ],
+)
+def test_a_wrong_state_or_window_is_refused(rectangle: Rectangle, reason: str) -> None:
+    coverage = Coverage(MIXED, 2, 9)
+    coverage.admit(Rectangle(1, range(2), range(2, 4), range(9, 9)))
+    with pytest.raises(RemoteProtocolError, match=reason):
+        coverage.admit(rectangle)
+
+
+def test_a_descriptor_is_48_bytes_both_ways() -> None:
+    descriptor = SegmentDescriptor(1, 2, 3, 4, 5, 6, 7, 8, 2**64 - 1, 9)
+    assert DESCRIPTOR.size == 48 == len(descriptor.pack())
     assert SegmentDescriptor.unpack(memoryview(descriptor.pack())) == descriptor
-    assert descriptor.rectangle == Rectangle(1, 2, 3, 4)
-    for size in (0, 39, 41):
-        with pytest.raises(RemoteProtocolError, match=f"{size} bytes, not 40"):
+    rectangle = Rectangle(1, range(4, 9), range(2, 5), range(6, 13))
+    assert descriptor.rectangle == rectangle
+    assert SegmentDescriptor.of(rectangle, 8, 2**64 - 1, 9) == descriptor
+    for size in (0, 40, 47, 49):
+        with pytest.raises(RemoteProtocolError, match=f"{size} bytes, not 48"):
             SegmentDescriptor.unpack(bytes(size))
+    with pytest.raises(RemoteProtocolError, match="reserved field is 256"):
+        SegmentDescriptor.unpack(bytes(7) + b"\1" + bytes(40))
 
 
 def test_a_segment_in_one_piece_is_split_without_a_copy() -> None:
-    descriptor = SegmentDescriptor(0, 1, 0, 1, 8, 9)
+    descriptor = SegmentDescriptor.of(part(LAYOUT, 0, 1, 0, 1), 8, 9)
     body = bytearray(descriptor.pack() + b"12345678")
     split, kv = split_segment(body)
     assert split == descriptor and bytes(kv) == b"12345678"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from tests.kv import part, whole
 from wire.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, TransferTooLarge
 from wire.frames import KvCache, KvCacheAck
-from wire.payloads import Credit, KVLayout, Offer, decode_map
+from wire.layout import KVLayout
+from wire.payloads import Credit, Offer, decode_map
 from wire.transfer.segment import MAX_SEGMENT_BYTES, Rectangle, SegmentDescriptor, segment_digest
 from wire.transfer.sender import HANDOVER_LEASES, KVSender
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")  # 16 bytes a token
+LAYOUT = KVLayout.uniform(
+    num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8"
+)  # 16 bytes a token
 ID = 5 << 32 | 9
 LEASE_S = 9.0
 
@@ -69,23 +73,23 @@ def test_a_segment_needs_a_credit_and_computed_tokens() -> None:
     assert one.next_segment() is None, "no ACK yet"
     ack(one, 0, 40)
     assert state_of(one) == "sending" and one.accepted_at == 1.0
-    assert one.next_segment() == Rectangle(0, 2, 0, 2)
+    assert one.next_segment() == whole(LAYOUT, 0, 2)
     assert one.next_segment() is None, "32 of 40 bytes are claimed"
     ack(one, 0, 63)
     assert one.next_segment() is None, "it would be 64"
     ack(one, 0, 64)
     ack(one, 0, 40)  # late
-    assert one.next_segment() == Rectangle(0, 2, 2, 2)
+    assert one.next_segment() == whole(LAYOUT, 2, 2)
 
     late = sender()
     ack(late, 0, 1024)
     assert late.next_segment() is None
     late.advance(3, 2.0)
-    assert late.next_segment() == Rectangle(0, 2, 0, 2)
+    assert late.next_segment() == whole(LAYOUT, 0, 2)
     assert late.next_segment() is None, "the fourth token is not there"
     late.advance(2, 3.0)  # stale, harmless
     late.advance(4, 3.0)
-    assert late.next_segment() == Rectangle(0, 2, 2, 2)
+    assert late.next_segment() == whole(LAYOUT, 2, 2)
 
 
 def test_a_receiver_cannot_keep_the_blocks_with_words() -> None:
@@ -107,8 +111,8 @@ def test_cached_tokens_are_not_sent() -> None:
     ack(one, 0, 1024, cached=3)
     one.advance(6, 1.0)
     assert one.skipped_tokens == 3
-    assert one.next_segment() == Rectangle(0, 2, 3, 2)
-    assert one.next_segment() == Rectangle(0, 2, 5, 1)
+    assert one.next_segment() == whole(LAYOUT, 3, 2)
+    assert one.next_segment() == whole(LAYOUT, 5, 1)
     assert one.next_segment() is None
 
 
@@ -178,7 +182,7 @@ def test_a_small_first_credit_makes_small_segments() -> None:
     one = sender(2)
     ack(one, 0, 9)
     one.advance(2, 1.0)
-    assert one.next_segment() == Rectangle(0, 1, 0, 1)
+    assert one.next_segment() == part(LAYOUT, 0, 1, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +275,6 @@ def test_our_own_mistakes() -> None:
     with pytest.raises(LocalProtocolError, match="bytes for"):
         one.segment(rectangle, bytes(3), 0.0)
     with pytest.raises(LocalProtocolError, match="bytes for"):
-        one.segment(Rectangle(0, 1, 0, 1), bytes(8), 0.0)
+        one.segment(part(LAYOUT, 0, 1, 0, 1), bytes(8), 0.0)
     with pytest.raises(LocalProtocolError, match="given to transfer"):
         one.on_ack(KvCacheAck(ID + 1, 0), Credit(64, 0, 0), 0.0)

@@ -6,6 +6,7 @@ nothing): frames on each way may be delivered late, twice, and in any order.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import wire.transfer
 from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
 from wire.frames import KvCache, KvCacheAck
+from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.parts import Buffer
-from wire.payloads import Credit, KVLayout, Offer, decode_map
+from wire.payloads import Credit, Offer, decode_map
 from wire.transfer import (
     KVReceiver,
     KVSender,
@@ -36,18 +38,37 @@ LEASE_S = 10.0
 REQUEST_ID = 7 << 32 | 1
 
 
-def row_of(layout: KVLayout) -> int:
-    """KV bytes of one layer of one token."""
-    return layout.token_bytes // layout.num_layers
+# Group, layer, head, token; of a state its position.
+Place = tuple[int, int, int, int]
+
+FULL = KVGroup(num_layers=2, num_kv_heads=2, key_dim=2, value_dim=2, dtype="uint8")
+WINDOWED = KVGroup(num_layers=1, num_kv_heads=2, key_dim=3, value_dim=1, dtype="uint8", window=4)
+STATE = StateGroup(num_layers=2, num_heads=2, head_bytes=4)
+LAYOUTS = [
+    KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8"),
+    KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, dtype="uint8"),
+    KVLayout(groups=(FULL, WINDOWED)),
+    KVLayout(groups=(STATE, FULL)),
+    KVLayout(groups=(WINDOWED, STATE, FULL)),
+]
+
+
+def places_of(layout: KVLayout, rectangle: Rectangle) -> list[Place]:
+    group, layers, heads, tokens = rectangle
+    is_state = isinstance(layout.groups[group], StateGroup)
+    positions = [tokens.start] if is_state else tokens
+    return [(group, *it) for it in itertools.product(layers, heads, positions)]
+
+
+def row_of(layout: KVLayout, place: Place) -> bytes:
+    """KV whose every byte tells its place apart."""
+    group, layer, head, token = place
+    number = 61 * group + 31 * layer + 17 * head + 7 * token + 1
+    return bytes([number % 256]) * layout.groups[group].head_bytes
 
 
 def kv_of(layout: KVLayout, rectangle: Rectangle) -> bytes:
-    """KV whose every byte tells its layer and token apart; one row per (layer, token)."""
-    return b"".join(
-        bytes([(31 * layer + 7 * token + 1) % 256]) * row_of(layout)
-        for layer in range(rectangle.layer_start, rectangle.layer_end)
-        for token in range(rectangle.token_start, rectangle.token_end)
-    )
+    return b"".join(row_of(layout, place) for place in places_of(layout, rectangle))
 
 
 @dataclass
@@ -57,25 +78,37 @@ class Blocks:
     layout: KVLayout
     cached_tokens: int
     num_tokens: int
-    rows: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    rows: dict[Place, bytes] = field(default_factory=dict)
 
     def unpack(self, rectangle: Rectangle, kv: bytes) -> None:
-        row = row_of(self.layout)
-        for layer in range(rectangle.layer_start, rectangle.layer_end):
-            for token in range(rectangle.token_start, rectangle.token_end):
-                assert 0 <= layer < self.layout.num_layers
-                assert self.cached_tokens <= token < self.num_tokens, "a write outside"
-                assert (layer, token) not in self.rows, "a second write"
-                self.rows[layer, token], kv = kv[:row], kv[row:]
+        wanted = self.wanted()
+        size = self.layout.groups[rectangle.group].head_bytes
+        for place in places_of(self.layout, rectangle):
+            assert place in wanted, "a write outside"
+            assert place not in self.rows, "a second write"
+            self.rows[place], kv = kv[:size], kv[size:]
         assert not kv
 
+    def wanted(self) -> dict[Place, bytes]:
+        if self.cached_tokens == self.num_tokens:
+            return {}
+        places = [
+            place
+            for index, group in enumerate(self.layout.groups)
+            for place in places_of(
+                self.layout,
+                Rectangle(
+                    index,
+                    range(group.num_layers),
+                    range(group.num_heads),
+                    group.sent(self.cached_tokens, self.num_tokens),
+                ),
+            )
+        ]
+        return {place: row_of(self.layout, place) for place in places}
+
     def is_right(self) -> bool:
-        wanted = {
-            (layer, token): kv_of(self.layout, Rectangle(layer, 1, token, 1))
-            for layer in range(self.layout.num_layers)
-            for token in range(self.cached_tokens, self.num_tokens)
-        }
-        return self.rows == wanted
+        return self.rows == self.wanted()
 
 
 Parts = tuple[KvCache, bytes, Buffer]
@@ -91,26 +124,28 @@ class LossyTransfer(RuleBasedStateMachine):
     """One sender, one receiver, two bags of frames under way, and a clock."""
 
     @initialize(
-        layers=st.integers(1, 3),
+        layout=st.sampled_from(LAYOUTS),
         num_tokens=st.sampled_from([7, 5, 12, 1, 2, 9]),
         cached=st.sampled_from([0, 0, 1, 0, 3, 2, 12]),
         segment_bytes=st.integers(8, 60),
         credit_bytes=st.integers(8, 150),
+        num_shards=st.integers(1, 3),
         is_hostile=st.sampled_from([True, True, False]),
         head_start=st.sampled_from([2, 4, 0, 3, 6]),
     )
     def start(
         self,
-        layers: int,
+        layout: KVLayout,
         num_tokens: int,
         cached: int,
         segment_bytes: int,
         credit_bytes: int,
+        num_shards: int,
         is_hostile: bool,
         head_start: int,
     ) -> None:
         self.is_hostile = is_hostile
-        self.layout = KVLayout(num_layers=layers, num_kv_heads=1, head_dim=4, dtype="uint8")
+        self.layout = layout
         self.now = 0.0
         self.sender = KVSender(
             REQUEST_ID,
@@ -119,6 +154,7 @@ class LossyTransfer(RuleBasedStateMachine):
             max_bytes=1 << 20,
             lease_s=LEASE_S,
             segment_bytes=segment_bytes,
+            num_shards=num_shards,
             now=0.0,
         )
         self.credit_bytes = credit_bytes
@@ -146,7 +182,7 @@ class LossyTransfer(RuleBasedStateMachine):
     @rule()
     def claim(self) -> None:
         while (rectangle := self.sender.next_segment()) is not None:
-            assert rectangle.token_end <= self.computed
+            assert rectangle.tokens.stop <= self.computed
             self.packing.append(rectangle)
 
     @precondition(lambda self: self.packing)
@@ -305,16 +341,20 @@ class LossyTransfer(RuleBasedStateMachine):
     @rule(
         which=st.integers(0, 30),
         number=st.integers(0, 3),
-        shift=st.tuples(*[st.sampled_from([0, 0, 0, 1, -1])] * 4),
+        shift=st.tuples(*[st.sampled_from([0, 0, 0, 0, 0, 1, -1])] * 7),
     )
-    def intrude(self, which: int, number: int, shift: tuple[int, int, int, int]) -> None:
+    def intrude(self, which: int, number: int, shift: tuple[int, ...]) -> None:
         """Send a well-formed segment out of turn: over the credit, overlapping, or outside."""
         num_segments = len(self.sender.plan)
         planned = self.sender.plan[which % num_segments]
-        rectangle = Rectangle(*(max(0, one + by) for one, by in zip(planned, shift, strict=True)))
+        honest = SegmentDescriptor.of(planned, 0, 0)[:7]
+        fields = [max(0, one + by) for one, by in zip(honest, shift, strict=True)]
+        forged = SegmentDescriptor._make((*fields, 0, 0, 0))
+        rectangle = forged.rectangle
         number = num_segments - number % num_segments  # a high one is not taken yet
-        kv = kv_of(self.layout, rectangle)
-        descriptor = SegmentDescriptor(*rectangle, len(kv), segment_digest(REQUEST_ID, kv))
+        is_known = rectangle.group < len(self.layout.groups)
+        kv = kv_of(self.layout, rectangle) if is_known else bytes(8)
+        descriptor = forged._replace(num_bytes=len(kv), digest=segment_digest(REQUEST_ID, kv))
         header = KvCache(REQUEST_ID, number, num_segments)
         self.to_receiver.insert(0, ("kv", (header, descriptor.pack(), kv)))
         self.is_tampered = True
@@ -359,7 +399,7 @@ class LossyTransfer(RuleBasedStateMachine):
         if getattr(self, "receiver", None) is None:
             return
         assert self.receiver is not None
-        expected = (self.sender.num_tokens - self.cached) * self.layout.token_bytes
+        expected = self.layout.transfer_bytes(self.sender.num_tokens, self.cached)
         credit = self.receiver.granted_bytes
         assert self.most_credit <= credit <= expected, "credit shrank or outgrew the transfer"
         self.most_credit = credit
@@ -407,7 +447,7 @@ TestLossyTransfer = LossyTransfer.TestCase
 
 
 def test_late_frames_of_an_ended_transfer_change_nothing() -> None:
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype="uint8")
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, dtype="uint8")
     sender = KVSender(REQUEST_ID, layout, range(4), max_bytes=64, lease_s=LEASE_S, now=0.0)
     _, offer = sender.offer()
     receiver = KVReceiver(

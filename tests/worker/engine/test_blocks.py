@@ -6,7 +6,7 @@ from struct import pack
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from wire.payloads import MAX_HASHES
@@ -199,6 +199,71 @@ def test_everything_known_can_be_told_anew() -> None:
     told = pool.journal.read()
     pool.republish()
     assert pool.journal.read() == told == (tuple(prefix_hashes([1, 2, 3, 4], 2)), ())
+
+
+@given(st.data())
+def test_a_chain_is_shared_as_far_as_all_that_is_looked_at_is_there(data: st.DataObject) -> None:
+    window = data.draw(st.none() | st.integers(1, 12))
+    pool = BlockPool(8, 3, window=window, has_state=data.draw(st.booleans()))
+    lacking = data.draw(
+        st.lists(st.sampled_from([0, 0, 1, 2, 3] if window else [0]), min_size=1, max_size=6)
+    )
+    states = [data.draw(st.booleans()) for _ in lacking]
+    keys = [bytes([number]) for number in range(len(lacking))]
+    table = pool.allocate(len(keys))
+    prefixes = [ROOT]
+    for key, block, num_lacking, has_state in zip(keys, table, lacking, states, strict=True):
+        prefixes.append(
+            pool.register(prefixes[-1], key, block, num_lacking=num_lacking, has_state=has_state)
+        )
+    there = {
+        3 * index + offset
+        for index, num_lacking in enumerate(lacking)
+        for offset in range(num_lacking, 3)
+    }
+    next_token = data.draw(st.none() | st.integers(3 * len(keys), 3 * len(keys) + 9))
+
+    def serves(num_blocks: int) -> bool:
+        position = 3 * num_blocks if next_token is None else next_token
+        first = 0 if window is None else max(0, position - window + 1)
+        seen = set(range(first, 3 * num_blocks)) if window is not None else set()
+        needs_state = pool.has_state and position == 3 * num_blocks
+        return seen <= there and (states[num_blocks - 1] or not needs_state)
+
+    wanted = max((n for n in range(1, len(keys) + 1) if serves(n)), default=0)
+    assert pool.match_prefix(keys, next_token) == (table[:wanted], prefixes[wanted])
+
+
+def test_a_block_that_has_more_takes_the_place_of_one_that_has_less() -> None:
+    pool = BlockPool(6, 2, window=4, has_state=True)
+    key, tail = keys_of([A, B])
+    old, new, other, child = pool.allocate(4)
+    prefix = pool.register(ROOT, key, old, num_lacking=1)
+    pool.register(prefix, tail, child, has_state=True)
+    told = pool.journal.read()
+    pool.free([old])
+    assert pool.register(ROOT, key, new, has_state=True) == prefix
+    assert pool.match_prefix([key, tail]) == ([new, child], pool.match_prefix([key, tail])[1])
+    assert (pool.num_cached, pool.num_free) == (0, 3), "what it had is nobody's"
+    # One that has less, or the same, or less of one and more of the other, does not.
+    for number in (1, 0):
+        assert pool.register(ROOT, key, other, num_lacking=number, has_state=True) == prefix
+    assert pool.register(ROOT, key, other) == prefix
+    assert pool.match_prefix([key]) == ([new], prefix)
+    assert len(told[0]) == 2 and pool.journal.read() == ((), ())
+    pool.check([[new, other, child]])
+    pool.audit()
+    # A used one that lost its place is free when nobody uses it.
+    assert pool.register(prefix, tail, other, has_state=False) != ROOT
+    better = BlockPool(3, 2, window=4)
+    first, second = better.allocate(2)
+    better.register(ROOT, key, first, num_lacking=2)
+    better.register(ROOT, key, second)
+    better.free([first])
+    assert (better.num_free, better.num_cached) == (2, 0)
+    better.free([second])
+    assert (better.num_free, better.num_cached) == (2, 1)
+    better.audit()
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.kv import part, whole
 from tests.worker.engine.hashed import (
     GREEDY,
     MAX_MODEL_LEN,
@@ -24,7 +25,6 @@ from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options, Structure
 from wire.prefix import prefix_hashes
 from wire.process.structure import StructureError
-from wire.transfer import Rectangle
 from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
@@ -207,7 +207,7 @@ def transfer(
     reserved = of_kind(run(target), Reserved)[0]
     num_tokens = len(prompt) - reserved.cached_tokens
     if num_tokens:
-        rectangle = Rectangle(0, LAYOUT.num_layers, reserved.cached_tokens, num_tokens)
+        rectangle = whole(LAYOUT, reserved.cached_tokens, num_tokens)
         segment = source.cache.pack(started.block_table, rectangle)
         target.cache.unpack(reserved.block_table, rectangle, segment)
     source.release(1)
@@ -647,8 +647,8 @@ class EngineMachine(RuleBasedStateMachine):
             return
         num_tokens = min(num_tokens, client.num_computed - client.num_held)
         if num_tokens > 0:
-            for layer in range(LAYOUT.num_layers):
-                rectangle = Rectangle(layer, 1, client.num_held, num_tokens)
+            for layer in range(LAYOUT.kv_groups[0].num_layers):
+                rectangle = part(LAYOUT, layer, 1, client.num_held, num_tokens)
                 segment = self.prefill.cache.pack(client.source_table, rectangle)
                 self.decode.cache.unpack(client.target_table, rectangle, segment)
             client.num_held += num_tokens

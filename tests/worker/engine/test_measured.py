@@ -8,10 +8,10 @@ from structlog.testing import capture_logs
 
 from scripts.examples import own_model
 from scripts.models.make_model import make_model
+from tests.kv import part
 from tests.worker.executor.forward_pair import pair
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.options import Options
-from wire.transfer import Rectangle
 from worker.engine.engine import Engine
 from worker.engine.measured import Direct, MeasuredExecutor, State, measured
 from worker.engine.outputs import Token
@@ -243,8 +243,8 @@ def test_kv_handed_over_goes_on_the_same(make: Make, block_size: int) -> None:
     receiver, other_cache = start(make, block_size)
     receiver.prefill(prompt(make, 5, 8), OPTIONS)  # its blocks are not the sender's
     received: Sequence = receiver.prefill(prompt(make, 10, 9), OPTIONS)
-    for layer in range(cache.layout.num_layers):
-        rectangle = Rectangle(layer, 1, 0, 10)
+    for layer in range(cache.layout.kv_groups[0].num_layers):
+        rectangle = part(cache.layout, layer, 1, 0, 10)
         segment = cache.pack(sent.block_table, rectangle)
         other_cache.unpack(received.block_table, rectangle, segment)
     received.token_ids[:] = sent.token_ids

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from tests.kv import whole
 from wire.options import Options
-from wire.transfer import Rectangle
 from worker.engine.engine import Engine
 from worker.engine.sequence import Sequence
 from worker.engine.swap import Costs, Swap, SwapSpace
@@ -26,13 +26,13 @@ def space(max_tokens: int = 100) -> tuple[SwapSpace, HashKVCache]:
 def test_it_comes_back_as_it_left(cached: int) -> None:
     swap, cache = space()
     sequence = Sequence(1, range(11))
-    before = bytes(cache.pack((3, 9, 5), Rectangle(0, LAYOUT.num_layers, cached, 10 - cached)))
+    before = bytes(cache.pack((3, 9, 5), whole(LAYOUT, cached, 10 - cached)))
     swap.hold(1, 10)
     swap.carry_out([Swap(sequence, (3, 9, 5), 0, 10)], [])
     assert (swap.num_bytes, swap.num_tokens(1), len(swap)) == (10 * TOKEN_BYTES, 10, 1)
     cache.kv[:] = 0
     swap.carry_out([], [Swap(sequence, (1, 2, 4), cached, 10 - cached)])
-    after = cache.pack((1, 2, 4), Rectangle(0, LAYOUT.num_layers, cached, 10 - cached))
+    after = cache.pack((1, 2, 4), whole(LAYOUT, cached, 10 - cached))
     assert bytes(after) == before
     assert not cache.kv[1 : 2 if cached else 1].any(), "a shared block was written to"
     assert (swap.num_bytes, swap.num_tokens(1), len(swap)) == (0, 0, 0)
@@ -42,15 +42,15 @@ def test_out_goes_before_in() -> None:
     """Both in one plan: what comes in takes the blocks that the other leaves."""
     swap, cache = space()
     first, second = Sequence(1, range(5)), Sequence(2, range(5))
-    kv_1 = bytes(cache.pack((0,), Rectangle(0, LAYOUT.num_layers, 0, 4)))
-    kv_2 = bytes(cache.pack((7,), Rectangle(0, LAYOUT.num_layers, 0, 4)))
+    kv_1 = bytes(cache.pack((0,), whole(LAYOUT, 0, 4)))
+    kv_2 = bytes(cache.pack((7,), whole(LAYOUT, 0, 4)))
     swap.hold(2, 4)
     swap.carry_out([Swap(second, (7,), 0, 4)], [])
     swap.hold(1, 4)
     swap.carry_out([Swap(first, (0,), 0, 4)], [Swap(second, (0,), 0, 4)])
     swap.carry_out([], [Swap(first, (7,), 0, 4)])
-    assert bytes(cache.pack((7,), Rectangle(0, LAYOUT.num_layers, 0, 4))) == kv_1
-    assert bytes(cache.pack((0,), Rectangle(0, LAYOUT.num_layers, 0, 4))) == kv_2
+    assert bytes(cache.pack((7,), whole(LAYOUT, 0, 4))) == kv_1
+    assert bytes(cache.pack((0,), whole(LAYOUT, 0, 4))) == kv_2
 
 
 def test_it_is_bounded() -> None:

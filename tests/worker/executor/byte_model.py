@@ -2,10 +2,10 @@
 
 import struct
 
-from wire.payloads import KVLayout
+from wire.layout import KVLayout
 
 # 4 bytes a token: its id.
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="uint8")
+LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=2, dtype="uint8")
 
 
 def prefill(token_ids: bytes, seq_len: int) -> tuple[bytes, bytes]:

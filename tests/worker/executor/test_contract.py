@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from wire.transfer import Rectangle
+from tests.kv import part, whole
+from wire.transfer import Rectangle, plan
 from worker.executor.contract import (
     Attention,
     Capabilities,
@@ -16,11 +17,12 @@ from worker.executor.contract import (
     KVCache,
     MemoryRequirements,
 )
+from worker.executor.hash import LAYOUT, MIXED
 from worker.executor.registry import create
 
 
-def cache_of(num_blocks: int, block_size: int) -> KVCache:
-    executor: Executor = create("hash")
+def cache_of(num_blocks: int, block_size: int, name: str = "hash") -> KVCache:
+    executor: Executor = create(name)
     return executor.allocate(num_blocks, block_size)
 
 
@@ -29,19 +31,20 @@ def random_bytes(size: int, seed: int) -> bytes:
 
 
 @st.composite
-def rectangles(draw: st.DrawFn, num_layers: int, num_tokens: int) -> Rectangle:
-    layer_start = draw(st.integers(0, num_layers - 1))
-    token_start = draw(st.integers(0, num_tokens - 1))
-    return Rectangle(
-        layer_start,
-        draw(st.integers(1, num_layers - layer_start)),
-        token_start,
-        draw(st.integers(1, num_tokens - token_start)),
+def rectangles(draw: st.DrawFn, num_layers: int, num_heads: int, num_tokens: int) -> Rectangle:
+    sizes = (num_layers, num_heads, num_tokens)
+    starts = [draw(st.integers(0, size - 1)) for size in sizes]
+    layers, heads, tokens = (
+        range(start, draw(st.integers(start + 1, size)))
+        for start, size in zip(starts, sizes, strict=True)
     )
+    return Rectangle(0, layers, heads, tokens)
 
 
 @settings(max_examples=60, database=None)
-@given(st.sampled_from([1, 3, 4, 16]), st.sampled_from([1, 2, 5, 16]), rectangles(2, 24), st.data())
+@given(
+    st.sampled_from([1, 3, 4, 16]), st.sampled_from([1, 2, 5, 16]), rectangles(2, 2, 24), st.data()
+)
 def test_a_rectangle_crosses_to_another_block_size(
     ours: int, theirs: int, rectangle: Rectangle, data: st.DataObject
 ) -> None:
@@ -49,7 +52,7 @@ def test_a_rectangle_crosses_to_another_block_size(
     for block_size in (ours, theirs):
         caches.append(cache_of(30, block_size))
         tables.append(data.draw(st.permutations(range(30)))[: -(-24 // block_size)])
-    size = rectangle.num_tokens * caches[0].layout.token_bytes * rectangle.num_layers // 2
+    size = len(rectangle.tokens) * len(rectangle.layers) * len(rectangle.heads) * 2 * 8
     segment = random_bytes(size, 7)
     caches[0].unpack(tables[0], rectangle, segment)
     packed = caches[0].pack(tables[0], rectangle)
@@ -61,26 +64,27 @@ def test_a_rectangle_crosses_to_another_block_size(
 def test_packed_bytes_are_layer_then_k_or_v_then_head_then_token() -> None:
     cache = cache_of(4, 4)
     layout = cache.layout
-    whole = Rectangle(0, layout.num_layers, 0, 7)
+    (group,) = LAYOUT.kv_groups
+    everything = whole(layout, 0, 7)
     segment = random_bytes(7 * layout.token_bytes, 3)
-    cache.unpack([2, 0], whole, segment)
+    cache.unpack([2, 0], everything, segment)
     array = np.frombuffer(segment, np.uint8).reshape(
-        layout.num_layers, 2, layout.num_kv_heads, 7, layout.head_dim
+        group.num_layers, 2, group.num_kv_heads, 7, group.key_dim
     )
-    for layer in range(layout.num_layers):
+    for layer in range(group.num_layers):
         for token in range(7):
-            packed = cache.pack([2, 0], Rectangle(layer, 1, token, 1))
+            packed = cache.pack([2, 0], part(LAYOUT, layer, 1, token, 1))
             assert bytes(packed) == array[layer, :, :, token].tobytes()
 
 
 def test_unpack_writes_its_rectangle_and_nothing_else() -> None:
     cache = cache_of(4, 4)
-    whole = Rectangle(0, 2, 0, 16)
+    everything = whole(LAYOUT, 0, 16)
     before = random_bytes(16 * cache.layout.token_bytes, 1)
-    cache.unpack([0, 1, 2, 3], whole, before)
-    cache.unpack([1, 3], Rectangle(1, 1, 2, 4), bytes(4 * cache.layout.token_bytes // 2))
+    cache.unpack([0, 1, 2, 3], everything, before)
+    cache.unpack([1, 3], part(LAYOUT, 1, 1, 2, 4), bytes(4 * cache.layout.token_bytes // 2))
     changed = np.frombuffer(before, np.uint8) != np.frombuffer(
-        cache.pack([0, 1, 2, 3], whole), np.uint8
+        cache.pack([0, 1, 2, 3], everything), np.uint8
     )
     layers, tokens = changed.reshape(2, 4, 16, 8).any(axis=(1, 3)).nonzero()
     assert set(zip(layers.tolist(), tokens.tolist(), strict=True)) == {
@@ -93,20 +97,65 @@ def test_unpack_writes_its_rectangle_and_nothing_else() -> None:
 
 def test_packed_bytes_do_not_change_when_the_blocks_do() -> None:
     cache = cache_of(2, 4)
-    rectangle = Rectangle(0, 2, 0, 4)
+    rectangle = whole(LAYOUT, 0, 4)
     packed = cache.pack([1], rectangle)
     before = bytes(packed)
     cache.unpack([1], rectangle, random_bytes(len(before), 5))
     assert packed == before
 
 
+MIXED_NAME = "worker.executor.hash:create_mixed"
+# What is sent of 18 tokens: of layers that see all, of those with a window, and a state; in halves.
+SENT = plan(MIXED, 2, 18, 1 << 20, num_shards=2)
+
+
+@pytest.mark.parametrize("rectangle", SENT, ids=lambda it: f"group {it.group} {it.heads}")
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 3), (1, 16)], ids=str)
+def test_each_kind_of_layers_crosses_by_itself(
+    sizes: tuple[int, int], rectangle: Rectangle
+) -> None:
+    ours, theirs = (cache_of(24, size, MIXED_NAME) for size in sizes)
+    table = list(range(20, 1, -1))
+    contents = [random_bytes(one.num_bytes(MIXED), seed) for seed, one in enumerate(SENT)]
+    for one, content in zip(SENT, contents, strict=True):
+        ours.unpack(table, one, content)
+    assert [bytes(ours.pack(table, one)) for one in SENT] == contents
+    packed = ours.pack(table, rectangle)
+    theirs.unpack(table[1:], rectangle, packed)
+    assert theirs.pack(table[1:], rectangle) == packed == contents[SENT.index(rectangle)]
+    # Nothing else was written there, and what was packed stays as it was.
+    others = [bytes(theirs.pack(table[1:], one)) for one in SENT if one != rectangle]
+    assert not any(map(any, others))
+    ours.unpack(table, rectangle, random_bytes(len(packed), 99))
+    assert packed == contents[SENT.index(rectangle)]
+
+
+@pytest.mark.parametrize(
+    "rectangle",
+    [
+        whole(MIXED, 4, 1, group=2),
+        whole(MIXED, 0, 0, group=2),
+        whole(MIXED, 17, 0, group=2),
+        whole(MIXED, 4, 0, group=1),
+        whole(MIXED, 4, 1)._replace(group=3),
+        whole(MIXED, 4, 1)._replace(heads=range(3)),
+        whole(MIXED, 4, 1)._replace(heads=range(1, 1)),
+        part(MIXED, 2, 1, 4, 0, group=2),
+    ],
+)
+def test_what_is_no_rectangle_of_the_layout_is_refused(rectangle: Rectangle) -> None:
+    cache = cache_of(4, 4, MIXED_NAME)
+    with pytest.raises(ValueError, match="is not within 4 blocks"):
+        cache.pack([0, 1, 2, 3], rectangle)
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_two_threads_may_copy_at_a_time(block_size: int) -> None:
     """Each out of and into blocks of its own, as the transfer thread and the engine's do."""
     cache = cache_of(40, block_size)
-    whole = Rectangle(0, cache.layout.num_layers, 0, 18)
+    everything = whole(cache.layout, 0, 18)
     num_blocks = -(-18 // block_size)
-    size = whole.num_bytes(cache.layout)
+    size = everything.num_bytes(cache.layout)
     start = threading.Barrier(2)
 
     def copy(first: int) -> bool:
@@ -114,8 +163,8 @@ def test_two_threads_may_copy_at_a_time(block_size: int) -> None:
         segments = [random_bytes(size, first + number) for number in range(20)]
         start.wait(20)
         for segment in segments:
-            cache.unpack(table, whole, segment)
-            if cache.pack(table, whole) != segment:
+            cache.unpack(table, everything, segment)
+            if cache.pack(table, everything) != segment:
                 return False
         return True
 
@@ -126,13 +175,13 @@ def test_two_threads_may_copy_at_a_time(block_size: int) -> None:
 @pytest.mark.parametrize(
     ("rectangle", "num_bytes"),
     [
-        (Rectangle(0, 2, 0, 4), 4 * 64 - 1),
-        (Rectangle(0, 2, 0, 4), 5 * 64),
-        (Rectangle(0, 1, 0, 4), 4 * 64),
-        (Rectangle(0, 2, 0, 0), 0),
-        (Rectangle(1, 2, 0, 4), 4 * 64),
-        (Rectangle(0, 2, 5, 4), 4 * 64),
-        (Rectangle(0, 2, -1, 1), 64),
+        (whole(LAYOUT, 0, 4), 4 * 64 - 1),
+        (whole(LAYOUT, 0, 4), 5 * 64),
+        (part(LAYOUT, 0, 1, 0, 4), 4 * 64),
+        (whole(LAYOUT, 0, 0), 0),
+        (part(LAYOUT, 1, 2, 0, 4), 4 * 64),
+        (whole(LAYOUT, 5, 4), 4 * 64),
+        (whole(LAYOUT, -1, 1), 64),
     ],
 )
 def test_a_segment_that_does_not_fit_is_refused(rectangle: Rectangle, num_bytes: int) -> None:

@@ -10,9 +10,13 @@ from worker.executor.contract import Attention, SequenceFailed
 
 def test_kv_is_float32_of_its_own_shape_on_the_wire() -> None:
     executor = pair()
-    layout = executor.info.layout
-    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (LAYERS, HEADS, DIM)
-    assert layout.dtype == "float32" and executor.info.name == "pair"
+    (group,) = executor.info.layout.kv_groups
+    assert (
+        group.num_layers,
+        group.num_kv_heads,
+        group.key_dim,
+    ) == (LAYERS, HEADS, DIM)
+    assert group.dtype == "float32" and executor.info.name == "pair"
     assert executor.capabilities.attention == {Attention.PAGED}
     assert not executor.capabilities.speculative
 

@@ -14,10 +14,13 @@ from worker.executor.hash import (
     EOS_TOKEN_IDS,
     LAYOUT,
     MAX_MODEL_LEN,
+    MIXED,
     VOCAB_SIZE,
+    WINDOW,
     HashExecutor,
     HashKVCache,
     create,
+    create_mixed,
     oracle,
 )
 
@@ -126,6 +129,38 @@ def test_logprobs_come_when_asked_for() -> None:
     assert token.logprobs is not None and token.logprobs.logprob < 0
     assert token.logprobs.top[0] == (token.token_id, token.logprobs.logprob)
     assert len({token_id for token_id, _ in token.logprobs.top}) == 3
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 7, 16])
+@pytest.mark.parametrize("cuts", [(40,), (1, 2, 15, 40), (13, 26, 40), tuple(range(1, 41))])
+def test_of_mixed_layers_too_however_a_prompt_is_cut(
+    block_size: int, cuts: tuple[int, ...]
+) -> None:
+    prompt, executor, computed = list(range(10, 50)), create_mixed(), 0
+    executor.allocate(40, block_size)
+    for cut in cuts:
+        token = step(executor, block_size, tuple(range(40)), prompt[:cut], computed)
+        assert [token] == oracle(prompt[:cut], 1, Options(ignore_eos=True), layout=MIXED) or (
+            token in EOS_TOKEN_IDS
+        )
+        computed = cut
+
+
+def test_mixed_layers_see_all_tokens_the_last_ones_and_a_state() -> None:
+    executor = create_mixed()
+    cache = executor.allocate(8, 16)
+    step(executor, 16, (0, 1, 2), list(range(40)), 0)
+    before = cache.digest([0, 1, 2], 40)
+    for token in range(40):
+        block, offset = divmod(token, 16)
+        for layer, sees in ((0, True), (1, token >= 40 - WINDOW)):
+            cache.kv[block, layer, 1, 0, offset, 3] ^= 1
+            assert (cache.digest([0, 1, 2], 40) != before) == sees
+            cache.kv[block, layer, 1, 0, offset, 3] ^= 1
+    (states,) = cache.states.values()
+    states[2, 1, 3, 7] ^= 1
+    assert cache.digest([0, 1, 2], 40) != before
+    assert not executor.capabilities.speculative, "a state cannot go back"
 
 
 def test_the_vocabulary_comes_from_the_model_directory(tmp_path: Path) -> None:

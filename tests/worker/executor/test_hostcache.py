@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from wire.payloads import KVLayout
-from wire.transfer import Rectangle
+from tests.kv import part, whole
+from wire.layout import KVLayout
 from worker.executor.hostcache import HostKVCache
 
 LAYOUTS = [
-    KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8"),
-    KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype="float32"),
-    KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="bfloat16"),
+    KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8"),
+    KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=5, dtype="float32"),
+    KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=8, dtype="bfloat16"),
 ]
 
 
@@ -37,9 +37,9 @@ def test_rows_come_back_as_they_were_written(layout: KVLayout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_row_is_layer_then_k_or_v_then_head(layout: KVLayout) -> None:
     cache, rows = filled(layout, [5, 0, 3], 11)
-    packed = cache.pack([5, 0, 3], Rectangle(0, layout.num_layers, 0, 11))
+    packed = cache.pack([5, 0, 3], whole(layout, 0, 11))
     wire = np.frombuffer(packed, np.uint8)
-    wire = wire.reshape(layout.num_layers, 2, layout.num_kv_heads, 11, -1)
+    wire = wire.reshape(layout.kv_groups[0].num_layers, 2, layout.kv_groups[0].num_kv_heads, 11, -1)
     assert np.array_equal(np.moveaxis(wire, 3, 0).reshape(11, -1), rows)
 
 
@@ -47,8 +47,8 @@ def test_what_was_unpacked_is_read_as_rows() -> None:
     layout = LAYOUTS[1]
     sender, rows = filled(layout, [1, 2], 7)
     receiver = HostKVCache(layout, 9, 3)
-    for layer in range(layout.num_layers):
-        rectangle = Rectangle(layer, 1, 0, 7)
+    for layer in range(layout.kv_groups[0].num_layers):
+        rectangle = part(layout, layer, 1, 0, 7)
         receiver.unpack([8, 4, 6], rectangle, sender.pack([1, 2], rectangle))
     assert np.array_equal(receiver.rows([8, 4, 6], 7), rows)
 

@@ -11,8 +11,8 @@ import pytest
 from tests.worker.executor.byte_model import LAYOUT, decode_step, prefill
 from tests.worker.executor.forward_pair import ForwardModel, pair
 from wire.errors import ErrorCode
+from wire.layout import KVLayout
 from wire.options import Options
-from wire.payloads import KVLayout
 from worker.engine.engine import Engine
 from worker.engine.measured import Direct
 from worker.engine.outputs import Failed, Token
@@ -180,6 +180,6 @@ def test_longer_sequences_than_the_model_has_are_refused() -> None:
 
 
 def test_a_layout_that_peers_would_refuse_is_refused_here() -> None:
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=5000, dtype="uint8")
-    with pytest.raises(ValueError, match="head_dim"):
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=5000, dtype="uint8")
+    with pytest.raises(ValueError, match="key_dim"):
         describe({}, layout=layout, vocab_size=5, eos_token_ids=[], max_model_len=10)

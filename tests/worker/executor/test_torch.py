@@ -12,9 +12,10 @@ import torch
 from kernels.cpu.intrinsics import target_name
 from kernels.cpu.ways import Way
 from scripts.models.make_model import make_model
+from tests.kv import part, whole
 from tests.worker.paged import Text, advance, batch_of
+from wire.layout import KVGroup
 from wire.options import Options
-from wire.transfer import Rectangle
 from worker.executor import torch as torch_executor
 from worker.executor.contract import Attention
 from worker.executor.registry import create
@@ -34,6 +35,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(path: Path, **settings: Any) -> TorchExecutor:
     return TorchExecutor.load(path, name="tiny", fingerprint="abc", **{"device": "cpu"} | settings)
+
+
+def kept_in(executor: Any) -> str:
+    """What keys and values are kept in and sent."""
+    (group,) = executor.info.layout.groups
+    assert isinstance(group, KVGroup)
+    return group.dtype
 
 
 def allocated(
@@ -100,7 +108,7 @@ def test_the_registry_makes_it(path: Path) -> None:
         device="cpu",
         max_model_len=None,
     )
-    assert executor.info.layout.dtype == "float16"
+    assert kept_in(executor) == "float16"
 
 
 @pytest.mark.parametrize("way", Way)
@@ -111,13 +119,13 @@ def test_auto_is_what_the_processor_is_best_at(
     path = make_model(tmp_path, dtype=dtype)
     monkeypatch.setattr(compiled, "best_way", lambda: way)
     best = "bfloat16" if dtype == "bfloat16" and way is not Way.VECTORS else "float32"
-    assert loaded(path, dtype="auto").info.layout.dtype == best
+    assert kept_in(loaded(path, dtype="auto")) == best
 
 
 def test_keys_and_values_may_be_kept_in_another_dtype(tmp_path: Path) -> None:
     path = make_model(tmp_path)
     for dtype, kv_dtype in (("float32", "bfloat16"), ("bfloat16", "float32"), ("auto", "float16")):
-        assert loaded(path, dtype=dtype, kv_dtype=kv_dtype).info.layout.dtype == kv_dtype
+        assert kept_in(loaded(path, dtype=dtype, kv_dtype=kv_dtype)) == kv_dtype
 
 
 def test_on_a_gpu_they_are_kept_in_what_it_computes_in(
@@ -146,7 +154,7 @@ def test_a_checkpoint_of_16_bits_takes_no_more_where_it_computes_in_float32(tmp_
     path = make_model(tmp_path, dtype="bfloat16")
     short, wide = (loaded(path, dtype=dtype) for dtype in ("bfloat16", "float32"))
     assert wide.capabilities.memory.parameter_bytes == short.capabilities.memory.parameter_bytes
-    assert wide.info.layout.dtype == "float32"
+    assert kept_in(wide) == "float32"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +225,11 @@ def test_another_worker_goes_on_from_the_packed_kv(path: Path, dtype: str) -> No
     receiver, received = allocated(path, 8, dtype=dtype)
     copy = Text(list(text.token_ids), list(range(20, 30)), computed=45, options=text.options)
     copy.prompt_len = text.prompt_len
-    for rectangle in (Rectangle(0, 2, 0, 20), Rectangle(0, 1, 20, 25), Rectangle(1, 1, 20, 25)):
+    for rectangle in (
+        part(sent.layout, 0, 2, 0, 20),
+        part(sent.layout, 0, 1, 20, 25),
+        part(sent.layout, 1, 1, 20, 25),
+    ):
         received.unpack(copy.blocks, rectangle, bytes(sent.pack(text.blocks, rectangle)))
     for _ in range(6):
         here = advance(sender, [(text, 1)], 16)
@@ -261,6 +273,6 @@ def test_cuda_runs_the_same_code(path: Path) -> None:
         for _ in range(7):
             advance(executor, [(text, 1)], 16)
         assert text.token_ids[30:] == alone(path, text)
-    packed = cache.pack(texts[1].blocks, Rectangle(0, 2, 3, 20))
-    cache.unpack(texts[1].blocks, Rectangle(0, 2, 3, 20), bytes(packed))
-    assert bytes(cache.pack(texts[1].blocks, Rectangle(0, 2, 3, 20))) == bytes(packed)
+    packed = cache.pack(texts[1].blocks, whole(cache.layout, 3, 20))
+    cache.unpack(texts[1].blocks, whole(cache.layout, 3, 20), bytes(packed))
+    assert bytes(cache.pack(texts[1].blocks, whole(cache.layout, 3, 20))) == bytes(packed)

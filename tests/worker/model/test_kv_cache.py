@@ -5,21 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 import kernels
 from kernels.cuda.lane import IN_FLIGHT
 from kernels.cuda.staging import Staging
 from tests.kernels.shim.backend import why_not
 from tests.kernels.shim.lane import CpuLane
-from wire.payloads import KVLayout
-from wire.transfer import Rectangle
+from tests.kv import part
+from wire.layout import KVGroup, KVLayout
+from wire.transfer import Rectangle, plan
 from worker.model.kv_cache import TorchKVCache
 
 DTYPES = ("float32", "bfloat16", "float16")
+LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=6, dtype="float32")
 
 
 def cache(dtype: str = "float32", block_size: int = 16, num_blocks: int = 8) -> TorchKVCache:
-    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=6, dtype=dtype)
+    layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=6, dtype=dtype)
     return TorchKVCache(layout, num_blocks, block_size, torch.device("cpu"))
 
 
@@ -32,22 +35,22 @@ def filled(dtype: str, block_size: int = 16) -> TorchKVCache:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize(
-    "rectangle", [Rectangle(0, 3, 0, 40), Rectangle(1, 2, 7, 26), Rectangle(2, 1, 39, 1)]
+    "rectangle", [part(LAYOUT, 0, 3, 0, 40), part(LAYOUT, 1, 2, 7, 26), part(LAYOUT, 2, 1, 39, 1)]
 )
 def test_bytes_round_trip_between_block_sizes(
     dtype: str, block_size: int, rectangle: Rectangle
 ) -> None:
     sender, receiver = filled(dtype), cache(dtype, block_size)
     sent = sender.pack([6, 1, 3], rectangle)
-    num_tokens_bytes = sender.layout.token_bytes // 3 * rectangle.num_layers
-    assert sent.nbytes == len(sent) == rectangle.num_tokens * num_tokens_bytes
+    num_tokens_bytes = sender.layout.token_bytes // 3 * len(rectangle.layers)
+    assert sent.nbytes == len(sent) == len(rectangle.tokens) * num_tokens_bytes
     receiver.unpack([7, 0, 2, 5, 1], rectangle, sent)
     assert bytes(receiver.pack([7, 0, 2, 5, 1], rectangle)) == bytes(sent)
 
 
 def test_the_bytes_are_in_the_wires_order() -> None:
     sender = filled("float32")
-    sent = np.frombuffer(sender.pack([6, 1, 3], Rectangle(1, 2, 10, 12)), np.float32)
+    sent = np.frombuffer(sender.pack([6, 1, 3], part(LAYOUT, 1, 2, 10, 12)), np.float32)
     segment = sent.reshape(2, 2, 2, 12, 6)
     for token in (0, 5, 6, 11):
         block = [6, 1, 3][(10 + token) // 16]
@@ -58,7 +61,7 @@ def test_the_bytes_are_in_the_wires_order() -> None:
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_unpacks_from_any_buffer_aligned_or_not(kind: type) -> None:
     sender, receiver = filled("float32"), cache()
-    rectangle = Rectangle(0, 3, 0, 20)
+    rectangle = part(LAYOUT, 0, 3, 0, 20)
     sent = bytes(sender.pack([0, 1], rectangle))
     for offset in (0, 1):
         shifted = memoryview(kind(b"\0" * offset + sent))[offset:]
@@ -68,7 +71,7 @@ def test_unpacks_from_any_buffer_aligned_or_not(kind: type) -> None:
 
 def test_a_packed_segment_does_not_change_with_the_cache() -> None:
     sender = filled("bfloat16")
-    sent = sender.pack([0, 1], Rectangle(0, 3, 0, 20))
+    sent = sender.pack([0, 1], part(LAYOUT, 0, 3, 0, 20))
     before = bytes(sent)
     sender.pool.zero_()
     assert bytes(sent) == before
@@ -78,7 +81,7 @@ def test_a_packed_segment_does_not_change_with_the_cache() -> None:
 def test_a_segment_of_another_size_is_refused(size: int) -> None:
     receiver = cache()
     with pytest.raises(ValueError, match="bytes"):
-        receiver.unpack([0, 1], Rectangle(0, 3, 0, 20), b"\1" * size)
+        receiver.unpack([0, 1], part(LAYOUT, 0, 3, 0, 20), b"\1" * size)
     assert not receiver.pool.any()
 
 
@@ -86,15 +89,15 @@ def test_a_rectangle_beyond_the_table_is_refused() -> None:
     receiver = cache()
     segment = b"\0" * (receiver.layout.token_bytes * 17)
     with pytest.raises(kernels.ShapeError, match="beyond"):
-        receiver.unpack([0], Rectangle(0, 3, 0, 17), segment)
+        receiver.unpack([0], part(LAYOUT, 0, 3, 0, 17), segment)
     with pytest.raises(kernels.ShapeError, match="layers"):
-        receiver.pack([0], Rectangle(2, 2, 0, 1))
+        receiver.pack([0], part(LAYOUT, 2, 2, 0, 1))
 
 
 def test_a_pool_that_the_host_cannot_read_goes_through_staging() -> None:
     if reason := why_not():
         pytest.skip(reason)
-    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+    layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16")
     plain = TorchKVCache(layout, 8, 16, torch.device("cpu"))
     plain.pool.copy_(torch.randn(plain.pool.shape, generator=torch.Generator().manual_seed(1)))
     lane = CpuLane()
@@ -106,10 +109,27 @@ def test_a_pool_that_the_host_cannot_read_goes_through_staging() -> None:
         make_staging=lambda pool: Staging(pool, lane, (512, 2048)),
     )
     assert (plain.copies_at_once, staged.copies_at_once) == (1, IN_FLIGHT)
-    rectangle, num_moved = Rectangle(1, 2, 7, 26), len(lane.moved)
+    rectangle, num_moved = part(LAYOUT, 1, 2, 7, 26), len(lane.moved)
     sent = plain.pack([6, 1, 3], rectangle)
     staged.unpack([2, 7, 0], rectangle, sent)
     assert staged.pack([2, 7, 0], rectangle) == sent
     assert num_moved > 0  # it was measured when the cache was made
     with pytest.raises(ValueError, match="bytes"):
         staged.unpack([2, 7, 0], rectangle, bytes(sent)[:-1])
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_groups_and_halves_of_the_heads_cross_by_themselves(block_size: int) -> None:
+    """As from two shards of one sender: together they are what one without shards sends."""
+    full = KVGroup(num_layers=2, num_kv_heads=4, key_dim=6, value_dim=6, dtype="float32")
+    layout = KVLayout(groups=(full, structs.replace(full, num_layers=3, window=9)))
+    sender = TorchKVCache(layout, 4, 16, torch.device("cpu"))
+    sender.pool.copy_(torch.randn(sender.pool.shape, generator=torch.Generator().manual_seed(1)))
+    receiver = TorchKVCache(layout, 8, block_size, torch.device("cpu"))
+    ours, theirs = [2, 0, 3], [7, 1, 5, 2, 0]
+    for rectangle in plan(layout, 0, 40, 1 << 20, num_shards=2):
+        receiver.unpack(theirs, rectangle, bytes(sender.pack(ours, rectangle)))
+    for rectangle in plan(layout, 0, 40, 1 << 20):
+        assert receiver.pack(theirs, rectangle) == sender.pack(ours, rectangle)
+    written = int((receiver.pool != 0).sum())
+    assert written == (2 * 40 + 3 * 8) * 2 * 4 * 6, "of layers with a window, what it reaches"

@@ -7,11 +7,14 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.payloads import KVLayout, Offer
+from wire.layout import KVLayout
+from wire.payloads import Offer
 from wire.transfer import KVReceiver
 from worker.transfer.budget import IncomingTransfer, TransferBudget
 
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8")  # 2 bytes a token
+LAYOUT = KVLayout.uniform(
+    num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8"
+)  # 2 bytes a token
 BUDGET, CREDIT = 100, 60
 IDS = count(1)
 

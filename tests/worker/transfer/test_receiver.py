@@ -33,9 +33,9 @@ from wire.frames import (
     Tag,
 )
 from wire.identity import Identity
+from wire.layout import KVLayout
 from wire.options import Options
 from wire.payloads import (
-    KVLayout,
     Usage,
     decode_error,
     decode_map,
@@ -135,7 +135,7 @@ async def test_frames_are_counted_and_those_for_a_peer_that_is_gone() -> None:
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"layout": KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="uint8")}, 18),
+        ({"layout": KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=8, dtype="uint8")}, 18),
         ({"total_bytes": TOTAL + 1}, 2),
         ({"num_tokens": 301}, 2),
         ({"token_ids": b"123"}, 2),
@@ -269,6 +269,7 @@ async def test_frames_of_unknown_transfers_are_answered() -> None:
 async def test_a_peer_that_vanishes_takes_its_transfers_along() -> None:
     async with stage() as (router, prefill):
         router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        await heard(router)
         await accepted(prefill, 1)
         prefill.segment(1, range(200), 1, 2)
         await prefill.ack()

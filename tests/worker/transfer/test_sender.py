@@ -74,7 +74,7 @@ async def test_no_more_is_sent_than_was_granted() -> None:
             decode.ack(1, number * STEP, (number + 1) * STEP)
             descriptor = await decode.segment(1)
             assert (descriptor.token_start, descriptor.num_tokens) == (100 * number, 100)
-            assert descriptor.num_layers == LAYOUT.num_layers
+            assert descriptor.num_layers == LAYOUT.kv_groups[0].num_layers
             # A refused frame and back: the worker had time to send more, had it wished to.
             router.send(Role.PREFILL, DecodeRequest(9, 1))
             assert (await router.receive(Tag.ERROR)).frame == Error(9, ErrorCode.PROTOCOL)

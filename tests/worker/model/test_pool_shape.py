@@ -1,0 +1,43 @@
+"""Where the layers of groups lie in a pool that they share."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from wire.layout import KVGroup, KVLayout, StateGroup
+from worker.model.pool_shape import PoolShape, layers_by_window, places
+
+FULL = KVGroup(num_layers=2, num_kv_heads=4, key_dim=8, value_dim=8, dtype="bfloat16")
+WINDOWED = msgspec.structs.replace(FULL, num_layers=5, window=9)
+STATE = StateGroup(num_layers=3, num_heads=1, head_bytes=7)
+
+
+def test_layers_of_one_group_lie_side_by_side() -> None:
+    shape = PoolShape.of(KVLayout(groups=(FULL, STATE, WINDOWED)))
+    assert shape[:4] == (7, 4, 8, "bfloat16")
+    assert shape.layers(0, range(2)) == range(2)
+    assert shape.layers(2, range(1, 5)) == range(3, 7)
+    with pytest.raises(KeyError):
+        shape.layers(1, range(3))
+
+
+def test_layers_that_see_all_come_first_then_the_smaller_windows() -> None:
+    windows = (8, None, 4, 8, None)
+    groups = layers_by_window(windows)
+    assert list(groups.items()) == [(None, [1, 4]), (4, [2]), (8, [0, 3])]
+    assert places(windows) == [3, 0, 2, 4, 1]
+    assert places((None, None)) == places((5, 5)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ((STATE,), "not 0"),
+        ((FULL, msgspec.structs.replace(WINDOWED, num_kv_heads=2)), "not 2"),
+        ((msgspec.structs.replace(FULL, value_dim=0),), "keys of 8 and values of 0"),
+    ],
+)
+def test_what_shares_no_pool_is_refused(groups: tuple[KVGroup, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        PoolShape.of(KVLayout(groups=groups))

@@ -1,0 +1,161 @@
+"""The KV layout: the groups of layers of a model, and what is sent of each.  SPEC 6.1, 6.2.
+
+Layers of a group are alike.  A layer keeps keys and values of each token (`KVGroup`), or of a whole
+sequence a state of fixed size, at one position (`StateGroup`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from wire.maps import Map
+
+# What is never cut by tokens or layers has to fit a segment.
+MAX_LAYER_BYTES: Final = 4 << 20
+MAX_GROUPS: Final = 16
+_SIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+
+Layers = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+Heads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+Dtype = Annotated[str, msgspec.Meta(pattern=r"^(float32|bfloat16|float16|uint8)\Z")]
+
+
+class KVGroup(Map, frozen=True, kw_only=True, tag_field="kind", tag="kv"):
+    """Layers that keep keys and values of each token, or of a `window` of the last ones.
+
+    A query sees `window` positions, its own included.  `value_dim` is 0 where keys are all there is
+    (latent attention).
+    """
+
+    num_layers: Layers
+    num_kv_heads: Heads
+    key_dim: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    value_dim: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+    dtype: Dtype
+    window: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __str__(self) -> str:
+        dims = "{0}" if self.key_dim == self.value_dim else "({0} + {1})"
+        window = "" if self.window is None else f" in a window of {self.window}"
+        return (
+            f"{self.num_layers} layers x {self.num_kv_heads} heads x "
+            f"{dims.format(self.key_dim, self.value_dim)} of {self.dtype}{window}"
+        )
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one token in one layer."""
+        return (self.key_dim + self.value_dim) * _SIZES[self.dtype]
+
+    def sent(self, cached_tokens: int, num_tokens: int) -> range:
+        """Return the tokens that are sent of so many when the receiver has `cached_tokens`."""
+        first = cached_tokens
+        if self.window is not None:
+            first = max(first, num_tokens - self.window + 1)
+        return range(first, num_tokens)
+
+
+class StateGroup(Map, frozen=True, kw_only=True, tag_field="kind", tag="state"):
+    """Layers that keep a state of the sequence: recurrent and convolutional ones.
+
+    It can be cut into `num_heads` equal shares; 1 says that it cannot.
+    """
+
+    num_layers: Layers
+    num_heads: Heads
+    head_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_LAYER_BYTES)]
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __str__(self) -> str:
+        return f"{self.num_layers} states x {self.num_heads} heads x {self.head_bytes} bytes"
+
+    def sent(self, cached_tokens: int, num_tokens: int) -> range:
+        """Return the position of the state that is sent, the one after the last token: no tokens.
+
+        It is the same however many tokens the receiver has.
+        """
+        return range(num_tokens, num_tokens)
+
+
+Group = KVGroup | StateGroup
+
+
+class KVLayout(Map, frozen=True, kw_only=True):
+    """The groups of layers, in an order that all workers of a cluster share.
+
+    A layer of the model is in one group; those of a group are in the model's order.
+    """
+
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
+
+    @classmethod
+    def uniform(cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> KVLayout:
+        """Return the layout of a model whose layers are all alike and see every position."""
+        group = KVGroup(
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            key_dim=head_dim,
+            value_dim=head_dim,
+            dtype=dtype,
+        )
+        return cls(groups=(group,))
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.groups))
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return tuple(group for group in self.groups if isinstance(group, KVGroup))
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token over all layers that keep it."""
+        return sum(group.num_layers * layer_bytes(group) for group in self.kv_groups)
+
+    @property
+    def piece_bytes(self) -> int:
+        """The most bytes that cannot be cut: a layer of one token, or of a state."""
+        return max(layer_bytes(group) for group in self.groups)
+
+    @property
+    def window(self) -> int | None:
+        """How many positions the layers with a window see, the most of them; None: none has one."""
+        return max((it.window for it in self.kv_groups if it.window is not None), default=None)
+
+    @property
+    def has_state(self) -> bool:
+        return any(isinstance(group, StateGroup) for group in self.groups)
+
+    def transfer_bytes(self, num_tokens: int, cached_tokens: int = 0) -> int:
+        """Return how many bytes of so many tokens are sent to who has the first ones already."""
+        if cached_tokens == num_tokens:
+            return 0
+        return sum(
+            group.num_layers
+            * layer_bytes(group)
+            * (len(group.sent(cached_tokens, num_tokens)) if isinstance(group, KVGroup) else 1)
+            for group in self.groups
+        )
+
+
+def layer_bytes(group: Group) -> int:
+    """Return the bytes of one layer at one position, of all heads."""
+    return group.num_heads * group.head_bytes
+
+
+def _check(group: Group) -> None:
+    if layer_bytes(group) > MAX_LAYER_BYTES:
+        raise ValueError(
+            f"a layer has {layer_bytes(group)} bytes at one position, over {MAX_LAYER_BYTES}"
+        )

@@ -1,0 +1,69 @@
+"""How the groups of a layout share one pool of blocks: their layers lie one group after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from wire.layout import KVGroup, KVLayout
+
+Window = int | None
+
+
+def layers_by_window(windows: Sequence[Window]) -> dict[Window, list[int]]:
+    """Return the layers that see every position, then those of each window, the smallest first.
+
+    Args:
+        windows: Of each layer of a model.
+    """
+    groups: dict[Window, list[int]] = {}
+    for window in sorted(set(windows), key=lambda it: it or 0):
+        groups[window] = [layer for layer, own in enumerate(windows) if own == window]
+    return groups
+
+
+def places(windows: Sequence[Window]) -> list[int]:
+    """Return where in the pool each layer of a model lies."""
+    order = [layer for layers in layers_by_window(windows).values() for layer in layers]
+    return [order.index(layer) for layer in range(len(windows))]
+
+
+class PoolShape(NamedTuple):
+    """What each block of a pool has room for; `first_layers` are those of the groups, by group.
+
+    Groups of kind `state` have no layers here.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    first_layers: dict[int, int]
+
+    @classmethod
+    def of(cls, layout: KVLayout) -> PoolShape:
+        """Return the shape of the pool that this layout needs.
+
+        Raises:
+            ValueError: There are no keys and values, or their sizes differ, within a group or
+                between two.
+        """
+        num_layers, first_layers, kinds = 0, dict[int, int](), set[tuple[int, int, int, str]]()
+        for index, group in enumerate(layout.groups):
+            if isinstance(group, KVGroup):
+                first_layers[index] = num_layers
+                num_layers += group.num_layers
+                kinds.add((group.num_kv_heads, group.key_dim, group.value_dim, group.dtype))
+        if len(kinds) != 1:
+            raise ValueError(f"{layout}: a pool has one shape of keys and values, not {len(kinds)}")
+        ((num_kv_heads, key_dim, value_dim, dtype),) = kinds
+        if key_dim != value_dim:
+            raise ValueError(
+                f"{layout}: keys of {key_dim} and values of {value_dim} do not share a pool"
+            )
+        return cls(num_layers, num_kv_heads, key_dim, dtype, first_layers)
+
+    def layers(self, group: int, layers: range) -> range:
+        """Return where layers of a group lie in the pool."""
+        first = self.first_layers[group]
+        return range(first + layers.start, first + layers.stop)
