@@ -18,6 +18,7 @@ from router.core.state import RequestState
 from tests.simulation.seeds import Outcome, run_seed
 from wire.errors import ErrorCode, WireError
 from wire.frames import Hello
+from wire.layout import KVGroup
 from wire.parts import Message
 from wire.transfer import KVReceiver
 from worker import link
@@ -179,6 +180,27 @@ def _evict_half(sound: Callable[..., Any]) -> Callable[..., Any]:
     return evict
 
 
+def _share_anything(sound: Callable[..., Any]) -> Callable[..., bool]:
+    # A known chain is shared whether or not windows and states are there.
+    return lambda self, *args: True
+
+
+def _keep_every_state(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def register(self: BlockPool, *args: Any, has_state: bool, **settings: Any) -> Any:
+        return sound(self, *args, has_state=True, **settings)
+
+    return register
+
+
+def _short_window(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def sent(self: KVGroup, cached_tokens: int, num_tokens: int) -> Any:
+        # A token is missing whose turn it is to be seen by the next one.
+        tokens = sound(self, cached_tokens, num_tokens)
+        return tokens if self.window is None else tokens[1:]
+
+    return sent
+
+
 def _double_token(sound: Callable[..., Any]) -> Callable[..., Any]:
     def on_tokens(self: Replies, peer: bytes, message: Message) -> None:
         sound(self, peer, message)
@@ -229,6 +251,9 @@ BUGS: dict[str, Bug] = {
     "ack-early": Bug(IncomingTransfers, "_store", _ack_early),
     "keep-blocks": Bug(PrefillRole, "_on_transfer_end", _keep_blocks),
     "evict-half": Bug(BlockPool, "_evict", _evict_half),
+    "share-anything": Bug(BlockPool, "_has_all", _share_anything),
+    "keep-every-state": Bug(BlockPool, "register", _keep_every_state),
+    "short-window": Bug(KVGroup, "sent", _short_window),
     "double-token": Bug(Replies, "_on_tokens", _double_token),
     "forget-tokens": Bug(RequestState, "token_ids", _forget_tokens),
     "keep-attempt": Bug(Dispatcher, "_abandon", _keep_attempt),
@@ -242,23 +267,26 @@ BUGS: dict[str, Bug] = {
 # The first seed that catches each, as `scripts/simulate --hunt` finds it.
 CAUGHT_BY: dict[str, int] = {
     "drop-credit": 32,
-    "skip-fence": 81,
+    "skip-fence": 13,
     "free-early": 12,
-    "reuse-id": 0,
+    "reuse-id": 2,
     "spare-decode": 4,
     "keep-promise": 0,
     "no-digest": 21,
     "no-drain-echo": 15,
     "leak-budget": 0,
-    "no-deadline": 21,
-    "ignore-router-loss": 18,
-    "keep-unclaimed": 18,
-    "ack-early": 0,
+    "no-deadline": 34,
+    "ignore-router-loss": 7,
+    "keep-unclaimed": 7,
+    "ack-early": 1,
     "keep-blocks": 0,
-    "evict-half": 29,
-    "double-token": 11,
+    "evict-half": 27,
+    "share-anything": 15,
+    "keep-every-state": 15,
+    "short-window": 6,
+    "double-token": 0,
     "forget-tokens": 0,
     "keep-attempt": 0,
     "miss-wake": 2,
-    "cancelled-by-nobody": 84,
+    "cancelled-by-nobody": 225,
 }

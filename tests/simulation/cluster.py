@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final
 
@@ -122,7 +123,7 @@ class WorkerProcess:
     def _boot(self) -> None:
         routers = tuple(map(endpoint_of, self._scenario.routers))
         config = _config(self.name, routers).model_copy(update=self._scenario.settings)
-        self.executor = SlowExecutor(INFO)
+        self.executor = SlowExecutor(replace(INFO, layout=self._scenario.layout))
         self._stop = Stop()
         self.config = config
         self.worker = Worker(config, self.executor, self._environment())

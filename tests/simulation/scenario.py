@@ -8,6 +8,8 @@ from random import Random
 from typing import Any, Final
 
 from tests.simulation.workload import MAX_TOKENS, NUM_PROMPTS, VARIANTS, Job
+from wire.layout import KVLayout
+from worker.executor.hash import LAYOUT, MIXED
 
 # The workers are there by then; the last fault is over by `CALM_S`.
 BEGIN_S: Final = 0.6
@@ -62,6 +64,7 @@ class Scenario:
     max_running: int
     max_waiting: int
     cancels: float
+    layout: KVLayout
     jobs: list[Job] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -104,9 +107,12 @@ def draw(random: Random) -> Scenario:
         max_running=choice((2, 8, 256)),
         max_waiting=choice((3, 64)),
         cancels=choice((0.1, 0.1, 0.6)),
+        layout=choice((LAYOUT, LAYOUT, MIXED)),
     )
     if scenario.settings["segment_bytes"] == WHOLE and random.random() < 0.5:
         scenario = replace(scenario, copy_s=LONG_COPIES_S)
+    if scenario.layout.has_state:
+        scenario.settings["speculate"] = ""  # a state cannot go back
     # Requests come in bursts, and faults just then.
     bursts = [random.uniform(BEGIN_S, 0.6 * CALM_S) for _ in range(random.randint(1, 3))]
     num_jobs = random.randint(4, 20)
@@ -149,6 +155,7 @@ def _job(random: Random, name: int, bursts: list[float], scenario: Scenario) -> 
         prompt=random.randrange(NUM_PROMPTS),
         variant=random.randrange(len(VARIANTS)),
         max_tokens=random.choice((1, 2, random.randint(3, MAX_TOKENS), MAX_TOKENS)),
+        layout=scenario.layout,
         priority=random.choice((0, 0, 0, 5, -5)),
         deadline_s=sometimes(0.15, 0.01, 2.0),
         cancel_after_s=sometimes(scenario.cancels, 0.0, random.choice((0.1, 1.0))),

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from tests.simulation.loop import Process, State, Timeline
+from wire.layout import KVLayout
 from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.engine.engine import Engine
@@ -23,8 +24,8 @@ from worker.executor.hash import HashExecutor, HashKVCache
 class SlowCache(HashKVCache):
     """KV whose unpacked bytes can be held back until a copy is over."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int, block_size: int, layout: KVLayout) -> None:
+        super().__init__(num_blocks, block_size, layout)
         self.late: list[tuple[Sequence[int], Callable[[], None]]] | None = None
 
     def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
@@ -41,7 +42,7 @@ class SlowExecutor(HashExecutor):
     cache: SlowCache
 
     def allocate(self, num_blocks: int, block_size: int) -> HashKVCache:
-        self._cache = self.cache = SlowCache(num_blocks, block_size)
+        self._cache = self.cache = SlowCache(num_blocks, block_size, self.info.layout)
         return self.cache
 
 

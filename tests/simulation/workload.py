@@ -14,6 +14,7 @@ from typing import Final
 
 from router.core.request import RequestEnd
 from wire.errors import ErrorCode, WireError
+from wire.layout import KVLayout
 from wire.options import Options
 from wire.payloads import Logprobs, PrefillResult, Usage
 from worker.executor.hash import oracle
@@ -60,9 +61,9 @@ FAIR_CODES: Final = frozenset(
 
 
 @cache
-def fault_free(prompt: int, variant: int) -> list[int]:
+def fault_free(prompt: int, variant: int, layout: KVLayout) -> list[int]:
     """Return the longest text any request of this prompt and variant may get."""
-    return oracle(PROMPTS[prompt], MAX_TOKENS, VARIANTS[variant], VOCAB_SIZE)
+    return oracle(PROMPTS[prompt], MAX_TOKENS, VARIANTS[variant], VOCAB_SIZE, layout=layout)
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Job:
     prompt: int
     variant: int
     max_tokens: int
+    layout: KVLayout
     priority: int = 0
     deadline_s: float | None = None
     cancel_after_s: float | None = None
@@ -82,7 +84,7 @@ class Job:
 
     @property
     def text(self) -> list[int]:
-        return fault_free(self.prompt, self.variant)[: self.max_tokens]
+        return fault_free(self.prompt, self.variant, self.layout)[: self.max_tokens]
 
 
 class Client:
