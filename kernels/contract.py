@@ -68,6 +68,41 @@ class ShapeError(KernelError, ValueError):
     """Arguments whose shapes, dtypes or ranges do not fit each other; nothing was written."""
 
 
+class Run(NamedTuple):
+    """Tokens [start, stop) of a step, of one sequence, and the slots of the states around them.
+
+    `before` is None at the beginning of a sequence.
+    """
+
+    start: int
+    stop: int
+    before: int | None
+    after: int
+
+
+class Singles(NamedTuple):
+    """Runs of one token none of which goes on from another: rows, slots, and which are new."""
+
+    rows: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+    is_new: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The states of a step: where they lie, and which tokens change them.
+
+    Attributes:
+        pool: [slots, layers, heads, F] float32: all that one head remembers in one layer.
+        longer: In an order in which each state is written before it is read.
+    """
+
+    pool: torch.Tensor
+    singles: Singles
+    longer: tuple[Run, ...]
+
+
 class Scratch:
     """What backends derive from a batch once and use in every layer: one object of each type."""
 
@@ -94,6 +129,7 @@ class PagedBatch:
         query_starts: [S + 1] sequence s owns tokens [query_starts[s], query_starts[s + 1]).
         context_lens: [S] tokens of the sequence, this step's included; its queries are the last.
         block_tables: [S, M] physical block of each logical block; columns past the end are ignored.
+        states: What the sequences go on from in layers that keep a state; None: no layer does.
         scratch: What backends derived from the rest.
     """
 
@@ -101,6 +137,7 @@ class PagedBatch:
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
+    states: States | None = None
     scratch: Scratch = field(default_factory=Scratch)
 
 

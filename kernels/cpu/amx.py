@@ -37,7 +37,8 @@ BYTES_STEP = 64
 # Bytes of a panel's weights for a step: 16 rows of 16 columns, of a pair of bfloat16 or four int8.
 STEP_BYTES = 1024
 CONFIGURATION_BYTES = 64
-_ROW_BYTES = 64
+# Bytes of a tile's row: of a row of x for a step, of 16 sums.
+ROW_BYTES = 64
 _LINE_BYTES = 64
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux gives the tiles to who asks for them.
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
@@ -67,7 +68,7 @@ def configuration(first_rows: int, second_rows: int = 0) -> Configuration:
     """
     layout = np.zeros(CONFIGURATION_BYTES, np.uint8)
     layout[0] = 1
-    layout[16:32:2] = _ROW_BYTES
+    layout[16:32:2] = ROW_BYTES
     second = [second_rows, second_rows, first_rows, second_rows, TILE_ROWS, TILE_ROWS]
     alone = [first_rows, first_rows, first_rows, TILE_ROWS, TILE_ROWS, TILE_ROWS]
     layout[48:56] = [first_rows, first_rows, *(second if second_rows else alone)]
@@ -100,7 +101,7 @@ def release(b: ir.IRBuilder) -> None:
 
 
 def tile_product(
-    num_tiles: int, num_panels: int, *, prefetch: bool = False, of_bytes: bool = False
+    num_tiles: int, num_panels: int, *, prefetch: int = 0, of_bytes: bool = False
 ) -> Callable[..., Any]:
     """Return y[r, p, :16] = sum over k of x[r, k] w[p, k, :16], plus what y was, by tiles.
 
@@ -108,7 +109,8 @@ def tile_product(
     addresses, and strides in bytes from row to row of x and y and from panel to panel of w.  x is
     bfloat16, 32 of them a step, and has as many rows as `configure` was told, in one or two tiles;
     w is `[num_steps, 16, 16, 2]` bfloat16 a panel: pairs of k, then columns; y is float32 and its
-    panels lie side by side.  With `prefetch` it asks meanwhile for as many panels at `later`.
+    panels lie side by side.  With `prefetch` 1, 2 or 4 it asks meanwhile for all, half or a quarter
+    of as many steps of as many panels at `later`.
     `of_bytes` x and w are int8, 64 a step and four of k together, and y is int32.
     """
     multiply = "tdpbssd" if of_bytes else "tdpbf16ps"
@@ -134,30 +136,40 @@ def tile_product(
         with b.if_else(b.icmp_signed("!=", is_added, i64(0))) as (added, fresh):
             with added:
                 for cell, r, p in cells:
-                    _load(b, cell, b.add(y_rows[r], i64(p * _ROW_BYTES)), y_stride)
+                    _load(b, cell, b.add(y_rows[r], i64(p * ROW_BYTES)), y_stride)
             with fresh:
                 for cell, _, _ in cells:
                     _tile(b, "tilezero", _number(cell))
         loop = Loop(b, num_steps, 1)
-        along_x = b.mul(loop.index, i64(_ROW_BYTES))
+        along_x = b.mul(loop.index, i64(ROW_BYTES))
         along_w = b.mul(loop.index, i64(STEP_BYTES))
         for r in tiles:
             _load(b, 4 + r, b.add(x_rows[r], along_x), x_stride)
         for p in panels:
             weights = 4 + num_tiles + p % (4 - num_tiles)
             at = b.add(offsets[p], along_w)
-            _load(b, weights, b.add(w, at), i64(_ROW_BYTES))
+            _load(b, weights, b.add(w, at), i64(ROW_BYTES))
             if prefetch:
-                for line in range(0, STEP_BYTES, _LINE_BYTES):
-                    write_prefetch(b, b.add(b.add(later, at), i64(line)))
+                part = STEP_BYTES // prefetch
+                _ask(b, b.add(later, offsets[p]), loop.index, part, num_tiles)
             for r in tiles:
                 _tile(b, multiply, _number(2 * r + p), _number(4 + r), _number(weights))
         loop.end([])
         for cell, r, p in cells:
-            at = _pointer(b, b.add(y_rows[r], i64(p * _ROW_BYTES)))
+            at = _pointer(b, b.add(y_rows[r], i64(p * ROW_BYTES)))
             _tile(b, "tilestored64", _number(cell), at, y_stride)
 
     return product
+
+
+def _ask(b: ir.IRBuilder, start: Any, index: Any, size: int, cache: int) -> None:
+    """Ask for the part of this index, of so many bytes, of what begins at an address.
+
+    Into the first cache or the second: two tiles of rows and their weights fill the first.
+    """
+    part = b.add(start, b.mul(index, i64(size)))
+    for line in range(0, size, _LINE_BYTES):
+        write_prefetch(b, b.add(part, i64(line)), cache=cache)
 
 
 def _load(b: ir.IRBuilder, tile: int, address: Any, stride: Any) -> None:

@@ -1,8 +1,8 @@
-"""Which experts each token goes to, its row to where theirs lie together, and what comes back.
+"""Which experts each token goes to, and its row to where theirs lie together.
 
 Rows are put in the order of their experts, so that the tokens of a step that one expert is given
 are one product (`kernels.cpu.groups`).  Between them nothing is added up across tokens, and what
-comes back is added in the order of the token's own scores: its company changes no bit of it.
+comes back is added in the order of the token's own experts: its company changes no bit of it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class Routes:
     Attributes:
         experts: [T, top_k] int32 those of each token, that with the highest score first.
         shares: [T, top_k] float32 how much each counts.
-        places: [T, top_k] int32 which row is the token's for that expert.
-        groups: The rows that meet each expert.
+        groups: The rows that meet each expert, whose they are and how much they count.
     """
 
     def __init__(self, num_tokens: int, num_experts: int, top_k: int) -> None:
@@ -36,7 +35,6 @@ class Routes:
         self.num_experts, self.top_k = num_experts, top_k
         self.experts = torch.zeros(num_tokens, top_k, dtype=torch.int32)
         self.shares = torch.zeros(num_tokens, top_k)
-        self.places = torch.zeros(num_tokens, top_k, dtype=torch.int32)
         self.groups = Groups(num_tokens * top_k, num_experts)
 
     def choose(self, logits: torch.Tensor, *, is_normalized: bool) -> list[Operation]:
@@ -61,7 +59,8 @@ class Routes:
             num_pairs=self.experts.numel(),
             num_experts=self.num_experts,
             experts=self.experts.data_ptr(),
-            places=self.places.data_ptr(),
+            top_k=self.top_k,
+            shares=self.shares.data_ptr(),
             groups=self.groups.address,
         )
         kept = (logits, self)
@@ -75,38 +74,17 @@ class Routes:
             out: [T * top_k, ...] of the same kind.
         """
         assert x.dtype == out.dtype and x.shape[1] == out.shape[1] and x.stride(0) == out.stride(0)
-        assert len(out) == self.places.numel() == len(x) * self.top_k
+        assert len(out) == len(x) * self.top_k == self.groups.num_rows
         arguments = _SpreadArguments(
-            num_rows=len(x),
-            at_a_time=rows_at_a_time(len(x)),
-            top_k=self.top_k,
-            places=self.places.data_ptr(),
+            num_rows=len(out),
+            at_a_time=rows_at_a_time(len(out)),
+            tokens=self.groups.tokens.data_ptr(),
             x=x.data_ptr(),
             out=out.data_ptr(),
             stride=x.stride(0) * x.itemsize,
             size=x.shape[1] * x.itemsize,
         )
         return Operation(_spread, arguments, (x, out, self))
-
-    def gather(self, rows: torch.Tensor, out: torch.Tensor) -> Operation:
-        """Add to out what a token's experts made of it, as much of each as its share.
-
-        Args:
-            rows: [T * top_k, K] float32, contiguous.
-            out: [T, K] likewise.
-        """
-        assert rows.shape == (self.places.numel(), out.shape[1])
-        arguments = _GatherArguments(
-            num_rows=len(out),
-            at_a_time=rows_at_a_time(len(out)),
-            top_k=self.top_k,
-            places=self.places.data_ptr(),
-            shares=self.shares.data_ptr(),
-            rows=rows.data_ptr(),
-            out=out.data_ptr(),
-            size=out.shape[1],
-        )
-        return Operation(_gather, arguments, (rows, out, self))
 
 
 class _ChooseArguments(NamedTuple):
@@ -163,8 +141,9 @@ def _choose_row(a: _ChooseArguments, row: int, scratch: int) -> None:
 class _GroupArguments(NamedTuple):
     num_pairs: int
     num_experts: int
+    top_k: int
     experts: int
-    places: int
+    shares: int
     groups: int
     taken: int = 0
 
@@ -174,7 +153,8 @@ def _group(a: _GroupArguments, _thread: int) -> None:
     if take(a, 1) > 0:
         return
     table = table_at(a.groups)
-    experts, places = ints_at(a.experts), ints_at(a.places)
+    experts, shares = ints_at(a.experts), floats_at(a.shares)
+    tokens, row_shares = ints_at(table.tokens), floats_at(table.shares)
     memory = allocate(a.num_experts * 8)
     following = longs_at(memory)
     for i in range(a.num_experts):
@@ -183,9 +163,9 @@ def _group(a: _GroupArguments, _thread: int) -> None:
         following[experts[pair]] += 1
     _write_groups(table, following, a.num_experts)
     for pair in range(a.num_pairs):
-        expert = experts[pair]
-        places[pair] = following[expert]
-        following[expert] += 1
+        row = following[experts[pair]]
+        tokens[row], row_shares[row] = pair // a.top_k, shares[pair]
+        following[experts[pair]] += 1
     give_back(memory)
 
 
@@ -208,8 +188,7 @@ def _write_groups(table: Any, following: Any, num_experts: int) -> None:
 class _SpreadArguments(NamedTuple):
     num_rows: int
     at_a_time: int
-    top_k: int
-    places: int
+    tokens: int
     x: int
     out: int
     stride: int
@@ -218,41 +197,12 @@ class _SpreadArguments(NamedTuple):
 
 
 def _spread(a: _SpreadArguments, _thread: int) -> None:
-    places = ints_at(a.places)
+    tokens = ints_at(a.tokens)
     while True:
         first = take(a, a.at_a_time)
         if first >= a.num_rows:
             return
         for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            x = bytes_at(a.x + row * a.stride)
-            for j in range(row * a.top_k, (row + 1) * a.top_k):
-                out = bytes_at(a.out + places[j] * a.stride)
-                for i in range(a.size):
-                    out[i] = x[i]
-
-
-class _GatherArguments(NamedTuple):
-    num_rows: int
-    at_a_time: int
-    top_k: int
-    places: int
-    shares: int
-    rows: int
-    out: int
-    size: int
-    taken: int = 0
-
-
-def _gather(a: _GatherArguments, _thread: int) -> None:
-    places, shares = ints_at(a.places), floats_at(a.shares)
-    size = a.size
-    while True:
-        first = take(a, a.at_a_time)
-        if first >= a.num_rows:
-            return
-        for row in range(first, min(first + a.at_a_time, a.num_rows)):
-            out = floats_at(a.out + row * size * 4)
-            for j in range(row * a.top_k, (row + 1) * a.top_k):
-                share, made = shares[j], floats_at(a.rows + places[j] * size * 4)
-                for i in range(size):
-                    out[i] += share * made[i]
+            x, out = bytes_at(a.x + tokens[row] * a.stride), bytes_at(a.out + row * a.stride)
+            for i in range(a.size):
+                out[i] = x[i]

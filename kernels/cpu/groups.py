@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.cpu.intrinsics import address_of, atomic_load, ints_at
+from kernels.cpu.intrinsics import address_of, atomic_load, floats_at, ints_at
+from kernels.cpu.simd import PANEL, add_scaled
 from kernels.cpu.tasks import inner, record_of, records_at
 from kernels.cpu.threads import compiled_next_chunk, next_chunk, take_chunk
 
@@ -21,60 +22,105 @@ class Table(NamedTuple):
     num_groups: int
     matrices: int  # [G] int32: which of the stack
     starts: int  # [G + 1] int32: group g has rows [starts[g], starts[g + 1])
+    tokens: int  # see `Groups`; likewise the next
+    shares: int
 
 
 table_at = records_at(Table)
 
 
 class Groups:
-    """The rows that meet each of `num_matrices`: at first all `num_rows` meet the first."""
+    """The rows that meet each of `num_matrices`: at first all `num_rows` meet the first.
+
+    Attributes:
+        tokens: [num_rows] int32 to which row of y a product `is_by_token` adds a row.
+        shares: [num_rows] float32 as how much of itself.
+    """
 
     def __init__(self, num_rows: int, num_matrices: int = 1) -> None:
         self.num_rows = num_rows
+        self.tokens = torch.zeros(num_rows, dtype=torch.int32)
+        self.shares = torch.zeros(num_rows)
         self._matrices = torch.zeros(num_matrices, dtype=torch.int32)
         self._starts = torch.zeros(num_matrices + 1, dtype=torch.int32)
         self._starts[1:] = num_rows
-        self._table = record_of(Table(1, self._matrices.data_ptr(), self._starts.data_ptr()))
+        self._table = record_of(
+            Table(
+                num_groups=1,
+                matrices=self._matrices.data_ptr(),
+                starts=self._starts.data_ptr(),
+                tokens=self.tokens.data_ptr(),
+                shares=self.shares.data_ptr(),
+            )
+        )
         self.address: int = self._table.ctypes.data
 
 
 @inner
-def take_units(a: Any, thread: int) -> tuple[int, int, int, int]:
-    """Take some units of one matrix and the rows they meet: (unit, count, first row, last row + 1).
+def next_units(a: Any, thread: int, group: int, unit: int, count: int) -> tuple[int, int, int]:
+    """Take some units of one matrix: (group, first unit, count), after those taken before.
 
-    Units are numbered on from matrix to matrix of the stack.  A count of 0: nothing is left.  The
-    arguments have the fields `groups`, `num_units` of a matrix, `num_threads` and `taken`.
+    A count of 0: nothing was taken yet, or nothing is left.  The arguments have the fields
+    `groups`, `num_units` of a matrix, `is_by_token`, `num_threads` and `taken`.  Rows that are
+    added to those of their tokens are so in the order of the matrices: who has taken units of the
+    first has them of all.
     """
-    table = table_at(a.groups)
-    total = table.num_groups * a.num_units
+    num_groups = table_at(a.groups).num_groups
+    if a.is_by_token and count and group + 1 < num_groups:
+        return group + 1, unit, count
+    total = a.num_units * (min(num_groups, 1) if a.is_by_token else num_groups)
     first, count = take_chunk(a, total, a.num_units, a.num_threads, thread)
-    if count == 0:
-        return 0, 0, 0, 0
-    group, starts = first // a.num_units, ints_at(table.starts)
-    begin, end = int(starts[group]), int(starts[group + 1])
-    return _in_stack(table, first, a.num_units), count, begin, end
+    return first // a.num_units, first % a.num_units, count
 
 
 @inner
-def coming_weights(a: Any, thread: int, size: int) -> int:
+def rows_of(a: Any, group: int) -> tuple[int, int]:
+    """Return the first row of a group, and the row after its last."""
+    starts = ints_at(table_at(a.groups).starts)
+    return int(starts[group]), int(starts[group + 1])
+
+
+@inner
+def in_stack(a: Any, group: int, unit: int) -> int:
+    """Return which unit of the stack is this one of a group's matrix: they are numbered on."""
+    matrix = int(ints_at(table_at(a.groups).matrices)[group])
+    return matrix * a.num_units + unit  # type: ignore[no-any-return]
+
+
+@inner
+def coming_weights(a: Any, thread: int, group: int, unit: int, size: int) -> int:
     """Return where the weights lie that a thread likely reads next: here, or in the next product.
 
-    The arguments are those of `take_units`, with `weight` and what `Operation.weights` asks for;
+    The arguments are those of `next_units`, with `weight` and what `Operation.weights` asks for;
     a unit has `size` bytes.
     """
-    table = table_at(a.groups)
-    taken, total = atomic_load(address_of(a, "taken")), table.num_groups * a.num_units
-    first, count = compiled_next_chunk(taken, total, a.num_units, a.num_threads, thread)
+    num_groups, taken = table_at(a.groups).num_groups, atomic_load(address_of(a, "taken"))
+    count, total = 1, a.num_units * (1 if a.is_by_token else num_groups)
+    if a.is_by_token and group + 1 < num_groups:
+        group += 1
+    else:
+        first, count = compiled_next_chunk(taken, total, a.num_units, a.num_threads, thread)
+        group, unit = first // a.num_units, first % a.num_units
     if count:
-        return a.weight + _in_stack(table, first, a.num_units) * size  # type: ignore[no-any-return]
+        return a.weight + in_stack(a, group, unit) * size  # type: ignore[no-any-return]
     return a.next_odd if thread % 2 else a.next_even  # type: ignore[no-any-return]
 
 
 @inner
-def _in_stack(table: Any, unit: int, num_units: int) -> int:
-    """Return which unit of the stack is the one of this number among those of the groups."""
-    group = unit // num_units
-    return int(ints_at(table.matrices)[group]) * num_units + unit - group * num_units
+def add_to_tokens(
+    a: Any, sums: int, stride: int, num_panels: int, column: int, begin: int, end: int
+) -> None:
+    """Add rows [begin, end), which `sums` holds, to those of their tokens from a column on.
+
+    The arguments have the fields `groups`, `y` and `y_stride`.
+    """
+    table = table_at(a.groups)
+    tokens, shares = ints_at(table.tokens), floats_at(table.shares)
+    for row in range(begin, end):
+        share, to = shares[row], a.y + tokens[row] * a.y_stride + column * 4
+        made = sums + (row - begin) * stride
+        for offset in range(0, num_panels * PANEL * 4, PANEL * 4):
+            add_scaled(to + offset, made + offset, share)
 
 
 def first_weights(address: int, num_units: int, num_threads: int, size: int) -> tuple[int, int]:

@@ -115,13 +115,14 @@ def prefetch(b: ir.IRBuilder, address: Any) -> None:
     write_prefetch(b, address)
 
 
-def write_prefetch(b: ir.IRBuilder, address: Any) -> None:
-    """Write the instruction of `prefetch`."""
+def write_prefetch(b: ir.IRBuilder, address: Any, *, cache: int = 1) -> None:
+    """Write the instruction of `prefetch`, into the first cache or the second."""
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
-    # To read, into every cache, data.
-    b.call(function, [b.inttoptr(address, pointer), *(ir.Constant(_I32, v) for v in (0, 3, 1))])
+    # To read, into this cache and those after it, data.
+    numbers = (ir.Constant(_I32, v) for v in (0, 4 - cache, 1))
+    b.call(function, [b.inttoptr(address, pointer), *numbers])
 
 
 @instruction(types.float32, types.float32)

@@ -18,11 +18,20 @@ import torch
 from torch.nn.functional import pad
 
 from kernels.cpu import simd
-from kernels.cpu.groups import Groups, coming_weights, first_weights, take_units
+from kernels.cpu.groups import (
+    Groups,
+    add_to_tokens,
+    coming_weights,
+    first_weights,
+    in_stack,
+    next_units,
+    rows_of,
+)
 from kernels.cpu.intrinsics import floats_at, target_features
+from kernels.cpu.large_pages import in_large_pages
 from kernels.cpu.program import Operation
 from kernels.cpu.simd import PANEL, bytes_of, panel_product
-from kernels.cpu.tasks import inner
+from kernels.cpu.tasks import allocate, give_back, inner
 
 # Rows whose sums fit the registers beside a panel: there are 32 of 16 numbers, or 16 of 8.
 MAX_ROWS = 12 if "+avx512f" in target_features() else 6
@@ -52,7 +61,7 @@ class PackedWeight:
             raise ValueError(f"[{rows}, {columns}] of {weight.dtype} has no packed form")
         if rows % PANEL:
             weight = pad(weight, (0, 0, 0, -rows % PANEL))
-        self.panels = weight.view(-1, PANEL, columns).transpose(1, 2).contiguous()
+        self.panels = in_large_pages(weight.view(-1, PANEL, columns).transpose(1, 2))
 
     @staticmethod
     def fits(weight: torch.Tensor) -> bool:
@@ -82,17 +91,22 @@ class PackedWeight:
         bias: torch.Tensor | None = None,
         is_added: bool = False,
         groups: Groups | None = None,
+        is_by_token: bool = False,
     ) -> Operation:
         """Make y = x W^T + bias, plus what y was if `is_added`.
+
+        `is_by_token` each row is added to that of its token instead, as much of it as its share.
 
         Args:
             x: [T, K] float32, contiguous.
             y: [T, num_columns] float32, contiguous.
             bias: [num_columns] float32, contiguous; of a stack [E, num_columns].
             groups: Which rows meet which matrix of a stack; None: all meet the first.
+            is_by_token: Whether y has a row for each token of the groups.
         """
         depth, num_panels = self.shape[1], self.num_columns // PANEL
-        assert x.shape[1] == depth and y.shape == (x.shape[0], self.num_columns)
+        assert x.shape[1] == depth and y.shape[1] == self.num_columns
+        assert is_by_token or len(y) == len(x)
         num_threads = torch.get_num_threads()
         address = self.panels.data_ptr()
         rows = groups or Groups(len(x))
@@ -107,6 +121,7 @@ class PackedWeight:
             depth=depth,
             y_stride=y.shape[1] * 4,
             is_added=is_added,
+            is_by_token=is_by_token,
             bias=0 if bias is None else bias.data_ptr(),
         )
         weights = first_weights(address, num_panels, num_threads, self.panels[:1].nbytes)
@@ -125,6 +140,7 @@ class _Arguments(NamedTuple):
     depth: int
     y_stride: int
     is_added: bool
+    is_by_token: bool
     bias: int  # 0 for none
     # Where panels lie that threads of even and of odd numbers take first in the next product.
     next_even: int = 0
@@ -139,41 +155,36 @@ def _multiply_panels(a: _Arguments, thread: int) -> None:
     panel_bytes = depth * w_stride
     # Rows of x that stay in the second cache while a chunk's panels pass by.
     block = max(MAX_ROWS, _BLOCK_BYTES // x_stride // MAX_ROWS * MAX_ROWS)
+    sums = allocate(block * PANEL * 4)
+    has_sums = 1 if a.bias else a.is_added
+    group, unit, count = 0, 0, 0
     while True:
-        first, count, first_row, end = take_units(a, thread)
+        group, unit, count = next_units(a, thread, group, unit, count)
         if count == 0:
-            return
+            break
+        first, (first_row, end) = in_stack(a, group, unit), rows_of(a, group)
         last = first + count
-        if a.bias:
-            _begin_with_bias(a, first, last, first_row, end)
-        has_sums = 1 if a.bias else a.is_added
-        # Columns of y are those of one matrix.
-        y = a.y - first // a.num_units * a.num_units * PANEL * 4
         for begin in range(first_row, end, block):
-            rows = min(block, end - begin)
-            from_x, to_y = a.x + begin * x_stride, y + begin * y_stride
+            rows, from_x = min(block, end - begin), a.x + begin * x_stride
             panel = first
             while panel < last:
-                w, to = weight + panel * panel_bytes, to_y + panel * PANEL * 4
+                w = weight + panel * panel_bytes
                 width = _num_together(rows, last - panel)
+                column = panel % a.num_units * PANEL
+                to, stride = a.y + begin * y_stride + column * 4, y_stride
+                if a.is_by_token:
+                    to, stride = sums, width * PANEL * 4
+                if a.bias:
+                    _begin_with_bias(a, panel, width, to, stride, rows)
                 panel += width
                 later = w + width * panel_bytes
                 if panel >= last:
-                    later = coming_weights(a, thread, panel_bytes)
-                _multiply(
-                    width,
-                    element,
-                    w,
-                    w_stride,
-                    from_x,
-                    x_stride,
-                    to,
-                    y_stride,
-                    depth,
-                    rows,
-                    has_sums,
-                    later,
-                )
+                    later = coming_weights(a, thread, group, unit, panel_bytes)
+                lines = (w, w_stride, from_x, x_stride, to, stride)
+                _multiply(width, element, *lines, depth, rows, has_sums, later)
+                if a.is_by_token:
+                    add_to_tokens(a, sums, stride, width, column, begin, begin + rows)
+    give_back(sums)
 
 
 @inner
@@ -185,12 +196,14 @@ def _num_together(rows: int, panels: int) -> int:
 
 
 @inner
-def _begin_with_bias(a: _Arguments, first: int, last: int, begin: int, end: int) -> None:
-    """Write the bias of panels [first, last) to rows [begin, end) of y, or add it."""
-    bias, start = floats_at(a.bias + first * PANEL * 4), first % a.num_units * PANEL * 4
-    for row in range(begin, end):
-        target = floats_at(a.y + row * a.y_stride + start)
-        for column in range((last - first) * PANEL):
+def _begin_with_bias(
+    a: _Arguments, panel: int, width: int, y: int, y_stride: int, rows: int
+) -> None:
+    """Write the bias of so many panels to rows of y, or add it."""
+    bias = floats_at(a.bias + panel * PANEL * 4)
+    for row in range(rows):
+        target = floats_at(y + row * y_stride)
+        for column in range(width * PANEL):
             target[column] = bias[column] + (target[column] if a.is_added else np.float32(0))
 
 

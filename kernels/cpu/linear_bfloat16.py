@@ -20,12 +20,22 @@ from kernels.contract import SILU, Activation
 from kernels.cpu import amx
 from kernels.cpu.amx import CONFIGURATION_BYTES, STEP, STEP_BYTES, TILE_ROWS
 from kernels.cpu.dot_bfloat16 import dot_product
-from kernels.cpu.groups import Groups, coming_weights, first_weights, take_units
+from kernels.cpu.groups import (
+    Groups,
+    add_to_tokens,
+    coming_weights,
+    first_weights,
+    in_stack,
+    next_units,
+    rows_of,
+)
 from kernels.cpu.intrinsics import floats_at
+from kernels.cpu.large_pages import in_large_pages
 from kernels.cpu.program import Operation
 from kernels.cpu.rows_bfloat16 import gate_pair
 from kernels.cpu.simd import PANEL, pair_product
 from kernels.cpu.tasks import allocate, give_back, inner
+from kernels.cpu.tiles import TWO_TILES, num_together, rows_product
 from kernels.cpu.ways import Way, known_way
 
 # Bytes of x that stay in the second cache while a chunk's panels pass by.
@@ -33,17 +43,12 @@ _BLOCK_BYTES = 1 << 19
 # Steps of two panels that stay in the first cache while rows pass by.  In how many parts K is taken
 # for that: in more, reading sums again costs more than reading weights from the second cache.
 _NEAR_STEPS, _MAX_PARTS = 12, 2
-# Rows that meet two panels as tiles; rows that meet one panel as vectors.
-_TWO_TILES, _FEW = 2 * TILE_ROWS, 3
+# Rows that meet one panel as vectors.
+_FEW = 3
 # Rows that meet two panels as dots, and that meet four.
 _MANY_DOTS, _FEW_DOTS = 12, 6
 
-_many_by_two, _many_by_one = amx.tile_product(2, 2), amx.tile_product(2, 1)
-_first_by_two = amx.tile_product(2, 2, prefetch=True)
-_first_by_one = amx.tile_product(2, 1, prefetch=True)
-_few_by_four = amx.tile_product(1, 4, prefetch=True)
-_few_by_two = amx.tile_product(1, 2, prefetch=True)
-_few_by_one = amx.tile_product(1, 1, prefetch=True)
+_by_tiles = rows_product(of_bytes=False)
 _dots_by_four = dot_product(_FEW_DOTS, 4)
 _dots_by_two, _dots_by_one = dot_product(_MANY_DOTS, 2), dot_product(_MANY_DOTS, 1)
 _by_vectors = pair_product(_FEW)
@@ -67,7 +72,7 @@ class PairedWeight:
         weight = woven(weight, -2) if is_gated else weight
         padded = pad(weight.bfloat16(), (0, -columns % STEP, 0, -rows % PANEL))
         pairs = padded.view(-1, PANEL, padded.shape[-1] // STEP, STEP // 2, 2)
-        self.panels = pairs.permute(0, 2, 3, 1, 4).contiguous()
+        self.panels = in_large_pages(pairs.permute(0, 2, 3, 1, 4))
 
     @property
     def num_columns(self) -> int:
@@ -92,19 +97,25 @@ class PairedWeight:
         bias: torch.Tensor | None = None,
         is_added: bool = False,
         groups: Groups | None = None,
+        is_by_token: bool = False,
         way: Way | None = None,
     ) -> Operation:
         """Make y = x W^T + bias, plus what y was if `is_added`.
+
+        `is_by_token` each row is added to that of its token instead, as much of it as its share.
 
         Args:
             x: [T, K] of `inputs`.
             y: [T, num_columns] float32, contiguous.
             bias: [num_columns] float32, contiguous; of a stack [E, num_columns].
             groups: Which rows meet which matrix of a stack; None: all meet the first.
+            is_by_token: Whether y has a row for each token of the groups.
             way: One of `known_ways`; None for the best.
         """
-        assert y.shape == (len(x), self.num_columns)
-        return self._operation(x, y, bias, 1, groups, is_added=is_added, way=way)
+        assert y.shape[1] == self.num_columns and (is_by_token or len(y) == len(x))
+        return self._operation(
+            x, y, bias, 1, groups, is_added=is_added, is_by_token=is_by_token, way=way
+        )
 
     def times_gated(
         self,
@@ -126,9 +137,7 @@ class PairedWeight:
         """
         assert y.shape == (len(x), self.shape[0] // 2)
         bias = None if bias is None else woven(bias, -1)
-        return self._operation(
-            x, y, bias, 2, groups, is_added=False, way=way, activation=activation
-        )
+        return self._operation(x, y, bias, 2, groups, way=way, activation=activation)
 
     def _operation(
         self,
@@ -138,7 +147,8 @@ class PairedWeight:
         together: int,
         groups: Groups | None,
         *,
-        is_added: bool,
+        is_added: bool = False,
+        is_by_token: bool = False,
         way: Way | None,
         activation: Activation = SILU,
     ) -> Operation:
@@ -159,8 +169,9 @@ class PairedWeight:
             x_stride=x.stride(0) * x.itemsize,
             y=y.data_ptr(),
             y_stride=y.stride(0) * y.itemsize,
-            block=max(_TWO_TILES, _BLOCK_BYTES // (x.stride(0) * 2) // _TWO_TILES * _TWO_TILES),
+            block=max(TWO_TILES, _BLOCK_BYTES // (x.stride(0) * 2) // TWO_TILES * TWO_TILES),
             is_added=is_added,
+            is_by_token=is_by_token,
             bias=0 if bias is None else bias.data_ptr(),
             linear=activation.linear,
             cubic=activation.cubic,
@@ -197,6 +208,7 @@ class _Arguments(NamedTuple):
     y_stride: int
     block: int  # rows that are multiplied with a chunk before the next ones are
     is_added: bool
+    is_by_token: bool
     bias: int  # 0 for none
     linear: float  # of the activation, where y is gated; likewise the next three
     cubic: float
@@ -210,98 +222,50 @@ class _Arguments(NamedTuple):
 
 
 def _multiply_by_tiles(a: _Arguments, thread: int) -> None:
-    sums = allocate(max(a.block * 2, TILE_ROWS * 4) * PANEL * 4)
-    while True:
-        first, count, start, end = take_units(a, thread)
-        if count == 0:
-            break
-        first, last = first * a.together, (first + count) * a.together
-        left = (end - start) % _TWO_TILES
-        whole = end - left
-        if start < whole:
-            amx.configure(a.tiles)
-            for begin in range(start, whole, a.block):
-                _multiply_many(a, first, last, begin, min(whole, begin + a.block), sums, thread)
-        if left:
-            amx.configure(a.tiles + left * CONFIGURATION_BYTES)
-            if left > TILE_ROWS:
-                _multiply_many(a, first, last, whole, end, sums, thread)
-            else:
-                _multiply_few(a, first, last, whole, end, sums, thread)
-    amx.release()
-    give_back(sums)
-
-
-@inner
-def _multiply_many(
-    a: _Arguments, first: int, last: int, begin: int, end: int, sums: int, thread: int
-) -> None:
-    """Multiply rows [begin, end), two tiles of them at a time, with panels [first, last)."""
     num_steps, x_stride = a.num_steps, a.x_stride
     panel_bytes = num_steps * STEP_BYTES
     parts = -(-num_steps // _NEAR_STEPS)
     near = -(-num_steps // parts) if parts <= _MAX_PARTS else num_steps
-    for panel in range(first, last, 2):
-        width = min(2, last - panel)
-        y, y_stride, has_sums = _begin(a, panel, width, begin, end, sums)
-        w = a.weight + panel * panel_bytes
-        later = w + width * panel_bytes
-        if panel + width == last:
-            later = coming_weights(a, thread, a.together * panel_bytes)
-        for step in range(0, num_steps, near):
-            at, coming = w + step * STEP_BYTES, later + step * STEP_BYTES
-            steps = min(near, num_steps - step)
-            is_added = 1 if step else has_sums
-            for row in range(begin, end, _TWO_TILES):
-                x, to = a.x + row * x_stride + step * STEP * 2, y + (row - begin) * y_stride
-                operands = (at, x, x_stride, to, y_stride, steps, is_added, panel_bytes, coming)
-                # The first rows wait for weights: they ask for the next ones meanwhile.
-                if width == 2 and row == begin:
-                    _first_by_two(*operands)
-                elif width == 2:
-                    _many_by_two(*operands)
-                elif row == begin:
-                    _first_by_one(*operands)
-                else:
-                    _many_by_one(*operands)
-        _end(a, panel, width, begin, end, sums)
-
-
-@inner
-def _multiply_few(
-    a: _Arguments, first: int, last: int, row: int, end: int, sums: int, thread: int
-) -> None:
-    """Multiply rows [row, end), of one tile, with panels [first, last)."""
-    num_steps, x_stride = a.num_steps, a.x_stride
-    panel_bytes = num_steps * STEP_BYTES
-    x = a.x + row * x_stride
-    panel = first
-    while panel < last:
-        left = last - panel
-        width = 4 if left >= 4 else 2 if left >= 2 else 1
-        y, y_stride, has_sums = _begin(a, panel, width, row, end, sums)
-        w = a.weight + panel * panel_bytes
-        later = w + width * panel_bytes
-        if panel + width == last:
-            unit_bytes = a.together * panel_bytes
-            later = coming_weights(a, thread, unit_bytes)
-        if width == 4:
-            _few_by_four(w, x, x_stride, y, y_stride, num_steps, has_sums, panel_bytes, later)
-        elif width == 2:
-            _few_by_two(w, x, x_stride, y, y_stride, num_steps, has_sums, panel_bytes, later)
-        else:
-            _few_by_one(w, x, x_stride, y, y_stride, num_steps, has_sums, panel_bytes, later)
-        _end(a, panel, width, row, end, sums)
-        panel += width
+    sums = allocate(max(a.block * 2, TILE_ROWS * 4) * PANEL * 4)
+    group, unit, count = 0, 0, 0
+    while True:
+        group, unit, count = next_units(a, thread, group, unit, count)
+        if count == 0:
+            break
+        first, (start, stop) = in_stack(a, group, unit), rows_of(a, group)
+        first, last = first * a.together, (first + count) * a.together
+        left = (stop - start) % TWO_TILES
+        begin, whole = start, stop - left
+        while begin < stop:
+            end = min(whole, begin + a.block) if begin < whole else stop
+            amx.configure(a.tiles + (0 if begin < whole else left * CONFIGURATION_BYTES))
+            rows, x = end - begin, a.x + begin * x_stride
+            panel = first
+            while panel < last:
+                width = num_together(rows, last - panel)
+                y, y_stride, has_sums = _begin(a, panel, width, begin, end, sums)
+                w = a.weight + panel * panel_bytes
+                later = w + width * panel_bytes
+                if panel + width == last:
+                    later = coming_weights(a, thread, group, unit, a.together * panel_bytes)
+                operands = (x, x_stride, y, y_stride, rows, num_steps, near, has_sums, later)
+                _by_tiles(width, w, *operands)
+                _end(a, panel, width, begin, end, sums)
+                panel += width
+            begin = end
+    amx.release()
+    give_back(sums)
 
 
 def _multiply_by_dots(a: _Arguments, thread: int) -> None:
     x_stride, panel_bytes = a.x_stride, a.num_steps * STEP_BYTES
     sums = allocate(max(a.block * 2, _FEW_DOTS * 4) * PANEL * 4)
+    group, unit, count = 0, 0, 0
     while True:
-        first, count, start, stop = take_units(a, thread)
+        group, unit, count = next_units(a, thread, group, unit, count)
         if count == 0:
             break
+        first, (start, stop) = in_stack(a, group, unit), rows_of(a, group)
         first, last = first * a.together, (first + count) * a.together
         for begin in range(start, stop, a.block):
             end = min(stop, begin + a.block)
@@ -314,7 +278,7 @@ def _multiply_by_dots(a: _Arguments, thread: int) -> None:
                 later = w + width * panel_bytes
                 if panel + width == last:
                     unit_bytes = a.together * panel_bytes
-                    later = coming_weights(a, thread, unit_bytes)
+                    later = coming_weights(a, thread, group, unit, unit_bytes)
                 for row in range(begin, end, _MANY_DOTS):
                     x, to = a.x + row * x_stride, y + (row - begin) * y_stride
                     _dots(a, width, w, x, to, y_stride, end - row, has_sums, later)
@@ -349,10 +313,12 @@ def _dots(
 def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
     num_steps, x_stride, width = a.num_steps, a.x_stride, a.together
     sums = allocate(a.block * 2 * PANEL * 4)
+    group, unit, count = 0, 0, 0
     while True:
-        first, count, start, stop = take_units(a, thread)
+        group, unit, count = next_units(a, thread, group, unit, count)
         if count == 0:
             break
+        first, (start, stop) = in_stack(a, group, unit), rows_of(a, group)
         for begin in range(start, stop, a.block):
             end = min(stop, begin + a.block)
             for panel in range(first * width, (first + count) * width, width):
@@ -373,11 +339,11 @@ def _begin(
 ) -> tuple[int, int, int]:
     """Return where the sums of rows [begin, end) with so many panels go, and what is there.
 
-    As (address, bytes from row to row, whether something is): in y, or in `sums` if y is gated.
+    As (address, bytes from row to row, whether something is): in y, or in `sums` first.
     """
     column = panel % (a.num_units * a.together) * PANEL
     to, stride = a.y + begin * a.y_stride + column * 4, a.y_stride
-    if a.together == 2:
+    if a.together == 2 or a.is_by_token:
         to, stride = sums, width * PANEL * 4
     if a.bias:
         bias = floats_at(a.bias + panel * PANEL * 4)
@@ -391,7 +357,10 @@ def _begin(
 
 @inner
 def _end(a: _Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
-    """Write what `sums` come to where y is gated."""
+    """Write what `sums` come to where y is gated, or add it where y has rows of tokens."""
+    if a.is_by_token:
+        column = panel % a.num_units * PANEL
+        add_to_tokens(a, sums, width * PANEL * 4, width, column, begin, end)
     if a.together == 2:
         column = panel // 2 % a.num_units * PANEL
         for row in range(begin, end):

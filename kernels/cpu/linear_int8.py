@@ -17,30 +17,36 @@ from torch.nn.functional import pad
 
 from kernels.contract import SILU, Activation
 from kernels.cpu import amx
-from kernels.cpu.amx import BYTES_STEP, CONFIGURATION_BYTES, STEP_BYTES, TILE_ROWS
-from kernels.cpu.groups import Groups, coming_weights, first_weights, take_units
+from kernels.cpu.amx import BYTES_STEP, CONFIGURATION_BYTES, STEP_BYTES
+from kernels.cpu.groups import (
+    Groups,
+    add_to_tokens,
+    coming_weights,
+    first_weights,
+    in_stack,
+    next_units,
+    rows_of,
+)
+from kernels.cpu.large_pages import in_large_pages
 from kernels.cpu.linear_bfloat16 import woven
 from kernels.cpu.program import Operation
 from kernels.cpu.rows_int8 import finish_sums, gate_floats, room_for_planes
 from kernels.cpu.simd import PANEL
 from kernels.cpu.simd_int8 import QUAD, byte_product
 from kernels.cpu.tasks import allocate, give_back, inner
+from kernels.cpu.tiles import TWO_TILES, num_together, rows_product
 from kernels.cpu.ways import Way, known_way
 
 # The most inputs whose sum of products, 127 * 127 each, is an int32.
 MAX_INPUTS = (1 << 31) // 127**2
-# Planes that meet two panels as tiles; those that meet one panel as vectors.
-_TWO_TILES, _FEW = 2 * TILE_ROWS, 4
+# Planes that meet one panel as vectors.
+_FEW = 4
 # Bytes of x that stay in the second cache while a chunk's panels pass by.
 _BLOCK_BYTES = 1 << 19
 # Steps of two panels that stay in the first cache while rows pass by, at most.
 _NEAR_STEPS = 20
 
-_many_by_two = amx.tile_product(2, 2, of_bytes=True)
-_many_by_one = amx.tile_product(2, 1, of_bytes=True)
-_few_by_four = amx.tile_product(1, 4, of_bytes=True, prefetch=True)
-_few_by_two = amx.tile_product(1, 2, of_bytes=True, prefetch=True)
-_few_by_one = amx.tile_product(1, 1, of_bytes=True, prefetch=True)
+_by_tiles = rows_product(of_bytes=True)
 _by_vectors = byte_product(_FEW)
 
 
@@ -67,7 +73,7 @@ class Int8Weight:
         rounded = (wide / scales.clamp(min=torch.finfo().tiny)[..., None]).round().to(torch.int8)
         padded = pad(rounded, (0, -columns % BYTES_STEP, 0, -rows % PANEL))
         quads = padded.view(-1, PANEL, padded.shape[-1] // BYTES_STEP, BYTES_STEP // QUAD, QUAD)
-        self.panels = quads.permute(0, 2, 3, 1, 4).contiguous()
+        self.panels = in_large_pages(quads.permute(0, 2, 3, 1, 4))
         self.scales = pad(scales, (0, -rows % PANEL)).flatten()
 
     @property
@@ -93,19 +99,25 @@ class Int8Weight:
         bias: torch.Tensor | None = None,
         is_added: bool = False,
         groups: Groups | None = None,
+        is_by_token: bool = False,
         way: Way | None = None,
     ) -> Operation:
         """Make y = x W^T + bias, plus what y was if `is_added`.
+
+        `is_by_token` each row is added to that of its token instead, as much of it as its share.
 
         Args:
             x: [T, ...] of `inputs`, for K or more.
             y: [T, num_columns] float32, contiguous.
             bias: [num_columns] float32, contiguous; of a stack [E, num_columns].
             groups: Which rows meet which matrix of a stack; None: all meet the first.
+            is_by_token: Whether y has a row for each token of the groups.
             way: Tiles, or vectors of integers for any other; None for the best there is.
         """
-        assert y.shape == (len(x), self.num_columns)
-        return self._operation(x, y, bias, 1, groups, is_added=is_added, way=way)
+        assert y.shape[1] == self.num_columns and (is_by_token or len(y) == len(x))
+        return self._operation(
+            x, y, bias, 1, groups, is_added=is_added, is_by_token=is_by_token, way=way
+        )
 
     def times_gated(
         self,
@@ -127,9 +139,7 @@ class Int8Weight:
         """
         assert y.shape == (len(x), self.shape[0] // 2)
         bias = None if bias is None else woven(bias, -1)
-        return self._operation(
-            x, y, bias, 2, groups, is_added=False, way=way, activation=activation
-        )
+        return self._operation(x, y, bias, 2, groups, way=way, activation=activation)
 
     def _operation(
         self,
@@ -139,7 +149,8 @@ class Int8Weight:
         together: int,
         groups: Groups | None,
         *,
-        is_added: bool,
+        is_added: bool = False,
+        is_by_token: bool = False,
         way: Way | None,
         activation: Activation = SILU,
     ) -> Operation:
@@ -150,7 +161,7 @@ class Int8Weight:
         assert y.is_contiguous()
         num_threads = torch.get_num_threads()
         address = self.panels.data_ptr()
-        block = -(-min(2 * len(x), 2 * _BLOCK_BYTES // x_stride) // _TWO_TILES) * _TWO_TILES
+        block = -(-min(2 * len(x), 2 * _BLOCK_BYTES // x_stride) // TWO_TILES) * TWO_TILES
         rows = groups or Groups(len(x))
         arguments = _Arguments(
             groups=rows.address,
@@ -164,8 +175,9 @@ class Int8Weight:
             x_stride=x_stride,
             y=y.data_ptr(),
             y_stride=y.shape[1] * 4,
-            block=max(_TWO_TILES, block),
+            block=max(TWO_TILES, block),
             is_added=is_added,
+            is_by_token=is_by_token,
             bias=0 if bias is None else bias.data_ptr(),
             linear=activation.linear,
             cubic=activation.cubic,
@@ -194,6 +206,7 @@ class _Arguments(NamedTuple):
     y_stride: int
     block: int  # planes that are multiplied with a chunk before the next ones are
     is_added: bool
+    is_by_token: bool
     bias: int  # 0 for none
     linear: float  # of the activation, where y is gated; likewise the next three
     cubic: float
@@ -207,85 +220,51 @@ class _Arguments(NamedTuple):
 
 
 def _multiply_by_tiles(a: _Arguments, thread: int) -> None:
-    sums = allocate(a.block * 2 * PANEL * 4)
-    while True:
-        first, count, begin, stop = take_units(a, thread)
-        if count == 0:
-            break
-        first, last = first * a.together, (first + count) * a.together
-        begin, stop = 2 * begin, 2 * stop
-        left = (stop - begin) % _TWO_TILES
-        whole = stop - left
-        while begin < stop:
-            end = min(whole, begin + a.block) if begin < whole else stop
-            amx.configure(a.tiles + (0 if begin < whole else left * CONFIGURATION_BYTES))
-            if end - begin > TILE_ROWS:
-                _multiply_many(a, first, last, begin, end, sums)
-            else:
-                _multiply_few(a, first, last, begin, end, sums, thread)
-            begin = end
-    amx.release()
-    give_back(sums)
-
-
-@inner
-def _multiply_many(a: _Arguments, first: int, last: int, begin: int, end: int, sums: int) -> None:
-    """Multiply planes [begin, end), two tiles of them at a time, with panels [first, last)."""
     num_steps, x_stride = a.num_steps, a.x_stride // 2
     panel_bytes = num_steps * STEP_BYTES
     parts = -(-num_steps // _NEAR_STEPS)
     near = -(-num_steps // parts)
-    for panel in range(first, last, 2):
-        width = min(2, last - panel)
-        stride = width * PANEL * 4
-        for step in range(0, num_steps, near):
-            w = a.weight + panel * panel_bytes + step * STEP_BYTES
-            steps = min(near, num_steps - step)
-            for plane in range(begin, end, _TWO_TILES):
-                x, to = a.x + plane * x_stride + step * BYTES_STEP, sums + (plane - begin) * stride
-                if width == 2:
-                    _many_by_two(w, x, x_stride, to, stride, steps, step, panel_bytes, 0)
-                else:
-                    _many_by_one(w, x, x_stride, to, stride, steps, step, 0, 0)
-        _finish(a, panel, width, begin, end, sums)
-
-
-@inner
-def _multiply_few(
-    a: _Arguments, first: int, last: int, plane: int, end: int, sums: int, thread: int
-) -> None:
-    """Multiply planes [plane, end), of one tile, with panels [first, last)."""
-    num_steps, x_stride = a.num_steps, a.x_stride // 2
-    panel_bytes = num_steps * STEP_BYTES
-    x = a.x + plane * x_stride
-    panel = first
-    while panel < last:
-        left = last - panel
-        width = 4 if left >= 4 else 2 if left >= 2 else 1
-        stride = width * PANEL * 4
-        w = a.weight + panel * panel_bytes
-        later = w + width * panel_bytes
-        if panel + width == last:
-            unit_bytes = a.together * panel_bytes
-            later = coming_weights(a, thread, unit_bytes)
-        if width == 4:
-            _few_by_four(w, x, x_stride, sums, stride, num_steps, 0, panel_bytes, later)
-        elif width == 2:
-            _few_by_two(w, x, x_stride, sums, stride, num_steps, 0, panel_bytes, later)
-        else:
-            _few_by_one(w, x, x_stride, sums, stride, num_steps, 0, panel_bytes, later)
-        _finish(a, panel, width, plane, end, sums)
-        panel += width
+    sums = allocate(a.block * 2 * PANEL * 4)
+    group, unit, count = 0, 0, 0
+    while True:
+        group, unit, count = next_units(a, thread, group, unit, count)
+        if count == 0:
+            break
+        first, (start, stop) = in_stack(a, group, unit), rows_of(a, group)
+        first, last = first * a.together, (first + count) * a.together
+        begin, stop = 2 * start, 2 * stop
+        left = (stop - begin) % TWO_TILES
+        whole = stop - left
+        while begin < stop:
+            end = min(whole, begin + a.block) if begin < whole else stop
+            amx.configure(a.tiles + (0 if begin < whole else left * CONFIGURATION_BYTES))
+            planes, x = end - begin, a.x + begin * x_stride
+            panel = first
+            while panel < last:
+                width = num_together(planes, last - panel)
+                w = a.weight + panel * panel_bytes
+                later = w + width * panel_bytes
+                if panel + width == last:
+                    later = coming_weights(a, thread, group, unit, a.together * panel_bytes)
+                operands = (x, x_stride, sums, width * PANEL * 4, planes, num_steps, near, 0, later)
+                _by_tiles(width, w, *operands)
+                _finish(a, panel, width, begin, end, sums)
+                panel += width
+            begin = end
+    amx.release()
+    give_back(sums)
 
 
 def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
     num_steps, x_stride, width = a.num_steps, a.x_stride // 2, a.together
     panel_bytes, stride = num_steps * STEP_BYTES, width * PANEL * 4
     sums = allocate(a.block * 2 * PANEL * 4)
+    group, unit, count = 0, 0, 0
     while True:
-        first, count, start, stop = take_units(a, thread)
+        group, unit, count = next_units(a, thread, group, unit, count)
         if count == 0:
             break
+        first, (start, stop) = in_stack(a, group, unit), rows_of(a, group)
         last = (first + count) * width
         for begin in range(2 * start, 2 * stop, a.block):
             end = min(2 * stop, begin + a.block)
@@ -295,7 +274,7 @@ def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
                     later = w + panel_bytes
                     if panel + part + 1 == last:
                         unit_bytes = width * panel_bytes
-                        later = coming_weights(a, thread, unit_bytes)
+                        later = coming_weights(a, thread, group, unit, unit_bytes)
                     for plane in range(begin, end, _FEW):
                         x = a.x + plane * x_stride
                         to = sums + (plane - begin) * stride + part * PANEL * 4
@@ -310,9 +289,9 @@ def _finish(a: _Arguments, panel: int, width: int, begin: int, end: int, sums: i
     """Write what the sums of planes [begin, end) with so many panels come to."""
     stride, at = width * PANEL * 4, panel * PANEL * 4
     column = panel % (a.num_units * a.together) * PANEL * 4
-    # Gated sums become float32 where they are, and then y.
+    # What is not y yet becomes float32 where it is.
     to, to_stride = a.y + begin // 2 * a.y_stride + column, a.y_stride
-    if a.together == 2:
+    if a.together == 2 or a.is_by_token:
         to, to_stride = sums, 2 * stride
     for row in range((end - begin) // 2):
         scale = a.x + (begin // 2 + row + 1) * a.x_stride - 4
@@ -322,6 +301,8 @@ def _finish(a: _Arguments, panel: int, width: int, begin: int, end: int, sums: i
             bias = a.bias + at + offset if a.bias else 0
             before = y if a.is_added else 0
             finish_sums(high, stride, scale, a.scales + at + offset, bias, before, y)
+    if a.is_by_token:
+        add_to_tokens(a, sums, 2 * stride, width, column // 4, begin // 2, end // 2)
     if a.together == 2:
         for row in range((end - begin) // 2):
             y = a.y + (begin // 2 + row) * a.y_stride + column // 2

@@ -201,7 +201,7 @@ def embed(
     """Make out = the rows of weight times a factor, as float32.
 
     Args:
-        token_ids: [T] int32.
+        token_ids: [T] int32; below zero: a row of zeros.
         weight: [V, K], contiguous, or packed.
         out: [T, K] float32, contiguous.
     """
@@ -247,6 +247,10 @@ def _embed_row(a: _EmbedArguments, row: int) -> None:
     size, element, stride, together = a.size, a.element, a.stride, a.together
     out = floats_at(a.out + row * size * 4)
     token_id = np.int64(ints_at(a.token_ids)[row])
+    if token_id < 0:
+        for i in range(size):
+            out[i] = np.float32(0)
+        return
     scale = floats_at(a.scales)[token_id] if element == INT8 else np.float32(0)
     factor = a.factor
     size_of = 1 if element == INT8 else bytes_of(element)

@@ -311,6 +311,17 @@ def narrow(b: ir.IRBuilder, element: Any, source: Any, target: Any, count: Any) 
     b.position_at_end(end)
 
 
+@instruction(types.void, types.int64, types.int64, types.float32)
+def add_scaled(b: ir.IRBuilder, target: Any, source: Any, scale: Any) -> None:
+    """Add `scale` times PANEL float32 at an address to those at another."""
+    undefined = ir.Constant(_zero(PANEL).type, ir.Undefined)
+    first = b.insert_element(undefined, scale, ir.Constant(_I32, 0))
+    zeros = ir.Constant(ir.VectorType(_I32, PANEL), [0] * PANEL)
+    scales = b.shuffle_vector(first, undefined, zeros)
+    total = _fma(b, scales, _load(b, source, 0, lanes=PANEL), _load(b, target, 0, lanes=PANEL))
+    _store(b, total, target, 0)
+
+
 def rounded(b: ir.IRBuilder, x: Any) -> Any:
     """Return the bits of the nearest bfloat16 of each lane; those of a NaN, quiet, for a NaN.
 

@@ -13,6 +13,7 @@ from kernels import GELU_TANH, SILU, KernelError, reference
 from kernels.contract import Backend
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
+from tests.kernels.rowwise_scenes import CLAMPED, clamped
 from tests.kernels.scenes import Scene, check, check_moves, fresh, scene, sinks_of
 from tests.kernels.shim.backend import Shim, why_not
 
@@ -132,6 +133,14 @@ def test_sinks_and_caps(
         check(to_device(it, name), window, serving, cap=cap, sinks=sinks)
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_heads_for_which_there_are_no_tiles(name: str) -> None:
+    serving = backend(name, 24, BF16)
+    it = scene([(70, 33), (129, 1), (5, 5)], num_heads=6, head_dim=24, dtype=BF16)
+    for window, cap, sinks in ((24, None, sinks_of(it)), (None, 3.0, sinks_of(it, 1))):
+        check(to_device(it, name), window, serving, cap=cap, sinks=sinks)
+
+
 @pytest.mark.parametrize("order", [0, 1])
 @pytest.mark.parametrize("late", [False, True])
 def test_any_order_of_threads_and_copies_gives_the_same(order: int, late: bool) -> None:
@@ -238,4 +247,7 @@ def test_rows(name: str, dtype: torch.dtype, size: int) -> None:
     torch.testing.assert_close(got.double(), want, rtol=limit, atol=limit)
     want = gelu(wide[:, :size], approximate="tanh") * wide[:, size:]
     got = serving.gate(both.to(device), GELU_TANH).cpu()
+    torch.testing.assert_close(got.double(), want, rtol=limit, atol=limit)
+    want = clamped(*(wide * 4).chunk(2, dim=1))
+    got = serving.gate((both * 4).to(device), CLAMPED).cpu()
     torch.testing.assert_close(got.double(), want, rtol=limit, atol=limit)

@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-float32": {"num_key_value_heads": 2},
     "mistral-float32": {"sliding_window": 12, "num_key_value_heads": 1},
     "qwen3_moe-float32": {"num_key_value_heads": 2},
+    "qwen3_next-float32": {"num_key_value_heads": 2},
     "qwen3-bfloat16": {"head_dim": 64, "attention_bias": True},
     "mistral-float16": {"head_dim": 64, "sliding_window": 12},
     "gemma3_text-bfloat16": {"head_dim": 64},
@@ -59,7 +60,7 @@ def served_by(monkeypatch: pytest.MonkeyPatch) -> Any:
 def run(path: Path, dtype: str) -> tuple[torch.Tensor, bytes]:
     """Read two prompts in chunks, move one to other blocks, generate; return logits and KV."""
     executor = TorchExecutor.load(path, name="tiny", device="cpu", dtype=dtype)
-    cache = executor.allocate(24, BLOCK_SIZE)
+    cache = executor.allocate(24, BLOCK_SIZE, *([16] if executor.info.layout.has_state else []))
     generator = torch.Generator().manual_seed(1)
     first, second = (
         Text(torch.randint(0, 100, (size,), generator=generator).tolist(), blocks)
@@ -69,15 +70,18 @@ def run(path: Path, dtype: str) -> tuple[torch.Tensor, bytes]:
         advance(executor, [(first, 17)], BLOCK_SIZE),
         advance(executor, [(first, 24), (second, 18)], BLOCK_SIZE),
     ]
-    everything = whole(executor.info.layout, 0, first.computed)
-    segment = bytes(cache.pack(first.blocks, everything))
+    layout, count = executor.info.layout, first.computed
+    everything = [whole(layout, 0, count)]
+    everything += [whole(layout, count, 0, group=1)] if layout.has_state else []
+    segments = [bytes(cache.pack(first.blocks, part)) for part in everything]
     first.blocks = [1, 5, 6, 8, 10]
-    cache.unpack(first.blocks, everything, segment)
+    for part, segment in zip(everything, segments, strict=True):
+        cache.unpack(first.blocks, part, segment)
     for token in range(6):
         # Not those that were drawn: in 16 bits two may be as likely, and the texts would part.
         first.token_ids[-1], second.token_ids[-1] = 90 + token, 80 - token
         logits.append(advance(executor, [(first, 1), (second, 1)], BLOCK_SIZE))
-    return torch.cat(logits), segment
+    return torch.cat(logits), segments[0]
 
 
 @pytest.mark.parametrize("name", list(CASES))

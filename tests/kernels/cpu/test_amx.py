@@ -61,14 +61,14 @@ def in_pairs(weight: torch.Tensor) -> torch.Tensor:
 
 
 @needs_tiles
-@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
 @pytest.mark.parametrize("is_added", [False, True])
 @pytest.mark.parametrize(
     ("first", "second", "num_panels"),
     [(16, 16, 2), (16, 5, 2), (16, 16, 1), (16, 0, 4), (1, 0, 4), (9, 0, 3), (3, 0, 1)],
 )
 def test_products_are_summed_in_the_order_of_the_manual(
-    first: int, second: int, num_panels: int, is_added: bool, prefetch: bool
+    first: int, second: int, num_panels: int, is_added: bool, prefetch: int
 ) -> None:
     product = amx.tile_product(2 if second else 1, num_panels, prefetch=prefetch)
 

@@ -33,7 +33,8 @@ def test_tokens_go_where_torch_sends_them(rows: int, top_k: int, is_normalized: 
     torch.testing.assert_close(routes.shares, shares, rtol=1e-5, atol=1e-7)
     # Rows are numbered by expert, then by token.
     order = experts.flatten().argsort(stable=True)
-    assert torch.equal(routes.places.flatten()[order].long(), torch.arange(rows * top_k))
+    assert torch.equal(routes.groups.tokens.long(), order // top_k)
+    assert torch.equal(routes.groups.shares, routes.shares.flatten()[order])
 
 
 def test_of_equal_experts_the_first_are_chosen() -> None:
@@ -55,15 +56,14 @@ def mixed(
     """Return what three experts a token make of each row of x."""
     routes, rows = Routes(len(x), NUM_EXPERTS, 3), 3 * len(x)
     spread, wide = torch.full((rows, WIDTH), torch.nan), torch.full((rows, 2 * SIZE), torch.nan)
-    gated, made, out = torch.empty(rows, SIZE), torch.empty(rows, WIDTH), torch.zeros(x.shape)
+    gated, out = torch.empty(rows, SIZE), torch.zeros(x.shape)
     Program(
         [
             *routes.choose(logits, is_normalized=True),
             routes.spread(x, spread),
             gate_up.times(spread, wide, groups=routes.groups),
             gate_rows(wide, gated, SILU),
-            down.times(gated, made, groups=routes.groups),
-            routes.gather(made, out),
+            down.times(gated, out, groups=routes.groups, is_by_token=True),
         ]
     ).run()
     return out
@@ -96,4 +96,4 @@ def test_rows_are_copied_to_each_of_their_places(
     x.copy_(torch.randn(20, WIDTH))
     out = kind.inputs(80, WIDTH)
     Program([routes.spread(x, out)]).run()
-    assert torch.equal(out[routes.places.long()], x[:, None].expand(20, 4, WIDTH))
+    assert torch.equal(out, x[routes.groups.tokens.long()])

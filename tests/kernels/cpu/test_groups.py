@@ -48,10 +48,16 @@ def times(
     bias: torch.Tensor,
     way: Way | None,
     groups: Groups | None = None,
+    *,
+    is_by_token: bool = False,
 ) -> Operation:
     if isinstance(weight, PackedWeight):
-        return weight.times(x, y, bias=bias, is_added=True, groups=groups)
-    return weight.times(x, y, bias=bias, is_added=True, groups=groups, way=way)
+        return weight.times(
+            x, y, bias=bias, is_added=not is_by_token, groups=groups, is_by_token=is_by_token
+        )
+    return weight.times(
+        x, y, bias=bias, is_added=not is_by_token, groups=groups, is_by_token=is_by_token, way=way
+    )
 
 
 def routes_of(counts: list[int]) -> Routes:
@@ -85,6 +91,38 @@ def test_a_group_has_the_bits_of_its_own_product(
         Program([times(alone, x[start:end], want, added, way)]).run()
         assert torch.equal(y[start:end, :rows], want[:, :rows])
         start = end
+
+
+@pytest.mark.parametrize(("kind", "way"), KINDS)
+def test_rows_are_added_to_those_of_their_tokens_in_the_same_bits_alone(
+    kind: type[Weight], way: Way | None
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    experts, tokens = len(COUNTS), 40
+    together = kind(torch.randn(experts, N, K, generator=generator))
+    bias = torch.randn(experts, N, generator=generator)
+    logits = torch.randn(tokens, experts, generator=generator)
+    rows = torch.randn(4 * tokens, K, generator=generator)
+    before = torch.randn(tokens, N, generator=generator)
+
+    def added(logits: torch.Tensor, rows: torch.Tensor, y: torch.Tensor) -> Groups:
+        """Add to y what four experts a token make of rows, which are in the experts' order."""
+        routes = Routes(len(logits), experts, 4)
+        Program(routes.choose(logits, is_normalized=True)).run()
+        x = inputs_of(kind, rows)
+        Program([times(together, x, y, bias, way, routes.groups, is_by_token=True)]).run()
+        return routes.groups
+
+    y = before.clone()
+    groups = added(logits, rows, y)
+    made = torch.zeros(len(rows), N)
+    Program([times(together, inputs_of(kind, rows), made, bias, way, groups)]).run()
+    want = before.index_add(0, groups.tokens, groups.shares[:, None] * made)
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+    for token in range(tokens):
+        alone = before[token : token + 1].clone()
+        added(logits[token : token + 1], rows[groups.tokens == token], alone)
+        assert torch.equal(alone[0], y[token])
 
 
 @pytest.mark.parametrize(("kind", "way"), KINDS[1:])

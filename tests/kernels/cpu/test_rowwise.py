@@ -118,11 +118,17 @@ def test_embeddings_are_looked_up(
     for factor in (1.0, 3.5):
         Program([rowwise.embed(token_ids, table, out, factor)]).run()
         assert torch.equal(out, weight[token_ids.long()].float() * factor)
+    elsewhere = torch.tensor([3, -1], dtype=torch.int32)
+    Program([rowwise.embed(elsewhere, table, out[:2])]).run()
+    assert torch.equal(out[:2], torch.stack([weight[3].float(), torch.zeros(12)]))
 
 
 def test_embeddings_of_int8_are_multiples_of_their_scale() -> None:
-    weight, token_ids = torch.randn(50, 100), torch.tensor([0, 49, 16, 15, 16], dtype=torch.int32)
+    weight, token_ids = torch.randn(50, 100), torch.tensor([0, 49, 16, 15, -1], dtype=torch.int32)
     packed, out = Int8Weight(weight), torch.full((5, 100), torch.nan)
-    Program([rowwise.embed(token_ids, packed, out)]).run()
     scales = weight.abs().amax(1, keepdim=True) / 127
-    assert torch.equal(out, ((weight / scales).round() * scales)[token_ids.long()])
+    want = ((weight / scales).round() * scales)[token_ids[:4].long()]
+    for factor in (1.0, 4.0):
+        Program([rowwise.embed(token_ids, packed, out, factor)]).run()
+        assert torch.equal(out[:4], want * factor)
+        assert not out[4].any()

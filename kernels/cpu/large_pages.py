@@ -1,0 +1,27 @@
+"""Memory in large pages, for weights: a processor reads them from one page after another."""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+import torch
+
+# What Linux on x86-64 and on most others maps at once.
+PAGE_BYTES = 1 << 21
+
+
+def in_large_pages(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of x, in large pages as far as it fills them.
+
+    Where the system has none, or is told to give none, it is a copy like any other.
+    """
+    if x.nbytes < PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return x.clone(memory_format=torch.contiguous_format)
+    # Nobody touches what is skipped, so that it takes no memory.
+    memory = mmap.mmap(-1, x.nbytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    skipped = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE_BYTES
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE, skipped, x.nbytes)
+    copy = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=skipped)
+    return copy.view(x.shape).copy_(x)
