@@ -9,19 +9,18 @@ router itself is killed, Linux kills them (PR_SET_PDEATHSIG).  Their logs go to 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import structlog
 
 from router.config import Config
 from router.cores import plan
+from wire.process.children import die_with_parent, same_release
 from wire.process.cores import format_cores, nodes, own_cores, physical_cores, quota
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, SharedSettings
 
@@ -31,7 +30,6 @@ MIN_PAUSE_S: Final = 0.5
 MAX_PAUSE_S: Final = 30.0
 # After a worker has run for this long, the pause is short again.
 HEALTHY_S: Final = 60.0
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class LocalWorkers:
@@ -119,7 +117,7 @@ class LocalWorkers:
             stdin=asyncio.subprocess.DEVNULL,
             env=environment(os.environ, self._places.get((role, rank), frozenset())),
             start_new_session=True,
-            preexec_fn=_die_with(os.getpid()),
+            preexec_fn=die_with_parent(),
         )
         self._processes[role, rank] = process
         log.info("local worker started", worker=f"{role}-{rank}", pid=process.pid)
@@ -159,25 +157,9 @@ def environment(
     """
     dropped = {f"BATON_{name.upper()}" for name in Config.model_fields}
     kept = {name: value for name, value in ours.items() if name.upper() not in dropped}
-    root = str(Path(__file__).resolve().parent.parent)
     if cores:
         kept.setdefault("BATON_CORES", format_cores(cores))
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH")]))
-    return kept
-
-
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """Return what a child calls before it becomes a worker, so that it cannot outlive us."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def die_with_parent() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before we asked.
-            os._exit(1)
-
-    return die_with_parent
+    return same_release(kept)
 
 
 def _signal(process: asyncio.subprocess.Process, number: int) -> None:

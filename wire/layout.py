@@ -124,14 +124,20 @@ class KVLayout(Map, frozen=True, kw_only=True):
         return sum(group.num_layers * layer_bytes(group) for group in self.kv_groups)
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence at one position."""
+        states = (group for group in self.groups if isinstance(group, StateGroup))
+        return sum(group.num_layers * layer_bytes(group) for group in states)
+
+    @property
     def piece_bytes(self) -> int:
         """The most bytes that cannot be cut: a layer of one token, or of a state."""
         return max(layer_bytes(group) for group in self.groups)
 
     @property
-    def window(self) -> int | None:
-        """How many positions the layers with a window see, the most of them; None: none has one."""
-        return max((it.window for it in self.kv_groups if it.window is not None), default=None)
+    def windows(self) -> tuple[int, ...]:
+        """How many positions the layers with a window see, the smallest first."""
+        return tuple(sorted({it.window for it in self.kv_groups if it.window is not None}))
 
     @property
     def has_state(self) -> bool:

@@ -35,6 +35,7 @@ MAX_CORES_LENGTH = 4096
 Cores = Annotated[
     str, msgspec.Meta(max_length=MAX_CORES_LENGTH, pattern=rf"^({_RUN}(,{_RUN})*)?\Z")
 ]
+Processes = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 # The longest deadline there is, in seconds.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=2**31 / 1000)]
 # The most prefix hashes that one heartbeat reports as stored, and as evicted: reading them takes
@@ -75,6 +76,8 @@ class HelloDetail(Map, frozen=True, kw_only=True):
     threads: Annotated[int, msgspec.Meta(ge=1, le=2**16 - 1)]
     kv_endpoint: Endpoint = ""
     cores: Cores = ""
+    shards: Processes = 1
+    stages: Processes = 1
 
 
 class WelcomeDetail(Map, frozen=True, kw_only=True):

@@ -65,6 +65,8 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
             "arithmetic": worker.detail.arithmetic,
             "threads": worker.detail.threads,
             "cores": worker.detail.cores,
+            "shards": worker.detail.shards,
+            "stages": worker.detail.stages,
         },
     }
 

@@ -26,6 +26,7 @@ FAMILIES: Final = (
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
     "gpt_oss",
     "gemma3_text",
     "gemma3",

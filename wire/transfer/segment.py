@@ -10,6 +10,7 @@ keeps it short.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import pairwise
 from struct import Struct
 from typing import Final, NamedTuple
@@ -132,12 +133,16 @@ def plan(
     num_tokens: int,
     segment_bytes: int,
     num_shards: int = 1,
+    stages: Sequence[Sequence[range]] | None = None,
 ) -> list[Rectangle]:
     """Cut what is sent of `num_tokens` into rectangles of at most `segment_bytes`.
 
     Of a group whole rows (all layers of some tokens) when one fits, else some layers of single
-    tokens; in the order in which prompt chunks are computed.  The heads are in `num_shards` places
-    side by side, and no rectangle is in two of them.
+    tokens; in the order in which prompt chunks are computed.  No rectangle is in two places.
+
+    Args:
+        num_shards: In how many places side by side the heads of a layer are.
+        stages: Of each group, which of its layers are in one place; None: all of them.
 
     Raises:
         LocalProtocolError: Not even one layer at one position fits, or it takes over
@@ -150,10 +155,11 @@ def plan(
         )
     if cached_tokens == num_tokens:
         return []
-    cuts = [
-        _Cut.of(index, group, group.sent(cached_tokens, num_tokens), segment_bytes, num_shards)
-        for index, group in enumerate(layout.groups)
-    ]
+    cuts = []
+    for index, group in enumerate(layout.groups):
+        layers = [range(group.num_layers)] if stages is None else stages[index]
+        tokens = group.sent(cached_tokens, num_tokens)
+        cuts.append(_Cut.of(index, group, layers, tokens, segment_bytes, num_shards))
     num_segments = sum(cut.num_segments for cut in cuts)
     if num_segments > MAX_SEGMENTS:
         raise LocalProtocolError(f"{num_segments} segments of {segment_bytes} bytes are too many")
@@ -165,24 +171,30 @@ class _Cut(NamedTuple):
     """How one group is cut: into so many layers and tokens at a time, the same for all shares."""
 
     group: int
-    layers: range
+    layers: list[range]
     tokens: range
     shares: list[range]  # of the heads
-    num_layers: int
     num_tokens: int
     num_segments: int
 
     @classmethod
     def of(
-        cls, index: int, group: Group, tokens: range, segment_bytes: int, num_shards: int
+        cls,
+        index: int,
+        group: Group,
+        stages: Sequence[range],
+        tokens: range,
+        segment_bytes: int,
+        num_shards: int,
     ) -> _Cut:
-        layers, shares = range(group.num_layers), _shares(group.num_heads, num_shards)
+        shares, longest = _shares(group.num_heads, num_shards), max(map(len, stages))
         piece_bytes = max(map(len, shares)) * group.head_bytes
-        num_layers = min(len(layers), segment_bytes // piece_bytes)
-        num_tokens = max(1, segment_bytes // (len(layers) * piece_bytes))
+        num_layers = min(longest, segment_bytes // piece_bytes)
+        layers = [piece for stage in stages for piece in _pieces(stage, num_layers)]
+        num_tokens = max(1, segment_bytes // (longest * piece_bytes))
         token_pieces = -(-len(tokens) // num_tokens) if isinstance(group, KVGroup) else 1
-        num_segments = len(shares) * -(-len(layers) // num_layers) * token_pieces
-        return cls(index, layers, tokens, shares, num_layers, num_tokens, num_segments)
+        num_segments = len(shares) * len(layers) * token_pieces
+        return cls(index, layers, tokens, shares, num_tokens, num_segments)
 
     def rectangles(self) -> list[Rectangle]:
         if not self.num_segments:
@@ -191,7 +203,7 @@ class _Cut(NamedTuple):
             Rectangle(self.group, layers, heads, tokens)
             for tokens in _pieces(self.tokens, self.num_tokens)
             for heads in self.shares
-            for layers in _pieces(self.layers, self.num_layers)
+            for layers in self.layers
         ]
 
 

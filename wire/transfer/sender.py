@@ -52,12 +52,13 @@ class KVSender(Transfer):
         now: float,
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
         num_shards: int = 1,
+        stages: Sequence[Sequence[range]] | None = None,
         peer: str = "the decode worker",
     ) -> None:
         """Prepare; nothing is offered yet.
 
         Args:
-            num_shards: How many places the heads are in, see `plan`.
+            num_shards: In how many places the heads are, see `plan`; `stages` likewise.
         """
         super().__init__(request_id, lease_s=lease_s, peer=peer, now=now)
         if not 0 < segment_bytes <= MAX_SEGMENT_BYTES:
@@ -72,7 +73,7 @@ class KVSender(Transfer):
         self._token_ids = token_ids
         self._max_bytes = max_bytes
         self._segment_bytes = segment_bytes
-        self._num_shards = num_shards
+        self._num_shards, self._stages = num_shards, stages
         self._credit = 0
         self._claimed_bytes = 0
         self._num_claimed = 0
@@ -223,6 +224,7 @@ class KVSender(Transfer):
             self.plan = plan(
                 *(self.layout, self.skipped_tokens, self.num_tokens, segment_bytes),
                 self._num_shards,
+                self._stages,
             )
         except LocalProtocolError as error:
             sentence = f"KV_CACHE_ACK: credit {credit.credit} is too small: {error.message}"

@@ -17,12 +17,17 @@ from wire.errors import (
     TransferTooLarge,
 )
 from wire.frames import KvCache, KvCacheAck
-from wire.layout import KVLayout
+from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.payloads import Credit, Offer
 from wire.transfer import TransferState
 from wire.transfer.receiver import KVReceiver, Segment
-from wire.transfer.segment import MAX_SEGMENTS, SegmentDescriptor, segment_digest
+from wire.transfer.segment import (
+    MAX_SEGMENT_BYTES,
+    MAX_SEGMENTS,
+    SegmentDescriptor,
+    segment_digest,
+)
 
 LAYOUT = KVLayout.uniform(
     num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8"
@@ -94,6 +99,23 @@ def test_an_offer_that_contradicts_itself_or_us_is_refused(
     with pytest.raises(RemoteProtocolError) as caught:
         receiver(offer(**changed))
     assert caught.value.code is code
+
+
+def test_the_same_groups_in_another_order_are_another_layout() -> None:
+    groups = (LAYOUT.groups[0], StateGroup(num_layers=1, num_heads=1, head_bytes=8))
+    ours, theirs = KVLayout(groups=groups), KVLayout(groups=groups[::-1])
+    one = offer(layout=theirs, total_bytes=theirs.transfer_bytes(4))
+    with pytest.raises(RemoteProtocolError) as caught:
+        KVReceiver(ID, one, layout=ours, max_bytes=99, credit_bytes=99, lease_s=9.0, now=0.0)
+    assert caught.value.code is ErrorCode.MISMATCH
+
+
+def test_no_segment_is_larger_than_any_may_be() -> None:
+    num_tokens = MAX_SEGMENT_BYTES // 16 + 1
+    one = receiver(offer(num_tokens), credit_bytes=1 << 30, max_bytes=1 << 30)
+    one.accept(0, 1.0)
+    with pytest.raises(RemoteProtocolError, match="4194320 bytes for"):
+        one.on_segment(KvCache(ID, 1, 1), payload(0, 2, 0, num_tokens), 2.0)
 
 
 def test_no_block_is_reserved_past_max_transfer() -> None:

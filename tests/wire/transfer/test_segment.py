@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,8 +35,9 @@ Cells = set[tuple[int, int, int, int]]
 
 def cells(layout: KVLayout, rectangle: Rectangle) -> Cells:
     group, layers, heads, tokens = rectangle
-    is_state = isinstance(layout.groups[group], StateGroup)
-    places = [tokens.start] if is_state and not tokens else tokens
+    places: Iterable[int] = tokens
+    if isinstance(layout.groups[group], StateGroup):
+        places = [] if tokens else [tokens.start]  # a state has a position and no tokens
     return {(group, layer, head, it) for layer in layers for head in heads for it in places}
 
 
@@ -87,6 +91,35 @@ def test_a_plan_covers_what_is_sent_once_in_order_of_computation(
         assert len(shares) in (0, min(num_shards, group.num_heads))
 
 
+@st.composite
+def cut_layers(draw: st.DrawFn, layout: KVLayout) -> list[list[range]]:
+    """Which layers of each group are in one place: runs of any lengths."""
+    stages = []
+    for group in layout.groups:
+        inner = draw(st.sets(st.integers(1, group.num_layers)))
+        borders = sorted({0, *inner, group.num_layers})
+        stages.append([range(start, end) for start, end in pairwise(borders)])
+    return stages
+
+
+@given(st.data(), st.integers(0, 9), st.integers(1, 12), st.integers(0, 300), st.integers(1, 4))
+def test_no_rectangle_is_in_two_stages_and_all_together_are_what_is_sent(
+    data: st.DataObject, cached: int, count: int, spare: int, num_shards: int
+) -> None:
+    layout = data.draw(layouts())
+    stages = data.draw(cut_layers(layout))
+    num_tokens, segment_bytes = cached + count, layout.piece_bytes + spare
+    covered: Cells = set()
+    coverage = Coverage(layout, cached, num_tokens)
+    for rectangle in plan(layout, cached, num_tokens, segment_bytes, num_shards, stages):
+        layers = rectangle.layers
+        assert any(it.start <= layers.start < layers.stop <= it.stop for it in stages[rectangle[0]])
+        assert 0 < rectangle.num_bytes(layout) <= segment_bytes
+        covered |= cells(layout, rectangle)
+        coverage.admit(rectangle)
+    assert covered == everything(layout, cached, num_tokens)
+
+
 def test_a_row_that_fits_goes_whole_and_one_that_does_not_by_layers() -> None:
     assert plan(LAYOUT, 1, 6, 50) == [
         whole(LAYOUT, 1, 2),
@@ -112,6 +145,8 @@ def test_a_window_and_a_state_go_at_their_size_and_a_share_by_itself() -> None:
     assert [one.heads for one in halves] == [range(2), range(2, 4)] * 2
     odd = plan(MIXED, 0, 9, 1 << 20, num_shards=3)
     assert [len(one.heads) for one in odd] == [1, 1, 2] * 2
+    # Two of the heads of a token have 18 bytes; two tokens of one head would fit.
+    assert all(one.num_bytes(MIXED) <= 20 for one in plan(MIXED, 0, 9, 20, num_shards=3))
     # A layer of the state has 20 bytes.
     states = [one for one in plan(MIXED, 0, 9, 20) if one.group == 1]
     assert [one.layers for one in states] == [range(1), range(1, 2)]
@@ -156,7 +191,8 @@ def test_whatever_is_admitted_lies_inside_and_apart(rectangles: list[Rectangle])
     cuts: list[tuple[set[range], set[range]]] = [(set(), set()), (set(), set())]
     for rectangle in rectangles:
         group, layers, heads, _ = rectangle
-        found = cells(MIXED, rectangle) if group < 2 else set()
+        is_none = group == 2 or (group == 1 and rectangle.tokens)  # a state has no tokens
+        found = set() if is_none else cells(MIXED, rectangle)
         fits = (
             bool(found)
             and found <= inside

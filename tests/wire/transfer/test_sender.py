@@ -7,7 +7,7 @@ import pytest
 from tests.kv import part, whole
 from wire.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, TransferTooLarge
 from wire.frames import KvCache, KvCacheAck
-from wire.layout import KVLayout
+from wire.layout import KVLayout, StateGroup
 from wire.payloads import Credit, Offer, decode_map
 from wire.transfer.segment import MAX_SEGMENT_BYTES, Rectangle, SegmentDescriptor, segment_digest
 from wire.transfer.sender import HANDOVER_LEASES, KVSender
@@ -183,6 +183,18 @@ def test_a_small_first_credit_makes_small_segments() -> None:
     ack(one, 0, 9)
     one.advance(2, 1.0)
     assert one.next_segment() == part(LAYOUT, 0, 1, 0, 1)
+
+
+def test_a_state_that_is_larger_than_segments_goes_whole() -> None:
+    state = StateGroup(num_layers=2, num_heads=1, head_bytes=100)
+    layout = KVLayout(groups=(LAYOUT.groups[0], state))
+    one = KVSender(ID, layout, range(2), max_bytes=999, lease_s=9.0, segment_bytes=32, now=0.0)
+    ack(one, 0, 999)
+    one.advance(2, 1.0)
+    sizes = []
+    while (rectangle := one.next_segment()) is not None:
+        sizes.append(rectangle.num_bytes(layout))
+    assert sizes == [32, 100, 100]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Children import what we import, and on Linux do not outlive us, however we end."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import wire
+from wire.process.children import die_with_parent, same_release
+
+ROOT = str(Path(wire.__file__).parents[1])
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux")
+PARENT = """
+import subprocess, sys
+from wire.process.children import die_with_parent
+child = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, preexec_fn=die_with_parent())
+print(child.pid, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_path_for_imports_begins_with_ours() -> None:
+    assert same_release({"A": "b"}) == {"A": "b", "PYTHONPATH": ROOT}
+    ours = {"PYTHONPATH": "/p"}
+    assert same_release(ours) == {"PYTHONPATH": f"{ROOT}{os.pathsep}/p"}
+    assert same_release({"PYTHONPATH": ""}) == {"PYTHONPATH": ROOT}
+    assert ours == {"PYTHONPATH": "/p"}
+
+
+def test_a_child_imports_our_release(tmp_path: Path) -> None:
+    """Though it starts somewhere else, where there is another package of that name."""
+    (tmp_path / "wire").mkdir()
+    (tmp_path / "wire" / "__init__.py").touch()
+    environ = same_release({**os.environ, "PYTHONPATH": str(tmp_path)})
+    command = [sys.executable, "-P", "-c", "import wire; print(wire.__file__)"]
+    found = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, check=True)
+    assert found.stdout.decode().strip() == wire.__file__
+
+
+@LINUX
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_no_child_outlives_its_parent(is_killed: bool) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert parent.stdin is not None and parent.stdout is not None
+    with parent, parent.stdout as output:
+        watched = os.pidfd_open(int(output.readline()))
+        if is_killed:
+            parent.kill()
+        else:
+            parent.stdin.close()
+        readable, _, _ = select.select([watched], [], [], 20)
+        os.close(watched)
+    assert readable
+
+
+@LINUX
+def test_a_child_whose_parent_is_gone_already_ends() -> None:
+    arrange = die_with_parent()
+    assert arrange is not None
+    pid = os.fork()
+    if pid == 0:
+        # Who asks here is no child of the process in which it was made ready.
+        if os.fork() == 0:
+            arrange()
+            os._exit(0)
+        os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
