@@ -9,8 +9,9 @@ lead to the KV of other tokens.  Each prefix has its hash of `wire.prefix` too: 
 journal tells routers what the cache holds.
 
 Layers with a window, and states, make some blocks worth less than others: of a prompt that came
-from another worker only the end has KV in layers with a window, and there is a state only where a
-step ended.  So a known chain is shared as far as whoever shares it finds all that it will look at.
+from another worker only the end has KV in layers with a window, and there is a state only where one
+was kept (`worker.engine.states`).  So a known chain is shared as far as whoever shares it finds all
+that it will look at.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from wire.payloads import MAX_HASHES
+from worker.engine.states import States
 
 
 class Prefix(NamedTuple):
@@ -43,14 +45,12 @@ class Node(NamedTuple):
     """A block in the trie.
 
     Attributes:
-        num_lacking: How many of its first tokens have no KV in layers with a window.
-        has_state: The state after its last token is with it.
+        num_lacking: How many of its first tokens have no KV in some layers with a window.
     """
 
     block: int
     prefix: Prefix
     num_lacking: int
-    has_state: bool
 
 
 class Journal:
@@ -101,8 +101,8 @@ def _drain(hashes: dict[int, None]) -> tuple[int, ...]:
 class BlockPool:
     """The blocks of one worker: reference counts, free list, prefix cache.
 
-    `window` is the largest of the model's layers, None if all see every position; `has_state` says
-    that some keep a state of the sequence.
+    `windows` are those that layers of the model have, the smallest first; `states` are those of
+    layers that keep one of the sequence, None if none does.
     """
 
     def __init__(
@@ -111,16 +111,16 @@ class BlockPool:
         block_size: int,
         *,
         enable_prefix_cache: bool = True,
-        window: int | None = None,
-        has_state: bool = False,
+        windows: Sequence[int] = (),
+        states: States | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"{num_blocks} blocks of {block_size} tokens: both must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
-        self.has_state = has_state
-        self._window = window
+        self.states = states
+        self._windows = windows
         self.journal = Journal()
         self.num_used = 0  # blocks that sequences refer to; a shared one counts once
         self._refs = [0] * num_blocks
@@ -159,7 +159,14 @@ class BlockPool:
 
         That is the next one to be computed; 0 where no layer has a window.
         """
-        return 0 if self._window is None else max(0, next_token - self._window + 1)
+        return max(0, next_token - self._windows[-1] + 1) if self._windows else 0
+
+    def whole_from(self, next_token: int) -> int:
+        """Return from which token on all layers have KV, when only what is seen has come.
+
+        The smallest window begins last: before that its layers lack what others have.
+        """
+        return max(0, next_token - self._windows[0] + 1) if self._windows else 0
 
     def match_prefix(
         self, keys: Sequence[bytes], next_token: int | None = None
@@ -192,7 +199,7 @@ class BlockPool:
     def _has_all(self, node: Node, whole_from: int, end: int, next_token: int | None) -> bool:
         """Whether nothing that `next_token` looks at is missing in a chain of `end` tokens."""
         next_token = end if next_token is None else next_token
-        if self.has_state and next_token == end and not node.has_state:
+        if self.states is not None and next_token == end and not self.states.is_kept(node.block):
             return False
         first_seen = self.first_seen(next_token)
         return whole_from <= first_seen or end <= first_seen
@@ -234,7 +241,7 @@ class BlockPool:
                 if block in self._keys:
                     self._cached[block] = None
                 else:
-                    self._free.append(block)
+                    self._release(block)
 
     def register(
         self,
@@ -248,36 +255,52 @@ class BlockPool:
         """Make a full, computed block findable behind `parent`; return its prefix.
 
         When another block holds the same tokens behind it already, that one stays findable, unless
-        this one has more of them.  For `num_lacking` and `has_state` see `Node`.
+        this one has more of them: fewer lack KV (see `Node`), or it alone has a state at its end.
         """
         if not self.enable_prefix_cache:
+            self._drop_state(block)
             return ROOT
         place = (parent.serial, key)
         known = self._trie.get(place)
         if known is not None:
             prefix = known.prefix
-            is_less = num_lacking > known.num_lacking or has_state < known.has_state
-            if not is_less and known[2:] != (num_lacking, has_state):
+            had_state = self.states is not None and self.states.is_kept(known.block)
+            is_less = num_lacking > known.num_lacking or has_state < had_state
+            if is_less or (known.num_lacking, had_state) == (num_lacking, has_state):
+                self._drop_state(block)
+            else:
                 self._hide(known.block)
-                self._show(place, Node(block, prefix, num_lacking, has_state))
+                self._show(place, Node(block, prefix, num_lacking), has_state)
             return prefix
         prefix = Prefix(next(self._serials), xxh3_64_intdigest(key, parent.hash))
-        self._show(place, Node(block, prefix, num_lacking, has_state))
+        self._show(place, Node(block, prefix, num_lacking), has_state)
         self._holders[prefix.hash] += 1
         if self._holders[prefix.hash] == 1:
             self.journal.store(prefix.hash)
         return prefix
 
-    def _show(self, place: Place, node: Node) -> None:
+    def _show(self, place: Place, node: Node, has_state: bool) -> None:
         self._trie[place] = node
         self._keys[node.block] = place
+        if self.states is not None and has_state:
+            self.states.keep(node.block)
 
     def _hide(self, block: int) -> None:
         """Take a block out of the trie; another takes its place there."""
         del self._keys[block]
+        self._drop_state(block)
         if block in self._cached:
             del self._cached[block]
             self._free.append(block)
+
+    def _release(self, block: int) -> None:
+        """Have a block hold nothing."""
+        self._drop_state(block)
+        self._free.append(block)
+
+    def _drop_state(self, block: int) -> None:
+        if self.states is not None:
+            self.states.drop(block)
 
     def republish(self) -> None:
         """Journal every known prefix anew, for a reader that has lost what it was told."""
@@ -291,7 +314,7 @@ class BlockPool:
         if not self._holders[prefix.hash]:
             del self._holders[prefix.hash]
             self.journal.evict(prefix.hash)
-        self._free.append(block)
+        self._release(block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert free + used + cached == total and that `tables` explain every reference.
@@ -310,6 +333,8 @@ class BlockPool:
                 f"block {block}: {self._refs[block]} references, not {refs}"
             )
         assert len(references) == used, f"{used} blocks are used, {len(references)} have an owner"
+        if self.states is not None:
+            self.states.check()
 
     def audit(self) -> None:
         """Assert what `check` takes for granted; for tests, as it goes through the whole pool."""

@@ -25,6 +25,7 @@ from worker.engine.scheduler import Plan, Scheduler
 from worker.engine.sequence import Problem, Sequence, Status
 from worker.engine.settings import EngineSettings
 from worker.engine.speculation import Speculation
+from worker.engine.states import states_of
 from worker.engine.stats import Counters, Slots, Stats, load_of
 from worker.engine.step import commit, compute, tell
 from worker.engine.swap import SwapSpace
@@ -54,10 +55,15 @@ class Engine:
         *,
         num_blocks: int,
         block_size: int,
+        num_states: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> None:
         """Allocate the KV cache; `settings` are those of `worker.engine.settings.EngineSettings`.
+
+        Args:
+            num_states: For how many states there is room, of layers that keep one; None: for as
+                many as `MemoryRequirements` says.
 
         Raises:
             TypeError: There is no such setting.
@@ -65,14 +71,15 @@ class Engine:
         """
         self.config = EngineSettings(**settings).within(executor.capabilities)
         self.info = executor.info
-        self.cache = executor.allocate(num_blocks, block_size)
+        room = _room(executor, num_blocks, block_size, num_states)
+        self.cache = executor.allocate(num_blocks, block_size, *room)
         is_cached = self.config.prefix_cache
         layout = self.cache.layout
         self.pool = BlockPool(
             *(num_blocks, block_size),
             enable_prefix_cache=is_cached,
-            window=layout.window,
-            has_state=layout.has_state,
+            windows=layout.windows,
+            states=states_of(self.cache),
         )
         self.swap = SwapSpace(self.cache, self.config.swap_bytes, clock)
         enough = executor.capabilities.enough_tokens
@@ -185,7 +192,10 @@ class Engine:
         self._speculation.draft(self.scheduler.running)
         draft_s = self._clock()
         plan = self.scheduler.schedule(draft_s)
-        self.swap.carry_out(plan.swapped_out, plan.swapped_in)
+        self.swap.carry_out(plan.swapped_out)
+        if self.pool.states is not None:
+            self.pool.states.prepare(plan.arriving, plan.num_written)
+        self.swap.carry_in(plan.swapped_in)
         self._tell(plan)
         chunks = plan.chunks
         if chunks:
@@ -243,6 +253,7 @@ class Engine:
         """
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
+            sequence.undo_states(self.pool)
             if index == failure.index:
                 self._fail(sequence.request_id, failure.code, failure.message)
                 self._end(sequence)
@@ -349,3 +360,14 @@ class Engine:
         """Assert that every block is accounted for; call it when idle, or after any step."""
         self.pool.check(sequence.block_table for sequence in self._sequences.values())
         self.swap.check(sequence.request_id for sequence in self.scheduler.waiting)
+
+
+def _room(
+    executor: Executor, num_blocks: int, block_size: int, num_states: int | None
+) -> tuple[int, ...]:
+    """Return for how many states there is room, if the layout has any."""
+    if not executor.info.layout.has_state:
+        return ()
+    if num_states is None:
+        num_states = executor.capabilities.memory.num_states(num_blocks, block_size)
+    return (num_states,)

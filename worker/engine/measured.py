@@ -26,6 +26,7 @@ from wire.options import Options
 from worker.engine.batch import Chunk, build
 from worker.engine.blocks import BlockPool
 from worker.engine.sequence import Sequence, Status
+from worker.engine.states import states_of
 from worker.executor.batch import Batch, BatchType
 from worker.executor.contract import (
     Executor,
@@ -61,12 +62,17 @@ class MemoryUsage:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatus:
-    """An executor at one moment; `last_step_s` is when its last step ended, None before any."""
+    """An executor at one moment; `last_step_s` is when its last step ended, None before any.
+
+    It is in `num_shards` x `num_stages` processes, and so is its memory but for the peak.
+    """
 
     state: State
     batch_sequences: int
     memory: MemoryUsage
     last_step_s: float | None
+    num_shards: int = 1
+    num_stages: int = 1
 
 
 class MeasuredExecutor:
@@ -92,8 +98,9 @@ class MeasuredExecutor:
         if isinstance(executor, Structurer):
             self.structured = executor.structured
 
-    def allocate(self, num_blocks: int, block_size: int) -> KVCache:
-        self._cache = self._executor.allocate(num_blocks, block_size)
+    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:
+        room = (num_states,) if num_states else ()
+        self._cache = self._executor.allocate(num_blocks, block_size, *room)
         self._state = State.READY
         return self._cache
 
@@ -145,9 +152,19 @@ class MeasuredExecutor:
         parameter_bytes = self.capabilities.memory.parameter_bytes
         kv_cache_bytes = 0
         if cache is not None:
-            kv_cache_bytes = cache.num_blocks * cache.block_size * cache.layout.token_bytes
+            token_bytes = self.capabilities.memory.kv_bytes_per_token
+            kv_cache_bytes = cache.num_blocks * cache.block_size * token_bytes
+            if cache.layout.has_state:
+                kv_cache_bytes += cache.state_slots.num_slots * cache.layout.state_bytes
         memory = MemoryUsage(parameter_bytes, kv_cache_bytes, _peak_bytes())
-        return ExecutorStatus(self._state, self._batch_sequences, memory, self._last_step_s)
+        return ExecutorStatus(
+            self._state,
+            self._batch_sequences,
+            memory,
+            self._last_step_s,
+            self.capabilities.num_shards,
+            self.capabilities.num_stages,
+        )
 
     def metrics(self) -> Metrics:
         total_s = self._prefill.total_s + self._decode.total_s
@@ -188,7 +205,9 @@ class Direct:
 
     def __init__(self, executor: Executor, cache: KVCache) -> None:
         self._executor = executor
-        self._pool = BlockPool(cache.num_blocks, cache.block_size, enable_prefix_cache=False)
+        self._pool = BlockPool(
+            cache.num_blocks, cache.block_size, enable_prefix_cache=False, states=states_of(cache)
+        )
 
     def prefill(self, token_ids: Many[int], options: Options | None = None) -> Sequence:
         """Read a prompt; return the sequence, its first token appended to its `token_ids`."""
@@ -223,6 +242,8 @@ class Direct:
     def release_cache(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; it cannot go on."""
         self._pool.free(sequence.block_table)
+        if self._pool.states is not None:
+            self._pool.states.prepare((), 0)
         del sequence.block_table[:]
         sequence.move_to(Status.FINISHED)
 

@@ -32,6 +32,7 @@ from worker.engine.batch import BatchConfig, Chunk
 from worker.engine.blocks import BlockPool, Place
 from worker.engine.reservations import Reservations
 from worker.engine.sequence import Sequence, Status
+from worker.engine.states import Place as StatePlace
 from worker.engine.swap import Swap, SwapSpace
 from worker.executor.batch import BatchType
 
@@ -94,6 +95,18 @@ class Plan:
         """Whether prompts fill at least half of the step, and half of a large step."""
         large = min(max_ubatch_tokens, LARGE_STEP_TOKENS)
         return bool(self.prefill) and 2 * self.num_prefill_tokens >= max(self.num_tokens, large)
+
+    @property
+    def arriving(self) -> list[StatePlace]:
+        """Where the states will lie that come from elsewhere."""
+        sent = [it for it in self.reserved if it.num_cached_tokens < it.num_tokens]
+        places: list[StatePlace] = [(it.block_table, it.num_tokens) for it in sent]
+        return places + [(it.blocks, it.token_start + it.num_tokens) for it in self.swapped_in]
+
+    @property
+    def num_written(self) -> int:
+        """How many states the step may write: at the end of each chunk, and of a block in it."""
+        return sum(1 + (chunk.num_tokens > 1) for chunk in self.chunks)
 
     @property
     def is_progress(self) -> bool:
@@ -297,7 +310,8 @@ class Scheduler:
                 room = (num_tokens + 1, num_tokens, blocks_later)
                 if not self._allocate(sequence, *room, next_token=num_tokens):
                     return
-                sequence.whole_from = self.pool.first_seen(num_tokens)
+                sequence.whole_from = self.pool.whole_from(num_tokens)
+                sequence.go_on_from(num_tokens, self.pool)
                 self.reserving.grant(sequence)
                 sequence.move_to(Status.RESERVED)
                 plan.reserved.append(sequence)
@@ -362,6 +376,9 @@ class Scheduler:
 
         For `next_token` see `BlockPool.match_prefix`.
         """
+        states = self.pool.states
+        if states is not None and not states.has_room:
+            return False
         keys = sequence.keys(max_cached_tokens // self.pool.block_size, self.pool.block_size)
         cached, prefix = self.pool.match_prefix(keys, next_token)
         num_blocks = self.pool.blocks_for(num_tokens) - len(cached)
@@ -372,6 +389,9 @@ class Scheduler:
         sequence.num_computed_tokens = sequence.num_cached_tokens
         sequence.num_registered_blocks = len(cached)
         sequence.prefix = prefix
+        if states is not None:
+            states.enter()
+            sequence.go_on_from(sequence.num_cached_tokens, self.pool)
         return True
 
     def _swap_in(self, sequence: Sequence, plan: Plan) -> None:
@@ -381,11 +401,15 @@ class Scheduler:
             blocks = tuple(sequence.block_table)
             plan.swapped_in.append(Swap(sequence, blocks, start, end - start))
             sequence.num_computed_tokens = end
-            sequence.whole_from = self.pool.first_seen(end)
+            sequence.whole_from = self.pool.whole_from(end)
+            sequence.go_on_from(end, self.pool)
         else:
             self.swap.drop(sequence.request_id)
 
     def _give_back(self, sequence: Sequence) -> None:
+        if self.pool.states is not None and sequence.block_table:
+            self.pool.states.leave(sequence.state_block)
+            sequence.state_block = None
         self.pool.free(sequence.block_table)
         del sequence.block_table[:]
         sequence.num_computed_tokens = sequence.whole_from = 0

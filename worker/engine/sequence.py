@@ -92,6 +92,7 @@ class Sequence:
         "scores",
         "slot",
         "started_s",
+        "state_block",
         "status",
         "stop_ids",
         "structured",
@@ -143,6 +144,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_registered_blocks = 0
         self.prefix: Prefix = ROOT
+        self.state_block: int | None = None  # with which the state lies that it goes on from
         # From this token on there is KV of all layers; before it, of those without a window.
         self.whole_from = 0
 
@@ -278,19 +280,60 @@ class Sequence:
         return self.block_keys[:num_blocks]
 
     def register(self, pool: BlockPool) -> None:
-        """Put the blocks that became full of computed tokens into the prefix cache."""
+        """Put the blocks that became full of computed tokens into the prefix cache.
+
+        It goes on from the state behind the last token then.
+        """
+        before = self.state_block
+        self._hold_state(self.num_computed_tokens, pool)  # before it may be dropped
+        self._register_full(pool)
+        if pool.states is not None:
+            pool.states.release(before)
+            if self.state_block is not None:
+                pool.states.slots.forget(self.state_block, but=self.num_computed_tokens)
+
+    def _register_full(self, pool: BlockPool) -> None:
+        states = pool.states
         num_full = self.num_computed_tokens // pool.block_size
         if num_full == self.num_registered_blocks:
             return
         keys = self.keys(num_full, pool.block_size)
         for index in range(self.num_registered_blocks, num_full):
             start, end = index * pool.block_size, (index + 1) * pool.block_size
+            block = self.block_table[index]
+            has_state = False
+            if states is not None and (has_state := states.slots.has(block, end)):
+                states.slots.forget(block, but=end)
+                if start > self.prompt_len:  # of what was generated the last state is enough
+                    states.drop(self.block_table[index - 1])
             self.prefix = pool.register(
-                *(self.prefix, keys[index], self.block_table[index]),
+                *(self.prefix, keys[index], block),
                 num_lacking=min(max(self.whole_from - start, 0), pool.block_size),
-                has_state=pool.has_state and end == self.num_computed_tokens,
+                has_state=has_state,
             )
         self.num_registered_blocks = num_full
+
+    def go_on_from(self, position: int, pool: BlockPool) -> None:
+        """Hold the state after so many tokens, where layers keep one, instead of an earlier one."""
+        before = self.state_block
+        self._hold_state(position, pool)
+        if pool.states is not None:
+            pool.states.release(before)
+
+    def _hold_state(self, position: int, pool: BlockPool) -> None:
+        if pool.states is not None:
+            last = (position - 1) // pool.block_size
+            self.state_block = self.block_table[last] if position else None
+            pool.states.hold(self.state_block)
+
+    def undo_states(self, pool: BlockPool) -> None:
+        """Forget the states of a step that came to nothing; the one before it is still there."""
+        if pool.states is not None:
+            first = -(-self.num_computed_tokens // pool.block_size)
+            for block in self.block_table[first:]:
+                pool.states.slots.forget(block)
+            if self.state_block is not None:
+                pool.states.slots.forget(self.state_block, but=self.num_computed_tokens)
 
     def filled(self, num_tokens: int, pool: BlockPool) -> list[Place]:
         """Return the first block that is full when `num_tokens` more are computed; [] if none is.

@@ -131,11 +131,14 @@ class SwapSpace:
         if held is not None:
             self.num_bytes -= self._layout.transfer_bytes(held.num_tokens)
 
-    def carry_out(self, swaps_out: Iterable[Swap], swaps_in: Iterable[Swap]) -> None:
-        """Make the copies of one plan, before anything else writes to its blocks."""
-        for swap in swaps_out:
+    def carry_out(self, swaps: Iterable[Swap]) -> None:
+        """Make the copies of one plan to the host, before anything else writes to its blocks."""
+        for swap in swaps:
             self._copy_out(swap)
-        for swap in swaps_in:
+
+    def carry_in(self, swaps: Iterable[Swap]) -> None:
+        """Make the copies of one plan back into blocks."""
+        for swap in swaps:
             self._copy_in(swap)
 
     def check(self, waiting: Iterable[int]) -> None:
@@ -166,8 +169,7 @@ class SwapSpace:
             if isinstance(group, KVGroup) and swap.token_start > part.tokens.start:
                 wanted = part._replace(tokens=range(swap.token_start, part.tokens.stop))
                 wanted_kv = _tail(kv, group, part, swap.token_start - part.tokens.start)
-            cached_tokens, num_tokens = swap.token_start, held.num_tokens
-            unpack(self._cache, swap.blocks, wanted, wanted_kv, cached_tokens, num_tokens)
+            unpack(self._cache, swap.blocks, wanted, wanted_kv, held.num_tokens)
             num_bytes += len(wanted_kv)
         self.costs.observe_copy(num_bytes, self._clock() - start_s)
         self.drop(swap.sequence.request_id)

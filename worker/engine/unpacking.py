@@ -2,7 +2,8 @@
 
 Of layers with a window only what the window reaches comes, which may begin inside a block.  What is
 before it in that block is whatever a sequence left there; kernels read it, though no query sees it,
-and what is not finite would spoil their sums.  So it is cleared.
+and what is not finite would spoil their sums.  So it is cleared.  The block is the sequence's own:
+what it shares with others are whole blocks.
 """
 
 from __future__ import annotations
@@ -20,19 +21,18 @@ def unpack(
     block_table: Sequence[int],
     rectangle: Rectangle,
     kv: Buffer,
-    cached_tokens: int,
     num_tokens: int,
 ) -> None:
-    """Put a part of what is sent of `num_tokens` into blocks; the first `cached_tokens` are there.
+    """Put a part of what is sent of `num_tokens` into blocks.
 
     Raises:
         ValueError: The KV does not fill the rectangle.
     """
     cache.unpack(block_table, rectangle, kv)
     group, first = cache.layout.groups[rectangle.group], rectangle.tokens.start
-    if not isinstance(group, KVGroup) or first != group.sent(cached_tokens, num_tokens).start:
+    if not isinstance(group, KVGroup) or first != group.sent(0, num_tokens).start:
         return
-    before = range(max(first // cache.block_size * cache.block_size, cached_tokens), first)
+    before = range(first // cache.block_size * cache.block_size, first)
     if before:
         gap = rectangle._replace(tokens=before)
         cache.unpack(block_table, gap, bytes(gap.num_bytes(cache.layout)))

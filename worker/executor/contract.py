@@ -8,6 +8,7 @@ and `worker.engine.measured` adds it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +24,10 @@ from wire.payloads import Logprobs
 from wire.transfer import Rectangle
 from worker.executor.batch import Batch
 from worker.executor.structure import Structured
+from worker.model.state_slots import StateSlots
+
+# Of states that a cache has room for: a sequence that runs may need two.
+MIN_STATES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class Attention(StrEnum):
     MULTI_QUERY = "multi_query"
     SLIDING_WINDOW = "sliding_window"
     PAGED = "paged"
+    LINEAR = "linear"
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int) -> Attention:
@@ -56,16 +62,37 @@ class Attention(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequirements:
-    """What serving takes, in bytes.  `activation` is for each token of the largest step."""
+    """What serving takes, in bytes.
+
+    `activation` is for each token of the largest step, `state` what a sequence has at one position.
+    """
 
     parameter_bytes: int
     activation_bytes_per_token: int
     kv_bytes_per_token: int
+    state_bytes: int = 0
 
-    def total(self, max_ubatch_tokens: int, num_kv_tokens: int) -> int:
-        """Return the bytes for steps of so many tokens and a cache of so many."""
+    def total(self, max_ubatch_tokens: int, num_blocks: int, block_size: int) -> int:
+        """Return the bytes for steps of so many tokens and a cache of so many blocks."""
         activations = self.activation_bytes_per_token * max_ubatch_tokens
-        return self.parameter_bytes + activations + self.kv_bytes_per_token * num_kv_tokens
+        cache_bytes = self.cache_bytes(num_blocks, block_size)
+        return self.parameter_bytes + activations + cache_bytes
+
+    def cache_bytes(self, num_blocks: int, block_size: int) -> int:
+        """Return the bytes of so many blocks, and of the states beside them."""
+        states = self.num_states(num_blocks, block_size) * self.state_bytes
+        return self.kv_bytes_per_token * block_size * num_blocks + states
+
+    def num_states(self, num_blocks: int, block_size: int) -> int:
+        """Return for how many states there is room beside so many blocks.
+
+        They take as much as the blocks, but never more than two for each block, and there are
+        `MIN_STATES` at least.
+        """
+        if self.state_bytes == 0:
+            return 0
+        equal = num_blocks * block_size * self.kv_bytes_per_token // self.state_bytes
+        return max(min(equal, 2 * num_blocks), MIN_STATES)
 
     def __add__(self, other: MemoryRequirements) -> MemoryRequirements:
         """Return what serving two models with the same tokens takes."""
@@ -73,6 +100,7 @@ class MemoryRequirements:
             self.parameter_bytes + other.parameter_bytes,
             self.activation_bytes_per_token + other.activation_bytes_per_token,
             self.kv_bytes_per_token + other.kv_bytes_per_token,
+            self.state_bytes + other.state_bytes,
         )
 
     def num_blocks(self, memory_bytes: int, max_ubatch_tokens: int, block_size: int) -> int:
@@ -81,11 +109,18 @@ class MemoryRequirements:
         Raises:
             ValueError: Not even one; the message says how many bytes that takes.
         """
-        least = self.total(max_ubatch_tokens, block_size)
+        least = self.total(max_ubatch_tokens, 1, block_size)
         if memory_bytes < least:
             raise ValueError(f"{memory_bytes} bytes are too few for this model, it takes {least}")
-        rest = memory_bytes - self.total(max_ubatch_tokens, 0)
-        return rest // (self.kv_bytes_per_token * block_size)
+        rest = memory_bytes - self.total(max_ubatch_tokens, 0, block_size)
+        return self.blocks_in(rest, block_size)
+
+    def blocks_in(self, cache_bytes: int, block_size: int) -> int:
+        """Return how many blocks so many bytes pay for, with the states beside them."""
+        most = cache_bytes // (self.kv_bytes_per_token * block_size)
+        return bisect_right(
+            range(1, most + 1), cache_bytes, key=lambda n: self.cache_bytes(n, block_size)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +139,9 @@ class Capabilities:
         devices: Those that `device` may name; empty when the setting has no meaning.
         arithmetic: What the bits of its numbers depend on, beside the model: two workers where it
             is equal compute equal texts.  Empty when it is the same wherever this executor runs.
-        num_threads: How many threads compute a step.
+        num_threads: How many threads compute a step, in each process.
+        num_shards: In how many processes side by side each layer is computed.
+        num_stages: In how many processes after each other the layers are.
     """
 
     memory: MemoryRequirements
@@ -117,6 +154,8 @@ class Capabilities:
     devices: tuple[str, ...] = ()
     arithmetic: str = ""
     num_threads: int = 1
+    num_shards: int = 1
+    num_stages: int = 1
 
     def at_most(self, num_sequences: int) -> int:
         """Return how many of so many sequences may share a step."""
@@ -163,19 +202,26 @@ class KVCache(Protocol):
     thread takes KV from and to other workers while steps run, and the engine's thread swaps KV out
     and in between two steps.  So each call needs buffers of its own, and a lock around what calls
     share.  If there is an attribute `copies_at_once`, it is the number of transfer threads; else
-    there is one.
+    there is one.  Attributes `num_shards` and `stages` say in which places heads and layers are, so
+    that no segment comes from two: see `wire.transfer.plan`.
 
-    A state lies with the block of the last token before it.  When a sequence goes on behind a full
-    block, the state that is there stays: others may share the block and go on from it.
+    A state lies with the block of the last token before it, in a slot (`worker.model.state_slots`).
+    When a sequence goes on behind a full block, the state that is there stays as long as the engine
+    wants: others may share the block and go on from it.
 
     The callers keep apart who uses a block: what one call or step writes, no other reads or writes
     meanwhile.  There is one exception: while a `pack` is under way its blocks may be given back and
-    written to again.  It must not fail by that; what it returns then is thrown away.
+    written to again.  It may not find a state then and raise ValueError; what it does or returns is
+    of no account.
     """
 
     num_blocks: int
     block_size: int
     layout: KVLayout
+
+    @property
+    def state_slots(self) -> StateSlots:
+        """Where states lie; asked for only if the layout has states."""
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
         """Copy a rectangle of a sequence's KV out.
@@ -199,8 +245,11 @@ class Executor(Protocol):
     info: ModelInfo
     capabilities: Capabilities
 
-    def allocate(self, num_blocks: int, block_size: int) -> KVCache:
-        """Make the paged KV cache that later batches address."""
+    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:
+        """Make the paged KV cache that later batches address.
+
+        `num_states` is given only if the layout has states: for how many there is room.
+        """
 
     def forward(self, batch: Batch) -> Any:
         """Run the batch, write its KV, return logits (opaque to the engine) of `sample_rows`.

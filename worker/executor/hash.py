@@ -131,8 +131,10 @@ class HashKVCache(HostKVCache):
         kv: uint8 [num_blocks, num_layers, k|v, kv_heads, block_size, head_dim].
     """
 
-    def __init__(self, num_blocks: int, block_size: int, layout: KVLayout = LAYOUT) -> None:
-        super().__init__(layout, num_blocks, block_size)
+    def __init__(
+        self, num_blocks: int, block_size: int, layout: KVLayout = LAYOUT, num_states: int = 0
+    ) -> None:
+        super().__init__(layout, num_blocks, block_size, num_states)
         self._words: _U64 = self.items.view("<u8")
         self.kv: npt.NDArray[np.uint8] = self._words[..., None].view(np.uint8)
 
@@ -141,16 +143,13 @@ class HashKVCache(HostKVCache):
         blocks, offsets = np.divmod(batch.slots, self.block_size)
         words = kv_words(token_ids, batch.positions)
         self._words[blocks, :, :, :, offsets] = words
+        arrays = batch.query_starts, batch.context_lens, batch.block_tables
+        runs = self.state_slots.runs(*arrays) if self.states else []
         for states in self.states.values():
-            self._advance(states.view("<u8")[..., 0], words, batch)
-
-    def _advance(self, states: _U64, words: _U64, batch: Batch) -> None:
-        """Read each sequence's state where its last step left it, and write the one behind it."""
-        for index, start in enumerate(batch.query_starts[:-1].tolist()):
-            end, table = int(batch.query_starts[index + 1]), batch.block_tables[index]
-            first, last = int(batch.positions[start]), int(batch.positions[end - 1])
-            before = states[table[(first - 1) // self.block_size]] if first else 0
-            states[table[last // self.block_size]] = state_after(words[start:end], before)
+            of_slot = states.view("<u8")[..., 0]
+            for run in runs:
+                before = 0 if run.before is None else of_slot[run.before]
+                of_slot[run.after] = state_after(words[run.start : run.stop], before)
 
     def digest(self, block_table: Sequence[int], num_tokens: int) -> int:
         """Hash all that the last of so many tokens sees."""
@@ -173,15 +172,15 @@ class HashExecutor:
 
     def __init__(self, info: ModelInfo, *, step_delay_s: float = 0.0) -> None:
         self.info = info
-        memory = MemoryRequirements(0, 0, info.layout.token_bytes)
+        memory = MemoryRequirements(0, 0, info.layout.token_bytes, info.layout.state_bytes)
         self.capabilities = Capabilities(
             memory=memory, speculative=not info.layout.has_state, arithmetic="hash"
         )
         self.step_delay_s = step_delay_s
         self._cache: HashKVCache | None = None
 
-    def allocate(self, num_blocks: int, block_size: int) -> HashKVCache:
-        self._cache = HashKVCache(num_blocks, block_size, self.info.layout)
+    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> HashKVCache:
+        self._cache = HashKVCache(num_blocks, block_size, self.info.layout, num_states)
         return self._cache
 
     def forward(self, batch: Batch) -> list[int]:

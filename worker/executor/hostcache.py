@@ -1,9 +1,7 @@
 """Paged KV in host memory, for executors that compute without torch.
 
 An item is the `head_dim` values of one head, as bytes: nothing here computes with them, so one
-class serves every dtype, and copies move whole items.  A state lies with the block that holds the
-last token before it: what a sequence has behind a whole number of blocks stays there for others.
-NumPy only.
+class serves every dtype, and copies move whole items.  NumPy only.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.model.pool_shape import PoolShape
+from worker.model.state_slots import StateSlots
 
 Items = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -29,10 +28,12 @@ class HostKVCache:
     Attributes:
         items: [num_blocks, num_layers, k|v, kv_heads, block_size] items, the layers of one group
             after those of another.
-        states: By group, uint8 [num_blocks, num_layers, heads, head_bytes].
+        states: By group, uint8 [num_states, num_layers, heads, head_bytes].
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, block_size: int, num_states: int = 0
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -43,10 +44,11 @@ class HostKVCache:
         kind = "u" if item_bytes in (1, 2, 4, 8) else "V"
         self.items: Items = np.zeros((num_blocks, *self._row, block_size), f"{kind}{item_bytes}")
         self.states: dict[int, Bytes] = {
-            index: np.zeros((num_blocks, it.num_layers, it.num_heads, it.head_bytes), np.uint8)
+            index: np.zeros((num_states, it.num_layers, it.num_heads, it.head_bytes), np.uint8)
             for index, it in enumerate(layout.groups)
             if isinstance(it, StateGroup)
         }
+        self.state_slots = StateSlots(num_states, block_size)
 
     def rows(self, block_table: Sequence[int] | npt.NDArray[Any], num_tokens: int) -> Bytes:
         """Copy the KV of a sequence's first tokens out, a row for each token.
@@ -70,7 +72,8 @@ class HostKVCache:
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
         blocks, layers, heads = self._place(block_table, rectangle)
         if rectangle.group in self.states:
-            states = self.states[rectangle.group][blocks[-1], layers, heads]
+            slot = self.state_slots.find(block_table, rectangle.tokens.start)
+            states = self.states[rectangle.group][slot, layers, heads]
             return memoryview(states.tobytes())
         items = self.items[blocks, layers, :, heads]
         # [block, layer, k|v, head, offset] to [layer, k|v, head, token]
@@ -84,7 +87,8 @@ class HostKVCache:
         if len(segment) != rectangle.num_bytes(self.layout):
             raise ValueError(f"{len(segment)} bytes of KV do not fill {rectangle}")
         if rectangle.group in self.states:
-            states = self.states[rectangle.group][blocks[-1], layers, heads]
+            slot = self.state_slots.take(block_table, rectangle.tokens.start)
+            states = self.states[rectangle.group][slot, layers, heads]
             states[:] = np.frombuffer(segment, np.uint8).reshape(states.shape)
             return
         tokens = rectangle.tokens

@@ -59,7 +59,7 @@ class StepwiseExecutor:
         self._model = model
         self._cache: HostKVCache | None = None
 
-    def allocate(self, num_blocks: int, block_size: int) -> HostKVCache:
+    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> HostKVCache:
         self._cache = HostKVCache(self.info.layout, num_blocks, block_size)
         return self._cache
 
@@ -171,7 +171,7 @@ def describe(
         msgspec.convert(msgspec.to_builtins(layout), KVLayout)  # as peers will read it
     except msgspec.ValidationError as error:
         raise ValueError(f"{layout}: {error}") from error
-    if layout.window is not None or layout.has_state:
+    if layout.windows or layout.has_state:
         raise ValueError(f"{layout}: all layers have to keep the KV of all tokens here")
     asked = settings.get("max_model_len")
     if asked is not None and not 0 < asked <= max_model_len:

@@ -6,20 +6,26 @@ Turns the engine's NumPy batch into tensors, runs the transformer, samples.  The
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 
 from kernels import KernelError, PagedBatch, check_pool
+from kernels.contract import Run
+from kernels.delta_rule import plan_runs
 from wire.errors import ErrorCode
-from wire.layout import KVGroup, KVLayout
+from wire.layout import Group, KVGroup, KVLayout, StateGroup
 from wire.options import Structure
 from worker.executor import sampler
 from worker.executor.batch import Batch, rows_of
 from worker.executor.contract import (
     Attention,
     Capabilities,
+    KVCache,
     MemoryRequirements,
     ModelInfo,
     SampledToken,
@@ -27,12 +33,13 @@ from worker.executor.contract import (
 )
 from worker.executor.grammars import Grammars
 from worker.executor.structure import Structured
-from worker.model.config import DTYPES, ModelError
+from worker.model.config import DTYPES, ModelConfig, ModelError, read_config
 from worker.model.device import find_device
 from worker.model.graphs import DecodeGraphs, graphs_of
 from worker.model.kv_cache import TorchKVCache
 from worker.model.loader import Model, load_model
 from worker.model.pool_shape import layers_by_window
+from worker.model.ranks import Ranks
 
 # A longer step no longer saves time per row on a CPU; 128 rows still take most of the time of 256.
 _ENOUGH_ON_CPU = 256
@@ -85,7 +92,8 @@ class TorchExecutor:
         weights: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
-    ) -> TorchExecutor:
+        ranks: Ranks | None = None,
+    ) -> Self:
         """Load a Hugging Face directory.
 
         Args:
@@ -98,6 +106,7 @@ class TorchExecutor:
                 int8 then, all else is as `dtype` says.
             device: See `worker.model.device.find_device`.
             max_model_len: Longest sequence in tokens; None for the model's own limit.
+            ranks: With which other processes to compute, each of which loads its part.
 
         Raises:
             ModelError: The directory, a setting or the length cannot be served.
@@ -111,8 +120,9 @@ class TorchExecutor:
             kv_dtype=_dtype("kv_dtype", kv_dtype),
             compiled=place.type == "cpu",
             in_int8=weights == "int8",
+            ranks=ranks,
         )
-        config = model.config
+        config = read_config(path)
         limit = config.max_positions
         if max_model_len is not None and not 0 < max_model_len <= limit:
             raise ModelError(
@@ -125,11 +135,11 @@ class TorchExecutor:
             vocab_size=config.vocab_size,
             max_model_len=max_model_len or limit,
             eos_token_ids=config.eos_token_ids,
-            layout=_layout(model),
+            layout=layout_of(config, model.kv_dtype),
         )
         return cls(model, info, path)
 
-    def allocate(self, num_blocks: int, block_size: int) -> TorchKVCache:
+    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:
         """Make the paged KV cache that later batches address.
 
         Raises:
@@ -137,20 +147,11 @@ class TorchExecutor:
         """
         model = self._model
         assert model is not None, "allocate after shutdown"
-        is_cuda = model.device.type == "cuda"
-        # Sequences that only pad a recorded step to its size write their KV to a spare block.
-        spare_blocks = 1 if is_cuda else 0
-        cache = TorchKVCache(
-            self.info.layout, num_blocks, block_size, model.device, spare_blocks=spare_blocks
-        )
-        try:
-            check_pool(cache.pool)
-        except KernelError as error:
-            raise ValueError(f"device {model.device}: {error}; see --block-size") from error
-        self._cache = cache
-        if is_cuda:
-            self._graphs = graphs_of(model, cache.pool, self.info.max_model_len, num_blocks)
-        return cache
+        self._cache = make_cache(model, self.info.layout, num_blocks, block_size, num_states)
+        if model.device.type == "cuda":
+            pool, limit = self._cache.pool, self.info.max_model_len
+            self._graphs = graphs_of(model, pool, limit, num_blocks)
+        return self._cache
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run the batch and write its KV.
@@ -159,32 +160,50 @@ class TorchExecutor:
             [R + Q, vocab] float32 logits of `sample_rows`, then of `score_rows`, on the device;
             valid until the next step.
         """
-        assert self._model is not None and self._cache is not None, "forward before allocate"
+        assert self._cache is not None, "forward before allocate"
         self._grammars.start(batch.samplings)
         rows = batch.sample_rows
         if batch.scorings:
             rows = np.concatenate([rows, batch.score_rows])
+        runs: list[Run] = []
+        if self.info.layout.has_state:
+            arrays = batch.query_starts, batch.context_lens, batch.block_tables
+            runs = self._cache.state_slots.runs(*arrays)
         paged = PagedBatch(
             slots=torch.from_numpy(batch.slots),
             query_starts=torch.from_numpy(batch.query_starts),
             context_lens=torch.from_numpy(batch.context_lens),
             block_tables=torch.from_numpy(batch.block_tables),
         )
-        token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
-        if self._graphs is not None and self._graphs.take(len(rows), paged):
-            logits = self._graphs.forward(token_ids, positions, paged)
-        else:
-            device = self._model.device
-            logits = self._model.forward(
-                token_ids.to(device),
-                positions.to(device),
-                self._cache.pool,
-                paged,
-                torch.from_numpy(rows).to(device),
-            )
+        logits = self._compute(
+            torch.from_numpy(batch.token_ids),
+            torch.from_numpy(batch.positions),
+            paged,
+            torch.from_numpy(rows),
+            runs,
+        )
         # Before anybody learns which blocks this step has computed, and copies or frees them.
         self._cache.mark()
         return logits
+
+    def _compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: PagedBatch,
+        rows: torch.Tensor,
+        runs: Sequence[Run],
+    ) -> torch.Tensor:
+        """Return the logits of rows of a step; everything lies in host memory."""
+        assert self._model is not None and self._cache is not None
+        if self._cache.states is not None:
+            batch = replace(batch, states=plan_runs(self._cache.states, runs))
+        if self._graphs is not None and self._graphs.take(len(rows), batch):
+            return self._graphs.forward(token_ids, positions, batch)
+        token_ids, positions, rows = (
+            it.to(self._model.device) for it in (token_ids, positions, rows)
+        )
+        return self._model.forward(token_ids, positions, self._cache.pool, batch, rows)
 
     def sample(self, logits: torch.Tensor, batch: Batch) -> list[SampledToken]:
         """Draw one token per sampled row; see `worker.executor.sampler`."""
@@ -214,6 +233,28 @@ class TorchExecutor:
         self._grammars.shutdown()
 
 
+def make_cache(
+    model: Model, layout: KVLayout, num_blocks: int, block_size: int, num_states: int = 0
+) -> TorchKVCache:
+    """Make the KV cache of a model, or of a part of it, where it computes.
+
+    Raises:
+        ValueError: The device's kernels do not serve blocks of that size, or such heads.
+    """
+    # Sequences that only pad a recorded step to its size write their KV to a spare block.
+    spare_blocks = 1 if model.device.type == "cuda" else 0
+    cache = TorchKVCache(
+        *(layout, num_blocks, block_size, model.device),
+        num_states=num_states,
+        spare_blocks=spare_blocks,
+    )
+    try:
+        check_pool(cache.pool)
+    except KernelError as error:
+        raise ValueError(f"device {model.device}: {error}; see --block-size") from error
+    return cache
+
+
 def _without_mask(batch: Batch, row: int) -> SequenceFailed:
     """Say why the sequence of a row cannot be held to its structure."""
     found = next(it.sampling for it in rows_of(batch.samplings) if it.index == row)
@@ -235,19 +276,26 @@ def _check(place: torch.device, dtype: str, kv_dtype: str, weights: str) -> None
         )
 
 
-def _layout(model: Model) -> KVLayout:
-    config = model.config
-    groups = [
+def layout_of(config: ModelConfig, kv_dtype: torch.dtype) -> KVLayout:
+    """Return the layout of a model whose keys and values are kept in this dtype."""
+    groups: list[Group] = [
         KVGroup(
             num_layers=len(layers),
             num_kv_heads=config.num_kv_heads,
             key_dim=config.head_dim,
             value_dim=config.head_dim,
-            dtype=str(model.kv_dtype).removeprefix("torch."),
+            dtype=str(kv_dtype).removeprefix("torch."),
             window=window,
         )
         for window, layers in layers_by_window(config.windows).items()
     ]
+    states = config.delta_layers
+    if states:
+        heads = states[0]
+        head_bytes = heads.state_size * torch.float32.itemsize
+        groups.append(
+            StateGroup(num_layers=len(states), num_heads=heads.num_heads, head_bytes=head_bytes)
+        )
     return KVLayout(groups=tuple(groups))
 
 
@@ -256,24 +304,31 @@ def _capabilities(model: Model, layout: KVLayout) -> Capabilities:
     kinds = {Attention.PAGED, Attention.of(config.num_heads, config.num_kv_heads)}
     if any(config.windows):
         kinds.add(Attention.SLIDING_WINDOW)
+    if config.delta_layers:
+        kinds.add(Attention.LINEAR)
     # The widest point of a layer: the residual, its norm, and gate, up and their product; of each
     # expert that a token goes to what it reads and makes as well.
     hidden = config.hidden_size
-    width = 2 * hidden + max(
+    widths = [
         3 * config.intermediate_size
         if it.experts is None
         else it.experts.top_k * (2 * hidden + 3 * it.experts.intermediate_size)
+        + 3 * it.experts.shared_size
         for it in config.layers
-    )
+    ]
+    # What a delta net reads, convolved and split: in float32, two numbers of 16 bits.
+    widths += [2 * 3 * it.num_heads * it.channels for it in config.delta_layers]
+    width = 2 * hidden + max(widths)
     return Capabilities(
         memory=MemoryRequirements(
             parameter_bytes=model.parameter_bytes,
             activation_bytes_per_token=width * model.dtype.itemsize,
             kv_bytes_per_token=layout.token_bytes,
+            state_bytes=layout.state_bytes,
         ),
         attention=frozenset(kinds),
         enough_tokens=_ENOUGH_ON_CPU if model.device.type == "cpu" else None,
-        speculative=True,
+        speculative=not layout.has_state,
         dtypes=tuple(DTYPES),
         devices=("cpu", "cuda"),
         arithmetic=model.arithmetic,

@@ -1,12 +1,14 @@
 """The forward pass on a CPU: programs of compiled loops over packed weights.
 
 A program is made once for a number of tokens; its operations read and write the same buffers each
-time it runs.
+time it runs.  A shard has several, and between two of them it adds up with the others what each has
+computed.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from kernels.cpu.inputs import StepInputs
 from kernels.cpu.linear import ELEMENTS, PackedWeight
 from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.linear_int8 import MAX_INPUTS, Int8Weight
-from kernels.cpu.program import Operation, Program
+from kernels.cpu.program import Operation
 from kernels.cpu.rotary import rotate_and_append
 from kernels.cpu.rowwise import embed, norm
 from kernels.cpu.simd import PANEL
@@ -26,17 +28,21 @@ from kernels.cpu.work_items import WorkItems
 from worker.model.config import ModelConfig
 from worker.model.device import arithmetic_of
 from worker.model.packed import (
+    Call,
     ExpertRoom,
     Packed,
     PackedExperts,
     PackedMLP,
     Projection,
+    added_up,
     bytes_of,
     gated_rows,
+    in_one_call,
 )
 from worker.model.pool_shape import places
+from worker.model.ranks import Ranks
 from worker.model.rope import inverse_frequencies
-from worker.model.weights import ExpertMLP, Layer, Weights
+from worker.model.weights import Attention, ExpertMLP, Layer, Weights
 
 # Programs that are kept: decode steps have few numbers of tokens, prompts have any.
 MAX_PROGRAMS = 64
@@ -49,27 +55,39 @@ class CompiledTransformer:
     whatever the weights are kept in.  `in_int8` the weights are rounded to 8 bits, and attention
     alone is the dtype's.  All else is float32.
 
-    Attributes are those of `worker.model.transformer.Transformer`.
+    Attributes are those of `worker.model.transformer.Transformer`.  With `ranks` it is a shard, as
+    `worker.model.sharded` is.
     """
 
     dtype = torch.float32
 
-    def __init__(self, weights: Weights, dtype: torch.dtype, *, in_int8: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        dtype: torch.dtype,
+        *,
+        in_int8: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.config, self.device, self.kv_dtype = weights.config, weights.device, weights.kv_dtype
-        config = self.config
+        config, self._ranks = self.config, ranks
         self.arithmetic = arithmetic_of(self.device, dtype)
         if dtype is torch.bfloat16:
             # Of two equal processors one may be refused its tiles by the system.
             self.arithmetic += f" {best_way().name.lower()}"
         if in_int8:
             self.arithmetic += " int8"
+        if ranks is not None:
+            self.arithmetic += ranks.shard.arithmetic
         in_floats = PairedWeight if dtype is torch.bfloat16 else PackedWeight
         self._packed: Packed = Int8Weight if in_int8 else in_floats
         self._layers = [_PackedLayer.of(layer, self._packed) for layer in weights.release_layers()]
         self._norm = weights.norm
-        self._head = self._packed(weights.head)
+        # A stage that is not the last has none.
+        self._head = self._packed(weights.head) if len(weights.head) else None
         # The panels hold the embeddings too where the two are one.
-        self._embedding = self._head if config.tied_embeddings else weights.embed
+        is_tied = weights.head is weights.embed
+        self._embedding = self._head if self._head is not None and is_tied else weights.embed
         # Rounded as models were trained with it.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._frequencies = {
@@ -80,9 +98,9 @@ class CompiledTransformer:
         self._buffers = _Buffers(config, 0, self._packed, dtype)
         self.parameter_bytes = self._int8_bytes() if in_int8 else weights.parameter_bytes
         self._inputs = self._inputs_for(0)
-        self._logits = torch.empty(0, self._head.num_columns)
+        self._logits = torch.empty(0, 0 if self._head is None else self._head.num_columns)
         self._pool: torch.Tensor | None = None
-        self._programs: OrderedDict[tuple[int, int], Program] = OrderedDict()
+        self._programs: OrderedDict[tuple[int, int], Call] = OrderedDict()
 
     @staticmethod
     def best_dtype(config: ModelConfig) -> torch.dtype:
@@ -92,14 +110,22 @@ class CompiledTransformer:
         return torch.bfloat16 if is_paired and fits else torch.float32
 
     @staticmethod
+    def knows(config: ModelConfig) -> bool:
+        """Whether there are loops for all that layers of this model have."""
+        has_shared = any(it.experts is not None and it.experts.shared_size for it in config.layers)
+        return not (config.delta_layers or config.has_output_gate or has_shared)
+
+    @staticmethod
     def fits(
         config: ModelConfig, dtype: torch.dtype, *kept: torch.dtype, in_int8: bool = False
     ) -> bool:
-        """Whether the loops can compute this model: its widths are whole panels.
+        """Whether the loops can compute this model: they know its layers, its widths are panels.
 
         In bfloat16 and `in_int8` gate and up are so each by itself.  `kept` is what weights and KV
         are kept in.
         """
+        if not CompiledTransformer.knows(config):
+            return False
         factor = 1 if in_int8 or dtype is torch.bfloat16 else 2
         inner = (size * factor for size in config.intermediate_sizes)
         widths = (config.head_dim, config.hidden_size, *inner)
@@ -118,10 +144,13 @@ class CompiledTransformer:
         """Compute one step; see `worker.model.transformer.Transformer.forward`."""
         num_tokens, num_rows = len(token_ids), len(rows)
         program = self._program(pool, num_tokens, num_rows)
+        if self._ranks is not None:
+            token_ids = self._ranks.shard.rows(token_ids, self.config.vocab_size)
         self._inputs.set(token_ids.int(), positions.int(), batch.slots, rows.int())
         self._items.set(batch)
-        program.run()
-        return self._logits[:num_rows, : self.config.vocab_size]
+        program()
+        logits = self._logits[:num_rows, : self.config.vocab_size]
+        return logits if self._ranks is None else self._gathered(logits, self._ranks)
 
     def _int8_bytes(self) -> int:
         """Return what the model takes once its matrices are int8."""
@@ -130,11 +159,19 @@ class CompiledTransformer:
             bytes_of(part) for layer in self._layers for part in layer
         )
 
-    def _program(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> Program:
+    def _gathered(self, logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """Return the logits of all tokens; only the leader has any."""
+        vocab_size = self.config.vocab_size
+        if not ranks.shard.is_last:
+            return logits.new_empty(0, vocab_size)
+        own = logits[:, : ranks.shard.num_rows(vocab_size)]
+        return ranks.gather(own.contiguous())[:, :vocab_size]
+
+    def _program(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> Call:
         self._make_room(pool, num_tokens, num_rows)
         program = self._programs.get((num_tokens, num_rows))
         if program is None:
-            program = Program(self._operations(pool, num_tokens, num_rows))
+            program = in_one_call(self._operations(pool, num_tokens, num_rows))
             self._programs[num_tokens, num_rows] = program
             if len(self._programs) > MAX_PROGRAMS:
                 self._programs.popitem(last=False)
@@ -154,13 +191,16 @@ class CompiledTransformer:
             self._programs.clear()
             # In powers of two, as sequences come one by one.  Not allocated anew in each step: 32
             # rows of a large vocabulary are a thousand pages that the system would have to clear.
-            self._logits = torch.empty(1 << (num_rows - 1).bit_length(), self._head.num_columns)
+            room = 1 << (num_rows - 1).bit_length()
+            self._logits = torch.empty(room, self._logits.shape[1])
 
     def _inputs_for(self, num_tokens: int) -> StepInputs:
         return StepInputs(num_tokens, torch.stack([*self._frequencies.values()]))
 
-    def _operations(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> list[Operation]:
-        """Return the operations from token ids to logits."""
+    def _operations(
+        self, pool: torch.Tensor, num_tokens: int, num_rows: int
+    ) -> list[Operation | Call]:
+        """Return what is done from token ids to logits."""
         config, buffers, inputs = self.config, self._buffers, self._inputs
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         heads, attended = buffers.heads[:num_tokens], buffers.attended[:num_tokens]
@@ -176,7 +216,7 @@ class CompiledTransformer:
         program = [
             self._items.plan(),
             inputs.load(num_tokens, num_rows),
-            embed(inputs.token_ids[:num_tokens], self._embedding, hidden, self._embedding_scale),
+            *self._begin(hidden),
         ]
         in_pool = places(config.windows)
         for layer, own, place in zip(self._layers, config.layers, in_pool, strict=True):
@@ -191,32 +231,51 @@ class CompiledTransformer:
                 layer.qkv.of(normed, projected),
                 rotate_and_append(heads, rotation, pool, place, slots, layer.qk_norm, eps),
                 attention,
-                *layer.o.added(attended, hidden, planes, added, eps),
+                *layer.o.added(attended, hidden, planes, added, eps, self._ranks),
                 norm(hidden, layer.mlp_norm, eps, normed),
                 *self._feed_forward(layer, num_tokens),
             ]
-        last = buffers.normed[:num_rows]
+        return [*program, *self._end(hidden, num_rows)]
+
+    def _begin(self, hidden: torch.Tensor) -> list[Operation | Call]:
+        """Return what makes the hidden states that the first layer reads."""
+        if self._ranks is not None and not self._ranks.shard.is_first:
+            return [partial(self._ranks.receive, hidden)]
+        token_ids = self._inputs.token_ids[: len(hidden)]
+        rows = embed(token_ids, self._embedding, hidden, self._embedding_scale)
+        return [rows, *added_up(hidden, self._ranks)]
+
+    def _end(self, hidden: torch.Tensor, num_rows: int) -> list[Operation | Call]:
+        """Return what is made of the hidden states that the last layer leaves."""
+        if self._head is None:
+            assert self._ranks is not None
+            return [partial(_send, hidden, self._ranks)]
+        last, rows = self._buffers.normed[:num_rows], self._inputs.rows[:num_rows]
         return [
-            *program,
-            norm(hidden, self._norm, eps, last, inputs.rows[:num_rows]),
+            norm(hidden, self._norm, self.config.norm_eps, last, rows),
             self._head.times(last, self._logits[:num_rows]),
         ]
 
-    def _feed_forward(self, layer: _PackedLayer, num_tokens: int) -> list[Operation]:
-        """Return the operations from normalized rows to what is added to `hidden`."""
-        config, buffers, mlp = self.config, self._buffers, layer.mlp
+    def _feed_forward(self, layer: _PackedLayer, num_tokens: int) -> list[Operation | Call]:
+        """Return what is done from normalized rows to what is added to `hidden`."""
+        config, buffers, mlp, ranks = self.config, self._buffers, layer.mlp, self._ranks
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
         if isinstance(mlp, PackedExperts):
             room, exact_norm = buffers.experts[mlp.config], None
             if self._packed is not PackedWeight:
                 exact_norm = norm(hidden, layer.mlp_norm, config.norm_eps, room.exact[:num_tokens])
-            return mlp.added(hidden, normed, exact_norm, room, config.activation)
+            return mlp.added(hidden, normed, exact_norm, room, config.activation, ranks)
         wide, gated = buffers.gate_up[:num_tokens], buffers.gated[:num_tokens]
         planes, added = buffers.planes[:num_tokens], buffers.added[:num_tokens]
         return [
             *mlp.gate_up.gated(normed, wide, gated, config.activation),
-            *mlp.down.added(gated, hidden, planes, added, config.norm_eps),
+            *mlp.down.added(gated, hidden, planes, added, config.norm_eps, ranks),
         ]
+
+
+def _send(hidden: torch.Tensor, ranks: Ranks) -> None:
+    """Hand on a copy, as the next step writes its own hidden states where these are."""
+    ranks.send(hidden.clone())
 
 
 class _PackedLayer(NamedTuple):
@@ -230,12 +289,14 @@ class _PackedLayer(NamedTuple):
 
     @classmethod
     def of(cls, layer: Layer, packed: Packed) -> _PackedLayer:
+        attention = layer.attention
+        assert isinstance(attention, Attention), "`fits` knows"
         return cls(
             attention_norm=layer.attention_norm,
-            qkv=Projection.packed(layer.qkv, packed),
-            qk_norm=layer.qk_norm,
-            sinks=layer.sinks,
-            o=Projection.packed(layer.o, packed, norm=layer.attention_post_norm),
+            qkv=Projection.packed(attention.qkv, packed),
+            qk_norm=attention.qk_norm,
+            sinks=attention.sinks,
+            o=Projection.packed(attention.o, packed, norm=layer.attention_post_norm),
             mlp_norm=layer.mlp_norm,
             mlp=PackedExperts.of(layer.mlp, packed)
             if isinstance(layer.mlp, ExpertMLP)

@@ -14,7 +14,7 @@ from typing import Final
 from kernels import GELU_TANH, SILU, Activation
 from wire.process.model import ModelError as ModelError
 from wire.process.model import check_family, read_json, text_keys
-from worker.model.families import FAMILIES, Experts, Family
+from worker.model.families import FAMILIES, DeltaHeads, Experts, Family
 from worker.model.keys import Keys, count, flag, positive
 from worker.model.rope import Rope
 
@@ -36,11 +36,13 @@ class LayerConfig:
         window: How many positions a query sees, its own included; None: all.
         rope: How queries and keys are rotated.
         experts: What its feed-forward is made of; None: it is one, for all tokens.
+        delta: The heads of its delta net, which keeps a state; None: it has attention.
     """
 
     window: int | None
     rope: Rope
     experts: Experts | None
+    delta: DeltaHeads | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class ModelConfig:
         attention_scale: What products of queries and keys are multiplied by.
         norm_shift: What is added to the weights of norms.
         has_sinks: Whether each head has a score that takes part in the softmax without a value.
+        has_output_gate: Whether what attention finds is gated.
         post_norms: Whether what attention and feed-forward add is normalized, too.
         embedding_scale: What embeddings are multiplied by.
         is_multimodal: Whether the checkpoint has more than the text part, which alone is read.
@@ -71,6 +74,7 @@ class ModelConfig:
     norm_eps: float
     norm_shift: float
     has_sinks: bool
+    has_output_gate: bool
     post_norms: bool
     activation: Activation
     embedding_scale: float
@@ -92,15 +96,22 @@ class ModelConfig:
     @property
     def intermediate_sizes(self) -> frozenset[int]:
         """The size of each layer's feed-forward, or of each of its experts."""
-        return frozenset(
-            self.intermediate_size if it.experts is None else it.experts.intermediate_size
-            for it in self.layers
-        )
+        return frozenset(map(self.intermediate_size_of, self.layers))
+
+    def intermediate_size_of(self, layer: LayerConfig) -> int:
+        """Return the size of a layer's feed-forward, or of each of its experts."""
+        own = layer.experts
+        return self.intermediate_size if own is None else own.intermediate_size
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer."""
-        return tuple(layer.window for layer in self.layers)
+        """The window of each layer that has attention."""
+        return tuple(layer.window for layer in self.layers if layer.delta is None)
+
+    @property
+    def delta_layers(self) -> tuple[DeltaHeads, ...]:
+        """The heads of each layer that keeps a state."""
+        return tuple(layer.delta for layer in self.layers if layer.delta is not None)
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -141,9 +152,12 @@ def _parse(config: Keys, eos_token_ids: frozenset[int]) -> ModelConfig:
         raise ModelError(str(error)) from error
     num_layers = count(config, "num_hidden_layers")
     windows, experts = family.windows(config, num_layers), family.experts(config, num_layers)
+    delta = family.delta(config, num_layers)
+    if None not in delta:
+        raise ModelError("layer_types has no layer with attention; one at least is needed")
     layers = (
-        LayerConfig(window, ropes.everywhere if window is None else ropes.windowed, own)
-        for window, own in zip(windows, experts, strict=True)
+        LayerConfig(window, ropes.everywhere if window is None else ropes.windowed, own, heads)
+        for window, own, heads in zip(windows, experts, delta, strict=True)
     )
     return ModelConfig(
         family=name,
@@ -158,6 +172,7 @@ def _parse(config: Keys, eos_token_ids: frozenset[int]) -> ModelConfig:
         norm_eps=_norm_eps(config),
         norm_shift=family.norm_shift,
         has_sinks=family.has_sinks,
+        has_output_gate=family.has_output_gate,
         post_norms=family.post_norms,
         activation=_activation(config, family),
         embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,

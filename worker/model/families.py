@@ -7,7 +7,7 @@ differ in is read by its functions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from wire.process.model import ModelError
@@ -71,6 +71,7 @@ class Experts:
         has_bias: Whether they, and what chooses among them, add a bias to their products.
         is_stacked: Whether a checkpoint has one matrix of all, turned over, where rows of gate and
             up alternate.
+        shared_size: Of one that every token goes to as well, by its own gate; 0: there is none.
     """
 
     num_experts: int
@@ -79,6 +80,7 @@ class Experts:
     is_normalized: bool
     has_bias: bool = False
     is_stacked: bool = False
+    shared_size: int = 0
 
 
 # Of each layer; None: its feed-forward is one.
@@ -97,12 +99,30 @@ def sparse_layers(keys: Keys, num_layers: int) -> ExpertLayers:
     num_experts = count(keys, key, 128, minimum=0)
     if num_experts == 0:
         return no_experts(keys, num_layers)
-    top_k = _top_k(keys, 8, num_experts)
+    top_k, size = _top_k(keys, 8, num_experts), count(keys, "moe_intermediate_size", 768)
+    experts = Experts(num_experts, top_k, size, flag(keys, "norm_topk_prob"))
+    return _on_some_layers(experts, keys, num_layers)
+
+
+def sparse_layers_with_shared(keys: Keys, num_layers: int) -> ExpertLayers:
+    """As `sparse_layers`, and every token goes to one more expert, which all share."""
+    num_experts = count(keys, "num_experts", 512, minimum=0)
+    if num_experts == 0:
+        return no_experts(keys, num_layers)
+    experts = Experts(
+        num_experts,
+        _top_k(keys, 10, num_experts),
+        count(keys, "moe_intermediate_size", 512),
+        flag(keys, "norm_topk_prob", default=True),
+        shared_size=count(keys, "shared_expert_intermediate_size", 512),
+    )
+    return _on_some_layers(experts, keys, num_layers)
+
+
+def _on_some_layers(experts: Experts, keys: Keys, num_layers: int) -> ExpertLayers:
     dense = keys.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(it) is int for it in dense):
         raise ModelError(f"mlp_only_layers is {dense!r}, not a list of layers' numbers")
-    size = count(keys, "moe_intermediate_size", 768)
-    experts = Experts(num_experts, top_k, size, flag(keys, "norm_topk_prob"))
     period = count(keys, "decoder_sparse_step", 1)
     return tuple(
         None if layer in dense or (layer + 1) % period else experts for layer in range(num_layers)
@@ -123,6 +143,67 @@ def stacked_experts(keys: Keys, num_layers: int) -> ExpertLayers:
     return (experts,) * num_layers
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """The heads of a layer that keeps a state instead of keys and values: a gated delta net.
+
+    Attributes:
+        num_heads: Of keys; each has `values_per_key` heads of values.
+        width: How many tokens the convolution before it sees.
+    """
+
+    num_heads: int
+    values_per_key: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def channels(self) -> int:
+        """How many numbers of a token the convolution has of one head: query, key and values."""
+        return 2 * self.key_dim + self.values_per_key * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        """How many numbers one head remembers of all tokens before."""
+        matrices = self.values_per_key * self.key_dim * self.value_dim
+        return self.channels * (self.width - 1) + matrices
+
+
+# Of each layer; None: it has attention.
+DeltaLayers = tuple[DeltaHeads | None, ...]
+
+
+def no_delta(_keys: Keys, num_layers: int) -> DeltaLayers:
+    """Every layer has attention."""
+    return (None,) * num_layers
+
+
+def delta_between(keys: Keys, num_layers: int) -> DeltaLayers:
+    """Layers by `layer_types`, or all but each `full_attention_interval`-th."""
+    if keys.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ModelError(f"hidden_act is {keys['hidden_act']!r}; with linear_attention it is silu")
+    num_keys = count(keys, "linear_num_key_heads", 16)
+    num_values = count(keys, "linear_num_value_heads", 32)
+    if num_values % num_keys:
+        raise ModelError(
+            f"linear_num_value_heads is {num_values}, no multiple of linear_num_key_heads = "
+            f"{num_keys}"
+        )
+    heads = DeltaHeads(
+        num_keys,
+        num_values // num_keys,
+        count(keys, "linear_key_head_dim", 128),
+        count(keys, "linear_value_head_dim", 128),
+        count(keys, "linear_conv_kernel_dim", 4, minimum=2),
+    )
+    period = count(keys, "full_attention_interval", 4)
+    types = _layer_types(keys, num_layers, "linear_attention")
+    if types is None:
+        return tuple(heads if (layer + 1) % period else None for layer in range(num_layers))
+    return tuple(heads if it == "linear_attention" else None for it in types)
+
+
 def one_rope(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
     """All layers rotate alike."""
     rope = read_rope(keys, head_dim, max_positions)
@@ -135,6 +216,25 @@ def one_rope_or_yarn(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
     if "rope_scaling" not in said and "rope_parameters" not in said:
         said["rope_scaling"] = _YARN
     return one_rope({"rope_theta": 150_000.0, **said}, head_dim, max_positions)
+
+
+def one_rope_of_a_part(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
+    """All layers rotate alike `partial_rotary_factor` of each head, a quarter by itself."""
+    key, parameters = "partial_rotary_factor", keys.get("rope_parameters")
+    nested = parameters if isinstance(parameters, dict) else {}
+    part = positive({**keys, **nested}, key, 0.25)
+    num_rotated = int(head_dim * part)
+    if num_rotated % 2 or not 0 < num_rotated <= head_dim:
+        raise ModelError(
+            f"{key} is {part}: of a head_dim of {head_dim} it must be an even number of "
+            "dimensions, at least 2"
+        )
+    plain = {name: value for name, value in keys.items() if name != key}
+    if nested:
+        plain["rope_parameters"] = {name: it for name, it in nested.items() if name != key}
+    rope = read_rope(plain, num_rotated, max_positions)
+    rope = replace(rope, num_still=head_dim - num_rotated)
+    return Ropes(rope, rope)
 
 
 def ropes_by_type(keys: Keys, head_dim: int, max_positions: int) -> Ropes:
@@ -178,9 +278,10 @@ class Family(NamedTuple):
         scaled_embedding: Whether embeddings are multiplied by the root of their size.
         tied_embeddings: Where `tie_word_embeddings` does not say.
         has_sinks: Whether each head has a score without a value.
+        has_output_gate: Whether what attention finds is gated, by rows beside each query's.
         is_clamped: Whether gates have a limit, and are those of `swiglu_alpha`.
         activation_key: What gates the feed-forward; `activation` where config.json does not say.
-        windows: Reads the windows of so many layers; `experts` likewise.
+        windows: Reads the windows of so many layers; `experts` and `delta` likewise.
         ropes: Reads how heads of such a size are rotated, up to so many positions.
     """
 
@@ -199,11 +300,13 @@ class Family(NamedTuple):
     tied_embeddings: bool = False
     is_biased: bool = False
     has_sinks: bool = False
+    has_output_gate: bool = False
     is_clamped: bool = False
     activation_key: str = "hidden_act"
     activation: str = "silu"
     windows: Callable[[Keys, int], Windows] = no_windows
     experts: Callable[[Keys, int], ExpertLayers] = no_experts
+    delta: Callable[[Keys, int], DeltaLayers] = no_delta
     ropes: Callable[[Keys, int, int], Ropes] = one_rope
 
 
@@ -239,6 +342,20 @@ FAMILIES: Final = {
     "qwen3_moe": Family(
         4, None, 32_768, None, qk_norm=True, windows=same_window_if_used, experts=sparse_layers
     ),
+    "qwen3_next": Family(
+        2,
+        256,
+        32_768,
+        None,
+        num_heads=16,
+        vocab_size=151_936,
+        qk_norm=True,
+        norm_shift=1.0,
+        has_output_gate=True,
+        experts=sparse_layers_with_shared,
+        delta=delta_between,
+        ropes=one_rope_of_a_part,
+    ),
     "gpt_oss": Family(
         8,
         64,
@@ -262,19 +379,26 @@ def _by_type(
     keys: Keys, num_layers: int, window: int | None, is_windowed: Callable[[int], bool]
 ) -> Windows:
     """Give layers this window by `layer_types`, or by a rule where that is missing."""
-    if keys.get("layer_types") is None:
+    types = _layer_types(keys, num_layers, "sliding_attention")
+    if types is None:
         return tuple(window if is_windowed(layer) else None for layer in range(num_layers))
-    types, known = keys["layer_types"], {"full_attention", "sliding_attention"}
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= known:
-        raise ModelError(
-            f"layer_types must name full_attention or sliding_attention for {num_layers} layers"
-        )
     if window is None and "sliding_attention" in types:
         raise ModelError(
             "layer_types has sliding_attention without sliding_window, or with "
             "use_sliding_window off"
         )
     return tuple(window if it == "sliding_attention" else None for it in types)
+
+
+def _layer_types(keys: Keys, num_layers: int, other: str) -> list[str] | None:
+    """Return what kind each layer is of, full_attention or an `other`; None: nobody says."""
+    types = keys.get("layer_types")
+    if types is None:
+        return None
+    is_list = isinstance(types, list) and len(types) == num_layers
+    if not is_list or not set(types) <= {"full_attention", other}:
+        raise ModelError(f"layer_types must name full_attention or {other} for {num_layers} layers")
+    return list(types)
 
 
 def _top_k(keys: Keys, default: int, num_experts: int) -> int:

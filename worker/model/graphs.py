@@ -108,8 +108,8 @@ def graphs_of(
     model: Model, pool: torch.Tensor, max_model_len: int, spare_block: int
 ) -> DecodeGraphs | None:
     """Return the graphs of a model on a GPU; None if its steps cannot be recorded."""
-    if any(layer.experts for layer in model.config.layers):
-        return None  # how many rows each expert has, the host waits for
+    if any(layer.experts or layer.delta for layer in model.config.layers):
+        return None  # how many rows each expert has, the host waits for; states change their slots
     from kernels.cuda.backend import wanted_blocks
 
     return DecodeGraphs(

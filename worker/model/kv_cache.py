@@ -16,10 +16,11 @@ import torch
 import kernels
 from kernels.cuda.lane import IN_FLIGHT
 from kernels.cuda.staging import Staging, Table, staging_of
-from wire.layout import KVLayout
+from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.model.pool_shape import PoolShape
+from worker.model.state_slots import StateSlots
 
 log = structlog.get_logger("worker")
 
@@ -27,7 +28,8 @@ log = structlog.get_logger("worker")
 class TorchKVCache:
     """Blocks of KV on one device: `pool` is [num_blocks, L, 2, Hkv, block_size, D].
 
-    The executor has `spare_blocks` more for itself, behind those that the engine knows.
+    The executor has `spare_blocks` more for itself, behind those that the engine knows.  States, of
+    layers that keep one, are in `states`, [num_states, L, H, F] float32; None for none.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class TorchKVCache:
         block_size: int,
         device: torch.device,
         *,
+        num_states: int = 0,
         spare_blocks: int = 0,
         make_staging: Callable[[torch.Tensor], Staging | None] = staging_of,
     ) -> None:
@@ -56,6 +59,12 @@ class TorchKVCache:
             dtype=getattr(torch, shape.dtype),
             device=device,
         )
+        self.state_slots = StateSlots(num_states, block_size)
+        group = next((it for it in layout.groups if isinstance(it, StateGroup)), None)
+        self.states: torch.Tensor | None = None
+        if group is not None:
+            shape_of_state = group.num_layers, group.num_heads, group.head_bytes // 4
+            self.states = torch.zeros(num_states, *shape_of_state, device=device)
         self._staging = make_staging(self.pool)
         # Copies by the host take cores from a step, so there is one at a time; those by a device
         # only have to be waited for.
@@ -72,12 +81,16 @@ class TorchKVCache:
         """Copy a rectangle of a sequence's KV out.
 
         Returns:
-            Contiguous bytes in the wire's order [layer][k|v][kv_head][token][head_dim]; the view
-            keeps its memory alive and nobody writes to it again.
+            Contiguous bytes in the wire's order [layer][k|v][kv_head][token][head_dim], or of a
+            state [layer][head]; the view keeps its memory alive and nobody writes to it again.
 
         Raises:
             ShapeError: The rectangle lies outside the layers or the block table.
+            ValueError: There is no such state.
         """
+        if self.is_state(rectangle):
+            slot = self.state_slots.find(block_table, rectangle.tokens.start)
+            return self.pack_state(slot, rectangle)
         layers, heads, tokens = self._place(rectangle)
         if self._staging is None:
             segment = kernels.pack_kv(self.pool, block_table, layers, tokens, heads=heads)
@@ -92,9 +105,16 @@ class TorchKVCache:
         Raises:
             ValueError: The segment's size does not fit the rectangle, or the rectangle the table.
         """
+        if self.is_state(rectangle):
+            size = rectangle.num_bytes(self.layout)
+            if len(segment) != size:
+                raise ValueError(f"the segment has {len(segment)} bytes, its rectangle {size}")
+            slot = self.state_slots.take(block_table, rectangle.tokens.start)
+            self.unpack_state(slot, rectangle, segment)
+            return
         layers, heads, tokens = self._place(rectangle)
         shape = (len(layers), 2, len(heads), len(tokens), self._shape.head_dim)
-        received = _tensor_over(segment)
+        received = tensor_over(segment)
         size = torch.Size(shape).numel() * self.pool.itemsize
         if received.numel() != size:
             raise ValueError(f"the segment has {received.numel()} bytes, its rectangle {size}")
@@ -103,6 +123,29 @@ class TorchKVCache:
             kernels.unpack_kv(self.pool, block_table, layers, tokens, values, heads)
         else:
             self._staging.unpack(block_table, layers, heads, tokens, values)
+
+    def is_state(self, rectangle: Rectangle) -> bool:
+        """Whether a rectangle is of layers that keep a state."""
+        return isinstance(self.layout.groups[rectangle.group], StateGroup)
+
+    def _state(self, slot: int, rectangle: Rectangle) -> torch.Tensor:
+        """Return a part of the state in a slot."""
+        _, layers, heads, _ = rectangle
+        assert self.states is not None
+        return self.states[slot, layers.start : layers.stop, heads.start : heads.stop]
+
+    def pack_state(self, slot: int, rectangle: Rectangle) -> memoryview:
+        """Copy a rectangle of the state in a slot out; see `pack`."""
+        state = self._state(slot, rectangle)
+        # In the order of what the device was asked for before, so there is nothing to wait for.
+        return state.to("cpu", copy=True).contiguous().view(-1).view(torch.uint8).numpy().data
+
+    def unpack_state(self, slot: int, rectangle: Rectangle, segment: Buffer) -> None:
+        """Copy a segment of the rectangle's size into the state in a slot."""
+        state = self._state(slot, rectangle)
+        # Copied before it is read as numbers: what is received may lie at any address.
+        received = tensor_over(segment).clone().view(torch.float32)
+        state.copy_(received.view(state.shape))
 
     def _place(self, rectangle: Rectangle) -> tuple[range, range, range]:
         """Return layers, as they lie in the pool, heads and tokens."""
@@ -141,7 +184,7 @@ class _Memory:
         }
 
 
-def _tensor_over(buffer: Buffer) -> torch.Tensor:
+def tensor_over(buffer: Buffer) -> torch.Tensor:
     """Return the buffer's bytes as a uint8 tensor without copying them; do not write to it."""
     if len(buffer) == 0:
         return torch.empty(0, dtype=torch.uint8)

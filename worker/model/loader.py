@@ -1,14 +1,16 @@
 """Reads safetensors files, whole or sharded, straight into a model's memory.
 
-Each tensor is copied into the rows it belongs in, which may have another dtype, so a model is never
-in memory twice.  A checkpoint has to fill every tensor and hold no other: a model with a part
-missing would answer with noise.
+Each tensor, or what a shard keeps of it, is copied into the rows it belongs in, which may have
+another dtype, so a model is never in memory twice.  A checkpoint has to fill every tensor and hold
+no other: a model with a part missing would answer with noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,13 +20,18 @@ from kernels.cpu.simd import PANEL
 from wire.process.model import ModelError, checkpoint_files
 from worker.model.compiled import CompiledTransformer
 from worker.model.config import read_config
-from worker.model.mxfp4 import BLOCKS, SCALES, widen_into
+from worker.model.mxfp4 import BLOCK, BLOCKS, SCALES, widen_into
+from worker.model.ranks import Ranks
+from worker.model.shard import WHOLE, Cut, Shard
+from worker.model.sharded import ShardedTransformer
 from worker.model.transformer import Transformer
 from worker.model.weights import Tensors, Weights
 
 Model = Transformer | CompiledTransformer
 # What all tensors are called that belong to no text.
 _NO_TEXT = ""
+# What they begin with that guess tokens further ahead.
+_AHEAD = "mtp."
 
 
 def load_model(
@@ -35,6 +42,7 @@ def load_model(
     kv_dtype: torch.dtype | None = None,
     compiled: bool = False,
     in_int8: bool = False,
+    ranks: Ranks | None = None,
 ) -> Model:
     """Load a model directory.
 
@@ -46,14 +54,22 @@ def load_model(
             float32 keeps the matrices of a 16-bit checkpoint in 16 bits and widens them as they are
             read, so nothing but memory and time changes.
         in_int8: Round the matrices to 8 bits, from the checkpoint's own dtype; compiled only.
+        ranks: With whom to compute it; None is alone.
 
     Raises:
         ModelError: The directory cannot be served; names the file and the key or tensor.
     """
+    shard = WHOLE if ranks is None else ranks.shard
     if not compiled:
-        return Transformer(load_weights(path, dtype, device, kv_dtype=kv_dtype))
-    config = read_config(path)
+        return _by_torch(load_weights(path, dtype, device, kv_dtype=kv_dtype, shard=shard), ranks)
+    # With the layers of all stages: they decide alike.
+    config = replace(shard, stage=0, stages=1).of(read_config(path))
     dtype = dtype or CompiledTransformer.best_dtype(config)
+    if in_int8 and not CompiledTransformer.knows(config):
+        raise ModelError(
+            f"{path / 'config.json'}: weights cannot be int8: layers of {config.family} have what "
+            "there are no loops for; leave --weights out"
+        )
     if in_int8 and not CompiledTransformer.fits(config, dtype, in_int8=True):
         sizes = " or ".join(map(str, sorted(config.intermediate_sizes)))
         raise ModelError(
@@ -63,11 +79,16 @@ def load_model(
             "leave --weights out"
         )
     kept = None if in_int8 or dtype is torch.float32 else dtype
-    weights = load_weights(path, kept, device, kv_dtype=kv_dtype or dtype)
-    if CompiledTransformer.fits(config, dtype, weights.weight_dtype, weights.kv_dtype):
-        return CompiledTransformer(weights, dtype, in_int8=in_int8)
+    weights = load_weights(path, kept, device, kv_dtype=kv_dtype or dtype, shard=shard)
+    fits = CompiledTransformer.fits(config, dtype, weights.weight_dtype, weights.kv_dtype)
+    if fits:
+        return CompiledTransformer(weights, dtype, in_int8=in_int8, ranks=ranks)
     weights.widen()
-    return Transformer(weights)
+    return _by_torch(weights, ranks)
+
+
+def _by_torch(weights: Weights, ranks: Ranks | None) -> Transformer:
+    return Transformer(weights) if ranks is None else ShardedTransformer(weights, ranks)
 
 
 def load_weights(
@@ -76,19 +97,25 @@ def load_weights(
     device: torch.device,
     *,
     kv_dtype: torch.dtype | None = None,
+    shard: Shard = WHOLE,
 ) -> Weights:
-    """Load the tensors of a model directory; see `load_model`.
+    """Load a shard's part of the tensors of a model directory; see `load_model`.
 
     Raises:
         ModelError: See there.
     """
     config = read_config(path)
-    weights = Weights(config, dtype or getattr(torch, config.dtype), device, kv_dtype)
+    dtype = dtype or getattr(torch, config.dtype)
+    weights = Weights(config, dtype, device, kv_dtype, shard)
     missing, halves = weights.named_tensors(), Tensors()
+    cuts = {name: shard.cut(config, name) for name in missing}
     # Some checkpoints with tied embeddings store the output matrix as well.
-    ignored = frozenset({"lm_head.weight", _NO_TEXT} if config.tied_embeddings else {_NO_TEXT})
+    ignored = {"lm_head.weight", _NO_TEXT} if config.tied_embeddings else {_NO_TEXT}
+    if not shard.is_whole:
+        whole = Weights(config, dtype, torch.device("meta")).named_tensors()
+        ignored |= whole.keys() - missing.keys()
     for file in checkpoint_files(path):
-        _load_file(file, missing, halves, ignored, is_multimodal=config.is_multimodal)
+        _load_file(file, missing, halves, cuts, ignored, is_multimodal=config.is_multimodal)
     if missing:
         raise ModelError(f"{path}: the checkpoint lacks {_some(missing)}")
     weights.finish_loading()
@@ -99,7 +126,8 @@ def _load_file(
     file: Path,
     missing: Tensors,
     halves: Tensors,
-    ignored: frozenset[str],
+    cuts: Mapping[str, Cut | None],
+    ignored: Set[str],
     *,
     is_multimodal: bool,
 ) -> None:
@@ -110,17 +138,26 @@ def _load_file(
     try:
         with safe_open(file, framework="pt") as tensors:
             held = {_text_name(name) if is_multimodal else name: name for name in tensors.keys()}
-            names = set(held) - ignored
+            names = {
+                it
+                for it in held
+                if not it.startswith(_AHEAD) and it not in ignored and _matrix_of(it) not in ignored
+            }
             for name in sorted(names - missing.keys()):
-                if _matrix_of(name) in missing:
-                    halves[name] = tensors.get_tensor(held[name])
-                    _widen(_matrix_of(name), missing, halves, file)
+                if (matrix := _matrix_of(name)) in missing:
+                    source = tensors.get_slice(held[name])
+                    halves[name] = _half(source, cuts[matrix], file, held[name])
+                    _widen(matrix, missing, halves, cuts[matrix], file)
                     names.discard(name)
             extra = {held[it] for it in names - missing.keys() if not it.endswith(".inv_freq")}
             if extra:
                 raise ModelError(f"{file}: unknown (or repeated) tensors {_some(extra)}")
             for name in names & missing.keys():
-                _fill(missing.pop(name), tensors.get_tensor(held[name]), file, held[name])
+                target, cut = missing.pop(name), cuts[name]
+                if cut is None:
+                    _fill(target, tensors.get_tensor(held[name]), file, held[name])
+                else:
+                    _fill_part(target, cut, tensors.get_slice(held[name]), file, held[name])
     except SafetensorError as error:
         raise ModelError(f"{file}: {error}") from error
 
@@ -130,13 +167,26 @@ def _matrix_of(name: str) -> str:
     return name.removesuffix(BLOCKS).removesuffix(SCALES)
 
 
-def _widen(name: str, missing: Tensors, halves: Tensors, file: Path) -> None:
+def _half(source: Any, cut: Cut | None, file: Path, name: str) -> torch.Tensor:
+    """Read the blocks, or their scales, that hold what is kept of a matrix."""
+    if cut is None:
+        return torch.as_tensor(source[:])
+    dim, kept, length = cut
+    if dim == -1:  # outputs, which are rows here
+        return _part(source, 1, kept, length, file, name)
+    groups = range(kept.start // BLOCK, -(-kept.stop // BLOCK))
+    return _part(source, 2, groups, -(-length // BLOCK), file, name)
+
+
+def _widen(name: str, missing: Tensors, halves: Tensors, cut: Cut | None, file: Path) -> None:
     """Fill a matrix of MXFP4 once both halves are there."""
     if name + BLOCKS in halves and name + SCALES in halves:
         # Its rows are those of the matrix, which the checkpoint's other dtypes have turned over.
         target = missing.pop(name).transpose(1, 2)
+        skipped = cut.kept.start % BLOCK if cut is not None and cut.dim == -2 else 0
+        blocks, scales = halves.pop(name + BLOCKS), halves.pop(name + SCALES)
         try:
-            widen_into(target, halves.pop(name + BLOCKS), halves.pop(name + SCALES))
+            widen_into(target, blocks, scales, skipped=skipped)
         except ValueError as error:
             raise ModelError(f"{file}: {name}: {error}") from error
 
@@ -163,6 +213,25 @@ def _fill(target: torch.Tensor, source: torch.Tensor, file: Path, name: str) -> 
     if not source.is_floating_point() or source.itemsize == 1:
         raise ModelError(f"{file}: {name} is {source.dtype}; quantized tensors are not supported")
     target.copy_(source)
+
+
+def _fill_part(target: torch.Tensor, cut: Cut, source: Any, file: Path, name: str) -> None:
+    """Fill with a part of a tensor, of which no more is read; zero what is beyond its end."""
+    dim, kept, length = cut
+    dim += target.dim()
+    part = _part(source, dim, kept, length, file, name)
+    _fill(target.narrow(dim, 0, len(kept)), part, file, name)
+    target.narrow(dim, len(kept), target.shape[dim] - len(kept)).zero_()
+
+
+def _part(source: Any, dim: int, kept: range, length: int, file: Path, name: str) -> torch.Tensor:
+    """Read these of the `length` indices that a dimension of a tensor has to have."""
+    shape = source.get_shape()
+    if len(shape) <= dim or shape[dim] != length:
+        raise ModelError(
+            f"{file}: {name} is {tuple(shape)}, config.json asks for {length} in dimension {dim}"
+        )
+    return torch.as_tensor(source[(slice(None),) * dim + (slice(kept.start, kept.stop),)])
 
 
 def _some(names: Iterable[str]) -> str:

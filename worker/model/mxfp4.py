@@ -14,6 +14,7 @@ import torch
 # What a name of the checkpoint ends in; without it, it is that of the matrix.
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK_BYTES = 16
+BLOCK = 2 * BLOCK_BYTES
 _SIZES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES: Final = (*_SIZES, *(-size for size in _SIZES))
 _PAIRS = torch.tensor([(_VALUES[byte % 16], _VALUES[byte // 16]) for byte in range(256)])
@@ -21,19 +22,23 @@ _PAIRS = torch.tensor([(_VALUES[byte % 16], _VALUES[byte // 16]) for byte in ran
 _POWERS = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
 
 
-def widen_into(target: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+def widen_into(
+    target: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, *, skipped: int = 0
+) -> None:
     """Fill the matrices of a target, one after another: never is more than one float32.
 
     Args:
-        target: [E, rows, columns] of any float dtype, columns a multiple of 32.
-        blocks: [E, rows, columns / 32, BLOCK_BYTES] uint8.
-        scales: [E, rows, columns / 32] uint8.
+        target: [E, rows, columns] of any float dtype.
+        blocks: [E, rows, groups, BLOCK_BYTES] uint8, as many as skipped + columns reach into.
+        scales: [E, rows, groups] uint8.
+        skipped: How many columns lie before those of the target.
 
     Raises:
         ValueError: Blocks or scales are of another shape or dtype; says which.
     """
     num_matrices, rows, columns = target.shape
-    shape = (num_matrices, rows, columns // (2 * BLOCK_BYTES))
+    end = skipped + columns
+    shape = (num_matrices, rows, -(-end // BLOCK))
     for name, tensor, wanted in (
         (BLOCKS, blocks, (*shape, BLOCK_BYTES)),
         (SCALES, scales, shape),
@@ -43,4 +48,4 @@ def widen_into(target: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor)
             raise ValueError(f"{name} are {found}, not torch.uint8 {list(wanted)}")
     for matrix, block, scale in zip(target, blocks, scales, strict=True):
         pairs = _PAIRS[block.int()].flatten(-2)
-        matrix.copy_((pairs * _POWERS[scale.int()][..., None]).flatten(-2))
+        matrix.copy_((pairs * _POWERS[scale.int()][..., None]).flatten(-2)[:, skipped:end])

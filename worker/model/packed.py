@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +15,17 @@ from kernels.cpu.groups import Groups
 from kernels.cpu.linear import PackedWeight
 from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.linear_int8 import Int8Weight
-from kernels.cpu.program import Operation
+from kernels.cpu.program import Operation, Program
 from kernels.cpu.rows_int8 import to_planes
 from kernels.cpu.rowwise import gate, norm
 from kernels.cpu.simd import PANEL
 from worker.model.families import Experts
+from worker.model.ranks import Ranks
 from worker.model.weights import ExpertMLP, GatedMLP, Linear
 
 Weight = PackedWeight | PairedWeight | Int8Weight
+# What a shard does between two operations, with others.
+Call = Callable[[], object]
 Packed = type[PackedWeight] | type[PairedWeight] | type[Int8Weight]
 
 
@@ -60,14 +65,6 @@ class Projection(NamedTuple):
         """Make y = x W^T + b."""
         return self.weight.times(x, y, bias=self.bias, groups=groups)
 
-    def of_rows(
-        self, x: torch.Tensor, y: torch.Tensor, planes: torch.Tensor, groups: Groups
-    ) -> list[Operation]:
-        """Make y = x W^T + b of rows that are not yet as products take them: see `added`."""
-        if isinstance(self.weight, Int8Weight):
-            return [to_planes(x, planes), self.of(planes, y, groups)]
-        return [self.of(x, y, groups)]
-
     def added(
         self,
         x: torch.Tensor,
@@ -75,19 +72,36 @@ class Projection(NamedTuple):
         planes: torch.Tensor,
         added: torch.Tensor,
         eps: float,
-    ) -> list[Operation]:
+        ranks: Ranks | None = None,
+    ) -> list[Operation | Call]:
         """Make y += x W^T + b, normalized if there is a norm for it.
 
-        `planes` is room for x as int8 weights take it, `added` for what is normalized.
+        `planes` is room for x as int8 weights take it, `added` for what is normalized; `ranks` have
+        other columns of x.
         """
-        program = []
-        if isinstance(self.weight, Int8Weight):
-            program.append(to_planes(x, planes))
-            x = planes
+        program, x = self._taken(x, planes)
         if self.norm is None:
-            return [*program, self.weight.times(x, y, bias=self.bias, is_added=True)]
+            times = self.weight.times(x, y, bias=self.bias, is_added=keeps_sum(ranks))
+            return [*program, times, *added_up(y, ranks)]
         times = self.weight.times(x, added, bias=self.bias)
-        return [*program, times, norm(added, self.norm, eps, y, is_added=True)]
+        norm_added = norm(added, self.norm, eps, y, is_added=True)
+        return [*program, times, *added_up(added, ranks), norm_added]
+
+    def added_by_token(
+        self, x: torch.Tensor, y: torch.Tensor, planes: torch.Tensor, groups: Groups
+    ) -> list[Operation | Call]:
+        """Add its share of each row of x W^T + b to the row of y of its token; see `added`."""
+        program, x = self._taken(x, planes)
+        times = self.weight.times(x, y, bias=self.bias, groups=groups, is_by_token=True)
+        return [*program, times]
+
+    def _taken(
+        self, x: torch.Tensor, planes: torch.Tensor
+    ) -> tuple[list[Operation | Call], torch.Tensor]:
+        """Return x as the product takes it, after the operations that make it so."""
+        if isinstance(self.weight, Int8Weight):
+            return [to_planes(x, planes)], planes
+        return [], x
 
     def gated(
         self,
@@ -157,7 +171,8 @@ class PackedExperts(NamedTuple):
         exact_norm: Operation | None,
         room: ExpertRoom,
         activation: Activation,
-    ) -> list[Operation]:
+        ranks: Ranks | None = None,
+    ) -> list[Operation | Call]:
         """Add to `hidden` what each token's experts make of its `normed` row.
 
         `exact_norm` writes these rows to `room.exact`, None where they are float32 as they are.
@@ -166,7 +181,7 @@ class PackedExperts(NamedTuple):
         num_rows = num_tokens * config.top_k
         logits, spread = room.logits[:num_tokens], room.spread[:num_rows]
         wide, gated = room.wide[:num_rows], room.gated[:num_rows]
-        planes, made = room.planes[:num_rows], room.made[:num_rows]
+        planes = room.planes[:num_rows]
         routes = Routes(num_tokens, config.num_experts, config.top_k)
         exact = normed if exact_norm is None else room.exact[:num_tokens]
         return [
@@ -175,8 +190,9 @@ class PackedExperts(NamedTuple):
             *routes.choose(logits, is_normalized=config.is_normalized),
             routes.spread(normed, spread),
             *self.gate_up.gated(spread, wide, gated, activation, routes.groups),
-            *self.down.of_rows(gated, made, planes, routes.groups),
-            routes.gather(made, hidden),
+            *zeros_unless(keeps_sum(ranks), hidden),
+            *self.down.added_by_token(gated, hidden, planes, routes.groups),
+            *added_up(hidden, ranks),
         ]
 
 
@@ -198,7 +214,42 @@ class ExpertRoom:
         self.wide = torch.empty(rows, 2 * inner if is_float else 0)
         self.gated = gated_rows(rows, inner, packed)
         self.planes = packed.inputs(rows, inner) if packed is Int8Weight else torch.empty(rows, 0)
-        self.made = torch.empty(rows, hidden_size)
+
+
+def in_one_call(parts: Iterable[Operation | Call]) -> Call:
+    """Make programs of what is between calls: where there are no calls, of all of it one."""
+    calls: list[Call] = []
+    operations: list[Operation] = []
+    for part in parts:
+        if isinstance(part, Operation):
+            operations.append(part)
+        else:
+            calls += [Program(operations).run, part]
+            operations = []
+    if not calls:
+        return Program(operations).run
+    calls.append(Program(operations).run)
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def keeps_sum(ranks: Ranks | None) -> bool:
+    """Whether this shard puts what was there before, which all have, into the sum: one must."""
+    return ranks is None or ranks.shard.rank == 0
+
+
+def zeros_unless(is_kept: bool, summand: torch.Tensor) -> list[Call]:
+    """Return the call that clears a sum before it is added to, unless it is kept."""
+    return [] if is_kept else [summand.zero_]
+
+
+def added_up(summand: torch.Tensor, ranks: Ranks | None) -> list[Call]:
+    """Return the call that makes the summand of each shard the sum of all; alone there is none."""
+    return [] if ranks is None or ranks.shard.size == 1 else [partial(ranks.add_up, summand)]
 
 
 def gated_rows(num_rows: int, size: int, packed: Packed) -> torch.Tensor:

@@ -42,16 +42,31 @@ class YarnScaling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotation of `head_dim` dimensions, base `theta`; `scaling`: none, a divisor, or a rule."""
+    """Rotation of the first `head_dim` dimensions, base `theta`; `num_still` more stay as they are.
+
+    `scaling`: none, a divisor, or a rule.
+    """
 
     head_dim: int
     theta: float
     scaling: float | Llama3Scaling | YarnScaling | None = None
+    num_still: int = 0
 
     @property
     def score_factor(self) -> float:
         """What scores are multiplied with, which saves doing so to both query and key."""
         return self.scaling.attention_factor**2 if isinstance(self.scaling, YarnScaling) else 1.0
+
+    @property
+    def order(self) -> list[int]:
+        """The dimensions of a head, ordered so that all of them are pairs (i, i + D / 2).
+
+        Those that stay are pairs, too, whose angle is 0.
+        """
+        rotated, whole = self.head_dim, self.head_dim + self.num_still
+        first, second = range(rotated // 2), range(rotated // 2, rotated)
+        middle = (rotated + whole) // 2
+        return [*first, *range(rotated, middle), *second, *range(middle, whole)]
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> Rope:
@@ -68,7 +83,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> R
         raise ValueError(f"{key} differs between layer types, which is not supported")
     for source in (parameters, config):
         if source.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError("partial_rotary_factor: only whole heads are rotated, it must be 1")
+            raise ValueError("partial_rotary_factor: this family rotates whole heads, it must be 1")
     theta = _positive(
         {"rope_theta": 10_000.0, **_only(config, "rope_theta"), **parameters}, "rope_theta"
     )
@@ -86,20 +101,25 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> R
 
 
 def inverse_frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
-    """Return [D / 2] float32 angles per position."""
+    """Return [D / 2] float32 angles per position, of pairs in the rope's `order`."""
+    still = torch.zeros(rope.num_still // 2)
+    return torch.cat((_frequencies(rope), still)).to(device)
+
+
+def _frequencies(rope: Rope) -> torch.Tensor:
     exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.scaling is None:
-        return plain.to(device)
+        return plain
     if isinstance(rope.scaling, float):
-        return (plain / rope.scaling).to(device)
+        return plain / rope.scaling
     if isinstance(rope.scaling, YarnScaling):
         kept = _kept_by_yarn(rope, rope.scaling)
     else:
         _, low, high, original = rope.scaling
         turns = original / (2 * math.pi / plain)  # over the original context
         kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return ((1 - kept) * plain / rope.scaling.factor + kept * plain).to(device)
+    return (1 - kept) * plain / rope.scaling.factor + kept * plain
 
 
 def rotation_of(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:

@@ -7,17 +7,21 @@ and no torch modules: tensors and functions.
 
 from __future__ import annotations
 
+from itertools import count
+
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding, linear, silu, softplus
 from torch.nn.functional import rms_norm as torch_rms_norm
 
 import kernels
 from kernels import PagedBatch
+from kernels.delta_rule import convolve, delta_rule
 from kernels.reference import rotated
+from worker.model.config import LayerConfig
 from worker.model.device import arithmetic_of
 from worker.model.pool_shape import places
 from worker.model.rope import inverse_frequencies, rotation_of
-from worker.model.weights import Layer, Weights
+from worker.model.weights import Attention, DeltaNet, Weights
 
 
 class Transformer:
@@ -41,7 +45,11 @@ class Transformer:
         self._frequencies = {
             layer.rope: inverse_frequencies(layer.rope, self.device) for layer in self.config.layers
         }
-        self._places = places(self.config.windows)
+        # Where in the pool of KV each layer lies that has attention, the others in that of states.
+        in_pool, in_states = iter(places(self.config.windows)), count()
+        self._places = [
+            next(in_pool if layer.delta is None else in_states) for layer in self.config.layers
+        ]
 
     @torch.inference_mode()
     def forward(
@@ -63,31 +71,54 @@ class Transformer:
             [R, vocab] float32 logits, valid until the next step.
         """
         weights, eps = self._weights, self.config.norm_eps
-        hidden = embedding(token_ids, weights.embed)
-        if self._embedding_scale != 1:
-            hidden *= self._embedding_scale
+        hidden = self._embed(token_ids)
         rotations = {rope: rotation_of(positions, it) for rope, it in self._frequencies.items()}
         norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.norm]
         normed = kernels.rms_norm(hidden, weights.layers[0].attention_norm, eps)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
-            rotation = rotations[layer.config.rope]
-            added = layer.o(self._attention(index, layer, normed, rotation, pool, batch))
+            place = self._places[index]
+            if isinstance(layer.attention, DeltaNet):
+                added = self._delta_net(layer.attention, normed, place, batch)
+            else:
+                rotation = rotations[layer.config.rope]
+                added = self._attention(
+                    layer.attention, layer.config, normed, rotation, pool, place, batch
+                )
+            added = self._whole(added)
             if layer.attention_post_norm is not None:
                 added = kernels.rms_norm(added, layer.attention_post_norm, eps)
             normed = kernels.add_rms_norm(hidden, added, layer.mlp_norm, eps)
-            added = layer.mlp(normed)
+            added = self._whole(layer.mlp(normed))
             if layer.mlp_post_norm is not None:
                 added = kernels.rms_norm(added, layer.mlp_post_norm, eps)
             normed = kernels.add_rms_norm(hidden, added, next_norm, eps)
-        return linear(normed[rows], weights.head).float()
+        return self._logits(hidden, normed[rows])
+
+    # What a process that has a part of the model does with others: `worker.model.sharded`.
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return what the first layer reads."""
+        hidden = embedding(token_ids, self._weights.embed)
+        if self._embedding_scale != 1:
+            hidden *= self._embedding_scale
+        return hidden
+
+    def _whole(self, summand: torch.Tensor) -> torch.Tensor:
+        """Return what a layer adds, given what this process has computed of it."""
+        return summand
+
+    def _logits(self, _hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the wanted rows, given what the last layer left."""
+        return linear(normed, self._weights.head).float()
 
     def _attention(
         self,
-        index: int,
-        layer: Layer,
+        layer: Attention,
+        own: LayerConfig,
         hidden: torch.Tensor,
         rotation: torch.Tensor,
         pool: torch.Tensor,
+        place: int,
         batch: PagedBatch,
     ) -> torch.Tensor:
         config = self.config
@@ -99,13 +130,49 @@ class Transformer:
                 torch_rms_norm(query_key, (config.head_dim,), None, config.norm_eps) * layer.qk_norm
             )
         query = rotated(heads[:, : config.num_heads], rotation)
-        key_value = heads[:, config.num_heads :]
+        gates_from = num_rotated + config.num_kv_heads
+        key_value, gate = heads[:, config.num_heads : gates_from], heads[:, gates_from:]
         # Keys lie before values in a row of the projection, as the pool has them.
-        key_value = key_value.view(len(heads), 2, config.num_kv_heads, config.head_dim)
-        place = self._places[index]
+        key_value = torch.unflatten(key_value, 1, (2, config.num_kv_heads))
         kernels.append_kv(pool, place, key_value, batch, rotation)
-        window, scale = layer.config.window, config.attention_scale * layer.config.rope.score_factor
+        window, scale = own.window, config.attention_scale * own.rope.score_factor
         attended = kernels.paged_attention(
             query, pool, place, batch, scale=scale, window=window, sinks=layer.sinks
         )
-        return attended.reshape(hidden.shape[0], -1)
+        if config.has_output_gate:
+            attended = attended * gate.sigmoid()
+        return layer.o(attended.reshape(hidden.shape[0], -1))
+
+    def _delta_net(
+        self, layer: DeltaNet, hidden: torch.Tensor, place: int, batch: PagedBatch
+    ) -> torch.Tensor:
+        states, heads, eps = batch.states, layer.config, self.config.norm_eps
+        assert states is not None, "layers that keep a state are given the states of a step"
+        number, per_key, depth = heads.num_heads, heads.values_per_key, heads.key_dim
+        # In float32 from here to the norm, whatever the model's dtype.
+        rows, betas = layer.inputs(hidden).float().tensor_split((-2 * number * per_key,), dim=1)
+        of_heads = torch.unflatten(rows, 1, (number, -1))
+        mixed, gate = of_heads.tensor_split((heads.channels,), dim=-1)
+        beta, decay = torch.unflatten(betas, 1, (number, -1)).tensor_split(2, dim=-1)
+        num_seen = heads.channels * (heads.width - 1)
+        seen, matrices = states.pool[:, place].tensor_split((num_seen,), dim=-1)
+        seen = torch.unflatten(seen, -1, (heads.channels, -1))
+        mixed = convolve(mixed, layer.convolution, seen, states)
+        query, key, value = mixed.tensor_split((depth, 2 * depth), dim=-1)
+        found = delta_rule(
+            _unit(query) * depth**-0.5,
+            _unit(key),
+            torch.unflatten(value, -1, (per_key, -1)),
+            layer.decay * softplus(decay + layer.decay_bias),
+            beta.sigmoid(),
+            torch.unflatten(matrices, -1, (per_key, depth, -1)),
+            states,
+        )
+        normed = torch_rms_norm(found, (heads.value_dim,), layer.norm, eps)
+        gated = normed * silu(torch.unflatten(gate, -1, (per_key, -1)))
+        return layer.out(gated.flatten(1).to(hidden.dtype))
+
+
+def _unit(heads: torch.Tensor) -> torch.Tensor:
+    """Return the heads with length 1, or nearly so if they are short."""
+    return heads * (heads.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

@@ -14,7 +14,9 @@ from torch.nn.functional import linear
 import kernels
 from kernels import Activation
 from worker.model.config import LayerConfig, ModelConfig
-from worker.model.families import Experts
+from worker.model.families import DeltaHeads, Experts
+from worker.model.rope import Rope
+from worker.model.shard import WHOLE, Shard
 
 Tensors = dict[str, torch.Tensor]
 
@@ -104,14 +106,40 @@ class GatedMLP:
 
 
 @dataclass(slots=True)
+class SharedMLP:
+    """y = sigmoid(gate(x)) * mlp(x): the expert that every token goes to."""
+
+    mlp: GatedMLP
+    gate: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [T, hidden] for [T, hidden]."""
+        return self.gate(x).sigmoid() * self.mlp(x)
+
+    def named(self, prefix: str) -> Tensors:
+        """Return the checkpoint's names and the rows each fills."""
+        return self.mlp.named(prefix + "shared_expert.") | self.gate.named(prefix)
+
+    def widen(self) -> None:
+        """Make the tensors float32."""
+        self.mlp.widen()
+        self.gate.widen()
+
+
+@dataclass(slots=True)
 class ExpertMLP:
-    """y = the sum of share * expert(x) over a token's experts; each expert is a gated MLP."""
+    """y = the sum of share * expert(x) over a token's experts; each expert is a gated MLP.
+
+    Attributes:
+        shared: What is added to it, of every token; None for nothing.
+    """
 
     config: Experts
     router: Linear
     gate_up: Linear
     down: Linear
     activation: Activation
+    shared: SharedMLP | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [T, hidden] for [T, hidden]."""
@@ -120,11 +148,14 @@ class ExpertMLP:
         gate_up, down = self.gate_up, self.down
         biases = None if gate_up.bias is None or down.bias is None else (gate_up.bias, down.bias)
         matrices = gate_up.weight, down.weight
-        return kernels.expert_mlp(x, experts, shares, *matrices, self.activation, biases)
+        made = kernels.expert_mlp(x, experts, shares, *matrices, self.activation, biases)
+        return made if self.shared is None else made + self.shared(x)
 
     def named(self, prefix: str) -> Tensors:
         """Return the checkpoint's names and the rows each fills."""
         experts, router = prefix + "experts.", self.router.named(prefix)
+        if self.shared is not None:
+            router |= self.shared.named(prefix)
         if self.config.is_stacked:
             gate_up = self.gate_up.named_as_one(experts + "gate_up_proj")
             return router | gate_up | self.down.named_as_one(experts + "down_proj")
@@ -141,6 +172,120 @@ class ExpertMLP:
         """Make the tensors float32."""
         for matrices in (self.router, self.gate_up, self.down):
             matrices.widen()
+        if self.shared is not None:
+            self.shared.widen()
+
+
+@dataclass(slots=True)
+class Attention:
+    """The tensors of attention.
+
+    Attributes:
+        num_heads: Of queries.
+        qkv: With rows of the output's gate behind them, if it has one.
+        qk_norm: [Hq + Hkv, D], a row for each head; None for none.
+        sinks: [Hq] float32; None for none.
+    """
+
+    num_heads: int
+    qkv: Linear
+    qk_norm: torch.Tensor | None
+    sinks: torch.Tensor | None
+    o: Linear
+
+    def matrices(self, prefix: str) -> Tensors:
+        """Return the checkpoint's names and the rows each fills."""
+        return self.qkv.named(prefix + "self_attn.") | self.o.named(prefix + "self_attn.")
+
+    def others(self, prefix: str) -> Tensors:
+        """Return the names of all else, and the memory of each."""
+        prefix, tensors = prefix + "self_attn.", Tensors()
+        if self.sinks is not None:
+            tensors[prefix + "sinks"] = self.sinks
+        if self.qk_norm is not None:
+            # Heads share one norm; the loader fills the first row, `finish_loading` the others.
+            tensors[prefix + "q_norm.weight"] = self.qk_norm[0]
+            tensors[prefix + "k_norm.weight"] = self.qk_norm[self.num_heads]
+        return tensors
+
+    def finish_loading(self, config: ModelConfig, rope: Rope) -> None:
+        """Give each head its norm, and put rows where the forward pass looks for them."""
+        num_heads = self.num_heads
+        if self.qk_norm is not None:
+            self.qk_norm += config.norm_shift
+            self.qk_norm[:num_heads] = self.qk_norm[0].clone()
+            self.qk_norm[num_heads:] = self.qk_norm[num_heads].clone()
+        for tensor in (self.qkv.weight, self.qkv.bias):
+            if tensor is not None and config.has_output_gate:
+                _gates_last(torch.unflatten(tensor, 0, (-1, config.head_dim)), num_heads)
+        if rope.num_still:
+            num_rotated = num_heads + config.num_kv_heads
+            for tensor in (self.qkv.weight, self.qkv.bias):
+                if tensor is not None:
+                    heads = torch.unflatten(tensor, 0, (-1, config.head_dim))[:num_rotated]
+                    heads.copy_(heads[:, rope.order])
+            if self.qk_norm is not None:
+                self.qk_norm.copy_(self.qk_norm[:, rope.order])
+
+    def widen(self) -> None:
+        """Make the tensors float32."""
+        self.qkv.widen()
+        self.o.widen()
+
+
+def _gates_last(heads: torch.Tensor, num_heads: int) -> None:
+    """Put the gates, of which each lies behind its head's query, behind keys and values."""
+    queries, gates, rest = heads[: 2 * num_heads : 2], heads[1 : 2 * num_heads : 2], 2 * num_heads
+    heads.copy_(torch.cat((queries, heads[rest:], gates)))
+
+
+@dataclass(slots=True)
+class DeltaNet:
+    """The tensors of a gated delta net; of each head what belongs to it lies together.
+
+    Attributes:
+        inputs: Rows of query, key, values and gates of each head, then beta and decay of each.
+        convolution: [H, C, W] float32, of query, key and values; at first as a checkpoint has it.
+        decay: [H, R] float32, how fast a head forgets; `decay_bias` is added to what a token says.
+        norm: [V] float32, of what a head finds.
+    """
+
+    config: DeltaHeads
+    inputs: Linear
+    convolution: torch.Tensor
+    decay: torch.Tensor
+    decay_bias: torch.Tensor
+    norm: torch.Tensor
+    out: Linear
+
+    def matrices(self, prefix: str) -> Tensors:
+        """Return the checkpoint's names and the rows each fills."""
+        prefix += "linear_attn."
+        return self.inputs.named(prefix) | self.out.named(prefix)
+
+    def others(self, prefix: str) -> Tensors:
+        """Return the names of all else, and the memory of each."""
+        prefix += "linear_attn."
+        return {
+            prefix + "conv1d.weight": self.convolution,
+            prefix + "A_log": self.decay.view(-1),
+            prefix + "dt_bias": self.decay_bias.view(-1),
+            prefix + "norm.weight": self.norm,
+        }
+
+    def finish_loading(self) -> None:
+        """Put the channels of each head together: in a checkpoint all queries come first."""
+        heads = self.config
+        dims = (heads.key_dim, heads.key_dim, heads.values_per_key * heads.value_dim)
+        parts = torch.split(self.convolution[:, 0], [heads.num_heads * dim for dim in dims])
+        rows = [torch.unflatten(part, 0, (heads.num_heads, -1)) for part in parts]
+        self.convolution = torch.cat(rows, dim=1)
+        self.decay = -self.decay.exp()
+
+    def widen(self) -> None:
+        """Make the tensors float32."""
+        self.inputs.widen()
+        self.out.widen()
 
 
 @dataclass(slots=True)
@@ -148,18 +293,13 @@ class Layer:
     """The tensors of one decoder layer.
 
     Attributes:
-        attention_norm: Of what attention reads; `mlp_norm` likewise.
-        qk_norm: [Hq + Hkv, D], a row for each head; None for none.
-        sinks: [Hq] float32; None for none.
+        attention_norm: Of what attention reads, or the delta net; `mlp_norm` likewise.
         attention_post_norm: Of what attention adds; None for none; `mlp_post_norm` likewise.
     """
 
     config: LayerConfig
     attention_norm: torch.Tensor
-    qkv: Linear
-    qk_norm: torch.Tensor | None
-    sinks: torch.Tensor | None
-    o: Linear
+    attention: Attention | DeltaNet
     attention_post_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
     mlp: GatedMLP | ExpertMLP
@@ -180,7 +320,10 @@ class Layer:
 class Weights:
     """A decoder-only transformer's tensors; `named_tensors` says what a checkpoint has to fill.
 
+    Of a shard, those that it computes with: only the first stage embeds, only the last has a head.
+
     Attributes:
+        config: The shape of the part that these are.
         kv_dtype: What keys and values are to be kept in.
         weight_dtype: What the matrices are kept in; norms and sinks are float32.
         parameter_bytes: What they take.
@@ -192,49 +335,53 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
-        self.config = config
+        self.config = shard.of(config)
+        self._first_layer = shard.layers(config.num_layers).start
         self.kv_dtype = kv_dtype or dtype
         self.weight_dtype = dtype
         self.device = device
-        self.embed = self._empty(config.vocab_size, config.hidden_size)
-        self.layers = [self._layer(it) for it in config.layers]
+        rows = shard.num_rows(config.vocab_size)
+        self.embed = self._empty(rows if shard.is_first else 0, config.hidden_size)
+        self.layers = [self._layer(it) for it in self.config.layers]
         self.norm = self._norm(config.hidden_size)
-        self.head = self.embed if config.tied_embeddings else torch.empty_like(self.embed)
+        if config.tied_embeddings and shard.stages == 1:
+            self.head = self.embed
+        else:
+            self.head = self._empty(rows if shard.is_last else 0, config.hidden_size)
         self.parameter_bytes = sum(tensor.nbytes for tensor in self.named_tensors().values())
 
     def named_tensors(self) -> Tensors:
         """Return each tensor's name in a Hugging Face checkpoint and the memory it belongs in."""
-        tensors = {"model.embed_tokens.weight": self.embed}
-        for index, layer in enumerate(self.layers):
+        tensors: Tensors = {}
+        # The name of a tied head, too, which has other memory where other processes embed.
+        is_tied = self.config.tied_embeddings
+        if len(self.embed) or (is_tied and len(self.head)):
+            tensors["model.embed_tokens.weight"] = self.embed if len(self.embed) else self.head
+        for index, layer in enumerate(self.layers, self._first_layer):
             prefix = f"model.layers.{index}."
             tensors |= {prefix + name: norm for name, norm in layer.norms().items()}
-            tensors |= layer.qkv.named(prefix + "self_attn.") | layer.o.named(prefix + "self_attn.")
-            tensors |= layer.mlp.named(prefix + "mlp.")
-            if layer.sinks is not None:
-                tensors[prefix + "self_attn.sinks"] = layer.sinks
-            if layer.qk_norm is not None:
-                # Heads share one norm; the loader fills the first row, `finish_loading` the others.
-                tensors[prefix + "self_attn.q_norm.weight"] = layer.qk_norm[0]
-                tensors[prefix + "self_attn.k_norm.weight"] = layer.qk_norm[self.config.num_heads]
+            tensors |= layer.attention.matrices(prefix) | layer.mlp.named(prefix + "mlp.")
+            tensors |= layer.attention.others(prefix)
         tensors["model.norm.weight"] = self.norm
-        if not self.config.tied_embeddings:
+        if not is_tied and len(self.head):
             tensors["lm_head.weight"] = self.head
         return tensors
 
     def finish_loading(self) -> None:
         """Complete what checkpoints hold once and the forward pass wants otherwise."""
-        num_heads, shift = self.config.num_heads, self.config.norm_shift
+        shift = self.config.norm_shift
         self.norm += shift
         for layer in self.layers:
             for norm in layer.norms().values():
                 norm += shift
             if isinstance(layer.mlp, ExpertMLP):
                 layer.mlp.finish_loading()
-            if layer.qk_norm is not None:
-                layer.qk_norm += shift
-                layer.qk_norm[:num_heads] = layer.qk_norm[0].clone()
-                layer.qk_norm[num_heads:] = layer.qk_norm[num_heads].clone()
+            if isinstance(layer.attention, DeltaNet):
+                layer.attention.finish_loading()
+            else:
+                layer.attention.finish_loading(self.config, layer.config.rope)
 
     def release_layers(self) -> Iterator[Layer]:
         """Give the layers away one by one, from the first: whoever drops one frees its memory."""
@@ -245,35 +392,57 @@ class Weights:
     def widen(self) -> None:
         """Make every matrix float32, as norms and sinks are."""
         for layer in self.layers:
-            for matrices in (layer.qkv, layer.o, layer.mlp):
-                matrices.widen()
+            layer.attention.widen()
+            layer.mlp.widen()
         is_tied = self.head is self.embed
         self.embed = self.embed.float()
         self.head = self.embed if is_tied else self.head.float()
         self.weight_dtype = torch.float32
 
     def _layer(self, own: LayerConfig) -> Layer:
-        config = self.config
-        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        hidden = config.hidden_size
-        num_rotated = config.num_heads + config.num_kv_heads
+        config, hidden = self.config, self.config.hidden_size
         return Layer(
             config=own,
             attention_norm=self._norm(hidden),
-            qkv=self._linear(
-                {"q_proj": query, "k_proj": kv, "v_proj": kv}, hidden, config.qkv_bias
-            ),
-            qk_norm=self._norm(num_rotated, config.head_dim) if config.qk_norm else None,
-            sinks=self._norm(config.num_heads) if config.has_sinks else None,
-            o=self._linear({"o_proj": hidden}, query, config.o_bias),
+            attention=self._attention() if own.delta is None else self._delta_net(own.delta),
             attention_post_norm=self._norm(hidden) if config.post_norms else None,
             mlp_norm=self._norm(hidden),
             mlp=self._mlp() if own.experts is None else self._experts(own.experts),
             mlp_post_norm=self._norm(hidden) if config.post_norms else None,
         )
 
-    def _mlp(self) -> GatedMLP:
-        inner, hidden = self.config.intermediate_size, self.config.hidden_size
+    def _attention(self) -> Attention:
+        config, hidden = self.config, self.config.hidden_size
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        asked = 2 * query if config.has_output_gate else query
+        num_rotated = config.num_heads + config.num_kv_heads
+        return Attention(
+            num_heads=config.num_heads,
+            qkv=self._linear(
+                {"q_proj": asked, "k_proj": kv, "v_proj": kv}, hidden, config.qkv_bias
+            ),
+            qk_norm=self._norm(num_rotated, config.head_dim) if config.qk_norm else None,
+            sinks=self._norm(config.num_heads) if config.has_sinks else None,
+            o=self._linear({"o_proj": hidden}, query, config.o_bias),
+        )
+
+    def _delta_net(self, heads: DeltaHeads) -> DeltaNet:
+        hidden, number, per_key = self.config.hidden_size, heads.num_heads, heads.values_per_key
+        values = number * per_key * heads.value_dim
+        channels = number * heads.channels
+        parts = {"in_proj_qkvz": channels + values, "in_proj_ba": 2 * number * per_key}
+        return DeltaNet(
+            config=heads,
+            inputs=self._linear(parts, hidden, bias=False),
+            convolution=self._norm(channels, 1, heads.width),
+            decay=self._norm(number, per_key),
+            decay_bias=self._norm(number, per_key),
+            norm=self._norm(heads.value_dim),
+            out=self._linear({"out_proj": hidden}, values, bias=False),
+        )
+
+    def _mlp(self, inner: int | None = None) -> GatedMLP:
+        inner, hidden = inner or self.config.intermediate_size, self.config.hidden_size
         bias = self.config.mlp_bias
         return GatedMLP(
             gate_up=self._linear({"gate_proj": inner, "up_proj": inner}, hidden, bias),
@@ -284,13 +453,17 @@ class Weights:
     def _experts(self, experts: Experts) -> ExpertMLP:
         inner, hidden = experts.intermediate_size, self.config.hidden_size
         number, bias = experts.num_experts, experts.has_bias
-        router = "router" if experts.is_stacked else "gate"
+        router, shared = "router" if experts.is_stacked else "gate", None
+        if experts.shared_size:
+            gate = self._linear({"shared_expert_gate": 1}, hidden, bias=False)
+            shared = SharedMLP(self._mlp(experts.shared_size), gate)
         return ExpertMLP(
             config=experts,
             router=self._linear({router: number}, hidden, bias),
             gate_up=self._linear({"gate_proj": inner, "up_proj": inner}, hidden, bias, number),
             down=self._linear({"down_proj": hidden}, inner, bias, number),
             activation=self.config.activation,
+            shared=shared,
         )
 
     def _linear(

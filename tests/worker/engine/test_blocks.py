@@ -12,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from wire.payloads import MAX_HASHES
 from wire.prefix import prefix_hashes
 from worker.engine.blocks import ROOT, BlockPool, Journal
+from worker.engine.states import States
+from worker.model.state_slots import StateSlots
 
 Tokens = tuple[int, int]
 
@@ -204,7 +206,10 @@ def test_everything_known_can_be_told_anew() -> None:
 @given(st.data())
 def test_a_chain_is_shared_as_far_as_all_that_is_looked_at_is_there(data: st.DataObject) -> None:
     window = data.draw(st.none() | st.integers(1, 12))
-    pool = BlockPool(8, 3, window=window, has_state=data.draw(st.booleans()))
+    windows = () if window is None else (window,)
+    has_states = data.draw(st.booleans())
+    kept = States(StateSlots(16, 3)) if has_states else None
+    pool = BlockPool(8, 3, windows=windows, states=kept)
     lacking = data.draw(
         st.lists(st.sampled_from([0, 0, 1, 2, 3] if window else [0]), min_size=1, max_size=6)
     )
@@ -227,15 +232,23 @@ def test_a_chain_is_shared_as_far_as_all_that_is_looked_at_is_there(data: st.Dat
         position = 3 * num_blocks if next_token is None else next_token
         first = 0 if window is None else max(0, position - window + 1)
         seen = set(range(first, 3 * num_blocks)) if window is not None else set()
-        needs_state = pool.has_state and position == 3 * num_blocks
+        needs_state = has_states and position == 3 * num_blocks
         return seen <= there and (states[num_blocks - 1] or not needs_state)
 
     wanted = max((n for n in range(1, len(keys) + 1) if serves(n)), default=0)
     assert pool.match_prefix(keys, next_token) == (table[:wanted], prefixes[wanted])
 
 
+def test_of_several_windows_the_largest_looks_back_and_the_smallest_lacks_most() -> None:
+    pool = BlockPool(4, 2, windows=(3, 6))
+    assert (pool.first_seen(9), pool.whole_from(9)) == (4, 7)
+    assert pool.first_seen(2) == pool.whole_from(2) == 0
+    plain = BlockPool(4, 2)
+    assert plain.first_seen(9) == plain.whole_from(9) == 0
+
+
 def test_a_block_that_has_more_takes_the_place_of_one_that_has_less() -> None:
-    pool = BlockPool(6, 2, window=4, has_state=True)
+    pool = BlockPool(6, 2, windows=[4], states=States(StateSlots(12, 2)))
     key, tail = keys_of([A, B])
     old, new, other, child = pool.allocate(4)
     prefix = pool.register(ROOT, key, old, num_lacking=1)
@@ -255,7 +268,7 @@ def test_a_block_that_has_more_takes_the_place_of_one_that_has_less() -> None:
     pool.audit()
     # A used one that lost its place is free when nobody uses it.
     assert pool.register(prefix, tail, other, has_state=False) != ROOT
-    better = BlockPool(3, 2, window=4)
+    better = BlockPool(3, 2, windows=[4])
     first, second = better.allocate(2)
     better.register(ROOT, key, first, num_lacking=2)
     better.register(ROOT, key, second)

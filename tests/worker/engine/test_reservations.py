@@ -31,9 +31,11 @@ def begin(reservations: Reservations, sequence: Sequence) -> None:
     reservations.begin(sequence)
 
 
-def pair(token_ids: list[int], **cache: bool) -> tuple[Reservations, Sequence, Sequence]:
+def pair(
+    token_ids: list[int], *, enable_prefix_cache: bool = True
+) -> tuple[Reservations, Sequence, Sequence]:
     """KV of `PROMPT` arrives; a reservation of `token_ids` waits."""
-    pool = BlockPool(16, 4, **cache)
+    pool = BlockPool(16, 4, enable_prefix_cache=enable_prefix_cache)
     reservations = Reservations(pool)
     first = arriving(reservations, reservation(1, PROMPT), pool)
     reservations.add(second := reservation(2, token_ids))

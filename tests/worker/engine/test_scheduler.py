@@ -1,6 +1,7 @@
 """The policy, without any engine: plans are objects one can read; deadlines and slots beside it."""
 
 import tracemalloc
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -25,9 +26,10 @@ class Queue:
         block_size: int = 4,
         swap_bytes: int = 0,
         enough_tokens: int | None = None,
+        windows: tuple[int, ...] = (),
         **config: int | bool,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = BlockPool(num_blocks, block_size, windows=windows)
         cache = HashKVCache(num_blocks, block_size)
         self.swap = SwapSpace(cache, swap_bytes)
         batch_config = BatchConfig(**config)  # type: ignore[arg-type]
@@ -78,7 +80,8 @@ class Queue:
 
     def step(self) -> Plan:
         plan = self.scheduler.schedule(self.now)
-        self.swap.carry_out(plan.swapped_out, plan.swapped_in)
+        self.swap.carry_out(plan.swapped_out)
+        self.swap.carry_in(plan.swapped_in)
         for chunk in plan.chunks:
             sequence, num_tokens = chunk.sequence, chunk.num_tokens
             sequence.num_computed_tokens += num_tokens
@@ -282,6 +285,16 @@ def test_a_reservation_waits_behind_older_work_that_was_preempted() -> None:
     assert sizes(plan)[1] == [(2, 5)] and plan.reserved == [reservation]
 
 
+def test_of_what_is_computed_again_layers_with_a_window_lack_nothing() -> None:
+    queue = Queue(num_blocks=6, windows=(3,))
+    first, _ = queue.reserve(1, 11), queue.reserve(2, 11)
+    queue.step()
+    assert first.whole_from == 9
+    queue.begin(first)
+    queue.step()
+    assert queue.step().preempted == [first] and first.whole_from == 0
+
+
 def test_reserved_blocks_are_never_taken_and_nothing_deadlocks() -> None:
     """Two reservations fill the pool; the first to run out waits for the other, then both end."""
     queue = Queue(num_blocks=6)
@@ -459,7 +472,7 @@ def test_a_held_sequence_has_no_deadline() -> None:
 # Swap.
 
 
-def swapping(num_blocks: int = 4, **config: int) -> Queue:
+def swapping(num_blocks: int = 4, **config: Any) -> Queue:
     queue = Queue(num_blocks=num_blocks, swap_bytes=1 << 20, **config)
     queue.swap.costs.copy_bytes_per_s = 1e12
     return queue

@@ -260,6 +260,21 @@ def test_what_lies_behind_the_registered_blocks_is_filled_next() -> None:
     assert Sequence(2, [1, 2, 9]).missing(pool) == [], "the last token is computed anyway"
 
 
+def test_blocks_that_lack_less_are_shared_instead_and_others_stay() -> None:
+    pool = BlockPool(9, 2, windows=(2,))
+    one, two, three = (admitted([1, 2, 3, 4, 5, 6], pool) for _ in range(3))
+    for sequence, whole_from, shared in (
+        (one, 5, (one, one, one)),  # they lack 2, 2 and 1 of their tokens
+        (two, 3, (one, two, two)),  # 2, 1, 0
+        (three, 1, (three, three, two)),  # 1, 0, 0
+    ):
+        sequence.num_computed_tokens, sequence.whole_from = 6, whole_from
+        sequence.register(pool)
+        keys = sequence.keys(3, 2)
+        want = [it.block_table[index] for index, it in enumerate(shared)]
+        assert pool.match_prefix(keys, next_token=9)[0] == want
+
+
 def test_without_a_prefix_cache_nothing_is_shared() -> None:
     pool = BlockPool(16, 2, enable_prefix_cache=False)
     assert admitted([1, 2, 3], pool).filled(3, pool) == []

@@ -1,15 +1,29 @@
 """KV leaves and comes back byte for byte, within its bound, when that is cheaper."""
 
+from collections.abc import Sequence as Many
+from itertools import product
+
 import numpy as np
 import pytest
 
 from tests.kv import whole
+from wire.layout import KVGroup, KVLayout
 from wire.options import Options
+from wire.parts import Buffer
+from wire.transfer import Rectangle
 from worker.engine.engine import Engine
 from worker.engine.sequence import Sequence
 from worker.engine.swap import Costs, Swap, SwapSpace
 from worker.executor.batch import Batch
-from worker.executor.hash import LAYOUT, HashExecutor, HashKVCache, create
+from worker.executor.hash import (
+    LAYOUT,
+    MIXED,
+    WINDOW,
+    HashExecutor,
+    HashKVCache,
+    create,
+)
+from worker.model.state_slots import StateSlots
 
 TOKEN_BYTES = LAYOUT.token_bytes
 
@@ -28,14 +42,71 @@ def test_it_comes_back_as_it_left(cached: int) -> None:
     sequence = Sequence(1, range(11))
     before = bytes(cache.pack((3, 9, 5), whole(LAYOUT, cached, 10 - cached)))
     swap.hold(1, 10)
-    swap.carry_out([Swap(sequence, (3, 9, 5), 0, 10)], [])
+    swap.carry_out([Swap(sequence, (3, 9, 5), 0, 10)])
     assert (swap.num_bytes, swap.num_tokens(1), len(swap)) == (10 * TOKEN_BYTES, 10, 1)
     cache.kv[:] = 0
-    swap.carry_out([], [Swap(sequence, (1, 2, 4), cached, 10 - cached)])
+    swap.carry_in([Swap(sequence, (1, 2, 4), cached, 10 - cached)])
     after = cache.pack((1, 2, 4), whole(LAYOUT, cached, 10 - cached))
     assert bytes(after) == before
     assert not cache.kv[1 : 2 if cached else 1].any(), "a shared block was written to"
     assert (swap.num_bytes, swap.num_tokens(1), len(swap)) == (0, 0, 0)
+
+
+class Uneven:
+    """A cache of keys and values of different sizes, as another executor may have one.
+
+    Every byte says where it belongs.
+    """
+
+    layout = KVLayout(
+        groups=(KVGroup(num_layers=2, num_kv_heads=2, key_dim=3, value_dim=1, dtype="uint8"),)
+    )
+    num_blocks, block_size, copies_at_once = 8, 4, 1
+    state_slots = StateSlots(0, 4)
+
+    def __init__(self) -> None:
+        self.unpacked: list[tuple[Rectangle, bytes]] = []
+
+    def pack(self, block_table: Many[int], rectangle: Rectangle) -> memoryview:
+        _, layers, heads, tokens = rectangle
+        places = product(layers, ((0, 3), (1, 1)), heads, tokens)
+        return memoryview(
+            b"".join(
+                bytes([layer << 6 | side << 5 | head << 4 | token]) * dim
+                for layer, (side, dim), head, token in places
+            )
+        )
+
+    def unpack(self, block_table: Many[int], rectangle: Rectangle, segment: Buffer) -> None:
+        self.unpacked.append((rectangle, bytes(segment)))
+
+
+def test_keys_and_values_may_differ_in_size() -> None:
+    cache, sequence = Uneven(), Sequence(1, range(11))
+    swap = SwapSpace(cache, 1 << 10, lambda: 0.0)
+    swap.hold(1, 10)
+    swap.carry_out([Swap(sequence, (3, 5, 1), 0, 10)])
+    swap.carry_in([Swap(sequence, (3, 2, 4), 4, 6)])
+    rectangle = whole(cache.layout, 4, 6)
+    assert cache.unpacked == [(rectangle, bytes(cache.pack((), rectangle)))]
+
+
+def test_of_layers_with_a_window_what_it_reaches_comes_back_and_nothing_stale_before_it() -> None:
+    cache, sequence = HashKVCache(16, 4, MIXED, num_states=2), Sequence(1, range(20))
+    cache.state_slots.take((3, 9, 5, 7, 2), 19)
+    swap = SwapSpace(cache, MIXED.transfer_bytes(19), lambda: 0.0)
+    swap.costs = Costs(copy_bytes_per_s=1e12)
+    assert swap.accepts(19) and not swap.accepts(20)
+    cache.kv[:] = 7
+    swap.hold(1, 19)
+    swap.carry_out([Swap(sequence, (3, 9, 5, 7, 2), 0, 19)])
+    cache.kv[:] = 255
+    swap.carry_in([Swap(sequence, (1, 4, 6, 8, 10), 0, 19)])
+    first = 19 - WINDOW + 1
+    assert divmod(first, 4) == (1, 3)
+    assert (cache.kv[1, 1] == 255).all() and (cache.kv[4, 1, :, :, :3] == 0).all()
+    assert (cache.kv[4, 1, :, :, 3] == 7).all() and (cache.kv[[6, 8], 1] == 7).all()
+    assert (cache.kv[[1, 4, 6, 8], 0] == 7).all()
 
 
 def test_out_goes_before_in() -> None:
@@ -45,10 +116,11 @@ def test_out_goes_before_in() -> None:
     kv_1 = bytes(cache.pack((0,), whole(LAYOUT, 0, 4)))
     kv_2 = bytes(cache.pack((7,), whole(LAYOUT, 0, 4)))
     swap.hold(2, 4)
-    swap.carry_out([Swap(second, (7,), 0, 4)], [])
+    swap.carry_out([Swap(second, (7,), 0, 4)])
     swap.hold(1, 4)
-    swap.carry_out([Swap(first, (0,), 0, 4)], [Swap(second, (0,), 0, 4)])
-    swap.carry_out([], [Swap(first, (7,), 0, 4)])
+    swap.carry_out([Swap(first, (0,), 0, 4)])
+    swap.carry_in([Swap(second, (0,), 0, 4)])
+    swap.carry_in([Swap(first, (7,), 0, 4)])
     assert bytes(cache.pack((7,), whole(LAYOUT, 0, 4))) == kv_1
     assert bytes(cache.pack((0,), whole(LAYOUT, 0, 4))) == kv_2
 
@@ -73,7 +145,7 @@ def test_what_was_dropped_before_the_copy_is_not_copied() -> None:
     swap, _ = space()
     swap.hold(1, 4)
     swap.drop(1)
-    swap.carry_out([Swap(Sequence(1, range(5)), (0,), 0, 4)], [])
+    swap.carry_out([Swap(Sequence(1, range(5)), (0,), 0, 4)])
     assert len(swap) == 0
 
 
@@ -154,7 +226,7 @@ def test_copies_are_measured() -> None:
     swap = SwapSpace(cache, 1 << 20, lambda: float(next(now)))
     before = swap.costs.copy_bytes_per_s
     swap.hold(1, 4)
-    swap.carry_out([Swap(Sequence(1, range(5)), (0,), 0, 4)], [])
+    swap.carry_out([Swap(Sequence(1, range(5)), (0,), 0, 4)])
     expected = (0.5 * before + 4 * TOKEN_BYTES) / (0.5 + 1.0)  # one second: twice what is known
     assert swap.costs.copy_bytes_per_s == pytest.approx(expected)
 

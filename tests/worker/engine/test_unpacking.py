@@ -12,7 +12,7 @@ TABLE = [5, 2, 7, 0]
 
 
 def stale(block_size: int) -> HashKVCache:
-    cache = HashKVCache(8, block_size, MIXED)
+    cache = HashKVCache(8, block_size, MIXED, 4)
     cache.kv[:] = 255
     return cache
 
@@ -21,7 +21,7 @@ def stale(block_size: int) -> HashKVCache:
 def test_what_is_before_the_window_in_its_block_is_cleared(segment_bytes: int) -> None:
     cache, num_tokens = stale(8), 29
     for rectangle in plan(MIXED, 0, num_tokens, segment_bytes):
-        unpack(cache, TABLE, rectangle, b"\7" * rectangle.num_bytes(MIXED), 0, num_tokens)
+        unpack(cache, TABLE, rectangle, b"\7" * rectangle.num_bytes(MIXED), num_tokens)
     first = num_tokens - WINDOW + 1  # 17: the second token of the third block
     assert first % 8 == 1
     assert (cache.kv[[5, 2, 7], 0] == 7).all() and (cache.kv[0, 0, :, :, :5] == 7).all()
@@ -33,12 +33,12 @@ def test_what_is_before_the_window_in_its_block_is_cleared(segment_bytes: int) -
 def test_what_is_held_already_is_not_touched() -> None:
     cache, cached, num_tokens = stale(8), 24, 29
     for rectangle in plan(MIXED, cached, num_tokens, 1 << 20):
-        unpack(cache, TABLE, rectangle, b"\7" * rectangle.num_bytes(MIXED), cached, num_tokens)
+        unpack(cache, TABLE, rectangle, b"\7" * rectangle.num_bytes(MIXED), num_tokens)
     assert (cache.kv[[5, 2, 7]] == 255).all() and (cache.kv[0, :, :, :, :5] == 7).all()
 
 
 def test_half_of_the_heads_clears_its_half() -> None:
     cache, num_tokens = stale(8), 29
     (upper,) = [it for it in plan(MIXED, 0, num_tokens, 1 << 20, 2) if it[0] == 1 and it[2][0]]
-    unpack(cache, TABLE, upper, b"\7" * upper.num_bytes(MIXED), 0, num_tokens)
+    unpack(cache, TABLE, upper, b"\7" * upper.num_bytes(MIXED), num_tokens)
     assert (cache.kv[7, 1, :, 1, :1] == 0).all() and (cache.kv[7, 1, :, 0] == 255).all()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.kv import part, whole
+from wire.layout import KVGroup, StateGroup
 from wire.transfer import Rectangle, plan
 from worker.executor.contract import (
     Attention,
@@ -23,7 +24,8 @@ from worker.executor.registry import create
 
 def cache_of(num_blocks: int, block_size: int, name: str = "hash") -> KVCache:
     executor: Executor = create(name)
-    return executor.allocate(num_blocks, block_size)
+    room = (8,) if executor.info.layout.has_state else ()
+    return executor.allocate(num_blocks, block_size, *room)
 
 
 def random_bytes(size: int, seed: int) -> bytes:
@@ -124,8 +126,13 @@ def test_each_kind_of_layers_crosses_by_itself(
     theirs.unpack(table[1:], rectangle, packed)
     assert theirs.pack(table[1:], rectangle) == packed == contents[SENT.index(rectangle)]
     # Nothing else was written there, and what was packed stays as it was.
-    others = [bytes(theirs.pack(table[1:], one)) for one in SENT if one != rectangle]
-    assert not any(map(any, others))
+    has_state = isinstance(MIXED.groups[rectangle.group], StateGroup)
+    kinds = (KVGroup, StateGroup) if has_state else KVGroup
+    there = [one for one in SENT if isinstance(MIXED.groups[one.group], kinds)]
+    assert not any(any(theirs.pack(table[1:], one)) for one in there if one != rectangle)
+    if not has_state:
+        with pytest.raises(ValueError, match="no state after 18 tokens"):
+            theirs.pack(table[1:], SENT[-1])
     ours.unpack(table, rectangle, random_bytes(len(packed), 99))
     assert packed == contents[SENT.index(rectangle)]
 
@@ -208,7 +215,7 @@ def test_memory_for_a_configuration() -> None:
     memory = MemoryRequirements(
         parameter_bytes=1000, activation_bytes_per_token=10, kv_bytes_per_token=3
     )
-    assert memory.total(max_ubatch_tokens=20, num_kv_tokens=40) == 1000 + 200 + 120
+    assert memory.total(max_ubatch_tokens=20, num_blocks=5, block_size=8) == 1000 + 200 + 120
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**4), st.integers(1, 10**6), st.integers(1, 64))
@@ -216,12 +223,12 @@ def test_the_blocks_that_memory_pays_for_fit_and_one_more_does_not(
     parameters: int, activation: int, kv: int, block_size: int
 ) -> None:
     memory = MemoryRequirements(parameters, activation, kv)
-    least = memory.total(512, block_size)
+    least = memory.total(512, 1, block_size)
     for memory_bytes in (least, least + kv * block_size - 1, 3 * least):
         num_blocks = memory.num_blocks(memory_bytes, 512, block_size)
         assert num_blocks >= 1
-        assert memory.total(512, num_blocks * block_size) <= memory_bytes
-        assert memory.total(512, (num_blocks + 1) * block_size) > memory_bytes
+        assert memory.total(512, num_blocks, block_size) <= memory_bytes
+        assert memory.total(512, num_blocks + 1, block_size) > memory_bytes
     with pytest.raises(ValueError, match=f"it takes {least}"):
         memory.num_blocks(least - 1, 512, block_size)
 

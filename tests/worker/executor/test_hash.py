@@ -137,7 +137,7 @@ def test_of_mixed_layers_too_however_a_prompt_is_cut(
     block_size: int, cuts: tuple[int, ...]
 ) -> None:
     prompt, executor, computed = list(range(10, 50)), create_mixed(), 0
-    executor.allocate(40, block_size)
+    executor.allocate(40, block_size, 80)
     for cut in cuts:
         token = step(executor, block_size, tuple(range(40)), prompt[:cut], computed)
         assert [token] == oracle(prompt[:cut], 1, Options(ignore_eos=True), layout=MIXED) or (
@@ -148,7 +148,7 @@ def test_of_mixed_layers_too_however_a_prompt_is_cut(
 
 def test_mixed_layers_see_all_tokens_the_last_ones_and_a_state() -> None:
     executor = create_mixed()
-    cache = executor.allocate(8, 16)
+    cache = executor.allocate(8, 16, 16)
     step(executor, 16, (0, 1, 2), list(range(40)), 0)
     before = cache.digest([0, 1, 2], 40)
     for token in range(40):
@@ -158,7 +158,7 @@ def test_mixed_layers_see_all_tokens_the_last_ones_and_a_state() -> None:
             assert (cache.digest([0, 1, 2], 40) != before) == sees
             cache.kv[block, layer, 1, 0, offset, 3] ^= 1
     (states,) = cache.states.values()
-    states[2, 1, 3, 7] ^= 1
+    states[cache.state_slots.find([0, 1, 2], 40), 1, 3, 7] ^= 1
     assert cache.digest([0, 1, 2], 40) != before
     assert not executor.capabilities.speculative, "a state cannot go back"
 

@@ -48,7 +48,9 @@ def allocated(
     path: Path, block_size: int = 16, **settings: Any
 ) -> tuple[TorchExecutor, TorchKVCache]:
     executor = loaded(path, **settings)
-    return executor, executor.allocate(64, block_size)
+    cache = executor.allocate(64, block_size)
+    assert isinstance(cache, TorchKVCache)
+    return executor, cache
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -92,9 +94,33 @@ def test_capabilities_say_what_it_can_and_what_it_takes(path: Path) -> None:
     assert memory.kv_bytes_per_token == executor.info.layout.token_bytes
     files = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     assert 0.95 * files < memory.parameter_bytes < files  # the files have headers
+    assert memory.activation_bytes_per_token == (2 * 64 + 3 * 128) * 4
     half = loaded(path, dtype="bfloat16").capabilities.memory
     norms = 5 * 64 * 4  # of two layers and the last; they stay float32
     assert (half.parameter_bytes - norms) * 2 == memory.parameter_bytes - norms
+
+
+def test_a_model_with_states_says_what_they_take(tmp_path: Path) -> None:
+    model = make_model(tmp_path, family="qwen3_next")
+    executor = TorchExecutor.load(model, name="tiny", device="cpu", dtype="float32")
+    capabilities, layout = executor.capabilities, executor.info.layout
+    assert Attention.LINEAR in capabilities.attention and not capabilities.speculative
+    # Two layers of two heads: what a convolution of 4 sees, and two matrices of 8 by 12.
+    assert capabilities.memory.state_bytes == 2 * 2 * 4 * ((8 + 8 + 24) * 3 + 2 * 8 * 12)
+    assert layout.state_bytes == capabilities.memory.state_bytes
+    assert layout.token_bytes == 2 * 2 * 2 * 16 * 4
+
+
+def test_a_token_takes_room_at_each_of_its_experts(tmp_path: Path) -> None:
+    executor = loaded(make_model(tmp_path, family="qwen3_moe"), dtype="float32")
+    memory = executor.capabilities.memory  # 3 experts of 32, one layer without
+    assert memory.activation_bytes_per_token == (2 * 64 + 3 * (2 * 64 + 3 * 32)) * 4
+
+
+def test_a_window_on_some_layers_is_told(tmp_path: Path) -> None:
+    executor = loaded(make_model(tmp_path, family="gemma3_text"))
+    assert executor.info.layout.windows == (12,)
+    assert Attention.SLIDING_WINDOW in executor.capabilities.attention
 
 
 def test_the_registry_makes_it(path: Path) -> None:

@@ -15,9 +15,10 @@ from kernels.cpu.ways import Way
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance
 from worker.executor.torch import TorchExecutor
-from worker.model import compiled
+from worker.model import compiled, loader
 from worker.model.compiled import MAX_PROGRAMS, CompiledTransformer
 from worker.model.config import read_config
+from worker.model.kv_cache import TorchKVCache
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 40
 CASES: dict[str, dict[str, Any]] = {
@@ -215,8 +216,39 @@ def test_arithmetic_names_the_way_that_bfloat16_is_multiplied(
         assert arithmetic.endswith(f" bfloat16 {way.name.lower()}")
 
 
-def test_what_the_loops_have_no_panels_for_is_computed_by_torch(tmp_path: Path) -> None:
-    path = make_model(tmp_path, intermediate_size=24, dtype="bfloat16")
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss-moe"])
+def test_kv_lies_where_torch_puts_it(name: str, plain: Any, tmp_path: Path) -> None:
+    path = make_model(tmp_path, family=name.partition("-")[0], **CASES[name])
+    pools = []
+    for executor in (load(path), plain(path, "float32")):
+        cache = executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
+        assert isinstance(cache, TorchKVCache)
+        pools.append(cache.pool)
+        run(executor, 0)
+    torch.testing.assert_close(*pools, rtol=1e-4, atol=1e-4)
+    assert len(set(read_config(path).windows)) > 1, "so that the order of layers is another"
+
+
+def test_embeddings_are_scaled_by_a_number_of_the_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As models were trained: in bfloat16 the root of 48 is 6.9375."""
+    path = make_model(tmp_path, family="gemma3_text", hidden_size=48)
+    exact, rounded = run(load(path), 0), run(load(path, "bfloat16"), 0)
+    config = replace(read_config(path), embedding_scale=6.9375)
+    monkeypatch.setattr(loader, "read_config", lambda _: config)
+    assert not torch.equal(run(load(path), 0), exact)
+    assert torch.equal(run(load(path, "bfloat16"), 0), rounded)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{"intermediate_size": 24}, {"family": "qwen3_moe", "moe_intermediate_size": 24}],
+)
+def test_what_the_loops_have_no_panels_for_is_computed_by_torch(
+    shape: dict[str, Any], tmp_path: Path
+) -> None:
+    path = make_model(tmp_path, dtype="bfloat16", **shape)
     for dtype in ("auto", "bfloat16", "float32"):
         logits = run(load(path, dtype), 0)
         assert logits.isfinite().all()

@@ -95,6 +95,16 @@ def test_what_gpt_oss_leaves_out(tmp_path: Path) -> None:
     assert config.layers[0].rope.score_factor == pytest.approx((0.1 * math.log(32) + 1) ** 2)
 
 
+def test_what_qwen3_next_leaves_out(tmp_path: Path) -> None:
+    config = read(tmp_path, model_type="qwen3_next", num_hidden_layers=8, num_key_value_heads=...)
+    assert (config.num_kv_heads, config.head_dim, config.max_positions) == (2, 256, 32_768)
+    assert [layer.delta is None for layer in config.layers] == [False, False, False, True] * 2
+    assert config.windows == (None, None) and len(config.delta_layers) == 6
+    assert config.has_output_gate and config.qk_norm and config.norm_shift == 1.0
+    assert (config.layers[3].rope.head_dim, config.layers[3].rope.num_still) == (64, 192)
+    assert all(layer.experts is not None for layer in config.layers)
+
+
 def test_sizes_of_feed_forwards_are_those_that_layers_have(tmp_path: Path) -> None:
     assert read(tmp_path).intermediate_sizes == {96}
     experts = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 16}
@@ -158,6 +168,8 @@ def test_eos_comes_from_generation_config_first(tmp_path: Path) -> None:
             "rope_scaling: rope_type is 'longrope'",
         ),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
+        ({"model_type": "qwen3_next"}, "layer_types has no layer with attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: this family rotates whole heads"),
     ],
 )
 def test_refusals_name_the_file_and_the_key(

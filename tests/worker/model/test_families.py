@@ -12,15 +12,20 @@ from wire.process import model
 from wire.process.model import ModelError
 from worker.model.families import (
     FAMILIES,
+    DeltaHeads,
     Experts,
+    delta_between,
+    no_delta,
     no_experts,
     no_windows,
     one_rope,
+    one_rope_of_a_part,
     one_rope_or_yarn,
     ropes_by_type,
     same_window,
     same_window_if_used,
     sparse_layers,
+    sparse_layers_with_shared,
     stacked_experts,
     windows_between,
     windows_by_turns,
@@ -99,6 +104,59 @@ def test_windows_by_turns() -> None:
     assert windows_by_turns({"sliding_window": 8, "layer_types": types}, 3) == (None, None, 8)
 
 
+def test_layers_that_keep_a_state() -> None:
+    heads = DeltaHeads(16, 2, 128, 128, 4)
+    assert no_delta({"linear_num_key_heads": 2}, 2) == (None, None)
+    assert delta_between({}, 5) == (heads, heads, heads, None, heads)
+    assert delta_between({"full_attention_interval": 2}, 3) == (heads, None, heads)
+    types = ["full_attention", "linear_attention"]
+    sizes = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 5,
+        "linear_conv_kernel_dim": 3,
+    }
+    small = DeltaHeads(2, 3, 8, 5, 3)
+    assert delta_between(sizes | {"layer_types": types}, 2) == (None, small)
+    assert (small.channels, small.state_size) == (31, 31 * 2 + 3 * 8 * 5)
+    for keys, words in (
+        ({"linear_num_value_heads": 5}, "linear_num_value_heads is 5, no multiple"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must name"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh'"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            delta_between(sizes | keys, 2)
+
+
+def test_experts_with_one_that_all_tokens_go_to() -> None:
+    usual = Experts(512, 10, 512, is_normalized=True, shared_size=512)
+    assert sparse_layers_with_shared({}, 2) == (usual, usual)
+    keys = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    own = Experts(4, 2, 8, is_normalized=False, shared_size=24)
+    keys |= {"norm_topk_prob": False, "shared_expert_intermediate_size": 24}
+    assert sparse_layers_with_shared(keys | {"mlp_only_layers": [1]}, 3) == (own, None, own)
+    assert sparse_layers_with_shared(keys | {"decoder_sparse_step": 2}, 3) == (None, own, None)
+    assert sparse_layers_with_shared({"num_experts": 0}, 2) == (None, None)
+
+
+def test_a_rope_of_a_part_of_each_head() -> None:
+    def rope(**keys: Any) -> Rope:
+        ropes = one_rope_of_a_part(keys, 16, 64)
+        assert ropes.everywhere == ropes.windowed
+        return ropes.everywhere
+
+    assert rope() == rope(partial_rotary_factor=None) == Rope(4, 10_000.0, num_still=12)
+    assert rope(partial_rotary_factor=0.5, rope_theta=7.0) == Rope(8, 7.0, num_still=8)
+    linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 9.0}
+    nested = rope(rope_parameters=linear | {"partial_rotary_factor": 1.0})
+    assert nested == Rope(16, 9.0, 4.0)
+    for part in (0.05, 0.2, 1.5):
+        with pytest.raises(ModelError, match=f"partial_rotary_factor is {part}"):
+            rope(partial_rotary_factor=part)
+
+
 def test_experts_that_a_checkpoint_has_in_one() -> None:
     def experts(num: int, top_k: int, size: int) -> Experts:
         return Experts(num, top_k, size, is_normalized=True, has_bias=True, is_stacked=True)
@@ -166,6 +224,14 @@ LINEAR = {"rope_type": "linear", "factor": 8.0}
             Rope(16, 5.0),
         ),
         ({"rope_parameters": {"full_attention": LINEAR}}, Rope(16, 1e6, 8.0), Rope(16, 1e4)),
+        (
+            {
+                "rope_scaling": LINEAR,
+                "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            Rope(16, 1e6, 8.0),
+            Rope(16, 1e4),
+        ),
     ],
 )
 def test_ropes_by_type(keys: dict[str, Any], everywhere: Rope, windowed: Rope) -> None:

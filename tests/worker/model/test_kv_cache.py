@@ -13,7 +13,7 @@ from kernels.cuda.staging import Staging
 from tests.kernels.shim.backend import why_not
 from tests.kernels.shim.lane import CpuLane
 from tests.kv import part
-from wire.layout import KVGroup, KVLayout
+from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.transfer import Rectangle, plan
 from worker.model.kv_cache import TorchKVCache
 
@@ -109,11 +109,13 @@ def test_a_pool_that_the_host_cannot_read_goes_through_staging() -> None:
         make_staging=lambda pool: Staging(pool, lane, (512, 2048)),
     )
     assert (plain.copies_at_once, staged.copies_at_once) == (1, IN_FLIGHT)
-    rectangle, num_moved = part(LAYOUT, 1, 2, 7, 26), len(lane.moved)
-    sent = plain.pack([6, 1, 3], rectangle)
-    staged.unpack([2, 7, 0], rectangle, sent)
-    assert staged.pack([2, 7, 0], rectangle) == sent
-    assert num_moved > 0  # it was measured when the cache was made
+    assert len(lane.moved) > 0  # it was measured when the cache was made
+    rectangle = part(LAYOUT, 1, 2, 7, 26)
+    for heads in (range(1, 2), range(2)):
+        some = rectangle._replace(heads=heads)
+        sent = plain.pack([6, 1, 3], some)
+        staged.unpack([2, 7, 0], some, sent)
+        assert staged.pack([2, 7, 0], some) == sent
     with pytest.raises(ValueError, match="bytes"):
         staged.unpack([2, 7, 0], rectangle, bytes(sent)[:-1])
 
@@ -133,3 +135,32 @@ def test_groups_and_halves_of_the_heads_cross_by_themselves(block_size: int) -> 
         assert receiver.pack(theirs, rectangle) == sender.pack(ours, rectangle)
     written = int((receiver.pool != 0).sum())
     assert written == (2 * 40 + 3 * 8) * 2 * 4 * 6, "of layers with a window, what it reaches"
+
+
+def test_states_cross_whole_or_in_halves_of_their_heads() -> None:
+    state = StateGroup(num_layers=3, num_heads=4, head_bytes=20)
+    layout = KVLayout(groups=(*LAYOUT.groups, state))
+    sender, receiver = (
+        TorchKVCache(layout, 4, size, torch.device("cpu"), num_states=5) for size in (16, 8)
+    )
+    assert sender.states is not None and sender.states.shape == (5, 3, 4, 5)
+    ours, theirs = [2, 0, 3], [3, 1, 2, 0]
+    sender.states.copy_(torch.arange(300.0).view(5, 3, 4, 5))
+    slot = sender.state_slots.take(ours, 20)
+    halves = [it for it in plan(layout, 0, 20, 1 << 20, num_shards=2) if it.group == 1]
+    assert len(halves) == 2
+    for rectangle in halves:
+        segment = bytes(sender.pack(ours, rectangle))
+        receiver.unpack(theirs, rectangle, memoryview(b"." + segment)[1:])  # at an odd address
+    assert receiver.states is not None
+    found = receiver.states[receiver.state_slots.find(theirs, 20)]
+    assert torch.equal(found, sender.states[slot])
+    (whole,) = (it for it in plan(layout, 0, 20, 1 << 20) if it.group == 1)
+    packed = receiver.pack(theirs, whole)
+    assert packed == sender.pack(ours, whole) == sender.states[slot].numpy().tobytes()
+    found += 1
+    assert packed == sender.states[slot].numpy().tobytes(), "it is nobody else's memory"
+    with pytest.raises(ValueError, match="the segment has 239 bytes, its rectangle 240"):
+        receiver.unpack(theirs, whole, packed[:-1])
+    with pytest.raises(ValueError, match="no state after 19 tokens"):
+        receiver.pack(theirs, whole._replace(tokens=range(19, 19)))

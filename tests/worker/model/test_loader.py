@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from scripts.models.make_model import ARCHITECTURES, make_model
 from wire.process.model import INDEX, SINGLE, ModelError, checkpoint_files
-from worker.model.loader import load_weights
+from worker.model.loader import load_model, load_weights
 from worker.model.mxfp4 import widen_into
-from worker.model.weights import Tensors, Weights
+from worker.model.shard import WHOLE, Shard
+from worker.model.transformer import Transformer
+from worker.model.weights import Attention, Tensors, Weights
 
 CPU = torch.device("cpu")
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -32,7 +34,12 @@ def change(path: Path, **tensors: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize("family", list(ARCHITECTURES))
 @pytest.mark.parametrize("shards", [1, 3])
-def test_every_tensor_lands_in_its_rows(tmp_path: Path, family: str, shards: int) -> None:
+def test_every_tensor_lands_in_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, shards: int
+) -> None:
+    is_reordered = family == "qwen3_next"  # and `test_transformer` sees how
+    if is_reordered:
+        monkeypatch.setattr(Weights, "finish_loading", lambda self: None)
     path = make_model(tmp_path, family=family, shards=shards)
     held: dict[str, torch.Tensor] = {}
     for file in checkpoint_files(path):
@@ -41,14 +48,17 @@ def test_every_tensor_lands_in_its_rows(tmp_path: Path, family: str, shards: int
     named = model.named_tensors()
     assert named.keys() == held.keys()
     for name, tensor in named.items():
-        shift = model.config.norm_shift if name.endswith("norm.weight") else 0
+        is_shifted = name.endswith("norm.weight") and not is_reordered
+        shift = model.config.norm_shift if is_shifted else 0
         want = held[name] + shift
         if "gate_up_proj" in name:  # of all experts: gate and up alternate there
             want = torch.cat((want[..., ::2], want[..., 1::2]), dim=-1)
         assert torch.equal(tensor, want), name
-    layer, projections = model.layers[1], ("q_proj", "k_proj", "v_proj")
-    rows = [held[f"model.layers.1.self_attn.{name}.weight"] for name in projections]
-    assert torch.equal(layer.qkv.weight, torch.cat(rows))
+    last, projections = len(model.layers) - 1, ("q_proj", "k_proj", "v_proj")
+    layer = model.layers[last]
+    rows = [held[f"model.layers.{last}.self_attn.{name}.weight"] for name in projections]
+    assert isinstance(layer.attention, Attention)
+    assert torch.equal(layer.attention.qkv.weight, torch.cat(rows))
 
 
 def packed_experts(path: Path, shards: int) -> tuple[Tensors, Tensors]:
@@ -82,14 +92,18 @@ def packed_experts(path: Path, shards: int) -> tuple[Tensors, Tensors]:
     return held, widened
 
 
+# Half of an expert of 96 are one and a half blocks.
+@pytest.mark.parametrize("shard", [WHOLE, Shard(0, 2), Shard(1, 2), Shard(3, 4), Shard(1, 2, 1, 2)])
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_mxfp4_is_widened_wherever_its_halves_lie(tmp_path: Path, shards: int) -> None:
+def test_mxfp4_is_widened_wherever_its_halves_lie(
+    tmp_path: Path, shards: int, shard: Shard
+) -> None:
     _, widened = packed_experts(tmp_path, shards)
-    packed = load_weights(tmp_path, None, CPU)
+    packed = load_weights(tmp_path, None, CPU, shard=shard)
     plain = tmp_path / "plain"
     make_model(plain, family="gpt_oss", dtype="bfloat16")
     save_file(widened, plain / SINGLE)
-    want = load_weights(plain, None, CPU).named_tensors()
+    want = load_weights(plain, None, CPU, shard=shard).named_tensors()
     assert packed.weight_dtype is torch.bfloat16
     for name, tensor in packed.named_tensors().items():
         assert torch.equal(tensor, want[name]), name
@@ -111,7 +125,9 @@ def test_mxfp4_of_one_half_or_of_another_shape_is_named(tmp_path: Path) -> None:
 
 def test_norms_of_heads_are_repeated(tmp_path: Path) -> None:
     model = load_weights(make_model(tmp_path, family="qwen3", head_dim=16), None, CPU)
-    norm = model.layers[0].qk_norm
+    attention = model.layers[0].attention
+    assert isinstance(attention, Attention)
+    norm = attention.qk_norm
     assert norm is not None and norm.shape == (6, 16)
     assert torch.equal(norm[:4], norm[0].expand(4, -1))
     assert torch.equal(norm[4:], norm[4].expand(2, -1))
@@ -181,6 +197,19 @@ def test_stored_rotary_buffers_are_ignored(tmp_path: Path) -> None:
     path = make_model(tmp_path)
     change(path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
     load_weights(path, None, CPU)
+
+
+def test_what_guesses_tokens_further_ahead_is_ignored(tmp_path: Path) -> None:
+    path = make_model(tmp_path, family="qwen3_next")
+    change(path, mtp__layers__0__mlp__down_proj__weight=torch.ones(8))
+    load_weights(path, None, CPU)
+
+
+def test_int8_is_refused_where_there_are_no_loops(tmp_path: Path) -> None:
+    path = make_model(tmp_path, family="qwen3_next", head_dim=32, moe_intermediate_size=64)
+    with pytest.raises(ModelError, match="layers of qwen3_next have what there are no loops for"):
+        load_model(path, None, CPU, compiled=True, in_int8=True)
+    assert isinstance(load_model(path, None, CPU, compiled=True), Transformer)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,15 @@ from kernels.cpu.rows_int8 import to_planes
 from kernels.cpu.rowwise import norm
 from scripts.models.make_model import make_model
 from worker.model.loader import load_weights
-from worker.model.packed import ExpertRoom, Packed, PackedExperts, PackedMLP, bytes_of, gated_rows
+from worker.model.packed import (
+    ExpertRoom,
+    Packed,
+    PackedExperts,
+    PackedMLP,
+    bytes_of,
+    gated_rows,
+    in_one_call,
+)
 from worker.model.weights import ExpertMLP, GatedMLP, Weights
 
 KINDS: list[Packed] = [PackedWeight, PairedWeight, Int8Weight]
@@ -59,7 +67,7 @@ def test_experts_add_what_they_make_of_their_tokens(
         hidden, room = before[: len(rows)].clone(), ExpertRoom(experts.config, 64, 60, packed)
         exact = room.exact[: len(rows)]
         exact_norm = None if packed is PackedWeight else norm(hidden, ones, EPS, exact)
-        Program(experts.added(hidden, rows, exact_norm, room, mlp.activation)).run()
+        in_one_call(experts.added(hidden, rows, exact_norm, room, mlp.activation))()
         return hidden
 
     rows = rows_of(packed, normed)
@@ -82,7 +90,7 @@ def test_one_feed_forward_for_all_tokens(packed: Packed, tmp_path: Path) -> None
             *whole.gate_up.gated(rows_of(packed, x), wide, gated, mlp.activation),
             *whole.down.added(gated, y, planes, added, EPS),
         ]
-        Program(program).run()
+        in_one_call(program)()
         made = mlp(x)
         if post_norm is not None:
             made = torch.nn.functional.rms_norm(made, (64,), post_norm, EPS)
@@ -99,3 +107,16 @@ def test_what_feed_forwards_in_8_bits_take(tmp_path: Path) -> None:
     router, scales = 4 * 16 * 64, 8 * 4 * (2 * 32 + 64)
     int8 = 8 * (2 * 32 * 64 + 64 * 64)
     assert bytes_of(PackedExperts.of(sparse, Int8Weight)) == router + int8 + scales
+
+
+def test_calls_come_where_they_stand_among_operations() -> None:
+    x, seen = torch.full((1, 4), 2.0), list[list[float]]()
+    outs = [torch.zeros(1, 4) for _ in range(3)]
+    norms = [norm(x, torch.full((4,), float(it)), EPS, out) for it, out in enumerate(outs, 1)]
+
+    def look() -> None:
+        seen.append([round(float(out[0, 0])) for out in outs])
+
+    run = in_one_call([*norms[:2], look, look, norms[2], look])
+    run()
+    assert seen == [[1, 2, 0], [1, 2, 0], [1, 2, 3]]

@@ -52,6 +52,11 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
             {"rope_theta": 9.0, "rope_scaling": LLAMA3},
             Rope(16, 9.0, Llama3Scaling(8.0, 1.0, 4.0, 64)),
         ),
+        # One outside goes before one inside, as transformers does.
+        (
+            {"rope_theta": 9.0, "rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
+            Rope(16, 9.0, Llama3Scaling(8.0, 1.0, 4.0, 32)),
+        ),
         (
             {"rope_parameters": {**LLAMA3, "rope_theta": 9.0}},
             Rope(16, 9.0, Llama3Scaling(8.0, 1.0, 4.0, 64)),
@@ -137,6 +142,7 @@ YARNS: dict[str, dict[str, Any]] = {
     "two weights": {"mscale": 0.7, "mscale_all_dim": 1.3},
     "one weight, which counts for nothing": {"mscale": 0.7},
     "shorter than before": {"factor": 0.5},
+    "kept and divided where no frequency is": {"beta_fast": 64.0, "beta_slow": 1e-6},
 }
 
 
@@ -164,3 +170,11 @@ def test_angles_are_positions_times_frequencies() -> None:
     angles = positions.double()[:, None] * frequencies.double()
     want = torch.stack((angles.cos(), angles.sin()), dim=1).float()
     torch.testing.assert_close(rotation_of(positions, frequencies), want, rtol=1e-4, atol=1e-4)
+
+
+def test_of_a_rope_of_a_part_the_rest_are_pairs_that_stay() -> None:
+    rope = Rope(4, 100.0, num_still=6)
+    assert rope.order == [0, 1, 4, 5, 6, 2, 3, 7, 8, 9]
+    assert Rope(6, 100.0).order == [*range(6)]
+    frequencies = inverse_frequencies(rope, CPU)
+    assert frequencies.tolist() == [*inverse_frequencies(Rope(4, 100.0), CPU).tolist(), 0, 0, 0]

@@ -1,0 +1,181 @@
+"""Which states are kept: never too few for those that run, snapshots as far as there is room."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.worker.engine.hashed import of_kind, run, text
+from wire.options import Options
+from worker.engine.engine import Engine
+from worker.engine.outputs import Failed, Reserved
+from worker.engine.sequence import Sequence
+from worker.engine.states import States
+from worker.executor.batch import Batch
+from worker.executor.contract import SampledToken, SequenceFailed
+from worker.executor.hash import MIXED, HashExecutor, create_mixed, oracle
+from worker.model.state_slots import StateSlots
+
+ENDLESS = Options(ignore_eos=True)
+BLOCK_SIZE = 4
+
+
+def engine_of(executor: HashExecutor | None = None, **settings: Any) -> Engine:
+    settings = {"num_blocks": 60, "block_size": BLOCK_SIZE} | settings
+    return Engine(executor or create_mixed(), **settings)
+
+
+def expected(prompt: list[int], num_tokens: int) -> list[int]:
+    return oracle(prompt, num_tokens, ENDLESS, layout=MIXED)
+
+
+def answer(engine: Engine, request_id: int, prompt: list[int], num_tokens: int = 9) -> int:
+    """Check the text of one request; return how many of its tokens were found."""
+    found = engine.stats().counters.cached_tokens
+    engine.add(Sequence(request_id, prompt, ENDLESS, num_tokens))
+    assert text(run(engine), request_id) == expected(prompt, num_tokens)
+    return engine.stats().counters.cached_tokens - found
+
+
+def test_a_state_is_kept_as_long_as_somebody_needs_it() -> None:
+    slots = StateSlots(4, BLOCK_SIZE)
+    states, table = States(slots), [5, 6, 7]
+    states.enter()
+    slots.take(table, 4)
+    states.hold(5)
+    states.keep(5)
+    states.release(5)
+    assert states.is_kept(5)
+    states.prepare([], 4)
+    assert not states.is_kept(5) and slots.num_free == 4, "a snapshot gives way"
+    slots.take(table, 8)
+    states.hold(6)
+    states.keep(6)
+    states.prepare([(table, 9)], 3)
+    assert states.is_kept(6) and slots.has(6, 8), "not while a sequence goes on from it"
+    assert slots.has(7, 9), "one that arrives has its slot"
+    states.drop(6)
+    assert slots.has(6, 8)
+    states.leave(6)
+    assert slots.has(6, 8), "it may be on its way to host memory"
+    states.prepare([], 1)
+    assert not slots.has(6, 8)
+
+
+def test_snapshots_not_used_for_longest_go_first() -> None:
+    slots = StateSlots(4, BLOCK_SIZE)
+    states = States(slots)
+    for block in (1, 2, 3):
+        slots.take([block], 4)
+        states.keep(block)
+    states.hold(1)
+    states.release(1)
+    states.prepare([], 2)
+    assert [states.is_kept(block) for block in (1, 2, 3)] == [True, False, True]
+
+
+def test_one_that_could_run_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="room for 1 states, a sequence needs 2"):
+        engine_of(num_states=1)
+
+
+@pytest.mark.parametrize("num_states", [2, 3, 4, 40])
+def test_as_many_run_as_have_two_slots(num_states: int) -> None:
+    engine = engine_of(num_states=num_states)
+    prompts = {number: [number + 3] * 7 for number in range(6)}
+    for number, prompt in prompts.items():
+        engine.add(Sequence(number, prompt, ENDLESS, 9))
+    most, outputs = 0, []
+    while engine.has_work():
+        outputs += engine.step()
+        engine.check()
+        most = max(most, engine.num_running)
+    assert most == min(6, num_states // 2)
+    for number, prompt in prompts.items():
+        assert text(outputs, number) == expected(prompt, 9)
+
+
+def test_what_begins_alike_goes_on_from_the_last_full_block() -> None:
+    engine, prompt = engine_of(), list(range(10, 32))
+    assert answer(engine, 1, prompt) == 0
+    assert answer(engine, 2, prompt) == 20, "the same prompt"
+    assert answer(engine, 3, prompt[:20]) == 0, "16 are known, but no state is there"
+    assert answer(engine, 4, prompt[:20]) == 16
+    assert answer(engine, 5, [*prompt[:20], 5, 6]) == 20
+    told = [*prompt, *expected(prompt, 9)]
+    assert answer(engine, 6, [*told, 8, 9]) == 28, "the next turn of a conversation"
+
+
+def test_of_an_answer_only_the_last_state_is_kept() -> None:
+    engine, prompt = engine_of(), list(range(10, 20))
+    assert answer(engine, 1, prompt, 30) == 0
+    told = [*prompt, *expected(prompt, 30)]
+    assert answer(engine, 2, told[:33]) == 8
+    assert answer(engine, 3, told) == 36
+
+
+@pytest.mark.parametrize("num_states", [2, 3, 5])
+def test_what_is_not_kept_is_computed(num_states: int) -> None:
+    engine, draw = engine_of(num_states=num_states), random.Random(num_states)
+    prompt = list(range(50, 80))
+    for number in range(30):
+        cut = draw.randint(1, 30)
+        answer(engine, number, [*prompt[:cut], *draw.choices(range(3), k=draw.randint(0, 3))], 3)
+    engine.check()
+    assert engine.stats().blocks_used == 0
+
+
+def test_what_a_reservation_goes_on_from_waits_for_it() -> None:
+    engine, prompt = engine_of(num_states=4), list(range(10, 18))
+    answer(engine, 1, prompt, 2)
+    engine.reserve(2, prompt)
+    (reserved,) = of_kind(run(engine), Reserved)
+    assert reserved.cached_tokens == 8, "all of it, and the state behind it"
+    for request_id in range(3, 9):
+        answer(engine, request_id, [request_id] * 9, 9)
+    told = expected(prompt, 9)
+    engine.begin_decode(2, [*prompt, told[0]], ENDLESS, 8)
+    assert text(run(engine), 2) == told[1:]
+
+
+def test_a_state_that_is_to_arrive_has_its_slot() -> None:
+    engine, prompt = engine_of(num_states=4), list(range(10, 19))
+    engine.reserve(1, prompt)
+    (reserved,) = of_kind(run(engine), Reserved)
+    slots = engine.cache.state_slots
+    assert slots.has(reserved.block_table[2], 9) and slots.num_free == 3
+    engine.cancel(1)
+    engine.reserve(2, prompt)
+    run(engine)
+    assert slots.num_free == 3, "that of the first is free"
+
+
+class Unlucky(HashExecutor):
+    """Its samples fail now and then, each time because of one sequence of several."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(create_mixed().info)
+        self._draw = random.Random(seed)
+        self.num_failed = 0
+
+    def sample(self, logits: list[int], batch: Batch) -> list[SampledToken]:
+        if len(batch.context_lens) > 1 and self._draw.random() < 0.3:
+            self.num_failed += 1
+            raise SequenceFailed(self._draw.randrange(len(batch.context_lens)), "bad luck")
+        return super().sample(logits, batch)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_step_that_failed_is_computed_again_from_the_states_before_it(seed: int) -> None:
+    executor, draw = Unlucky(seed), random.Random(seed)
+    engine = engine_of(
+        executor, num_states=draw.choice([12, 14, 40]), max_ubatch_tokens=draw.choice([5, 9, 64])
+    )
+    prompts = {number: draw.choices(range(9), k=draw.randint(1, 25)) for number in range(6)}
+    for number, prompt in prompts.items():
+        engine.add(Sequence(number, prompt, ENDLESS, 12))
+    outputs = run(engine)
+    failed = {output.request_id for output in of_kind(outputs, Failed)}
+    assert 0 < len(failed) == executor.num_failed < 6
+    for number in prompts.keys() - failed:
+        assert text(outputs, number) == expected(prompts[number], 12)

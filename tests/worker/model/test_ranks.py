@@ -1,0 +1,101 @@
+"""What processes send each other arrives whole, and in the right one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.model.processes import Processes
+from worker.model.ranks import Ranks
+
+
+def add_up(ranks: Ranks, summands: torch.Tensor) -> torch.Tensor:
+    own = summands[ranks.shard.process].clone()
+    ranks.add_up(own)
+    return own
+
+
+def test_shards_add_up_a_row_alike_whoever_shares_the_batch(processes: Processes) -> None:
+    summands = torch.randn(4, 9, 33, generator=torch.Generator().manual_seed(1))
+    for size in (1, 2, 3, 4):
+        wanted = summands[0].clone()
+        for summand in summands[1:size]:
+            wanted += summand
+        for found in processes.run(size, 1, add_up, summands):
+            assert torch.equal(found, wanted)
+        for row in (0, 5):
+            alone = processes.run(size, 1, add_up, summands[:, row : row + 1])
+            assert torch.equal(alone[0][0], wanted[row])
+
+
+def test_stages_add_up_each_for_itself(processes: Processes) -> None:
+    summands = torch.arange(4.0)[:, None]
+    assert [int(it) for it in processes.run(2, 2, add_up, summands)] == [1, 1, 5, 5]
+
+
+def test_half_precision_is_added_up(processes: Processes) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        summands = torch.tensor([[1.0], [2.0]], dtype=dtype)
+        assert [int(it) for it in processes.run(2, 1, add_up, summands)] == [3, 3]
+
+
+def gather(ranks: Ranks, num_rows: int) -> torch.Tensor:
+    rows = torch.arange(num_rows)[:, None] * 10
+    return ranks.gather(rows + ranks.shard.rank * 2 + torch.arange(2))
+
+
+def test_columns_are_gathered_by_the_first_of_a_stage(processes: Processes) -> None:
+    first, second = processes.run(2, 1, gather, 2)
+    assert first.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]] and second.shape == (0, 4)
+    assert [len(it) for it in processes.run(2, 2, gather, 3)] == [3, 0, 3, 0]
+    assert [len(it) for it in processes.run(2, 1, gather, 0)] == [0, 0]
+    assert len(processes.run(1, 1, gather, 3)[0]) == 3
+
+
+def hand_on(ranks: Ranks) -> list[int]:
+    got = []
+    for step in range(3):
+        hidden = torch.full((step + 1,), ranks.shard.rank)
+        if not ranks.shard.is_first:
+            ranks.receive(hidden)
+        got.append(int(hidden.sum()))
+        if not ranks.shard.is_last:
+            ranks.send(hidden + 1)
+    return got
+
+
+def test_each_shard_of_a_stage_hands_on_to_the_same_of_the_next(processes: Processes) -> None:
+    assert processes.run(1, 3, hand_on) == [[2, 4, 6], [1, 2, 3], [0, 0, 0]]
+    assert processes.run(2, 2, hand_on) == [[1, 2, 3], [2, 4, 6], [0, 0, 0], [1, 2, 3]]
+
+
+def tell(ranks: Ranks) -> list[int]:
+    numbers = torch.full((3,), ranks.shard.process + 7, dtype=torch.int32)
+    ranks.tell(numbers)
+    return numbers.tolist()
+
+
+def test_all_hear_what_the_leader_tells(processes: Processes) -> None:
+    assert processes.run(2, 2, tell) == [[7, 7, 7]] * 4
+
+
+def wait_for_the_dead(ranks: Ranks, dead: int, method: str) -> str:
+    if ranks.shard.process == dead:
+        os._exit(1)
+    for _ in range(2):  # the first message may still find room on its way
+        getattr(ranks, method)(torch.zeros(4, 4))
+    return "noticed nothing"
+
+
+@pytest.mark.parametrize(
+    ("dead", "method", "stages"),
+    [(0, "tell", 1), (1, "tell", 1), (1, "add_up", 1), (1, "receive", 2), (0, "send", 2)],
+)
+def test_the_others_notice_that_a_process_has_died(
+    dead: int, method: str, stages: int, tmp_path: Path
+) -> None:
+    with Processes(2, tmp_path) as started, pytest.raises(AssertionError, match="RuntimeError"):
+        started.run(2 // stages, stages, wait_for_the_dead, dead, method)

@@ -1,0 +1,211 @@
+"""Which part of a model one process of several computes: some heads and columns of some layers.
+
+Layers are cut into stages, and each stage into shards as Megatron cuts it: what reads whole rows of
+hidden states (query, key and value; gate and up) has its outputs divided, what adds to them (o;
+down) its inputs, so that the shards' results only have to be added up.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import torch
+
+from wire.process.model import ModelError
+from worker.model.config import LayerConfig, ModelConfig
+
+# What the tensors of a checkpoint are divided by, under what their names end in; all others are
+# whole in every shard, as what chooses experts is.
+DIVIDED_BY: Final = {
+    "q_proj": "heads",
+    "k_proj": "kv_heads",
+    "v_proj": "kv_heads",
+    "o_proj": "heads",
+    "sinks": "sinks",
+    "gate_proj": "inner",
+    "up_proj": "inner",
+    "gate_up_proj": "pairs",
+    "down_proj": "inner",
+    "embed_tokens": "tokens",
+    "lm_head": "tokens",
+}
+# Of these a shard has some inputs, and computes a summand of every output.
+SUMMED: Final = ("o_proj", "down_proj")
+_PART = re.compile(r"(\w+?)(\.weight|\.bias|_bias)?$")
+
+
+class Cut(NamedTuple):
+    """What is kept of a checkpoint's tensor: these of the `length` indices of one dimension.
+
+    The dimension is counted from the last, -1, as experts may have one more before the others.
+    """
+
+    dim: int
+    kept: range
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of one process, shard `rank` of `size` of stage `stage` of `stages`."""
+
+    rank: int = 0
+    size: int = 1
+    stage: int = 0
+    stages: int = 1
+
+    @classmethod
+    def of_process(cls, number: int, size: int, stages: int) -> Shard:
+        """Return the part of process `number` of size x stages, of which number 0 leads.
+
+        It computes in the last stage: logits, many times as large as token ids, stay there.
+        """
+        return cls(number % size, size, stages - 1 - number // size, stages)
+
+    @property
+    def process(self) -> int:
+        """The number of the process that computes this part."""
+        return (self.stages - 1 - self.stage) * self.size + self.rank
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the model."""
+        return self.size == self.stages == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it computes logits."""
+        return self.stage == self.stages - 1
+
+    @property
+    def arithmetic(self) -> str:
+        """What numbers depend on besides: a sum of the sums of shards is rounded otherwise."""
+        return f" in {self.size} shards" if self.size > 1 else ""
+
+    def layers(self, num_layers: int) -> range:
+        """Return the layers of the stage; the last stages, as they have the head, get fewer."""
+        first, end = (-(-num_layers * it // self.stages) for it in (self.stage, self.stage + 1))
+        return range(first, end)
+
+    def kv_heads(self, num_kv_heads: int) -> range:
+        """Return which heads of keys and values are kept; several shards may have the same one."""
+        first = self.rank * num_kv_heads // self.size
+        return range(first, first + max(1, num_kv_heads // self.size))
+
+    def tokens(self, vocab_size: int) -> range:
+        """Return whose rows of embedding and head are kept; the last shards may have fewer."""
+        rows = self.num_rows(vocab_size)
+        return range(min(self.rank * rows, vocab_size), min((self.rank + 1) * rows, vocab_size))
+
+    def num_rows(self, vocab_size: int) -> int:
+        """Return how many rows embedding and head have in every shard, padded ones included."""
+        return -(-vocab_size // self.size)
+
+    def rows(self, token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Return which of the rows of `tokens` is each token's; -1 if another shard has it."""
+        kept = self.tokens(vocab_size)
+        rows = token_ids - kept.start
+        return rows.masked_fill_((rows < 0) | (rows >= len(kept)), -1)
+
+    def of(self, config: ModelConfig) -> ModelConfig:
+        """Return the shape of this part; the vocabulary is still the whole one.
+
+        Raises:
+            ModelError: The model cannot be divided like this; names what can.
+        """
+        self._check(config)
+        own = self.layers(config.num_layers)
+        return replace(
+            config,
+            layers=tuple(self._divided(it) for it in config.layers[own.start : own.stop]),
+            num_heads=config.num_heads // self.size,
+            num_kv_heads=max(1, config.num_kv_heads // self.size),
+            intermediate_size=config.intermediate_size // self.size,
+        )
+
+    def cut(self, config: ModelConfig, name: str) -> Cut | None:
+        """Return what is kept of the tensor that a checkpoint of the whole model has by this name.
+
+        None: all of it.
+        """
+        found = _PART.search(name)
+        assert found is not None
+        part, kind = found.groups()
+        if self.size == 1 or part not in DIVIDED_BY:
+            return None
+        # Biases have outputs last, and so have matrices of all experts in one, turned over.
+        outputs, inputs = (-2, -1) if kind == ".weight" else (-1, -2)
+        if part in SUMMED and kind in (".bias", "_bias"):
+            # The sum of what all shards compute has its bias once.
+            length = config.hidden_size
+            return Cut(outputs, range(length if self.rank == 0 else 0), length)
+        if DIVIDED_BY[part] == "tokens":
+            return Cut(outputs, self.tokens(config.vocab_size), config.vocab_size)
+        inner = config.intermediate_size_of(config.layers[int(name.split(".")[2])])
+        count, width = {
+            "heads": (config.num_heads, config.head_dim),
+            "sinks": (config.num_heads, 1),
+            "kv_heads": (config.num_kv_heads, config.head_dim),
+            "inner": (inner, 1),
+            "pairs": (inner, 2),
+        }[DIVIDED_BY[part]]
+        first, own = self.rank * count // self.size, max(1, count // self.size)
+        dim = inputs if part in SUMMED else outputs
+        return Cut(dim, range(first * width, (first + own) * width), count * width)
+
+    def _divided(self, layer: LayerConfig) -> LayerConfig:
+        """Return a layer of which a shard has a part of each expert."""
+        experts = layer.experts
+        if experts is None:
+            return layer
+        inner = experts.intermediate_size // self.size
+        return replace(layer, experts=replace(experts, intermediate_size=inner))
+
+    def _check(self, config: ModelConfig) -> None:
+        if config.delta_layers and self.size > 1:
+            raise ModelError(
+                f"layers of {config.family} keep a state, whose heads are not divided yet; leave "
+                "out --tensor-parallel"
+            )
+        if self.stages > config.num_layers:
+            raise ModelError(
+                f"num_hidden_layers is {config.num_layers}, too few for {self.stages} stages; "
+                f"--pipeline-parallel may be 1 to {config.num_layers} for this model"
+            )
+        stages = [replace(self, stage=it).layers(config.num_layers) for it in range(self.stages)]
+        if not all(any(config.layers[it].delta is None for it in stage) for stage in stages):
+            raise ModelError(
+                f"--pipeline-parallel {self.stages} leaves a stage without attention; lower it"
+            )
+        problem = _undivided(config, self.size)
+        if problem is not None:
+            sizes = [it for it in range(1, config.num_heads + 1) if _undivided(config, it) is None]
+            raise ModelError(
+                f"{problem}; --tensor-parallel may be {', '.join(map(str, sizes))} for this model"
+            )
+
+
+WHOLE: Final = Shard()
+
+
+def _undivided(config: ModelConfig, size: int) -> str | None:
+    """Say which number does not divide into shards, if one does not."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % size:
+        return f"num_attention_heads is {heads}, no multiple of {size} shards"
+    if kv_heads % size and size % kv_heads:
+        return (
+            f"num_key_value_heads is {kv_heads}, neither a multiple nor a divisor of {size} shards"
+        )
+    for layer in config.layers:
+        inner, of = config.intermediate_size_of(layer), " of experts" if layer.experts else ""
+        if inner % size:
+            return f"intermediate_size{of} is {inner}, no multiple of {size} shards"
+    return None

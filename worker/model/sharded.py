@@ -1,0 +1,51 @@
+"""The forward pass of one shard: what `worker.model.transformer` computes, with others.
+
+Every process of a model computes every step, in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear
+
+from worker.model.ranks import Ranks
+from worker.model.transformer import Transformer
+from worker.model.weights import Weights
+
+
+class ShardedTransformer(Transformer):
+    """Computes the part of a model that its weights are; its logits are the leader's alone.
+
+    Attributes are those of `worker.model.transformer.Transformer`; the config is its part's.
+    """
+
+    def __init__(self, weights: Weights, ranks: Ranks) -> None:
+        super().__init__(weights)
+        self._ranks, self._shard = ranks, ranks.shard
+        self.arithmetic += self._shard.arithmetic
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if not self._shard.is_first:
+            hidden = self._empty(len(token_ids), self.config.hidden_size)
+            self._ranks.receive(hidden)
+            return hidden
+        # Each shard has the rows of some tokens; of all others it adds zero.
+        rows = self._shard.rows(token_ids, self.config.vocab_size)
+        hidden = super()._embed(rows.clamp(min=0))
+        hidden.masked_fill_((rows < 0)[:, None], 0)
+        self._ranks.add_up(hidden)
+        return hidden
+
+    def _whole(self, summand: torch.Tensor) -> torch.Tensor:
+        self._ranks.add_up(summand)
+        return summand
+
+    def _logits(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        if self._shard.is_last:
+            logits = self._ranks.gather(linear(normed, self._weights.head))
+            return logits[:, : self.config.vocab_size].float()
+        self._ranks.send(hidden)
+        return self._empty(0, self.config.vocab_size).float()
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=self.dtype, device=self.device)
