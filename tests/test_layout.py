@@ -54,8 +54,10 @@ FLOORS = {
         *("router/app.py", "router/start.py", "router/__main__.py"),
     ],
     "worker": [
-        *("worker/model", "worker/executor", "worker/engine", "worker/embedded"),
+        *("worker/model", "worker/executor", "worker/parallel"),
+        *("worker/engine", "worker/embedded"),
         *("worker/config.py", "worker/memory.py", "worker/assembly.py", "worker/metrics.py"),
+        "worker/processes.py",
         *("worker/transfer/sockets.py", "worker/transfer/thread.py", "worker/environment.py"),
         *("worker/link.py", "worker/transfer", "worker/roles"),
         *("worker/app.py", "worker/__main__.py"),

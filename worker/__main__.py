@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -14,18 +14,25 @@ from wire.process.lifetime import Stop, run, set_stack_size, slow_start
 from wire.process.log import configure
 from wire.process.model import check_files, check_weights, fingerprint, locate, vocab_size
 from wire.process.settings import EX_CONFIG, parse
-from worker.app import Worker
+from worker.app import EXIT_CRASHED, Worker
 from worker.assembly import check_speculation
 from worker.config import Config
 from worker.engine.thread import is_computing
 from worker.executor.contract import Executor
 from worker.executor.registry import create
+from worker.processes import follow, meet
+
+if TYPE_CHECKING:  # it imports torch, which other executors do without
+    from worker.model.ranks import Ranks
 
 log = structlog.get_logger("worker")
 
 
-def load(config: Config) -> Executor:
+def load(config: Config, ranks: Ranks | None = None) -> Executor:
     """Make the executor that the configuration names.
+
+    Args:
+        ranks: With which other processes to compute; None: alone.
 
     Raises:
         WireError: There is no such model.
@@ -35,7 +42,7 @@ def load(config: Config) -> Executor:
     set_stack_size()  # an executor may start threads
     extra = {"step_delay_s": config.hash_step_ms / 1000} if config.executor == "hash" else {}
     limit = config.max_model_len or None
-    return _create(config, config.model, max_model_len=limit, **extra)
+    return _create(config, config.model, ranks, max_model_len=limit, **extra)
 
 
 def load_draft(config: Config, executor: Executor) -> Executor | None:
@@ -78,14 +85,16 @@ def _set_threads(num_threads: int) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _create(config: Config, model: str, **settings: Any) -> Executor:
+def _create(config: Config, model: str, ranks: Ranks | None = None, **settings: Any) -> Executor:
     path = locate(model)
     check_files(path)
     if config.executor == "torch":  # here, for importing torch takes seconds
         check_weights(path)
     chosen = {"kv_dtype": config.kv_dtype, "weights": config.weights}
+    if ranks is not None:
+        settings["ranks"] = ranks
     executor = create(
-        config.executor,
+        config.executor if ranks is None else "worker.parallel.executor:create",
         model_path=path,
         model_name=config.model_name,
         fingerprint=fingerprint(path),
@@ -120,11 +129,19 @@ async def serve(config: Config, executor: Executor, draft: Executor | None, stop
 def main() -> int:
     config = parse(Config, sys.argv[1:], beside="router.config")
     lines = configure(config.log_level)
+
+    def end_at_once(status: int) -> None:
+        lines.close()
+        os._exit(EX_CONFIG if status == EX_CONFIG else EXIT_CRASHED)
+
     log.info("loading", model=config.model, executor=config.executor)
     try:
         _choose_cores(parse_cores(config.cores))
         with slow_start(f"loading {config.model}"):
-            executor = load(config)
+            ranks = meet(config, end_at_once)
+            executor = load(config, ranks)
+            if ranks is not None and not ranks.is_leader:
+                return follow(executor)
             draft = load_draft(config, executor)
     except (WireError, ValueError) as error:
         log.error("cannot serve this model", reason=str(error))

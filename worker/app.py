@@ -124,6 +124,8 @@ class Worker:
             max_kv_transfer_bytes=self._config.max_kv_transfer_bytes,
             arithmetic=(capabilities.arithmetic or self._config.executor)[:256],
             threads=capabilities.num_threads,
+            shards=capabilities.num_shards,
+            stages=capabilities.num_stages,
             kv_endpoint=self.role.kv_endpoint,
             # Every other core of thousands is a list that nobody takes, nor reads.
             cores=cores if len(cores) <= MAX_CORES_LENGTH else "",

@@ -52,7 +52,7 @@ def make_engine(
         kv_cache_bytes=config.kv_cache_bytes,
         block_size=config.block_size,
         max_ubatch_tokens=config.step_tokens,
-        free_bytes=free_bytes(config.device),
+        free_bytes=free_bytes(config.device, num_devices=config.num_processes),
     )
     chosen = config.model_dump(include={field.name for field in fields(EngineSettings)})
     chosen["max_ubatch_tokens"] = config.step_tokens

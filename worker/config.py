@@ -50,12 +50,32 @@ class Config(SharedSettings):
         "--dtype; int8 rounds them to 8 bits when they are loaded, on a CPU, for steps that wait "
         "for memory; the same on all workers of a cluster",
     )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="processes side by side that share each layer: its heads, columns and experts",
+    )
+    pipeline_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="processes one behind the other that share the layers; with both, the product",
+    )
+    rendezvous: str = Field(
+        default="",
+        description="where the processes of a worker meet: tcp://HOST:PORT of process 0, "
+        "file:///PATH of a new file; empty: process 0 starts the others on this machine",
+    )
+    process: int = Field(
+        default=0, ge=0, lt=4096, description="with --rendezvous, which of them this is; 0 leads"
+    )
     threads: int = Field(
         default=0,
         ge=0,
         le=1024,
-        description="threads that compute; 0 is what OMP_NUM_THREADS says, and without it one for "
-        "each physical core that this worker may use",
+        description="threads that compute, in each process; 0 is what OMP_NUM_THREADS says, and "
+        "without it one for each physical core that this worker may use",
     )
     cores: str = Field(
         default="",
@@ -68,7 +88,9 @@ class Config(SharedSettings):
     num_blocks: int = Field(
         default=0, ge=0, description="KV blocks; 0 is as many as --kv-cache-bytes holds"
     )
-    kv_cache_bytes: int = Field(default=256 * MIB, ge=1, description="memory for the KV cache")
+    kv_cache_bytes: int = Field(
+        default=256 * MIB, ge=1, description="memory for the KV cache, and for states"
+    )
     max_ubatch_tokens: int = Field(
         default=0,
         ge=0,
@@ -201,6 +223,34 @@ class Config(SharedSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_processes(self) -> Self:
+        if self.num_processes > 1 and self.executor != "torch":
+            raise ValueError(
+                f"--tensor-parallel and --pipeline-parallel share a model of --executor torch, not "
+                f"of {self.executor!r}; leave them out"
+            )
+        if self.process >= self.num_processes:
+            raise ValueError(
+                f"--process is {self.process}, of {self.num_processes} processes "
+                f"(--tensor-parallel {self.tensor_parallel} x --pipeline-parallel "
+                f"{self.pipeline_parallel}); the last is {self.num_processes - 1}"
+            )
+        if self.process and not self.rendezvous:
+            raise ValueError("--process is for --rendezvous: say where the processes meet")
+        found = fullmatch(r"tcp://(.+):([0-9]{1,5})|file:///.+", self.rendezvous or "file:///-")
+        if found is None:
+            raise ValueError(
+                f"--rendezvous {self.rendezvous!r} is neither tcp://HOST:PORT nor file:///PATH"
+            )
+        if found[1] is not None and found[1] not in LOOPBACK_HOSTS and not self.insecure:
+            raise ValueError(
+                f"--rendezvous {self.rendezvous} can be reached from other machines, and processes "
+                "of one worker have no keys among themselves (torch.distributed has none); use a "
+                "network that is yours alone and add --insecure"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check(self) -> Self:
         host = self.kv_bind.removeprefix("tcp://").rpartition(":")[0]
         is_open = self.kv_bind.startswith("tcp://") and host not in LOOPBACK_HOSTS
@@ -222,6 +272,11 @@ class Config(SharedSettings):
                 f"{self.max_kv_inflight_bytes}"
             )
         return self
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes compute the model."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def party(self) -> str:

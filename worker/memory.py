@@ -29,22 +29,26 @@ def count_blocks(
     Raises:
         ValueError: There would be no block, or more than fit; the message says what to change.
     """
-    block_bytes = memory.kv_bytes_per_token * block_size
-    blocks = num_blocks or kv_cache_bytes // block_bytes
+    blocks = num_blocks or memory.blocks_in(kv_cache_bytes, block_size)
+    states = memory.num_states(blocks, block_size)
+    beside = f" with {states} states" if states else ""
     if blocks < 1:
         raise ValueError(
-            f"--kv-cache-bytes is {kv_cache_bytes}, and a block of {block_size} tokens takes "
-            f"{block_bytes}; raise it or lower --block-size"
+            f"--kv-cache-bytes is {kv_cache_bytes}, and a block of {block_size} tokens{beside} "
+            f"takes {memory.cache_bytes(1, block_size)}; raise it or lower --block-size"
         )
     activation_bytes = memory.activation_bytes_per_token * max_ubatch_tokens
-    if free_bytes is None or activation_bytes + blocks * block_bytes <= free_bytes:
+    cache_bytes = memory.cache_bytes(blocks, block_size)
+    if free_bytes is None or activation_bytes + cache_bytes <= free_bytes:
         return blocks
     setting, value = (
         ("--num-blocks", num_blocks) if num_blocks else ("--kv-cache-bytes", kv_cache_bytes)
     )
-    most = max(0, free_bytes - activation_bytes) // (block_bytes if num_blocks else 1)
+    most = max(0, free_bytes - activation_bytes)
+    if num_blocks:
+        most = memory.blocks_in(most, block_size)
     raise ValueError(
-        f"{setting} is {value}: {blocks} blocks take {blocks * block_bytes} bytes and steps of "
+        f"{setting} is {value}: {blocks} blocks{beside} take {cache_bytes} bytes and steps of "
         f"{max_ubatch_tokens} tokens {activation_bytes}, but beside the model's "
         f"{memory.parameter_bytes} only {free_bytes} are free; lower {setting} "
         f"to {most} at most, or --max-ubatch-tokens, or take a smaller model"
@@ -55,14 +59,20 @@ def free_bytes(
     device: str,
     meminfo: Path = Path("/proc/meminfo"),
     control_group: Path = Path("/sys/fs/cgroup"),
+    *,
+    num_devices: int = 1,
 ) -> int | None:
-    """Return the memory that is free where an executor on `device` computes; None if unknown."""
+    """Return the memory that is free where an executor on `device` computes; None if unknown.
+
+    Args:
+        num_devices: How many GPUs it computes on, if it does; each has as much free as ours.
+    """
     # A process that has not imported torch by now computes without it.
     torch = sys.modules.get("torch")
     # If "auto" found a usable GPU, the model lies in its memory.
     if device != "cpu" and torch is not None and torch.cuda.memory_allocated():
         free: int = torch.cuda.mem_get_info()[0]
-        return free
+        return free * num_devices
     limits = _free_in_machine(meminfo), _free_in_container(control_group)
     return min((free for free in limits if free is not None), default=None)
 

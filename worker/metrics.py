@@ -100,6 +100,11 @@ class Metrics(Collector):
         yield from _steps(stats)
         yield from self._transfers()
         yield from frames(self._planes)
+        shape = {
+            "shards": self._config.tensor_parallel,
+            "stages": self._config.pipeline_parallel,
+        }
+        yield _labelled("worker_parallel", "Into how many the model is divided.", "kind", shape)
         yield _labelled("peers_up", "Connections that are up.", "kind", self._peers_up())
         yield gauge(
             "event_loop_lag_seconds", "How late the last timer of the loop was.", self.loop_lag_s

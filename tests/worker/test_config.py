@@ -50,6 +50,45 @@ def test_what_cannot_work_is_refused(settings: dict[str, Any], sentence: str) ->
         Config(**settings)
 
 
+TWO: dict[str, Any] = {"tensor_parallel": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"executor": "hash", **TWO}, "a model of --executor torch, not of 'hash'; leave them out"),
+        ({"executor": "hash", "pipeline_parallel": 2}, "not of 'hash'; leave them out"),
+        ({"executor": "a:b", **TWO}, "not of 'a:b'"),
+        ({"tensor_parallel": 0}, "tensor_parallel"),
+        ({"pipeline_parallel": 65}, "pipeline_parallel"),
+        ({"process": 1}, r"--process is 1, of 1 processes .*; the last is 0"),
+        (
+            {"tensor_parallel": 2, "pipeline_parallel": 3, "process": 6},
+            r"--process is 6, of 6 processes \(--tensor-parallel 2 x --pipeline-parallel 3\); .* 5",
+        ),
+        ({**TWO, "process": 1}, "--process is for --rendezvous: say where the processes meet"),
+        ({**TWO, "rendezvous": "env://"}, "neither tcp://HOST:PORT nor file:///PATH"),
+        ({**TWO, "rendezvous": "tcp://127.0.0.1"}, "'tcp://127.0.0.1' is neither"),
+        ({**TWO, "rendezvous": "tcp://:29500"}, "'tcp://:29500' is neither"),
+        ({**TWO, "rendezvous": "file://here"}, "'file://here' is neither"),
+        ({**TWO, "rendezvous": "tcp://10.0.0.5:29500"}, "no keys among themselves .*--insecure"),
+        ({**TWO, "rendezvous": "tcp://0.0.0.0:29500"}, "can be reached from other machines"),
+    ],
+)
+def test_processes_that_could_not_meet_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        Config(**settings)
+
+
+def test_processes_meet_on_this_machine_or_where_somebody_says_it_is_safe() -> None:
+    assert Config().num_processes == 1
+    assert Config(tensor_parallel=2, pipeline_parallel=3).num_processes == 6
+    here = ("tcp://127.0.0.1:29500", "tcp://localhost:1", "tcp://[::1]:1", "file:///tmp/meet")
+    for rendezvous in here:
+        assert Config(**TWO, rendezvous=rendezvous, process=1).process == 1
+    assert Config(**TWO, rendezvous="tcp://10.0.0.5:29500", insecure=True).rendezvous
+
+
 def test_steps_are_longer_where_only_prompts_are_read() -> None:
     assert (Config(role="prefill").step_tokens, Config(role="decode").step_tokens) == (1024, 512)
     assert Config(role="prefill", max_ubatch_tokens=7).step_tokens == 7

@@ -85,8 +85,8 @@ PLACED = """
 import os, sys
 from worker import __main__ as process
 
-def load(config):
-    loaded(config)
+def load(config, _):
+    loaded(config, None)
     threads = [int(name) for name in os.listdir("/proc/self/task")]
     print(*{core for thread in threads for core in os.sched_getaffinity(thread)})
     print(os.environ["OMP_NUM_THREADS"])

@@ -56,6 +56,34 @@ def test_two_models_need_what_both_need() -> None:
     assert MODEL + MemoryRequirements(1, 2, 3) == MemoryRequirements(5001, 12, 6)
 
 
+def test_states_take_as_much_as_blocks() -> None:
+    model = MemoryRequirements(0, 0, kv_bytes_per_token=2, state_bytes=100)
+    assert model.num_states(0, 16) == model.num_states(50, 16) == 16, "so many at least"
+    assert model.num_states(100, 16) == 32 and model.cache_bytes(100, 16) == 6400
+    assert model.num_states(100, 1000) == 200, "two for each block"
+    assert MODEL.num_states(1000, 16) == 0
+    assert model.blocks_in(6400, 16) == 100 and model.blocks_in(6399, 16) == 99
+    assert (model + MODEL).state_bytes == 100
+    with pytest.raises(ValueError, match="a block of 16 tokens with 16 states takes 1632; raise"):
+        count_blocks(
+            model,
+            num_blocks=0,
+            kv_cache_bytes=1631,
+            block_size=16,
+            max_ubatch_tokens=1,
+            free_bytes=None,
+        )
+    with pytest.raises(ValueError, match=r"100 blocks with 32 states take 6400 .* to 99 at most"):
+        count_blocks(
+            model,
+            num_blocks=100,
+            kv_cache_bytes=1,
+            block_size=16,
+            max_ubatch_tokens=1,
+            free_bytes=6399,
+        )
+
+
 def test_this_machine_has_memory_left() -> None:
     free = free_bytes("cpu")
     assert free is None or 0 < free < 1 << 50

@@ -90,6 +90,7 @@ def test_what_was_handed_over() -> None:
     assert found["baton_kv_inflight_bytes"] == 5
     assert found["baton_kv_inflight_limit_bytes"] == 32 << 20
     assert found["baton_peers_up{kind=router}"] == 1
+    assert found["baton_worker_parallel{kind=shards}"] == 1
 
 
 def test_names_and_units() -> None:

@@ -49,7 +49,7 @@ NEAR = structs.replace(NEAR, window=6)
 LAYOUTS = {
     "all": LAYOUT,
     "window": KVLayout(groups=(ALL, NEAR)),
-    "windows": KVLayout(groups=(structs.replace(NEAR, num_layers=2),)),
+    "windows": KVLayout(groups=(structs.replace(NEAR, window=3), NEAR)),
     "state": KVLayout(groups=(structs.replace(ALL, num_layers=2), STATE)),
     "mixed": KVLayout(groups=(ALL, NEAR, STATE)),
 }
@@ -160,6 +160,8 @@ class Workload:
             "swap_bytes": draw.choice([0, 0, 10, 40, 1000]) * self.layout.token_bytes,
             "speculate": self.drafter,
         } | settings
+        if self.layout.has_state:
+            chosen.setdefault("num_states", draw.choice([2, 5, 9, 30]))
         self.drafter = chosen["speculate"]
         engine = Engine(hash_executor(self.layout), clock=lambda: self.now, **chosen)
         engine.swap.costs.copy_bytes_per_s = draw.choice([1.0, 1e6, 1e12])

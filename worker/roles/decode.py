@@ -60,7 +60,7 @@ class Generation:
         self.asked_s = asked_s
         self.kv_deadline_s = asked_s + lease_s
         self.receiver: KVReceiver | None = None  # once the KV is there
-        self.num_tokens = 0
+        self.num_tokens = 1  # the first, which PREFILL_DONE brought
 
     def begin(self, engine: Engine) -> None:
         engine.begin_decode(

@@ -254,6 +254,8 @@ class PrefillRole:
                 lease_s=self._config.lease_s or router.lease_s,
                 now=now,
                 segment_bytes=self._config.segment_bytes,
+                num_shards=getattr(self._cache, "num_shards", 1),
+                stages=getattr(self._cache, "stages", None),
                 peer=peer.name,
             )
 

@@ -281,10 +281,8 @@ class IncomingTransfers:
         receiver = transfer.receiver
         if not receiver.is_over:
             receiver.verify(segment)
-            unpack(
-                *(self._cache, transfer.block_table, segment.rectangle, segment.kv),
-                *(receiver.cached_tokens, receiver.num_tokens),
-            )
+            rectangle, kv = segment.rectangle, segment.kv
+            unpack(self._cache, transfer.block_table, rectangle, kv, receiver.num_tokens)
 
     def _answer(self, transfer: IncomingTransfer, ack: Ack | None) -> None:
         if ack is None:

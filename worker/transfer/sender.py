@@ -86,8 +86,10 @@ class OutgoingTransfer:
         except WireError as error:
             self.fail(error)
         except Exception:
-            log.exception("transfer broke", request=self.request_id)
-            self.fail(WireError(ErrorCode.INTERNAL, "the transfer of the KV broke"))
+            # What was being packed when it ended may be gone.
+            if not self.sender.is_over:
+                log.exception("transfer broke", request=self.request_id)
+                self.fail(WireError(ErrorCode.INTERNAL, "the transfer of the KV broke"))
         del self.peer.receivers[self.request_id]
         self._on_end(self)
         for sending in self._sendings:

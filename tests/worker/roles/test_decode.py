@@ -61,7 +61,7 @@ async def test_the_text_goes_on_where_the_prefill_worker_stopped(
         done = await router.receive(Tag.DECODE_DONE)
         assert done.frame == DecodeDone(1)
         usage = decode_map(Usage, done.body())
-        assert (usage.finish_reason, usage.completion_tokens) == ("length", 19)
+        assert (usage.finish_reason, usage.completion_tokens) == ("length", 20)
         assert (usage.kv_bytes, usage.kv_skipped_tokens) == (64 * len(PROMPT), 0)
         await router.until_free(Role.PREFILL, Role.DECODE)
 
@@ -129,7 +129,7 @@ async def test_an_eos_token_ends_the_text_and_is_not_sent() -> None:
         router.decode(1, [*prompt, token], 1999, options)
         assert [token, *await router.tokens(len(expected) - 1)] == expected
         usage = decode_map(Usage, (await router.receive(Tag.DECODE_DONE)).body())
-        assert (usage.finish_reason, usage.completion_tokens) == ("stop", len(expected) - 1)
+        assert (usage.finish_reason, usage.completion_tokens) == ("stop", len(expected))
         assert usage.stop_token_id in EOS_TOKEN_IDS and usage.stop_logprobs is not None
 
 

@@ -1,0 +1,243 @@
+"""Who starts the processes of a worker, where they meet, and what becomes of the leader."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.models.make_model import make_model
+from wire.process.cores import best_threads
+from wire.process.settings import SharedSettings, parse
+from worker.config import Config
+from worker.processes import Followers, Place, command, meet, place_of, settle
+
+GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+}
+EIGHT: dict[str, Any] = {"tensor_parallel": 4, "pipeline_parallel": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "environ", "place"),
+    [
+        ({}, {}, Place(0, "", 0, 1)),
+        (EIGHT, {}, Place(0, "", 0, 8)),
+        ({}, TORCHRUN, Place(0, "", 0, 1)),  # one of many workers that torchrun has started
+        (EIGHT, TORCHRUN, Place(5, "env://", 1, 4)),
+        # Names that anybody may use say nothing without torchrun's own.
+        (EIGHT, {"RANK": "5", "WORLD_SIZE": "8"}, Place(0, "", 0, 8)),
+        (
+            {**EIGHT, "rendezvous": "file:///tmp/meet", "process": 6},
+            TORCHRUN,  # a flag wins
+            Place(6, "file:///tmp/meet", 6, 8),
+        ),
+        (
+            {**EIGHT, "rendezvous": "tcp://10.0.0.5:29500", "process": 6, "insecure": True},
+            {},
+            Place(6, "tcp://10.0.0.5:29500", 0, 1),
+        ),
+    ],
+)
+def test_each_process_knows_its_place(
+    settings: dict[str, Any], environ: Mapping[str, str], place: Place
+) -> None:
+    assert place_of(Config(**settings), environ) == place
+
+
+def test_torchrun_with_another_number_of_processes_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"8 processes, --tensor-parallel 2 .* 3 are 6; .*--nnodes"
+    ):
+        place_of(Config(tensor_parallel=2, pipeline_parallel=3), TORCHRUN)
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without the variables that processes settle by; as they were afterwards."""
+    for name in (GPUS, THREADS, *INTERFACES):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def settled() -> dict[str, str]:
+    return {name: os.environ[name] for name in (GPUS, THREADS, *INTERFACES) if name in os.environ}
+
+
+@pytest.mark.usefixtures("bare")
+def test_nothing_changes_where_there_is_one_process() -> None:
+    settle(Config(), place_of(Config(), {}))
+    assert settled() == {}
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"), [(None, ["0", "1"]), ("6,2,GPU-7", ["6", "2"]), ("", ["", ""])]
+)
+def test_each_process_of_a_machine_has_a_gpu_and_its_share_of_the_threads(
+    bare: pytest.MonkeyPatch, visible: str | None, gpus: list[str]
+) -> None:
+    config, loopback = Config(tensor_parallel=2), "lo0" if sys.platform == "darwin" else "lo"
+    for number, gpu in enumerate(gpus):
+        for name in (GPUS, THREADS, *INTERFACES):
+            bare.delenv(name, raising=False)
+        if visible is not None:
+            bare.setenv(GPUS, visible)
+        settle(config, Place(number, "file:///m", number, 2))
+        threads = str(max(1, best_threads() // 2))
+        assert settled() == {GPUS: gpu, THREADS: threads} | dict.fromkeys(INTERFACES, loopback)
+
+
+def test_on_a_cpu_no_gpu_is_chosen_and_what_somebody_says_is_kept(bare: pytest.MonkeyPatch) -> None:
+    said = {THREADS: "3"} | dict.fromkeys(INTERFACES, "eth7")
+    for name, value in said.items():
+        bare.setenv(name, value)
+    settle(Config(tensor_parallel=2, device="cpu"), Place(1, "file:///m", 1, 2))
+    assert settled() == said
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_flag_for_threads_is_no_ones_share() -> None:
+    settle(Config(tensor_parallel=2, device="cpu", threads=3), Place(0, "", 0, 2))
+    assert THREADS not in settled()
+
+
+@pytest.mark.usefixtures("bare")
+def test_processes_of_several_machines_choose_by_their_number_there_and_no_interface() -> None:
+    settle(Config(**EIGHT), Place(5, "env://", 1, 4))
+    assert settled() == {GPUS: "1", THREADS: str(max(1, best_threads() // 4))}
+
+
+def test_the_others_are_told_all_that_the_model_depends_on() -> None:
+    settings: dict[str, Any] = {
+        **EIGHT,
+        **{"threads": 2, "cores": "0", "role": "prefill", "rank": 3, "device": "cpu"},
+        **{"model": "/m/a b", "dtype": "float32", "kv_dtype": "bfloat16", "weights": "int8"},
+        **{"keys": Path("/k"), "log_level": "debug", "drain_s": 1.5, "max_model_len": 77},
+    }
+    config = Config(**settings)
+    [python, dash_m, module, *argv] = command(config, 5, "file:///tmp/meet")
+    assert (python, dash_m, module) == (sys.executable, "-m", "worker")
+    found = parse(Config, argv)
+    assert (found.process, found.rendezvous) == (5, "file:///tmp/meet")
+    same = {"dtype", "kv_dtype", "weights", "threads", "tensor_parallel", "pipeline_parallel"}
+    same |= set(SharedSettings.model_fields)
+    assert found.model_dump(include=same) == config.model_dump(include=same)
+    # Process 0 alone is known to routers.
+    assert (found.role, found.rank, found.max_model_len) == ("decode", 0, 0)
+    parse(Config, command(Config(tensor_parallel=2), 1, "file:///tmp/meet")[3:])
+
+
+class Lost:
+    """Followers that run a shell script instead of Python, and what the leader learns of them."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+        program = tmp_path / "python"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setattr(sys, "executable", str(program))
+        monkeypatch.setenv("OUT", str(tmp_path / "out"))
+        self.statuses: list[int] = []
+        self._others = set(threading.enumerate())
+
+    def start(self, **settings: Any) -> Followers:
+        return Followers(Config(**settings), self.statuses.append)
+
+    def wait(self) -> list[int]:
+        """Wait until somebody has looked after each that ended; return what was told."""
+        for watching in set(threading.enumerate()) - self._others:
+            watching.join()
+        return sorted(self.statuses)
+
+
+def test_who_ends_well_is_not_lost_and_who_fails_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = 'case "$*" in *process=1*) exit 0;; *process=2*) exit 78;; *) kill -9 $$;; esac'
+    lost = Lost(tmp_path, monkeypatch, script)
+    followers = lost.start(tensor_parallel=2, pipeline_parallel=2)
+    assert len(followers.pids) == 3
+    assert lost.wait() == [-signal.SIGKILL, 78]
+
+
+def test_they_have_our_environment_without_settings_and_what_systemd_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("BATON_RANK", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "HF_HOME"):
+        monkeypatch.setenv(name, "7")
+    lost = Lost(tmp_path, monkeypatch, 'env > "$OUT"')
+    lost.start(tensor_parallel=2)
+    assert lost.wait() == []
+    names = dict(line.partition("=")[::2] for line in (tmp_path / "out").read_text().splitlines())
+    assert {"HF_HOME", "PYTHONPATH"} <= names.keys()
+    assert not [it for it in names if it.startswith(("BATON_", "NOTIFY_SOCKET", "WATCHDOG_"))]
+
+
+@pytest.mark.parametrize("end", [Followers.have_met, None])
+def test_nothing_is_left_of_where_they_met_nor_where_they_did_not(
+    end: Callable[[Followers], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Lost(tmp_path, monkeypatch, 'touch "$OUT"; exit 3' if end is None else "exit 0")
+    followers = lost.start(tensor_parallel=2)
+    directory = Path(followers.rendezvous.removeprefix("file://")).parent
+    if end is not None:
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        end(followers)
+    assert lost.wait() == ([3] if end is None else [])
+    assert not directory.exists()
+
+
+def test_a_worker_of_one_process_meets_nobody() -> None:
+    assert meet(Config(), lambda _: None) is None
+
+
+LEADER = """
+import os, signal, sys, threading
+from wire.process.settings import parse
+from worker.__main__ import load
+from worker.config import Config
+from worker.processes import meet
+import psutil
+
+lost = []
+config = parse(Config, sys.argv[1:])
+ranks = meet(config, lost.append)
+executor = load(config, ranks)
+executor.allocate(8, 16)
+(follower,) = psutil.Process().children()
+follower.send_signal(signal.SIGTERM)  # as systemd does to all
+print("left", len([it for it in os.listdir(os.environ["TMPDIR"]) if it.startswith("baton-")]))
+executor.shutdown()
+[it.join() for it in threading.enumerate() if it.daemon and "_watch" in it.name]
+print("lost", lost, executor.capabilities.num_shards)
+"""
+
+
+def test_a_leader_starts_the_other_and_lets_it_go(tmp_path: Path) -> None:
+    """It is a worker, which meets it, loads its part, minds no signal, and ends with 0."""
+    path = make_model(tmp_path / "model")
+    (tmp_path / "tmp").mkdir()
+    flags = ["--model", str(path), "--tensor-parallel", "2", "--device", "cpu", "--threads", "1"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    done = subprocess.run(
+        [sys.executable, "-c", LEADER, *flags],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split("\n")[-3:-1] == ["left 0", "lost [] 2"], done.stdout + done.stderr

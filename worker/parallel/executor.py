@@ -1,0 +1,136 @@
+"""The executor of a model that several processes compute: each has one, of its part.
+
+The engine steps the leader's, and the others follow: all compute, the leader alone samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from kernels import PagedBatch
+from kernels.contract import Run
+from worker.executor.contract import Capabilities
+from worker.executor.torch import TorchExecutor, make_cache
+from worker.model.config import ModelError, read_config
+from worker.model.ranks import Ranks
+from worker.parallel.copies import Asking, Own, Steps
+from worker.parallel.follower import follow
+from worker.parallel.kv_cache import ShardedKVCache
+from worker.parallel.orders import Step, Verb, tell, tell_step
+from worker.parallel.parts import parts_of
+from worker.parallel.pieces import compute, in_order, num_pieces
+
+log = structlog.get_logger("worker")
+
+
+def create(
+    *, model_path: str | Path, model_name: str, ranks: Ranks, **settings: Any
+) -> ShardedExecutor:
+    """Load this process's part of a model; see `TorchExecutor.load`.
+
+    Raises:
+        ModelError: See there; or the model does not divide like this.
+    """
+    path = Path(model_path)
+    executor = ShardedExecutor.load(path, name=model_name, ranks=ranks, **settings)
+    executor.join(ranks, path)
+    return executor
+
+
+class ShardedExecutor(TorchExecutor):
+    """Implements `worker.executor.contract.Executor` together with other processes."""
+
+    _ranks: Ranks
+
+    def join(self, ranks: Ranks, path: Path) -> None:
+        """Compute with others from now on; wait until they have loaded their parts.
+
+        Raises:
+            ModelError: Processors are of different kinds, which would choose different experts.
+        """
+        if not ranks.agree(self.capabilities.arithmetic):
+            raise ModelError(
+                f"the processes of this worker compute differently, process {ranks.shard.process} "
+                f"in {self.capabilities.arithmetic}; start them on processors of one kind, with "
+                "the same --dtype and --weights"
+            )
+        self._ranks, shard = ranks, ranks.shard
+        self._parts = parts_of(self.info.layout, read_config(path), shard.size, shard.stages)
+        self._steps = Steps()
+        self._asking: list[Asking] = []
+        self.capabilities = self._all_together(self.capabilities)
+
+    def _all_together(self, own: Capabilities) -> Capabilities:
+        shard, memory = self._ranks.shard, own.memory
+        number = shard.size * shard.stages
+        return replace(
+            own,
+            memory=replace(
+                memory,
+                parameter_bytes=self._ranks.total(memory.parameter_bytes),
+                activation_bytes_per_token=number * memory.activation_bytes_per_token,
+                kv_bytes_per_token=sum(part.layout.token_bytes for part in self._parts),
+            ),
+            num_shards=shard.size,
+            num_stages=shard.stages,
+        )
+
+    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> ShardedKVCache:
+        """Make the paged KV cache that later batches address, in every process."""
+        assert self._model is not None, "allocate after shutdown"
+        sizes = num_blocks, block_size, num_states
+        tell(self._ranks, Verb.ALLOCATE, *sizes)
+        own, *others = self._parts
+        self._cache = make_cache(self._model, own.layout, *sizes)
+        self._asking = [Asking(self._ranks, part, self._steps) for part in others]
+        mine = own, Own(self._cache, own)
+        theirs = zip(others, self._asking, strict=True)
+        return ShardedKVCache(self.info.layout, self._cache, [mine, *theirs])
+
+    def _compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: PagedBatch,
+        rows: torch.Tensor,
+        runs: Sequence[Run],
+    ) -> torch.Tensor:
+        assert self._model is not None and self._cache is not None
+        has_states = self.info.layout.has_state
+        pieces = num_pieces(len(token_ids), self._ranks.shard.stages, has_states=has_states)
+        step = Step(token_ids, positions, rows, batch, pieces, runs)
+        tell_step(self._ranks, step)
+        logits = in_order(step, compute(self._model, self._cache, step))
+        self._steps.add()
+        return logits
+
+    def follow(self) -> None:
+        """In a process that does not lead: do what the leader says, to the end.
+
+        Raises:
+            RuntimeError: The leader or another process has died.
+        """
+        assert self._model is not None
+        follow(self._model, self._parts[self._ranks.shard.process], self._ranks)
+
+    def shutdown(self) -> None:
+        """Drop the weights and the cache, and let the other processes end."""
+        if self._model is not None:
+            try:
+                self._end()
+            except RuntimeError as error:  # this is how one learns that others have died
+                log.warning("the processes of the model have parted", reason=str(error))
+        super().shutdown()
+
+    def _end(self) -> None:
+        self._ranks.is_ending = True
+        tell(self._ranks, Verb.END)
+        for asking in self._asking:
+            asking.end()
+        self._ranks.leave()

@@ -1,0 +1,49 @@
+"""A process that computes its part of a model as the leader tells it, and knows of no requests."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import structlog
+
+from worker.executor.torch import make_cache
+from worker.model.kv_cache import TorchKVCache
+from worker.model.loader import Model
+from worker.model.ranks import Ranks
+from worker.parallel.copies import Steps, answer
+from worker.parallel.orders import Verb, hear
+from worker.parallel.parts import Part
+from worker.parallel.pieces import compute
+
+log = structlog.get_logger("worker")
+
+
+def follow(model: Model, part: Part, ranks: Ranks) -> None:
+    """Do what the leader says, until it says that this was all.
+
+    Raises:
+        RuntimeError: The leader or another process has died.
+    """
+    cache, steps, copying = None, Steps(), None
+    while (order := hear(ranks)).verb is not Verb.END:
+        if order.verb is Verb.ALLOCATE:
+            cache = make_cache(model, part.layout, *order.numbers[:3])
+            copying = threading.Thread(target=_copy, args=(ranks, cache, steps), name="kv-copy")
+            copying.start()
+        elif order.step is not None and cache is not None:
+            compute(model, cache, order.step)
+            cache.mark()
+            steps.add()
+    if copying is not None:
+        copying.join()
+    ranks.leave()
+
+
+def _copy(ranks: Ranks, cache: TorchKVCache, steps: Steps) -> None:
+    """Copy as the leader asks; if that fails, end the process: the leader waits for each copy."""
+    try:
+        answer(ranks, cache, steps)
+    except Exception as error:
+        log.error("cannot copy KV for the leader", reason=f"{type(error).__name__}: {error}")
+        os._exit(1)

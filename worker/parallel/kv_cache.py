@@ -1,0 +1,121 @@
+"""The KV of a model whose heads and layers are in several processes, as one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from wire.layout import KVLayout, StateGroup
+from wire.parts import Buffer
+from wire.transfer import Rectangle
+from worker.model.kv_cache import TorchKVCache
+from worker.parallel.parts import Part
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Copying(Protocol):
+    """Takes shares of one part out and puts them in, counted as the whole model counts.
+
+    Where they lie is said by the blocks of a sequence, and of a state by its slot alone.
+    """
+
+    def pack(self, places: Sequence[int], share: Rectangle) -> memoryview: ...
+
+    def unpack(self, places: Sequence[int], share: Rectangle, segment: Buffer) -> None: ...
+
+
+class ShardedKVCache:
+    """Implements `worker.executor.contract.KVCache` over all parts.
+
+    What is sent is cut so that each segment is in one part, which packs it: `num_shards` and
+    `stages` say how, see `wire.transfer.plan`.  What comes from others may be cut in any way.
+    """
+
+    def __init__(self, layout: KVLayout, own: TorchKVCache, parts: Sequence[tuple[Part, Copying]]):
+        self.layout = layout
+        self.num_blocks, self.block_size = own.num_blocks, own.block_size
+        self.copies_at_once = own.copies_at_once
+        self.state_slots = own.state_slots  # the same ones in every process
+        self._parts = parts
+        self.num_shards = max(
+            len({part.heads[it] for part, _ in parts if it in part.heads})
+            for it in range(len(layout.groups))
+        )
+        self.stages = [
+            sorted({part.layers[it] for part, _ in parts if it in part.layers}, key=_start)
+            for it in range(len(layout.groups))
+        ]
+
+    def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
+        """Copy a rectangle of a sequence's KV out; see `worker.executor.contract.KVCache`.
+
+        Raises:
+            ValueError: There is no such state.
+        """
+        if self._is_state(rectangle):
+            block_table = [self.state_slots.find(block_table, rectangle.tokens.start)]
+        shares = self._shares(rectangle)
+        if len(shares) == 1:
+            ((copying, share),) = shares
+            return copying.pack(block_table, share)
+        segment = np.empty(rectangle.num_bytes(self.layout), np.uint8)
+        for copying, share in shares:
+            packed = np.frombuffer(copying.pack(block_table, share), np.uint8)
+            self._at(segment, rectangle, share)[:] = packed.reshape(self._shape(share))
+        return segment.data
+
+    def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
+        """Copy a segment in the wire's order into a sequence's blocks, in every part.
+
+        Raises:
+            ValueError: The segment's size does not fit the rectangle.
+        """
+        received, size = np.frombuffer(segment, np.uint8), rectangle.num_bytes(self.layout)
+        if len(received) != size:
+            raise ValueError(f"the segment has {len(received)} bytes, its rectangle {size}")
+        if self._is_state(rectangle):
+            block_table = [self.state_slots.take(block_table, rectangle.tokens.start)]
+        for part, copying in self._parts:
+            share = part.share(rectangle)
+            if share is not None:
+                own = np.ascontiguousarray(self._at(received, rectangle, share))
+                copying.unpack(block_table, share, own.reshape(-1).data)
+
+    def _shares(self, rectangle: Rectangle) -> list[tuple[Copying, Rectangle]]:
+        """Return who has what of a rectangle: each of its heads and layers once."""
+        found: dict[Rectangle, Copying] = {}
+        for part, copying in self._parts:
+            share = part.share(rectangle)
+            if share is not None:  # where there are fewer heads than shards, others have it too
+                found.setdefault(share, copying)
+        return [(copying, share) for share, copying in found.items()]
+
+    def _is_state(self, rectangle: Rectangle) -> bool:
+        return isinstance(self.layout.groups[rectangle.group], StateGroup)
+
+    def _shape(self, rectangle: Rectangle) -> tuple[int, ...]:
+        group, layers, heads, tokens = rectangle
+        num_bytes = self.layout.groups[group].head_bytes
+        if self._is_state(rectangle):
+            return len(layers), 1, len(heads), 1, num_bytes
+        # A head of a token is all keys or all values: they have the same size in a pool.
+        num_bytes //= 2
+        return len(layers), 2, len(heads), len(tokens), num_bytes
+
+    def _at(self, segment: Bytes, rectangle: Rectangle, share: Rectangle) -> Bytes:
+        """Return where in the bytes of a rectangle those of a share of it are."""
+        layers = slice(*(it - rectangle.layers.start for it in _ends(share.layers)))
+        heads = slice(*(it - rectangle.heads.start for it in _ends(share.heads)))
+        return segment.reshape(self._shape(rectangle))[layers, :, heads]
+
+
+def _start(layers: range) -> int:
+    return layers.start
+
+
+def _ends(one: range) -> tuple[int, int]:
+    return one.start, one.stop

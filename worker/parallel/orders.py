@@ -1,0 +1,103 @@
+"""What the process that leads a model tells the others: int32 numbers, in host memory.
+
+An order is a header of `HEADER` numbers, which says how many follow, and these.  A follower trusts
+them: they come from its own worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+import torch
+
+from kernels import PagedBatch
+from kernels.contract import Run
+from worker.model.ranks import Ranks
+
+HEADER: Final = 8
+_NONE: Final = -1  # a run that begins its sequence has no state before it
+
+
+class Verb(IntEnum):
+    """What a follower is to do: `ALLOCATE` its KV cache, compute a `STEP`, or `END`."""
+
+    ALLOCATE = 1
+    STEP = 2
+    END = 3
+
+
+class Step(NamedTuple):
+    """One step, as `worker.model.transformer.Transformer.forward` takes it, in host memory.
+
+    It may be cut into `num_pieces` that stages compute one after another: see
+    `worker.parallel.pieces`.  Of layers that keep a state, `runs` say where states lie.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
+    batch: PagedBatch
+    num_pieces: int = 1
+    runs: Sequence[Run] = ()
+
+
+class Order(NamedTuple):
+    """`numbers` are the blocks and their size for `ALLOCATE`; `step` belongs to `STEP`."""
+
+    verb: Verb
+    numbers: tuple[int, ...] = ()
+    step: Step | None = None
+
+
+def tell(ranks: Ranks, verb: Verb, *numbers: int) -> None:
+    """Tell the others something short."""
+    ranks.tell(_header(verb, *numbers))
+
+
+def tell_step(ranks: Ranks, step: Step) -> None:
+    """Tell the others to compute a step."""
+    tables = step.batch.block_tables
+    ranks.tell(
+        _header(
+            *(Verb.STEP, len(step.token_ids), len(tables), tables.shape[1], len(step.rows)),
+            *(step.num_pieces, len(step.runs)),
+        )
+    )
+    ranks.tell(torch.cat([it.flatten() for it in _arrays(step)]))
+
+
+def hear(ranks: Ranks) -> Order:
+    """Wait for the leader's next order."""
+    header = torch.empty(HEADER, dtype=torch.int32)
+    ranks.tell(header)
+    verb, *numbers = header.tolist()
+    if verb != Verb.STEP:
+        return Order(Verb(verb), tuple(numbers))
+    num_tokens, num_sequences, num_columns, num_rows, num_pieces, num_runs = numbers[:6]
+    sizes = [num_tokens, num_tokens, num_rows, num_tokens]
+    sizes += [num_sequences + 1, num_sequences, num_sequences * num_columns, num_runs * 4]
+    arrays = torch.empty(sum(sizes), dtype=torch.int32)
+    ranks.tell(arrays)
+    token_ids, positions, rows, slots, starts, lens, tables, told = torch.split(arrays, sizes)
+    batch = PagedBatch(slots, starts, lens, tables.view(num_sequences, num_columns))
+    runs = [
+        Run(start, stop, None if before == _NONE else before, after)
+        for start, stop, before, after in told.view(-1, 4).tolist()
+    ]
+    return Order(Verb.STEP, step=Step(token_ids, positions, rows, batch, num_pieces, runs))
+
+
+def _arrays(step: Step) -> list[torch.Tensor]:
+    batch = step.batch
+    arrays = [step.token_ids, step.positions, step.rows, batch.slots]
+    runs = [
+        (it.start, it.stop, _NONE if it.before is None else it.before, it.after) for it in step.runs
+    ]
+    arrays += [batch.query_starts, batch.context_lens, batch.block_tables]
+    return [*arrays, torch.tensor(runs, dtype=torch.int32)]
+
+
+def _header(*numbers: int) -> torch.Tensor:
+    return torch.tensor([*numbers, *[0] * (HEADER - len(numbers))], dtype=torch.int32)

@@ -1,0 +1,85 @@
+"""Which of a model's KV each process of the model keeps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec import structs
+
+from wire.layout import Group, KVGroup, KVLayout
+from wire.transfer import Rectangle
+from worker.model.config import ModelConfig
+from worker.model.pool_shape import layers_by_window
+from worker.model.shard import Shard
+
+
+class Part(NamedTuple):
+    """What one process keeps: the same heads of some layers, side by side, of each group.
+
+    Attributes:
+        layout: The layout of the part; it has no groups of which no layer is here.
+        layers: By group of the whole model, in the order of those of `layout`; `heads` likewise.
+    """
+
+    process: int
+    layout: KVLayout
+    layers: dict[int, range]
+    heads: dict[int, range]
+
+    @classmethod
+    def of(cls, layout: KVLayout, config: ModelConfig, shard: Shard) -> Part:
+        """Return what a shard of the model keeps that has this layout and this config."""
+        stage, kv_heads = shard.layers(config.num_layers), shard.kv_heads(config.num_kv_heads)
+        layers, heads, groups = {}, {}, list[Group]()
+        for index, (group, of_model) in enumerate(zip(layout.groups, _layers(config), strict=True)):
+            places = [place for place, layer in enumerate(of_model) if layer in stage]
+            if not places:
+                continue
+            layers[index], own = range(places[0], places[-1] + 1), {"num_layers": len(places)}
+            if isinstance(group, KVGroup):
+                heads[index], own["num_kv_heads"] = kv_heads, len(kv_heads)
+            else:
+                heads[index] = range(group.num_heads)
+            groups.append(structs.replace(group, **own))
+        return cls(shard.process, KVLayout(groups=tuple(groups)), layers, heads)
+
+    def share(self, rectangle: Rectangle) -> Rectangle | None:
+        """Return what of a rectangle of the whole model is in this part; None: nothing."""
+        group, layers, heads, tokens = rectangle
+        if group not in self.layers:
+            return None
+        layers, heads = _common(layers, self.layers[group]), _common(heads, self.heads[group])
+        return Rectangle(group, layers, heads, tokens) if layers and heads else None
+
+    def own(self, share: Rectangle) -> Rectangle:
+        """Return a share as the part counts groups, layers and heads."""
+        group, layers, heads, tokens = share
+        return Rectangle(
+            list(self.layers).index(group),
+            _moved(layers, -self.layers[group].start),
+            _moved(heads, -self.heads[group].start),
+            tokens,
+        )
+
+
+def _layers(config: ModelConfig) -> list[list[int]]:
+    """Return the model's layers of each group of its layout (`worker.executor.torch.layout_of`)."""
+    with_kv = [index for index, layer in enumerate(config.layers) if layer.delta is None]
+    with_state = [index for index, layer in enumerate(config.layers) if layer.delta is not None]
+    groups = layers_by_window(config.windows).values()
+    groups_of_model = [[with_kv[place] for place in group] for group in groups]
+    return [*groups_of_model, with_state] if with_state else groups_of_model
+
+
+def parts_of(layout: KVLayout, config: ModelConfig, size: int, stages: int) -> list[Part]:
+    """Return the part of every process of a model."""
+    shards = (Shard.of_process(it, size, stages) for it in range(size * stages))
+    return [Part.of(layout, config, shard) for shard in shards]
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _moved(one: range, by: int) -> range:
+    return range(one.start + by, one.stop + by)

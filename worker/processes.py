@@ -1,0 +1,238 @@
+"""The processes of a worker whose model several compute: who starts them, and where they meet.
+
+Process 0 leads: it is the worker that routers know.  Unless it is told where to meet, it starts the
+others on this machine.  When one of them is lost, the worker is: it ends at once, as if it had been
+killed, and who starts it again starts all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from threading import Thread
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import structlog
+
+from wire.process.children import die_with_parent, same_release
+from wire.process.cores import best_threads
+from wire.process.settings import SharedSettings
+from worker.config import Config
+from worker.executor.contract import Executor
+
+if TYPE_CHECKING:
+    from worker.model.ranks import Ranks
+
+log = structlog.get_logger("worker")
+
+# What all processes of a worker have to be told alike.
+_SHARED: Final = {
+    *(*SharedSettings.model_fields, "dtype", "kv_dtype", "weights", "threads"),
+    *("tensor_parallel", "pipeline_parallel"),
+}
+# How long others may take to come, and for their part of a step; death is noticed at once.
+STEP_TIMEOUT_S: Final = 600.0
+# Of Linux: the address of an interface.
+_SIOCGIFADDR: Final = 0x8915
+# Of torchrun: only it sets this one, the others are names that anybody may have taken.
+_TORCHRUN: Final = "TORCHELASTIC_RUN_ID"
+
+
+class Place(NamedTuple):
+    """Which of the processes of a worker this is, and which of those on this machine."""
+
+    number: int
+    rendezvous: str
+    local_number: int
+    num_local: int
+
+
+def place_of(config: Config, environ: Mapping[str, str]) -> Place:
+    """Say which process this is; no rendezvous: it has to start the others.
+
+    Raises:
+        ValueError: torchrun has started another number of processes than the settings say.
+    """
+    if config.num_processes > 1 and not config.rendezvous and _TORCHRUN in environ:
+        number, count = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        if count != config.num_processes:
+            raise ValueError(
+                f"torchrun has started {count} processes, --tensor-parallel "
+                f"{config.tensor_parallel} x --pipeline-parallel {config.pipeline_parallel} are "
+                f"{config.num_processes}; change --nnodes or --nproc-per-node, or these"
+            )
+        local = int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"])
+        return Place(number, "env://", *local)
+    if config.rendezvous.startswith("tcp://"):
+        return Place(config.process, config.rendezvous, 0, 1)
+    return Place(config.process, config.rendezvous, config.process, config.num_processes)
+
+
+def settle(config: Config, place: Place) -> None:
+    """Choose what this process computes with, before torch is imported: a GPU, its threads.
+
+    Others are to be started before, with the environment as it was.  Where all are on this machine,
+    what they tell each other stays on it.
+    """
+    if config.num_processes == 1:
+        return
+    if config.device != "cpu":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        every = [str(it) for it in range(place.num_local)]
+        gpus = every if visible is None else visible.split(",")  # "" says that there is none
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[place.local_number :][:1])
+    if not config.threads and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, best_threads() // place.num_local))
+    host = "127.0.0.1"
+    if place.num_local < config.num_processes:
+        host = place.rendezvous.removeprefix("tcp://").rpartition(":")[0]
+        host = host or os.environ["MASTER_ADDR"]
+    if (interface := interface_to(host)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def interface_to(host: str) -> str | None:
+    """Return the network interface by which a host is reached over IPv4; None if nobody knows.
+
+    By itself gloo takes the one that this machine's name resolves to, often the loopback.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(40, b"\0"))
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(found[20:24]) == own:
+                return name
+    return None
+
+
+def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
+    """Wait until all processes of the worker are there; None: it has no others.
+
+    Process 0 starts the others first, unless somebody else does.
+
+    Args:
+        on_lost: Called, on a thread of its own, when one ends that was not told to; with its exit
+            status, negative for a signal.
+
+    Raises:
+        ValueError: They cannot compute the model together.
+        RuntimeError: Not all have come.
+    """
+    if config.num_processes == 1:
+        return None
+    place = place_of(config, os.environ)
+    if place.number:
+        for told in (signal.SIGTERM, signal.SIGINT):  # they are for the leader, who may drain
+            signal.signal(told, signal.SIG_IGN)
+    followers = Followers(config, on_lost) if not place.rendezvous else None
+    settle(config, place)
+    # Here: it imports torch, whose threads are counted when it is imported.
+    from worker.model.device import find_device
+    from worker.model.ranks import Ranks
+    from worker.model.shard import Shard
+
+    shard = Shard.of_process(place.number, config.tensor_parallel, config.pipeline_parallel)
+    rendezvous = followers.rendezvous if followers is not None else place.rendezvous
+    device = find_device(config.device)
+    ranks = Ranks(shard, rendezvous, device, STEP_TIMEOUT_S)
+    if followers is not None:
+        if device.type == "cpu":
+            followers.have_met()
+        else:  # NCCL meets there once more for each connection, when it is first used
+            atexit.register(followers.have_met)
+    elif ranks.is_leader:
+        for number in range(1, config.num_processes):
+            Thread(target=_watch, args=(ranks, number, on_lost), daemon=True).start()
+    return ranks
+
+
+def _watch(ranks: Ranks, number: int, on_lost: Callable[[int], None]) -> None:
+    """Wait for the end of a process that somebody else has started, perhaps elsewhere."""
+    try:
+        ranks.watch(number)
+    except RuntimeError as error:
+        log.error("a process of the model is lost", process=number, reason=str(error))
+        on_lost(1)
+
+
+def follow(executor: Executor) -> int:
+    """Compute as the leader tells, to the end; return the exit status."""
+    from worker.parallel.executor import ShardedExecutor
+
+    assert isinstance(executor, ShardedExecutor)
+    try:
+        executor.follow()
+    except RuntimeError as error:
+        log.warning("the leader is gone", reason=str(error))
+        return 1
+    return 0
+
+
+class Followers:
+    """The other processes of a worker, started on this machine.
+
+    `on_lost` is called on a thread of its own when one ends that was not told to, with its exit
+    status.
+    """
+
+    def __init__(self, config: Config, on_lost: Callable[[int], None]) -> None:
+        self._directory = tempfile.mkdtemp(prefix="baton-")  # nobody else may look into it
+        self.rendezvous = f"file://{self._directory}/rendezvous"
+        self._on_lost = on_lost
+        self._processes = [
+            subprocess.Popen(
+                command(config, number, self.rendezvous),
+                stdin=subprocess.DEVNULL,
+                env=_environment(os.environ),
+                preexec_fn=die_with_parent(),
+            )
+            for number in range(1, config.num_processes)
+        ]
+        for number, process in enumerate(self._processes, 1):
+            Thread(target=self._watch, args=(number, process), daemon=True).start()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids, of processes 1 and so on."""
+        return [process.pid for process in self._processes]
+
+    def have_met(self) -> None:
+        """Clear away where they met."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _watch(self, number: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if status:
+            log.error("a process of the model is lost", process=number, status=status)
+            self.have_met()
+            self._on_lost(status)
+
+
+def command(config: Config, number: int, rendezvous: str) -> list[str]:
+    """Return the command line of another process of this worker."""
+    shared = config.model_dump(include=_SHARED, exclude_none=True)
+    settings = {**shared, "rendezvous": rendezvous, "process": number}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    return [sys.executable, "-m", "worker", *flags]
+
+
+def _environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """Return ours without settings, and without what systemd tells the worker itself."""
+    dropped = ("BATON_", "NOTIFY_SOCKET", "WATCHDOG_")
+    return same_release({name: ours[name] for name in ours if not name.startswith(dropped)})
