@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
@@ -79,6 +80,31 @@ LIKE: dict[str, Config] = {
         "head_dim": 128,
         "max_position_embeddings": 40_960,
         "rope_theta": 1_000_000,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 262_144,
+        "rope_theta": 10_000_000,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     },
@@ -199,6 +225,20 @@ TINY_OF: dict[str, Config] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
     },
+    "qwen3_next": {
+        "num_hidden_layers": 4,
+        "full_attention_interval": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [0],
+    },
     "gpt_oss": {
         "head_dim": 16,
         "num_local_experts": 6,
@@ -272,7 +312,7 @@ def _random_tensors(out: Path, config: Config, seed: int) -> Tensors:
         noise = torch.randn(shape, generator=generator)
         if name.endswith("norm.weight"):
             tensor = 1.0 + 0.1 * noise
-        elif name.endswith("bias"):
+        elif name.endswith((".A_log", "bias")):
             tensor = 0.1 * noise
         elif name.endswith(".sinks"):
             tensor = noise

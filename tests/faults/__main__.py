@@ -1,6 +1,7 @@
 """Real processes, real faults: kill, freeze, cancel, stall, and check what every client saw.
 
     scripts/chaos --kill-sweep     800 requests while workers are killed in each state
+    scripts/chaos --processes 60   so many processes killed of workers that have two each
     scripts/chaos --outages        a worker frozen, a black hole, the router killed
     scripts/chaos --cancels 10000  cancels at every moment, then nothing may be held
     scripts/chaos --head-of-line   a short prompt behind ten long ones that were cancelled
@@ -25,7 +26,7 @@ from typing import Final
 from scripts.paired import Pairs
 from scripts.sides import share_cores
 from tests.cluster import Cluster
-from tests.faults import cancels, kills, line, outages, slow, soak
+from tests.faults import cancels, kills, line, outages, processes, slow, soak
 from tests.faults.checks import problems
 from tests.faults.clients import Record
 from tests.faults.cluster import FaultyCluster, timed_until_idle
@@ -56,6 +57,27 @@ def kill_sweep(args: argparse.Namespace, directory: Path) -> list[str]:
     )
     missed = [f"never killed while {name}" for name in kills.POINTS if not result.kills[name]]
     return _judged(records) + missed
+
+
+def process_sweep(args: argparse.Namespace, directory: Path) -> list[str]:
+    """2 prefill and 2 decode workers, each divided in two; any process is killed, leader or not."""
+    path = processes.model(directory / "divided")
+    records = draw_requests(args.seed, 60, prompt=(50, 600), answer=(20, 60))
+    with FaultyCluster(
+        directory, executor="torch", model=path, worker_args=processes.WORKER_ARGS
+    ) as cluster:
+        result = asyncio.run(processes.sweep(cluster, records, args.processes, args.seed))
+        idle_s = timed_until_idle(cluster)
+        left = processes.left_over(cluster, path)
+    late = [took for took in result.ended_s if took > processes.ENDED_S]
+    print(
+        f"  {sum(result.kills.values())} kills {dict(result.kills)} under {result.num_requests} "
+        f"requests: {len(result.problems)} lost or wrong; a worker without one of its processes "
+        f"ended after {1000 * max(result.ended_s):.0f} ms at most; nothing held {idle_s:.2f} s "
+        f"after the end, {len(left)} processes left over"
+    )
+    found = [f"a worker lived {took:.2f} s without one of its processes" for took in late]
+    return result.problems + found + [f"process {pid} is nobody's" for pid in left]
 
 
 def out(args: argparse.Namespace, directory: Path) -> list[str]:
@@ -221,6 +243,7 @@ def _judged(records: list[Record]) -> list[str]:
 
 RUNS: Final[dict[str, Callable[[argparse.Namespace, Path], list[str]]]] = {
     "kill_sweep": kill_sweep,
+    "processes": process_sweep,
     "outages": out,
     "cancels": cancel_storm,
     "head_of_line": head_of_line,
@@ -236,6 +259,7 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kill-sweep", action="store_true", help="SIGKILL in every state")
+    parser.add_argument("--processes", type=int, default=0, metavar="N", help="so many killed")
     parser.add_argument("--outages", action="store_true", help="SIGSTOP, black hole, router")
     parser.add_argument("--cancels", type=int, default=0, metavar="N", help="so many cancels")
     parser.add_argument("--head-of-line", action="store_true", help="TTFT after cancels")

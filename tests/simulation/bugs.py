@@ -282,7 +282,7 @@ CAUGHT_BY: dict[str, int] = {
     "keep-blocks": 0,
     "evict-half": 27,
     "share-anything": 15,
-    "keep-every-state": 15,
+    "keep-every-state": 18,
     "short-window": 6,
     "double-token": 0,
     "forget-tokens": 0,

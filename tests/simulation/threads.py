@@ -24,8 +24,8 @@ from worker.executor.hash import HashExecutor, HashKVCache
 class SlowCache(HashKVCache):
     """KV whose unpacked bytes can be held back until a copy is over."""
 
-    def __init__(self, num_blocks: int, block_size: int, layout: KVLayout) -> None:
-        super().__init__(num_blocks, block_size, layout)
+    def __init__(self, num_blocks: int, block_size: int, layout: KVLayout, num_states: int) -> None:
+        super().__init__(num_blocks, block_size, layout, num_states)
         self.late: list[tuple[Sequence[int], Callable[[], None]]] | None = None
 
     def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
@@ -41,8 +41,8 @@ class SlowExecutor(HashExecutor):
 
     cache: SlowCache
 
-    def allocate(self, num_blocks: int, block_size: int) -> HashKVCache:
-        self._cache = self.cache = SlowCache(num_blocks, block_size, self.info.layout)
+    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> HashKVCache:
+        self._cache = self.cache = SlowCache(num_blocks, block_size, self.info.layout, num_states)
         return self.cache
 
 

@@ -5,7 +5,9 @@ They run as printed but for what belongs to one machine: the directory /etc/bato
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -18,7 +20,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.models.make_model import make_model
 from tests.cluster import ROOT, START_S, until
+from tests.expected import NUM_TOKENS, VOCAB_SIZE, expectations
+from worker.app import EXIT_CRASHED
 
 DOCUMENT = (ROOT / "scripts" / "README.md").read_text()
 SECTION = DOCUMENT[DOCUMENT.index("## Several machines") : DOCUMENT.index("## Security")]
@@ -89,7 +94,7 @@ def copy(source: Path, target: Path, *names: str) -> None:
         shutil.copy(source / "keys" / name, target / "keys" / name)
 
 
-Start = Callable[[str, str, Path], "subprocess.Popen[bytes]"]
+Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
@@ -97,10 +102,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start a command of the document on a host; its output goes to a file named like the host."""
     processes: list[subprocess.Popen[bytes]] = []
 
-    def run(host: str, text: str, etc: Path) -> subprocess.Popen[bytes]:
-        with (tmp_path / f"{host}.log").open("wb") as log:
+    def run(host: str, text: str, etc: Path, executor: str = "hash") -> subprocess.Popen[bytes]:
+        with (tmp_path / f"{host}.log").open("ab") as log:
             process = subprocess.Popen(
-                on(host, [*command(text, etc), "--executor", "hash"]),
+                on(host, [*command(text, etc), "--executor", executor]),
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,
@@ -177,3 +182,34 @@ def test_the_refusals_the_document_names(tmp_path: Path) -> None:
                 del words[at : at + 2]
         done = subprocess.run(on(host, words), cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 78 and "--insecure" in done.stderr
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_worker_whose_stages_are_on_two_hosts(tmp_path: Path, start: Start) -> None:
+    """It answers as one process does; when the other host's dies, it ends and is started again."""
+    path = make_model(tmp_path / "model", num_hidden_layers=3, vocab_size=VOCAB_SIZE)
+    (expected,) = expectations(path, random.Random(1), (300,))
+    shared = f"--model {path} --insecure"
+    worker = f"python -m worker --router tcp://10.0.0.1:5570 --dtype float32 --device cpu {shared}"
+    start("router", f"python -m router --bus tcp://10.0.0.1:5570 {shared}", tmp_path, "torch")
+    start("router", f"{worker} --role prefill", tmp_path, "torch")
+    stage = (
+        f"{worker} --role decode --pipeline-parallel 2 --rendezvous tcp://10.0.0.2:29500 "
+        "--kv-bind tcp://10.0.0.2:5580"
+    )
+    body = {"prompt": expected.prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    ask = ["curl", "-s", "-H", "content-type: application/json", "-d", json.dumps(body)]
+
+    def answered() -> list[int] | None:
+        words = on("router", [*ask, "http://127.0.0.1:8000/v1/completions"])
+        done = subprocess.run(words, capture_output=True, text=True)
+        choices = json.loads(done.stdout or "{}").get("choices")
+        return choices[0]["token_ids"] if choices else None
+
+    for _ in range(2):
+        leader = start("prefill", f"{stage} --process 0", tmp_path, "torch")
+        other = start("decode", f"{stage} --process 1", tmp_path, "torch")
+        assert until(answered, "answer", START_S) == expected.tokens
+        other.kill()
+        assert leader.wait(10) == EXIT_CRASHED

@@ -1,0 +1,114 @@
+"""Workers of several processes: the tokens of one process, and none left when one of them dies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from scripts.models.make_model import make_model
+from tests.cluster import Cluster, until
+from tests.expected import NUM_TOKENS, VOCAB_SIZE, Expected, expectations
+from worker.app import EXIT_CRASHED
+
+TENSOR, PIPELINE = ("--tensor-parallel", "2"), ("--pipeline-parallel", "2")
+# family, how prefill and decode workers are divided: nearly every pair of what they may be
+CASES = [
+    ("llama", TENSOR, ()),
+    ("gemma3_text", (), TENSOR),
+    ("gpt_oss", PIPELINE, TENSOR),
+    ("qwen3_moe", TENSOR + PIPELINE, PIPELINE),
+    ("qwen3_next", PIPELINE, ()),
+]
+FLOAT32 = ("--dtype", "float32", "--device", "cpu")
+
+
+def checkpoint(directory: Path, family: str, lengths: Sequence[int]) -> tuple[str, list[Expected]]:
+    # Of every four layers of Qwen3-Next one has attention, and each stage needs one.
+    layers = 8 if family == "qwen3_next" else 3
+    path = make_model(
+        directory / family, family=family, num_hidden_layers=layers, vocab_size=VOCAB_SIZE
+    )
+    return str(path), expectations(path, random.Random(family), lengths)
+
+
+def complete(cluster: Cluster, prompt: list[int], num_tokens: int) -> list[int]:
+    body = {
+        "model": cluster.model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    response = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    token_ids: list[int] = response.json()["choices"][0]["token_ids"]
+    return token_ids
+
+
+def is_placed(cluster: Cluster, role: str, rank: int) -> Callable[[], bool]:
+    def has_work() -> bool:
+        row = cluster.find(role, rank)
+        return row is not None and row["placed"] > 0
+
+    return has_work
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own deprecations are not our subject
+@pytest.mark.parametrize(("family", "prefill", "decode"), CASES)
+def test_tokens_are_those_of_one_process(
+    family: str, prefill: tuple[str, ...], decode: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Through transfers, chunks and prefixes that are there already."""
+    model, expected = checkpoint(tmp_path, family, (1, 17, 300))
+    with Cluster(tmp_path, local="0,0", model=model) as cluster:
+        cluster.worker("prefill", 0, *FLOAT32, *prefill, "--max-ubatch-tokens", "256")
+        cluster.worker("decode", 0, *FLOAT32, *decode, "--block-size", "8")
+        for _ in range(2):
+            for prompt, tokens in expected:
+                assert complete(cluster, prompt, NUM_TOKENS) == tokens, len(prompt)
+        cluster.until_idle()
+
+
+def test_a_process_that_dies_ends_its_worker_and_no_request(tmp_path: Path) -> None:
+    """Another worker goes on with what it had; nothing of it is left; it can be started again."""
+    model, expected = checkpoint(tmp_path, "qwen3", range(600, 700, 10))
+    flags = (*FLOAT32, *TENSOR, "--max-ubatch-tokens", "64")
+    with (
+        Cluster(tmp_path, local="0,0", model=model) as cluster,
+        ThreadPoolExecutor(len(expected)) as threads,
+    ):
+        cluster.worker("prefill", 0, *flags)
+        cluster.worker("decode", 1, *FLOAT32, *PIPELINE)
+        for role in ("decode", "prefill"):
+            victim = cluster.worker(role, 2, *flags)
+            row = cluster.find(role, 2)
+            assert row is not None and row["computes"]["shards"] == 2
+            (follower,) = descendants(victim.pid)
+            asked = [threads.submit(complete, cluster, it.prompt, NUM_TOKENS) for it in expected]
+            until(is_placed(cluster, role, 2), "it has work")
+            follower.kill()
+            assert victim.wait(10) == EXIT_CRASHED
+            assert [it.result() for it in asked] == [it.tokens for it in expected]
+            cluster.until_idle()
+
+
+def test_no_process_outlives_its_leader(tmp_path: Path) -> None:
+    model, _ = checkpoint(tmp_path, "llama", ())
+    with Cluster(tmp_path, local="0,0", model=model) as cluster:
+        leader = cluster.worker("decode", 0, *FLOAT32, *TENSOR, *PIPELINE)
+        followers = descendants(leader.pid)
+        assert len(followers) == 3
+        leader.kill()
+        assert psutil.wait_procs(followers, timeout=10)[1] == []
