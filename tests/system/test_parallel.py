@@ -23,7 +23,7 @@ CASES = [
     ("gemma3_text", (), TENSOR),
     ("gpt_oss", PIPELINE, TENSOR),
     ("qwen3_moe", TENSOR + PIPELINE, PIPELINE),
-    ("qwen3_next", PIPELINE, ()),
+    ("qwen3_next", TENSOR, PIPELINE),
 ]
 FLOAT32 = ("--dtype", "float32", "--device", "cpu")
 

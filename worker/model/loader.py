@@ -171,7 +171,7 @@ def _half(source: Any, cut: Cut | None, file: Path, name: str) -> torch.Tensor:
     """Read the blocks, or their scales, that hold what is kept of a matrix."""
     if cut is None:
         return torch.as_tensor(source[:])
-    dim, kept, length = cut
+    dim, kept, length, _ = cut
     if dim == -1:  # outputs, which are rows here
         return _part(source, 1, kept, length, file, name)
     groups = range(kept.start // BLOCK, -(-kept.stop // BLOCK))
@@ -217,11 +217,14 @@ def _fill(target: torch.Tensor, source: torch.Tensor, file: Path, name: str) -> 
 
 def _fill_part(target: torch.Tensor, cut: Cut, source: Any, file: Path, name: str) -> None:
     """Fill with a part of a tensor, of which no more is read; zero what is beyond its end."""
-    dim, kept, length = cut
+    dim, kept, length, further = cut
     dim += target.dim()
-    part = _part(source, dim, kept, length, file, name)
-    _fill(target.narrow(dim, 0, len(kept)), part, file, name)
-    target.narrow(dim, len(kept), target.shape[dim] - len(kept)).zero_()
+    start = 0
+    for indices in (kept, *further):
+        part = _part(source, dim, indices, length, file, name)
+        _fill(target.narrow(dim, start, len(indices)), part, file, name)
+        start += len(indices)
+    target.narrow(dim, start, target.shape[dim] - start).zero_()
 
 
 def _part(source: Any, dim: int, kept: range, length: int, file: Path, name: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from wire.process.model import ModelError
 from worker.model.config import LayerConfig, ModelConfig
+from worker.model.families import DeltaHeads
 
 # What the tensors of a checkpoint are divided by, under what their names end in; all others are
 # whole in every shard, as what chooses experts is.
@@ -30,9 +31,15 @@ DIVIDED_BY: Final = {
     "down_proj": "inner",
     "embed_tokens": "tokens",
     "lm_head": "tokens",
+    "in_proj_qkvz": "key_heads",
+    "in_proj_ba": "key_heads",
+    "conv1d": "key_heads",
+    "A_log": "key_heads",
+    "dt": "key_heads",  # dt_bias
+    "out_proj": "key_heads",
 }
 # Of these a shard has some inputs, and computes a summand of every output.
-SUMMED: Final = ("o_proj", "down_proj")
+SUMMED: Final = ("o_proj", "down_proj", "out_proj")
 _PART = re.compile(r"(\w+?)(\.weight|\.bias|_bias)?$")
 
 
@@ -40,11 +47,13 @@ class Cut(NamedTuple):
     """What is kept of a checkpoint's tensor: these of the `length` indices of one dimension.
 
     The dimension is counted from the last, -1, as experts may have one more before the others.
+    Behind those `kept` come those of `further` ranges.
     """
 
     dim: int
     kept: range
     length: int
+    further: tuple[range, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,11 @@ class Shard:
         """Return the layers of the stage; the last stages, as they have the head, get fewer."""
         first, end = (-(-num_layers * it // self.stages) for it in (self.stage, self.stage + 1))
         return range(first, end)
+
+    def heads(self, num_heads: int) -> range:
+        """Return which heads are kept, where there are as many in every shard."""
+        own = num_heads // self.size
+        return range(self.rank * own, (self.rank + 1) * own)
 
     def kv_heads(self, num_kv_heads: int) -> range:
         """Return which heads of keys and values are kept; several shards may have the same one."""
@@ -148,9 +162,15 @@ class Shard:
             return Cut(outputs, range(length if self.rank == 0 else 0), length)
         if DIVIDED_BY[part] == "tokens":
             return Cut(outputs, self.tokens(config.vocab_size), config.vocab_size)
-        inner = config.intermediate_size_of(config.layers[int(name.split(".")[2])])
+        layer = config.layers[int(name.split(".")[2])]
+        if layer.delta is not None and DIVIDED_BY[part] == "key_heads":
+            return self._cut_delta(layer.delta, part, inputs if part in SUMMED else outputs)
+        inner = config.intermediate_size_of(layer)
+        if layer.experts is not None and ".shared_expert." in name:
+            inner = layer.experts.shared_size
+        query_width = 2 if config.has_output_gate and part == "q_proj" else 1
         count, width = {
-            "heads": (config.num_heads, config.head_dim),
+            "heads": (config.num_heads, query_width * config.head_dim),
             "sinks": (config.num_heads, 1),
             "kv_heads": (config.num_kv_heads, config.head_dim),
             "inner": (inner, 1),
@@ -160,20 +180,41 @@ class Shard:
         dim = inputs if part in SUMMED else outputs
         return Cut(dim, range(first * width, (first + own) * width), count * width)
 
+    def _cut_delta(self, heads: DeltaHeads, part: str, dim: int) -> Cut:
+        """Return what is kept of a tensor of a delta net: what belongs to some heads of keys."""
+        values = heads.values_per_key * heads.value_dim
+        own = self.heads(heads.num_heads)
+        if part == "conv1d":  # of all heads the queries, then the keys, then the values
+            first, *further = (
+                _wide(own, width, before * heads.num_heads)
+                for width, before in (
+                    (heads.key_dim, 0),
+                    (heads.key_dim, heads.key_dim),
+                    (values, 2 * heads.key_dim),
+                )
+            )
+            return Cut(-3, first, heads.num_heads * heads.channels, tuple(further))
+        width = {
+            "in_proj_qkvz": heads.channels + values,
+            "in_proj_ba": 2 * heads.values_per_key,
+            "out_proj": values,
+        }.get(part, heads.values_per_key)
+        return Cut(dim, _wide(own, width), heads.num_heads * width)
+
     def _divided(self, layer: LayerConfig) -> LayerConfig:
-        """Return a layer of which a shard has a part of each expert."""
-        experts = layer.experts
-        if experts is None:
-            return layer
-        inner = experts.intermediate_size // self.size
-        return replace(layer, experts=replace(experts, intermediate_size=inner))
+        """Return a layer of which a shard has some heads, and a part of each expert."""
+        experts, delta = layer.experts, layer.delta
+        if experts is not None:
+            experts = replace(
+                experts,
+                intermediate_size=experts.intermediate_size // self.size,
+                shared_size=experts.shared_size // self.size,
+            )
+        if delta is not None:
+            delta = replace(delta, num_heads=delta.num_heads // self.size)
+        return replace(layer, experts=experts, delta=delta)
 
     def _check(self, config: ModelConfig) -> None:
-        if config.delta_layers and self.size > 1:
-            raise ModelError(
-                f"layers of {config.family} keep a state, whose heads are not divided yet; leave "
-                "out --tensor-parallel"
-            )
         if self.stages > config.num_layers:
             raise ModelError(
                 f"num_hidden_layers is {config.num_layers}, too few for {self.stages} stages; "
@@ -195,6 +236,11 @@ class Shard:
 WHOLE: Final = Shard()
 
 
+def _wide(heads: range, width: int, before: int = 0) -> range:
+    """Return the indices of heads of a width, behind so many others."""
+    return range(before + heads.start * width, before + heads.stop * width)
+
+
 def _undivided(config: ModelConfig, size: int) -> str | None:
     """Say which number does not divide into shards, if one does not."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -208,4 +254,10 @@ def _undivided(config: ModelConfig, size: int) -> str | None:
         inner, of = config.intermediate_size_of(layer), " of experts" if layer.experts else ""
         if inner % size:
             return f"intermediate_size{of} is {inner}, no multiple of {size} shards"
+        if layer.experts is not None and layer.experts.shared_size % size:
+            shared = layer.experts.shared_size
+            return f"shared_expert_intermediate_size is {shared}, no multiple of {size} shards"
+        if layer.delta is not None and layer.delta.num_heads % size:
+            number = layer.delta.num_heads
+            return f"linear_num_key_heads is {number}, no multiple of {size} shards"
     return None

@@ -39,7 +39,8 @@ class Part(NamedTuple):
             if isinstance(group, KVGroup):
                 heads[index], own["num_kv_heads"] = kv_heads, len(kv_heads)
             else:
-                heads[index] = range(group.num_heads)
+                heads[index] = shard.heads(group.num_heads)
+                own["num_heads"] = len(heads[index])
             groups.append(structs.replace(group, **own))
         return cls(shard.process, KVLayout(groups=tuple(groups)), layers, heads)
 

@@ -84,6 +84,31 @@ def test_experts_in_one_are_divided_and_their_bias_is_added_once(tmp_path: Path)
     assert Shard(1, 2).cut(config, "model.layers.1.self_attn.sinks") == Cut(-1, range(2, 4), 4)
 
 
+def test_heads_of_a_delta_net_are_divided_with_what_their_convolution_sees(tmp_path: Path) -> None:
+    """Two heads of keys of 8, each with two of values of 12: shard 1 has the second."""
+    config = read_config(make_model(tmp_path, family="qwen3_next"))
+    prefix = "model.layers.0.linear_attn."
+    cuts = {
+        "in_proj_qkvz.weight": Cut(-2, range(64, 128), 128),
+        "in_proj_ba.weight": Cut(-2, range(4, 8), 8),
+        "conv1d.weight": Cut(-3, range(8, 16), 80, (range(24, 32), range(56, 80))),
+        "A_log": Cut(-1, range(2, 4), 4),
+        "dt_bias": Cut(-1, range(2, 4), 4),
+        "out_proj.weight": Cut(-1, range(24, 48), 48),
+    }
+    assert {it: Shard(1, 2).cut(config, prefix + it) for it in cuts} == cuts
+    assert Shard(1, 2).cut(config, f"{prefix}norm.weight") is None
+    of_layer = ((index, layer.experts) for index, layer in enumerate(config.layers))
+    index, experts = next((index, it) for index, it in of_layer if it is not None)
+    shared = Shard(1, 2).cut(config, f"model.layers.{index}.mlp.shared_expert.up_proj.weight")
+    assert shared is not None and shared.length == experts.shared_size
+    gated = next(it for it, layer in enumerate(config.layers) if layer.delta is None)
+    query = Shard(1, 2).cut(config, f"model.layers.{gated}.self_attn.q_proj.weight")
+    assert query == Cut(-2, range(64, 128), 128)
+    with pytest.raises(ModelError, match="linear_num_key_heads is 2, no multiple of 4"):
+        Shard(size=4).of(config)
+
+
 def test_rows_beyond_the_vocabulary_are_padded(config: ModelConfig) -> None:
     kept = [Shard(rank, 4).tokens(250) for rank in range(4)]
     assert kept == [range(63), range(63, 126), range(126, 189), range(189, 250)]
@@ -109,7 +134,7 @@ def test_every_number_of_a_checkpoint_is_in_one_place(
             if cut is None:
                 found[name] = tensor
                 continue
-            dim, kept, _ = cut
+            dim, kept, _, _ = cut
             own = tensor.narrow(dim, 0, len(kept))
             assert tensor.sum() == own.sum()  # what is beyond is zero
             found[name].narrow(dim, kept.start, len(kept)).copy_(own)

@@ -165,6 +165,22 @@ def describe(ranks: Ranks, path: Path) -> tuple[Capabilities, int]:
     return executor.capabilities, own
 
 
+def test_states_are_divided_preempted_swapped_and_shared_as_in_one_process(
+    processes: Processes, tmp_path: Path
+) -> None:
+    path = make_model(
+        tmp_path, family="qwen3_next", num_hidden_layers=8, vocab_size=VOCAB_SIZE, tokenizer=DEMO
+    )
+    settings = {"num_blocks": 14, "max_ubatch_tokens": 9, "swap_bytes": 1 << 20}
+    scenario = Scenario(prompts_of(16, 18, 21, 17), GREEDY, settings, rounds=2)
+    wanted = answers(whole(path), scenario, path)
+    for count in ("preemptions", "swaps_in", "cached_tokens"):
+        assert wanted.counts[count] > 0, wanted.counts
+    for size, stages in GRIDS:
+        found, *_ = processes.run(size, stages, answer_together, path, scenario)
+        assert found.texts == wanted.texts, (size, stages)
+
+
 @pytest.mark.parametrize(("size", "stages"), GRIDS)
 def test_it_says_what_all_processes_take_together(
     size: int, stages: int, processes: Processes, tmp_path: Path
