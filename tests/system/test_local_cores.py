@@ -30,8 +30,9 @@ def computes(cluster: Cluster, role: str) -> dict[str, Any]:
 def test_workers_may_share_all_cores(tmp_path: Path) -> None:
     with Cluster(tmp_path, executor="hash", args=("--local-cores", "shared")) as cluster:
         cores = format_cores(os.sched_getaffinity(0))
+        wanted = {"arithmetic": "hash", "threads": 1, "cores": cores, "shards": 1, "stages": 1}
         for role in ROLES:
-            assert computes(cluster, role) == {"arithmetic": "hash", "threads": 1, "cores": cores}
+            assert computes(cluster, role) == wanted
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
