@@ -16,7 +16,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -24,8 +26,9 @@ import structlog
 
 from wire.process.children import die_with_parent, same_release
 from wire.process.cores import best_threads
+from wire.process.model import check_files, fingerprint, locate
 from wire.process.settings import SharedSettings
-from worker.config import Config
+from worker.config import LOOPBACK_HOSTS, Config
 from worker.executor.contract import Executor
 
 if TYPE_CHECKING:
@@ -33,9 +36,11 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("worker")
 
+# What their numbers depend on.
+_NUMBERS: Final = ("dtype", "kv_dtype", "weights")
 # What all processes of a worker have to be told alike.
 _SHARED: Final = {
-    *(*SharedSettings.model_fields, "dtype", "kv_dtype", "weights", "threads"),
+    *(*SharedSettings.model_fields, *_NUMBERS, "threads"),
     *("tensor_parallel", "pipeline_parallel"),
 }
 # How long others may take to come, and for their part of a step; death is noticed at once.
@@ -59,7 +64,8 @@ def place_of(config: Config, environ: Mapping[str, str]) -> Place:
     """Say which process this is; no rendezvous: it has to start the others.
 
     Raises:
-        ValueError: torchrun has started another number of processes than the settings say.
+        ValueError: torchrun has started another number of processes than the settings say, or on
+            several machines, which they do not allow.
     """
     if config.num_processes > 1 and not config.rendezvous and _TORCHRUN in environ:
         number, count = int(environ["RANK"]), int(environ["WORLD_SIZE"])
@@ -68,6 +74,12 @@ def place_of(config: Config, environ: Mapping[str, str]) -> Place:
                 f"torchrun has started {count} processes, --tensor-parallel "
                 f"{config.tensor_parallel} x --pipeline-parallel {config.pipeline_parallel} are "
                 f"{config.num_processes}; change --nnodes or --nproc-per-node, or these"
+            )
+        if int(environ["LOCAL_WORLD_SIZE"]) < count and not config.insecure:
+            raise ValueError(
+                "torchrun has started processes on several machines, and those of one worker have "
+                "no keys among themselves (torch.distributed has none); use a network that is "
+                "yours alone and add --insecure"
             )
         local = int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"])
         return Place(number, "env://", *local)
@@ -79,7 +91,7 @@ def place_of(config: Config, environ: Mapping[str, str]) -> Place:
 def settle(config: Config, place: Place) -> None:
     """Choose what this process computes with, before torch is imported: a GPU, its threads.
 
-    Others are to be started before, with the environment as it was.  Where all are on this machine,
+    Others are to be started with the environment as it was before.  Where all are on this machine,
     what they tell each other stays on it.
     """
     if config.num_processes == 1:
@@ -94,7 +106,7 @@ def settle(config: Config, place: Place) -> None:
     host = "127.0.0.1"
     if place.num_local < config.num_processes:
         host = place.rendezvous.removeprefix("tcp://").rpartition(":")[0]
-        host = host or os.environ["MASTER_ADDR"]
+        host = "127.0.0.1" if host in LOOPBACK_HOSTS else host or os.environ["MASTER_ADDR"]
     if (interface := interface_to(host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -132,34 +144,76 @@ def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
 
     Raises:
         ValueError: They cannot compute the model together.
-        RuntimeError: Not all have come.
+        TimeoutError: Not all have come.
     """
     if config.num_processes == 1:
         return None
-    place = place_of(config, os.environ)
-    if place.number:
-        for told in (signal.SIGTERM, signal.SIGINT):  # they are for the leader, who may drain
-            signal.signal(told, signal.SIG_IGN)
-    followers = Followers(config, on_lost) if not place.rendezvous else None
+    place, before = place_of(config, os.environ), dict(os.environ)
     settle(config, place)
+    told = _told(config)
     # Here: it imports torch, whose threads are counted when it is imported.
     from worker.model.device import find_device
     from worker.model.ranks import Ranks
     from worker.model.shard import Shard
 
     shard = Shard.of_process(place.number, config.tensor_parallel, config.pipeline_parallel)
-    rendezvous = followers.rendezvous if followers is not None else place.rendezvous
     device = find_device(config.device)
-    ranks = Ranks(shard, rendezvous, device, STEP_TIMEOUT_S)
+    followers = None
+    with _ended_by_signals():
+        try:
+            if not place.rendezvous:
+                followers = Followers(config, on_lost, before)
+            rendezvous = followers.rendezvous if followers is not None else place.rendezvous
+            ranks = Ranks(shard, rendezvous, device, STEP_TIMEOUT_S, told)
+        except BaseException:
+            if followers is not None:
+                followers.have_met()
+            raise
+    if not ranks.is_leader:
+        for told_to in (signal.SIGTERM, signal.SIGINT):  # they are for the leader, who may drain
+            signal.signal(told_to, signal.SIG_IGN)
     if followers is not None:
         if device.type == "cpu":
             followers.have_met()
         else:  # NCCL meets there once more for each connection, when it is first used
             atexit.register(followers.have_met)
     elif ranks.is_leader:
+        if rendezvous.startswith("file://") and device.type == "cpu":  # free for the next start
+            Path(rendezvous.removeprefix("file://")).unlink(missing_ok=True)
         for number in range(1, config.num_processes):
             Thread(target=_watch, args=(ranks, number, on_lost), daemon=True).start()
     return ranks
+
+
+def _told(config: Config) -> dict[str, object]:
+    """Return what all processes have to be told alike, once the model is known to divide.
+
+    Raises:
+        ValueError: There is no such model, or it does not divide like this.
+    """
+    from worker.model.config import read_config
+    from worker.model.shard import Shard
+
+    path = locate(config.model)
+    check_files(path)
+    Shard.of_process(0, config.tensor_parallel, config.pipeline_parallel).of(read_config(path))
+    flags = {f"--{it.replace('_', '-')}": getattr(config, it) for it in _NUMBERS}
+    return {"the fingerprint of --model": fingerprint(path), **flags}
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGINT end this process quietly, with what it has to clear away."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {it: signal.signal(it, end) for it in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for told, handler in before.items():
+            signal.signal(told, handler)
 
 
 def _watch(ranks: Ranks, number: int, on_lost: Callable[[int], None]) -> None:
@@ -191,7 +245,9 @@ class Followers:
     status.
     """
 
-    def __init__(self, config: Config, on_lost: Callable[[int], None]) -> None:
+    def __init__(
+        self, config: Config, on_lost: Callable[[int], None], environ: Mapping[str, str]
+    ) -> None:
         self._directory = tempfile.mkdtemp(prefix="baton-")  # nobody else may look into it
         self.rendezvous = f"file://{self._directory}/rendezvous"
         self._on_lost = on_lost
@@ -199,7 +255,7 @@ class Followers:
             subprocess.Popen(
                 command(config, number, self.rendezvous),
                 stdin=subprocess.DEVNULL,
-                env=_environment(os.environ),
+                env=_environment(environ),
                 preexec_fn=die_with_parent(),
             )
             for number in range(1, config.num_processes)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from scripts.models.make_model import make_model
+from tests.cluster import until
 from wire.process.cores import best_threads
 from wire.process.settings import SharedSettings, parse
 from worker.config import Config
@@ -38,7 +39,7 @@ EIGHT: dict[str, Any] = {"tensor_parallel": 4, "pipeline_parallel": 2}
         ({}, {}, Place(0, "", 0, 1)),
         (EIGHT, {}, Place(0, "", 0, 8)),
         ({}, TORCHRUN, Place(0, "", 0, 1)),  # one of many workers that torchrun has started
-        (EIGHT, TORCHRUN, Place(5, "env://", 1, 4)),
+        ({**EIGHT, "insecure": True}, TORCHRUN, Place(5, "env://", 1, 4)),
         # Names that anybody may use say nothing without torchrun's own.
         (EIGHT, {"RANK": "5", "WORLD_SIZE": "8"}, Place(0, "", 0, 8)),
         (
@@ -64,6 +65,13 @@ def test_torchrun_with_another_number_of_processes_is_refused() -> None:
         ValueError, match=r"8 processes, --tensor-parallel 2 .* 3 are 6; .*--nnodes"
     ):
         place_of(Config(tensor_parallel=2, pipeline_parallel=3), TORCHRUN)
+
+
+def test_torchrun_on_several_machines_is_asked_for_in_as_many_words() -> None:
+    with pytest.raises(ValueError, match=r"no keys among themselves .* --insecure"):
+        place_of(Config(**EIGHT), TORCHRUN)
+    one_machine = {**TORCHRUN, "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
+    assert place_of(Config(**EIGHT), one_machine) == Place(5, "env://", 5, 8)
 
 
 @pytest.fixture
@@ -155,7 +163,7 @@ class Lost:
         self._others = set(threading.enumerate())
 
     def start(self, **settings: Any) -> Followers:
-        return Followers(Config(**settings), self.statuses.append)
+        return Followers(Config(**settings), self.statuses.append, os.environ)
 
     def wait(self) -> list[int]:
         """Wait until somebody has looked after each that ended; return what was told."""
@@ -203,6 +211,33 @@ def test_nothing_is_left_of_where_they_met_nor_where_they_did_not(
 
 def test_a_worker_of_one_process_meets_nobody() -> None:
     assert meet(Config(), lambda _: None) is None
+
+
+@pytest.mark.usefixtures("bare")
+def test_nobody_is_started_for_a_model_that_does_not_divide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Lost(tmp_path, monkeypatch, 'touch "$OUT"')
+    with pytest.raises(ValueError, match="--tensor-parallel may be 1, 2, 4 for this model"):
+        meet(Config(tensor_parallel=3, device="cpu"), lost.statuses.append)
+    assert lost.wait() == [] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_waits_for_others_ends_by_a_signal(
+    number: signal.Signals, process: int, tmp_path: Path
+) -> None:
+    place = tmp_path / "meeting"
+    flags = ["--tensor-parallel=2", "--device=cpu", f"--process={process}"]
+    command = [sys.executable, "-m", "worker", *flags, f"--rendezvous=file://{place}"]
+    with subprocess.Popen(command) as waiting:
+        try:
+            until(place.exists, "it waits")
+            waiting.send_signal(number)
+            assert waiting.wait(20) == 128 + number
+        finally:
+            waiting.kill()
 
 
 LEADER = """

@@ -1,10 +1,11 @@
 """The processes that compute one model together, and what they send each other during a step.
 
-The only file that knows torch.distributed: gloo between CPUs, NCCL between GPUs.
+With `worker.model.meeting`, all that knows torch.distributed: gloo between CPUs, NCCL between GPUs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from zlib import crc32
@@ -12,6 +13,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from worker.model.meeting import meet
 from worker.model.shard import Shard
 
 
@@ -22,19 +24,39 @@ class Ranks:
     connections close.
     """
 
-    def __init__(self, shard: Shard, rendezvous: str, device: torch.device, timeout_s: float):
+    def __init__(
+        self,
+        shard: Shard,
+        rendezvous: str,
+        device: torch.device,
+        timeout_s: float,
+        told: Mapping[str, object] | None = None,
+    ):
         """Wait until all processes have come.
 
         Args:
             rendezvous: A URL that all are given: tcp://host:port of process 0, file:///a/new/file.
             timeout_s: How long to wait, here and within a step, before the others count as dead.
+            told: What else all have to be told alike; see `worker.model.meeting`.
+
+        Raises:
+            ValueError: They do not belong together.
+            TimeoutError: Not all have come.
         """
-        self.shard = shard
+        self.shard, count = shard, shard.size * shard.stages
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        ours = {
+            "--tensor-parallel": shard.size,
+            "--pipeline-parallel": shard.stages,
+            "the backend for its device": backend,
+            "the release of torch": torch.__version__,
+            **(told or {}),
+        }
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=rendezvous,
+            backend,
+            store=meet(rendezvous, shard.process, count, ours, timeout_s),
             rank=shard.process,
-            world_size=shard.size * shard.stages,
+            world_size=count,
             timeout=timedelta(seconds=timeout_s),
         )
         # What the leader tells lies in host memory; between two requests it may be silent for long.
