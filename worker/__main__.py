@@ -152,8 +152,9 @@ def main() -> int:
         return EX_CONFIG
     status = run(lambda stop: serve(config, executor, draft, stop))
     if is_computing():
-        # Told to stop in its warmup.  Python itself cannot end under a thread that computes: it
-        # would take the thread away in the middle of native code, which may abort the process.
+        # Told to stop in its warmup, or a step does not end.  Python itself cannot end under a
+        # thread that computes: it would take the thread away in the middle of native code, which
+        # may abort the process.
         lines.close()
         os._exit(status)
     return status

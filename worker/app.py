@@ -44,6 +44,8 @@ log = structlog.get_logger("worker")
 TICK_S: Final = 0.1
 # Between heartbeats while one cannot hold all that the prefix cache has to tell.
 REST_S: Final = 0.1
+# How long a step may take to end after the drain: another process of the model may be stuck.
+STOP_S: Final = 10.0
 EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts it
 
 
@@ -205,11 +207,12 @@ class Worker:
         await self._plane.close()
         for router in self.routers:
             await router.close(1.0)
-        self._thread.stop(wait=self._warmup.is_over)
-        self._copies.close()
-        if self._warmup.is_over:
+        if self._thread.stop(wait_s=STOP_S if self._warmup.is_over else 0.0):
+            self._copies.close()
             for model in self._models:
                 model.shutdown()
+        elif self._warmup.is_over:
+            log.warning("a step does not end, so this worker ends without it", waited_s=STOP_S)
         metrics = self._executor.metrics()
         log.info(
             "worker stopped",

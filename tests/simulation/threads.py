@@ -83,8 +83,9 @@ class EventThread:
         self.is_busy = True
         self._plan(self._random.uniform(0.0, 0.0005))
 
-    def stop(self, *, wait: bool = True) -> None:
+    def stop(self, *, wait_s: float | None = None) -> bool:
         self._is_over = True
+        return True
 
     def _plan(self, delay_s: float) -> None:
         if self._is_started and not self._is_planned and self._process.state is not State.DEAD:

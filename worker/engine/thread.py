@@ -63,13 +63,21 @@ class EngineThread:
             self._is_busy = True
             self._wake.notify()
 
-    def stop(self, *, wait: bool = True) -> None:
-        """End after the call or step under way, and `wait` for that; later calls are dropped."""
+    def stop(self, *, wait_s: float | None = None) -> bool:
+        """End after the call or step under way; later calls are dropped.
+
+        Args:
+            wait_s: How long to wait for that; None: as long as it takes.
+
+        Returns:
+            Whether it has ended.
+        """
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
-        if wait and self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(wait_s)
+        return not self._thread.is_alive()
 
     @property
     def is_busy(self) -> bool:

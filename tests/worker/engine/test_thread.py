@@ -207,7 +207,7 @@ def test_who_stops_need_not_wait_for_a_call_under_way(owner: Owner) -> None:
     owner.thread.post(hang)
     assert entered.wait(TIMEOUT_S)
     owner.thread.post(lambda _: late.set())
-    owner.thread.stop(wait=False)
+    owner.thread.stop(wait_s=0.0)
     assert is_computing()
     go_on.set()
     owner.thread.stop()

@@ -107,7 +107,8 @@ class Idle:
 
     def start(self) -> None: ...
     def post(self, call: Call) -> None: ...
-    def stop(self, *, wait: bool = True) -> None: ...
+    def stop(self, *, wait_s: float | None = None) -> bool:
+        return True
 
 
 async def test_frames_are_counted_and_those_for_a_peer_that_is_gone() -> None:
