@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -105,8 +106,8 @@ def settle(config: Config, place: Place) -> None:
         os.environ["OMP_NUM_THREADS"] = str(max(1, best_threads() // place.num_local))
     host = "127.0.0.1"
     if place.num_local < config.num_processes:
-        host = place.rendezvous.removeprefix("tcp://").rpartition(":")[0]
-        host = "127.0.0.1" if host in LOOPBACK_HOSTS else host or os.environ["MASTER_ADDR"]
+        host = urlsplit(place.rendezvous).hostname or os.environ["MASTER_ADDR"]
+        host = "127.0.0.1" if host in LOOPBACK_HOSTS else host
     if (interface := interface_to(host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

@@ -23,6 +23,7 @@ from worker.processes import Followers, Place, command, meet, place_of, settle
 
 GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "RANK": "5",
@@ -99,7 +100,7 @@ def test_nothing_changes_where_there_is_one_process() -> None:
 def test_each_process_of_a_machine_has_a_gpu_and_its_share_of_the_threads(
     bare: pytest.MonkeyPatch, visible: str | None, gpus: list[str]
 ) -> None:
-    config, loopback = Config(tensor_parallel=2), "lo0" if sys.platform == "darwin" else "lo"
+    config = Config(tensor_parallel=2)
     for number, gpu in enumerate(gpus):
         for name in (GPUS, THREADS, *INTERFACES):
             bare.delenv(name, raising=False)
@@ -107,7 +108,7 @@ def test_each_process_of_a_machine_has_a_gpu_and_its_share_of_the_threads(
             bare.setenv(GPUS, visible)
         settle(config, Place(number, "file:///m", number, 2))
         threads = str(max(1, best_threads() // 2))
-        assert settled() == {GPUS: gpu, THREADS: threads} | dict.fromkeys(INTERFACES, loopback)
+        assert settled() == {GPUS: gpu, THREADS: threads} | dict.fromkeys(INTERFACES, LOOPBACK)
 
 
 def test_on_a_cpu_no_gpu_is_chosen_and_what_somebody_says_is_kept(bare: pytest.MonkeyPatch) -> None:
@@ -124,10 +125,19 @@ def test_a_flag_for_threads_is_no_ones_share() -> None:
     assert THREADS not in settled()
 
 
-@pytest.mark.usefixtures("bare")
-def test_processes_of_several_machines_choose_by_their_number_there_and_no_interface() -> None:
+def test_processes_of_several_machines_choose_by_their_number_there_and_where_they_meet(
+    bare: pytest.MonkeyPatch,
+) -> None:
+    bare.setattr("worker.processes.best_threads", lambda: 24)
+    bare.setenv("MASTER_ADDR", "127.0.0.1")
     settle(Config(**EIGHT), Place(5, "env://", 1, 4))
-    assert settled() == {GPUS: "1", THREADS: str(max(1, best_threads() // 4))}
+    assert settled() == {GPUS: "1", THREADS: "6"} | dict.fromkeys(INTERFACES, LOOPBACK)
+
+
+@pytest.mark.usefixtures("bare")
+def test_no_interface_is_chosen_where_nobody_knows_the_way() -> None:
+    settle(Config(**EIGHT, device="cpu", threads=1), Place(1, "tcp://[::1]:29500", 0, 1))
+    assert settled() == {}
 
 
 def test_the_others_are_told_all_that_the_model_depends_on() -> None:
@@ -254,7 +264,9 @@ ranks = meet(config, lost.append)
 executor = load(config, ranks)
 executor.allocate(8, 16)
 (follower,) = psutil.Process().children()
-follower.send_signal(signal.SIGTERM)  # as systemd does to all
+for told in (signal.SIGTERM, signal.SIGINT):  # as systemd and terminals do to all
+    follower.send_signal(told)
+print("settled", [it for it in follower.environ() if it.endswith("_SOCKET_IFNAME")])
 print("left", len([it for it in os.listdir(os.environ["TMPDIR"]) if it.startswith("baton-")]))
 executor.shutdown()
 [it.join() for it in threading.enumerate() if it.daemon and "_watch" in it.name]
@@ -263,7 +275,7 @@ print("lost", lost, executor.capabilities.num_shards)
 
 
 def test_a_leader_starts_the_other_and_lets_it_go(tmp_path: Path) -> None:
-    """It is a worker, which meets it, loads its part, minds no signal, and ends with 0."""
+    """It is a worker, which settles by itself, loads its part, minds no signal, and ends with 0."""
     path = make_model(tmp_path / "model")
     (tmp_path / "tmp").mkdir()
     flags = ["--model", str(path), "--tensor-parallel", "2", "--device", "cpu", "--threads", "1"]
@@ -275,4 +287,46 @@ def test_a_leader_starts_the_other_and_lets_it_go(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert done.stdout.split("\n")[-3:-1] == ["left 0", "lost [] 2"], done.stdout + done.stderr
+    said = ["settled []", "left 0", "lost [] 2"]
+    assert done.stdout.split("\n")[-4:-1] == said, done.stdout + done.stderr
+
+
+SEPARATE = """
+import os, sys, threading
+from wire.process.settings import parse
+from worker.__main__ import load
+from worker.config import Config
+from worker.processes import follow, meet
+
+lost = []
+config = parse(Config, sys.argv[2:])
+ranks = meet(config, lost.append)
+if sys.argv[1] == "dies" and not ranks.is_leader:
+    os._exit(0)
+if sys.argv[1] == "ends":
+    executor = load(config, ranks)
+    executor.shutdown() if ranks.is_leader else follow(executor)
+[it.join() for it in threading.enumerate() if it.daemon and "_watch" in it.name]
+print("lost", lost)
+"""
+
+
+@pytest.mark.parametrize(("end", "lost"), [("dies", [1]), ("ends", [])])
+def test_a_leader_learns_that_one_is_lost_whom_somebody_else_has_started(
+    end: str, lost: list[int], tmp_path: Path
+) -> None:
+    path = make_model(tmp_path / "model")
+    flags = ["--model", str(path), "--tensor-parallel", "2", "--device", "cpu", "--threads", "1"]
+    flags += ["--rendezvous", f"file://{tmp_path}/meet"]
+    leader, other = (
+        subprocess.Popen(
+            [sys.executable, "-c", SEPARATE, end, *flags, "--process", str(number)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    )
+    other.communicate()
+    said, _ = leader.communicate()
+    assert said.split("\n")[-2] == f"lost {lost}"
+    assert (leader.returncode, other.returncode) == (0, 0)

@@ -97,7 +97,6 @@ class Ranks:
 
     def leave(self) -> None:
         """Part from the others, who have got all that was sent; what else they wait for fails."""
-        self.is_ending = True
         if self._sending is not None:
             self._sending[0].wait()
         dist.destroy_process_group()
