@@ -68,7 +68,7 @@ def next_units(a: Any, thread: int, group: int, unit: int, count: int) -> tuple[
     num_groups = table_at(a.groups).num_groups
     if a.is_by_token and count and group + 1 < num_groups:
         return group + 1, unit, count
-    total = a.num_units * (min(num_groups, 1) if a.is_by_token else num_groups)
+    total = a.num_units * (1 if a.is_by_token else num_groups)
     first, count = take_chunk(a, total, a.num_units, a.num_threads, thread)
     return first // a.num_units, first % a.num_units, count
 

@@ -39,7 +39,10 @@ CALLS = {of_bytes: call_of(rows_product(of_bytes=of_bytes)) for of_bytes in (Fal
 @pytest.mark.parametrize("num_panels", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 16, 17, 31, 32, 64, 96, 160])
 @pytest.mark.parametrize("of_bytes", [False, True])
-def test_sums_are_those_of_one_tile(of_bytes: bool, rows: int, num_panels: int, near: int) -> None:
+@pytest.mark.parametrize("is_added", [0, 1])
+def test_sums_are_those_of_one_tile(
+    is_added: int, of_bytes: bool, rows: int, num_panels: int, near: int
+) -> None:
     num_panels, columns = together(rows, num_panels), 16 * together(rows, num_panels)
     depth = STEPS * (amx.BYTES_STEP if of_bytes else amx.STEP)
     generator = torch.Generator().manual_seed(rows)
@@ -50,22 +53,23 @@ def test_sums_are_those_of_one_tile(of_bytes: bool, rows: int, num_panels: int, 
     x, weight, before = numbers(rows, depth), numbers(columns, depth), numbers(rows, columns)
     if of_bytes:
         x, weight, y = x.to(torch.int8), weight.to(torch.int8), before.int()
-        panels, want = panels_of(weight), before + x.long() @ weight.long().T
+        panels, want = panels_of(weight), is_added * before + x.long() @ weight.long().T
     else:
         x, weight, y = x.bfloat16() / 100, weight.bfloat16() / 100, before.float()
         panels = weight.view(-1, 16, STEPS, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
-        want = tile_sums(x, weight, y)
+        want = tile_sums(x, weight, is_added * y)
     layout = amx.configurations()[rows % 32]
     CALLS[of_bytes](
         layout.ctypes.data,
         num_panels, panels.data_ptr(), x.data_ptr(), x.stride(0) * x.itemsize, y.data_ptr(),
-        4 * columns, rows, STEPS, near, 1, panels.data_ptr(),
+        4 * columns, rows, STEPS, near, is_added, panels.data_ptr(),
     )  # fmt: skip
     assert torch.equal(y, want.to(y.dtype))
 
 
 @pytest.mark.parametrize(
-    ("rows", "panels", "want"), [(1, 5, 4), (16, 3, 2), (17, 8, 2), (900, 1, 1), (2, 1, 1)]
+    ("rows", "panels", "want"),
+    [(1, 5, 4), (16, 4, 4), (16, 3, 2), (17, 8, 2), (900, 1, 1), (2, 1, 1)],
 )
 def test_few_rows_meet_more_panels(rows: int, panels: int, want: int) -> None:
     assert together(rows, panels) == want

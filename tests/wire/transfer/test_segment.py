@@ -132,6 +132,13 @@ def test_a_row_that_fits_goes_whole_and_one_that_does_not_by_layers() -> None:
         part(LAYOUT, 0, 2, 1, 1),
         part(LAYOUT, 2, 1, 1, 1),
     ]
+    # Of a stage of two layers three tokens fit.
+    assert plan(LAYOUT, 0, 4, 50, stages=[[range(2), range(2, 3)]]) == [
+        part(LAYOUT, 0, 2, 0, 3),
+        part(LAYOUT, 2, 1, 0, 3),
+        part(LAYOUT, 0, 2, 3, 1),
+        part(LAYOUT, 2, 1, 3, 1),
+    ]
     assert plan(LAYOUT, 4, 4, 8) == []
     with pytest.raises(LocalProtocolError, match="too small for one layer"):
         plan(LAYOUT, 0, 2, 7)
@@ -166,6 +173,9 @@ def test_a_plan_is_never_vast() -> None:
     assert len(plan(LAYOUT, 0, MAX_SEGMENTS, 24)) == MAX_SEGMENTS
     with pytest.raises(LocalProtocolError, match="are too many"):
         plan(LAYOUT, 0, 2**31 - 1, 8)
+    vast = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype="uint8")
+    with pytest.raises(LocalProtocolError, match=f"{2 * MAX_SEGMENTS} segments .* too many"):
+        plan(vast, 0, MAX_SEGMENTS, 24, num_shards=2)
 
 
 def _are_apart(cut: range, cuts: set[range]) -> bool:

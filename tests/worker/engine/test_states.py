@@ -74,6 +74,16 @@ def test_snapshots_not_used_for_longest_go_first() -> None:
     assert [states.is_kept(block) for block in (1, 2, 3)] == [True, False, True]
 
 
+def test_snapshots_give_way_to_what_arrives_and_what_is_written() -> None:
+    slots = StateSlots(3, BLOCK_SIZE)
+    states = States(slots)
+    for block in (1, 2):
+        slots.take([block], 4)
+        states.keep(block)
+    states.prepare([([3], 4)], 1)
+    assert slots.has(3, 4) and slots.num_free == 1 and slots.blocks == {2, 3}
+
+
 def test_one_that_could_run_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="room for 1 states, a sequence needs 2"):
         engine_of(num_states=1)

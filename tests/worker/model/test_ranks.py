@@ -72,6 +72,19 @@ def test_each_shard_of_a_stage_hands_on_to_the_same_of_the_next(processes: Proce
     assert processes.run(2, 2, hand_on) == [[1, 2, 3], [2, 4, 6], [0, 0, 0], [1, 2, 3]]
 
 
+def hand_on_and_leave(ranks: Ranks) -> int:
+    hidden = torch.ones(1 << 23, dtype=torch.uint8)  # does not all fit into a socket at once
+    if ranks.shard.is_first:
+        ranks.send(hidden)
+    else:
+        ranks.receive(hidden.zero_())
+    return int(hidden.sum())
+
+
+def test_what_was_handed_on_arrives_though_the_stage_leaves(processes: Processes) -> None:
+    assert processes.run(1, 2, hand_on_and_leave) == [1 << 23] * 2
+
+
 def tell(ranks: Ranks) -> list[int]:
     numbers = torch.full((3,), ranks.shard.process + 7, dtype=torch.int32)
     ranks.tell(numbers)

@@ -190,3 +190,11 @@ def test_a_model_that_does_not_divide_says_what_would(
 ) -> None:
     with pytest.raises(ModelError, match=problem):
         shard.of(replace(config, **change))
+
+
+def test_each_stage_of_a_model_of_states_has_attention(tmp_path: Path) -> None:
+    config = read_config(make_model(tmp_path, family="qwen3_next"))
+    assert [layer.delta is None for layer in config.layers] == [False, True, False, True]
+    assert Shard(stages=2).of(config).num_layers == 2
+    with pytest.raises(ModelError, match="4 leaves a stage without attention; lower it"):
+        Shard(stages=4).of(config)

@@ -54,6 +54,12 @@ def test_the_state_behind_the_last_full_block_is_kept_if_there_is_a_slot() -> No
     assert first.after == second.before == slots.find(TABLE, 8)
     # Who has the same 8 tokens goes on from the fourth: it has to compute the last.
     assert (other.start, other.stop) == (10, 14) and slots.has(0, 4)
+    by_one = StateSlots(4, 4)
+    runs(by_one, (0, 3), tables=[TABLE])
+    assert [run.stop for run in runs(by_one, (3, 6), tables=[TABLE])] == [1, 3]
+    one_left = StateSlots(3, 4)
+    assert len(runs(one_left, (0, 10), (0, 8), tables=[TABLE, [0, 2, 4, 6]])) == 3
+    assert one_left.num_free == 0
     full = StateSlots(2, 4)
     assert len(runs(full, (0, 10), (0, 8), tables=[TABLE, [0, 2, 4, 6]])) == 2
     assert full.num_free == 0

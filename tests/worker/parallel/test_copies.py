@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import torch
 
 from tests.worker.model.processes import CPU, TIMEOUT_S, Processes
 from tests.worker.parallel.divided import model_of
@@ -86,6 +87,29 @@ def copy_ahead_of_a_step(ranks: Ranks) -> None:
 
 def test_what_is_copied_is_that_of_all_steps_before(processes: Processes) -> None:
     processes.run(2, 1, copy_ahead_of_a_step)
+
+
+def put_in_before_telling(ranks: Ranks) -> None:
+    """The leader tells nobody of KV before it lies with the other process."""
+    num_blocks = 1 << 16  # so many that they do not all fit into a socket at once
+    part, steps = model_of([None]).parts[0]._replace(process=1), Steps()
+    cache = TorchKVCache(part.layout, num_blocks, BLOCK_SIZE, CPU)
+    rectangle = Rectangle(0, range(1), range(2), range(num_blocks * BLOCK_SIZE))
+    if ranks.is_leader:
+        asking = Asking(ranks, part, steps)
+        asking.unpack([*range(num_blocks)], rectangle, b"7" * rectangle.num_bytes(part.layout))
+        ranks.tell(torch.zeros(1))
+        asking.end()
+    else:
+        answering = threading.Thread(target=answer, args=(ranks, cache, steps))
+        answering.start()
+        ranks.tell(torch.zeros(1))
+        assert cache.pool.all(), "not all has been put in"
+        answering.join()
+
+
+def test_what_is_put_in_is_there_when_the_leader_goes_on(processes: Processes) -> None:
+    processes.run(2, 1, put_in_before_telling)
 
 
 def test_who_waits_for_steps_goes_on_after_so_many() -> None:

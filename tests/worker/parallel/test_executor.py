@@ -18,16 +18,21 @@ from tests.worker.paged import Text, batch_of
 from wire.logprobs import unpack_prompt_logprobs
 from wire.options import Options, Structure
 from wire.process.model import DEMO
+from wire.transfer import Rectangle
 from worker.engine.draft_model import ModelDrafter
 from worker.engine.engine import Engine
 from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence
 from worker.executor.contract import Capabilities
-from worker.executor.torch import TorchExecutor
+from worker.executor.torch import TorchExecutor, make_cache
+from worker.model.config import read_config
 from worker.model.loader import load_model
 from worker.model.ranks import Ranks
+from worker.parallel.copies import HEADER
 from worker.parallel.executor import ShardedExecutor, create
 from worker.parallel.orders import Verb, hear
+from worker.parallel.parts import parts_of
+from worker.parallel.pieces import compute
 
 VOCAB_SIZE, NUM_TOKENS = 1326, 16
 GREEDY = Options(ignore_eos=True)
@@ -150,6 +155,48 @@ def test_an_engine_answers_as_on_one_process(name: str, processes: Processes, pa
         assert found.texts == wanted.texts, (size, stages)
         torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-3, atol=1e-3)
         assert all(found.counts[count] > 0 for count in COUNTED.get(name, ())), found.counts
+
+
+def test_states_of_stages_are_swapped_and_their_steps_not_cut(
+    processes: Processes, tmp_path: Path
+) -> None:
+    path = make_model(
+        tmp_path, family="qwen3_next", vocab_size=VOCAB_SIZE, eos_token_id=[0, 4], tokenizer=DEMO
+    )
+    settings = {"num_blocks": 76, "swap_bytes": 1 << 22, "max_ubatch_tokens": 512}
+    scenario = Scenario(prompts_of(150, 140), GREEDY, settings)
+    wanted = answers(whole(path), scenario, path)
+    found, _ = processes.run(1, 2, answer_together, path, scenario)
+    assert found.texts == wanted.texts and all(wanted.texts)
+    assert wanted.counts["swaps_in"] > 0 and found.counts["swaps_in"] > 0
+
+
+def copy_after_a_step(ranks: Ranks, path: Path) -> None:
+    executor = loaded(ranks, path)
+    rectangle = Rectangle(0, range(1), range(1, 2), range(3))
+    if ranks.is_leader:
+        cache = executor.allocate(8, 16)
+        executor.forward(batch_of([(Text([1, 2, 3], [5]), 3)], 16))
+        cache.pack([5], rectangle)
+        return
+    layout = executor.info.layout
+    model = load_model(path, torch.float32, CPU, compiled=True, ranks=ranks)
+    _, part = parts_of(layout, read_config(path), 2, 1)
+    assert hear(ranks).verb is Verb.ALLOCATE
+    step = hear(ranks).step
+    assert step is not None
+    compute(model, make_cache(model, part.layout, 8, 16), step)
+    header = torch.empty(HEADER, dtype=torch.int64)
+    ranks.take(header, 0)
+    ranks.take(torch.empty(1, dtype=torch.int64), 0)
+    ranks.hand(torch.zeros(rectangle.num_bytes(layout), dtype=torch.uint8), 0)
+    assert header[1] == 1, "so many steps are to be computed first"
+
+
+def test_what_is_copied_waits_for_the_steps_that_others_were_told(
+    processes: Processes, path: Path
+) -> None:
+    processes.run(2, 1, copy_after_a_step, path)
 
 
 def describe(ranks: Ranks, path: Path) -> tuple[Capabilities, int]:
