@@ -36,8 +36,7 @@ from kernels.cpu.linear_bfloat16 import PairedWeight
 from kernels.cpu.linear_int8 import Int8Weight
 from kernels.cpu.program import Program
 from kernels.cpu.rowwise import norm
-from worker.model.families import Experts
-from worker.model.packed import (
+from worker.compute.packed import (
     Call,
     ExpertRoom,
     Packed,
@@ -46,6 +45,7 @@ from worker.model.packed import (
     gated_rows,
     in_one_call,
 )
+from worker.model.families import Experts
 from worker.model.weights import ExpertMLP, GatedMLP, Linear
 
 EPS = 1e-6

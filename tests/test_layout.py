@@ -54,7 +54,7 @@ FLOORS = {
         *("router/app.py", "router/start.py", "router/__main__.py"),
     ],
     "worker": [
-        *("worker/model", "worker/executor", "worker/parallel"),
+        *("worker/model", "worker/compute", "worker/executor", "worker/parallel"),
         *("worker/engine", "worker/embedded"),
         *("worker/config.py", "worker/memory.py", "worker/assembly.py", "worker/metrics.py"),
         "worker/processes.py",

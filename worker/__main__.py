@@ -23,7 +23,7 @@ from worker.executor.registry import create
 from worker.processes import follow, meet
 
 if TYPE_CHECKING:  # it imports torch, which other executors do without
-    from worker.model.ranks import Ranks
+    from worker.compute.ranks import Ranks
 
 log = structlog.get_logger("worker")
 

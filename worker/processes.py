@@ -33,7 +33,7 @@ from worker.config import LOOPBACK_HOSTS, Config
 from worker.executor.contract import Executor
 
 if TYPE_CHECKING:
-    from worker.model.ranks import Ranks
+    from worker.compute.ranks import Ranks
 
 log = structlog.get_logger("worker")
 
@@ -153,8 +153,8 @@ def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
     settle(config, place)
     told = _told(config)
     # Here: it imports torch, whose threads are counted when it is imported.
-    from worker.model.device import find_device
-    from worker.model.ranks import Ranks
+    from worker.compute.device import find_device
+    from worker.compute.ranks import Ranks
     from worker.model.shard import Shard
 
     shard = Shard.of_process(place.number, config.tensor_parallel, config.pipeline_parallel)

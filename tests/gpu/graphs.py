@@ -14,8 +14,8 @@ from tests.gpu.inputs import TOLERANCE
 from tests.gpu.settings import Part, Settings
 from tests.gpu.trail import Figures
 from tests.gpu.verify import Wrong
-from worker.model.graphs import graphs_of
-from worker.model.loader import load_model
+from worker.compute.graphs import graphs_of
+from worker.compute.model import load_model
 
 BLOCK_SIZE, MAX_LEN = 16, 1024
 DTYPES = ("bfloat16", "float16", "float32")

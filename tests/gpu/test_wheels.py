@@ -25,7 +25,7 @@ class Bare(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Bare())
-import router.app, worker.app, worker.executor.torch, worker.executor.hash, worker.model.graphs
+import router.app, worker.app, worker.executor.torch, worker.executor.hash, worker.compute.graphs
 import tests.gpu.graphs, tests.gpu.system
 """
 

@@ -20,8 +20,8 @@ from scripts.models.make_model import make_model
 from tests.kernels.shim.backend import Shim, why_not
 from tests.kv import whole
 from tests.worker.paged import Text, advance
+from worker.compute.compiled import CompiledTransformer
 from worker.executor.torch import TorchExecutor
-from worker.model.compiled import CompiledTransformer
 from worker.model.weights import Weights
 
 BLOCK_SIZE = 16

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.worker.model.processes import Processes
+from tests.worker.compute.processes import Processes
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from scripts.models.make_model import ARCHITECTURES, make_model
 from tests.worker.engine.hashed import of_kind, run, text
 from wire.options import Options
 from wire.transfer import plan
+from worker.compute.kv_cache import TorchKVCache
 from worker.engine.draft_model import ModelDrafter
 from worker.engine.engine import Engine
 from worker.engine.outputs import Reserved, Started
@@ -22,7 +23,6 @@ from worker.engine.sequence import Sequence
 from worker.engine.speculation import Drafter
 from worker.engine.unpacking import unpack
 from worker.executor.torch import TorchExecutor
-from worker.model.kv_cache import TorchKVCache
 
 # Windows on all layers, and on some of them, in the middle.
 WINDOW = 7

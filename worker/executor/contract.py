@@ -22,9 +22,9 @@ from wire.options import Structure
 from wire.parts import Buffer
 from wire.payloads import Logprobs
 from wire.transfer import Rectangle
+from worker.compute.state_slots import StateSlots
 from worker.executor.batch import Batch
 from worker.executor.structure import Structured
-from worker.model.state_slots import StateSlots
 
 # Of states that a cache has room for: a sequence that runs may need two.
 MIN_STATES: Final = 16
@@ -205,9 +205,9 @@ class KVCache(Protocol):
     there is one.  Attributes `num_shards` and `stages` say in which places heads and layers are, so
     that no segment comes from two: see `wire.transfer.plan`.
 
-    A state lies with the block of the last token before it, in a slot (`worker.model.state_slots`).
-    When a sequence goes on behind a full block, the state that is there stays as long as the engine
-    wants: others may share the block and go on from it.
+    A state lies with the block of the last token before it, in a slot
+    (`worker.compute.state_slots`).  When a sequence goes on behind a full block, the state that is
+    there stays as long as the engine wants: others may share the block and go on from it.
 
     The callers keep apart who uses a block: what one call or step writes, no other reads or writes
     meanwhile.  There is one exception: while a `pack` is under way its blocks may be given back and

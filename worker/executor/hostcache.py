@@ -15,8 +15,8 @@ import numpy.typing as npt
 from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
-from worker.model.pool_shape import PoolShape
-from worker.model.state_slots import StateSlots
+from worker.compute.pool_shape import PoolShape
+from worker.compute.state_slots import StateSlots
 
 Items = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

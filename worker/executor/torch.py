@@ -20,6 +20,12 @@ from kernels.delta_rule import plan_runs
 from wire.errors import ErrorCode
 from wire.layout import Group, KVGroup, KVLayout, StateGroup
 from wire.options import Structure
+from worker.compute.device import find_device
+from worker.compute.graphs import DecodeGraphs, graphs_of
+from worker.compute.kv_cache import TorchKVCache
+from worker.compute.model import Model, load_model
+from worker.compute.pool_shape import layers_by_window
+from worker.compute.ranks import Ranks
 from worker.executor import sampler
 from worker.executor.batch import Batch, rows_of
 from worker.executor.contract import (
@@ -34,12 +40,6 @@ from worker.executor.contract import (
 from worker.executor.grammars import Grammars
 from worker.executor.structure import Structured
 from worker.model.config import DTYPES, ModelConfig, ModelError, read_config
-from worker.model.device import find_device
-from worker.model.graphs import DecodeGraphs, graphs_of
-from worker.model.kv_cache import TorchKVCache
-from worker.model.loader import Model, load_model
-from worker.model.pool_shape import layers_by_window
-from worker.model.ranks import Ranks
 
 # A longer step no longer saves time per row on a CPU; 128 rows still take most of the time of 256.
 _ENOUGH_ON_CPU = 256
@@ -104,7 +104,7 @@ class TorchExecutor:
             kv_dtype: What keys and values are kept in, and sent; "auto" is what `dtype` comes to.
             weights: "auto", or "int8" to round the matrices to 8 bits, on the CPU: products are of
                 int8 then, all else is as `dtype` says.
-            device: See `worker.model.device.find_device`.
+            device: See `worker.compute.device.find_device`.
             max_model_len: Longest sequence in tokens; None for the model's own limit.
             ranks: With which other processes to compute, each of which loads its part.
 

@@ -1,1 +1,1 @@
-"""Transformers of the Llama family, read from Hugging Face directories."""
+"""What a model is: read from Hugging Face directories, and cut for several processes."""

@@ -14,8 +14,8 @@ import torch
 
 from wire.parts import Buffer
 from wire.transfer import Rectangle
-from worker.model.kv_cache import TorchKVCache, tensor_over
-from worker.model.ranks import Ranks
+from worker.compute.kv_cache import TorchKVCache, tensor_over
+from worker.compute.ranks import Ranks
 from worker.parallel.parts import Part
 
 HEADER: Final = 10

@@ -15,10 +15,10 @@ import torch
 
 from kernels import PagedBatch
 from kernels.contract import Run
+from worker.compute.ranks import Ranks
 from worker.executor.contract import Capabilities
 from worker.executor.torch import TorchExecutor, make_cache
 from worker.model.config import ModelError, read_config
-from worker.model.ranks import Ranks
 from worker.parallel.copies import Asking, Own, Steps
 from worker.parallel.follower import follow
 from worker.parallel.kv_cache import ShardedKVCache

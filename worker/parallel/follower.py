@@ -7,10 +7,10 @@ import threading
 
 import structlog
 
+from worker.compute.kv_cache import TorchKVCache
+from worker.compute.model import Model
+from worker.compute.ranks import Ranks
 from worker.executor.torch import make_cache
-from worker.model.kv_cache import TorchKVCache
-from worker.model.loader import Model
-from worker.model.ranks import Ranks
 from worker.parallel.copies import Steps, answer
 from worker.parallel.orders import Verb, hear
 from worker.parallel.parts import Part

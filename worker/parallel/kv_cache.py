@@ -11,7 +11,7 @@ import numpy.typing as npt
 from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
-from worker.model.kv_cache import TorchKVCache
+from worker.compute.kv_cache import TorchKVCache
 from worker.parallel.parts import Part
 
 Bytes = npt.NDArray[np.uint8]

@@ -14,7 +14,7 @@ import torch
 
 from kernels import PagedBatch
 from kernels.contract import Run
-from worker.model.ranks import Ranks
+from worker.compute.ranks import Ranks
 
 HEADER: Final = 8
 _NONE: Final = -1  # a run that begins its sequence has no state before it
@@ -29,7 +29,7 @@ class Verb(IntEnum):
 
 
 class Step(NamedTuple):
-    """One step, as `worker.model.transformer.Transformer.forward` takes it, in host memory.
+    """One step, as `worker.compute.transformer.Transformer.forward` takes it, in host memory.
 
     It may be cut into `num_pieces` that stages compute one after another: see
     `worker.parallel.pieces`.  Of layers that keep a state, `runs` say where states lie.

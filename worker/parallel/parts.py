@@ -8,8 +8,8 @@ from msgspec import structs
 
 from wire.layout import Group, KVGroup, KVLayout
 from wire.transfer import Rectangle
+from worker.compute.pool_shape import layers_by_window
 from worker.model.config import ModelConfig
-from worker.model.pool_shape import layers_by_window
 from worker.model.shard import Shard
 
 

@@ -15,8 +15,8 @@ import torch
 
 from kernels import PagedBatch
 from kernels.delta_rule import plan_runs
-from worker.model.kv_cache import TorchKVCache
-from worker.model.loader import Model
+from worker.compute.kv_cache import TorchKVCache
+from worker.compute.model import Model
 from worker.parallel.orders import Step
 
 # A piece of fewer tokens takes nearly as long: most of its time weights are read.

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from wire.payloads import MAX_HASHES
 from wire.prefix import prefix_hashes
+from worker.compute.state_slots import StateSlots
 from worker.engine.blocks import ROOT, BlockPool, Journal
 from worker.engine.states import States
-from worker.model.state_slots import StateSlots
 
 Tokens = tuple[int, int]
 

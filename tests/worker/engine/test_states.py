@@ -7,6 +7,7 @@ import pytest
 
 from tests.worker.engine.hashed import of_kind, run, text
 from wire.options import Options
+from worker.compute.state_slots import StateSlots
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Reserved
 from worker.engine.sequence import Sequence
@@ -14,7 +15,6 @@ from worker.engine.states import States
 from worker.executor.batch import Batch
 from worker.executor.contract import SampledToken, SequenceFailed
 from worker.executor.hash import MIXED, HashExecutor, create_mixed, oracle
-from worker.model.state_slots import StateSlots
 
 ENDLESS = Options(ignore_eos=True)
 BLOCK_SIZE = 4

@@ -11,6 +11,7 @@ from wire.layout import KVGroup, KVLayout
 from wire.options import Options
 from wire.parts import Buffer
 from wire.transfer import Rectangle
+from worker.compute.state_slots import StateSlots
 from worker.engine.engine import Engine
 from worker.engine.sequence import Sequence
 from worker.engine.swap import Costs, Swap, SwapSpace
@@ -23,7 +24,6 @@ from worker.executor.hash import (
     HashKVCache,
     create,
 )
-from worker.model.state_slots import StateSlots
 
 TOKEN_BYTES = LAYOUT.token_bytes
 

@@ -16,13 +16,13 @@ from tests.kv import part, whole
 from tests.worker.paged import Text, advance, batch_of
 from wire.layout import KVGroup
 from wire.options import Options
+from worker.compute import compiled
+from worker.compute.kv_cache import TorchKVCache
 from worker.executor import torch as torch_executor
 from worker.executor.contract import Attention
 from worker.executor.registry import create
 from worker.executor.torch import TorchExecutor
-from worker.model import compiled
 from worker.model.config import ModelError
-from worker.model.kv_cache import TorchKVCache
 
 VOCAB = 256
 SAMPLED = Options(temperature=0.9, top_p=0.95, seed=11)

@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from scripts.models.make_model import ARCHITECTURES, make_model
 from wire.process.model import INDEX, SINGLE, ModelError, checkpoint_files
-from worker.model.loader import load_model, load_weights
+from worker.model.loader import load_weights
 from worker.model.mxfp4 import widen_into
 from worker.model.shard import WHOLE, Shard
-from worker.model.transformer import Transformer
 from worker.model.weights import Attention, Tensors, Weights
 
 CPU = torch.device("cpu")
@@ -203,13 +202,6 @@ def test_what_guesses_tokens_further_ahead_is_ignored(tmp_path: Path) -> None:
     path = make_model(tmp_path, family="qwen3_next")
     change(path, mtp__layers__0__mlp__down_proj__weight=torch.ones(8))
     load_weights(path, None, CPU)
-
-
-def test_int8_is_refused_where_there_are_no_loops(tmp_path: Path) -> None:
-    path = make_model(tmp_path, family="qwen3_next", head_dim=32, moe_intermediate_size=64)
-    with pytest.raises(ModelError, match="layers of qwen3_next have what there are no loops for"):
-        load_model(path, None, CPU, compiled=True, in_int8=True)
-    assert isinstance(load_model(path, None, CPU, compiled=True), Transformer)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

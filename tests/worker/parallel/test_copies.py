@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from tests.worker.model.processes import CPU, TIMEOUT_S, Processes
+from tests.worker.compute.processes import CPU, TIMEOUT_S, Processes
 from tests.worker.parallel.divided import model_of
 from wire.transfer import Rectangle, plan
-from worker.model.kv_cache import TorchKVCache
-from worker.model.ranks import Ranks
+from worker.compute.kv_cache import TorchKVCache
+from worker.compute.ranks import Ranks
 from worker.parallel.copies import Asking, Own, Steps, answer
 from worker.parallel.kv_cache import Copying, ShardedKVCache
 from worker.parallel.parts import Part

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from scripts.models.make_model import make_model
+from tests.worker.compute.processes import CPU, Processes
 from tests.worker.engine.hashed import of_kind, run, text
-from tests.worker.model.processes import CPU, Processes
 from tests.worker.paged import Text, batch_of
 from wire.logprobs import unpack_prompt_logprobs
 from wire.options import Options, Structure
 from wire.process.model import DEMO
 from wire.transfer import Rectangle
+from worker.compute.model import load_model
+from worker.compute.ranks import Ranks
 from worker.engine.draft_model import ModelDrafter
 from worker.engine.engine import Engine
 from worker.engine.outputs import Token
@@ -26,8 +28,6 @@ from worker.engine.sequence import Sequence
 from worker.executor.contract import Capabilities
 from worker.executor.torch import TorchExecutor, make_cache
 from worker.model.config import read_config
-from worker.model.loader import load_model
-from worker.model.ranks import Ranks
 from worker.parallel.copies import HEADER
 from worker.parallel.executor import ShardedExecutor, create
 from worker.parallel.orders import Verb, hear

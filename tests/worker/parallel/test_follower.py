@@ -12,12 +12,12 @@ import torch
 from kernels import PagedBatch
 from scripts.models.make_model import make_model
 from tests.kv import whole
-from tests.worker.model.processes import CPU, Processes
+from tests.worker.compute.processes import CPU, Processes
 from wire.transfer import Rectangle
+from worker.compute.model import load_model
+from worker.compute.ranks import Ranks
 from worker.executor.torch import layout_of, make_cache
 from worker.model.config import read_config
-from worker.model.loader import load_model
-from worker.model.ranks import Ranks
 from worker.parallel.copies import Asking, Own, Steps
 from worker.parallel.follower import follow
 from worker.parallel.kv_cache import Copying, ShardedKVCache

@@ -14,7 +14,7 @@ from tests.kv import whole
 from tests.worker.parallel.divided import NUM_TOKENS, Divided, divided, model_of, rectangles
 from wire.layout import KVLayout
 from wire.transfer import plan
-from worker.model.kv_cache import TorchKVCache
+from worker.compute.kv_cache import TorchKVCache
 from worker.parallel.copies import Own
 from worker.parallel.kv_cache import ShardedKVCache
 from worker.parallel.parts import Part

@@ -10,8 +10,8 @@ import torch
 
 from kernels import PagedBatch
 from kernels.contract import Run
-from tests.worker.model.processes import Processes
-from worker.model.ranks import Ranks
+from tests.worker.compute.processes import Processes
+from worker.compute.ranks import Ranks
 from worker.parallel.orders import Order, Step, Verb, hear, tell, tell_step
 
 

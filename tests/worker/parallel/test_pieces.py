@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kernels import PagedBatch
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, batch_of
+from worker.compute.model import load_model
 from worker.executor.torch import layout_of, make_cache
-from worker.model.loader import load_model
 from worker.parallel.orders import Step
 from worker.parallel.pieces import MIN_TOKENS, compute, cut, in_order, num_pieces
 

@@ -1,4 +1,4 @@
-"""The forward pass of one shard: what `worker.model.transformer` computes, with others.
+"""The forward pass of one shard: what `worker.compute.transformer` computes, with others.
 
 Every process of a model computes every step, in the same order.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
-from worker.model.ranks import Ranks
-from worker.model.transformer import Transformer
+from worker.compute.ranks import Ranks
+from worker.compute.transformer import Transformer
 from worker.model.weights import Weights
 
 
 class ShardedTransformer(Transformer):
     """Computes the part of a model that its weights are; its logits are the leader's alone.
 
-    Attributes are those of `worker.model.transformer.Transformer`; the config is its part's.
+    Attributes are those of `worker.compute.transformer.Transformer`; the config is its part's.
     """
 
     def __init__(self, weights: Weights, ranks: Ranks) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.contract import Run
-from worker.model.state_slots import StateSlots
+from worker.compute.state_slots import StateSlots
 
 TABLE = [7, 3, 5, 1]
 

@@ -11,11 +11,11 @@ import torch
 
 from kernels import PagedBatch
 from scripts.models.make_model import make_model
-from tests.worker.model.processes import CPU, Processes
+from tests.worker.compute.processes import CPU, Processes
 from tests.worker.paged import Text, batch_of
-from worker.model.compiled import CompiledTransformer
-from worker.model.loader import Model, load_model
-from worker.model.ranks import Ranks
+from worker.compute.compiled import CompiledTransformer
+from worker.compute.model import Model, load_model
+from worker.compute.ranks import Ranks
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 3, "vocab_size": 255},
@@ -168,7 +168,11 @@ def test_all_stages_compute_alike_whatever_layers_they_have(
     processes: Processes, tmp_path: Path
 ) -> None:
     """The first layer, one of 129 columns, is none for compiled loops; the second could be."""
-    shape = {"num_hidden_layers": 2, "mlp_only_layers": [0], "intermediate_size": 129}
+    shape: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "mlp_only_layers": [0],
+        "intermediate_size": 129,
+    }
     path = make_model(tmp_path, family="qwen3_moe", dtype="bfloat16", **shape)
     last, first = (it[0] for it in processes.run(1, 2, describe, path, True))
     assert last == first

@@ -15,7 +15,7 @@ from tests.kernels.shim.lane import CpuLane
 from tests.kv import part
 from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.transfer import Rectangle, plan
-from worker.model.kv_cache import TorchKVCache
+from worker.compute.kv_cache import TorchKVCache
 
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=6, dtype="float32")

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from worker.model.ranks import Ranks
+from worker.compute.ranks import Ranks
 from worker.model.shard import Shard
 
 CPU = torch.device("cpu")

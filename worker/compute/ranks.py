@@ -1,6 +1,7 @@
 """The processes that compute one model together, and what they send each other during a step.
 
-With `worker.model.meeting`, all that knows torch.distributed: gloo between CPUs, NCCL between GPUs.
+All that knows torch.distributed, with `worker.compute.meeting`: gloo between CPUs, NCCL between
+GPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from worker.model.meeting import meet
+from worker.compute.meeting import meet
 from worker.model.shard import Shard
 
 
@@ -37,7 +38,7 @@ class Ranks:
         Args:
             rendezvous: A URL that all are given: tcp://host:port of process 0, file:///a/new/file.
             timeout_s: How long to wait, here and within a step, before the others count as dead.
-            told: What else all have to be told alike; see `worker.model.meeting`.
+            told: What else all have to be told alike; see `worker.compute.meeting`.
 
         Raises:
             ValueError: They do not belong together.

@@ -21,9 +21,9 @@ from kernels.cuda import launch
 from kernels.cuda.launch import Launch
 from scripts.models.make_model import make_model
 from tests.kernels.shim.backend import WANTED_BLOCKS, Shim, why_not
-from worker.model import graphs
-from worker.model.graphs import DecodeGraphs, Step
-from worker.model.loader import Model, load_model
+from worker.compute import graphs
+from worker.compute.graphs import DecodeGraphs, Step
+from worker.compute.model import Model, load_model
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 150
 CASES: dict[str, dict[str, Any]] = {

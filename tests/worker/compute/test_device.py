@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 from kernels import KernelError
 from kernels.cpu.intrinsics import target_name
 from kernels.cuda import backend as cuda
+from worker.compute.device import arithmetic_of, find_device
 from worker.model.config import ModelError
-from worker.model.device import arithmetic_of, find_device
 
 
 @pytest.fixture

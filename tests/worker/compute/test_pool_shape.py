@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from wire.layout import KVGroup, KVLayout, StateGroup
-from worker.model.pool_shape import PoolShape, layers_by_window, places
+from worker.compute.pool_shape import PoolShape, layers_by_window, places
 
 FULL = KVGroup(num_layers=2, num_kv_heads=4, key_dim=8, value_dim=8, dtype="bfloat16")
 WINDOWED = msgspec.structs.replace(FULL, num_layers=5, window=9)

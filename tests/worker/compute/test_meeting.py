@@ -11,7 +11,7 @@ import pytest
 from torch._C._distributed_c10d import Store
 
 from tests.faults.ports import free_port
-from worker.model.meeting import meet
+from worker.compute.meeting import meet
 
 TIMEOUT_S = 25.0
 

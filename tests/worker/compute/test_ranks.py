@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worker.model.processes import Processes
-from worker.model.ranks import Ranks
+from tests.worker.compute.processes import Processes
+from worker.compute.ranks import Ranks
 
 
 def add_up(ranks: Ranks, summands: torch.Tensor) -> torch.Tensor:

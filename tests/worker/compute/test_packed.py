@@ -15,8 +15,7 @@ from kernels.cpu.program import Program
 from kernels.cpu.rows_int8 import to_planes
 from kernels.cpu.rowwise import norm
 from scripts.models.make_model import make_model
-from worker.model.loader import load_weights
-from worker.model.packed import (
+from worker.compute.packed import (
     ExpertRoom,
     Packed,
     PackedExperts,
@@ -25,6 +24,7 @@ from worker.model.packed import (
     gated_rows,
     in_one_call,
 )
+from worker.model.loader import load_weights
 from worker.model.weights import ExpertMLP, GatedMLP, Weights
 
 KINDS: list[Packed] = [PackedWeight, PairedWeight, Int8Weight]

@@ -19,8 +19,8 @@ from kernels.cuda.staging import Staging, Table, staging_of
 from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
-from worker.model.pool_shape import PoolShape
-from worker.model.state_slots import StateSlots
+from worker.compute.pool_shape import PoolShape
+from worker.compute.state_slots import StateSlots
 
 log = structlog.get_logger("worker")
 

@@ -13,7 +13,7 @@ import torch
 
 from kernels import PagedBatch
 from kernels.cuda.plan import FixedPlan
-from worker.model.loader import Model
+from worker.compute.model import Model
 
 # Batch sizes that are recorded: no batch is padded to more than twice its size.
 SIZES = (1, 2, 4, 8, *range(16, 257, 16))

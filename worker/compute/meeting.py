@@ -27,7 +27,7 @@ def meet(
     """Return a store that all processes have, once they are there and were told the same.
 
     Args:
-        rendezvous: See `worker.model.ranks.Ranks`.
+        rendezvous: See `worker.compute.ranks.Ranks`.
         told: What each has to be told alike, under the names that an operator knows.
 
     Raises:

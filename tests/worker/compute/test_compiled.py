@@ -14,11 +14,12 @@ from kernels.cpu.linear_int8 import MAX_INPUTS
 from kernels.cpu.ways import Way
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance
+from worker.compute import compiled, model
+from worker.compute.compiled import MAX_PROGRAMS, CompiledTransformer
+from worker.compute.kv_cache import TorchKVCache
 from worker.executor.torch import TorchExecutor
-from worker.model import compiled, loader
-from worker.model.compiled import MAX_PROGRAMS, CompiledTransformer
+from worker.model import loader
 from worker.model.config import read_config
-from worker.model.kv_cache import TorchKVCache
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 40
 CASES: dict[str, dict[str, Any]] = {
@@ -236,7 +237,8 @@ def test_embeddings_are_scaled_by_a_number_of_the_dtype(
     path = make_model(tmp_path, family="gemma3_text", hidden_size=48)
     exact, rounded = run(load(path), 0), run(load(path, "bfloat16"), 0)
     config = replace(read_config(path), embedding_scale=6.9375)
-    monkeypatch.setattr(loader, "read_config", lambda _: config)
+    for module in (loader, model):
+        monkeypatch.setattr(module, "read_config", lambda _: config)
     assert not torch.equal(run(load(path), 0), exact)
     assert torch.equal(run(load(path, "bfloat16"), 0), rounded)
 

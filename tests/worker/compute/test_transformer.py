@@ -12,10 +12,10 @@ import torch
 from kernels import PagedBatch
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, advance
+from worker.compute.model import load_model
 from worker.executor.torch import TorchExecutor
 from worker.model import loader
 from worker.model.config import read_config
-from worker.model.loader import load_model
 
 LLAMA3 = {
     "rope_type": "llama3",

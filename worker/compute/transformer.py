@@ -17,9 +17,9 @@ import kernels
 from kernels import PagedBatch
 from kernels.delta_rule import convolve, delta_rule
 from kernels.reference import rotated
+from worker.compute.device import arithmetic_of
+from worker.compute.pool_shape import places
 from worker.model.config import LayerConfig
-from worker.model.device import arithmetic_of
-from worker.model.pool_shape import places
 from worker.model.rope import inverse_frequencies, rotation_of
 from worker.model.weights import Attention, DeltaNet, Weights
 
@@ -64,7 +64,7 @@ class Transformer:
 
         Args:
             token_ids: [T] on the device; `positions` likewise.
-            pool: [N, L, 2, Hkv, B, D], the layers in the order of `worker.model.pool_shape`.
+            pool: [N, L, 2, Hkv, B, D], the layers in the order of `worker.compute.pool_shape`.
             rows: [R] tokens whose logits are wanted.
 
         Returns:
@@ -94,7 +94,7 @@ class Transformer:
             normed = kernels.add_rms_norm(hidden, added, next_norm, eps)
         return self._logits(hidden, normed[rows])
 
-    # What a process that has a part of the model does with others: `worker.model.sharded`.
+    # What a process that has a part of the model does with others: `worker.compute.sharded`.
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return what the first layer reads."""

@@ -25,9 +25,8 @@ from kernels.cpu.rowwise import embed, norm
 from kernels.cpu.simd import PANEL
 from kernels.cpu.ways import Way, best_way
 from kernels.cpu.work_items import WorkItems
-from worker.model.config import ModelConfig
-from worker.model.device import arithmetic_of
-from worker.model.packed import (
+from worker.compute.device import arithmetic_of
+from worker.compute.packed import (
     Call,
     ExpertRoom,
     Packed,
@@ -39,8 +38,9 @@ from worker.model.packed import (
     gated_rows,
     in_one_call,
 )
-from worker.model.pool_shape import places
-from worker.model.ranks import Ranks
+from worker.compute.pool_shape import places
+from worker.compute.ranks import Ranks
+from worker.model.config import ModelConfig
 from worker.model.rope import inverse_frequencies
 from worker.model.weights import Attention, ExpertMLP, Layer, Weights
 
@@ -55,8 +55,8 @@ class CompiledTransformer:
     whatever the weights are kept in.  `in_int8` the weights are rounded to 8 bits, and attention
     alone is the dtype's.  All else is float32.
 
-    Attributes are those of `worker.model.transformer.Transformer`.  With `ranks` it is a shard, as
-    `worker.model.sharded` is.
+    Attributes are those of `worker.compute.transformer.Transformer`.  With `ranks` it is a shard,
+    as `worker.compute.sharded` is.
     """
 
     dtype = torch.float32
@@ -141,7 +141,7 @@ class CompiledTransformer:
         batch: PagedBatch,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute one step; see `worker.model.transformer.Transformer.forward`."""
+        """Compute one step; see `worker.compute.transformer.Transformer.forward`."""
         num_tokens, num_rows = len(token_ids), len(rows)
         program = self._program(pool, num_tokens, num_rows)
         if self._ranks is not None:

@@ -19,8 +19,8 @@ from kernels.cpu.program import Operation, Program
 from kernels.cpu.rows_int8 import to_planes
 from kernels.cpu.rowwise import gate, norm
 from kernels.cpu.simd import PANEL
+from worker.compute.ranks import Ranks
 from worker.model.families import Experts
-from worker.model.ranks import Ranks
 from worker.model.weights import ExpertMLP, GatedMLP, Linear
 
 Weight = PackedWeight | PairedWeight | Int8Weight

@@ -1,0 +1,1 @@
+"""How a model computes: its forward pass over paged KV, alone or with other processes."""
