@@ -10,7 +10,7 @@ import structlog
 
 from wire.errors import WireError
 from wire.process.cores import best_threads, format_cores, parse_cores, run_on
-from wire.process.lifetime import Stop, run, set_stack_size, slow_start
+from wire.process.lifetime import Stop, end_at_once, run, set_stack_size, slow_start
 from wire.process.log import configure
 from wire.process.model import check_files, check_weights, fingerprint, locate, vocab_size
 from wire.process.settings import EX_CONFIG, parse
@@ -128,17 +128,16 @@ async def serve(config: Config, executor: Executor, draft: Executor | None, stop
 
 def main() -> int:
     config = parse(Config, sys.argv[1:], beside="router.config")
-    lines = configure(config.log_level)
+    configure(config.log_level)
 
-    def end_at_once(status: int) -> None:
-        lines.close()
-        os._exit(EX_CONFIG if status == EX_CONFIG else EXIT_CRASHED)
+    def on_lost(status: int) -> None:
+        end_at_once(EX_CONFIG if status == EX_CONFIG else EXIT_CRASHED)
 
     log.info("loading", model=config.model, executor=config.executor)
     try:
         _choose_cores(parse_cores(config.cores))
         with slow_start(f"loading {config.model}"):
-            ranks = meet(config, end_at_once)
+            ranks = meet(config, on_lost)
             executor = load(config, ranks)
             if ranks is not None and not ranks.is_leader:
                 return follow(executor)
@@ -146,6 +145,12 @@ def main() -> int:
     except (WireError, ValueError) as error:
         log.error("cannot serve this model", reason=str(error))
         return EX_CONFIG
+    except ConnectionError as error:  # a process that computes with this one: start all again
+        log.error("the model is not loaded", reason=str(error))
+        return EXIT_CRASHED
+    except SystemExit as told:
+        log.info("told to end before there was anything to drain", status=told.code)
+        raise
     except Exception as error:  # a plug-in's own, or a file that is not what it should be
         reason = f"{type(error).__name__}: {error}"
         log.exception("the executor failed to load", executor=config.executor, reason=reason)
@@ -155,8 +160,7 @@ def main() -> int:
         # Told to stop in its warmup, or a step does not end.  Python itself cannot end under a
         # thread that computes: it would take the thread away in the middle of native code, which
         # may abort the process.
-        lines.close()
-        os._exit(status)
+        end_at_once(status)
     return status
 
 

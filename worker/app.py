@@ -22,7 +22,7 @@ from wire.payloads import MAX_CORES_LENGTH, HelloDetail, encode_map
 from wire.process.api_keys import open_api_keys
 from wire.process.cores import format_cores, own_cores
 from wire.process.keys import open_keys
-from wire.process.lifetime import Stop, extend_start, keep_watchdog, notify
+from wire.process.lifetime import Stop, bounded, extend_start, keep_watchdog, notify
 from wire.process.scrape import ScrapePort
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
 from wire.process.traffic import Traffic
@@ -46,6 +46,8 @@ TICK_S: Final = 0.1
 REST_S: Final = 0.1
 # How long a step may take to end after the drain: another process of the model may be stuck.
 STOP_S: Final = 10.0
+# And all that comes after the drain: copies of KV, the other processes, the sockets.
+CLOSE_S: Final = 20.0
 EXIT_CRASHED: Final = 70  # EX_SOFTWARE: systemd restarts it
 
 
@@ -149,7 +151,8 @@ class Worker:
             for chore in chores:
                 chore.cancel()
             await asyncio.gather(*chores, return_exceptions=True)
-            await self._close()
+            with bounded(CLOSE_S, "a copy of KV or a process of its model is stuck", EXIT_CRASHED):
+                await self._close()
 
     async def _serve(self, stop: Stop) -> int:
         if self._config.metrics:

@@ -15,7 +15,7 @@ from wire.process.keys import credential
 from wire.process.settings import SharedSettings
 
 MIB: Final = 1 << 20
-LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
+LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
 WILDCARD_HOSTS: Final = ("*", "0.0.0.0", "[::]")
 
 
@@ -237,10 +237,16 @@ class Config(SharedSettings):
             )
         if self.process and not self.rendezvous:
             raise ValueError("--process is for --rendezvous: say where the processes meet")
-        found = fullmatch(r"tcp://(.+):([0-9]{1,5})|file:///.+", self.rendezvous or "file:///-")
-        if found is None:
+        if self.rendezvous and self.num_processes == 1:
             raise ValueError(
-                f"--rendezvous {self.rendezvous!r} is neither tcp://HOST:PORT nor file:///PATH"
+                f"--rendezvous {self.rendezvous} is for several processes: say how many with "
+                "--tensor-parallel or --pipeline-parallel, or leave it out"
+            )
+        found = fullmatch(r"tcp://(.+):([0-9]{1,5})|file:///.+", self.rendezvous or "file:///-")
+        if found is None or not 0 < int(found[2] or 1) < 1 << 16:
+            raise ValueError(
+                f"--rendezvous {self.rendezvous!r} is neither tcp://HOST:PORT, with a port from 1 "
+                "to 65535, nor file:///PATH"
             )
         if found[1] is not None and found[1] not in LOOPBACK_HOSTS and not self.insecure:
             raise ValueError(

@@ -16,12 +16,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Final, NamedTuple
-from urllib.parse import urlsplit
 
 import structlog
 
@@ -93,7 +91,7 @@ def settle(config: Config, place: Place) -> None:
     """Choose what this process computes with, before torch is imported: a GPU, its threads.
 
     Others are to be started with the environment as it was before.  Where all are on this machine,
-    what they tell each other stays on it.
+    what they tell each other stays on it, whatever the environment says of an interface.
     """
     if config.num_processes == 1:
         return
@@ -104,13 +102,24 @@ def settle(config: Config, place: Place) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[place.local_number :][:1])
     if not config.threads and "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(max(1, best_threads() // place.num_local))
-    host = "127.0.0.1"
-    if place.num_local < config.num_processes:
-        host = urlsplit(place.rendezvous).hostname or os.environ["MASTER_ADDR"]
-        host = "127.0.0.1" if host in LOOPBACK_HOSTS else host
-    if (interface := interface_to(host)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    host = _host_of(place) if place.num_local < config.num_processes else LOOPBACK_HOSTS[0]
+    is_here = host in LOOPBACK_HOSTS
+    if (interface := interface_to(LOOPBACK_HOSTS[0] if is_here else host)) is None:
+        return
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        said = os.environ.setdefault(name, interface)
+        if is_here and said != interface:
+            os.environ[name] = interface
+            log.warning(
+                "the processes of this worker are on one machine, and talk over the loopback only",
+                **{name: said, "used": interface},
+            )
+
+
+def _host_of(place: Place) -> str:
+    if place.rendezvous.startswith("env://"):
+        return os.environ["MASTER_ADDR"]
+    return place.rendezvous.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def interface_to(host: str) -> str | None:
@@ -146,6 +155,7 @@ def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
     Raises:
         ValueError: They cannot compute the model together.
         TimeoutError: Not all have come.
+        ConnectionError: One that had come is gone.
     """
     if config.num_processes == 1:
         return None
@@ -160,19 +170,18 @@ def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
     shard = Shard.of_process(place.number, config.tensor_parallel, config.pipeline_parallel)
     device = find_device(config.device)
     followers = None
-    with _ended_by_signals():
-        try:
-            if not place.rendezvous:
-                followers = Followers(config, on_lost, before)
-            rendezvous = followers.rendezvous if followers is not None else place.rendezvous
-            ranks = Ranks(shard, rendezvous, device, STEP_TIMEOUT_S, told)
-        except BaseException:
-            if followers is not None:
-                followers.have_met()
-            raise
-    if not ranks.is_leader:
-        for told_to in (signal.SIGTERM, signal.SIGINT):  # they are for the leader, who may drain
-            signal.signal(told_to, signal.SIG_IGN)
+    _end_by_signals()
+    try:
+        if not place.rendezvous:
+            followers = Followers(config, on_lost, before)
+        rendezvous = followers.rendezvous if followers is not None else place.rendezvous
+        ranks = Ranks(shard, rendezvous, device, STEP_TIMEOUT_S, told)
+    except BaseException as error:
+        if followers is not None:
+            followers.have_met()
+        if isinstance(error, RuntimeError):
+            raise ConnectionError(f"the processes of this worker have parted: {error}") from error
+        raise
     if followers is not None:
         if device.type == "cpu":
             followers.have_met()
@@ -202,19 +211,14 @@ def _told(config: Config) -> dict[str, object]:
     return {"the fingerprint of --model": fingerprint(path), **flags}
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGINT end this process quietly, with what it has to clear away."""
+def _end_by_signals() -> None:
+    """Have SIGTERM and SIGINT end this process quietly, until it serves or follows."""
 
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = {it: signal.signal(it, end) for it in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for told, handler in before.items():
-            signal.signal(told, handler)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
 
 
 def _watch(ranks: Ranks, number: int, on_lost: Callable[[int], None]) -> None:
@@ -231,6 +235,8 @@ def follow(executor: Executor) -> int:
     from worker.parallel.executor import ShardedExecutor
 
     assert isinstance(executor, ShardedExecutor)
+    for number in (signal.SIGTERM, signal.SIGINT):  # they are for the leader, who may drain
+        signal.signal(number, signal.SIG_IGN)
     try:
         executor.follow()
     except RuntimeError as error:

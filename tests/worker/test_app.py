@@ -344,6 +344,51 @@ def test_a_signal_ends_a_process_in_its_warmup(tmp_path: Path) -> None:
     assert '"worker stopped"' in log  # the last line was written
 
 
+STUCK_COPY = """
+import threading
+import worker.app
+from worker.executor import hash
+
+worker.app.CLOSE_S = 0.2
+
+class Stuck(hash.HashExecutor):
+    def allocate(self, *sizes):
+        cache = super().allocate(*sizes)
+        cache.pack = lambda *_: print("packing", flush=True) or threading.Event().wait()
+        return cache
+
+def create(**settings):
+    executor = hash.create(**settings)
+    executor.__class__ = Stuck
+    return executor
+"""
+
+
+async def test_a_copy_that_does_not_end_keeps_no_worker_from_its_end(tmp_path: Path) -> None:
+    (tmp_path / "stuck_copy.py").write_text(STUCK_COPY)
+    async with scripted_router() as router, running(router, "decode"):
+        flags = ["--role", "prefill", "--router", router.endpoint, "--drain-s", "0"]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "worker", "--executor", "stuck_copy:create", *flags),
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        try:
+            await router.until_joined(Role.PREFILL)
+            router.prefill(1, PROMPT, OPTIONS)
+            assert process.stdout is not None
+            assert await process.stdout.readline() == b"packing\n"
+            process.send_signal(signal.SIGTERM)
+            _, log = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+        finally:
+            if process.returncode is None:
+                process.kill()
+    assert process.returncode == EXIT_CRASHED
+    assert b"a copy of KV or a process of its model is stuck" in log
+
+
 def test_what_cannot_be_loaded_is_said_in_a_line() -> None:
     for factory, words in (
         ("types:SimpleNamespace", "the executor failed to load"),

@@ -61,15 +61,18 @@ TWO: dict[str, Any] = {"tensor_parallel": 2}
         ({"executor": "a:b", **TWO}, "not of 'a:b'"),
         ({"tensor_parallel": 0}, "tensor_parallel"),
         ({"pipeline_parallel": 65}, "pipeline_parallel"),
+        ({"rendezvous": "file:///tmp/meet"}, "is for several processes: .* --tensor-parallel"),
         ({"process": 1}, r"--process is 1, of 1 processes .*; the last is 0"),
         (
             {"tensor_parallel": 2, "pipeline_parallel": 3, "process": 6},
             r"--process is 6, of 6 processes \(--tensor-parallel 2 x --pipeline-parallel 3\); .* 5",
         ),
         ({**TWO, "process": 1}, "--process is for --rendezvous: say where the processes meet"),
-        ({**TWO, "rendezvous": "env://"}, "neither tcp://HOST:PORT nor file:///PATH"),
+        ({**TWO, "rendezvous": "env://"}, "'env://' is neither tcp://HOST:PORT, .*nor file:///PATH"),
         ({**TWO, "rendezvous": "tcp://127.0.0.1"}, "'tcp://127.0.0.1' is neither"),
         ({**TWO, "rendezvous": "tcp://:29500"}, "'tcp://:29500' is neither"),
+        ({**TWO, "rendezvous": "tcp://127.0.0.1:99999"}, "a port from 1 to 65535"),
+        ({**TWO, "rendezvous": "tcp://127.0.0.1:0"}, "a port from 1 to 65535"),
         ({**TWO, "rendezvous": "file://here"}, "'file://here' is neither"),
         ({**TWO, "rendezvous": "tcp://10.0.0.5:29500"}, "no keys among themselves .*--insecure"),
         ({**TWO, "rendezvous": "tcp://0.0.0.0:29500"}, "can be reached from other machines"),
@@ -83,7 +86,8 @@ def test_processes_that_could_not_meet_are_refused(settings: dict[str, Any], sen
 def test_processes_meet_on_this_machine_or_where_somebody_says_it_is_safe() -> None:
     assert Config().num_processes == 1
     assert Config(tensor_parallel=2, pipeline_parallel=3).num_processes == 6
-    here = ("tcp://127.0.0.1:29500", "tcp://localhost:1", "tcp://[::1]:1", "file:///tmp/meet")
+    here = ("tcp://127.0.0.1:29500", "tcp://localhost:1", "tcp://[::1]:1", "tcp://::1:65535")
+    here += ("file:///tmp/meet",)
     for rendezvous in here:
         assert Config(**TWO, rendezvous=rendezvous, process=1).process == 1
     assert Config(**TWO, rendezvous="tcp://10.0.0.5:29500", insecure=True).rendezvous

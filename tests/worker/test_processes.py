@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from scripts.models.make_model import make_model
 from tests.cluster import until
@@ -111,12 +112,35 @@ def test_each_process_of_a_machine_has_a_gpu_and_its_share_of_the_threads(
         assert settled() == {GPUS: gpu, THREADS: threads} | dict.fromkeys(INTERFACES, LOOPBACK)
 
 
+SAID = {THREADS: "3"} | dict.fromkeys(INTERFACES, "eth7")
+
+
 def test_on_a_cpu_no_gpu_is_chosen_and_what_somebody_says_is_kept(bare: pytest.MonkeyPatch) -> None:
-    said = {THREADS: "3"} | dict.fromkeys(INTERFACES, "eth7")
-    for name, value in said.items():
+    for name, value in SAID.items():
         bare.setenv(name, value)
-    settle(Config(tensor_parallel=2, device="cpu"), Place(1, "file:///m", 1, 2))
-    assert settled() == said
+    config = Config(tensor_parallel=2, device="cpu", insecure=True)
+    settle(config, Place(1, "tcp://127.1.1.1:29500", 0, 1))
+    assert settled() == SAID
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Place(1, "file:///m", 1, 2),
+        Place(1, "tcp://127.0.0.1:29500", 0, 1),
+        Place(1, "tcp://[::1]:29500", 0, 1),
+        Place(1, "tcp://::1:29500", 0, 1),
+    ],
+)
+def test_on_one_machine_nobody_can_have_processes_listen_to_others(
+    bare: pytest.MonkeyPatch, place: Place
+) -> None:
+    for name, value in SAID.items():
+        bare.setenv(name, value)
+    with capture_logs() as logs:
+        settle(Config(tensor_parallel=2, device="cpu"), place)
+    assert settled() == {THREADS: "3"} | dict.fromkeys(INTERFACES, LOOPBACK)
+    assert [line[name] for line, name in zip(logs, INTERFACES, strict=True)] == ["eth7", "eth7"]
 
 
 @pytest.mark.usefixtures("bare")
@@ -136,7 +160,7 @@ def test_processes_of_several_machines_choose_by_their_number_there_and_where_th
 
 @pytest.mark.usefixtures("bare")
 def test_no_interface_is_chosen_where_nobody_knows_the_way() -> None:
-    settle(Config(**EIGHT, device="cpu", threads=1), Place(1, "tcp://[::1]:29500", 0, 1))
+    settle(Config(**EIGHT, device="cpu", threads=1), Place(1, "tcp://[ff02::1]:29500", 0, 1))
     assert settled() == {}
 
 
@@ -241,13 +265,15 @@ def test_who_waits_for_others_ends_by_a_signal(
     place = tmp_path / "meeting"
     flags = ["--tensor-parallel=2", "--device=cpu", f"--process={process}"]
     command = [sys.executable, "-m", "worker", *flags, f"--rendezvous=file://{place}"]
-    with subprocess.Popen(command) as waiting:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as waiting:
         try:
             until(place.exists, "it waits")
             waiting.send_signal(number)
-            assert waiting.wait(20) == 128 + number
+            _, log = waiting.communicate(timeout=20)
         finally:
             waiting.kill()
+    assert waiting.returncode == 128 + number
+    assert "told to end before" in log and "Traceback" not in log
 
 
 LEADER = """
@@ -264,6 +290,7 @@ ranks = meet(config, lost.append)
 executor = load(config, ranks)
 executor.allocate(8, 16)
 (follower,) = psutil.Process().children()
+executor.warmup()  # in which the other takes part: it follows
 for told in (signal.SIGTERM, signal.SIGINT):  # as systemd and terminals do to all
     follower.send_signal(told)
 print("settled", [it for it in follower.environ() if it.endswith("_SOCKET_IFNAME")])

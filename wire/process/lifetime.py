@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -25,7 +26,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NoReturn
 
 import structlog
 import uvloop
@@ -125,6 +126,29 @@ async def _live(main: Callable[[Stop], Awaitable[int]], force: _Force) -> int:
     except Exception:
         _LOG.exception("the process failed")
         return 1
+
+
+def end_at_once(status: int) -> NoReturn:
+    """Write what has been logged, and end this process whatever its threads do."""
+    logging.shutdown()
+    os._exit(status)
+
+
+@contextmanager
+def bounded(seconds: float, what: str, status: int) -> Iterator[None]:
+    """End this process with `status` if the body takes longer; even if it blocks the loop."""
+
+    def give_up() -> None:
+        _LOG.error("this process ends by force", waited_s=seconds, reason=what)
+        end_at_once(status)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def notify(*assignments: str) -> bool:

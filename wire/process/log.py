@@ -8,7 +8,6 @@ Of an exception there are types and frames, no values (`wire.process.exceptions`
 
 from __future__ import annotations
 
-import atexit
 import logging
 import queue
 import sys
@@ -102,6 +101,11 @@ class _Handler(logging.Handler):
         except Exception:  # a record whose arguments do not fit its text
             self._writer.num_dropped += 1
 
+    def close(self) -> None:
+        """Write what waits: `logging.shutdown` calls this, and Python calls that at its end."""
+        self._writer.close()
+        super().close()
+
 
 def configure(
     level: str = "info", stream: TextIO | None = None, *, is_terminal: bool | None = None
@@ -138,7 +142,6 @@ def configure(
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderers],
     )
     logging.basicConfig(level=number, handlers=[_Handler(writer, formatter)], force=True)
-    atexit.register(writer.close)
     return writer
 
 

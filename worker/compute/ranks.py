@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
+from typing import Final
 from zlib import crc32
 
 import torch
@@ -16,6 +17,11 @@ import torch.distributed as dist
 
 from worker.compute.meeting import meet
 from worker.model.shard import Shard
+
+# What has to be alike: where there are fewer GPUs than processes, `auto` gives one of them none.
+_DEVICE: Final = (
+    "the kind of device (a GPU for each process, or --device cpu where there are fewer)"
+)
 
 
 class Ranks:
@@ -49,7 +55,7 @@ class Ranks:
         ours = {
             "--tensor-parallel": shard.size,
             "--pipeline-parallel": shard.stages,
-            "the backend for its device": backend,
+            _DEVICE: device.type,
             "the release of torch": torch.__version__,
             **(told or {}),
         }

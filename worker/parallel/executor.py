@@ -36,10 +36,14 @@ def create(
 
     Raises:
         ModelError: See there; or the model does not divide like this.
+        ConnectionError: Another process is gone.
     """
     path = Path(model_path)
     executor = ShardedExecutor.load(path, name=model_name, ranks=ranks, **settings)
-    executor.join(ranks, path)
+    try:
+        executor.join(ranks, path)
+    except RuntimeError as error:
+        raise ConnectionError(f"the processes of this worker have parted: {error}") from error
     return executor
 
 

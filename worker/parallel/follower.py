@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import structlog
 
+from wire.process.lifetime import end_at_once
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
 from worker.compute.ranks import Ranks
@@ -46,4 +46,4 @@ def _copy(ranks: Ranks, cache: TorchKVCache, steps: Steps) -> None:
         answer(ranks, cache, steps)
     except Exception as error:
         log.error("cannot copy KV for the leader", reason=f"{type(error).__name__}: {error}")
-        os._exit(1)
+        end_at_once(1)

@@ -26,7 +26,7 @@ class Process:
         program = (
             "import asyncio, sys, time, uvloop\n"
             "from wire.process.log import configure\n"
-            "from wire.process.lifetime import Stop, run\n"
+            "from wire.process.lifetime import Stop, bounded, end_at_once, run\n"
             "from wire.process.settings import ConfigError\n"
             "async def main(stop: Stop) -> int:\n"
             "    print('ready', flush=True)\n"
@@ -73,6 +73,28 @@ def test_it_runs_on_uvloop_and_can_stop_itself() -> None:
     body = "stop.set(); await stop.wait()\n"
     body += "return 0 if isinstance(asyncio.get_running_loop(), uvloop.Loop) else 1"
     assert Process(body).end()[0] == 0
+
+
+def test_an_end_at_once_writes_what_was_logged() -> None:
+    body = """\
+import structlog, threading
+threading.Thread(target=threading.Event().wait).start()  # Python itself would wait for it
+structlog.get_logger("x").error("the last line")
+end_at_once(70)
+"""
+    status, _, log = Process(body).end()
+    assert status == 70 and "the last line" in log
+
+
+def test_what_takes_too_long_is_ended_and_said_and_what_does_not_goes_on() -> None:
+    body = """\
+with bounded(60.0, "nothing is stuck", 71):
+    pass
+with bounded(0.05, "a copy is stuck", 70):
+    time.sleep(60)  # on the loop itself
+"""
+    status, _, log = Process(body).end()
+    assert status == 70 and "a copy is stuck" in log and "nothing" not in log
 
 
 def test_a_second_signal_forces_and_cleanup_still_runs() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.worker.compute.processes import Processes
+from tests.worker.compute.processes import TIMEOUT_S, Processes
 from worker.compute.ranks import Ranks
+from worker.model.shard import Shard
 
 
 def add_up(ranks: Ranks, summands: torch.Tensor) -> torch.Tensor:
@@ -112,3 +114,16 @@ def test_the_others_notice_that_a_process_has_died(
 ) -> None:
     with Processes(2, tmp_path) as started, pytest.raises(AssertionError, match="RuntimeError"):
         started.run(2 // stages, stages, wait_for_the_dead, dead, method)
+
+
+def test_one_that_has_no_gpu_where_the_other_has_one_says_what_to_do(tmp_path: Path) -> None:
+    def join(process: int) -> str:
+        device = torch.device("cpu" if process else "cuda")
+        with pytest.raises(ValueError) as caught:
+            Ranks(Shard.of_process(process, 2, 1), f"file://{tmp_path}/meet", device, TIMEOUT_S)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, other = threads.map(join, range(2))
+    assert "or --device cpu where there are fewer) is cuda for process 0 and cpu for" in first
+    assert "is cpu for process 1 and cuda for process 0" in other

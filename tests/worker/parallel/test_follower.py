@@ -13,6 +13,7 @@ from kernels import PagedBatch
 from scripts.models.make_model import make_model
 from tests.kv import whole
 from tests.worker.compute.processes import CPU, Processes
+from wire.process.log import configure
 from wire.transfer import Rectangle
 from worker.compute.model import load_model
 from worker.compute.ranks import Ranks
@@ -128,8 +129,9 @@ def test_it_ends_when_the_leader_has_died(path: Path, tmp_path: Path) -> None:
     assert not any(is_done for is_done, _ in outcomes)
 
 
-def ask_for_what_it_does_not_have(ranks: Ranks, path: Path) -> None:
+def ask_for_what_it_does_not_have(ranks: Ranks, path: Path, log: Path) -> None:
     if not ranks.is_leader:
+        configure("info", log.open("w"))
         lead(ranks, path)
         return
     config = read_config(path)
@@ -144,6 +146,7 @@ def test_it_ends_when_it_cannot_copy_so_that_nobody_waits_for_ever(
     path: Path, tmp_path: Path
 ) -> None:
     with Processes(2, tmp_path) as started:
-        outcomes = started.outcomes(2, 1, ask_for_what_it_does_not_have, path)
+        outcomes = started.outcomes(2, 1, ask_for_what_it_does_not_have, path, tmp_path / "log")
     assert not any(is_done for is_done, _ in outcomes)
     assert outcomes[1] == (False, "died")
+    assert "cannot copy KV for the leader" in (tmp_path / "log").read_text()
