@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -20,7 +21,7 @@ from worker.config import Config
 from worker.engine.thread import is_computing
 from worker.executor.contract import Executor
 from worker.executor.registry import create
-from worker.processes import follow, meet
+from worker.processes import Told, follow, meet
 
 if TYPE_CHECKING:  # it imports torch, which other executors do without
     from worker.compute.ranks import Ranks
@@ -129,6 +130,18 @@ async def serve(config: Config, executor: Executor, draft: Executor | None, stop
 def main() -> int:
     config = parse(Config, sys.argv[1:], beside="router.config")
     configure(config.log_level)
+    with ExitStack() as at_end:
+        status = _live(config, at_end)
+    if config.num_processes > 1 or is_computing():
+        # Told to stop in its warmup, or a step does not end, or it waits for other processes.
+        # Python itself cannot end under a thread that is in native code: it would take the thread
+        # away there, which may abort the process.
+        end_at_once(status)
+    return status
+
+
+def _live(config: Config, at_end: ExitStack) -> int:
+    """Load and serve, or follow; return the exit status."""
 
     def on_lost(status: int) -> None:
         end_at_once(EX_CONFIG if status == EX_CONFIG else EXIT_CRASHED)
@@ -137,7 +150,7 @@ def main() -> int:
     try:
         _choose_cores(parse_cores(config.cores))
         with slow_start(f"loading {config.model}"):
-            ranks = meet(config, on_lost)
+            ranks = meet(config, on_lost, at_end)
             executor = load(config, ranks)
             if ranks is not None and not ranks.is_leader:
                 return follow(executor)
@@ -148,20 +161,14 @@ def main() -> int:
     except ConnectionError as error:  # a process that computes with this one: start all again
         log.error("the model is not loaded", reason=str(error))
         return EXIT_CRASHED
-    except SystemExit as told:
-        log.info("told to end before there was anything to drain", status=told.code)
-        raise
+    except Told as told:
+        log.info("told to end before there was anything to drain", signal=told.signal.name)
+        return 128 + told.signal
     except Exception as error:  # a plug-in's own, or a file that is not what it should be
         reason = f"{type(error).__name__}: {error}"
         log.exception("the executor failed to load", executor=config.executor, reason=reason)
         return EX_CONFIG
-    status = run(lambda stop: serve(config, executor, draft, stop))
-    if is_computing():
-        # Told to stop in its warmup, or a step does not end.  Python itself cannot end under a
-        # thread that computes: it would take the thread away in the middle of native code, which
-        # may abort the process.
-        end_at_once(status)
-    return status
+    return run(lambda stop: serve(config, executor, draft, stop))
 
 
 if __name__ == "__main__":

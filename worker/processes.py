@@ -7,16 +7,15 @@ killed, and who starts it again starts all.
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -48,6 +47,14 @@ STEP_TIMEOUT_S: Final = 600.0
 _SIOCGIFADDR: Final = 0x8915
 # Of torchrun: only it sets this one, the others are names that anybody may have taken.
 _TORCHRUN: Final = "TORCHELASTIC_RUN_ID"
+
+
+class Told(BaseException):
+    """A signal told this process to end before it serves or follows."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.signal = signal.Signals(number)
 
 
 class Place(NamedTuple):
@@ -143,7 +150,7 @@ def interface_to(host: str) -> str | None:
     return None
 
 
-def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
+def meet(config: Config, on_lost: Callable[[int], None], at_end: ExitStack) -> Ranks | None:
     """Wait until all processes of the worker are there; None: it has no others.
 
     Process 0 starts the others first, unless somebody else does.
@@ -151,6 +158,7 @@ def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
     Args:
         on_lost: Called, on a thread of its own, when one ends that was not told to; with its exit
             status, negative for a signal.
+        at_end: Is given what to clear away when this process ends.
 
     Raises:
         ValueError: They cannot compute the model together.
@@ -162,6 +170,7 @@ def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
     place, before = place_of(config, os.environ), dict(os.environ)
     settle(config, place)
     told = _told(config)
+    _end_by_signals()
     # Here: it imports torch, whose threads are counted when it is imported.
     from worker.compute.device import find_device
     from worker.compute.ranks import Ranks
@@ -169,30 +178,28 @@ def meet(config: Config, on_lost: Callable[[int], None]) -> Ranks | None:
 
     shard = Shard.of_process(place.number, config.tensor_parallel, config.pipeline_parallel)
     device = find_device(config.device)
-    followers = None
-    _end_by_signals()
+    rendezvous = place.rendezvous
+    if not rendezvous:
+        followers = Followers(config, on_lost, before)
+        rendezvous = followers.rendezvous
+        at_end.callback(clear_away, rendezvous)
     try:
-        if not place.rendezvous:
-            followers = Followers(config, on_lost, before)
-        rendezvous = followers.rendezvous if followers is not None else place.rendezvous
         ranks = Ranks(shard, rendezvous, device, STEP_TIMEOUT_S, told)
-    except BaseException as error:
-        if followers is not None:
-            followers.have_met()
-        if isinstance(error, RuntimeError):
-            raise ConnectionError(f"the processes of this worker have parted: {error}") from error
-        raise
-    if followers is not None:
-        if device.type == "cpu":
-            followers.have_met()
-        else:  # NCCL meets there once more for each connection, when it is first used
-            atexit.register(followers.have_met)
-    elif ranks.is_leader:
-        if rendezvous.startswith("file://") and device.type == "cpu":  # free for the next start
-            Path(rendezvous.removeprefix("file://")).unlink(missing_ok=True)
+    except RuntimeError as error:
+        raise ConnectionError(f"the processes of this worker have parted: {error}") from error
+    if ranks.is_leader and device.type == "cpu":
+        clear_away(rendezvous)  # NCCL meets there once more for each connection
+    if ranks.is_leader and place.rendezvous:
+        at_end.callback(clear_away, rendezvous)
         for number in range(1, config.num_processes):
             Thread(target=_watch, args=(ranks, number, on_lost), daemon=True).start()
     return ranks
+
+
+def clear_away(rendezvous: str) -> None:
+    """Remove the file where processes have met, if it is one."""
+    if rendezvous.startswith("file://"):
+        Path(rendezvous.removeprefix("file://")).unlink(missing_ok=True)
 
 
 def _told(config: Config) -> dict[str, object]:
@@ -215,7 +222,7 @@ def _end_by_signals() -> None:
     """Have SIGTERM and SIGINT end this process quietly, until it serves or follows."""
 
     def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+        raise Told(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
@@ -255,8 +262,9 @@ class Followers:
     def __init__(
         self, config: Config, on_lost: Callable[[int], None], environ: Mapping[str, str]
     ) -> None:
-        self._directory = tempfile.mkdtemp(prefix="baton-")  # nobody else may look into it
-        self.rendezvous = f"file://{self._directory}/rendezvous"
+        place, name = tempfile.mkstemp(prefix="baton-")  # nobody else may open it
+        os.close(place)
+        self.rendezvous = f"file://{name}"
         self._on_lost = on_lost
         self._processes = [
             subprocess.Popen(
@@ -275,15 +283,11 @@ class Followers:
         """The process ids, of processes 1 and so on."""
         return [process.pid for process in self._processes]
 
-    def have_met(self) -> None:
-        """Clear away where they met."""
-        shutil.rmtree(self._directory, ignore_errors=True)
-
     def _watch(self, number: int, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
         if status:
             log.error("a process of the model is lost", process=number, status=status)
-            self.have_met()
+            clear_away(self.rendezvous)
             self._on_lost(status)
 
 

@@ -68,7 +68,10 @@ TWO: dict[str, Any] = {"tensor_parallel": 2}
             r"--process is 6, of 6 processes \(--tensor-parallel 2 x --pipeline-parallel 3\); .* 5",
         ),
         ({**TWO, "process": 1}, "--process is for --rendezvous: say where the processes meet"),
-        ({**TWO, "rendezvous": "env://"}, "'env://' is neither tcp://HOST:PORT, .*nor file:///PATH"),
+        (
+            {**TWO, "rendezvous": "env://"},
+            "'env://' is neither tcp://HOST:PORT, .*nor file:///PATH",
+        ),
         ({**TWO, "rendezvous": "tcp://127.0.0.1"}, "'tcp://127.0.0.1' is neither"),
         ({**TWO, "rendezvous": "tcp://:29500"}, "'tcp://:29500' is neither"),
         ({**TWO, "rendezvous": "tcp://127.0.0.1:99999"}, "a port from 1 to 65535"),

@@ -8,7 +8,8 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.cluster import until
 from wire.process.cores import best_threads
 from wire.process.settings import SharedSettings, parse
 from worker.config import Config
-from worker.processes import Followers, Place, command, meet, place_of, settle
+from worker.processes import Followers, Place, clear_away, command, meet, place_of, settle
 
 GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -229,22 +230,22 @@ def test_they_have_our_environment_without_settings_and_what_systemd_says(
     assert not [it for it in names if it.startswith(("BATON_", "NOTIFY_SOCKET", "WATCHDOG_"))]
 
 
-@pytest.mark.parametrize("end", [Followers.have_met, None])
+@pytest.mark.parametrize("status", [0, 3])
 def test_nothing_is_left_of_where_they_met_nor_where_they_did_not(
-    end: Callable[[Followers], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = Lost(tmp_path, monkeypatch, 'touch "$OUT"; exit 3' if end is None else "exit 0")
+    lost = Lost(tmp_path, monkeypatch, f"exit {status}")
     followers = lost.start(tensor_parallel=2)
-    directory = Path(followers.rendezvous.removeprefix("file://")).parent
-    if end is not None:
-        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        end(followers)
-    assert lost.wait() == ([3] if end is None else [])
-    assert not directory.exists()
+    if status == 0:
+        place = Path(followers.rendezvous.removeprefix("file://"))
+        assert stat.S_IMODE(place.stat().st_mode) == 0o600
+        clear_away(followers.rendezvous)
+    assert lost.wait() == [status] * (status > 0)
+    assert not Path(followers.rendezvous.removeprefix("file://")).exists()
 
 
 def test_a_worker_of_one_process_meets_nobody() -> None:
-    assert meet(Config(), lambda _: None) is None
+    assert meet(Config(), lambda _: None, ExitStack()) is None
 
 
 @pytest.mark.usefixtures("bare")
@@ -253,7 +254,7 @@ def test_nobody_is_started_for_a_model_that_does_not_divide(
 ) -> None:
     lost = Lost(tmp_path, monkeypatch, 'touch "$OUT"')
     with pytest.raises(ValueError, match="--tensor-parallel may be 1, 2, 4 for this model"):
-        meet(Config(tensor_parallel=3, device="cpu"), lost.statuses.append)
+        meet(Config(tensor_parallel=3, device="cpu"), lost.statuses.append, ExitStack())
     assert lost.wait() == [] and not (tmp_path / "out").exists()
 
 
@@ -278,6 +279,7 @@ def test_who_waits_for_others_ends_by_a_signal(
 
 LEADER = """
 import os, signal, sys, threading
+from contextlib import ExitStack
 from wire.process.settings import parse
 from worker.__main__ import load
 from worker.config import Config
@@ -286,7 +288,7 @@ import psutil
 
 lost = []
 config = parse(Config, sys.argv[1:])
-ranks = meet(config, lost.append)
+ranks = meet(config, lost.append, ExitStack())
 executor = load(config, ranks)
 executor.allocate(8, 16)
 (follower,) = psutil.Process().children()
@@ -320,6 +322,7 @@ def test_a_leader_starts_the_other_and_lets_it_go(tmp_path: Path) -> None:
 
 SEPARATE = """
 import os, sys, threading
+from contextlib import ExitStack
 from wire.process.settings import parse
 from worker.__main__ import load
 from worker.config import Config
@@ -327,7 +330,7 @@ from worker.processes import follow, meet
 
 lost = []
 config = parse(Config, sys.argv[2:])
-ranks = meet(config, lost.append)
+ranks = meet(config, lost.append, ExitStack())
 if sys.argv[1] == "dies" and not ranks.is_leader:
     os._exit(0)
 if sys.argv[1] == "ends":

@@ -131,7 +131,7 @@ def test_it_ends_when_the_leader_has_died(path: Path, tmp_path: Path) -> None:
 
 def ask_for_what_it_does_not_have(ranks: Ranks, path: Path, log: Path) -> None:
     if not ranks.is_leader:
-        configure("info", log.open("w"))
+        configure("info", log.open("w", buffering=1))  # as stderr is
         lead(ranks, path)
         return
     config = read_config(path)
