@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,3 +114,19 @@ def test_no_process_outlives_its_leader(tmp_path: Path) -> None:
         assert len(followers) == 3
         leader.kill()
         assert psutil.wait_procs(followers, timeout=10)[1] == []
+
+
+def test_processes_that_somebody_started_end_well_when_the_leader_is_told(tmp_path: Path) -> None:
+    model, _ = checkpoint(tmp_path, "llama", ())
+    meeting = ("--rendezvous", f"file://{tmp_path}/meeting")
+    command = [sys.executable, "-m", "worker", "--model", model, *FLOAT32, *TENSOR, *meeting]
+    with (
+        Cluster(tmp_path, local="0,0", model=model) as cluster,
+        subprocess.Popen([*command, "--threads", "1", "--process", "1"]) as follower,
+    ):
+        try:
+            leader = cluster.worker("decode", 0, *FLOAT32, *TENSOR, *meeting)
+            leader.terminate()
+            assert (leader.wait(20), follower.wait(20)) == (0, 0)
+        finally:
+            follower.kill()

@@ -284,15 +284,16 @@ from wire.process.settings import parse
 from worker.__main__ import load
 from worker.config import Config
 from worker.processes import meet
+from wire.transfer import Rectangle
 import psutil
 
 lost = []
 config = parse(Config, sys.argv[1:])
 ranks = meet(config, lost.append, ExitStack())
 executor = load(config, ranks)
-executor.allocate(8, 16)
+cache = executor.allocate(8, 16)
+cache.pack([0], Rectangle(0, range(1), range(1, 2), range(3)))  # of the other, so it follows
 (follower,) = psutil.Process().children()
-executor.warmup()  # in which the other takes part: it follows
 for told in (signal.SIGTERM, signal.SIGINT):  # as systemd and terminals do to all
     follower.send_signal(told)
 print("settled", [it for it in follower.environ() if it.endswith("_SOCKET_IFNAME")])

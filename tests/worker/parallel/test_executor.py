@@ -282,3 +282,18 @@ def test_a_leader_left_alone_notices_and_can_be_shut_down(path: Path, tmp_path: 
     with Processes(2, tmp_path) as started:
         outcomes = started.outcomes(2, 1, go_on_without_the_other, path)
     assert outcomes == [(True, "it is shut down"), (False, "died")]
+
+
+def load_while_the_other_goes(ranks: Ranks, path: Path) -> None:
+    if ranks.is_leader:
+        os._exit(1)
+    with pytest.raises(ConnectionError, match="the processes of this worker have parted"):
+        loaded(ranks, path)
+
+
+def test_who_loads_while_another_dies_says_so_and_not_that_it_cannot_load(
+    path: Path, tmp_path: Path
+) -> None:
+    with Processes(2, tmp_path) as started:
+        outcomes = started.outcomes(2, 1, load_while_the_other_goes, path)
+    assert outcomes == [(False, "died"), (True, None)]
