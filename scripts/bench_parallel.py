@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         pipeline_parallel=stages,
         log_level="warning",
     )
-    ranks = meet(config, os._exit)
+    ranks = meet(config, os._exit, ExitStack())
     waits = Waits()
     if ranks is not None:
         for name in ("add_up", "receive", "gather"):

@@ -89,9 +89,8 @@ def test_processes_that_could_not_meet_are_refused(settings: dict[str, Any], sen
 def test_processes_meet_on_this_machine_or_where_somebody_says_it_is_safe() -> None:
     assert Config().num_processes == 1
     assert Config(tensor_parallel=2, pipeline_parallel=3).num_processes == 6
-    here = ("tcp://127.0.0.1:29500", "tcp://localhost:1", "tcp://[::1]:1", "tcp://::1:65535")
-    here += ("file:///tmp/meet",)
-    for rendezvous in here:
+    here = ("127.0.0.1:29500", "localhost:1", "[::1]:1", "::1:65535")
+    for rendezvous in ("file:///tmp/meet", *(f"tcp://{it}" for it in here)):
         assert Config(**TWO, rendezvous=rendezvous, process=1).process == 1
     assert Config(**TWO, rendezvous="tcp://10.0.0.5:29500", insecure=True).rendezvous
 
