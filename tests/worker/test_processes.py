@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -194,6 +195,7 @@ class Lost:
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setattr(sys, "executable", str(program))
         monkeypatch.setenv("OUT", str(tmp_path / "out"))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # nothing is left in /tmp
         self.statuses: list[int] = []
         self._others = set(threading.enumerate())
 
