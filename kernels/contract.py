@@ -103,6 +103,13 @@ class States:
     longer: tuple[Run, ...]
 
 
+class Windowed(NamedTuple):
+    """The tokens of a step in layers with a window: where they live there, and in which pool."""
+
+    pool: torch.Tensor
+    batch: PagedBatch
+
+
 class Scratch:
     """What backends derive from a batch once and use in every layer: one object of each type."""
 
@@ -130,6 +137,8 @@ class PagedBatch:
         context_lens: [S] tokens of the sequence, this step's included; its queries are the last.
         block_tables: [S, M] physical block of each logical block; columns past the end are ignored.
         states: What the sequences go on from in layers that keep a state; None: no layer does.
+        windowed: The same for layers with a window, which have a pool of their own; None: no layer
+            has one.  Of what no query sees, its tables may say anything.
         scratch: What backends derived from the rest.
     """
 
@@ -138,6 +147,7 @@ class PagedBatch:
     context_lens: torch.Tensor
     block_tables: torch.Tensor
     states: States | None = None
+    windowed: Windowed | None = None
     scratch: Scratch = field(default_factory=Scratch)
 
 

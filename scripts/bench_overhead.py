@@ -42,7 +42,9 @@ class NullExecutor:
         drawn = np.random.default_rng(0).integers(3, 32_000, 4096).tolist()
         self._drawn = [SampledToken(token_id) for token_id in drawn]
 
-    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> HashKVCache:
+    def allocate(
+        self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
+    ) -> HashKVCache:
         return HashKVCache(num_blocks, block_size)
 
     def forward(self, batch: Batch) -> None:

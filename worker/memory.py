@@ -29,16 +29,19 @@ def count_blocks(
     Raises:
         ValueError: There would be no block, or more than fit; the message says what to change.
     """
-    blocks = num_blocks or memory.blocks_in(kv_cache_bytes, block_size)
+    blocks = num_blocks or memory.blocks_in(kv_cache_bytes, block_size, max_ubatch_tokens)
     states = memory.num_states(blocks, block_size)
+    windowed = memory.num_window_blocks(blocks, block_size, max_ubatch_tokens)
     beside = f" with {states} states" if states else ""
+    beside += f" and {windowed} for layers with a window" if windowed else ""
     if blocks < 1:
         raise ValueError(
             f"--kv-cache-bytes is {kv_cache_bytes}, and a block of {block_size} tokens{beside} "
-            f"takes {memory.cache_bytes(1, block_size)}; raise it or lower --block-size"
+            f"takes {memory.cache_bytes(1, block_size, max_ubatch_tokens)}; raise it or lower "
+            "--block-size"
         )
     activation_bytes = memory.activation_bytes_per_token * max_ubatch_tokens
-    cache_bytes = memory.cache_bytes(blocks, block_size)
+    cache_bytes = memory.cache_bytes(blocks, block_size, max_ubatch_tokens)
     if free_bytes is None or activation_bytes + cache_bytes <= free_bytes:
         return blocks
     setting, value = (
@@ -46,7 +49,7 @@ def count_blocks(
     )
     most = max(0, free_bytes - activation_bytes)
     if num_blocks:
-        most = memory.blocks_in(most, block_size)
+        most = memory.blocks_in(most, block_size, max_ubatch_tokens)
     raise ValueError(
         f"{setting} is {value}: {blocks} blocks{beside} take {cache_bytes} bytes and steps of "
         f"{max_ubatch_tokens} tokens {activation_bytes}, but beside the model's "

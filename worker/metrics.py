@@ -133,6 +133,9 @@ def _engine(stats: Stats) -> Iterator[Metric]:
     states = ("used", "cached", "free")
     blocks = {state: getattr(stats, f"blocks_{state}") for state in states}
     yield _labelled("blocks", "KV blocks.", "state", blocks)
+    if stats.window_blocks_total:
+        blocks = {state: getattr(stats, f"window_blocks_{state}") for state in states}
+        yield _labelled("window_blocks", "Those of layers with a window.", "state", blocks)
     yield counter("worker_preemptions", "Sequences that had to yield.", counters.preemptions)
     ends = ("finished", "failed", "cancelled")
     yield tally(

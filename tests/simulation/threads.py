@@ -41,8 +41,11 @@ class SlowExecutor(HashExecutor):
 
     cache: SlowCache
 
-    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> HashKVCache:
-        self._cache = self.cache = SlowCache(num_blocks, block_size, self.info.layout, num_states)
+    def allocate(
+        self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
+    ) -> HashKVCache:
+        room = num_states, num_window_blocks
+        self._cache = self.cache = SlowCache(num_blocks, block_size, self.info.layout, *room)
         return self.cache
 
 

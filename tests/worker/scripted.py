@@ -421,7 +421,9 @@ class GatedExecutor(HashExecutor):
         assert isinstance(self._cache, GatedCache)
         return self._cache
 
-    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> HashKVCache:
+    def allocate(
+        self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
+    ) -> HashKVCache:
         self._cache = GatedCache(num_blocks, block_size)
         return self._cache
 

@@ -22,6 +22,7 @@ from worker.engine.outputs import Reserved, Started
 from worker.engine.sequence import Sequence
 from worker.engine.speculation import Drafter
 from worker.engine.unpacking import unpack
+from worker.engine.windows import table_of
 from worker.executor.torch import TorchExecutor
 
 # Windows on all layers, and on some of them, in the middle.
@@ -126,7 +127,8 @@ def test_transfers(model: Model, block_size: int) -> None:
     prefill = Engine(executor(model), num_blocks=128, block_size=4)
     decode = Engine(executor(model), num_blocks=256, block_size=block_size)
     assert isinstance(decode.cache, TorchKVCache)
-    decode.cache.pool.fill_(math.nan)
+    for pool in decode.cache.pools:
+        pool.fill_(math.nan)
     head, num_shared = prompts()[0][0], 0
     prompt, found = list[int](), list[int]()
     asked = [head, head, head[:13], head[:12], [*head, 5, 6]]
@@ -142,7 +144,8 @@ def test_transfers(model: Model, block_size: int) -> None:
         num_shared += reserved.cached_tokens
         sizes = (reserved.cached_tokens, len(prompt))
         for part in plan(decode.cache.layout, *sizes, 1 << 12):
-            kv = prefill.cache.pack(started.block_table, part)
+            table = table_of(prefill.cache, part.group, started.block_table)
+            kv = prefill.cache.pack(table, part)
             unpack(decode.cache, reserved.block_table, part, bytes(kv), len(prompt))
         decode.begin_decode(request_id, [*prompt, first], options, NUM_TOKENS)
         found = [first, *text(run(decode), request_id)]

@@ -59,10 +59,10 @@ def test_two_models_need_what_both_need() -> None:
 def test_states_take_as_much_as_blocks() -> None:
     model = MemoryRequirements(0, 0, kv_bytes_per_token=2, state_bytes=100)
     assert model.num_states(0, 16) == model.num_states(50, 16) == 16, "so many at least"
-    assert model.num_states(100, 16) == 32 and model.cache_bytes(100, 16) == 6400
+    assert model.num_states(100, 16) == 32 and model.cache_bytes(100, 16, 512) == 6400
     assert model.num_states(100, 1000) == 200, "two for each block"
     assert MODEL.num_states(1000, 16) == 0
-    assert model.blocks_in(6400, 16) == 100 and model.blocks_in(6399, 16) == 99
+    assert model.blocks_in(6400, 16, 512) == 100 and model.blocks_in(6399, 16, 512) == 99
     assert (model + MODEL).state_bytes == 100
     with pytest.raises(ValueError, match="a block of 16 tokens with 16 states takes 1632; raise"):
         count_blocks(

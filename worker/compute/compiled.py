@@ -93,13 +93,18 @@ class CompiledTransformer:
         self._frequencies = {
             layer.rope: inverse_frequencies(layer.rope, self.device) for layer in config.layers
         }
-        self._items = WorkItems(config.num_heads // config.num_kv_heads)
+        num_shared = config.num_heads // config.num_kv_heads
+        # By whether layers have a window: those have their own pool, tables and slots.
+        self._items = {
+            it: WorkItems(num_shared) for it in {own.window is not None for own in config.layers}
+        }
         self._dtype = dtype
         self._buffers = _Buffers(config, 0, self._packed, dtype)
         self.parameter_bytes = self._int8_bytes() if in_int8 else weights.parameter_bytes
         self._inputs = self._inputs_for(0)
+        self._window_slots = torch.empty(0, dtype=torch.int32)
         self._logits = torch.empty(0, 0 if self._head is None else self._head.num_columns)
-        self._pool: torch.Tensor | None = None
+        self._pools: dict[bool, torch.Tensor] = {}
         self._programs: OrderedDict[tuple[int, int], Call] = OrderedDict()
 
     @staticmethod
@@ -143,11 +148,17 @@ class CompiledTransformer:
     ) -> torch.Tensor:
         """Compute one step; see `worker.compute.transformer.Transformer.forward`."""
         num_tokens, num_rows = len(token_ids), len(rows)
-        program = self._program(pool, num_tokens, num_rows)
+        pools, batches = {False: pool}, {False: batch}
+        if batch.windowed is not None:
+            pools[True], batches[True] = batch.windowed
+        program = self._program(pools, num_tokens, num_rows)
         if self._ranks is not None:
             token_ids = self._ranks.shard.rows(token_ids, self.config.vocab_size)
         self._inputs.set(token_ids.int(), positions.int(), batch.slots, rows.int())
-        self._items.set(batch)
+        for has_window, items in self._items.items():
+            items.set(batches[has_window])
+        if batch.windowed is not None:
+            self._window_slots[:num_tokens] = batch.windowed.batch.slots
         program()
         logits = self._logits[:num_rows, : self.config.vocab_size]
         return logits if self._ranks is None else self._gathered(logits, self._ranks)
@@ -167,26 +178,27 @@ class CompiledTransformer:
         own = logits[:, : ranks.shard.num_rows(vocab_size)]
         return ranks.gather(own.contiguous())[:, :vocab_size]
 
-    def _program(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> Call:
-        self._make_room(pool, num_tokens, num_rows)
+    def _program(self, pools: dict[bool, torch.Tensor], num_tokens: int, num_rows: int) -> Call:
+        self._make_room(pools, num_tokens, num_rows)
         program = self._programs.get((num_tokens, num_rows))
         if program is None:
-            program = in_one_call(self._operations(pool, num_tokens, num_rows))
+            program = in_one_call(self._operations(num_tokens, num_rows))
             self._programs[num_tokens, num_rows] = program
             if len(self._programs) > MAX_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end((num_tokens, num_rows))
         return program
 
-    def _make_room(self, pool: torch.Tensor, num_tokens: int, num_rows: int) -> None:
+    def _make_room(self, pools: dict[bool, torch.Tensor], num_tokens: int, num_rows: int) -> None:
         """Forget the programs if what they read or write lies elsewhere from now on."""
-        if pool is not self._pool:
+        if any(pool is not self._pools.get(it) for it, pool in pools.items()):
             self._programs.clear()
-            self._pool = pool
+            self._pools = pools
         if num_tokens > self._buffers.num_tokens:
             self._programs.clear()
             self._buffers = _Buffers(self.config, num_tokens, self._packed, self._dtype)
             self._inputs = self._inputs_for(num_tokens)
+            self._window_slots = torch.empty(num_tokens, dtype=torch.int32)
         if num_rows > len(self._logits):
             self._programs.clear()
             # In powers of two, as sequences come one by one.  Not allocated anew in each step: 32
@@ -197,9 +209,7 @@ class CompiledTransformer:
     def _inputs_for(self, num_tokens: int) -> StepInputs:
         return StepInputs(num_tokens, torch.stack([*self._frequencies.values()]))
 
-    def _operations(
-        self, pool: torch.Tensor, num_tokens: int, num_rows: int
-    ) -> list[Operation | Call]:
+    def _operations(self, num_tokens: int, num_rows: int) -> list[Operation | Call]:
         """Return what is done from token ids to logits."""
         config, buffers, inputs = self.config, self._buffers, self._inputs
         hidden, normed = buffers.hidden[:num_tokens], buffers.normed[:num_tokens]
@@ -207,14 +217,14 @@ class CompiledTransformer:
         planes, added = buffers.planes[:num_tokens], buffers.added[:num_tokens]
         projected = heads.flatten(1)
         by_head = attended.view(num_tokens, config.num_heads, config.head_dim)
-        slots = inputs.slots[:num_tokens]
+        slots = {False: inputs.slots[:num_tokens], True: self._window_slots[:num_tokens]}
         rotations = {
             rope: rotation[:num_tokens]
             for rope, rotation in zip(self._frequencies, inputs.rotations, strict=True)
         }
         eps = config.norm_eps
         program = [
-            self._items.plan(),
+            *(items.plan() for items in self._items.values()),
             inputs.load(num_tokens, num_rows),
             *self._begin(hidden),
         ]
@@ -222,14 +232,17 @@ class CompiledTransformer:
         for layer, own, place in zip(self._layers, config.layers, in_pool, strict=True):
             rotation, window = rotations[own.rope], own.window
             scale = config.attention_scale * own.rope.score_factor
-            query, items = heads[:, : config.num_heads], self._items
+            has_window, query = window is not None, heads[:, : config.num_heads]
+            items, pool = self._items[has_window], self._pools[has_window]
             attention = attend(
                 query, pool, place, items, by_head, scale=scale, window=window, sinks=layer.sinks
             )
             program += [
                 norm(hidden, layer.attention_norm, eps, normed),
                 layer.qkv.of(normed, projected),
-                rotate_and_append(heads, rotation, pool, place, slots, layer.qk_norm, eps),
+                rotate_and_append(
+                    heads, rotation, pool, place, slots[has_window], layer.qk_norm, eps
+                ),
                 attention,
                 *layer.o.added(attended, hidden, planes, added, eps, self._ranks),
                 norm(hidden, layer.mlp_norm, eps, normed),

@@ -7,12 +7,15 @@ padded, a larger one is computed as any other step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from kernels import PagedBatch
+from kernels.contract import Windowed
 from kernels.cuda.plan import FixedPlan
+from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
 
 # Batch sizes that are recorded: no batch is padded to more than twice its size.
@@ -27,6 +30,7 @@ class _Recorded(NamedTuple):
     token_ids: torch.Tensor
     positions: torch.Tensor
     plan: FixedPlan
+    window_plan: FixedPlan | None
     replay: Callable[[], None]
     logits: torch.Tensor
 
@@ -37,23 +41,22 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Model,
-        pool: torch.Tensor,
+        cache: TorchKVCache,
         *,
         max_model_len: int,
-        spare_block: int,
         wanted_blocks: int,
         record: Record,
     ) -> None:
         """Prepare; nothing is recorded yet.
 
         Args:
-            spare_block: A block of the pool that no sequence owns.
+            cache: It has a spare block in each pool, which no sequence owns.
             wanted_blocks: Thread blocks that fill the device.
             record: `record_graph`, or a stand-in for it where there is no GPU.
         """
-        self._model, self._pool = model, pool
-        self._num_columns = -(-max_model_len // pool.shape[4])
-        self._spare_block, self._wanted_blocks = spare_block, wanted_blocks
+        self._model, self._cache = model, cache
+        self._num_columns = -(-max_model_len // cache.block_size)
+        self._wanted_blocks = wanted_blocks
         self._record = record
         self._recorded: dict[int, _Recorded] = {}
 
@@ -81,32 +84,42 @@ class DecodeGraphs:
         it.token_ids[:count].copy_(token_ids)
         it.positions[:count].copy_(positions)
         it.plan.set(batch)
+        if it.window_plan is not None and batch.windowed is not None:
+            it.window_plan.set(batch.windowed.batch)
         it.replay()
         return it.logits[:count]
 
     def _make(self, size: int) -> _Recorded:
-        model, pool = self._model, self._pool
-        token_ids, positions = torch.zeros(2, size, dtype=torch.int32, device=pool.device)
-        rows = torch.arange(size, device=pool.device)
-        config = model.config
-        plan = FixedPlan(
+        model, cache = self._model, self._cache
+        windows = {*model.config.windows} - {None}
+        token_ids, positions = torch.zeros(2, size, dtype=torch.int32, device=cache.pool.device)
+        rows = torch.arange(size, device=cache.pool.device)
+        plan, window_plan = self._plan(size, cache.pool, cache.num_blocks, {None}), None
+        batch = plan.batch
+        if cache.window_pool is not None:
+            spare_block = cache.window_blocks.num_blocks
+            window_plan = self._plan(size, cache.window_pool, spare_block, windows)
+            batch = replace(batch, windowed=Windowed(cache.window_pool, window_plan.batch))
+        replay, logits = self._record(
+            lambda: model.forward(token_ids, positions, cache.pool, batch, rows)
+        )
+        return _Recorded(token_ids, positions, plan, window_plan, replay, logits)
+
+    def _plan(
+        self, size: int, pool: torch.Tensor, spare_block: int, windows: set[int | None]
+    ) -> FixedPlan:
+        return FixedPlan(
             pool,
             size,
             self._num_columns,
-            config.num_heads,
-            set(config.windows),
-            spare_block=self._spare_block,
+            self._model.config.num_heads,
+            windows,
+            spare_block=spare_block,
             wanted_blocks=self._wanted_blocks,
         )
-        replay, logits = self._record(
-            lambda: model.forward(token_ids, positions, pool, plan.batch, rows)
-        )
-        return _Recorded(token_ids, positions, plan, replay, logits)
 
 
-def graphs_of(
-    model: Model, pool: torch.Tensor, max_model_len: int, spare_block: int
-) -> DecodeGraphs | None:
+def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGraphs | None:
     """Return the graphs of a model on a GPU; None if its steps cannot be recorded."""
     if any(layer.experts or layer.delta for layer in model.config.layers):
         return None  # how many rows each expert has, the host waits for; states change their slots
@@ -114,10 +127,9 @@ def graphs_of(
 
     return DecodeGraphs(
         model,
-        pool,
+        cache,
         max_model_len=max_model_len,
-        spare_block=spare_block,
-        wanted_blocks=wanted_blocks(pool.device.index or 0),
+        wanted_blocks=wanted_blocks(cache.pool.device.index or 0),
         record=record_graph,
     )
 

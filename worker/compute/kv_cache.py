@@ -1,4 +1,4 @@
-"""The paged KV of a torch model: one pool tensor, and its bytes in and out for the wire.
+"""The paged KV of a torch model: its pool tensors, and their bytes in and out for the wire.
 
 Packing makes one copy (through the kernels, in the wire's order) and hands out its memory;
 unpacking reads the received buffer in place.  Between a GPU and the host both go through
@@ -21,6 +21,7 @@ from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.compute.pool_shape import PoolShape
 from worker.compute.state_slots import StateSlots
+from worker.compute.window_blocks import WindowBlocks
 
 log = structlog.get_logger("worker")
 
@@ -28,8 +29,10 @@ log = structlog.get_logger("worker")
 class TorchKVCache:
     """Blocks of KV on one device: `pool` is [num_blocks, L, 2, Hkv, block_size, D].
 
-    The executor has `spare_blocks` more for itself, behind those that the engine knows.  States, of
-    layers that keep one, are in `states`, [num_states, L, H, F] float32; None for none.
+    Those of layers with a window are in `window_pool`, of as many blocks as `window_blocks` has;
+    None for no such layers.  The executor has `spare_blocks` more for itself in both, behind those
+    that the engine knows.  States, of layers that keep one, are in `states`, [num_states, L, H, F]
+    float32; None for none.
     """
 
     def __init__(
@@ -40,42 +43,57 @@ class TorchKVCache:
         device: torch.device,
         *,
         num_states: int = 0,
+        num_window_blocks: int = 0,
         spare_blocks: int = 0,
         make_staging: Callable[[torch.Tensor], Staging | None] = staging_of,
     ) -> None:
         self.layout = layout
-        self._shape = shape = PoolShape.of(layout)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.pool = torch.zeros(
-            (
-                num_blocks + spare_blocks,
-                shape.num_layers,
-                2,
-                shape.num_kv_heads,
-                block_size,
-                shape.head_dim,
-            ),
-            dtype=getattr(torch, shape.dtype),
-            device=device,
-        )
         self.state_slots = StateSlots(num_states, block_size)
+        self.window_blocks = WindowBlocks(num_blocks, block_size, num_window_blocks)
+        self._shapes = {it: PoolShape.of(layout, windowed=it) for it in (False, True)}
+
+        def zeros(shape: PoolShape, num_blocks: int) -> torch.Tensor:
+            sizes = num_blocks + spare_blocks, shape.num_layers, 2, shape.num_kv_heads
+            dtype = getattr(torch, shape.dtype)
+            return torch.zeros(*sizes, block_size, shape.head_dim, dtype=dtype, device=device)
+
+        self.pool = zeros(self._shapes[False], num_blocks)
+        self.window_pool: torch.Tensor | None = None
+        if layout.windows:
+            self.window_pool = zeros(self._shapes[True], self.window_blocks.num_blocks)
         group = next((it for it in layout.groups if isinstance(it, StateGroup)), None)
         self.states: torch.Tensor | None = None
         if group is not None:
             shape_of_state = group.num_layers, group.num_heads, group.head_bytes // 4
             self.states = torch.zeros(num_states, *shape_of_state, device=device)
-        self._staging = make_staging(self.pool)
+        self._stagings = {
+            windowed: staging
+            for windowed, pool in self._pools.items()
+            if (staging := make_staging(pool)) is not None
+        }
         # Copies by the host take cores from a step, so there is one at a time; those by a device
         # only have to be waited for.
-        self.copies_at_once = 1 if self._staging is None else IN_FLIGHT
-        if self._staging is not None:
-            _tell(self._staging)
+        self.copies_at_once = IN_FLIGHT if self._stagings else 1
+        for staging in self._stagings.values():
+            _tell(staging)
+
+    @property
+    def _pools(self) -> dict[bool, torch.Tensor]:
+        """The pools that have layers, by whether these have a window."""
+        pools = {False: self.pool, True: self.window_pool}
+        return {it: pool for it, pool in pools.items() if pool is not None and pool.shape[1]}
+
+    @property
+    def pools(self) -> list[torch.Tensor]:
+        """The pools that have layers."""
+        return [*self._pools.values()]
 
     def mark(self) -> None:
         """Have copies from now on wait for what was asked of the device so far: see `Staging`."""
-        if self._staging is not None:
-            self._staging.mark()
+        for staging in self._stagings.values():
+            staging.mark()
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
         """Copy a rectangle of a sequence's KV out.
@@ -91,11 +109,12 @@ class TorchKVCache:
         if self.is_state(rectangle):
             slot = self.state_slots.find(block_table, rectangle.tokens.start)
             return self.pack_state(slot, rectangle)
-        layers, heads, tokens = self._place(rectangle)
-        if self._staging is None:
-            segment = kernels.pack_kv(self.pool, block_table, layers, tokens, heads=heads)
+        windowed, layers, heads, tokens = self._place(rectangle)
+        if (staging := self._stagings.get(windowed)) is None:
+            pool = self._pools[windowed]
+            segment = kernels.pack_kv(pool, block_table, layers, tokens, heads=heads)
         else:
-            segment = self._staging.pack(block_table, layers, heads, tokens)
+            segment = staging.pack(block_table, layers, heads, tokens)
         # NumPy has no bfloat16, so the bytes leave as bytes.
         return segment.view(-1).view(torch.uint8).numpy().data
 
@@ -112,17 +131,18 @@ class TorchKVCache:
             slot = self.state_slots.take(block_table, rectangle.tokens.start)
             self.unpack_state(slot, rectangle, segment)
             return
-        layers, heads, tokens = self._place(rectangle)
-        shape = (len(layers), 2, len(heads), len(tokens), self._shape.head_dim)
+        windowed, layers, heads, tokens = self._place(rectangle)
+        pool = self._pools[windowed]
+        shape = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
         received = tensor_over(segment)
-        size = torch.Size(shape).numel() * self.pool.itemsize
+        size = torch.Size(shape).numel() * pool.itemsize
         if received.numel() != size:
             raise ValueError(f"the segment has {received.numel()} bytes, its rectangle {size}")
-        values = received.view(self.pool.dtype).view(shape)
-        if self._staging is None:
-            kernels.unpack_kv(self.pool, block_table, layers, tokens, values, heads)
+        values = received.view(pool.dtype).view(shape)
+        if (staging := self._stagings.get(windowed)) is None:
+            kernels.unpack_kv(pool, block_table, layers, tokens, values, heads)
         else:
-            self._staging.unpack(block_table, layers, heads, tokens, values)
+            staging.unpack(block_table, layers, heads, tokens, values)
 
     def is_state(self, rectangle: Rectangle) -> bool:
         """Whether a rectangle is of layers that keep a state."""
@@ -147,10 +167,11 @@ class TorchKVCache:
         received = tensor_over(segment).clone().view(torch.float32)
         state.copy_(received.view(state.shape))
 
-    def _place(self, rectangle: Rectangle) -> tuple[range, range, range]:
-        """Return layers, as they lie in the pool, heads and tokens."""
+    def _place(self, rectangle: Rectangle) -> tuple[bool, range, range, range]:
+        """Return whether its layers have a window, layers as they lie there, heads and tokens."""
         group, layers, heads, tokens = rectangle
-        return self._shape.layers(group, layers), heads, tokens
+        windowed = group in self._shapes[True].first_layers
+        return windowed, self._shapes[windowed].layers(group, layers), heads, tokens
 
 
 def _tell(staging: Staging) -> None:

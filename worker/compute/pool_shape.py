@@ -1,4 +1,7 @@
-"""How the groups of a layout share one pool of blocks: their layers lie one group after another."""
+"""How the groups of a layout share two pools of blocks: layers with a window have their own.
+
+In a pool the layers lie one group after another.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,15 @@ def layers_by_window(windows: Sequence[Window]) -> dict[Window, list[int]]:
 
 
 def places(windows: Sequence[Window]) -> list[int]:
-    """Return where in the pool each layer of a model lies."""
+    """Return where in its pool each layer of a model lies."""
     order = [layer for layers in layers_by_window(windows).values() for layer in layers]
-    return [order.index(layer) for layer in range(len(windows))]
+    num_whole = windows.count(None)  # those that see every position are first in the order
+    found = (order.index(layer) for layer in range(len(windows)))
+    return [place if place < num_whole else place - num_whole for place in found]
 
 
 class PoolShape(NamedTuple):
-    """What each block of a pool has room for; `first_layers` are those of the groups, by group.
-
-    Groups of kind `state` have no layers here.
-    """
+    """What each block of a pool has room for; `first_layers` are those of its groups, by group."""
 
     num_layers: int
     num_kv_heads: int
@@ -41,8 +43,10 @@ class PoolShape(NamedTuple):
     first_layers: dict[int, int]
 
     @classmethod
-    def of(cls, layout: KVLayout) -> PoolShape:
-        """Return the shape of the pool that this layout needs.
+    def of(cls, layout: KVLayout, *, windowed: bool) -> PoolShape:
+        """Return the shape of the pool of layers with a window, or of those that see all.
+
+        It may have no layers.
 
         Raises:
             ValueError: There are no keys and values, or their sizes differ, within a group or
@@ -51,9 +55,10 @@ class PoolShape(NamedTuple):
         num_layers, first_layers, kinds = 0, dict[int, int](), set[tuple[int, int, int, str]]()
         for index, group in enumerate(layout.groups):
             if isinstance(group, KVGroup):
-                first_layers[index] = num_layers
-                num_layers += group.num_layers
                 kinds.add((group.num_kv_heads, group.key_dim, group.value_dim, group.dtype))
+                if (group.window is not None) is windowed:
+                    first_layers[index] = num_layers
+                    num_layers += group.num_layers
         if len(kinds) != 1:
             raise ValueError(f"{layout}: a pool has one shape of keys and values, not {len(kinds)}")
         ((num_kv_heads, key_dim, value_dim, dtype),) = kinds

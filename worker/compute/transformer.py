@@ -45,7 +45,7 @@ class Transformer:
         self._frequencies = {
             layer.rope: inverse_frequencies(layer.rope, self.device) for layer in self.config.layers
         }
-        # Where in the pool of KV each layer lies that has attention, the others in that of states.
+        # Where in its pool of KV each layer lies that has attention, the others in that of states.
         in_pool, in_states = iter(places(self.config.windows)), count()
         self._places = [
             next(in_pool if layer.delta is None else in_states) for layer in self.config.layers
@@ -64,7 +64,8 @@ class Transformer:
 
         Args:
             token_ids: [T] on the device; `positions` likewise.
-            pool: [N, L, 2, Hkv, B, D], the layers in the order of `worker.compute.pool_shape`.
+            pool: [N, L, 2, Hkv, B, D] of the layers that see every position, in the order of
+                `worker.compute.pool_shape`; that of the others is `batch.windowed`'s.
             rows: [R] tokens whose logits are wanted.
 
         Returns:
@@ -121,7 +122,10 @@ class Transformer:
         place: int,
         batch: PagedBatch,
     ) -> torch.Tensor:
-        config = self.config
+        config, window = self.config, own.window
+        if window is not None:
+            assert batch.windowed is not None, "layers with a window are given their pool"
+            pool, batch = batch.windowed
         num_rotated = config.num_heads + config.num_kv_heads
         heads = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)
         query_key = heads[:, :num_rotated]
@@ -135,7 +139,7 @@ class Transformer:
         # Keys lie before values in a row of the projection, as the pool has them.
         key_value = torch.unflatten(key_value, 1, (2, config.num_kv_heads))
         kernels.append_kv(pool, place, key_value, batch, rotation)
-        window, scale = own.window, config.attention_scale * own.rope.score_factor
+        scale = config.attention_scale * own.rope.score_factor
         attended = kernels.paged_attention(
             query, pool, place, batch, scale=scale, window=window, sinks=layer.sinks
         )

@@ -8,9 +8,9 @@ the block.  Serial numbers are never reused and tokens are compared, not hashes,
 lead to the KV of other tokens.  Each prefix has its hash of `wire.prefix` too: by these hashes the
 journal tells routers what the cache holds.
 
-Layers with a window, and states, make some blocks worth less than others: of a prompt that came
-from another worker only the end has KV in layers with a window, and there is a state only where one
-was kept (`worker.engine.states`).  So a known chain is shared as far as whoever shares it finds all
+Layers with a window, and states, make some blocks worth less than others: the former have KV only
+where it has not gone yet (`worker.engine.windows`), and a state is there only where one was kept
+(`worker.engine.states`).  So a known chain is shared as far as whoever shares it finds all
 that it will look at.
 """
 
@@ -26,6 +26,7 @@ from xxhash import xxh3_64_intdigest
 
 from wire.payloads import MAX_HASHES
 from worker.engine.states import States
+from worker.engine.windows import Windows
 
 
 class Prefix(NamedTuple):
@@ -45,7 +46,8 @@ class Node(NamedTuple):
     """A block in the trie.
 
     Attributes:
-        num_lacking: How many of its first tokens have no KV in some layers with a window.
+        num_lacking: How many of its first tokens have no KV in some layers with a window, even
+            if there is any beside the block.
     """
 
     block: int
@@ -101,8 +103,8 @@ def _drain(hashes: dict[int, None]) -> tuple[int, ...]:
 class BlockPool:
     """The blocks of one worker: reference counts, free list, prefix cache.
 
-    `windows` are those that layers of the model have, the smallest first; `states` are those of
-    layers that keep one of the sequence, None if none does.
+    `windows` are those that layers of the model have, and `states` those of layers that keep one
+    of the sequence; None if there are no such layers.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class BlockPool:
         block_size: int,
         *,
         enable_prefix_cache: bool = True,
-        windows: Sequence[int] = (),
+        windows: Windows | None = None,
         states: States | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -119,8 +121,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
-        self.states = states
-        self._windows = windows
+        self.states, self.windows = states, windows
         self.journal = Journal()
         self.num_used = 0  # blocks that sequences refer to; a shared one counts once
         self._refs = [0] * num_blocks
@@ -154,20 +155,6 @@ class BlockPool:
         """Whether a sequence of so many tokens fits the pool when it is alone."""
         return self.blocks_for(num_tokens) <= self.num_blocks
 
-    def first_seen(self, next_token: int) -> int:
-        """Return the first token that the one at `next_token` looks at in layers with a window.
-
-        That is the next one to be computed; 0 where no layer has a window.
-        """
-        return max(0, next_token - self._windows[-1] + 1) if self._windows else 0
-
-    def whole_from(self, next_token: int) -> int:
-        """Return from which token on all layers have KV, when only what is seen has come.
-
-        The smallest window begins last: before that its layers lack what others have.
-        """
-        return max(0, next_token - self._windows[0] + 1) if self._windows else 0
-
     def match_prefix(
         self, keys: Sequence[bytes], next_token: int | None = None
     ) -> tuple[list[int], Prefix]:
@@ -190,8 +177,8 @@ class BlockPool:
                     break
                 here = node.prefix
                 blocks.append(node.block)
-                if node.num_lacking:
-                    whole_from = (end - 1) * self.block_size + node.num_lacking
+                if num_lacking := self._num_lacking(node.block, node.num_lacking):
+                    whole_from = (end - 1) * self.block_size + num_lacking
                 if self._has_all(node, whole_from, end * self.block_size, next_token):
                     shared, prefix = end, here
         return blocks[:shared], prefix
@@ -201,8 +188,14 @@ class BlockPool:
         next_token = end if next_token is None else next_token
         if self.states is not None and next_token == end and not self.states.is_kept(node.block):
             return False
-        first_seen = self.first_seen(next_token)
+        first_seen = 0 if self.windows is None else self.windows.first_seen(next_token)
         return whole_from <= first_seen or end <= first_seen
+
+    def _num_lacking(self, block: int, num_lacking: int) -> int:
+        """Return how many first tokens of a block layers with a window lack, all or so many."""
+        if self.windows is None or self.windows.is_there(block):
+            return num_lacking
+        return self.block_size
 
     def can_allocate(self, num_blocks: int, prefix_blocks: Sequence[int] = ()) -> bool:
         """Whether `num_blocks` fresh blocks can be had besides sharing `prefix_blocks`."""
@@ -243,6 +236,12 @@ class BlockPool:
                 else:
                     self._release(block)
 
+    def leave(self, blocks: Iterable[int]) -> None:
+        """Enter that the window of a sequence reaches these blocks no more."""
+        if self.windows is not None:
+            for block in blocks:
+                self.windows.leave(block, is_known=block in self._keys)
+
     def register(
         self,
         parent: Prefix,
@@ -265,8 +264,9 @@ class BlockPool:
         if known is not None:
             prefix = known.prefix
             had_state = self.states is not None and self.states.is_kept(known.block)
-            is_less = num_lacking > known.num_lacking or has_state < had_state
-            if is_less or (known.num_lacking, had_state) == (num_lacking, has_state):
+            lacks = self._num_lacking(block, num_lacking)
+            lacked = self._num_lacking(known.block, known.num_lacking)
+            if lacks > lacked or has_state < had_state or (lacked, had_state) == (lacks, has_state):
                 self._drop_state(block)
             else:
                 self._hide(known.block)
@@ -288,15 +288,21 @@ class BlockPool:
     def _hide(self, block: int) -> None:
         """Take a block out of the trie; another takes its place there."""
         del self._keys[block]
-        self._drop_state(block)
+        self._drop(block)
         if block in self._cached:
             del self._cached[block]
             self._free.append(block)
 
     def _release(self, block: int) -> None:
         """Have a block hold nothing."""
-        self._drop_state(block)
+        self._drop(block)
         self._free.append(block)
+
+    def _drop(self, block: int) -> None:
+        """Drop what lies with a block that nobody can find."""
+        self._drop_state(block)
+        if self.windows is not None:
+            self.windows.drop(block)
 
     def _drop_state(self, block: int) -> None:
         if self.states is not None:

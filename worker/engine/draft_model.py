@@ -94,7 +94,7 @@ class ModelDrafter:
     def _free(self, request_id: int) -> None:
         shadow = self._shadows.pop(request_id, None)
         if shadow is not None:
-            self.pool.free(shadow.block_table)
+            shadow.give_back(self.pool)
 
     def _follow(self, sequence: Sequence) -> Sequence:
         """Return the shadow with the sequence's tokens; where they differ, KV is computed again."""
@@ -121,7 +121,7 @@ class ModelDrafter:
         if num_blocks > 0:
             if not self.pool.can_allocate(num_blocks):
                 return False
-            shadow.block_table.extend(self.pool.allocate(num_blocks))
+            shadow.take(num_blocks, self.pool)
         return True
 
     def _advance(self, shadows: list[Sequence]) -> list[tuple[Sequence, SampledToken]]:

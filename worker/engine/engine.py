@@ -29,6 +29,7 @@ from worker.engine.states import states_of
 from worker.engine.stats import Counters, Slots, Stats, load_of
 from worker.engine.step import commit, compute, tell
 from worker.engine.swap import SwapSpace
+from worker.engine.windows import windows_of
 from worker.executor.contract import (
     Executor,
     SampledToken,
@@ -56,6 +57,7 @@ class Engine:
         num_blocks: int,
         block_size: int,
         num_states: int | None = None,
+        num_window_blocks: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> None:
@@ -64,6 +66,7 @@ class Engine:
         Args:
             num_states: For how many states there is room, of layers that keep one; None: for as
                 many as `MemoryRequirements` says.
+            num_window_blocks: How many blocks layers with a window have; None likewise.
 
         Raises:
             TypeError: There is no such setting.
@@ -71,14 +74,20 @@ class Engine:
         """
         self.config = EngineSettings(**settings).within(executor.capabilities)
         self.info = executor.info
-        room = _room(executor, num_blocks, block_size, num_states)
-        self.cache = executor.allocate(num_blocks, block_size, *room)
+        memory, step_tokens = executor.capabilities.memory, self.config.max_ubatch_tokens
+        room = dict[str, int]()
+        if self.info.layout.has_state:
+            needed = memory.num_states(num_blocks, block_size)
+            room["num_states"] = needed if num_states is None else num_states
+        if self.info.layout.windows:
+            needed = memory.num_window_blocks(num_blocks, block_size, step_tokens) or num_blocks
+            room["num_window_blocks"] = needed if num_window_blocks is None else num_window_blocks
+        self.cache = executor.allocate(num_blocks, block_size, **room)
         is_cached = self.config.prefix_cache
-        layout = self.cache.layout
         self.pool = BlockPool(
             *(num_blocks, block_size),
             enable_prefix_cache=is_cached,
-            windows=layout.windows,
+            windows=windows_of(self.cache, step_tokens),
             states=states_of(self.cache),
         )
         self.swap = SwapSpace(self.cache, self.config.swap_bytes, clock)
@@ -199,6 +208,9 @@ class Engine:
         self._tell(plan)
         chunks = plan.chunks
         if chunks:
+            if self.pool.windows is not None:
+                for chunk in chunks:
+                    chunk.sequence.look_ahead(chunk.num_rows, self.pool)
             batch = build(plan.kind, chunks, self.pool.block_size)
             forward_s = self._clock()
             tokens = compute(self._executor, batch)
@@ -253,7 +265,7 @@ class Engine:
         """
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
-            sequence.undo_states(self.pool)
+            sequence.undo(self.pool)
             if index == failure.index:
                 self._fail(sequence.request_id, failure.code, failure.message)
                 self._end(sequence)
@@ -358,16 +370,8 @@ class Engine:
 
     def check(self) -> None:
         """Assert that every block is accounted for; call it when idle, or after any step."""
-        self.pool.check(sequence.block_table for sequence in self._sequences.values())
+        sequences = self._sequences.values()
+        self.pool.check(sequence.block_table for sequence in sequences)
+        if self.pool.windows is not None:
+            self.pool.windows.check(sequence.reached for sequence in sequences)
         self.swap.check(sequence.request_id for sequence in self.scheduler.waiting)
-
-
-def _room(
-    executor: Executor, num_blocks: int, block_size: int, num_states: int | None
-) -> tuple[int, ...]:
-    """Return for how many states there is room, if the layout has any."""
-    if not executor.info.layout.has_state:
-        return ()
-    if num_states is None:
-        num_states = executor.capabilities.memory.num_states(num_blocks, block_size)
-    return (num_states,)

@@ -27,6 +27,7 @@ from worker.engine.batch import Chunk, build
 from worker.engine.blocks import BlockPool
 from worker.engine.sequence import Sequence, Status
 from worker.engine.states import states_of
+from worker.engine.windows import windows_of
 from worker.executor.batch import Batch, BatchType
 from worker.executor.contract import (
     Executor,
@@ -98,9 +99,12 @@ class MeasuredExecutor:
         if isinstance(executor, Structurer):
             self.structured = executor.structured
 
-    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:
-        room = (num_states,) if num_states else ()
-        self._cache = self._executor.allocate(num_blocks, block_size, *room)
+    def allocate(
+        self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
+    ) -> KVCache:
+        room = {"num_states": num_states, "num_window_blocks": num_window_blocks}
+        given = {name: number for name, number in room.items() if number}
+        self._cache = self._executor.allocate(num_blocks, block_size, **given)
         self._state = State.READY
         return self._cache
 
@@ -154,6 +158,9 @@ class MeasuredExecutor:
         if cache is not None:
             token_bytes = self.capabilities.memory.kv_bytes_per_token
             kv_cache_bytes = cache.num_blocks * cache.block_size * token_bytes
+            if cache.layout.windows:
+                token_bytes = self.capabilities.memory.window_bytes_per_token
+                kv_cache_bytes += cache.window_blocks.num_blocks * cache.block_size * token_bytes
             if cache.layout.has_state:
                 kv_cache_bytes += cache.state_slots.num_slots * cache.layout.state_bytes
         memory = MemoryUsage(parameter_bytes, kv_cache_bytes, _peak_bytes())
@@ -206,7 +213,10 @@ class Direct:
     def __init__(self, executor: Executor, cache: KVCache) -> None:
         self._executor = executor
         self._pool = BlockPool(
-            cache.num_blocks, cache.block_size, enable_prefix_cache=False, states=states_of(cache)
+            *(cache.num_blocks, cache.block_size),
+            enable_prefix_cache=False,
+            windows=windows_of(cache, step_tokens=0),
+            states=states_of(cache),
         )
 
     def prefill(self, token_ids: Many[int], options: Options | None = None) -> Sequence:
@@ -241,19 +251,21 @@ class Direct:
 
     def release_cache(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; it cannot go on."""
-        self._pool.free(sequence.block_table)
+        sequence.give_back(self._pool)
         if self._pool.states is not None:
             self._pool.states.prepare((), 0)
-        del sequence.block_table[:]
         sequence.move_to(Status.FINISHED)
 
     def _step(self, kind: BatchType, sequences: Many[Sequence]) -> list[SampledToken]:
         self._allocate(sequences)
         chunks = [Chunk(sequence, sequence.num_uncomputed_tokens) for sequence in sequences]
+        for chunk in chunks:
+            chunk.sequence.look_ahead(chunk.num_tokens, self._pool)
         batch = build(kind, chunks, self._pool.block_size)
         tokens = self._executor.sample(self._executor.forward(batch), batch)
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.num_computed_tokens = sequence.num_tokens
+            sequence.look_ahead(0, self._pool)
             sequence.token_ids.append(token.token_id)
         return tokens
 
@@ -262,11 +274,14 @@ class Direct:
             self._pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
             for sequence in sequences
         ]
-        if not self._pool.can_allocate(sum(wanted)):
-            raise ValueError(f"{sum(wanted)} more blocks are too many, {self._pool.num_free} left")
+        windows, num_free = self._pool.windows, self._pool.num_free
+        if windows is not None:
+            num_free = min(num_free, windows.num_free)
+        if sum(wanted) > num_free:
+            raise ValueError(f"{sum(wanted)} more blocks are too many, {num_free} left")
         for sequence, num_blocks in zip(sequences, wanted, strict=True):
             if num_blocks:
-                sequence.block_table.extend(self._pool.allocate(num_blocks))
+                sequence.take(num_blocks, self._pool)
 
 
 def measured(executor: Executor) -> MeasuredExecutor:

@@ -31,7 +31,7 @@ class Reservations:
         self.pool = pool
         self._waiting: deque[Sequence] = deque()
         self._arriving: dict[int, Sequence] = {}
-        self.unclaimed = Unclaimed(pool.num_blocks)  # counts blocks, less shared ones
+        self.unclaimed = Unclaimed(pool.num_blocks)
 
     def __len__(self) -> int:
         """How many wait for blocks."""
@@ -54,9 +54,8 @@ class Reservations:
         self._waiting.remove(sequence)
         self._arriving[sequence.request_id] = sequence
         if not sequence.is_claimed:
-            num_shared = sequence.num_cached_tokens // self.pool.block_size
-            num_blocks = len(sequence.block_table) - num_shared
-            self.unclaimed.hold(sequence.request_id, sequence.offered_by, num_blocks)
+            amount = self._amount(sequence)
+            self.unclaimed.hold(sequence.request_id, sequence.offered_by, amount)
 
     def claim(self, sequence: Sequence) -> None:
         """Enter that a router has asked for it."""
@@ -77,6 +76,18 @@ class Reservations:
         self.unclaimed.release(sequence.request_id)
         if self._arriving.pop(sequence.request_id, None) is None and sequence in self._waiting:
             self._waiting.remove(sequence)
+
+    def _amount(self, sequence: Sequence) -> int:
+        """Return how many blocks it holds, less shared ones.
+
+        Or the same part of the pool as it holds of that of layers with a window, if that is more.
+        """
+        num_shared = sequence.num_cached_tokens // self.pool.block_size
+        num_blocks = len(sequence.block_table) - num_shared
+        if (windows := self.pool.windows) is None:
+            return num_blocks
+        reached = sequence.window_end - max(sequence.window_start, num_shared)
+        return max(num_blocks, -(-reached * self.pool.num_blocks // windows.blocks.num_blocks))
 
     def _is_on_its_way(self, sequence: Sequence) -> bool:
         """Whether KV arrives from the same peer for tokens that the sequence begins with."""

@@ -235,12 +235,12 @@ class Scheduler:
             self.finish(sequence)
             plan.failed.append(sequence)
             return False
-        while not self.pool.can_allocate(num_blocks):
+        while not (self.pool.can_allocate(num_blocks) and sequence.may_take(num_blocks, self.pool)):
             victim = next(s for s in reversed(self.running) if not s.transfer)
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
-        sequence.block_table.extend(self.pool.allocate(num_blocks))
+        sequence.take(num_blocks, self.pool)
         return True
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
@@ -251,7 +251,7 @@ class Scheduler:
         if self.swap.accepts(num_tokens):
             self.swap.hold(sequence.request_id, num_tokens)
             blocks = tuple(sequence.block_table)
-            plan.swapped_out.append(Swap(sequence, blocks, 0, num_tokens))
+            plan.swapped_out.append(self.swap.out(sequence, blocks, num_tokens))
         self._give_back(sequence)
         insort(self.waiting, sequence, key=self._order)
         plan.preempted.append(sequence)
@@ -295,9 +295,9 @@ class Scheduler:
         if room >= num_drafts:
             return num_drafts
         num_blocks = pool.blocks_for(num_drafts - room)
-        if not pool.can_allocate(num_blocks):
+        if not (pool.can_allocate(num_blocks) and sequence.may_take(num_blocks, pool)):
             return room
-        table.extend(pool.allocate(num_blocks))
+        sequence.take(num_blocks, pool)
         return num_drafts
 
     def _admit(self, plan: Plan, budget: int) -> None:
@@ -310,7 +310,9 @@ class Scheduler:
                 room = (num_tokens + 1, num_tokens, blocks_later)
                 if not self._allocate(sequence, *room, next_token=num_tokens):
                     return
-                sequence.whole_from = self.pool.whole_from(num_tokens)
+                if self.pool.windows is not None:
+                    sequence.whole_from = self.pool.windows.whole_from(num_tokens)
+                    sequence.look(num_tokens, num_tokens + 1, self.pool)
                 sequence.go_on_from(num_tokens, self.pool)
                 self.reserving.grant(sequence)
                 sequence.move_to(Status.RESERVED)
@@ -384,11 +386,15 @@ class Scheduler:
         num_blocks = self.pool.blocks_for(num_tokens) - len(cached)
         if not self.pool.can_allocate(num_blocks + blocks_later, cached):
             return False
-        sequence.block_table.extend(self.pool.allocate(num_blocks, cached))
+        if not sequence.may_take(len(cached) + num_blocks + blocks_later, self.pool):
+            return False
+        sequence.take(num_blocks, self.pool, cached)
         sequence.num_cached_tokens = len(cached) * self.pool.block_size
         sequence.num_computed_tokens = sequence.num_cached_tokens
         sequence.num_registered_blocks = len(cached)
         sequence.prefix = prefix
+        if next_token is None:
+            sequence.look_ahead(0, self.pool)
         if states is not None:
             states.enter()
             sequence.go_on_from(sequence.num_cached_tokens, self.pool)
@@ -401,7 +407,9 @@ class Scheduler:
             blocks = tuple(sequence.block_table)
             plan.swapped_in.append(Swap(sequence, blocks, start, end - start))
             sequence.num_computed_tokens = end
-            sequence.whole_from = self.pool.whole_from(end)
+            if self.pool.windows is not None:
+                sequence.whole_from = self.pool.windows.whole_from(end)
+                sequence.look_ahead(0, self.pool)
             sequence.go_on_from(end, self.pool)
         else:
             self.swap.drop(sequence.request_id)
@@ -410,8 +418,7 @@ class Scheduler:
         if self.pool.states is not None and sequence.block_table:
             self.pool.states.leave(sequence.state_block)
             sequence.state_block = None
-        self.pool.free(sequence.block_table)
-        del sequence.block_table[:]
+        sequence.give_back(self.pool)
         sequence.num_computed_tokens = sequence.whole_from = 0
 
 

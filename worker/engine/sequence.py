@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 from enum import StrEnum
 from functools import cache
 from struct import Struct
@@ -99,6 +100,8 @@ class Sequence:
         "token_ids",
         "transfer",
         "whole_from",
+        "window_end",
+        "window_start",
     )
 
     def __init__(
@@ -147,6 +150,8 @@ class Sequence:
         self.state_block: int | None = None  # with which the state lies that it goes on from
         # From this token on there is KV of all layers; before it, of those without a window.
         self.whole_from = 0
+        # Which blocks of the table it reaches in layers with a window.
+        self.window_start = self.window_end = 0
 
     def arrive(self, arrival: int, now: float) -> None:
         """Note when it came, and as which; the deadline counts from now."""
@@ -279,6 +284,55 @@ class Sequence:
             ]
         return self.block_keys[:num_blocks]
 
+    def may_take(self, num_blocks: int, pool: BlockPool) -> bool:
+        """Whether its windows may reach so many blocks more."""
+        held = len(self.block_table)
+        return pool.windows is None or pool.windows.may_promise(held, held + num_blocks)
+
+    def take(self, num_blocks: int, pool: BlockPool, cached: Iterable[int] = ()) -> None:
+        """Share `cached` blocks, and take so many fresh ones."""
+        held = len(self.block_table)
+        self.block_table.extend(pool.allocate(num_blocks, [*cached]))
+        if pool.windows is not None:
+            pool.windows.promise(held, len(self.block_table))
+
+    def give_back(self, pool: BlockPool, num_kept: int = 0) -> None:
+        """Give back all blocks but the first ones."""
+        held = len(self.block_table)
+        if pool.windows is not None:
+            self._reach(min(self.window_start, num_kept), min(self.window_end, num_kept), pool)
+            pool.windows.promise(held, num_kept)
+        pool.free(self.block_table[num_kept:])
+        del self.block_table[num_kept:]
+
+    @property
+    def reached(self) -> Many[int]:
+        """The blocks that it reaches in layers with a window."""
+        return self.block_table[self.window_start : self.window_end]
+
+    def look_ahead(self, num_tokens: int, pool: BlockPool) -> None:
+        """Reach what the next so many tokens see in layers with a window, and they themselves."""
+        start = self.num_computed_tokens
+        self.look(start, start + num_tokens, pool)
+
+    def look(self, next_token: int, num_tokens: int, pool: BlockPool) -> None:
+        """Reach what `next_token` sees in layers with a window, and on to `num_tokens`."""
+        if pool.windows is not None:
+            first = pool.windows.first_seen(next_token) // pool.block_size
+            self._reach(first, pool.blocks_for(num_tokens), pool)
+
+    def _reach(self, start: int, end: int, pool: BlockPool) -> None:
+        """Reach the blocks [start, end) of the table, and no others."""
+        assert pool.windows is not None
+        before = range(self.window_start, min(start, self.window_end))
+        behind = range(max(end, self.window_start), self.window_end)
+        pool.leave(self.block_table[index] for it in (before, behind) for index in it)
+        ahead = range(start, min(end, self.window_start))
+        for it in (ahead, range(max(start, self.window_end), end)):
+            for index in it:
+                pool.windows.reach(self.block_table[index])
+        self.window_start, self.window_end = start, end
+
     def register(self, pool: BlockPool) -> None:
         """Put the blocks that became full of computed tokens into the prefix cache.
 
@@ -326,8 +380,9 @@ class Sequence:
             self.state_block = self.block_table[last] if position else None
             pool.states.hold(self.state_block)
 
-    def undo_states(self, pool: BlockPool) -> None:
-        """Forget the states of a step that came to nothing; the one before it is still there."""
+    def undo(self, pool: BlockPool) -> None:
+        """Forget what a step that came to nothing has left; what was there before still is."""
+        self.look_ahead(0, pool)
         if pool.states is not None:
             first = -(-self.num_computed_tokens // pool.block_size)
             for block in self.block_table[first:]:

@@ -96,6 +96,10 @@ class Stats:
     blocks_free: int
     blocks_used: int
     blocks_cached: int
+    window_blocks_total: int
+    window_blocks_free: int
+    window_blocks_used: int
+    window_blocks_cached: int
     swap_bytes: int
     max_swap_bytes: int
     copy_bytes_per_s: float
@@ -214,11 +218,16 @@ def load_of(pool: BlockPool, counters: Counters) -> Load:
 
 
 def _blocks(pool: BlockPool) -> dict[str, int]:
+    windows = pool.windows
     return {
         "blocks_total": pool.num_blocks,
         "blocks_free": pool.num_free,
         "blocks_used": pool.num_used,
         "blocks_cached": pool.num_cached,
+        "window_blocks_total": windows.blocks.num_blocks if windows else 0,
+        "window_blocks_free": windows.num_free if windows else 0,
+        "window_blocks_used": windows.num_used if windows else 0,
+        "window_blocks_cached": windows.num_cached if windows else 0,
     }
 
 

@@ -78,6 +78,8 @@ def commit(
             # The KV of accepted drafts is there already: they are the tokens now.
             sequence.num_computed_tokens = len(sequence.token_ids) - 1
         sequence.register(pool)
+        if pool.windows is not None:
+            sequence.look_ahead(0, pool)
         if drafts:
             _trim(sequence, pool)
     return outputs, ended
@@ -108,5 +110,4 @@ def _trim(sequence: Sequence, pool: BlockPool) -> None:
     """Give back the blocks that only rejected drafts needed."""
     num_blocks = pool.blocks_for(len(sequence.token_ids))
     if len(sequence.block_table) > num_blocks:
-        pool.free(sequence.block_table[num_blocks:])
-        del sequence.block_table[num_blocks:]
+        sequence.give_back(pool, num_blocks)

@@ -74,12 +74,17 @@ def _updated(rate: float, amount: int, elapsed_s: float) -> float:
 
 
 class Swap(NamedTuple):
-    """One copy: KV of tokens [token_start, token_start + num_tokens) out of or into `blocks`."""
+    """One copy: KV of tokens [token_start, token_start + num_tokens) out of or into `blocks`.
+
+    `windowed` are those of layers with a window, for a copy out: when it is made, others may have
+    been given them.
+    """
 
     sequence: Sequence
     blocks: tuple[int, ...]
     token_start: int
     num_tokens: int
+    windowed: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -120,6 +125,11 @@ class SwapSpace:
         self._held[request_id] = _Held(num_tokens, [])
         self.num_bytes += self._layout.transfer_bytes(num_tokens)
 
+    def out(self, sequence: Sequence, blocks: tuple[int, ...], num_tokens: int) -> Swap:
+        """Return the copy of a sequence's KV out of its blocks, which it still has."""
+        windowed = self._cache.window_blocks.table(blocks) if self._layout.windows else ()
+        return Swap(sequence, blocks, 0, num_tokens, tuple(windowed))
+
     def num_tokens(self, request_id: int) -> int:
         """How many tokens of the sequence are kept here; 0 for none."""
         held = self._held.get(request_id)
@@ -154,7 +164,11 @@ class SwapSpace:
             return
         start_s = self._clock()
         whole = plan(self._layout, 0, held.num_tokens, _WHOLE)
-        held.parts = [(part, self._cache.pack(swap.blocks, part)) for part in whole]
+        for part in whole:
+            group = self._layout.groups[part.group]
+            is_windowed = isinstance(group, KVGroup) and group.window is not None
+            kv = self._cache.pack(swap.windowed if is_windowed else swap.blocks, part)
+            held.parts.append((part, kv))
         num_bytes = sum(len(kv) for _, kv in held.parts)
         self.costs.observe_copy(num_bytes, self._clock() - start_s)
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from wire.layout import KVGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
+from worker.engine.windows import table_of
 from worker.executor.contract import KVCache
 
 
@@ -28,6 +29,7 @@ def unpack(
     Raises:
         ValueError: The KV does not fill the rectangle.
     """
+    block_table = table_of(cache, rectangle.group, block_table)
     cache.unpack(block_table, rectangle, kv)
     group, first = cache.layout.groups[rectangle.group], rectangle.tokens.start
     if not isinstance(group, KVGroup) or first != group.sent(0, num_tokens).start:

@@ -10,24 +10,42 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
 from wire.errors import ErrorCode
-from wire.layout import KVLayout
+from wire.layout import KVLayout, layer_bytes
 from wire.options import Structure
 from wire.parts import Buffer
 from wire.payloads import Logprobs
 from wire.transfer import Rectangle
 from worker.compute.state_slots import StateSlots
+from worker.compute.window_blocks import WindowBlocks
 from worker.executor.batch import Batch
 from worker.executor.structure import Structured
 
 # Of states that a cache has room for: a sequence that runs may need two.
 MIN_STATES: Final = 16
+
+
+# How many windows long a sequence is thought to be, if the model allows: beside so many tokens of
+# the layers that keep all there is room for what one window reaches.  Shorter ones run out of
+# windows before they run out of blocks, longer ones the other way round.
+EXPECTED_WINDOWS: Final = 8
+# Of sequences whose windows there is room for, however few the blocks are.
+MIN_WINDOWS: Final = 4
+
+
+def blocks_of_window(window: int, block_size: int) -> int:
+    """Return the most blocks that a sequence needs for a window, the next token's included.
+
+    One token sees `window` positions, which may begin and end inside a block; what a step computes
+    of a sequence may reach into one block more.
+    """
+    return -(-(window - 1) // block_size) + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +82,71 @@ class Attention(StrEnum):
 class MemoryRequirements:
     """What serving takes, in bytes.
 
-    `activation` is for each token of the largest step, `state` what a sequence has at one position.
+    Attributes:
+        activation_bytes_per_token: For each token of the largest step.
+        kv_bytes_per_token: Of the layers that keep every token.
+        state_bytes: What a sequence has at one position, in layers that keep a state.
+        window_bytes_per_token: Of the layers that keep what a window reaches.
+        window: The positions that the largest window sees; 0 for none.
+        expected_tokens: Of a sequence; says how many windows there are beside so many tokens.
     """
 
     parameter_bytes: int
     activation_bytes_per_token: int
     kv_bytes_per_token: int
     state_bytes: int = 0
+    window_bytes_per_token: int = 0
+    window: int = 0
+    expected_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        layout: KVLayout,
+        max_model_len: int,
+        *,
+        parameter_bytes: int = 0,
+        activation_bytes_per_token: int = 0,
+    ) -> MemoryRequirements:
+        """Return what a model takes whose KV has this layout."""
+        windowed = [group for group in layout.kv_groups if group.window is not None]
+        window_bytes = sum(group.num_layers * layer_bytes(group) for group in windowed)
+        window = max(layout.windows, default=0)
+        return cls(
+            parameter_bytes,
+            activation_bytes_per_token,
+            layout.token_bytes - window_bytes,
+            layout.state_bytes,
+            window_bytes,
+            window,
+            min(EXPECTED_WINDOWS * window, max_model_len),
+        )
 
     def total(self, max_ubatch_tokens: int, num_blocks: int, block_size: int) -> int:
         """Return the bytes for steps of so many tokens and a cache of so many blocks."""
         activations = self.activation_bytes_per_token * max_ubatch_tokens
-        cache_bytes = self.cache_bytes(num_blocks, block_size)
+        cache_bytes = self.cache_bytes(num_blocks, block_size, max_ubatch_tokens)
         return self.parameter_bytes + activations + cache_bytes
 
-    def cache_bytes(self, num_blocks: int, block_size: int) -> int:
-        """Return the bytes of so many blocks, and of the states beside them."""
+    def cache_bytes(self, num_blocks: int, block_size: int, max_ubatch_tokens: int) -> int:
+        """Return the bytes of so many blocks, and of windows and states beside them."""
         states = self.num_states(num_blocks, block_size) * self.state_bytes
-        return self.kv_bytes_per_token * block_size * num_blocks + states
+        windowed = self.num_window_blocks(num_blocks, block_size, max_ubatch_tokens)
+        kv_bytes = num_blocks * self.kv_bytes_per_token + windowed * self.window_bytes_per_token
+        return kv_bytes * block_size + states
+
+    def num_window_blocks(self, num_blocks: int, block_size: int, max_ubatch_tokens: int) -> int:
+        """Return how many blocks layers with a window have beside so many of the others.
+
+        As many as sequences of `expected_tokens` need that fill these, and what a step may need
+        besides; never more than one for each block.
+        """
+        if self.window_bytes_per_token == 0:
+            return 0
+        of_sequence = blocks_of_window(self.window, block_size)
+        length = -(-self.expected_tokens // block_size)
+        needed = max(MIN_WINDOWS * of_sequence, -(-num_blocks * of_sequence // length))
+        return min(num_blocks, needed + max_ubatch_tokens // block_size)
 
     def num_states(self, num_blocks: int, block_size: int) -> int:
         """Return for how many states there is room beside so many blocks.
@@ -91,16 +156,23 @@ class MemoryRequirements:
         """
         if self.state_bytes == 0:
             return 0
-        equal = num_blocks * block_size * self.kv_bytes_per_token // self.state_bytes
+        token_bytes = self.kv_bytes_per_token + self.window_bytes_per_token
+        equal = num_blocks * block_size * token_bytes // self.state_bytes
         return max(min(equal, 2 * num_blocks), MIN_STATES)
 
     def __add__(self, other: MemoryRequirements) -> MemoryRequirements:
-        """Return what serving two models with the same tokens takes."""
-        return MemoryRequirements(
-            self.parameter_bytes + other.parameter_bytes,
-            self.activation_bytes_per_token + other.activation_bytes_per_token,
-            self.kv_bytes_per_token + other.kv_bytes_per_token,
-            self.state_bytes + other.state_bytes,
+        """Return what serving two models with the same tokens takes.
+
+        The other keeps every token in all its layers, as a draft model does.
+        """
+        other_kv_bytes = other.kv_bytes_per_token + other.window_bytes_per_token
+        return replace(
+            self,
+            parameter_bytes=self.parameter_bytes + other.parameter_bytes,
+            activation_bytes_per_token=self.activation_bytes_per_token
+            + other.activation_bytes_per_token,
+            kv_bytes_per_token=self.kv_bytes_per_token + other_kv_bytes,
+            state_bytes=self.state_bytes + other.state_bytes,
         )
 
     def num_blocks(self, memory_bytes: int, max_ubatch_tokens: int, block_size: int) -> int:
@@ -113,13 +185,16 @@ class MemoryRequirements:
         if memory_bytes < least:
             raise ValueError(f"{memory_bytes} bytes are too few for this model, it takes {least}")
         rest = memory_bytes - self.total(max_ubatch_tokens, 0, block_size)
-        return self.blocks_in(rest, block_size)
+        return self.blocks_in(rest, block_size, max_ubatch_tokens)
 
-    def blocks_in(self, cache_bytes: int, block_size: int) -> int:
-        """Return how many blocks so many bytes pay for, with the states beside them."""
-        most = cache_bytes // (self.kv_bytes_per_token * block_size)
+    def blocks_in(self, cache_bytes: int, block_size: int, max_ubatch_tokens: int) -> int:
+        """Return how many blocks so many bytes pay for, with windows and states beside them."""
+        # Where all layers have a window, a block is a number only.
+        most = cache_bytes // max(1, self.kv_bytes_per_token * block_size)
         return bisect_right(
-            range(1, most + 1), cache_bytes, key=lambda n: self.cache_bytes(n, block_size)
+            range(1, most + 1),
+            cache_bytes,
+            key=lambda n: self.cache_bytes(n, block_size, max_ubatch_tokens),
         )
 
 
@@ -205,6 +280,9 @@ class KVCache(Protocol):
     there is one.  Attributes `num_shards` and `stages` say in which places heads and layers are, so
     that no segment comes from two: see `wire.transfer.plan`.
 
+    KV of layers with a window lies beside the blocks that it still reaches, in blocks of their own
+    (`worker.compute.window_blocks`).  `pack` and `unpack` are given those for such layers.
+
     A state lies with the block of the last token before it, in a slot
     (`worker.compute.state_slots`).  When a sequence goes on behind a full block, the state that is
     there stays as long as the engine wants: others may share the block and go on from it.
@@ -222,6 +300,10 @@ class KVCache(Protocol):
     @property
     def state_slots(self) -> StateSlots:
         """Where states lie; asked for only if the layout has states."""
+
+    @property
+    def window_blocks(self) -> WindowBlocks:
+        """Where KV of layers with a window lies; asked for only if there are such layers."""
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
         """Copy a rectangle of a sequence's KV out.
@@ -245,10 +327,14 @@ class Executor(Protocol):
     info: ModelInfo
     capabilities: Capabilities
 
-    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:
+    def allocate(
+        self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
+    ) -> KVCache:
         """Make the paged KV cache that later batches address.
 
-        `num_states` is given only if the layout has states: for how many there is room.
+        `num_states` is given only if the layout has states: for how many there is room.  So is
+        `num_window_blocks` if layers have a window: how many blocks those share.  With 0 they keep
+        every token, as others do.
         """
 
     def forward(self, batch: Batch) -> Any:

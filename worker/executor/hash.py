@@ -129,20 +129,31 @@ class HashKVCache(HostKVCache):
 
     Attributes:
         kv: uint8 [num_blocks, num_layers, k|v, kv_heads, block_size, head_dim].
+        window_kv: The same of layers with a window.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, layout: KVLayout = LAYOUT, num_states: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        layout: KVLayout = LAYOUT,
+        num_states: int = 0,
+        num_window_blocks: int = 0,
     ) -> None:
-        super().__init__(layout, num_blocks, block_size, num_states)
-        self._words: _U64 = self.items.view("<u8")
-        self.kv: npt.NDArray[np.uint8] = self._words[..., None].view(np.uint8)
+        super().__init__(layout, num_blocks, block_size, num_states, num_window_blocks)
+        self.kv: npt.NDArray[np.uint8] = self.items[..., None].view(np.uint8)
+        self.window_kv: npt.NDArray[np.uint8] = self.window_items[..., None].view(np.uint8)
 
     def compute(self, token_ids: npt.NDArray[np.int32], batch: Batch) -> None:
         """Compute and store the KV of a batch's tokens, [T] `token_ids`, and the states."""
-        blocks, offsets = np.divmod(batch.slots, self.block_size)
         words = kv_words(token_ids, batch.positions)
-        self._words[blocks, :, :, :, offsets] = words
+        num_whole, slots = self.items.shape[1], batch.slots
+        blocks, offsets = np.divmod(slots, self.block_size)
+        self.items[blocks, ..., offsets] = words[:, :num_whole]
+        if self.layout.windows:
+            slots, _ = self.window_blocks.of_step(slots, batch.block_tables)
+            blocks, offsets = np.divmod(slots, self.block_size)
+            self.window_items[blocks, ..., offsets] = words[:, num_whole:]
         arrays = batch.query_starts, batch.context_lens, batch.block_tables
         runs = self.state_slots.runs(*arrays) if self.states else []
         for states in self.states.values():
@@ -160,7 +171,9 @@ class HashKVCache(HostKVCache):
                 first = max(0, num_tokens - (group.window or num_tokens))
             tokens = range(first, num_tokens)
             seen = Rectangle(index, range(group.num_layers), range(group.num_heads), tokens)
-            digest = xxh3_64_intdigest(self.pack(block_table, seen), seed=digest)
+            is_windowed = isinstance(group, KVGroup) and group.window is not None
+            table = self.window_blocks.table(block_table) if is_windowed else block_table
+            digest = xxh3_64_intdigest(self.pack(table, seen), seed=digest)
         return digest
 
 
@@ -172,15 +185,18 @@ class HashExecutor:
 
     def __init__(self, info: ModelInfo, *, step_delay_s: float = 0.0) -> None:
         self.info = info
-        memory = MemoryRequirements(0, 0, info.layout.token_bytes, info.layout.state_bytes)
+        memory = MemoryRequirements.of(info.layout, info.max_model_len)
         self.capabilities = Capabilities(
             memory=memory, speculative=not info.layout.has_state, arithmetic="hash"
         )
         self.step_delay_s = step_delay_s
         self._cache: HashKVCache | None = None
 
-    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> HashKVCache:
-        self._cache = HashKVCache(num_blocks, block_size, self.info.layout, num_states)
+    def allocate(
+        self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
+    ) -> HashKVCache:
+        room = num_states, num_window_blocks
+        self._cache = HashKVCache(num_blocks, block_size, self.info.layout, *room)
         return self._cache
 
     def forward(self, batch: Batch) -> list[int]:

@@ -17,6 +17,7 @@ from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.compute.pool_shape import PoolShape
 from worker.compute.state_slots import StateSlots
+from worker.compute.window_blocks import WindowBlocks
 
 Items = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -26,23 +27,27 @@ class HostKVCache:
     """Blocks of KV; implements `worker.executor.contract.KVCache`.
 
     Attributes:
-        items: [num_blocks, num_layers, k|v, kv_heads, block_size] items, the layers of one group
-            after those of another.
+        items: [num_blocks, num_layers, k|v, kv_heads, block_size] items of the layers that see
+            every position, those of one group after those of another.
+        window_items: The same of layers with a window, of which there may be none.
         states: By group, uint8 [num_states, num_layers, heads, head_bytes].
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, block_size: int, num_states: int = 0
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        block_size: int,
+        num_states: int = 0,
+        num_window_blocks: int = 0,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._shape = shape = PoolShape.of(layout)
-        self._row = (shape.num_layers, 2, shape.num_kv_heads)
-        item_bytes = layout.token_bytes // (2 * shape.num_layers * shape.num_kv_heads)
-        # NumPy moves numbers two to three times faster than raw bytes of the same size.
-        kind = "u" if item_bytes in (1, 2, 4, 8) else "V"
-        self.items: Items = np.zeros((num_blocks, *self._row, block_size), f"{kind}{item_bytes}")
+        self.window_blocks = WindowBlocks(num_blocks, block_size, num_window_blocks)
+        self._shapes = {it: PoolShape.of(layout, windowed=it) for it in (False, True)}
+        self.items = self._zeros(num_blocks, windowed=False)
+        self.window_items = self._zeros(self.window_blocks.num_blocks, windowed=True)
         self.states: dict[int, Bytes] = {
             index: np.zeros((num_states, it.num_layers, it.num_heads, it.head_bytes), np.uint8)
             for index, it in enumerate(layout.groups)
@@ -50,15 +55,24 @@ class HostKVCache:
         }
         self.state_slots = StateSlots(num_states, block_size)
 
+    def _zeros(self, num_blocks: int, *, windowed: bool) -> Items:
+        shape = self._shapes[windowed]
+        head = self.layout.kv_groups[0]
+        item_bytes = head.head_bytes // 2
+        # NumPy moves numbers two to three times faster than raw bytes of the same size.
+        kind = "u" if item_bytes in (1, 2, 4, 8) else "V"
+        sizes = num_blocks, shape.num_layers, 2, shape.num_kv_heads, self.block_size
+        return np.zeros(sizes, f"{kind}{item_bytes}")
+
     def rows(self, block_table: Sequence[int] | npt.NDArray[Any], num_tokens: int) -> Bytes:
-        """Copy the KV of a sequence's first tokens out, a row for each token.
+        """Copy the KV of a sequence's first tokens out, a row for each token, without windows.
 
         Returns:
             [num_tokens, token_bytes]; a row is [layer][k|v][kv_head][head_dim].
         """
         num_blocks = -(-num_tokens // self.block_size)
         items = self.items[np.asarray(block_table[:num_blocks], np.intp)]
-        rows = np.moveaxis(items, -1, 1).reshape(-1, *self._row)[:num_tokens]
+        rows = np.moveaxis(items, -1, 1).reshape(-1, *items.shape[1:-1])[:num_tokens]
         return (
             np.ascontiguousarray(rows).view(np.uint8).reshape(num_tokens, self.layout.token_bytes)
         )
@@ -67,7 +81,7 @@ class HostKVCache:
         """Store a row for each slot: [T] `slots`, [T, token_bytes] `rows` as `rows` returns."""
         blocks, offsets = np.divmod(slots, self.block_size)
         items = np.ascontiguousarray(rows).view(self.items.dtype)
-        self.items[blocks, ..., offsets] = items.reshape(len(slots), *self._row)
+        self.items[blocks, ..., offsets] = items.reshape(len(slots), *self.items.shape[1:-1])
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
         blocks, layers, heads = self._place(block_table, rectangle)
@@ -75,7 +89,7 @@ class HostKVCache:
             slot = self.state_slots.find(block_table, rectangle.tokens.start)
             states = self.states[rectangle.group][slot, layers, heads]
             return memoryview(states.tobytes())
-        items = self.items[blocks, layers, :, heads]
+        items = self._items_of(rectangle)[blocks, layers, :, heads]
         # [block, layer, k|v, head, offset] to [layer, k|v, head, token]
         items = items.transpose(1, 2, 3, 0, 4).reshape(*_shape_of(rectangle)[:3], -1)
         skipped = rectangle.tokens.start % self.block_size
@@ -94,8 +108,12 @@ class HostKVCache:
         tokens = rectangle.tokens
         logical, offsets = np.divmod(np.arange(tokens.start, tokens.stop), self.block_size)
         items = np.frombuffer(segment, self.items.dtype).reshape(_shape_of(rectangle))
-        target = self.items[:, layers, :, heads]
+        target = self._items_of(rectangle)[:, layers, :, heads]
         target[blocks[logical - logical[0]], ..., offsets] = items.transpose(3, 0, 1, 2)
+
+    def _items_of(self, rectangle: Rectangle) -> Items:
+        is_windowed = rectangle.group in self._shapes[True].first_layers
+        return self.window_items if is_windowed else self.items
 
     def _place(
         self, block_table: Sequence[int], rectangle: Rectangle
@@ -103,7 +121,8 @@ class HostKVCache:
         """Return the blocks that hold the tokens, and where the layers and heads lie in them.
 
         Raises:
-            ValueError: The rectangle is not one of the layout, or beyond the block table.
+            ValueError: The rectangle is not one of the layout, or beyond the block table, or no
+                window reaches it any more.
         """
         index, layers, heads, tokens = rectangle
         group = self.layout.groups[index] if index < len(self.layout.groups) else None
@@ -119,8 +138,13 @@ class HostKVCache:
             raise ValueError(f"{rectangle} is not within {len(block_table)} blocks")
         first = min(tokens.start // self.block_size, num_blocks - 1)
         if index not in self.states:
-            layers = self._shape.layers(index, layers)
+            shape = self._shapes[index in self._shapes[True].first_layers]
+            layers = shape.layers(index, layers)
         blocks = np.array(block_table[first:num_blocks], np.intp)
+        if blocks.min() < 0:
+            raise ValueError(
+                f"{rectangle}: some of these tokens have no KV in layers with a window"
+            )
         return blocks, slice(layers.start, layers.stop), slice(heads.start, heads.stop)
 
 

@@ -59,7 +59,9 @@ class StepwiseExecutor:
         self._model = model
         self._cache: HostKVCache | None = None
 
-    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> HostKVCache:
+    def allocate(
+        self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
+    ) -> HostKVCache:
         self._cache = HostKVCache(self.info.layout, num_blocks, block_size)
         return self._cache
 

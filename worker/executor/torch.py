@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kernels import KernelError, PagedBatch, check_pool
-from kernels.contract import Run
+from kernels.contract import Run, Scratch, Windowed
 from kernels.delta_rule import plan_runs
 from wire.errors import ErrorCode
 from wire.layout import Group, KVGroup, KVLayout, StateGroup
@@ -75,7 +75,7 @@ class TorchExecutor:
     def __init__(self, model: Model, info: ModelInfo, path: Path) -> None:
         self.info = info
         self._grammars = Grammars(path / "tokenizer.json", info.vocab_size, info.eos_token_ids)
-        self.capabilities = _capabilities(model, info.layout)
+        self.capabilities = _capabilities(model, info)
         self._model: Model | None = model
         self._cache: TorchKVCache | None = None
         self._graphs: DecodeGraphs | None = None
@@ -139,7 +139,9 @@ class TorchExecutor:
         )
         return cls(model, info, path)
 
-    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> KVCache:
+    def allocate(
+        self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
+    ) -> KVCache:
         """Make the paged KV cache that later batches address.
 
         Raises:
@@ -147,10 +149,10 @@ class TorchExecutor:
         """
         model = self._model
         assert model is not None, "allocate after shutdown"
-        self._cache = make_cache(model, self.info.layout, num_blocks, block_size, num_states)
+        sizes = num_blocks, block_size, num_states, num_window_blocks
+        self._cache = make_cache(model, self.info.layout, *sizes)
         if model.device.type == "cuda":
-            pool, limit = self._cache.pool, self.info.max_model_len
-            self._graphs = graphs_of(model, pool, limit, num_blocks)
+            self._graphs = graphs_of(model, self._cache, self.info.max_model_len)
         return self._cache
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -175,12 +177,22 @@ class TorchExecutor:
             context_lens=torch.from_numpy(batch.context_lens),
             block_tables=torch.from_numpy(batch.block_tables),
         )
+        windowed = None
+        if self.info.layout.windows:
+            slots, tables = self._cache.window_blocks.of_step(batch.slots, batch.block_tables)
+            windowed = replace(
+                paged,
+                slots=torch.from_numpy(slots),
+                block_tables=torch.from_numpy(tables),
+                scratch=Scratch(),
+            )
         logits = self._compute(
             torch.from_numpy(batch.token_ids),
             torch.from_numpy(batch.positions),
             paged,
             torch.from_numpy(rows),
             runs,
+            windowed,
         )
         # Before anybody learns which blocks this step has computed, and copies or frees them.
         self._cache.mark()
@@ -193,11 +205,11 @@ class TorchExecutor:
         batch: PagedBatch,
         rows: torch.Tensor,
         runs: Sequence[Run],
+        windowed: PagedBatch | None,
     ) -> torch.Tensor:
         """Return the logits of rows of a step; everything lies in host memory."""
         assert self._model is not None and self._cache is not None
-        if self._cache.states is not None:
-            batch = replace(batch, states=plan_runs(self._cache.states, runs))
+        batch = with_pools(self._cache, batch, runs, windowed)
         if self._graphs is not None and self._graphs.take(len(rows), batch):
             return self._graphs.forward(token_ids, positions, batch)
         token_ids, positions, rows = (
@@ -233,8 +245,29 @@ class TorchExecutor:
         self._grammars.shutdown()
 
 
+def with_pools(
+    cache: TorchKVCache, batch: PagedBatch, runs: Sequence[Run], windowed: PagedBatch | None
+) -> PagedBatch:
+    """Return a batch with what layers need that have pools of their own, if there are any here.
+
+    Args:
+        runs: Of layers that keep a state.
+        windowed: The same tokens as layers with a window have them.
+    """
+    if cache.states is not None:
+        batch = replace(batch, states=plan_runs(cache.states, runs))
+    if cache.window_pool is not None and windowed is not None:
+        batch = replace(batch, windowed=Windowed(cache.window_pool, windowed))
+    return batch
+
+
 def make_cache(
-    model: Model, layout: KVLayout, num_blocks: int, block_size: int, num_states: int = 0
+    model: Model,
+    layout: KVLayout,
+    num_blocks: int,
+    block_size: int,
+    num_states: int = 0,
+    num_window_blocks: int = 0,
 ) -> TorchKVCache:
     """Make the KV cache of a model, or of a part of it, where it computes.
 
@@ -246,10 +279,12 @@ def make_cache(
     cache = TorchKVCache(
         *(layout, num_blocks, block_size, model.device),
         num_states=num_states,
+        num_window_blocks=num_window_blocks,
         spare_blocks=spare_blocks,
     )
     try:
-        check_pool(cache.pool)
+        for pool in cache.pools:
+            check_pool(pool)
     except KernelError as error:
         raise ValueError(f"device {model.device}: {error}; see --block-size") from error
     return cache
@@ -299,7 +334,7 @@ def layout_of(config: ModelConfig, kv_dtype: torch.dtype) -> KVLayout:
     return KVLayout(groups=tuple(groups))
 
 
-def _capabilities(model: Model, layout: KVLayout) -> Capabilities:
+def _capabilities(model: Model, info: ModelInfo) -> Capabilities:
     config = model.config
     kinds = {Attention.PAGED, Attention.of(config.num_heads, config.num_kv_heads)}
     if any(config.windows):
@@ -320,15 +355,15 @@ def _capabilities(model: Model, layout: KVLayout) -> Capabilities:
     widths += [2 * 3 * it.num_heads * it.channels for it in config.delta_layers]
     width = 2 * hidden + max(widths)
     return Capabilities(
-        memory=MemoryRequirements(
+        memory=MemoryRequirements.of(
+            info.layout,
+            info.max_model_len,
             parameter_bytes=model.parameter_bytes,
             activation_bytes_per_token=width * model.dtype.itemsize,
-            kv_bytes_per_token=layout.token_bytes,
-            state_bytes=layout.state_bytes,
         ),
         attention=frozenset(kinds),
         enough_tokens=_ENOUGH_ON_CPU if model.device.type == "cpu" else None,
-        speculative=not layout.has_state,
+        speculative=not info.layout.has_state,
         dtypes=tuple(DTYPES),
         devices=("cpu", "cuda"),
         arithmetic=model.arithmetic,

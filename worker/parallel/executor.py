@@ -16,7 +16,7 @@ import torch
 from kernels import PagedBatch
 from kernels.contract import Run
 from worker.compute.ranks import Ranks
-from worker.executor.contract import Capabilities
+from worker.executor.contract import Capabilities, MemoryRequirements
 from worker.executor.torch import TorchExecutor, make_cache
 from worker.model.config import ModelError, read_config
 from worker.parallel.copies import Asking, Own, Steps
@@ -73,22 +73,27 @@ class ShardedExecutor(TorchExecutor):
     def _all_together(self, own: Capabilities) -> Capabilities:
         shard, memory = self._ranks.shard, own.memory
         number = shard.size * shard.stages
+        limit = self.info.max_model_len
+        of_parts = [MemoryRequirements.of(part.layout, limit) for part in self._parts]
         return replace(
             own,
             memory=replace(
                 memory,
                 parameter_bytes=self._ranks.total(memory.parameter_bytes),
                 activation_bytes_per_token=number * memory.activation_bytes_per_token,
-                kv_bytes_per_token=sum(part.layout.token_bytes for part in self._parts),
+                kv_bytes_per_token=sum(it.kv_bytes_per_token for it in of_parts),
+                window_bytes_per_token=sum(it.window_bytes_per_token for it in of_parts),
             ),
             num_shards=shard.size,
             num_stages=shard.stages,
         )
 
-    def allocate(self, num_blocks: int, block_size: int, num_states: int = 0) -> ShardedKVCache:
+    def allocate(
+        self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
+    ) -> ShardedKVCache:
         """Make the paged KV cache that later batches address, in every process."""
         assert self._model is not None, "allocate after shutdown"
-        sizes = num_blocks, block_size, num_states
+        sizes = num_blocks, block_size, num_states, num_window_blocks
         tell(self._ranks, Verb.ALLOCATE, *sizes)
         own, *others = self._parts
         self._cache = make_cache(self._model, own.layout, *sizes)
@@ -104,11 +109,12 @@ class ShardedExecutor(TorchExecutor):
         batch: PagedBatch,
         rows: torch.Tensor,
         runs: Sequence[Run],
+        windowed: PagedBatch | None,
     ) -> torch.Tensor:
         assert self._model is not None and self._cache is not None
         has_states = self.info.layout.has_state
         pieces = num_pieces(len(token_ids), self._ranks.shard.stages, has_states=has_states)
-        step = Step(token_ids, positions, rows, batch, pieces, runs)
+        step = Step(token_ids, positions, rows, batch, pieces, runs, windowed)
         tell_step(self._ranks, step)
         logits = in_order(step, compute(self._model, self._cache, step))
         self._steps.add()

@@ -28,7 +28,7 @@ def follow(model: Model, part: Part, ranks: Ranks) -> None:
     cache, steps, copying = None, Steps(), None
     while (order := hear(ranks)).verb is not Verb.END:
         if order.verb is Verb.ALLOCATE:
-            cache = make_cache(model, part.layout, *order.numbers[:3])
+            cache = make_cache(model, part.layout, *order.numbers[:4])
             copying = threading.Thread(target=_copy, args=(ranks, cache, steps), name="kv-copy")
             copying.start()
         elif order.step is not None and cache is not None:

@@ -39,7 +39,8 @@ class ShardedKVCache:
         self.layout = layout
         self.num_blocks, self.block_size = own.num_blocks, own.block_size
         self.copies_at_once = own.copies_at_once
-        self.state_slots = own.state_slots  # the same ones in every process
+        # The same ones in every process.
+        self.state_slots, self.window_blocks = own.state_slots, own.window_blocks
         self._parts = parts
         self.num_shards = max(
             len({part.heads[it] for part, _ in parts if it in part.heads})

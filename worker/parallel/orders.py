@@ -32,7 +32,8 @@ class Step(NamedTuple):
     """One step, as `worker.compute.transformer.Transformer.forward` takes it, in host memory.
 
     It may be cut into `num_pieces` that stages compute one after another: see
-    `worker.parallel.pieces`.  Of layers that keep a state, `runs` say where states lie.
+    `worker.parallel.pieces`.  Of layers that keep a state, `runs` say where states lie; `windowed`
+    is the batch as layers with a window have it.
     """
 
     token_ids: torch.Tensor
@@ -41,6 +42,7 @@ class Step(NamedTuple):
     batch: PagedBatch
     num_pieces: int = 1
     runs: Sequence[Run] = ()
+    windowed: PagedBatch | None = None
 
 
 class Order(NamedTuple):
@@ -62,7 +64,7 @@ def tell_step(ranks: Ranks, step: Step) -> None:
     ranks.tell(
         _header(
             *(Verb.STEP, len(step.token_ids), len(tables), tables.shape[1], len(step.rows)),
-            *(step.num_pieces, len(step.runs)),
+            *(step.num_pieces, len(step.runs), step.windowed is not None),
         )
     )
     ranks.tell(torch.cat([it.flatten() for it in _arrays(step)]))
@@ -75,18 +77,25 @@ def hear(ranks: Ranks) -> Order:
     verb, *numbers = header.tolist()
     if verb != Verb.STEP:
         return Order(Verb(verb), tuple(numbers))
-    num_tokens, num_sequences, num_columns, num_rows, num_pieces, num_runs = numbers[:6]
+    num_tokens, num_sequences, num_columns, num_rows, num_pieces, num_runs, has_windows = numbers
     sizes = [num_tokens, num_tokens, num_rows, num_tokens]
     sizes += [num_sequences + 1, num_sequences, num_sequences * num_columns, num_runs * 4]
+    sizes += [num_tokens, num_sequences * num_columns] if has_windows else []
     arrays = torch.empty(sum(sizes), dtype=torch.int32)
     ranks.tell(arrays)
-    token_ids, positions, rows, slots, starts, lens, tables, told = torch.split(arrays, sizes)
+    parts = torch.split(arrays, sizes)
+    token_ids, positions, rows, slots, starts, lens, tables, told, *in_windows = parts
     batch = PagedBatch(slots, starts, lens, tables.view(num_sequences, num_columns))
+    windowed = None
+    if has_windows:
+        slots, tables = in_windows
+        windowed = PagedBatch(slots, starts, lens, tables.view(num_sequences, num_columns))
     runs = [
         Run(start, stop, None if before == _NONE else before, after)
         for start, stop, before, after in told.view(-1, 4).tolist()
     ]
-    return Order(Verb.STEP, step=Step(token_ids, positions, rows, batch, num_pieces, runs))
+    step = Step(token_ids, positions, rows, batch, num_pieces, runs, windowed)
+    return Order(Verb.STEP, step=step)
 
 
 def _arrays(step: Step) -> list[torch.Tensor]:
@@ -96,7 +105,10 @@ def _arrays(step: Step) -> list[torch.Tensor]:
         (it.start, it.stop, _NONE if it.before is None else it.before, it.after) for it in step.runs
     ]
     arrays += [batch.query_starts, batch.context_lens, batch.block_tables]
-    return [*arrays, torch.tensor(runs, dtype=torch.int32)]
+    arrays.append(torch.tensor(runs, dtype=torch.int32))
+    if step.windowed is not None:
+        arrays += [step.windowed.slots, step.windowed.block_tables]
+    return arrays
 
 
 def _header(*numbers: int) -> torch.Tensor:

@@ -7,16 +7,15 @@ others are computed.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
 import torch
 
 from kernels import PagedBatch
-from kernels.delta_rule import plan_runs
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
+from worker.executor.torch import with_pools
 from worker.parallel.orders import Step
 
 # A piece of fewer tokens takes nearly as long: most of its time weights are read.
@@ -46,9 +45,7 @@ def compute(model: Model, cache: TorchKVCache, step: Step) -> list[torch.Tensor]
         token_ids, positions, rows = (
             it.to(device) for it in (piece.token_ids, piece.positions, piece.rows)
         )
-        batch = piece.batch
-        if cache.states is not None:
-            batch = replace(batch, states=plan_runs(cache.states, step.runs))
+        batch = with_pools(cache, piece.batch, step.runs, piece.windowed)
         found = model.forward(token_ids, positions, cache.pool, batch, rows)
         logits.append(found if len(pieces) == 1 else found.clone())  # the next may lie there
     return logits
@@ -85,14 +82,15 @@ def _piece(step: Step, start: int, stop: int) -> Step:
     query_starts = batch.query_starts[first : last + 1].clamp(start, stop) - start
     context_lens = batch.context_lens[first:last] - (ends[first:last] - stop).clamp(min=0)
     rows = step.rows[(step.rows >= start) & (step.rows < stop)]
+
+    def piece_of(batch: PagedBatch) -> PagedBatch:
+        tables = batch.block_tables[first:last].contiguous()
+        return PagedBatch(batch.slots[start:stop], query_starts, context_lens, tables)
+
     return Step(
         step.token_ids[start:stop],
         step.positions[start:stop],
         rows - start,
-        PagedBatch(
-            batch.slots[start:stop],
-            query_starts,
-            context_lens,
-            batch.block_tables[first:last].contiguous(),
-        ),
+        piece_of(batch),
+        windowed=None if step.windowed is None else piece_of(step.windowed),
     )

@@ -20,6 +20,7 @@ from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireErro
 from wire.frames import Cancel, KvCacheAck
 from wire.payloads import Credit
 from wire.transfer import KVSender, Rectangle, segment_digest
+from worker.engine.windows import table_of
 from worker.environment import Copying
 from worker.executor.contract import KVCache
 from worker.transfer.peers import DecodePeer
@@ -174,5 +175,6 @@ class OutgoingTransfer:
             self._sendings.append(sending)
 
     def _pack(self, rectangle: Rectangle) -> Packed:
-        kv = self._cache.pack(self._block_table, rectangle)
+        table = table_of(self._cache, rectangle.group, self._block_table)
+        kv = self._cache.pack(table, rectangle)
         return kv, segment_digest(self.request_id, kv)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.worker.engine.windowed import windows_over
 from wire.payloads import MAX_HASHES
 from wire.prefix import prefix_hashes
 from worker.compute.state_slots import StateSlots
@@ -206,7 +207,7 @@ def test_everything_known_can_be_told_anew() -> None:
 @given(st.data())
 def test_a_chain_is_shared_as_far_as_all_that_is_looked_at_is_there(data: st.DataObject) -> None:
     window = data.draw(st.none() | st.integers(1, 12))
-    windows = () if window is None else (window,)
+    windows = None if window is None else windows_over(8, 3, [window])
     has_states = data.draw(st.booleans())
     kept = States(StateSlots(16, 3)) if has_states else None
     pool = BlockPool(8, 3, windows=windows, states=kept)
@@ -216,6 +217,9 @@ def test_a_chain_is_shared_as_far_as_all_that_is_looked_at_is_there(data: st.Dat
     states = [data.draw(st.booleans()) for _ in lacking]
     keys = [bytes([number]) for number in range(len(lacking))]
     table = pool.allocate(len(keys))
+    for block, num_lacking in zip(table, lacking, strict=True):
+        if windows is not None and num_lacking < 3:  # else there is nothing beside it
+            windows.reach(block)
     prefixes = [ROOT]
     for key, block, num_lacking, has_state in zip(keys, table, lacking, states, strict=True):
         prefixes.append(
@@ -239,25 +243,23 @@ def test_a_chain_is_shared_as_far_as_all_that_is_looked_at_is_there(data: st.Dat
     assert pool.match_prefix(keys, next_token) == (table[:wanted], prefixes[wanted])
 
 
-def test_of_several_windows_the_largest_looks_back_and_the_smallest_lacks_most() -> None:
-    pool = BlockPool(4, 2, windows=(3, 6))
-    assert (pool.first_seen(9), pool.whole_from(9)) == (4, 7)
-    assert pool.first_seen(2) == pool.whole_from(2) == 0
-    plain = BlockPool(4, 2)
-    assert plain.first_seen(9) == plain.whole_from(9) == 0
-
-
 def test_a_block_that_has_more_takes_the_place_of_one_that_has_less() -> None:
-    pool = BlockPool(6, 2, windows=[4], states=States(StateSlots(12, 2)))
+    windows = windows_over(6, 2, [4])
+    pool = BlockPool(6, 2, windows=windows, states=States(StateSlots(12, 2)))
     key, tail = keys_of([A, B])
-    old, new, other, child = pool.allocate(4)
+    old, new, other, child = reached = pool.allocate(4)
+    for block in reached:
+        windows.reach(block)
     prefix = pool.register(ROOT, key, old, num_lacking=1)
     pool.register(prefix, tail, child, has_state=True)
     told = pool.journal.read()
+    pool.leave([old])
     pool.free([old])
+    assert (windows.num_used, windows.num_cached) == (3, 1)
     assert pool.register(ROOT, key, new, has_state=True) == prefix
     assert pool.match_prefix([key, tail]) == ([new, child], pool.match_prefix([key, tail])[1])
     assert (pool.num_cached, pool.num_free) == (0, 3), "what it had is nobody's"
+    assert (windows.num_used, windows.num_cached, windows.num_free) == (3, 0, 3)
     # One that has less, or the same, or less of one and more of the other, does not.
     for number in (1, 0):
         assert pool.register(ROOT, key, other, num_lacking=number, has_state=True) == prefix
@@ -268,15 +270,48 @@ def test_a_block_that_has_more_takes_the_place_of_one_that_has_less() -> None:
     pool.audit()
     # A used one that lost its place is free when nobody uses it.
     assert pool.register(prefix, tail, other, has_state=False) != ROOT
-    better = BlockPool(3, 2, windows=[4])
+    better = BlockPool(3, 2, windows=windows_over(3, 2, [4]))
     first, second = better.allocate(2)
+    assert better.windows is not None
+    better.windows.reach(first)
+    better.windows.reach(second)
     better.register(ROOT, key, first, num_lacking=2)
     better.register(ROOT, key, second)
+    better.leave([first, second])
+    assert (better.windows.num_free, better.windows.num_cached) == (2, 1)
     better.free([first])
     assert (better.num_free, better.num_cached) == (2, 0)
     better.free([second])
     assert (better.num_free, better.num_cached) == (2, 1)
     better.audit()
+
+
+def test_a_chain_whose_windows_have_gone_is_shared_again_once_it_was_computed_again() -> None:
+    windows = windows_over(7, 2, [4], num_window_blocks=4)
+    pool = BlockPool(7, 2, windows=windows)
+    keys = keys_of([A, B])
+
+    def compute() -> list[int]:
+        table, prefix = pool.allocate(2), ROOT
+        for key, block in zip(keys, table, strict=True):
+            windows.reach(block)
+            prefix = pool.register(prefix, key, block)
+        pool.leave(table)
+        return table
+
+    first = compute()
+    assert pool.match_prefix(keys)[0] == first and windows.num_cached == 2
+    others = pool.allocate(3)
+    for block in others:
+        windows.reach(block)  # takes the last two free ones, then that of the first block
+    assert pool.match_prefix(keys)[0] == [], "a window of four looks at both blocks"
+    assert pool.match_prefix(keys, next_token=5)[0] == first, "here at the second one only"
+    pool.leave(others)
+    pool.free(others)
+    second = compute()
+    assert pool.match_prefix(keys)[0] == [second[0], first[1]], "what was there stays"
+    pool.check([first, second])
+    windows.check([])
 
 
 class PoolMachine(RuleBasedStateMachine):

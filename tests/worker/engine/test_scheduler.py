@@ -7,12 +7,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from tests.worker.engine.windowed import windows_over
 from wire.options import Options
 from worker.engine.batch import BatchConfig, Chunk
 from worker.engine.blocks import BlockPool
 from worker.engine.scheduler import Deadlines, Plan, Scheduler, SlotNumbers
 from worker.engine.sequence import Sequence, Status
 from worker.engine.swap import Swap, SwapSpace
+from worker.engine.windows import Windows
 from worker.executor.batch import BatchType
 from worker.executor.hash import HashKVCache
 
@@ -26,7 +28,7 @@ class Queue:
         block_size: int = 4,
         swap_bytes: int = 0,
         enough_tokens: int | None = None,
-        windows: tuple[int, ...] = (),
+        windows: Windows | None = None,
         **config: int | bool,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, windows=windows)
@@ -83,13 +85,18 @@ class Queue:
         self.swap.carry_out(plan.swapped_out)
         self.swap.carry_in(plan.swapped_in)
         for chunk in plan.chunks:
+            chunk.sequence.look_ahead(chunk.num_rows, self.pool)
+        for chunk in plan.chunks:
             sequence, num_tokens = chunk.sequence, chunk.num_tokens
             sequence.num_computed_tokens += num_tokens
             sequence.register(self.pool)
+            sequence.look_ahead(0, self.pool)
             if sequence.num_uncomputed_tokens == 0:
                 sequence.token_ids.append(7)
         self.pool.check([s.block_table for s in self.sequences.values()])
         self.pool.audit()
+        if self.pool.windows is not None:
+            self.pool.windows.check([s.reached for s in self.sequences.values()])
         return plan
 
 
@@ -286,7 +293,7 @@ def test_a_reservation_waits_behind_older_work_that_was_preempted() -> None:
 
 
 def test_of_what_is_computed_again_layers_with_a_window_lack_nothing() -> None:
-    queue = Queue(num_blocks=6, windows=(3,))
+    queue = Queue(num_blocks=6, windows=windows_over(6, 4, [3]))
     first, _ = queue.reserve(1, 11), queue.reserve(2, 11)
     queue.step()
     assert first.whole_from == 9

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.worker.engine.windowed import windows_over
 from wire.errors import ErrorCode, LocalProtocolError
 from wire.options import Options
 from wire.prefix import prefix_hashes
@@ -261,8 +262,10 @@ def test_what_lies_behind_the_registered_blocks_is_filled_next() -> None:
 
 
 def test_blocks_that_lack_less_are_shared_instead_and_others_stay() -> None:
-    pool = BlockPool(9, 2, windows=(2,))
+    pool = BlockPool(9, 2, windows=windows_over(9, 2, [2]))
     one, two, three = (admitted([1, 2, 3, 4, 5, 6], pool) for _ in range(3))
+    for sequence in (one, two, three):
+        sequence.look(0, 6, pool)
     for sequence, whole_from, shared in (
         (one, 5, (one, one, one)),  # they lack 2, 2 and 1 of their tokens
         (two, 3, (one, two, two)),  # 2, 1, 0

@@ -97,16 +97,36 @@ def test_of_layers_with_a_window_what_it_reaches_comes_back_and_nothing_stale_be
     swap = SwapSpace(cache, MIXED.transfer_bytes(19), lambda: 0.0)
     swap.costs = Costs(copy_bytes_per_s=1e12)
     assert swap.accepts(19) and not swap.accepts(20)
-    cache.kv[:] = 7
+    cache.kv[:] = cache.window_kv[:] = 7
     swap.hold(1, 19)
-    swap.carry_out([Swap(sequence, (3, 9, 5, 7, 2), 0, 19)])
-    cache.kv[:] = 255
+    swap.carry_out([swap.out(sequence, (3, 9, 5, 7, 2), 19)])
+    cache.kv[:] = cache.window_kv[:] = 255
     swap.carry_in([Swap(sequence, (1, 4, 6, 8, 10), 0, 19)])
     first = 19 - WINDOW + 1
     assert divmod(first, 4) == (1, 3)
-    assert (cache.kv[1, 1] == 255).all() and (cache.kv[4, 1, :, :, :3] == 0).all()
-    assert (cache.kv[4, 1, :, :, 3] == 7).all() and (cache.kv[[6, 8], 1] == 7).all()
+    windowed = cache.window_kv[:, 0]
+    assert (windowed[1] == 255).all() and (windowed[4, :, :, :3] == 0).all()
+    assert (windowed[4, :, :, 3] == 7).all() and (windowed[[6, 8]] == 7).all()
     assert (cache.kv[[1, 4, 6, 8], 0] == 7).all()
+
+
+def test_of_layers_with_a_window_it_goes_out_of_the_blocks_that_it_had() -> None:
+    """When the copy is made, they may lie beside those of another sequence."""
+    cache, sequence = HashKVCache(4, 4, MIXED, num_states=2, num_window_blocks=2), Sequence(1, "ab")
+    cache.state_slots.take((3, 1), 6)
+    swap, blocks = SwapSpace(cache, 1 << 10, lambda: 0.0), cache.window_blocks
+    blocks.take(3)
+    blocks.take(1)
+    cache.window_kv[:] = 7
+    swap.hold(1, 6)
+    out = swap.out(sequence, (3, 1), 6)
+    for before, after in ((3, 0), (1, 2)):
+        blocks.forget(before)
+        blocks.take(after)
+    swap.carry_out([out])
+    cache.window_kv[:] = 255
+    swap.carry_in([Swap(sequence, (2, 0), 0, 6)])
+    assert sorted((cache.window_kv == 7).all(axis=(1, 2, 3, 5)).sum(1)) == [2, 4]
 
 
 def test_out_goes_before_in() -> None:

@@ -150,13 +150,13 @@ def test_mixed_layers_see_all_tokens_the_last_ones_and_a_state() -> None:
     executor = create_mixed()
     cache = executor.allocate(8, 16, 16)
     step(executor, 16, (0, 1, 2), list(range(40)), 0)
-    before = cache.digest([0, 1, 2], 40)
+    before, kv = cache.digest([0, 1, 2], 40), (cache.kv, cache.window_kv)
     for token in range(40):
         block, offset = divmod(token, 16)
         for layer, sees in ((0, True), (1, token >= 40 - WINDOW)):
-            cache.kv[block, layer, 1, 0, offset, 3] ^= 1
+            kv[layer][block, 0, 1, 0, offset, 3] ^= 1
             assert (cache.digest([0, 1, 2], 40) != before) == sees
-            cache.kv[block, layer, 1, 0, offset, 3] ^= 1
+            kv[layer][block, 0, 1, 0, offset, 3] ^= 1
     (states,) = cache.states.values()
     states[cache.state_slots.find([0, 1, 2], 40), 1, 3, 7] ^= 1
     assert cache.digest([0, 1, 2], 40) != before
