@@ -16,6 +16,7 @@ from tests.gpu.trail import Figures
 from tests.gpu.verify import Wrong
 from worker.compute.graphs import graphs_of
 from worker.compute.model import load_model
+from worker.executor.torch import layout_of, make_cache
 
 BLOCK_SIZE, MAX_LEN = 16, 1024
 DTYPES = ("bfloat16", "float16", "float32")
@@ -35,10 +36,11 @@ def _replays(settings: Settings, dtype: str) -> Figures:
         model = load_model(path, kind, settings.device)
     config = model.config
     num_blocks = 40 * MAX_LEN // BLOCK_SIZE
-    shape = (num_blocks + 1, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, 64)
     generator = torch.Generator(settings.device).manual_seed(draw.getrandbits(60))
-    pool = torch.randn(shape, device=settings.device, generator=generator).to(kind)
-    recorded = graphs_of(model, pool, MAX_LEN, num_blocks)
+    cache = make_cache(model, layout_of(config, kind), num_blocks, BLOCK_SIZE)
+    pool = cache.pool
+    pool.copy_(torch.randn(pool.shape, device=settings.device, generator=generator))
+    recorded = graphs_of(model, cache, MAX_LEN)
     assert recorded is not None
     worst, num_cases = 0.0, 0
     for count in (1, 2, 3, 7, 20, 33, 3, 20):

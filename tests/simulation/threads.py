@@ -24,8 +24,8 @@ from worker.executor.hash import HashExecutor, HashKVCache
 class SlowCache(HashKVCache):
     """KV whose unpacked bytes can be held back until a copy is over."""
 
-    def __init__(self, num_blocks: int, block_size: int, layout: KVLayout, num_states: int) -> None:
-        super().__init__(num_blocks, block_size, layout, num_states)
+    def __init__(self, num_blocks: int, block_size: int, layout: KVLayout, *room: int) -> None:
+        super().__init__(num_blocks, block_size, layout, *room)
         self.late: list[tuple[Sequence[int], Callable[[], None]]] | None = None
 
     def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
+from kernels import PagedBatch
+from kernels.contract import Scratch, Windowed
 from wire.options import Options
 from worker.executor.batch import Batch, BatchType, Sampling
 
@@ -65,6 +68,11 @@ def sampling(text: Text) -> Sampling:
     return Sampling(
         text.request_id, text.options, len(text.token_ids), text.prompt_len, text.token_ids
     )
+
+
+def with_windows(batch: PagedBatch, window_pool: torch.Tensor) -> PagedBatch:
+    """Return a batch whose layers with a window have the same blocks of a pool of their own."""
+    return replace(batch, windowed=Windowed(window_pool, replace(batch, scratch=Scratch())))
 
 
 def advance(executor: Any, chunks: Sequence[tuple[Text, int]], block_size: int) -> Any:

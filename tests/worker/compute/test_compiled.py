@@ -224,7 +224,7 @@ def test_kv_lies_where_torch_puts_it(name: str, plain: Any, tmp_path: Path) -> N
     for executor in (load(path), plain(path, "float32")):
         cache = executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
         assert isinstance(cache, TorchKVCache)
-        pools.append(cache.pool)
+        pools.append(cache.pools)
         run(executor, 0)
     torch.testing.assert_close(*pools, rtol=1e-4, atol=1e-4)
     assert len(set(read_config(path).windows)) > 1, "so that the order of layers is another"

@@ -16,20 +16,23 @@ import torch
 
 import kernels
 from kernels import PagedBatch
-from kernels.contract import Scratch
+from kernels.contract import Scratch, Windowed
 from kernels.cuda import launch
 from kernels.cuda.launch import Launch
 from scripts.models.make_model import make_model
 from tests.kernels.shim.backend import WANTED_BLOCKS, Shim, why_not
 from worker.compute import graphs
 from worker.compute.graphs import DecodeGraphs, Step
+from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model, load_model
+from worker.executor.torch import layout_of
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 150
 CASES: dict[str, dict[str, Any]] = {
     "llama-float32": {},
     "qwen2-bfloat16": {"head_dim": 64, "num_key_value_heads": 1},
     "mistral-float16": {"head_dim": 64, "sliding_window": 300},
+    "gemma3_text-float32": {"sliding_window": 40},
 }
 LIMITS = {"float32": 1e-5, "bfloat16": 8e-2, "float16": 1e-2}
 
@@ -94,6 +97,37 @@ def model_of(tmp_path: Path, name: str) -> Model:
     return load_model(path, getattr(torch, dtype), torch.device("cpu"))
 
 
+def make_cache(model: Model) -> TorchKVCache:
+    """Return a cache of any numbers, of fewer blocks for layers with a window than for others."""
+    layout = layout_of(model.config, model.kv_dtype)
+    cpu, sizes = torch.device("cpu"), (NUM_BLOCKS, BLOCK_SIZE)
+    cache = TorchKVCache(layout, *sizes, cpu, num_window_blocks=NUM_BLOCKS - 20, spare_blocks=1)
+    for pool in cache.pools:
+        pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(0)))
+    return cache
+
+
+def windowed(batch: PagedBatch, cache: TorchKVCache) -> PagedBatch:
+    """Give the blocks of the last windows' tokens one beside them; the others have none."""
+    if cache.window_pool is None:
+        return batch
+    blocks, window = cache.window_blocks, cache.layout.windows[0]
+    for block in range(NUM_BLOCKS):
+        if block in blocks:
+            blocks.forget(block)
+    for table, length in zip(batch.block_tables, batch.context_lens.tolist(), strict=True):
+        for block in table[max(0, length - window) // BLOCK_SIZE : -(-length // BLOCK_SIZE)]:
+            blocks.take(int(block))
+    slots, tables = blocks.of_step(batch.slots.numpy(), batch.block_tables.numpy())
+    there = replace(
+        batch,
+        slots=torch.from_numpy(slots),
+        block_tables=torch.from_numpy(tables),
+        scratch=Scratch(),
+    )
+    return replace(batch, windowed=Windowed(cache.window_pool, there))
+
+
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_padded_step_is_a_plain_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,40 +136,37 @@ def test_a_padded_step_is_a_plain_one(
         pytest.skip(reason)
     model = model_of(tmp_path, name)
     config = model.config
-    shape = (NUM_BLOCKS + 1, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    pool = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(model.kv_dtype)
-    plain_pool = pool.clone()
+    cache, plain = (make_cache(model) for _ in range(2))
     watched = Watched(model.kv_dtype, config.head_dim)
     monkeypatch.setattr(kernels, "backend_of", lambda _: watched)
     record = Recorder(watched)
     recorded = DecodeGraphs(
         model,
-        pool,
+        cache,
         max_model_len=1024,
-        spare_block=NUM_BLOCKS,
         wanted_blocks=WANTED_BLOCKS,
         record=record,
     )
     limit = LIMITS[name.split("-")[1]]
     # Sizes 1, 4, 8; contexts at borders of blocks, and so long that their keys are split.
     for seed, lens in enumerate([[1], [700], [17, 900, 16], [5, 600, 1], [3, 40, 15, 800, 2, 33]]):
-        batch = batch_of(lens, seed)
+        batch = windowed(batch_of(lens, seed), cache)
         token_ids = torch.arange(len(lens), dtype=torch.int32) + seed
         assert recorded.take(len(lens), batch)
         got = recorded.forward(token_ids, batch.context_lens - 1, batch)
         rows = torch.arange(len(lens))
-        batch = replace(batch, scratch=Scratch())
-        want = model.forward(token_ids, batch.context_lens - 1, plain_pool, batch, rows)
+        batch = windowed(batch_of(lens, seed), plain)
+        want = model.forward(token_ids, batch.context_lens - 1, plain.pool, batch, rows)
         torch.testing.assert_close(got, want, rtol=limit, atol=limit)
-        torch.testing.assert_close(
-            pool[:NUM_BLOCKS], plain_pool[:NUM_BLOCKS], rtol=limit, atol=limit
-        )
+        for pool, plain_pool in zip(cache.pools, plain.pools, strict=True):
+            spared = pool[:-1], plain_pool[:-1]
+            torch.testing.assert_close(*spared, rtol=limit, atol=limit)
     assert record.num_recorded == 3
 
 
 def test_steps_that_wait_for_what_experts_are_given_are_not_recorded(tmp_path: Path) -> None:
     model = load_model(make_model(tmp_path, family="qwen3_moe"), None, torch.device("cpu"))
-    assert graphs.graphs_of(model, torch.empty(0), 1024, 0) is None
+    assert graphs.graphs_of(model, make_cache(model), 1024) is None
 
 
 def test_which_steps_can_be_replayed() -> None:

@@ -126,14 +126,15 @@ def test_groups_and_halves_of_the_heads_cross_by_themselves(block_size: int) -> 
     full = KVGroup(num_layers=2, num_kv_heads=4, key_dim=6, value_dim=6, dtype="float32")
     layout = KVLayout(groups=(full, structs.replace(full, num_layers=3, window=9)))
     sender = TorchKVCache(layout, 4, 16, torch.device("cpu"))
-    sender.pool.copy_(torch.randn(sender.pool.shape, generator=torch.Generator().manual_seed(1)))
+    for pool in sender.pools:
+        pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(1)))
     receiver = TorchKVCache(layout, 8, block_size, torch.device("cpu"))
     ours, theirs = [2, 0, 3], [7, 1, 5, 2, 0]
     for rectangle in plan(layout, 0, 40, 1 << 20, num_shards=2):
         receiver.unpack(theirs, rectangle, bytes(sender.pack(ours, rectangle)))
     for rectangle in plan(layout, 0, 40, 1 << 20):
         assert receiver.pack(theirs, rectangle) == sender.pack(ours, rectangle)
-    written = int((receiver.pool != 0).sum())
+    written = sum(int((pool != 0).sum()) for pool in receiver.pools)
     assert written == (2 * 40 + 3 * 8) * 2 * 4 * 6, "of layers with a window, what it reaches"
 
 

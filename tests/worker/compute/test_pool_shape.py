@@ -14,19 +14,23 @@ STATE = StateGroup(num_layers=3, num_heads=1, head_bytes=7)
 
 
 def test_layers_of_one_group_lie_side_by_side() -> None:
-    shape = PoolShape.of(KVLayout(groups=(FULL, STATE, WINDOWED)))
-    assert shape[:4] == (7, 4, 8, "bfloat16")
-    assert shape.layers(0, range(2)) == range(2)
-    assert shape.layers(2, range(1, 5)) == range(3, 7)
-    with pytest.raises(KeyError):
-        shape.layers(1, range(3))
+    wider = msgspec.structs.replace(WINDOWED, num_layers=3, window=20)
+    layout = KVLayout(groups=(FULL, STATE, WINDOWED, wider))
+    whole, windowed = (PoolShape.of(layout, windowed=it) for it in (False, True))
+    assert whole[:4] == (2, 4, 8, "bfloat16") and windowed[:4] == (8, 4, 8, "bfloat16")
+    assert whole.layers(0, range(2)) == range(2)
+    assert windowed.layers(2, range(1, 5)) == range(1, 5)
+    assert windowed.layers(3, range(1, 3)) == range(6, 8)
+    for shape, group in ((whole, 1), (windowed, 1), (whole, 2), (windowed, 0)):
+        with pytest.raises(KeyError):
+            shape.layers(group, range(1))
 
 
 def test_layers_that_see_all_come_first_then_the_smaller_windows() -> None:
     windows = (8, None, 4, 8, None)
     groups = layers_by_window(windows)
     assert list(groups.items()) == [(None, [1, 4]), (4, [2]), (8, [0, 3])]
-    assert places(windows) == [3, 0, 2, 4, 1]
+    assert places(windows) == [1, 0, 0, 2, 1]
     assert places((None, None)) == places((5, 5)) == [0, 1]
 
 
@@ -40,4 +44,4 @@ def test_layers_that_see_all_come_first_then_the_smaller_windows() -> None:
 )
 def test_what_shares_no_pool_is_refused(groups: tuple[KVGroup, ...], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        PoolShape.of(KVLayout(groups=groups))
+        PoolShape.of(KVLayout(groups=groups), windowed=False)

@@ -12,7 +12,7 @@ import torch
 from kernels import PagedBatch
 from scripts.models.make_model import make_model
 from tests.worker.compute.processes import CPU, Processes
-from tests.worker.paged import Text, batch_of
+from tests.worker.paged import Text, batch_of, with_windows
 from worker.compute.compiled import CompiledTransformer
 from worker.compute.model import Model, load_model
 from worker.compute.ranks import Ranks
@@ -44,6 +44,7 @@ def greedy(model: Model, ranks: Ranks | None) -> list[list[int]]:
     """Read the prompts, the first in two chunks, and generate side by side."""
     config = model.config
     pool = torch.zeros(12, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    window_pool = torch.zeros_like(pool)
     texts = [Text([*prompt], [*range(i, 12, 2)]) for i, prompt in enumerate(PROMPTS)]
     counts = [10, len(PROMPTS[1])]
     for _ in range(NUM_TOKENS):
@@ -57,6 +58,7 @@ def greedy(model: Model, ranks: Ranks | None) -> list[list[int]]:
         token_ids, positions, rows = map(
             torch.from_numpy, (batch.token_ids, batch.positions, batch.sample_rows)
         )
+        paged = with_windows(paged, window_pool)
         chosen = model.forward(token_ids, positions, pool, paged, rows).argmax(-1).int()
         if ranks is not None:
             chosen = chosen if len(chosen) else torch.empty(len(rows), dtype=torch.int32)
@@ -105,6 +107,7 @@ def read(model: Model, prompt: list[int]) -> torch.Tensor:
     )
     pool = torch.zeros(shape, dtype=model.kv_dtype)
     token_ids = torch.tensor(prompt, dtype=torch.int32)
+    batch = with_windows(batch, torch.zeros_like(pool))
     return model.forward(token_ids, positions, pool, batch, positions).clone()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from kernels import PagedBatch
 from scripts.models.make_model import make_model
-from tests.worker.paged import Text, advance
+from tests.worker.paged import Text, advance, with_windows
 from worker.compute.model import load_model
 from worker.executor.torch import TorchExecutor
 from worker.model import loader
@@ -187,6 +187,7 @@ def test_embeddings_are_scaled_by_a_number_of_the_dtype(
         numbers = torch.arange(5, dtype=torch.int32)
         ends = torch.tensor([0, 5], dtype=torch.int32)
         batch = PagedBatch(numbers, ends, ends[1:], torch.zeros(1, 1, dtype=torch.int32))
+        batch = with_windows(batch, torch.zeros_like(pool))
         return model.forward(numbers, numbers, pool, batch, torch.arange(5))
 
     exact, rounded = logits(torch.float32), logits(torch.bfloat16)

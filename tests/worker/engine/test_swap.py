@@ -12,6 +12,7 @@ from wire.options import Options
 from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.compute.state_slots import StateSlots
+from worker.compute.window_blocks import WindowBlocks
 from worker.engine.engine import Engine
 from worker.engine.sequence import Sequence
 from worker.engine.swap import Costs, Swap, SwapSpace
@@ -62,7 +63,7 @@ class Uneven:
         groups=(KVGroup(num_layers=2, num_kv_heads=2, key_dim=3, value_dim=1, dtype="uint8"),)
     )
     num_blocks, block_size, copies_at_once = 8, 4, 1
-    state_slots = StateSlots(0, 4)
+    state_slots, window_blocks = StateSlots(0, 4), WindowBlocks(8, 4)
 
     def __init__(self) -> None:
         self.unpacked: list[tuple[Rectangle, bytes]] = []

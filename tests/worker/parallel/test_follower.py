@@ -47,7 +47,7 @@ def step_of(tokens: range, num_pieces: int) -> Step:
         block_tables=torch.tensor([TABLE], dtype=torch.int32),
     )
     rows = torch.tensor([len(tokens) - 1], dtype=torch.int32)
-    return Step(numbers * 7 % 256, numbers, rows, batch, num_pieces)
+    return Step(numbers * 7 % 256, numbers, rows, batch, num_pieces, windowed=batch)
 
 
 def steps_of_all() -> list[Step]:

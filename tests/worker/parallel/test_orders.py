@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,15 +34,18 @@ def step_of(seed: int) -> Step:
     )
     token_ids, positions, rows = (ints(draw, it) for it in (num_tokens, num_tokens, num_rows))
     runs = [Run(it, it + 3, draw.choice([None, 0, 7]), it + 1) for it in range(seed % 3)]
-    return Step(token_ids, positions, rows, batch, draw.randint(1, 9), runs)
+    slots, tables = batch.slots + 5, batch.block_tables + 5
+    windowed = replace(batch, slots=slots, block_tables=tables) if seed % 2 else None
+    return Step(token_ids, positions, rows, batch, draw.randint(1, 9), runs, windowed)
 
 
 def described(order: Order) -> Any:
     if order.step is None:
         return order.verb, order.numbers
-    token_ids, positions, rows, batch, pieces, runs = order.step
+    token_ids, positions, rows, whole, pieces, runs, windowed = order.step
     arrays = [token_ids, positions, rows]
-    arrays += [batch.slots, batch.query_starts, batch.context_lens, batch.block_tables]
+    for batch in (whole,) if windowed is None else (whole, windowed):
+        arrays += [batch.slots, batch.query_starts, batch.context_lens, batch.block_tables]
     return order.verb, [it.tolist() for it in arrays], pieces, [*runs]
 
 

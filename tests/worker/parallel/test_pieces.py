@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +58,8 @@ def step_of(chunks: list[tuple[Text, int]], rows: list[int], pieces: int) -> Ste
         block_tables=torch.from_numpy(batch.block_tables),
     )
     token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
-    return Step(token_ids, positions, torch.tensor(rows, dtype=torch.int32), paged, pieces)
+    chosen = torch.tensor(rows, dtype=torch.int32)
+    return Step(token_ids, positions, chosen, paged, pieces, windowed=paged)
 
 
 @st.composite
@@ -93,6 +95,17 @@ def test_each_token_sees_what_it_saw_in_the_whole_step(step: Step) -> None:
         assert (starts.diff() > 0).all() and (lens > 0).all()
         assert len(piece.batch.block_tables) == len(lens)
         assert all(it.dtype == torch.int32 for it in (starts, lens, piece.rows, piece.token_ids))
+
+
+@given(steps())
+def test_layers_with_a_window_are_given_their_own_blocks(step: Step) -> None:
+    batch = step.batch
+    other = replace(batch, slots=batch.slots + 100, block_tables=batch.block_tables + 25)
+    found = []
+    for piece in cut(step._replace(windowed=other)):
+        assert piece.windowed is not None
+        found += queries(piece._replace(batch=piece.windowed))
+    assert found == queries(step._replace(batch=other))
 
 
 @given(steps())
