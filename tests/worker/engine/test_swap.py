@@ -113,7 +113,7 @@ def test_of_layers_with_a_window_what_it_reaches_comes_back_and_nothing_stale_be
 
 def test_of_layers_with_a_window_it_goes_out_of_the_blocks_that_it_had() -> None:
     """When the copy is made, they may lie beside those of another sequence."""
-    cache, sequence = HashKVCache(4, 4, MIXED, num_states=2, num_window_blocks=2), Sequence(1, "ab")
+    cache, sequence = HashKVCache(4, 4, MIXED, num_states=2, num_window_blocks=2), Sequence(1, [5])
     cache.state_slots.take((3, 1), 6)
     swap, blocks = SwapSpace(cache, 1 << 10, lambda: 0.0), cache.window_blocks
     blocks.take(3)
