@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from worker.executor.contract import MemoryRequirements
+from wire.layout import KVGroup, KVLayout
+from worker.executor.contract import MemoryRequirements, blocks_of_window
 from worker.memory import count_blocks, free_bytes
 
 MODEL = MemoryRequirements(
@@ -105,3 +107,76 @@ def test_a_container_may_allow_less_than_the_machine_has(
 
 def test_where_nobody_says_it_is_unknown(tmp_path: Path) -> None:
     assert free_bytes("cpu", tmp_path / "meminfo", tmp_path) is None
+
+
+Needs = tuple[MemoryRequirements, MemoryRequirements]
+
+
+def requirements(num_full: int, num_windowed: int, window: int, heads: int, dim: int) -> Needs:
+    """Return what a model takes without its weights, kept apart by windows or not at all."""
+    full = KVGroup(
+        num_layers=num_full, num_kv_heads=heads, key_dim=dim, value_dim=dim, dtype="bfloat16"
+    )
+    windowed = structs.replace(full, num_layers=num_windowed, window=window)
+    apart = MemoryRequirements.of(KVLayout(groups=(full, windowed)), 131_072)
+    whole = structs.replace(full, num_layers=num_full + num_windowed)
+    return apart, MemoryRequirements.of(KVLayout(groups=(whole,)), 131_072)
+
+
+GEMMA_3_27B, GPT_OSS_20B = (10, 52, 1024, 16, 128), (12, 12, 128, 8, 64)
+
+
+def tokens_held(memory: MemoryRequirements, cache_bytes: int, each: int) -> int:
+    """Return how many tokens fit in sequences of `each`, a decode worker stepping 512 at once."""
+    num_blocks = memory.blocks_in(cache_bytes, 16, 512)
+    assert memory.cache_bytes(num_blocks, 16, 512) <= cache_bytes
+    assert memory.cache_bytes(num_blocks + 1, 16, 512) > cache_bytes
+    num_sequences = num_blocks * 16 / each
+    if memory.window:
+        windows = memory.num_window_blocks(num_blocks, 16, 512) - 512 // 16
+        num_sequences = min(num_sequences, windows / blocks_of_window(memory.window, 16))
+    return int(num_sequences * each)
+
+
+@pytest.mark.parametrize(
+    ("shape", "before", "after"),
+    [(GEMMA_3_27B, 2114, 7750), (GPT_OSS_20B, 21_845, 37_600)],
+    ids=["gemma-3-27b", "gpt-oss-20b"],
+)
+def test_layers_with_a_window_leave_room_for_more_tokens(
+    shape: tuple[int, int, int, int, int], before: int, after: int
+) -> None:
+    """Of each GiB of a cache of 16, in sequences of 8192 tokens."""
+    apart, whole = requirements(*shape)
+    held = [tokens_held(memory, 16 << 30, 8192) // 16 for memory in (whole, apart)]
+    assert held == [before, pytest.approx(after, rel=0.01)]
+
+
+def test_how_many_blocks_layers_with_a_window_have() -> None:
+    apart, whole = requirements(*GEMMA_3_27B)
+    assert whole.num_window_blocks(10_000, 16, 512) == 0
+    assert apart.expected_tokens == 8192 and blocks_of_window(1024, 16) == 66
+    assert apart.num_window_blocks(51_200, 16, 512) == 100 * 66 + 32
+    assert apart.num_window_blocks(2048, 16, 512) == 4 * 66 + 32, "of four sequences at least"
+    assert apart.num_window_blocks(200, 16, 512) == 200, "never more than one for each block"
+    short = MemoryRequirements.of(KVLayout(groups=(windowed_only(8192),)), 4096)
+    assert short.expected_tokens == 4096, "no longer than the model allows"
+    assert short.num_window_blocks(1000, 16, 512) == 1000
+    assert (apart + whole).kv_bytes_per_token == apart.kv_bytes_per_token + whole.kv_bytes_per_token
+    drafting = whole + apart
+    assert drafting.kv_bytes_per_token == 2 * whole.kv_bytes_per_token, "a draft model keeps all"
+    assert drafting.num_window_blocks(1000, 16, 512) == 0
+
+
+def windowed_only(window: int) -> KVGroup:
+    return KVGroup(
+        num_layers=2, num_kv_heads=1, key_dim=8, value_dim=8, dtype="uint8", window=window
+    )
+
+
+def test_where_all_layers_have_a_window_blocks_are_numbers_only() -> None:
+    memory = MemoryRequirements.of(KVLayout(groups=(windowed_only(64),)), 100_000)
+    assert memory.kv_bytes_per_token == 0 and memory.window_bytes_per_token == 32
+    num_blocks = memory.blocks_in(1 << 20, 16, 64)
+    assert num_blocks > 5 * memory.num_window_blocks(num_blocks, 16, 64)
+    assert memory.cache_bytes(num_blocks, 16, 64) <= 1 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from kernels import PagedBatch
+from kernels.contract import Scratch
 from scripts.models.make_model import make_model
 from tests.kv import whole
 from tests.worker.compute.processes import CPU, Processes
@@ -47,7 +49,8 @@ def step_of(tokens: range, num_pieces: int) -> Step:
         block_tables=torch.tensor([TABLE], dtype=torch.int32),
     )
     rows = torch.tensor([len(tokens) - 1], dtype=torch.int32)
-    return Step(numbers * 7 % 256, numbers, rows, batch, num_pieces, windowed=batch)
+    windowed = replace(batch, scratch=Scratch())
+    return Step(numbers * 7 % 256, numbers, rows, batch, num_pieces, windowed=windowed)
 
 
 def steps_of_all() -> list[Step]:

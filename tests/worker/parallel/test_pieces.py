@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import PagedBatch
+from kernels.contract import Scratch
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, batch_of
 from worker.compute.model import load_model
@@ -59,7 +60,8 @@ def step_of(chunks: list[tuple[Text, int]], rows: list[int], pieces: int) -> Ste
     )
     token_ids, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
     chosen = torch.tensor(rows, dtype=torch.int32)
-    return Step(token_ids, positions, chosen, paged, pieces, windowed=paged)
+    windowed = replace(paged, scratch=Scratch())
+    return Step(token_ids, positions, chosen, paged, pieces, windowed=windowed)
 
 
 @st.composite
