@@ -23,6 +23,7 @@ from worker.engine.sequence import Sequence
 from worker.engine.speculation import Drafter
 from worker.engine.unpacking import unpack
 from worker.engine.windows import table_of
+from worker.executor.contract import blocks_of_window
 from worker.executor.torch import TorchExecutor
 
 # Windows on all layers, and on some of them, in the middle.
@@ -83,6 +84,9 @@ def texts(model: Model, **settings: object) -> tuple[dict[int, list[int]], Engin
     settings = {"num_blocks": 128, "block_size": 4} | settings
     swap_always = bool(settings.get("swap_bytes"))
     engine = Engine(executor(model), **settings)  # type: ignore[arg-type]
+    assert isinstance(engine.cache, TorchKVCache)
+    for pool in engine.cache.pools:  # nobody may read what nobody has written
+        pool.fill_(math.nan)
     if swap_always:
         engine.swap.costs.copy_bytes_per_s = 1e15
     for request_id, (prompt, options) in prompts().items():
@@ -116,6 +120,20 @@ def test_preemption(model: Model, plain: dict[int, list[int]], swap_bytes: int) 
     counters = engine.stats().counters
     assert found == plain and counters.preemptions > 0
     assert bool(counters.swaps_in) == bool(swap_bytes)
+
+
+def test_windows_of_no_more_blocks_than_one_or_two_sequences_need(
+    model: Model, plain: dict[int, list[int]]
+) -> None:
+    windows = executor(model).info.layout.windows
+    if not windows:
+        pytest.skip("no layer has a window")
+    most = blocks_of_window(windows[-1], 4)
+    for number, settings in ((1, {}), (2, {"swap_bytes": 1 << 20}), (2, {"speculate": "ngram:3"})):
+        room = {"num_window_blocks": number * most + 2, "max_ubatch_tokens": 11}
+        found, engine = texts(model, num_blocks=60, **room, **settings)
+        assert found == plain
+        assert engine.stats().window_blocks_used == 0
 
 
 @pytest.mark.parametrize("block_size", [3, 4, 16])

@@ -11,7 +11,7 @@ from wire.process.traffic import Traffic
 from worker.config import Config
 from worker.engine.engine import Engine
 from worker.engine.sequence import Sequence
-from worker.executor.hash import create
+from worker.executor.hash import create, create_mixed
 from worker.metrics import Metrics, TransferCounts
 
 
@@ -62,6 +62,20 @@ def test_what_an_engine_did() -> None:
     assert found["baton_worker_sequences_total{outcome=finished}"] == 1
     assert found["baton_step_seconds_count"] == found["baton_worker_steps_total"] == 3
     assert found["baton_step_seconds_sum"] > 0
+
+
+def test_blocks_of_layers_with_a_window() -> None:
+    subject = Engine(create_mixed(), num_blocks=60, block_size=4, max_ubatch_tokens=16)
+    metrics = served(subject)
+    subject.add(Sequence(1, range(10, 50), Options(max_tokens=3, ignore_eos=True)))
+    while subject.has_work():
+        subject.step()
+        found = samples(metrics)
+        states = {it: found[f"baton_window_blocks{{state={it}}}"] for it in ("used", "cached")}
+        assert states["used"] <= 4, "what a window of 13 reaches"
+    assert states == {"used": 0, "cached": 10}, "all full blocks, as there is room"
+    assert found["baton_window_blocks{state=free}"] == 4 * 5 + 16 // 4 - 10
+    assert "baton_window_blocks{state=used}" not in samples(served(engine()))
 
 
 def test_how_full_and_how_fast_it_is() -> None:

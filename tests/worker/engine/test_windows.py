@@ -28,6 +28,8 @@ from worker.executor.hash import MIXED, HashExecutor, HashKVCache, create_mixed,
 BLOCK_SIZE, CHUNK, WINDOW = 4, 16, 13
 # Without states, so that there may be drafts.
 WINDOWED = KVLayout(groups=MIXED.groups[:2])
+_, WIDE, _ = MIXED.groups
+TWO = KVLayout(groups=(structs.replace(WIDE, window=5), WIDE))
 ONLY = KVLayout(groups=(structs.replace(MIXED.groups[1], num_layers=2),))
 ENDLESS = Options(ignore_eos=True)
 # What a window of 13 and the next token may reach in blocks of 4, and what a step does.
@@ -147,7 +149,9 @@ def texts_of(draw: random.Random) -> dict[int, list[int]]:
     }
 
 
-@pytest.mark.parametrize("layout", [WINDOWED, MIXED, ONLY], ids=["windowed", "mixed", "only"])
+@pytest.mark.parametrize(
+    "layout", [WINDOWED, MIXED, ONLY, TWO], ids=["windowed", "mixed", "only", "two"]
+)
 @pytest.mark.parametrize("seed", range(12))
 def test_texts_are_the_same_however_few_there_are(layout: KVLayout, seed: int) -> None:
     """In chunks, preempted, swapped, with drafts and with prefixes that are there or have gone."""
@@ -214,7 +218,7 @@ def carried(ids: Iterator[int], prefill: Engine, decode: Engine, prompt: list[in
     return [first, *text(run(decode), number)]
 
 
-@pytest.mark.parametrize("layout", [WINDOWED, MIXED], ids=["windowed", "mixed"])
+@pytest.mark.parametrize("layout", [WINDOWED, MIXED, TWO], ids=["windowed", "mixed", "two"])
 @pytest.mark.parametrize("seed", range(6))
 def test_what_a_window_reaches_goes_from_one_worker_to_another(layout: KVLayout, seed: int) -> None:
     draw, ids = random.Random(seed), count()
