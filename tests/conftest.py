@@ -1,7 +1,13 @@
 """Options of the whole suite."""
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+# As workers set it for themselves (`worker.__main__`), before torch is imported: by default OpenMP's
+# threads spin while they wait, on the cores that the other half of the tests needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A loaded machine is no bug: no example has a time of its own.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

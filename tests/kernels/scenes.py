@@ -133,23 +133,24 @@ def dense_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention as its formula has it, one query at a time, in float64."""
-    out = torch.empty(it.query.shape, dtype=torch.float64)
+    query = it.query.double()
+    out = torch.empty_like(query)
     starts = it.batch.query_starts.tolist()
     for kv, (start, stop) in zip(it.dense, pairwise(starts), strict=True):
         context = kv.shape[3]
+        # [Hq, context, D]: each head of the query beside the one of the KV that it shares.
+        keys, values = kv[layer].double().repeat_interleave(len(query[0]) // kv.shape[2], 1)
         for token in range(start, stop):
             position = context - stop + token
             first = 0 if window is None else max(0, position - window + 1)
-            for head in range(it.query.shape[1]):
-                shared = head * kv.shape[2] // it.query.shape[1]
-                key, value = kv[layer, :, shared, first : position + 1].double()
-                scores = key @ it.query[token, head].double() * scale
-                if cap is not None:
-                    scores = cap * (scores / cap).tanh()
-                if sinks is not None:
-                    scores = torch.cat((scores, sinks[head : head + 1].double()))
-                weights = scores.softmax(0)[: len(key)]
-                out[token, head] = weights @ value
+            seen = slice(first, position + 1)
+            scores = (keys[:, seen] @ query[token, :, :, None])[..., 0] * scale
+            if cap is not None:
+                scores = cap * (scores / cap).tanh()
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[:, None].double()), 1)
+            weights = scores.softmax(1)[:, : position + 1 - first]
+            out[token] = (weights[:, None] @ values[:, seen])[:, 0]
     return out
 
 

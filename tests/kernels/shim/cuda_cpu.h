@@ -5,6 +5,8 @@
 // warp operations need the whole warp, a barrier needs every thread that has not returned early.
 #pragma once
 #define SHIM 1
+#undef _FORTIFY_SOURCE  // its longjmp refuses to change stacks
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -13,6 +15,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -35,9 +39,10 @@ enum Operation { EXCHANGE, MATRICES, TRANSPOSED, MULTIPLY_BF16, MULTIPLY_FP16 };
 struct Index { unsigned x, y, z; };
 struct Copy { void* to; const void* from; bool valid; int group; };
 
+constexpr size_t STACK = 64 << 10;
 struct Thread {
-  ucontext_t context;
-  std::vector<char> stack;
+  jmp_buf place;  // where it left; a ucontext would cost two system calls each time
+  std::unique_ptr<char[]> stack;  // null: it has not begun
   Index index;
   State state;
   Operation operation;
@@ -55,7 +60,7 @@ inline Thread* current;
 inline Index block, block_size, grid;
 inline unsigned char* shared;
 inline size_t shared_bytes;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::function<void()> body;
 inline bool late;
 
@@ -66,11 +71,25 @@ inline bool late;
 }
 inline void leave(State state) {
   current->state = state;
-  swapcontext(&current->context, &scheduler);
+  if (!_setjmp(current->place)) _longjmp(scheduler, 1);
 }
-inline void enter() {
-  body();
-  leave(RETURNED);
+inline void live() {  // through one thread block after the other
+  for (;;) {
+    body();
+    leave(RETURNED);
+  }
+}
+inline void resume(Thread& thread) {
+  current = &thread;
+  if (_setjmp(scheduler)) return;
+  if (thread.stack) _longjmp(thread.place, 1);
+  thread.stack.reset(new char[STACK]);
+  static ucontext_t beginning;
+  getcontext(&beginning);
+  beginning.uc_stack.ss_sp = thread.stack.get();
+  beginning.uc_stack.ss_size = STACK;
+  makecontext(&beginning, live, 0);
+  setcontext(&beginning);
 }
 inline void in_warp(Operation operation) {
   current->operation = operation;
@@ -143,8 +162,7 @@ inline bool run_until_blocked(Thread* warp, const std::vector<int>& lanes) {
     bool ran = false;
     for (int l : lanes)
       if (warp[l].state == READY) {
-        current = &warp[l];
-        swapcontext(&scheduler, &current->context);
+        resume(warp[l]);
         ran = true;
       }
     bool together = std::all_of(warp, warp + 32, [](Thread& t) { return t.state == IN_WARP; });
@@ -178,7 +196,10 @@ inline void run_block(std::vector<Thread>& threads, int order, std::mt19937& ran
 template <typename Kernel>
 void launch(Kernel kernel, unsigned grid_x, unsigned grid_y, int num_threads, size_t bytes,
             int order, int seed, int late_copies) {
-  std::vector<Thread> mine(num_threads);
+  // They live on: what makes them, and the pages of their stacks, take longer than a kernel.
+  static std::map<int, std::vector<Thread>> lives;
+  auto& mine = lives[num_threads];
+  mine.resize(num_threads);
   std::vector<unsigned char> memory(bytes + 128);
   shared = (unsigned char*)(((size_t)memory.data() + 127) & ~(size_t)127);
   shared_bytes = bytes;
@@ -187,7 +208,6 @@ void launch(Kernel kernel, unsigned grid_x, unsigned grid_y, int num_threads, si
   late = late_copies;
   body = kernel;
   std::mt19937 random(seed);
-  for (auto& t : mine) t.stack.resize(64 << 10);
   for (unsigned y = 0; y < grid_y; y++)
     for (unsigned x = 0; x < grid_x; x++) {
       block = {x, y, 0};
@@ -198,11 +218,6 @@ void launch(Kernel kernel, unsigned grid_x, unsigned grid_y, int num_threads, si
         t.state = READY;
         t.copies.clear();
         t.group = 0;
-        getcontext(&t.context);
-        t.context.uc_stack.ss_sp = t.stack.data();
-        t.context.uc_stack.ss_size = t.stack.size();
-        t.context.uc_link = &scheduler;
-        makecontext(&t.context, enter, 0);
       }
       run_block(mine, order, random);
     }
