@@ -5,8 +5,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-# As workers set it for themselves (`worker.__main__`), before torch is imported: by default OpenMP's
-# threads spin while they wait, on the cores that the other half of the tests needs.
+# As workers set it for themselves (`worker.__main__`), before torch is imported: by default
+# OpenMP's threads spin while they wait, on the cores that the other half of the tests needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A loaded machine is no bug: no example has a time of its own.
