@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import multiprocessing
 
 import pytest
+import torch
 
-from tests.kernels.shim.backend import CSRC, ROOT, why_not
+from kernels.cuda import launch
+from tests.kernels.rowwise_scenes import check_all
+from tests.kernels.scenes import check, check_moves, scene, sinks_of
+from tests.kernels.shim.backend import CSRC, Shim, why_not
 
 ATTENTION = {
     "no barrier before a tile": ("    __syncthreads();  // everybody's", "    // everybody's"),
@@ -143,64 +145,66 @@ MUTATIONS = {
     for source, bugs in (("attention", ATTENTION), ("kv", KV), ("rowwise", ROWWISE))
     for bug, texts in bugs.items()
 }
-# A process of its own: a broken kernel may abort.
-PROGRAMS = {
-    "attention": """
-import sys, torch
-from kernels.cuda import launch
-from tests.kernels.scenes import check, scene, sinks_of
-from tests.kernels.shim.backend import Shim
-it = Shim({"attention": launch.attention_kernels(torch.bfloat16, 64)},
-          texts={"attention": sys.stdin.read()})
-# The last two are of several tiles of many rows, whose keys are split.
-for lens in (
-    [(70, 33), (129, 64), (17, 1)], [(700, 1), (66, 3)], [(700, 40)], [(900, 70), (513, 33)]
-):
-    for window in (None, 24):
-        check(scene(lens, head_dim=64, dtype=torch.bfloat16), window, it)
-    # Six heads share two: tiles of many rows begin at any of them.
-    made = scene(lens, num_heads=6, head_dim=64, dtype=torch.bfloat16)
-    for cap, sinks in ((None, sinks_of(made)), (3.0, None), (30.0, sinks_of(made, 1))):
-        check(made, None, it, cap=cap, sinks=sinks)
-check(scene([(40, 20), (70, 1)], head_dim=64, dtype=torch.bfloat16, is_far=True), None, it)
-check(scene([(700, 1), (700, 40)], head_dim=64, dtype=torch.bfloat16, first_key=8.0), None, it)
-""",
-    "kv": """
-import sys, torch
-from kernels.cuda import launch
-from tests.kernels.scenes import check_moves
-from tests.kernels.shim.backend import Shim
-it = Shim({"kv": launch.kv_kernels(torch.bfloat16, torch.bfloat16)},
-          texts={"kv": sys.stdin.read()})
-for is_far in (False, True):
-    check_moves(it, torch.bfloat16, is_far=is_far)
-""",
-    "rowwise": """
-import sys, torch
-from kernels.cuda import launch
-from tests.kernels.rowwise_scenes import check_all
-from tests.kernels.shim.backend import Shim
-it = Shim({"rowwise": launch.rowwise_kernels(torch.bfloat16)},
-          texts={"rowwise": sys.stdin.read()})
-for size in (7, 576, 4104):
-    check_all(it, torch.bfloat16, size)
-""",
-}
+
+
+def check_attention(text: str) -> None:
+    names = launch.attention_kernels(torch.bfloat16, 64)
+    it = Shim({"attention": names}, texts={"attention": text})
+    # The last two are of several tiles of many rows, whose keys are split.
+    crowds = (
+        [(70, 33), (129, 64), (17, 1)],
+        [(700, 1), (66, 3)],
+        [(700, 40)],
+        [(900, 70), (513, 33)],
+    )
+    for lens in crowds:
+        for window in (None, 24):
+            check(scene(lens, head_dim=64, dtype=torch.bfloat16), window, it)
+        # Six heads share two: tiles of many rows begin at any of them.
+        made = scene(lens, num_heads=6, head_dim=64, dtype=torch.bfloat16)
+        for cap, sinks in ((None, sinks_of(made)), (3.0, None), (30.0, sinks_of(made, 1))):
+            check(made, None, it, cap=cap, sinks=sinks)
+    far = scene([(40, 20), (70, 1)], head_dim=64, dtype=torch.bfloat16, is_far=True)
+    check(far, None, it)
+    loud = scene([(700, 1), (700, 40)], head_dim=64, dtype=torch.bfloat16, first_key=8.0)
+    check(loud, None, it)
+
+
+def check_kv(text: str) -> None:
+    names = launch.kv_kernels(torch.bfloat16, torch.bfloat16)
+    it = Shim({"kv": names}, texts={"kv": text})
+    for is_far in (False, True):
+        check_moves(it, torch.bfloat16, is_far=is_far)
+
+
+def check_rowwise(text: str) -> None:
+    it = Shim({"rowwise": launch.rowwise_kernels(torch.bfloat16)}, texts={"rowwise": text})
+    for size in (7, 576, 4104):
+        check_all(it, torch.bfloat16, size)
+
+
+CHECKS = {"attention": check_attention, "kv": check_kv, "rowwise": check_rowwise}
+
+
+def run_check(source: str, text: str) -> None:
+    torch.set_num_threads(1)  # many small operations, which threads only slow down
+    CHECKS[source](text)
 
 
 def survives(source: str, text: str) -> bool:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAMS[source]],
-        input=text.encode(),
-        cwd=ROOT,
-        # Of many small operations, which threads only slow down.
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-    )
-    return done.returncode == 0
+    """Run the checks in a process of their own, for a broken kernel may abort.
+
+    It is forked from one that has imported torch, which takes as long as most of the checks.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=run_check, args=(source, text), daemon=True)
+    process.start()
+    process.join()
+    return process.exitcode == 0
 
 
-@pytest.mark.parametrize("source", PROGRAMS)
+@pytest.mark.parametrize("source", CHECKS)
 def test_the_scenes_pass_what_is_whole(source: str) -> None:
     if reason := why_not():
         pytest.skip(reason)
