@@ -24,7 +24,7 @@ OURS: Any = [
 GREEDY: Any = {"extra_body": {"temperature": 0}}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(cluster: Cluster) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(
         base_url=cluster.http,

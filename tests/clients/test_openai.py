@@ -18,7 +18,7 @@ NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 FLAT: Any = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
         base_url=f"{cluster.http}/v1",

@@ -18,7 +18,7 @@ CALLED: Any = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
         base_url=f"{cluster.http}/v1",

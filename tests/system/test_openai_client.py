@@ -24,7 +24,7 @@ CHAT: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
     with sync_client(cluster.http) as client:
         yield client
