@@ -177,7 +177,9 @@ def test_an_answer_may_be_cut_off(executor: TorchExecutor) -> None:
     assert [token.finish_reason for token in tokens] == [None] * 4 + ["length"]
 
 
-AMBIGUOUS = Structure(kind="lark", text='start: start start start | start start | "a" | ')
+# Each "a" adds as many items as the long rule has parts: the limit is reached after 34 of them.
+LONG = " ".join(["start"] * 60)
+AMBIGUOUS = Structure(kind="lark", text=f'start: {LONG} | start start | "a" | ')
 REFUSED = {
     "no schema": (Options(structure=Structure(kind="json_schema", text="{")), "no JSON"),
     "a keyword": (held({"uniqueItems": True}), "uniqueItems"),
