@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any, Final
 
 import httpx
@@ -19,9 +20,15 @@ _EVENTS: Final = [
 ]
 
 
+@cache
+def validator(kind: str) -> Draft202012Validator:
+    """What the description says of a body or an event; made once, for it is large."""
+    return Draft202012Validator({**_SCHEMA, "$ref": f"#/$defs/{kind}"})
+
+
 def validate(kind: str, body: Any) -> None:
     """Raise where `body` is not what the description says of `kind`."""
-    Draft202012Validator({**_SCHEMA, "$ref": f"#/$defs/{kind}"}).validate(body)
+    validator(kind).validate(body)
 
 
 def validate_event(event: Any) -> None:

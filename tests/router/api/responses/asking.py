@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
-
-from jsonschema import Draft202012Validator
 
 from router.api.asked.bodies import parse
 from router.api.asked.fields import RESPONSES
 from router.api.responses.body import ResponseBody
 
-_SCHEMA = json.loads((Path(__file__).parents[3] / "system" / "openai_schema.json").read_text())
 WEATHER: dict[str, Any] = {
     "type": "function",
     "name": "weather",
@@ -21,11 +17,6 @@ WEATHER: dict[str, Any] = {
     "strict": True,
 }
 CLOCK: dict[str, Any] = {"type": "function", "name": "clock", "parameters": None, "strict": None}
-
-
-def validator(kind: str) -> Draft202012Validator:
-    """What OpenAI's schema says of a body or an event."""
-    return Draft202012Validator({**_SCHEMA, "$ref": f"#/$defs/{kind}"})
 
 
 def asked(**fields: Any) -> ResponseBody:

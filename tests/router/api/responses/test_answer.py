@@ -18,12 +18,12 @@ from router.text.reasoning import FAMILIES, read_reasoning
 from router.text.scan import AnswerReader, Scan, Steps
 from router.text.tokenizer import Tokenizer
 from router.text.tools import hermes
+from tests.clients.openai_schema import validate_event, validator
 from tests.router.api.responses.asking import (
     CLOCK,
     asked,
     assembled,
     events_of,
-    validator,
     without_call_ids,
 )
 from tests.router.api.scripted import Core, Writer
@@ -32,7 +32,7 @@ from wire.options import Options
 from wire.payloads import Logprobs, Usage
 
 HEAD = Head("request", 7, "letters")
-RESPONSE, EVENT = validator("Response"), validator("ResponseStreamEvent")
+RESPONSE = validator("Response")
 THINKING = "<think>ab</think>c"
 CALLS = (
     'So: <tool_call>\n{"name": "a", "arguments": {"x": "é}"}}\n</tool_call>\n'
@@ -165,7 +165,7 @@ def test_the_order_of_events() -> None:
         "response.completed",
     ]
     for event in events:
-        EVENT.validate(event)
+        validate_event(event)
     begun, done = events[0]["response"], events[-1]["response"]
     assert done.pop("usage")["output_tokens"] == 3
     assert begun == done | {"status": "in_progress", "output": []}
@@ -206,7 +206,7 @@ def test_scores_of_a_stream_are_those_of_the_whole(moments: list[int]) -> None:
     for text, reads in (("héy", False), ("héy", True), (THINKING, True), ("<think>ab", True)):
         events = Answering(is_streamed=True, reads=reads, **fields).stream(text, moments)
         for event in events:
-            EVENT.validate(event)
+            validate_event(event)
         whole = Answering(is_streamed=False, reads=reads, **fields).whole(text)
         RESPONSE.validate(whole)
         assert assembled(events) == events[-1]["response"]["output"] == whole["output"]
@@ -223,7 +223,7 @@ def test_one_that_broke(status: int, code: str) -> None:
     begun = subject.answer.take()
     events = events_of(begun + subject.answer.failure(HttpError(status, "gone")))
     for event in events:
-        EVENT.validate(event)
+        validate_event(event)
     response = events[-1]["response"]
     assert (events[-1]["type"], response["status"]) == ("response.failed", "failed")
     assert response["error"] == {"code": code, "message": "gone"}

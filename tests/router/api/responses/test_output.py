@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from router.api.responses.output import Output
 from router.text.parts import CallArguments, CallStart, Content, Part, Reasoning
-from tests.router.api.responses.asking import assembled, events_of, validator, without_call_ids
-
-EVENT = validator("ResponseStreamEvent")
+from tests.clients.openai_schema import validate_event
+from tests.router.api.responses.asking import assembled, events_of, without_call_ids
 
 
 def said(pieces: list[list[Part]], status: str = "completed") -> Output:
@@ -66,7 +65,7 @@ def test_every_event_is_what_openais_schema_says() -> None:
         CallArguments(0, "{}"),
     ]
     for event in events_of(said([parts]).take_events()):
-        EVENT.validate(event)
+        validate_event(event)
 
 
 def test_nothing_said_is_an_empty_message() -> None:
