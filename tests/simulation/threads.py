@@ -9,16 +9,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.simulation.loop import Process, State, Timeline
-from wire.layout import KVLayout
+from wire.layout import KVGroup, KVLayout
 from wire.parts import Buffer
 from wire.transfer import Rectangle
+from worker.compute.window_blocks import NONE
 from worker.engine.engine import Engine
 from worker.engine.outputs import Output
 from worker.engine.thread import Call
 from worker.executor.hash import HashExecutor, HashKVCache
+
+
+class Late(NamedTuple):
+    """A write to the KV of some blocks that is yet to be made, in layers of one group."""
+
+    blocks: Sequence[int]
+    group: int
+    write: Callable[[], None]
 
 
 class SlowCache(HashKVCache):
@@ -26,14 +35,32 @@ class SlowCache(HashKVCache):
 
     def __init__(self, num_blocks: int, block_size: int, layout: KVLayout, *room: int) -> None:
         super().__init__(num_blocks, block_size, layout, *room)
-        self.late: list[tuple[Sequence[int], Callable[[], None]]] | None = None
+        self.late: list[Late] | None = None
 
     def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
         if self.late is None:
             super().unpack(block_table, rectangle, segment)
         else:
             write = super().unpack
-            self.late.append((block_table, lambda: write(block_table, rectangle, segment)))
+            blocks = [*block_table]
+            if rectangle.group in self.windowed:
+                beside = {self.window_blocks.table([it])[0]: it for it in range(self.num_blocks)}
+                blocks = [beside[number] for number in block_table if number != NONE]
+            late = Late(blocks, rectangle.group, lambda: write(block_table, rectangle, segment))
+            self.late.append(late)
+
+    @property
+    def windowed(self) -> list[int]:
+        """The groups of layers with a window."""
+        groups = enumerate(self.layout.groups)
+        return [index for index, it in groups if isinstance(it, KVGroup) and it.window is not None]
+
+    def is_held(self, late: Late, is_used: Callable[[int], bool]) -> bool:
+        """Whether blocks are used, and layers with a window still have what lies beside them."""
+        is_beside = late.group not in self.windowed or all(
+            block in self.window_blocks for block in late.blocks
+        )
+        return is_beside and all(is_used(block) for block in late.blocks)
 
 
 class SlowExecutor(HashExecutor):
@@ -166,17 +193,17 @@ class EventCopies:
         ends = self._free_at = begins + self._random.uniform(*self._copy_s)
         await self._until(self._random.choice((begins, ends)))
         cache = self._executor.cache
-        late: list[tuple[Sequence[int], Callable[[], None]]] = []
+        late: list[Late] = []
         cache.late = late
         try:
             result = copy(*args)
         finally:
             cache.late = None
         await self._until(ends)
-        for blocks, write in late:
-            if not all(self._is_used(block) for block in blocks):
+        for it in late:
+            if not cache.is_held(it, self._is_used):
                 raise AssertionError("KV is written to blocks that were given back")
-            write()
+            it.write()
         return result
 
     async def _until(self, when: float) -> None:
