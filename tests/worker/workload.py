@@ -24,6 +24,7 @@ from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.engine.speculation import Drafter
+from worker.engine.unpacking import unpack
 from worker.executor.contract import ModelInfo
 from worker.executor.hash import (
     EOS_TOKEN_IDS,
@@ -279,7 +280,7 @@ class Workload:
             return self._end(request, "stop" if not first else "length", step)
         self.num_shared += reserved.cached_tokens
         for rectangle, kv in sent_kv(self.layout, request.prompt, reserved.cached_tokens):
-            self.engine.cache.unpack(reserved.block_table, rectangle, kv)
+            unpack(self.engine.cache, reserved.block_table, rectangle, kv, len(request.prompt))
         request.text += first
         self.engine.begin_decode(
             request.request_id, [*request.prompt, *first], request.options, request.limit - 1
