@@ -3,9 +3,9 @@
 Notation: T tokens of S sequences in one step, N blocks, L layers, Hq query heads, Hkv KV heads
 (Hkv divides Hq), B tokens in a block, D dimensions of a head, M columns of the block tables.
 
-    pool   [N, L, 2, Hkv, B, D]  all KV of a worker; axis 2 is key, value; contiguous.  A block's
+    pool   [N, L, 2, Hkv, B, D]  all KV of some layers; axis 2 is key, value; contiguous.  A block's
                                  layers lie together, so a block is one run of bytes.
-    slot   block * B + offset    where the KV of one token lives, the same in every layer.
+    slot   block * B + offset    where the KV of one token lives, the same in every layer of a pool.
     wire   [l, 2, Hkv, t, D]     l layers by t tokens of one sequence, free of block sizes.
 
 A block table maps logical block i of a sequence (tokens [i * B, (i + 1) * B)) to a block of the
