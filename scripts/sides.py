@@ -1,7 +1,8 @@
-"""Two routers with a worker pair each, to be compared: the same cores, so the same luck.
+"""Routers to be measured: their processes, and two with a worker pair each on the same cores.
 
-Left to the scheduler one side can sit for seconds on a core that somebody else needs too.  Both
-routers share one core here and all their workers another.
+Where two are compared they need the same luck.  Left to the scheduler one side can sit for seconds
+on a core that somebody else needs too.  Both routers share one core here and all their workers
+another.
 """
 
 from __future__ import annotations
@@ -50,23 +51,39 @@ class Side:
 @contextmanager
 def router(face: str, grace_s: float) -> Iterator[Side]:
     """A router with one prefill and one decode worker."""
+    flags = ["--local", "1,1", "--executor", "hash", "--grace-s", str(grace_s)]
+    with listening(flags) as (addresses, pid):
+        yield Side(*addresses[face], pid)
+
+
+@contextmanager
+def listening(flags: list[str]) -> Iterator[tuple[dict[str, tuple[str, int]], int]]:
+    """A router's process: where it listens, by face, and its id."""
     with tempfile.TemporaryDirectory() as directory:
         ready = Path(directory) / "ready"
         endpoints = ["--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0"]
-        flags = ["--local", "1,1", "--executor", "hash", "--log-level", "error"]
-        limits = ["--grace-s", str(grace_s), "--ready-file", str(ready)]
-        command = [sys.executable, "-m", "router", *endpoints, *flags, *limits]
-        process = subprocess.Popen(command, cwd=ROOT)
-        try:
+        command = [sys.executable, "-m", "router", "--log-level", "error", *endpoints, *flags]
+        with ended(subprocess.Popen([*command, "--ready-file", str(ready)], cwd=ROOT)) as process:
             deadline = time.monotonic() + START_S
             while not ready.exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
-            url = json.loads(ready.read_text())[face]
-            host, port = url.rpartition("//")[2].rsplit(":", 1)
-            yield Side(host, int(port), process.pid)
-        finally:
-            process.terminate()
-            process.wait(60)
+            urls = json.loads(ready.read_text())
+            yield {face: _address(url) for face, url in urls.items()}, process.pid
+
+
+@contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """End a process in any case."""
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _address(url: str) -> tuple[str, int]:
+    host, port = url.rpartition("//")[2].rsplit(":", 1)
+    return host, int(port)
 
 
 def share_cores(routers: Iterable[int], workers: Iterable[int]) -> None:

@@ -1,0 +1,237 @@
+#!/usr/bin/env python3
+"""What the router costs: CPU a token, time to a first token, requests a second, memory a stream.
+
+    scripts/bench_router.py                                # all rows
+    scripts/bench_router.py --rows saturated paced --peers ../peers --sglang ../router/bin/python
+    scripts/bench_router.py --brief                        # a few tokens each: are they right?
+
+A real router process, workers that compute nothing (`scripts/emitters.py`) and clients that check
+every token (`scripts/streams.py`), each in processes of their own.  `--peers` is a directory with
+the programs of those it is compared with, which run by turns with ours in every round: the floor,
+`relay_floor.py` (one ZeroMQ message a step in, 64 chunks out, and nothing else), and with
+`--sglang`, a Python that has it, sglang-router before `mock_worker.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.sides import ROOT, START_S, ended, listening
+
+# sglang-router tells nobody when it is ready.
+PEER_START_S: Final = 6.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that is measured."""
+
+    name: str
+    kind: str = "stream"
+    face: str = "completions"
+    streams: int = 64
+    tokens: int = 1000
+    pace_us: int = 0
+    requests: int = 1
+
+    def flags(self) -> list[str]:
+        fields = ("face", "streams", "tokens", "pace_us", "requests")
+        pairs = [(f"--{name.replace('_', '-')}", str(getattr(self, name))) for name in fields]
+        return [self.kind, *[word for pair in pairs for word in pair]]
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the peers do the same."""
+        return self.kind == "stream" and self.face == "completions" and self.streams == 64
+
+
+ROWS: Final = {
+    row.name: row
+    for row in (
+        Row("memory", "hold", streams=1000),
+        Row("saturated", tokens=4000),
+        Row("paced", pace_us=10_000),
+        Row("saturated-1", streams=1, tokens=20_000),
+        Row("saturated-512", streams=512, tokens=500),
+        Row("paced-512", streams=512, tokens=200, pace_us=80_000),
+        Row("chat", face="chat", tokens=4000),
+        Row("chat-paced", face="chat", pace_us=10_000),
+        Row("tcp", face="tcp", tokens=4000),
+        Row("tcp-paced", face="tcp", pace_us=10_000),
+        Row("ttft", "arrivals", tokens=8, pace_us=10_000, requests=1000),
+        Row("one-token", "requests", tokens=1, requests=8000),
+    )
+}
+
+
+def brief(row: Row) -> Row:
+    """Return the same with little to do."""
+    return replace(row, streams=min(row.streams, 8), tokens=min(row.tokens, 40), requests=20)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A router that listens; `model` is what its clients call theirs."""
+
+    endpoints: dict[str, tuple[str, int]]
+    pid: int
+    model: str = "demo"
+
+    def address(self, face: str) -> list[str]:
+        host, port = self.endpoints["tcp" if face == "tcp" else "http"]
+        return [host, str(port)]
+
+
+@contextmanager
+def ours(flags: list[str]) -> Iterator[Running]:
+    """The router of this checkout and its emitters."""
+    limits = ["--max-running-per-worker", "4096", "--max-requests-per-connection", "64"]
+    with listening([*limits, *flags]) as (addresses, pid):
+        bus = "tcp://{}:{}".format(*addresses["bus"])
+        emitters = [sys.executable, "-m", "scripts.emitters", bus]
+        with ended(subprocess.Popen(emitters, cwd=ROOT)):
+            wait_until_served(addresses["http"])
+            yield Running(addresses, pid)
+
+
+@contextmanager
+def sglang(python: str, peers: Path, row: Row) -> Iterator[Running]:
+    """sglang-router and its mock workers, which are made for one row."""
+    ports = [free_port() for _ in range(3)]
+    with ExitStack() as stack:
+        for port, tokens, pace_s in ((ports[0], 1, 0.0), (ports[1], row.tokens, row.pace_us / 1e6)):
+            mock = [
+                sys.executable,
+                str(peers / "mock_worker.py"),
+                str(port),
+                str(tokens),
+                str(pace_s),
+            ]
+            stack.enter_context(ended(subprocess.Popen(mock)))
+        flags = ["--pd-disaggregation", "--prefill", f"http://127.0.0.1:{ports[0]}", "9000"]
+        flags += ["--decode", f"http://127.0.0.1:{ports[1]}", "--port", str(ports[2])]
+        flags += ["--policy", "round_robin", "--disable-retries", "--log-level", "error"]
+        command = [python, "-m", "sglang_router.launch_router", *flags]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        stack.enter_context(ended(process))
+        time.sleep(PEER_START_S)
+        yield Running({"http": ("127.0.0.1", ports[2])}, process.pid, "m")
+
+
+def floor(peers: Path, row: Row) -> str:
+    """Run the bare relay; return what it says."""
+    steps = [str(row.tokens), str(row.pace_us / 1e6), "uvloop"]
+    command = [sys.executable, str(peers / "relay_floor.py"), *steps]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"([0-9.]+) us", said)
+    return f"{row.name:<14} {'bare relay':<12} {found[1] if found else said:>6} us CPU a token"
+
+
+def measure(row: Row, router: Running) -> dict[str, Any]:
+    """Have the clients do what the row says."""
+    client = [sys.executable, "-m", "scripts.streams", *router.address(row.face), *row.flags()]
+    client += ["--model", router.model, "--pid", str(router.pid)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(client, cwd=ROOT, **pipes) as process:  # type: ignore[call-overload]
+        if row.kind == "hold":
+            return hold(process.stdin, process.stdout, row, router)
+        said, _ = process.communicate("go\n")
+    measured: dict[str, Any] = json.loads(said)
+    if measured["problems"]:
+        raise SystemExit(f"{row.name}: {measured['problems'][0]}")
+    return measured
+
+
+def hold(stdin: IO[str], stdout: IO[str], row: Row, router: Running) -> dict[str, Any]:
+    """Weigh the router with connections, and with a stream open on each."""
+    process = psutil.Process(router.pid)
+    before = process.memory_full_info().uss
+    print("go", file=stdin, flush=True)
+    stdout.readline()
+    grown = process.memory_full_info().uss - before
+    print("enough", file=stdin, flush=True)
+    stdout.read()
+    return {"bytes": grown / row.streams}
+
+
+def said(row: Row, who: str, measured: dict[str, Any]) -> str:
+    """Return the line of a row."""
+    start = f"{row.name:<14} {who:<12}"
+    if "bytes" in measured:
+        return f"{start} {measured['bytes'] / 1000:6.1f} kB an open stream"
+    parts = [start]
+    if "tokens" in measured:
+        num, seconds = measured["tokens"], measured["seconds"]
+        what = "requests" if row.kind == "requests" else "tokens"
+        user, system = (1e6 * measured[name] / num for name in ("user_s", "system_s"))
+        parts.append(f"{user + system:6.1f} us CPU a {what[:-1]} ({user:.1f} user)")
+        parts.append(f"{num / seconds:9,.0f} {what}/s")
+    if row.kind != "stream":
+        ttft_ms = 1000 * np.array(measured["ttft_s"])
+        quantiles = (np.quantile(ttft_ms, share) for share in (0.5, 0.99))
+        parts.append("first token p50 {:.2f} p99 {:.2f} ms".format(*quantiles))
+    return " ".join(parts)
+
+
+def wait_until_served(address: tuple[str, int]) -> None:
+    """Wait until the router has its workers."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        with socket.create_connection(address) as connection:
+            connection.sendall(b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            if b" 200 " in connection.recv(4096):
+                return
+        time.sleep(0.1)
+    raise SystemExit("the router has no workers")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--brief", action="store_true", help="only whether the tokens are right")
+    parser.add_argument("--peers", type=Path, help="where relay_floor.py and mock_worker.py are")
+    parser.add_argument("--sglang", help="a Python that has sglang_router")
+    parser.add_argument("--router-args", default="", help="more flags of the router, as one word")
+    given = parser.parse_args()
+    rows = [brief(ROWS[name]) if given.brief else ROWS[name] for name in given.rows]
+    with ours(shlex.split(given.router_args)) as router:
+        measure(brief(ROWS["saturated"]), router)  # what is made once is made now
+        for _ in range(given.rounds):
+            for row in rows:
+                is_compared = given.peers is not None and row.is_compared
+                if is_compared:
+                    print(floor(given.peers, row), flush=True)
+                print(said(row, "router", measure(row, router)), flush=True)
+                if is_compared and given.sglang is not None:
+                    with sglang(given.sglang, given.peers, row) as peer:
+                        print(said(row, "sglang", measure(row, peer)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""The bench of the router in brief: are the tokens right, by HTTP and raw TCP, in all its rows?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.cluster import ROOT
+
+ROWS = ["memory", "saturated", "chat-paced", "tcp", "ttft", "one-token"]
+
+
+def test_every_token_of_the_bench_is_right() -> None:
+    command = [sys.executable, "scripts/bench_router.py", "--brief", "--rows", *ROWS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ROWS
