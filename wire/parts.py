@@ -13,7 +13,7 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from wire.errors import LocalProtocolError, RemoteProtocolError
-from wire.frames import HEADER_BYTES, DecodeToken, Frame, Tag, frame_of
+from wire.frames import HEADER_BYTES, MAX_TOKEN_ID, DecodeToken, Frame, Tag, frame_of
 
 TAG: Final = Struct("<I")
 # One engine step's tokens: more running sequences than any worker has, 1 MiB of headers.
@@ -23,18 +23,24 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Message(NamedTuple):
-    """One message: a header or, for DECODE_TOKEN, several, and the payload parts that follow."""
+    """One message: its header or, of DECODE_TOKEN, the first, and the payload parts that follow.
 
-    frames: tuple[Frame, ...]
+    `tokens` has the request id and the token id of every header of a DECODE_TOKEN: as plain pairs,
+    for a router reads a thousand of them while it reads one of anything else.
+    """
+
+    frame: Frame
     payload: tuple[Buffer, ...] = ()
+    tokens: tuple[tuple[int, int], ...] = ()
 
     @property
     def tag(self) -> Tag:
-        return self.frames[0].tag
+        return self.frame.tag
 
     @property
-    def frame(self) -> Frame:
-        return self.frames[0]
+    def frames(self) -> tuple[Frame, ...]:
+        """Every header as a frame."""
+        return tuple([DecodeToken(*each) for each in self.tokens]) or (self.frame,)
 
     def body(self) -> Buffer:
         """Return the payload as one buffer; a copy only when it came in several parts."""
@@ -76,11 +82,19 @@ def decode(parts: Sequence[Buffer]) -> Message:
         raise RemoteProtocolError(f"the header part has {len(headers)} bytes, not n x 16")
     if num_headers > 1 and tag != Tag.DECODE_TOKEN:
         raise RemoteProtocolError(f"tag {tag} carries {num_headers} headers, only DECODE_TOKEN may")
-    if num_headers > 1:
-        frames: tuple[Frame, ...] = tuple(
-            DecodeToken.from_header(headers[i : i + HEADER_BYTES])
-            for i in range(0, len(headers), HEADER_BYTES)
-        )
-    else:
-        frames = (frame_of(tag, headers),)
-    return Message(frames, tuple(parts[2:]))
+    return message_of(tag, headers, tuple(parts[2:]))
+
+
+def message_of(tag: int, headers: bytes | memoryview, payload: tuple[Buffer, ...]) -> Message:
+    """Read the headers of a message.
+
+    Raises:
+        RemoteProtocolError: Unknown tag, or see `Frame.from_header`.
+    """
+    if tag != Tag.DECODE_TOKEN:
+        return Message(frame_of(tag, headers), payload)
+    tokens = tuple(DecodeToken.layout.iter_unpack(headers))
+    for _, token_id in tokens:
+        if not 0 <= token_id <= MAX_TOKEN_ID:
+            raise RemoteProtocolError(f"DECODE_TOKEN: token_id {token_id} is no u32")
+    return Message(DecodeToken(*tokens[0]), payload, tokens)

@@ -11,8 +11,8 @@ from struct import Struct
 from typing import Final
 
 from wire.errors import RemoteProtocolError
-from wire.frames import FRAMES, HEADER_BYTES, Frame, Tag, frame_of
-from wire.parts import Buffer, Message
+from wire.frames import FRAMES, HEADER_BYTES, Frame, Tag
+from wire.parts import Buffer, Message, message_of
 
 PREFIX: Final = Struct("<II")
 # A prompt of a million tokens is 4 MiB, and options are 64 KiB at most.
@@ -92,7 +92,7 @@ class StreamDecoder:
             header = bytes(view[PREFIX.size : PREFIX.size + HEADER_BYTES])
             payload = bytes(view[PREFIX.size + HEADER_BYTES : end])
         del self._buffer[:end]
-        return Message((frame_of(tag, header),), (payload,) if payload else ())
+        return message_of(tag, header, (payload,) if payload else ())
 
     def _check_prefix(self, tag: int, length: int) -> None:
         if tag not in FRAMES:

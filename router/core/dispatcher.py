@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import structlog
@@ -218,9 +218,10 @@ class Dispatcher:
 
     # Called by `router.core.replies`.
 
-    def attempt(self, request_id: int) -> Attempt | None:
-        """Return the attempt with this id; None if it has ended, or never was."""
-        return self._attempts.get(request_id)
+    @property
+    def attempts(self) -> Mapping[int, Attempt]:
+        """Every attempt that has not ended, by its id."""
+        return self._attempts
 
     def is_open(self, state: RequestState) -> bool:
         """Tell whether the request has not ended yet."""

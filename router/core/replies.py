@@ -12,8 +12,8 @@ A client never reads the words of a worker, but a sentence of ours for each code
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Final, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
 
 import structlog
 from msgspec import structs
@@ -23,7 +23,7 @@ from router.core.fleet import Worker
 from router.core.placement import Placement
 from router.core.state import Attempt, Limits, Phase, RequestState
 from wire.errors import ErrorCode, RemoteProtocolError, RequestFailed, WireError
-from wire.frames import DecodeDone, DecodeToken, Error, PrefillDone
+from wire.frames import DecodeDone, Error, PrefillDone
 from wire.logprobs import largest_top_token_id, num_rows
 from wire.parts import Message
 from wire.payloads import (
@@ -66,7 +66,8 @@ MAX_LOGGED: Final = 200
 class Requests(Protocol):
     """The part of `router.core.dispatcher.Dispatcher` that is used here."""
 
-    def attempt(self, request_id: int) -> Attempt | None: ...
+    @property
+    def attempts(self) -> Mapping[int, Attempt]: ...
     def is_open(self, state: RequestState) -> bool: ...
     def go_on(self, state: RequestState) -> None: ...
     def finish(self, state: RequestState, usage: Usage) -> None: ...
@@ -109,12 +110,12 @@ class Replies:
             RemoteProtocolError: It is none that a worker sends.
         """
         frame = message.frame
-        if isinstance(frame, DecodeToken):
+        if message.tokens:
             self._on_tokens(peer, message)
             return
         if not isinstance(frame, PrefillDone | DecodeDone | Error):
             raise RemoteProtocolError(f"a worker does not send {frame.tag.name}")
-        attempt = self._requests.attempt(frame.request_id)
+        attempt = self._requests.attempts.get(frame.request_id)
         if attempt is None:
             self.dropped["unknown_request"] += 1
             return
@@ -187,15 +188,11 @@ class Replies:
             self._requests.go_on(state)
 
     def _on_tokens(self, peer: bytes, message: Message) -> None:
-        frames = cast(tuple[DecodeToken, ...], message.frames)
-        logprobs: list[Logprobs | None] | None = None
-        if message.payload:
-            logprobs = decode_map(list[Logprobs | None], message.body())
-            if len(logprobs) != len(frames):
-                raise RemoteProtocolError("DECODE_TOKEN: logprobs do not match the headers")
-        find = self._requests.attempt
-        for i, frame in enumerate(frames):
-            attempt = find(frame.request_id)
+        """Take the tokens of a step.  Whatever is done here is done for every token there is."""
+        tokens, logprobs = message.tokens, _scores(message)
+        find, vocab_size, decoding = self._requests.attempts.get, self._vocab_size, Phase.DECODE
+        for i, (request_id, token_id) in enumerate(tokens):
+            attempt = find(request_id)
             if attempt is None:
                 self.dropped["unknown_request"] += 1
                 continue
@@ -204,28 +201,30 @@ class Replies:
                 self.dropped["wrong_worker"] += 1
                 continue
             scores = None if logprobs is None else logprobs[i]
-            try:
-                self._check_token(state, frame, scores)
-            except RemoteProtocolError as error:
-                self._on_breach(attempt, decode, error)
-                continue
+            generated = state.generated
+            is_due = state.phase is decoding and len(generated) <= (state.new_tokens or 0)
+            if not is_due or token_id >= vocab_size or scores is not None:
+                try:
+                    self._check_token(state, token_id, scores, is_due=is_due)
+                except RemoteProtocolError as error:
+                    self._on_breach(attempt, decode, error)
+                    continue
             if attempt.prefill is not None:
                 # A token proves that the KV is there: the transfer has ended.
                 self._requests.release_prefill(attempt)
-            state.generated.append(frame.token_id)
+            generated.append(token_id)
             try:
-                state.sink.on_token(frame.token_id, scores)
+                state.sink.on_token(token_id, scores)
             except Exception:
                 self._requests.drop_sink(state)
 
     def _check_token(
-        self, state: RequestState, frame: DecodeToken, scores: Logprobs | None
+        self, state: RequestState, token_id: int, scores: Logprobs | None, *, is_due: bool
     ) -> None:
-        if state.phase is not Phase.DECODE or len(state.generated) > (state.new_tokens or 0):
+        if not is_due:
             raise RemoteProtocolError("a token that was not asked for")
-        _check_vocabulary(frame.token_id, self._vocab_size)
-        if scores is not None:
-            _check_logprobs(scores, state.request.options.logprobs, self._vocab_size)
+        _check_vocabulary(token_id, self._vocab_size)
+        _check_logprobs(scores, state.request.options.logprobs, self._vocab_size)
 
     def _on_breach(self, attempt: Attempt, worker: Worker, error: RemoteProtocolError) -> None:
         """Fail an attempt whose worker broke the protocol.
@@ -236,6 +235,16 @@ class Replies:
         log.warning("bad frame", worker=worker.name, reason=error.message)
         message = f"{worker.name} broke the protocol"
         self._requests.fail_attempt(attempt, WireError(ErrorCode.INTERNAL, message), blamed=worker)
+
+
+def _scores(message: Message) -> list[Logprobs | None] | None:
+    """Return the log-probabilities of the tokens of a message, if it has any."""
+    if not message.payload:
+        return None
+    logprobs = decode_map(list[Logprobs | None], message.body())
+    if len(logprobs) != len(message.tokens):
+        raise RemoteProtocolError("DECODE_TOKEN: logprobs do not match the headers")
+    return logprobs
 
 
 def _sender(

@@ -132,7 +132,7 @@ async def test_a_client_gets_its_tokens_under_its_own_id(is_pipelined: bool) -> 
         router.say(D, [DecodeToken(request_id, 8)])
         router.say(D, [DecodeToken(request_id, 9)], encode_map([Logprobs(logprob=-0.5)]))
         router.say(D, DecodeDone(request_id), usage())
-        assert await hear(client) == Message((DecodeToken(7, 8),))
+        assert await hear(client) == Message(DecodeToken(7, 8), (), ((7, 8),))
         message = await hear(client)
         assert message.frame == DecodeToken(7, 9)
         assert decode_map(list[Logprobs], message.body()) == [Logprobs(logprob=-0.5)]

@@ -66,7 +66,7 @@ def check_orphans(world: World) -> None:
             ended = {
                 f"{request_id:x}, which has ended"
                 for request_id in here
-                if not any(router.bus.dispatcher.attempt(request_id) for router in living)
+                if not any(request_id in router.bus.dispatcher.attempts for router in living)
             }
             for what in sorted(ended | _waits_for_echo(world, one)):
                 key = f"{one.name} of epoch {one.epoch} still works on {what}"

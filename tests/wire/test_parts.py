@@ -25,7 +25,7 @@ def test_payload_parts_are_the_very_objects_passed_in() -> None:
     assert parts[2] is descriptor and parts[3] is kv
     message = decode(parts)
     assert message.payload[1] is kv
-    assert message == Message((KvCache(1, 2, 3),), (descriptor, kv))
+    assert message == Message(KvCache(1, 2, 3), (descriptor, kv))
 
 
 @given(TOKENS, st.lists(st.binary(max_size=8), max_size=3))
@@ -87,5 +87,5 @@ def test_we_send_no_such_message_ourselves(frames: list[DecodeToken]) -> None:
 
 
 def test_the_body_of_several_parts_is_joined() -> None:
-    assert Message((Cancel(1, 12),), (b"a", b"b")).body() == b"ab"
-    assert Message((Cancel(1, 12),)).body() == b""
+    assert Message(Cancel(1, 12), (b"a", b"b")).body() == b"ab"
+    assert Message(Cancel(1, 12)).body() == b""

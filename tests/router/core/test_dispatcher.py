@@ -432,7 +432,7 @@ def test_a_worker_cannot_send_more_tokens_than_it_was_asked_for(router: Router) 
 
 def test_a_frame_that_no_worker_sends_is_a_breach(router: Router) -> None:
     with pytest.raises(RemoteProtocolError):
-        router.dispatcher.on_message(P, Message((DecodeRequest(1, 2),)))
+        router.dispatcher.on_message(P, Message(DecodeRequest(1, 2)))
 
 
 class RaisingSink(RecordingSink):
@@ -487,7 +487,7 @@ def test_a_draining_worker_is_let_go_when_its_last_request_ends(router: Router) 
     [(peer, message)] = router.take(Tag.DRAIN)
     assert peer == D and message.frame == Drain(1, 0)
     router.say(P, Drain(1, 5000))
-    assert router.take(Tag.DRAIN) == [(P, Message((Drain(1, 0),)))]
+    assert router.take(Tag.DRAIN) == [(P, Message(Drain(1, 0)))]
 
 
 def test_ending_all_tells_every_client(router: Router) -> None:

@@ -309,7 +309,7 @@ def test_a_worker_that_stands_still_is_left_and_told(router: Router) -> None:
     assert router.dispatcher.num_waiting == 1
     router.beat(P, load())
     assert asked(router)[0] == P
-    assert router.dispatcher.attempt(frame.request_id) is None
+    assert router.dispatcher.attempts.get(frame.request_id) is None
 
 
 def test_a_draining_worker_that_is_lost_costs_nothing_either(router: Router) -> None:

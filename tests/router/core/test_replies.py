@@ -301,4 +301,5 @@ def test_logprobs_that_do_not_match_are_a_breach() -> None:
     router = Router()
     router.pair()
     with pytest.raises(RemoteProtocolError, match="do not match"):
-        router.dispatcher.on_message(b"decode-0-1", Message((DecodeToken(1, 2),), (b"\x90",)))
+        message = Message(DecodeToken(1, 2), (b"\x90",), ((1, 2),))
+        router.dispatcher.on_message(b"decode-0-1", message)

@@ -90,9 +90,8 @@ async def test_messages_go_both_ways_in_order(house: House) -> None:
             client.send(DecodeToken(i, i), b"payload", b" in parts")
         await client.drain()
         for i in range(2000):
-            assert await client.next_message() == Message(
-                (DecodeToken(i, i),), (b"payload in parts",)
-            )
+            payload = (b"payload in parts",)
+            assert await client.next_message() == Message(DecodeToken(i, i), payload, ((i, i),))
     told = await house.handlers.get()
     assert told.connection.peer_name.startswith("127.0.0.1:")
     assert await told.closed is None
