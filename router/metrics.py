@@ -153,9 +153,10 @@ class Metrics:
         self._prefill = self._distribution(
             "prefill", "From the first placement to the first token.", FIRST_TOKEN_S
         )
-        self._token = self._distribution(
+        # Told of tokens of one stream that came together: the time since the last, how many.
+        self.on_tokens = self._distribution(
             "inter_token", "Between tokens of a stream; those that come together share.", TOKEN_S
-        )
+        ).share
         self._request = self._distribution("request", "From acceptance to the end.", REQUEST_S)
         self._kv_seconds = self._distribution(
             "kv_transfer", "From the accepted offer to the last byte.", FIRST_TOKEN_S
@@ -182,10 +183,6 @@ class Metrics:
     def on_response(self, endpoint: str, outcome: str) -> None:
         """Count an HTTP request; there are few endpoints and outcomes, as labels must be."""
         self._http.labels(endpoint, outcome).inc()
-
-    def on_tokens(self, gap_s: float, num_tokens: int) -> None:
-        """Count tokens of one stream that came together, `gap_s` after the ones before."""
-        self._token.observe(gap_s / num_tokens, num_tokens)
 
     def on_slow_client(self) -> None:
         """Count a stream that was cut because its client did not read."""

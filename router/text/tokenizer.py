@@ -181,10 +181,14 @@ class _NoText:
 
 
 class _Pieces(dict[int, bytes]):
-    """The bytes of every token met so far, and when it is asked for, of any other."""
+    """The bytes of every token met so far, and when it is asked for, of any other.
+
+    `texts` are those of whole characters, as far as they were met.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer, hidden: frozenset[int]) -> None:
         super().__init__()
+        self.texts: dict[int, str] = {}
         self._backend = backend
         self._hidden = hidden
 
@@ -195,16 +199,26 @@ class _Pieces(dict[int, bytes]):
 
 
 class _ByteDetokenizer:
-    __slots__ = ("_pieces", "_utf8")
+    """Between two characters a token's text depends on nothing before it, so it is looked up."""
+
+    __slots__ = ("_is_between", "_pieces", "_texts", "_utf8")
 
     def __init__(self, pieces: _Pieces) -> None:
-        self._pieces = pieces
+        self._pieces, self._texts = pieces, pieces.texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between = True
 
     def feed(self, token_id: int) -> str:
-        return self._utf8.decode(self._pieces[token_id])
+        if self._is_between and (text := self._texts.get(token_id)) is not None:
+            return text
+        was_between, text = self._is_between, self._utf8.decode(self._pieces[token_id])
+        self._is_between = not self._utf8.getstate()[0]
+        if was_between and self._is_between:
+            self._texts[token_id] = text
+        return text
 
     def flush(self) -> str:
+        self._is_between = True
         return self._utf8.decode(b"", True)
 
 

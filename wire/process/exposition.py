@@ -38,6 +38,11 @@ class Distribution(Collector):
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
+    def share(self, total: float, times: int) -> None:
+        """Count `times` observations that came to `total` together."""
+        self._counts[bisect_left(self._bounds, total / times)] += times
+        self._sum += total
+
     def collect(self) -> Iterable[Metric]:
         yield histogram(self._name, self._help, self._bounds, self._counts, self._sum)
 

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from msgspec import structs
 
-from router.api.answered.pieces import Piece, ScoredToken, joined
+from router.api.answered.pieces import Piece, ScoredToken, joined, plain
 from router.api.asked.structures import Wanted
 from router.api.errors import HttpError
 from router.core.request import Request, RequestEnd
@@ -193,8 +193,7 @@ class Choice:
         self._feed, self._flush = detokenizer.feed, detokenizer.flush
         self._stops = StopMatcher(self.asked.stops) if self.asked.stops else None
         self._reader = self.asked.reader() if self.asked.reader else None
-        self._is_eager = self.asked.is_eager
-        asked = self.asked
+        asked, self._is_eager = self.asked, self.asked.is_eager
         has_scores = asked.has_logprobs or asked.has_prompt_logprobs
         self._is_plain = not (asked.stops or asked.has_ids or has_scores or asked.reader)
         self._length = len(self.prefix)
@@ -225,10 +224,12 @@ class Choice:
             self.on_token(result.token_id, result.logprobs)
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
-        self._pending.append(token_id)
+        pending = self._pending
+        pending.append(token_id)
         if self.asked.has_logprobs:
             self._logprobs.append(logprobs)
-        if self._is_eager:
+        # Of several tokens only the first wakes; then those that are far too many.
+        if self._is_eager and not 1 < len(pending) <= MAX_PENDING_TOKENS:
             self.wake(self)
 
     def on_done(self, usage: Usage) -> None:
@@ -254,28 +255,26 @@ class Choice:
         if self.finish_reason is not None:
             self._pending.clear()
             return []
-        token_ids, self._pending = self._pending[:max_tokens], self._pending[max_tokens:]
+        token_ids, self._pending = self._pending, []
+        if len(token_ids) > max_tokens:
+            token_ids, self._pending = token_ids[:max_tokens], token_ids[max_tokens:]
         if self.num_tokens + len(token_ids) >= self.max_tokens and self._awaits_end:
             self._last = [token_ids.pop()]
-        if self._prompt_logprobs is not None:
-            scores = self._take_prompt_scores(self._prompt_logprobs)
-            self._prompt_logprobs = None
-            self._scores = scores if self.asked.has_echo_logprobs else []
-            self._prompt_scores = scores if self.asked.has_prompt_logprobs else ()
         if self._is_plain:
-            pieces = self._take_plain(token_ids)
+            self.num_tokens += len(token_ids)
+            pieces = list(map(plain, map(self._feed, token_ids)))
         else:
             pieces = self._take(token_ids)
         if self.usage is not None and self.finish_reason is None and not self._pending:
             self._end(pieces, self.usage)
         return pieces
 
-    def _take_plain(self, token_ids: list[int]) -> list[Piece]:
-        """The same as `_take` where there is only text to show, as for most tokens."""
-        self.num_tokens += len(token_ids)
-        return [Piece(self._feed(token_id)) for token_id in token_ids]
-
     def _take(self, token_ids: list[int]) -> list[Piece]:
+        """The pieces of tokens that have more to show than text, or are looked at for stops."""
+        if self._prompt_logprobs is not None:
+            scores, self._prompt_logprobs = self._take_prompt_scores(self._prompt_logprobs), None
+            self._scores = scores if self.asked.has_echo_logprobs else []
+            self._prompt_scores = scores if self.asked.has_prompt_logprobs else ()
         num_tokens = len(token_ids)
         logprobs, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
         asked, pieces = self.asked, list[Piece]()
@@ -412,12 +411,9 @@ class Completion:
         self._num_open = 0
         self.choices: list[Choice] = []
         self.error: WireError | None = None
+        self.is_over = False  # all choices have ended, or one of them badly
         # Tokens that the last `take` took.
         self.num_new_tokens = 0
-
-    @property
-    def is_over(self) -> bool:
-        return self._num_open == 0 or self.error is not None
 
     @property
     def outcome(self) -> str:
@@ -455,26 +451,30 @@ class Completion:
 
         Where more than MAX_AT_ONCE tokens wait, it takes that many and wakes the writer again.
         """
-        taken = []
-        self.num_new_tokens = 0
+        taken, num_left = [], MAX_AT_ONCE
         for choice in tuple(self._dirty):
-            if self.num_new_tokens >= MAX_AT_ONCE:
-                break
             lag = choice.lag
-            taken.append((choice, choice.take(MAX_AT_ONCE - self.num_new_tokens)))
-            left = choice.lag
-            self.num_new_tokens += lag - left
-            if not left or choice.is_over:
+            taken.append((choice, choice.take(num_left)))
+            if lag <= num_left or choice.is_over:
                 del self._dirty[choice]
-            if choice.error is not None:
-                self.error = self.error or choice.error
-                self.cancel()
-            elif choice.finish_reason is not None:
-                self._num_open -= 1
-                self._cancel(choice)  # the workers do not know that a stop string ended it
+            if choice.is_over:
+                self._close(choice)
+            num_left = max(num_left - lag, 0)
+            if not num_left:
+                break
+        self.num_new_tokens = MAX_AT_ONCE - num_left
         if self._dirty:
             self._writer.wake()
         return taken
+
+    def _close(self, choice: Choice) -> None:
+        if choice.error is not None:
+            self.error = self.error or choice.error
+            self.cancel()
+        else:
+            self._num_open -= 1
+            self._cancel(choice)  # the workers do not know that a stop string ended it
+        self.is_over = self._num_open == 0 or self.error is not None
 
     def cancel(self) -> None:
         """Free what every open choice holds on the workers; idempotent."""

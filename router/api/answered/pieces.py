@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from router.text import parts
@@ -44,6 +45,12 @@ class Piece(NamedTuple):
         if all(isinstance(part, Content) for part in self.parts):
             return "".join([part.text for part in self.parts if isinstance(part, Content)])
         return None
+
+
+@lru_cache(maxsize=1 << 16)
+def plain(text: str) -> Piece:
+    """Return the piece of a token that shows its text only: as most do, and most recur."""
+    return Piece(text)
 
 
 def joined(pieces: Iterable[Piece]) -> Piece:

@@ -18,6 +18,13 @@ def test_a_distribution_is_cumulative() -> None:
     assert buckets == [("1.0", 1), ("2.0", 3), ("+Inf", 4)]
 
 
+def test_observations_may_share_a_sum() -> None:
+    one, other = (Distribution("d", "help", (1, 2)) for _ in range(2))
+    one.observe(1.5, 2)
+    other.share(3.0, 2)
+    assert list(one.collect()) == list(other.collect())
+
+
 def test_frames_by_plane_tag_and_direction() -> None:
     bus, tcp = Traffic(), Traffic()
     bus.say(encode(Cancel(1, 0)))
