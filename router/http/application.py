@@ -37,9 +37,9 @@ from router.http.limits import ORDINARY_BYTES, Bodies, Threads
 from router.http.origin import Origins, preflight
 from router.http.responses import ResponseHandlers
 from router.http.routes import Handler, Route, Routes
-from router.http.server import abort
+from router.http.server import abort, find_push
 from router.http.status import Status
-from router.http.writer import ResponseWriter, wait_for_disconnect
+from router.http.writer import ResponseWriter, Turns, wait_for_disconnect
 from wire.errors import ErrorCode, WireError
 from wire.process.api_keys import ApiKeys
 from wire.process.traffic import Traffic
@@ -87,6 +87,7 @@ class Application:
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._writers: set[ResponseWriter] = set()
+        self._turns = Turns()
         self._tick_due: float | None = None
         dispatcher.observers.append(self.metrics)
         status = Status(
@@ -278,6 +279,8 @@ class Application:
         assert task is not None
         return ResponseWriter(
             exchange.send,
+            self._turns,
+            find_push=find_push,
             headers=exchange.headers,
             clock=time.monotonic,
             cut_off=task.cancel,

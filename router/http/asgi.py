@@ -21,6 +21,8 @@ Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
+# Takes a piece of a body, or says False: it would have to wait.
+Push = Callable[[bytes], bool]
 
 JSON: Final = b"application/json"
 # Request ids come from outside and go into our logs.

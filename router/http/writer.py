@@ -3,19 +3,26 @@
 The response begins with the first thing to say, so whatever goes wrong before the first token still
 has an HTTP status of its own.  A client that leaves is noticed while nothing is written; one that
 stays but does not read is cut off, by `tick` or by the tokens that pile up.
+
+Tokens are the router's bulk, so they are written without a task waking up for them: all writers
+with something to write have their turn in one pass (`Turns`), and what a server takes at once costs
+one call.  Only where it does not, because the client is slow to read, does the task of the request
+wait for it; meanwhile its tokens pile up, and go out together.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from functools import partial
+from types import coroutine
+from typing import Any, Final
 
 from router.api.answered.completion import Answer, Choice, Completion
 from router.api.answered.events import HEADERS
 from router.api.answered.pieces import Piece, joined
 from router.api.errors import Header, http_error
-from router.http.asgi import Disconnected, Receive, Send
+from router.http.asgi import Disconnected, Push, Receive, Send
 
 # Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
 PING_S: Final = 10.0
@@ -23,26 +30,53 @@ PING_S: Final = 10.0
 STALL_S: Final = 10.0
 
 
+class Turns:
+    """Everybody who has something to write, once in a turn of the loop."""
+
+    def __init__(self) -> None:
+        self._due: dict[ResponseWriter, None] = {}
+
+    def take(self, writer: ResponseWriter) -> None:
+        """Call the writer's `write`, after what else is to be done in this turn."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._due[writer] = None
+
+    def _write(self) -> None:
+        due, self._due = self._due, {}
+        # First all of the work, then all of the sending: who reads what is sent, on another core,
+        # then has more to read when it is done, and need not sleep and be woken for each.
+        bodies = [(writer, body) for writer in due if (body := writer.write())]
+        for writer, body in bodies:
+            writer.send(body)
+
+
 class ResponseWriter:
     """Sends the answer to one HTTP request.
 
     `cut_off` is called once when the client does not read; it must interrupt the write under way.
     `on_tokens` is told the time since the tokens before and the number of the new ones, where the
-    request has one choice.
+    request has one choice.  `find_push` gives the server's way past ASGI, if it has one, for what
+    comes between the first and the last events: a call that says whether it could take a piece of
+    the body at once.
     """
 
     def __init__(
         self,
         send: Send,
+        turns: Turns,
         *,
+        find_push: Callable[[Send], Push | None] = lambda send: None,
         headers: tuple[Header, ...],
         clock: Callable[[], float],
         cut_off: Callable[[], object],
         on_tokens: Callable[[float, int], None],
     ) -> None:
         self._send = send
+        self._turns = turns
+        self._find_push = find_push
+        self._push: Push | None = None
         self._headers = [*HEADERS, *headers]
-        self._signal = _Signal()
         self._clock = clock
         self._cut_off = cut_off
         self._on_tokens = on_tokens
@@ -50,17 +84,24 @@ class ResponseWriter:
         self.is_started = False
         self.is_gone = False
         self.is_cut = False
-        self.first_token_at: float | None = None
 
+        # What `write` does: nothing before somebody waits in `stream` or `collect`, or after.
+        self._advance: Callable[[], bytes] | None = None
+        # Whoever waits there; woken by the end, an error, and a write that is not taken at once.
+        self._signal = asyncio.Event()
+        self._error: Exception | None = None
+        # What is left of such a write.
+        self._rest: Awaitable[None] | None = None
         self._writing_since: float | None = None
         self._is_ping_due = False
         self._last_write = clock()
-        self._last_tokens = 0.0
+        self._last_tokens: float | None = None
+        self._is_timed = False
 
     # Called from outside while `stream` or `collect` waits.
 
     def wake(self) -> None:
-        self._signal.set()
+        self._turns.take(self)
 
     def overrun(self) -> None:
         if self._writing_since is not None:
@@ -79,9 +120,42 @@ class ResponseWriter:
                 self._cut()
         elif now - self._last_write >= PING_S:
             self._is_ping_due = True
+            self._turns.take(self)
+
+    def write(self) -> bytes:
+        """Take what has come, and return what is to be sent of it now."""
+        if self._advance is None or self._rest is not None or self.is_gone:
+            return b""
+        try:
+            return self._advance()
+        except Exception as error:
+            self._fail(error)
+            return b""
+
+    def send(self, body: bytes) -> None:
+        """Send as far as the server takes it at once, which is mostly all; the task of the request
+        waits for the rest."""
+        is_last = self._advance is None
+        if self._push is not None and not is_last and self._push(body):
+            return
+        sending = self._send_events(body, is_last=is_last)
+        try:
+            awaited = sending.send(None)
+        except StopIteration:
+            if is_last:
+                self._signal.set()
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._writing_since = self._last_write
+            self._rest = _go_on(sending, awaited)
             self._signal.set()
 
-    # The writer.
+    def _fail(self, error: Exception) -> None:
+        self._error, self._advance = error, None
+        self._signal.set()
+
+    # The request's own task.
 
     async def stream(self, completion: Completion, answer: Answer) -> None:
         """Write events until the completion is over.
@@ -90,21 +164,8 @@ class ResponseWriter:
             Disconnected: The client is gone.
             HttpError: It failed before anything was written.
         """
-        while not completion.is_over:
-            await self._wait()
-            body = answer.take()
-            self._note_tokens(completion)
-            if completion.error is not None:
-                error = http_error(completion.error)
-                if not self.is_started:
-                    raise error
-                body += answer.failure(error)
-            elif completion.is_over:
-                body += answer.end()
-            elif not body and self._is_ping_due:
-                body = answer.ping
-            if body:
-                await self._write(body, is_last=completion.is_over)
+        self._is_timed = len(completion.choices) == 1
+        await self._until_over(completion, partial(self._write_events, completion, answer))
 
     async def collect(self, completion: Completion) -> list[Piece]:
         """Wait for the end and return each choice whole.
@@ -114,39 +175,63 @@ class ResponseWriter:
             HttpError: It failed.
         """
         pieces: dict[Choice, list[Piece]] = {choice: [] for choice in completion.choices}
-        while not completion.is_over:
-            await self._wait()
-            for choice, taken in completion.take():
-                pieces[choice] += taken
-        if completion.error is not None:
-            raise http_error(completion.error)
+        await self._until_over(completion, partial(self._collect, completion, pieces))
         return [joined(each) for each in pieces.values()]
 
-    async def _wait(self) -> None:
-        await self._signal.wait()
-        if self.is_gone:
-            raise Disconnected
+    async def _until_over(self, completion: Completion, advance: Callable[[], bytes]) -> None:
+        self._advance = advance
+        self.wake()  # something may have come already
+        while self._rest is not None or not completion.is_over:
+            await self._signal.wait()
+            self._signal.clear()
+            if self._error is not None:
+                raise self._error
+            if self._rest is not None:
+                await self._rest
+                self._rest = self._writing_since = None
+                self.wake()
+            if self.is_gone and not completion.is_over:
+                raise Disconnected
 
-    async def _write(self, body: bytes, *, is_last: bool) -> None:
-        self._writing_since = self._last_write = self._clock()
-        self._is_ping_due = False
+    def _write_events(self, completion: Completion, answer: Answer) -> bytes:
+        body = answer.take()
+        now = self._clock()
+        if completion.num_new_tokens:
+            if self._last_tokens is not None and self._is_timed:
+                self._on_tokens(now - self._last_tokens, completion.num_new_tokens)
+            self._last_tokens = now
+        if completion.is_over:
+            self._advance = None
+            if completion.error is None:
+                body += answer.end()
+            elif self.is_started:
+                body += answer.failure(http_error(completion.error))
+            else:
+                raise http_error(completion.error)
+        elif not body and self._is_ping_due:
+            body = answer.ping
+        if body:
+            self._last_write = now
+            self._is_ping_due = False
+        return body
+
+    def _collect(self, completion: Completion, pieces: dict[Choice, list[Piece]]) -> bytes:
+        for choice, taken in completion.take():
+            pieces[choice] += taken
+        if completion.error is not None:
+            raise http_error(completion.error)
+        if completion.is_over:
+            self._advance = None
+            self._signal.set()
+        return b""
+
+    async def _send_events(self, body: bytes, *, is_last: bool) -> None:
         if not self.is_started:
             self.is_started = True
             start = {"type": "http.response.start", "status": 200, "headers": self._headers}
             await self._send(start)
+            self._push = self._find_push(self._send)
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
-        self._writing_since = None
-
-    def _note_tokens(self, completion: Completion) -> None:
-        num_tokens = completion.num_new_tokens
-        if not num_tokens:
-            return
-        now = self._clock()
-        if self.first_token_at is None:
-            self.first_token_at = now
-        elif len(completion.choices) == 1:
-            self._on_tokens(now - self._last_tokens, num_tokens)
-        self._last_tokens = now
 
     def _cut(self) -> None:
         if not self.is_cut:
@@ -162,25 +247,16 @@ async def wait_for_disconnect(receive: Receive, writer: ResponseWriter) -> None:
     writer.disconnect()
 
 
-class _Signal:
-    """Like `asyncio.Event`, for one waiter, and cleared by waiting; it takes half the time."""
-
-    __slots__ = ("_is_set", "_waiter")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        self._is_set = True
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def wait(self) -> None:
-        if self._is_set:
-            await asyncio.sleep(0)  # where there is always more to write, others need a turn too
-        else:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._is_set = False
+@coroutine
+def _go_on(begun: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+    """Await a coroutine that has begun outside of a task, and waits for `awaited`."""
+    try:
+        while True:
+            try:
+                yield awaited
+            except BaseException as error:
+                awaited = begun.throw(error)
+            else:
+                awaited = begun.send(None)
+    except StopIteration:
+        return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import shutil
 import ssl
@@ -25,6 +26,7 @@ from router.http.server import (
     HttpServer,
     Limits,
     abort,
+    find_push,
     framing_problem,
 )
 from tests import certificate
@@ -32,6 +34,7 @@ from tests.router.http.asgi_wire import Wire
 from wire.aio.listener import server_context
 
 GET = b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n"
+PUSHED = bytes(1 << 15)
 POST = b"POST /read HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -45,6 +48,14 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"begin ", "more_body": True})
         await asyncio.sleep(4 * QUICK.grace_s)
         await send({"type": "http.response.body", "body": b"end"})
+        return
+    if scope["path"] == "/push":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        push = find_push(send)
+        assert push is not None
+        # What nobody reads fills the server's buffer, and then a push would have to wait.
+        size = len(list(itertools.takewhile(push, itertools.repeat(PUSHED))))
+        await send({"type": "http.response.body", "body": b"%d" % size})
         return
     if scope["path"] == "/refuse":
         await respond(send, 413, b"no", headers=((b"connection", b"close"),))
@@ -397,3 +408,17 @@ async def test_pipelines_have_a_limit() -> None:
 
 def test_a_server_without_a_transport_cannot_be_aborted() -> None:
     assert not abort(Wire().send)
+
+
+async def test_a_body_is_pushed_as_far_as_the_client_takes_it() -> None:
+    async with serving() as server:
+        url = f"{server.url}/push"
+        async with httpx.AsyncClient() as client:
+            body = (await client.get(url)).content
+    size = int(body.rpartition(b"\0")[2])
+    assert size > 0
+    assert body == PUSHED * size + b"%d" % size
+
+
+def test_a_server_of_another_kind_has_no_way_past_asgi() -> None:
+    assert find_push(Wire().send) is None

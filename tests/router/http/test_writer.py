@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from router.api.errors import HttpError
 from router.api.text import TextAnswer
 from router.core.request import Request
 from router.http import writer as module
-from router.http.asgi import Disconnected
-from router.http.writer import ResponseWriter, wait_for_disconnect
+from router.http.asgi import Disconnected, Push
+from router.http.writer import ResponseWriter, Turns, wait_for_disconnect
 from router.text.tokenizer import Tokenizer
 from tests.router.api.scripted import Core
 from tests.router.site import LETTERS, events, ids
@@ -26,9 +27,13 @@ from wire.payloads import Usage
 class Client:
     """One HTTP client by hand: a clock that stands still, a `send` that can be made to block."""
 
-    def __init__(self, *, is_streamed: bool = True) -> None:
+    def __init__(
+        self, *, is_streamed: bool = True, push: Push | None = None, turns: Turns | None = None
+    ) -> None:
         self.now = 0.0
+        self.clock: Callable[[], float] = lambda: self.now
         self.sent: list[Any] = []
+        self.breaks = False
         self.bodies: asyncio.Queue[bytes] = asyncio.Queue()
         self.may_write = asyncio.Event()
         self.may_write.set()
@@ -38,8 +43,10 @@ class Client:
         self.core = Core()
         self.writer = ResponseWriter(
             self._send,
+            turns or Turns(),
+            find_push=lambda send: push,
             headers=((b"x", b"y"),),
-            clock=lambda: self.now,
+            clock=lambda: self.clock(),
             cut_off=self._cut,
             on_tokens=lambda gap, count: self.tokens.append((gap, count)),
         )
@@ -62,6 +69,8 @@ class Client:
             self.sink.on_token(token_id, None)
 
     async def _send(self, event: Any) -> None:
+        if self.breaks:
+            raise RuntimeError("the server broke")
         self.is_writing.set()
         await self.may_write.wait()
         self.sent.append(event)
@@ -91,7 +100,6 @@ async def test_a_stream_to_its_end() -> None:
     assert (start["status"], (b"x", b"y") in start["headers"]) == (200, True)
     assert [body["more_body"] for body in bodies] == [True, True, False]
     assert client.tokens == [(0.5, 2)]
-    assert client.writer.first_token_at == 0.0
 
 
 async def test_nothing_is_said_before_the_first_token() -> None:
@@ -197,3 +205,93 @@ async def test_a_whole_answer_that_fails() -> None:
     with pytest.raises(HttpError) as caught:
         await task
     assert caught.value.status == 429
+
+
+async def test_between_the_first_and_the_last_events_tokens_are_pushed() -> None:
+    pushed: list[bytes] = []
+    is_free = True
+
+    def push(body: bytes) -> bool:
+        if is_free:
+            pushed.append(body)
+        return is_free
+
+    client = Client(push=push)
+    task = client.stream()
+    client.say("a")
+    assert text_of(await client.bodies.get()) == "a"
+    client.say("bc")
+    await asyncio.sleep(0)
+    assert [text_of(body) for body in pushed] == ["bc"]
+    is_free = False  # the client lags, so the server is asked to wait
+    client.say("d")
+    assert text_of(await client.bodies.get()) == "d"
+    is_free = True
+    client.sink.on_done(Usage(finish_reason="stop"))
+    assert (await client.bodies.get()).endswith(DONE)
+    await task
+    assert len(pushed) == 1
+
+
+async def test_tokens_that_come_while_a_write_waits_go_out_together() -> None:
+    client = Client()
+    client.may_write.clear()
+    task = client.stream()
+    client.say("a")
+    await client.is_writing.wait()
+    for letter in "bcd":
+        client.say(letter)
+        await asyncio.sleep(0)
+    client.may_write.set()
+    assert text_of(await client.bodies.get()) == "a"
+    assert text_of(await client.bodies.get()) == "bcd"
+    client.sink.on_done(Usage(finish_reason="stop"))
+    await task
+
+
+async def test_in_a_turn_all_work_is_done_before_anything_is_sent() -> None:
+    turns, order = Turns(), list[str]()
+
+    def push(body: bytes) -> bool:
+        order.append("push")
+        return True
+
+    clients = [Client(push=push, turns=turns) for _ in range(2)]
+    tasks = [client.stream() for client in clients]
+    for client in clients:
+        client.say("a")
+        await client.bodies.get()
+    for client in clients:
+        client.clock = lambda: order.append("take") or 0.0  # type: ignore[func-returns-value]
+        client.say("b")
+    await asyncio.sleep(0)
+    assert order == ["take", "take", "push", "push"]
+    for task in tasks:
+        task.cancel()
+
+
+async def test_a_server_that_breaks_ends_its_own_request_only() -> None:
+    turns = Turns()
+    broken, sound = Client(turns=turns), Client(turns=turns)
+    broken.breaks = True
+    tasks = [broken.stream(), sound.stream()]
+    for client in (broken, sound):
+        client.say("a")
+    with pytest.raises(RuntimeError, match="broke"):
+        await tasks[0]
+    assert text_of(await sound.bodies.get()) == "a"
+    tasks[1].cancel()
+
+
+async def test_a_write_that_waits_can_be_interrupted() -> None:
+    client = Client()
+    client.may_write.clear()
+    task = client.stream()
+    client.say("a")
+    await client.is_writing.wait()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    client.may_write.set()
+    assert client.sent == []
