@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
@@ -20,7 +21,9 @@ from structlog.testing import capture_logs
 from scripts.models.make_model import make_model
 from tests.cluster import until
 from wire.process.cores import best_threads
-from wire.process.settings import SharedSettings, parse
+from wire.process.model import fingerprint
+from wire.process.settings import EX_CONFIG, SharedSettings, parse
+from worker.compute import meeting
 from worker.config import Config
 from worker.processes import Followers, Place, clear_away, command, meet, place_of, settle
 
@@ -260,6 +263,23 @@ def test_nobody_is_started_for_a_model_that_does_not_divide(
     assert lost.wait() == [] and not (tmp_path / "out").exists()
 
 
+def test_a_leader_says_what_others_have_to_be_told_alike(tmp_path: Path) -> None:
+    path, place = make_model(tmp_path / "model"), f"file://{tmp_path}/meeting"
+    numbers = {"--dtype": "float32", "--kv-dtype": "bfloat16", "--weights": "int8"}
+    flags = [f"{name}={value}" for name, value in numbers.items()]
+    flags += [f"--model={path}", "--tensor-parallel=2", "--device=cpu", f"--rendezvous={place}"]
+    command = [sys.executable, "-m", "worker", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as leader:
+        try:
+            told = json.loads(meeting.meet(place, 1, 2, {}, 25.0).get("told 0"))
+            _, log = leader.communicate(timeout=20)
+        finally:
+            leader.kill()
+    assert told.items() >= {"the fingerprint of --model": fingerprint(path), **numbers}.items()
+    assert leader.returncode == EX_CONFIG
+    assert "--tensor-parallel is 2 for process 0 and None for process 1" in log
+
+
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_who_waits_for_others_ends_by_a_signal(
@@ -334,9 +354,10 @@ from worker.processes import follow, meet
 lost = []
 config = parse(Config, sys.argv[2:])
 ranks = meet(config, lost.append, ExitStack())
-if sys.argv[1] == "dies" and not ranks.is_leader:
-    os._exit(0)
-if sys.argv[1] == "ends":
+if sys.argv[1] == "die":
+    print("met", flush=True)
+    ranks.is_leader or threading.Event().wait()
+if sys.argv[1] == "end":
     executor = load(config, ranks)
     executor.shutdown() if ranks.is_leader else follow(executor)
 [it.join() for it in threading.enumerate() if it.daemon and "_watch" in it.name]
@@ -344,22 +365,29 @@ print("lost", lost)
 """
 
 
-@pytest.mark.parametrize(("end", "lost"), [("dies", [1]), ("ends", [])])
-def test_a_leader_learns_that_one_is_lost_whom_somebody_else_has_started(
-    end: str, lost: list[int], tmp_path: Path
+@pytest.mark.parametrize(("end", "count", "lost"), [("die", 3, [1, 1]), ("end", 2, [])])
+def test_a_leader_learns_that_others_are_lost_whom_somebody_else_has_started(
+    end: str, count: int, lost: list[int], tmp_path: Path
 ) -> None:
-    path = make_model(tmp_path / "model")
-    flags = ["--model", str(path), "--tensor-parallel", "2", "--device", "cpu", "--threads", "1"]
+    path = make_model(tmp_path / "model", num_hidden_layers=3)
+    flags = ["--model", str(path), f"--pipeline-parallel={count}", "--device=cpu", "--threads=1"]
     flags += ["--rendezvous", f"file://{tmp_path}/meet"]
-    leader, other = (
+    leader, *others = (
         subprocess.Popen(
             [sys.executable, "-c", SEPARATE, end, *flags, "--process", str(number)],
             stdout=subprocess.PIPE,
             text=True,
         )
-        for number in range(2)
+        for number in range(count)
     )
-    other.communicate()
+    if end == "die":
+        assert leader.stdout is not None
+        leader.stdout.readline()
+        for other in others:
+            other.kill()
+    for other in others:
+        other.communicate()
     said, _ = leader.communicate()
     assert said.split("\n")[-2] == f"lost {lost}"
-    assert (leader.returncode, other.returncode) == (0, 0)
+    status = -signal.SIGKILL if end == "die" else 0
+    assert [it.returncode for it in (leader, *others)] == [0, *[status] * len(others)]

@@ -80,7 +80,8 @@ class Ranks:
         self.is_ending = False  # set before others are told to end: their going is no loss then
         for stage in range(shard.stages):  # everybody has to make everybody's groups
             first = replace(shard, rank=0, stage=stage).process
-            group = dist.new_group(list(range(first, first + shard.size)))
+            members, timeout = [*range(first, first + shard.size)], timedelta(seconds=timeout_s)
+            group = dist.new_group(members, timeout=timeout)  # by itself it has torch's own
             if stage == shard.stage:
                 self._first, self._stage = first, group
         self.total(0)  # nobody needs the rendezvous any more

@@ -189,7 +189,7 @@ class BlockPool:
         if self.states is not None and next_token == end and not self.states.is_kept(node.block):
             return False
         first_seen = 0 if self.windows is None else self.windows.first_seen(next_token)
-        return whole_from <= first_seen or end <= first_seen
+        return whole_from <= first_seen
 
     def _num_lacking(self, block: int, num_lacking: int) -> int:
         """Return how many first tokens of a block layers with a window lack, all or so many."""

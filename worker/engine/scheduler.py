@@ -302,12 +302,12 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: int) -> None:
         may_start = self.config.dynamic_batching or not self.running
-        num_later, blocks_later = 0, 0  # of sequences that will start in the next step
-        while (sequence := self._head(num_later)) is not None:
+        later: list[int] = []  # blocks of each sequence that will start in the next step
+        while (sequence := self._head(len(later))) is not None:
             if sequence.status is Status.RESERVING:
                 # One token more than there are: the first step must not preempt.
                 num_tokens = sequence.num_tokens
-                room = (num_tokens + 1, num_tokens, blocks_later)
+                room = (num_tokens + 1, num_tokens, later)
                 if not self._allocate(sequence, *room, next_token=num_tokens):
                     return
                 if self.pool.windows is not None:
@@ -319,19 +319,18 @@ class Scheduler:
                 plan.reserved.append(sequence)
                 continue
             if not sequence.is_ready:  # others need not wait for its grammar
-                num_later += 1
+                later.append(0)
                 continue
-            if not may_start or budget == 0 or len(self.running) + num_later >= self.max_running:
+            if not may_start or budget == 0 or len(self.running) + len(later) >= self.max_running:
                 return
             # Those that have begun answer sooner without it, and it no later.
             if self.config.dynamic_batching and plan.num_prefill_tokens >= self._enough_tokens:
                 return
             if self._is_better_later(sequence, plan):
-                num_later += 1
-                blocks_later += self.pool.blocks_for(sequence.num_tokens)
+                later.append(self.pool.blocks_for(sequence.num_tokens))
                 continue
             max_cached_tokens = sequence.max_cached_tokens
-            if not self._allocate(sequence, sequence.num_tokens, max_cached_tokens, blocks_later):
+            if not self._allocate(sequence, sequence.num_tokens, max_cached_tokens, later):
                 return
             self.waiting.remove(sequence)
             self.run(sequence)
@@ -370,11 +369,11 @@ class Scheduler:
         sequence: Sequence,
         num_tokens: int,
         max_cached_tokens: int,
-        blocks_later: int,
+        later: list[int],
         *,
         next_token: int | None = None,
     ) -> bool:
-        """Get blocks, cached ones for up to `max_cached_tokens`; leave `blocks_later` to others.
+        """Get blocks, cached ones for up to `max_cached_tokens`; leave to others what `later` says.
 
         For `next_token` see `BlockPool.match_prefix`.
         """
@@ -384,9 +383,9 @@ class Scheduler:
         keys = sequence.keys(max_cached_tokens // self.pool.block_size, self.pool.block_size)
         cached, prefix = self.pool.match_prefix(keys, next_token)
         num_blocks = self.pool.blocks_for(num_tokens) - len(cached)
-        if not self.pool.can_allocate(num_blocks + blocks_later, cached):
+        if not self.pool.can_allocate(num_blocks + sum(later), cached):
             return False
-        if not sequence.may_take(len(cached) + num_blocks + blocks_later, self.pool):
+        if not sequence.may_take(len(cached) + num_blocks, self.pool, later):
             return False
         sequence.take(num_blocks, self.pool, cached)
         sequence.num_cached_tokens = len(cached) * self.pool.block_size

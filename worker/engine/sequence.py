@@ -284,10 +284,10 @@ class Sequence:
             ]
         return self.block_keys[:num_blocks]
 
-    def may_take(self, num_blocks: int, pool: BlockPool) -> bool:
-        """Whether its windows may reach so many blocks more."""
+    def may_take(self, num_blocks: int, pool: BlockPool, later: Many[int] = ()) -> bool:
+        """Whether its windows may reach so many blocks more; see `Windows.may_promise`."""
         held = len(self.block_table)
-        return pool.windows is None or pool.windows.may_promise(held, held + num_blocks)
+        return pool.windows is None or pool.windows.may_promise(held, held + num_blocks, later)
 
     def take(self, num_blocks: int, pool: BlockPool, cached: Iterable[int] = ()) -> None:
         """Share `cached` blocks, and take so many fresh ones."""
@@ -322,15 +322,13 @@ class Sequence:
             self._reach(first, pool.blocks_for(num_tokens), pool)
 
     def _reach(self, start: int, end: int, pool: BlockPool) -> None:
-        """Reach the blocks [start, end) of the table, and no others."""
+        """Reach the blocks [start, end) of the table, and no others; a window never goes back."""
         assert pool.windows is not None
         before = range(self.window_start, min(start, self.window_end))
         behind = range(max(end, self.window_start), self.window_end)
         pool.leave(self.block_table[index] for it in (before, behind) for index in it)
-        ahead = range(start, min(end, self.window_start))
-        for it in (ahead, range(max(start, self.window_end), end)):
-            for index in it:
-                pool.windows.reach(self.block_table[index])
+        for index in range(max(start, self.window_end), end):
+            pool.windows.reach(self.block_table[index])
         self.window_start, self.window_end = start, end
 
     def register(self, pool: BlockPool) -> None:

@@ -77,9 +77,10 @@ class Windows:
         """
         return max(0, next_token - self._smallest + 1)
 
-    def may_promise(self, num_before: int, num_after: int) -> bool:
-        """Whether a sequence of so many blocks may have so many."""
+    def may_promise(self, num_before: int, num_after: int, later: Iterable[int] = ()) -> bool:
+        """Whether a sequence of so many blocks may have so many, and others as many as `later`."""
         more = self._promised(num_after) - self._promised(num_before)
+        more += sum(map(self._promised, later))
         return self._limit is None or self._num_promised + more <= self._limit
 
     def promise(self, num_before: int, num_after: int) -> None:

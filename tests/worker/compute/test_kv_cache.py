@@ -136,6 +136,10 @@ def test_groups_and_halves_of_the_heads_cross_by_themselves(block_size: int) -> 
         assert receiver.pack(theirs, rectangle) == sender.pack(ours, rectangle)
     written = sum(int((pool != 0).sum()) for pool in receiver.pools)
     assert written == (2 * 40 + 3 * 8) * 2 * 4 * 6, "of layers with a window, what it reaches"
+    fewer = TorchKVCache(
+        *(layout, 8, block_size, torch.device("cpu")), num_window_blocks=3, spare_blocks=1
+    )
+    assert [pool.shape[:2] for pool in fewer.pools] == [(9, 2), (4, 3)]
 
 
 def test_states_cross_whole_or_in_halves_of_their_heads() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,11 @@ def test_who_was_told_the_same_has_one_store(rendezvous: str) -> None:
 
 
 def test_who_was_told_otherwise_learns_what(rendezvous: str) -> None:
-    first, other = meet_all(rendezvous, {"--dtype": "float32"}, {"--dtype": "auto"})
-    assert "told alike: --dtype is float32 for process 0 and auto for process 1" in str(first)
-    assert "--dtype is auto for process 1 and float32 for process 0" in str(other)
+    float32: dict[str, object] = {"--dtype": "float32"}
+    first, same, other = meet_all(rendezvous, float32, float32, {"--dtype": "auto"})
+    assert "told alike: --dtype is float32 for process 0 and auto for process 2" in str(first)
+    assert "--dtype is auto for process 2 and float32 for process 0" in str(other)
+    assert isinstance(same, Store)
 
 
 def test_a_place_that_was_used_is_refused(tmp_path: Path) -> None:
@@ -57,12 +60,18 @@ def test_a_place_that_was_used_is_refused(tmp_path: Path) -> None:
     assert all(isinstance(it, Store) for it in kept)
 
 
-def test_on_the_loopback_nobody_else_can_come() -> None:
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("[::1]", "::1")])
+def test_on_the_loopback_nobody_else_can_come(host: str, address: str) -> None:
     port = free_port()
-    kept = meet_all(f"tcp://127.0.0.1:{port}", {}, {})
+    if ":" in address:
+        try:
+            socket.create_server((address, port), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("no IPv6 here")
+    kept = meet_all(f"tcp://{host}:{port}", {}, {})
     assert all(isinstance(it, Store) for it in kept)
     listening = [it for it in psutil.Process().net_connections() if it.status == "LISTEN"]
-    assert [it.laddr.ip for it in listening if it.laddr.port == port] == ["127.0.0.1"]
+    assert [it.laddr.ip for it in listening if it.laddr.port == port] == [address]
 
 
 @pytest.mark.parametrize("process", [0, 1])

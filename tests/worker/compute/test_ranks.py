@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worker.compute.processes import TIMEOUT_S, Processes
+from tests.worker.compute.processes import CPU, TIMEOUT_S, Processes
 from worker.compute.ranks import Ranks
 from worker.model.shard import Shard
 
@@ -114,6 +114,21 @@ def test_the_others_notice_that_a_process_has_died(
 ) -> None:
     with Processes(2, tmp_path) as started, pytest.raises(AssertionError, match="RuntimeError"):
         started.run(2 // stages, stages, wait_for_the_dead, dead, method)
+
+
+def wait_for_one_that_computes_nothing(ranks: Ranks, meeting: str) -> None:
+    ranks.leave()
+    hasty = Ranks(ranks.shard, meeting, CPU, timeout_s=4.0)
+    if hasty.is_leader:
+        with pytest.raises(RuntimeError):
+            hasty.add_up(torch.zeros(1))
+    hasty.tell(torch.zeros(1))  # for which the others wait as long as it takes
+
+
+def test_one_that_computes_nothing_counts_as_dead_after_a_time(
+    processes: Processes, tmp_path: Path
+) -> None:
+    processes.run(2, 1, wait_for_one_that_computes_nothing, f"file://{tmp_path}/again")
 
 
 def test_one_that_has_no_gpu_where_the_other_has_one_says_what_to_do(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
@@ -11,6 +12,7 @@ from scripts.models.make_model import make_model
 from tests.kv import part
 from tests.worker.executor.forward_pair import pair
 from tests.worker.poisoned import POISON, PoisonedExecutor
+from wire.layout import KVLayout
 from wire.options import Options
 from worker.engine.engine import Engine
 from worker.engine.measured import Direct, MeasuredExecutor, State, measured
@@ -18,11 +20,18 @@ from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence, Status
 from worker.executor.batch import Batch
 from worker.executor.contract import Executor, KVCache, SampledToken, Scorer, SequenceFailed
-from worker.executor.hash import HashExecutor, create, oracle
+from worker.executor.hash import MIXED, HashExecutor, create, create_mixed, oracle
 from worker.executor.metrics import Latency
 from worker.executor.torch import TorchExecutor
 
 GREEDY = Options(ignore_eos=True)
+
+
+WINDOWED = KVLayout(groups=MIXED.groups[:2])
+
+
+def create_windowed() -> HashExecutor:
+    return HashExecutor(replace(create_mixed().info, layout=WINDOWED))
 
 
 class Clock:
@@ -179,6 +188,9 @@ def test_memory_is_what_was_allocated() -> None:
     memory = around.status().memory
     assert (memory.parameter_bytes, memory.kv_cache_bytes) == (0, 8 * 4 * 64)
     assert memory.peak_bytes > 1 << 20
+    around = measured(create_windowed())
+    around.allocate(8, 4, num_window_blocks=3)
+    assert around.status().memory.kv_cache_bytes == (8 + 3) * 4 * 32
 
 
 Make = Callable[[], Executor]
@@ -251,6 +263,14 @@ def test_kv_handed_over_goes_on_the_same(make: Make, block_size: int) -> None:
     for _ in range(5):
         receiver.decode(received)
     assert received.token_ids[10:] == expected
+
+
+def test_blocks_of_layers_with_a_window_may_be_fewer() -> None:
+    executor = create_windowed()
+    direct = Direct(executor, executor.allocate(24, 4, num_window_blocks=6))
+    assert text(direct, [*range(24)], 30) == oracle(range(24), 30, OPTIONS, layout=WINDOWED)
+    with pytest.raises(ValueError, match="7 more blocks are too many, 6 left"):
+        direct.prefill(range(25), OPTIONS)
 
 
 def test_released_blocks_are_used_again(make: Make) -> None:

@@ -562,6 +562,12 @@ def test_who_waits_for_a_block_is_passed_by_others_but_keeps_slot_and_blocks() -
     for request_id, like in ((1, 0), (2, 0), (3, 3)):
         queue.add(request_id, 6, like=like)
     assert sizes(queue.step()) == ([], [(1, 6)]), "3 would fit, but then 2 would not"
+    windows = windows_over(64, 4, [9], num_window_blocks=8)  # four for a long sequence
+    queue = Queue(windows=windows, max_ubatch_tokens=64)
+    for request_id, like in ((1, 0), (2, 0), (3, 3)):
+        queue.add(request_id, 9, like=like)
+    assert sizes(queue.step()) == ([], [(1, 9)]), "3 would fit, but then what 2 sees would not"
+    assert sizes(queue.step()) == ([1], [(2, 1)])
 
 
 @pytest.mark.parametrize("num_tokens", [3, 4])
@@ -577,6 +583,15 @@ def test_nobody_waits_for_a_step_that_takes_nobody_in() -> None:
     queue.add(1, 9, like=0)
     queue.add(2, 9, like=0)
     assert sizes(queue.step()) == ([], [(1, 9), (2, 9)])
+
+
+def test_drafts_take_no_block_that_windows_have_no_room_for() -> None:
+    queue = Queue(windows=windows_over(64, 4, [9], num_window_blocks=5), max_ubatch_tokens=64)
+    short, _ = queue.add(1, 3), queue.add(2, 16)  # a block, and four that a window may need
+    queue.step()
+    short.drafts = (5, 6, 7)
+    assert [chunk.drafts for chunk in queue.step().decode] == [(), ()]
+    assert len(short.block_table) == 1
 
 
 SEQUENCE = Sequence(1, range(9))

@@ -258,6 +258,13 @@ def test_a_reservation_counts_for_the_part_of_windows_that_it_holds() -> None:
     run(engine)
     held = engine.scheduler.reserving.unclaimed.held_by["somebody"]
     assert held == -(-4 * 200 // (2 * MOST + OF_STEP)), "not the four blocks of two hundred"
+    engine.begin_decode(1, range(13), ENDLESS, 1)
+    run(engine)
+    engine.reserve(2, range(14), "somebody")
+    (reserved,) = of_kind(run(engine), Reserved)
+    assert reserved.cached_tokens == 12
+    held = engine.scheduler.reserving.unclaimed.held_by["somebody"]
+    assert held == -(-1 * 200 // (2 * MOST + OF_STEP)), "three of its four blocks are shared"
 
 
 def test_too_few_for_one_sequence_are_refused() -> None:

@@ -232,14 +232,17 @@ def test_states_are_divided_preempted_swapped_and_shared_as_in_one_process(
 def test_it_says_what_all_processes_take_together(
     size: int, stages: int, processes: Processes, tmp_path: Path
 ) -> None:
-    path = make_model(tmp_path, num_key_value_heads=1, num_hidden_layers=3)
+    windows: dict[str, Any] = {"family": "gemma3_text", "sliding_window": 6}
+    path = make_model(tmp_path, num_key_value_heads=1, num_hidden_layers=3, **windows)
     one = whole(path).capabilities
+    assert one.memory.window_bytes_per_token > 0
     described = processes.run(size, stages, describe, path)
     for found, _ in described:
         assert (found.num_shards, found.num_stages) == (size, stages)
         assert found.memory.parameter_bytes == sum(own for _, own in described)
         # The one head of keys and values is in every shard.
         assert found.memory.kv_bytes_per_token == size * one.memory.kv_bytes_per_token
+        assert found.memory.window_bytes_per_token == size * one.memory.window_bytes_per_token
         assert found.memory.activation_bytes_per_token >= one.memory.activation_bytes_per_token
         assert found.arithmetic == one.arithmetic + (f" in {size} shards" if size > 1 else "")
         assert (found.attention, found.speculative) == (one.attention, True)

@@ -28,7 +28,7 @@ from worker.parallel.orders import Step, Verb, tell, tell_step
 from worker.parallel.parts import Part, parts_of
 from worker.parallel.pieces import compute
 
-NUM_BLOCKS, BLOCK_SIZE, NUM_TOKENS = 8, 4, 15
+NUM_BLOCKS, NUM_WINDOW_BLOCKS, BLOCK_SIZE, NUM_TOKENS = 8, 3, 4, 15
 TABLE = [5, 2, 7, 0]
 
 
@@ -140,9 +140,10 @@ def ask_for_what_it_does_not_have(ranks: Ranks, path: Path, log: Path) -> None:
     config = read_config(path)
     parts = parts_of(layout_of(config, torch.float32), config, 2, 1)
     load_model(path, torch.float32, CPU, ranks=ranks)
-    tell(ranks, Verb.ALLOCATE, NUM_BLOCKS, BLOCK_SIZE)
-    rectangle = Rectangle(0, range(1), range(1, 2), range(NUM_TOKENS))
-    Asking(ranks, parts[1], Steps()).pack([0], rectangle)  # which has blocks for 4 tokens
+    tell(ranks, Verb.ALLOCATE, NUM_BLOCKS, BLOCK_SIZE, 0, NUM_WINDOW_BLOCKS)
+    (windowed,) = (it for it, group in enumerate(parts[1].layout.kv_groups) if group.window)
+    rectangle = Rectangle(windowed, range(1), range(1, 2), range(BLOCK_SIZE))
+    Asking(ranks, parts[1], Steps()).pack([NUM_WINDOW_BLOCKS], rectangle)
 
 
 def test_it_ends_when_it_cannot_copy_so_that_nobody_waits_for_ever(
