@@ -85,6 +85,7 @@ ASYNC = {
     "router/bus.py",
     "worker/app.py",
     "worker/__main__.py",
+    "worker/transfer/neighbours.py",
     "worker/transfer/thread.py",
     "worker/transfer/sender.py",
     "worker/transfer/peers.py",

@@ -138,10 +138,10 @@ class PrefillResult(PrefillRest, frozen=True, kw_only=True):
 class Usage(Map, frozen=True, kw_only=True):
     """DECODE_DONE: why it ended and what it cost.  SPEC 4.7.
 
-    `kv_bytes` crossed the network, `kv_skipped_tokens` were held by the decode worker already;
-    `kv_seconds` is from the offer's acceptance to the last byte, `kv_transfer_seconds` the part of
-    it in which bytes were under way.  `stop_token_id` is the EOS or stop token that ended it, and
-    `stop_logprobs` its log-probabilities.
+    `kv_bytes` came from the prefill worker, `kv_skipped_tokens` were held by the decode worker
+    already; `kv_seconds` is from the offer's acceptance to the last byte, `kv_transfer_seconds` the
+    part of it in which bytes were under way.  `stop_token_id` is the EOS or stop token that ended
+    it, and `stop_logprobs` its log-probabilities.
     """
 
     finish_reason: FinishReason
@@ -278,14 +278,22 @@ def _token_ids(buffer: Buffer, offset: int, count: int) -> tuple[int, ...]:
         raise RemoteProtocolError("token ids are not u32 little-endian") from problem
 
 
+# Of a Unix socket in the abstract namespace: a peer chooses it, so it can be none of others.
+SocketName = Annotated[str, msgspec.Meta(pattern=r"^baton-[A-Za-z0-9-]{1,90}\Z")]
+
+
 class Offer(Map, frozen=True, kw_only=True):
-    """Segment 0: what is to be transferred; the receiver reserves blocks first.  SPEC 6.2."""
+    """Segment 0: what is to be transferred; the receiver reserves blocks first.  SPEC 6.2.
+
+    `memory` is the socket where the memory is handed out that the KV lies in.  SPEC 6.8.
+    """
 
     layout: KVLayout
     num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     total_bytes: Count
     token_ids: bytes
     digest: Annotated[str, msgspec.Meta(pattern=r"^xxh3_64\Z")] = "xxh3_64"
+    memory: SocketName | None = None
 
 
 # Maps with the keys, at any depth, whose values are maps: in those too a key may come only once.
@@ -303,12 +311,14 @@ class Credit(NamedTuple):
 
     `cached_tokens` leading tokens are held already and are not to be sent; the number never
     changes.  `ready` is 1 in the final ACK: every byte is in its blocks.  `credit` 0 and `ready` 0
-    say that the offer still waits for blocks.  SPEC 4.4.
+    say that the offer still waits for blocks.  `in_memory` is 1 if segments may lie in the memory
+    that was offered, and never changes.  SPEC 4.4.
     """
 
     credit: int
     cached_tokens: int
     ready: int
+    in_memory: int = 0
 
     def pack(self) -> bytes:
         return CREDIT.pack(*self)
@@ -318,14 +328,16 @@ class Credit(NamedTuple):
         """Read a credit.
 
         Raises:
-            RemoteProtocolError: Not exactly `CREDIT.size` bytes, or `ready` is neither 0 nor 1.
+            RemoteProtocolError: Not exactly `CREDIT.size` bytes, or `ready` or `in_memory` is
+                neither 0 nor 1.
         """
         if len(buffer) != CREDIT.size:
             raise RemoteProtocolError(f"the credit has {len(buffer)} bytes, not {CREDIT.size}")
         credit = cls(*CREDIT.unpack(buffer))
-        if credit.ready not in (0, 1):
-            raise RemoteProtocolError(f"KV_CACHE_ACK: ready is {credit.ready}, not 0 or 1")
+        for name in ("ready", "in_memory"):
+            if (flag := getattr(credit, name)) not in (0, 1):
+                raise RemoteProtocolError(f"KV_CACHE_ACK: {name} is {flag}, not 0 or 1")
         return credit
 
 
-CREDIT: Final = Struct("<QII")
+CREDIT: Final = Struct("<QIHH")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from contextlib import ExitStack
@@ -168,6 +169,8 @@ def _live(config: Config, at_end: ExitStack) -> int:
         reason = f"{type(error).__name__}: {error}"
         log.exception("the executor failed to load", executor=config.executor, reason=reason)
         return EX_CONFIG
+    # What has been imported and loaded is never garbage: the collector need not look through it.
+    gc.freeze()
     return run(lambda stop: serve(config, executor, draft, stop))
 
 

@@ -95,6 +95,8 @@ class Worker:
             self._copies,
             self._plane,
             outside.clock,
+            outside.make_port,
+            outside.fetch,
         )
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
         self.role: PrefillRole | DecodeRole = make_role(context)

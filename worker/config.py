@@ -139,6 +139,11 @@ class Config(SharedSettings):
         ge=4 * MIB,
         description="bytes all transfers to a decode worker may have under way",
     )
+    kv_shared_memory: Literal["auto", "off"] = Field(
+        default="auto",
+        description="whether KV in host memory is lent to decode workers of the same user on this "
+        "machine, and read from that of prefill workers there; off: it is always sent",
+    )
     lease_s: float = Field(
         default=0.0,
         ge=0,

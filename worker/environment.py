@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from wire.aio.unix import DescriptorPort, fetch_descriptor
 from wire.aio.zmq import Link, Sending
 from wire.identity import Identity
 from wire.parts import Buffer
@@ -95,6 +96,20 @@ class Copying(Protocol):
     def close(self) -> None: ...
 
 
+class Port(Protocol):
+    """Hands a file descriptor out to who asks for it by name (`wire.aio.unix.DescriptorPort`)."""
+
+    @property
+    def name(self) -> str: ...
+    def close(self) -> None: ...
+
+
+# Both as in `wire.aio.unix`: a port of a descriptor and a greeting, and a descriptor by the name of
+# its port and its greeting.
+MakePort = Callable[[int, bytes], Port]
+Fetch = Callable[[str, bytes], Awaitable[int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Environment:
     """`clock` gives monotonic seconds, `epoch` a number that grows from process to process."""
@@ -107,6 +122,8 @@ class Environment:
         [Engine, Callable[[list[Output]], None], Callable[[BaseException], None]], Computing
     ] = EngineThread
     make_copies: Callable[[int], Copying] = Copies
+    make_port: MakePort = DescriptorPort
+    fetch: Fetch = fetch_descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +137,5 @@ class WorkerContext:
     copies: Copying
     plane: Plane
     clock: Callable[[], float]
+    make_port: MakePort = DescriptorPort
+    fetch: Fetch = fetch_descriptor

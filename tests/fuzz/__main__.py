@@ -48,7 +48,7 @@ from wire.payloads import (
     encode_map,
 )
 from wire.stream import PREFIX, StreamDecoder
-from wire.transfer.segment import Coverage, segment_digest, split_segment
+from wire.transfer.segment import Coverage, segment_digest, split_segment, unpack_places
 
 VECTORS: Final = Path(__file__).resolve().parents[2] / "wire" / "vectors.json"
 MAX_GROWTH_BYTES: Final = 64 << 20
@@ -166,8 +166,10 @@ def feed_options(raw: bytes) -> None:
 
 
 def feed_segment(raw: bytes) -> None:
-    """A KV segment: descriptor, bounds, overlap, digest."""
+    """A KV segment: descriptor, places, bounds, overlap, digest."""
     descriptor, kv = split_segment(raw)
+    if descriptor.in_memory:
+        unpack_places(kv)
     Coverage(LAYOUT, 1, 64).admit(descriptor.rectangle)
     descriptor.rectangle.num_bytes(LAYOUT)
     segment_digest(1, kv)

@@ -23,9 +23,11 @@ from wire.parts import Message
 from wire.transfer import KVReceiver
 from worker import link
 from worker.engine.blocks import BlockPool
+from worker.engine.engine import Engine
 from worker.roles.decode import DecodeRole
 from worker.roles.prefill import PrefillRole
 from worker.transfer.budget import IncomingTransfer, TransferBudget
+from worker.transfer.neighbours import Neighbours
 from worker.transfer.receiver import IncomingTransfers
 from worker.transfer.sender import OutgoingTransfer
 
@@ -145,29 +147,40 @@ def _ack_early(sound: Callable[..., Any]) -> Callable[..., Any]:
     def unpack(self: IncomingTransfers, transfer: IncomingTransfer, segment: Any) -> None:
         self._cache.unpack(transfer.block_table, segment.rectangle, segment.kv)
 
-    async def store(self: IncomingTransfers, transfer: IncomingTransfer, segment: Any) -> None:
-        # The segment counts as stored before it is.
-        self._answer(transfer, transfer.receiver.stored(segment, self._clock()))
-        try:
-            await self._copies.run(unpack, self, transfer, segment)
-        except WireError as error:
-            self.fail(transfer.receiver.request_id, error)
-        self._give_back(transfer)
+    async def store(self: IncomingTransfers, batch: Any) -> None:
+        for transfer, segment in batch:
+            # The segment counts as stored before it is.
+            self._answer(transfer, transfer.receiver.stored(segment, self._clock()))
+            try:
+                await self._copies.run(unpack, self, transfer, segment)
+            except WireError as error:
+                self.fail(transfer.receiver.request_id, error)
+            self._give_back(transfer)
 
     return store
 
 
 def _keep_blocks(sound: Callable[..., Any]) -> Callable[..., Any]:
-    def on_transfer_end(self: PrefillRole, transfer: OutgoingTransfer) -> None:
-        prefill = self._prefills.get(transfer.request_id)
-        if prefill is None or transfer.sender.error is not None:
-            sound(self, transfer)
-            return
-        prefill.is_transferred = True  # and nobody tells the engine
-        if prefill.is_answered:
-            del self._prefills[prefill.request_id]
+    async def send(self: PrefillRole, prefill: Any, transfer: OutgoingTransfer) -> None:
+        await transfer.run()
+        if prefill.is_ended:  # else nobody tells the engine
+            self._engine.post(lambda engine: engine.cancel(prefill.request_id))
 
-    return on_transfer_end
+    return send
+
+
+def _lend_nothing(sound: Callable[..., Any]) -> Callable[..., Any]:
+    # What a socket may still have is given to others at once.
+    return Engine.cancel
+
+
+def _any_memory(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def memory_of(self: Neighbours, peer: bytes) -> Any:
+        # Of whoever was met first.
+        found = (sound(self, each) for each in self._meetings)
+        return next((memory for memory in found if memory is not None), None)
+
+    return memory_of
 
 
 def _evict_half(sound: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,7 +262,9 @@ BUGS: dict[str, Bug] = {
     "ignore-router-loss": Bug(DecodeRole, "on_router_lost", _nothing),
     "keep-unclaimed": Bug(DecodeRole, "on_router_lost", _keep_unclaimed),
     "ack-early": Bug(IncomingTransfers, "_store", _ack_early),
-    "keep-blocks": Bug(PrefillRole, "_on_transfer_end", _keep_blocks),
+    "keep-blocks": Bug(PrefillRole, "_send", _keep_blocks),
+    "lend-nothing": Bug(Engine, "halt", _lend_nothing),
+    "any-memory": Bug(Neighbours, "memory_of", _any_memory),
     "evict-half": Bug(BlockPool, "_evict", _evict_half),
     "share-anything": Bug(BlockPool, "_has_all", _share_anything),
     "keep-every-state": Bug(BlockPool, "register", _keep_every_state),
@@ -267,8 +282,8 @@ BUGS: dict[str, Bug] = {
 # The first seed that catches each, as `scripts/simulate --hunt` finds it.
 CAUGHT_BY: dict[str, int] = {
     "drop-credit": 32,
-    "skip-fence": 13,
-    "free-early": 12,
+    "skip-fence": 6,
+    "free-early": 261,
     "reuse-id": 2,
     "spare-decode": 4,
     "keep-promise": 0,
@@ -280,13 +295,15 @@ CAUGHT_BY: dict[str, int] = {
     "keep-unclaimed": 7,
     "ack-early": 1,
     "keep-blocks": 0,
+    "lend-nothing": 0,
+    "any-memory": 149,
     "evict-half": 27,
-    "share-anything": 15,
-    "keep-every-state": 18,
+    "share-anything": 17,
+    "keep-every-state": 17,
     "short-window": 6,
-    "double-token": 0,
+    "double-token": 4,
     "forget-tokens": 0,
     "keep-attempt": 0,
     "miss-wake": 2,
-    "cancelled-by-nobody": 225,
+    "cancelled-by-nobody": 509,
 }

@@ -11,6 +11,7 @@ from typing import Any, Final
 from router.bus import Bus
 from router.core.fleet import Fleet
 from router.core.state import Limits, RequestIds
+from tests.simulation import memory
 from tests.simulation.loop import new_process
 from tests.simulation.network import Network
 from tests.simulation.scenario import Scenario
@@ -123,7 +124,9 @@ class WorkerProcess:
     def _boot(self) -> None:
         routers = tuple(map(endpoint_of, self._scenario.routers))
         config = _config(self.name, routers).model_copy(update=self._scenario.settings)
-        self.executor = SlowExecutor(replace(INFO, layout=self._scenario.layout))
+        info = replace(INFO, layout=self._scenario.layout)
+        is_late = self._scenario.is_late and config.role == "decode"
+        self.executor = SlowExecutor(info, is_late=is_late)
         self._stop = Stop()
         self.config = config
         self.worker = Worker(config, self.executor, self._environment())
@@ -143,6 +146,8 @@ class WorkerProcess:
             make_copies=lambda _: EventCopies(
                 timeline, process, random, scenario.copy_s, self.executor, self._is_used
             ),
+            make_port=partial(memory.Port, network, process),
+            fetch=partial(memory.fetch, network, process),
         )
 
     def _is_used(self, block: int) -> bool:

@@ -1,7 +1,7 @@
 """One connection between a link and a hub: two pipes, and an end of which each side hears.
 
-What is sent is read when it arrives, as with zero copy: a buffer that is reused too early arrives
-changed.  A second connection of an identity that is connected is never heard.
+What is sent is read when it arrives, as with zero copy: that a buffer was reused too early is seen
+then.  A second connection of an identity that is connected is never heard.
 """
 
 from __future__ import annotations
@@ -24,6 +24,19 @@ class _Departure:
     """Whether the buffers of a message are free (a `wire.aio.outbox.Tracker`)."""
 
     done = False
+
+    def __init__(self, parts: Sequence[Buffer]) -> None:
+        self._parts, self._sent = parts, _digest(parts)
+
+    def leave(self, parts: Sequence[Buffer]) -> None:
+        """Assert that nothing was changed on the way, but by mischief."""
+        if parts is self._parts and not self.done:
+            assert _digest(parts) == self._sent, "a buffer was reused while it was being sent"
+        self.done = True
+
+
+def _digest(parts: Sequence[Buffer]) -> int:
+    return hash(b"".join(parts))
 
 
 Parcel = tuple[Sequence[Buffer], _Departure]
@@ -52,7 +65,7 @@ class Pipe:
         size = sum(map(len, parts))
         if self._num_bytes + size > self._network.queue_bytes:
             raise WireError(ErrorCode.OVERLOADED, f"{self._num_bytes} bytes wait")
-        departure = _Departure()
+        departure = _Departure(parts)
         if sending is not None:
             sending.hand_over([departure])
         mischief = self._network.mischief
@@ -100,7 +113,7 @@ class Pipe:
         parts, departure = parcel
         self._num_bytes -= sum(map(len, parts))
         received: list[Buffer] = [bytes(part) for part in parts]
-        departure.done = True
+        departure.leave(parts)
         self._network.note(self._source.name, self._target.name, received)
         self._deliver(received)
 

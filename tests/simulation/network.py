@@ -18,6 +18,7 @@ from tests.simulation.mischief import Mischief
 from wire.parts import Buffer
 
 if TYPE_CHECKING:
+    from tests.simulation.memory import Port
     from tests.simulation.sockets import Hub
 
 # How long a side may take a connection for alive that was cut.
@@ -40,6 +41,7 @@ class Network:
         self.timeline, self.random, self.queue_bytes = timeline, random, queue_bytes
         self.note, self.mischief = note, mischief
         self.hubs: dict[str, Hub] = {}
+        self.memory: dict[str, Port] = {}  # that is lent, by name; a name is never used again
         self.connections: list[Connection] = []
         self._latency_s = latency_s
         self._num_ports = 0
@@ -49,8 +51,11 @@ class Network:
         return self.random.uniform(*self._latency_s)
 
     def new_port(self) -> str:
+        return f"tcp://127.0.0.1:{20_000 + self.new_number()}"
+
+    def new_number(self) -> int:
         self._num_ports += 1
-        return f"tcp://127.0.0.1:{20_000 + self._num_ports}"
+        return self._num_ports
 
     def is_blocked(self, source: Process, target: Process) -> bool:
         return (source.name, target.name) in self._blocked
@@ -76,6 +81,7 @@ class Network:
     def lose(self, process: Process) -> None:
         """A process has died: its listeners are gone, its connections end."""
         self.hubs = {k: hub for k, hub in self.hubs.items() if hub.process is not process}
+        self.memory = {k: port for k, port in self.memory.items() if port.process is not process}
         for connection in list(self.connections):
             if process in (connection.link.process, connection.hub.process):
                 connection.cut()

@@ -48,7 +48,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`settings` go to every worker; ranges are (least, most) seconds."""
+    """`settings` go to every worker; ranges are (least, most) seconds.
+
+    `is_late`: what is copied out of the memory of others is in its blocks at the end of the copy.
+    """
 
     num_routers: int
     num_prefills: int
@@ -65,6 +68,7 @@ class Scenario:
     max_waiting: int
     cancels: float
     layout: KVLayout
+    is_late: bool = False
     jobs: list[Job] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -119,7 +123,8 @@ def draw(random: Random) -> Scenario:
     kinds = choice((CLEAR, tuple(FaultKind)))
     scenario.jobs.extend(_job(random, name, bursts, scenario) for name in range(num_jobs))
     scenario.faults.extend(_fault(random, kinds, bursts, scenario) for _ in range(num_faults))
-    return scenario
+    scenario.settings["kv_shared_memory"] = choice(("auto", "auto", "off"))
+    return replace(scenario, is_late=choice((True, False)))
 
 
 def _settings(random: Random) -> dict[str, Any]:

@@ -85,15 +85,18 @@ def test_messages_of_a_connection_come_in_order_and_once() -> None:
     assert site.at_hub == words(*range(40)) and site.at_link == words(*range(20, 40))
 
 
-def test_a_buffer_is_read_when_the_message_arrives() -> None:
+def test_a_buffer_that_changes_on_its_way_is_noticed() -> None:
     site = Site()
     site.run(1.0)
     buffer = bytearray(b"early")
     sending = site.link.send([buffer], track=True)
     assert sending is not None and not sending.done
-    buffer[:] = b"later"
     site.run(1.0)
-    assert sending.done and site.at_hub == [b"later"]
+    assert sending.done and site.at_hub == [b"early"]
+    site.link.send([buffer], track=True)
+    buffer[:] = b"later"
+    with pytest.raises(AssertionError, match="a buffer was reused while it was being sent"):
+        site.run(1.0)
 
 
 def test_a_cut_loses_what_is_under_way_and_both_hear_of_it() -> None:

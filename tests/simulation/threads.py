@@ -19,6 +19,7 @@ from worker.compute.window_blocks import NONE
 from worker.engine.engine import Engine
 from worker.engine.outputs import Output
 from worker.engine.thread import Call
+from worker.executor.contract import ModelInfo
 from worker.executor.hash import HashExecutor, HashKVCache
 
 
@@ -31,11 +32,20 @@ class Late(NamedTuple):
 
 
 class SlowCache(HashKVCache):
-    """KV whose unpacked bytes can be held back until a copy is over."""
+    """KV whose unpacked bytes can be held back until a copy is over.
 
-    def __init__(self, num_blocks: int, block_size: int, layout: KVLayout, *room: int) -> None:
+    If it `is_late`, nothing is copied straight into its blocks either.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, layout: KVLayout, *room: int, is_late: bool
+    ) -> None:
         super().__init__(num_blocks, block_size, layout, *room)
+        self._is_late = is_late
         self.late: list[Late] | None = None
+
+    def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
+        return None if self._is_late else super().view(block_table, rectangle)
 
     def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
         if self.late is None:
@@ -68,11 +78,17 @@ class SlowExecutor(HashExecutor):
 
     cache: SlowCache
 
+    def __init__(self, info: ModelInfo, *, is_late: bool) -> None:
+        super().__init__(info)
+        self._is_late = is_late
+
     def allocate(
         self, num_blocks: int, block_size: int, num_states: int = 0, num_window_blocks: int = 0
     ) -> HashKVCache:
         room = num_states, num_window_blocks
-        self._cache = self.cache = SlowCache(num_blocks, block_size, self.info.layout, *room)
+        self._cache = self.cache = SlowCache(
+            num_blocks, block_size, self.info.layout, *room, is_late=self._is_late
+        )
         return self.cache
 
 

@@ -117,7 +117,7 @@ def test_the_other_fixed_layouts_are_right_too() -> None:
     assert fields_of(credit) == layout_of(CREDIT, payloads.Credit._fields)
     descriptor = tables(sections()["6.3"], OFFSETS)[0]
     names = SegmentDescriptor._fields
-    assert fields_of(descriptor) == layout_of(DESCRIPTOR, (*names[:3], "zero", *names[3:]))
+    assert fields_of(descriptor) == layout_of(DESCRIPTOR, (*names[:3], "in_memory", *names[3:-1]))
 
 
 @pytest.mark.parametrize("section", STRUCT_OF)

@@ -25,7 +25,13 @@ from wire.process.model import fingerprint
 from wire.session import ENDED, Direction, Session
 from wire.stream import StreamDecoder
 from wire.transfer import KVReceiver, KVSender
-from wire.transfer.segment import SegmentDescriptor, segment_digest, split_segment
+from wire.transfer.segment import (
+    SegmentDescriptor,
+    pack_places,
+    segment_digest,
+    split_segment,
+    unpack_places,
+)
 
 PATH = Path(payloads.__file__).with_name("vectors.json")
 VECTORS: dict[str, list[dict[str, Any]]] = json.loads(PATH.read_text())
@@ -57,9 +63,11 @@ def encode_payload(kind: str, content: Any) -> list[bytes]:
         layout = msgspec.convert(content["layout"], KVLayout)
         return [encode_map(Offer(**{**content, "token_ids": token_ids, "layout": layout}))]
     if kind == "segment":
-        fields = {key: value for key, value in content.items() if key != "kv"}
+        fields = {key: value for key, value in content.items() if key not in ("kv", "places")}
         fields["digest"] = int(fields["digest"], 16)
-        return [SegmentDescriptor(**fields).pack(), bytes.fromhex(content["kv"])]
+        places = content.get("places")
+        second = bytes.fromhex(content["kv"]) if places is None else pack_places(places)
+        return [SegmentDescriptor(**fields).pack(), second]
     if kind == "Credit":
         return [Credit(**content).pack()]
     if kind == "api_key":
@@ -113,7 +121,10 @@ def decode_payload(kind: str, body: Buffer, seq_len: int) -> Any:
     if kind == "segment":
         descriptor, kv = split_segment(body)
         digest = f"{descriptor.digest:016x}"
-        return {**descriptor._asdict(), "digest": digest, "kv": bytes(kv).hex()}
+        fields = {**descriptor._asdict(), "digest": digest}
+        if descriptor.in_memory:
+            return {**fields, "places": list(unpack_places(kv))}
+        return {**fields, "kv": bytes(kv).hex()}
     if kind == "Credit":
         return Credit.unpack(body)._asdict()
     if kind == "api_key":
@@ -163,8 +174,8 @@ def test_frame_is_decoded_from_the_vector(vector: dict[str, Any]) -> None:
 
 
 def complete(kind: str, content: Any) -> Any:
-    """An offer's content names its digest kind, which the vector leaves to the default."""
-    return {**content, "digest": "xxh3_64"} if kind == "Offer" else content
+    """An offer's content names its digest kind and memory, which a vector may leave to defaults."""
+    return {"digest": "xxh3_64", "memory": None, **content} if kind == "Offer" else content
 
 
 @named("malformed")
@@ -214,6 +225,7 @@ def test_the_receiver_answers_a_recorded_transfer(vector: dict[str, Any]) -> Non
     """Literal bytes of the sender in, the recorded bytes of the receiver out."""
     messages = [(m["from"], [bytes.fromhex(p) for p in m["zmq"]]) for m in vector["messages"]]
     layout = msgspec.convert(vector["layout"], KVLayout)
+    memory = bytes.fromhex(vector["memory"])
     receiver: KVReceiver | None = None
     answers = iter([recorded for who, recorded in messages if who == "decode"])
     for who, recorded in messages:
@@ -232,13 +244,14 @@ def test_the_receiver_answers_a_recorded_transfer(vector: dict[str, Any]) -> Non
                 lease_s=30.0,
                 now=0.0,
             )
-            ack = receiver.accept(vector["cached_tokens"], 0.0)
+            ack = receiver.accept(vector["cached_tokens"], 0.0, len(memory))
         else:
             assert receiver is not None
             segment = receiver.on_segment(frame, message.payload, 0.0)
             assert segment is not None
             try:
-                receiver.verify(segment)
+                kv = b"".join(segment.pieces(memory))
+                receiver.verify(segment, segment_digest(vector["request_id"], kv))
             except TransferFailed as error:
                 receiver.broken(segment, error)
                 assert parts.decode(next(answers)).tag is Tag.ERROR
@@ -262,6 +275,8 @@ def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
         lease_s=30.0,
         segment_bytes=vector["segment_bytes"],
         num_shards=vector["num_shards"],
+        memory=offered_memory(messages),
+        block_size=vector["block_size"] or 1,
         now=0.0,
     )
     sender.advance(len(token_ids), 0.0)
@@ -279,12 +294,24 @@ def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
             rectangle = sender.next_segment()
             assert rectangle is not None
             descriptor = SegmentDescriptor.unpack(recorded[2])
-            sent = sender.segment(rectangle, recorded[3], 0.0, digest=descriptor.digest)
+            places = unpack_places(recorded[3]) if descriptor.in_memory else ()
+            sent = sender.segment(
+                rectangle, recorded[3], 0.0, digest=descriptor.digest, places=places
+            )
             assert sent is not None
             assert parts.encode(*sent) == recorded
-            is_whole = segment_digest(vector["request_id"], recorded[3]) == descriptor.digest
+            kv = recorded[3]
+            if places:
+                size = descriptor.num_bytes // len(places)
+                memory = bytes.fromhex(vector["memory"])
+                kv = b"".join(memory[place : place + size] for place in places)
+            is_whole = segment_digest(vector["request_id"], kv) == descriptor.digest
             assert is_whole or vector["ends"] == "failed"
     assert sender.state.value == vector["ends"]
+
+
+def offered_memory(messages: list[tuple[str, list[bytes]]]) -> str | None:
+    return decode_map(Offer, parts.decode(messages[0][1]).body()).memory
 
 
 @named("sessions")

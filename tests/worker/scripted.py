@@ -284,8 +284,17 @@ class ScriptedDecode:
     def send(self, frame: Frame, *payload: Buffer) -> None:
         self._hub.send(self.peer, encode(frame, *payload))
 
-    def ack(self, request_id: int, kv_bytes: int, credit: int, *, ready: bool = False) -> None:
-        self.send(KvCacheAck(request_id, kv_bytes), Credit(credit, 0, int(ready)).pack())
+    def ack(
+        self,
+        request_id: int,
+        kv_bytes: int,
+        credit: int,
+        *,
+        ready: bool = False,
+        in_memory: bool = False,
+    ) -> None:
+        granted = Credit(credit, 0, int(ready), int(in_memory))
+        self.send(KvCacheAck(request_id, kv_bytes), granted.pack())
 
     async def offered(self, request_id: int) -> Offer:
         message = await self.receive()

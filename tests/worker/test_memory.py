@@ -1,6 +1,7 @@
 """Weights, activations and blocks fit together, or a sentence says what to change."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def test_states_take_as_much_as_blocks() -> None:
     assert model.num_states(100, 16) == 32 and model.cache_bytes(100, 16, 512) == 6400
     assert model.num_states(100, 1000) == 200, "two for each block"
     assert MODEL.num_states(1000, 16) == 0
+    assert replace(model, window_bytes_per_token=3, window=9).num_states(100, 16) == 80
     assert model.blocks_in(6400, 16, 512) == 100 and model.blocks_in(6399, 16, 512) == 99
     assert (model + MODEL).state_bytes == 100
     with pytest.raises(ValueError, match="a block of 16 tokens with 16 states takes 1632; raise"):

@@ -22,6 +22,8 @@ Context = zmq.Context[zmq.Socket[bytes]]
 # From this size on, handing a buffer over is cheaper than copying it (pyzmq's own threshold).
 ZERO_COPY_BYTES: Final = 64 << 10
 ZAP_DOMAIN: Final = b"baton"
+# Plain numbers: the flags of pyzmq are enums, whose operators cost more than a call.
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 LAST, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 REFUSED: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -106,7 +108,7 @@ class Port:
         return int(self.socket.FD), int(self._monitor.FD)
 
     def is_readable(self) -> bool:
-        return bool(int(self.socket.EVENTS) & zmq.POLLIN)
+        return bool(int(self.socket.getsockopt(EVENTS)) & POLLIN)
 
     def events(self) -> list[tuple[int, int]]:
         events: list[tuple[int, int]] = []

@@ -24,7 +24,9 @@ from wire.transfer.segment import (
     MAX_SEGMENT_BYTES,
     Rectangle,
     SegmentDescriptor,
+    pack_places,
     plan,
+    running_digest,
     segment_digest,
 )
 from wire.transfer.sender import KVSender
@@ -38,6 +40,8 @@ __all__ = [
     "Segment",
     "SegmentDescriptor",
     "TransferState",
+    "pack_places",
     "plan",
+    "running_digest",
     "segment_digest",
 ]

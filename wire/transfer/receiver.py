@@ -33,6 +33,7 @@ from wire.transfer.segment import (
     SegmentDescriptor,
     segment_digest,
     split_segment,
+    unpack_places,
 )
 
 Ack = tuple[KvCacheAck, Credit]
@@ -48,15 +49,26 @@ UNCLAIMED_LEASES: Final = 20
 
 
 class Segment(NamedTuple):
-    """An admitted segment: verify it, unpack it, then tell the receiver `stored` or `broken`."""
+    """An admitted segment: verify it, unpack it, then tell the receiver `stored` or `broken`.
+
+    `kv` is its bytes; or, if it is in the sender's memory, its pieces lie at `places` there.
+    """
 
     number: int
     descriptor: SegmentDescriptor
     kv: Buffer
+    places: tuple[int, ...] = ()
 
     @property
     def rectangle(self) -> Rectangle:
         return self.descriptor.rectangle
+
+    def pieces(self, memory: Buffer) -> list[memoryview]:
+        """Return its bytes, which lie in the sender's memory if it has places."""
+        if not self.places:
+            return [memoryview(self.kv)]
+        size = self.descriptor.num_bytes // len(self.places)
+        return [memoryview(memory)[place : place + size] for place in self.places]
 
 
 class KVReceiver(Transfer):
@@ -109,6 +121,8 @@ class KVReceiver(Transfer):
         self.kv_bytes = 0  # stored
         self.transfer_s = 0.0
         self._credit_bytes = credit_bytes
+        self.offers_memory = offer.memory is not None
+        self._memory_bytes = 0  # of the sender's memory, if its segments may lie there
         self._expected_bytes = 0
         self._admitted_bytes = 0
         self._num_segments = 0
@@ -161,8 +175,11 @@ class KVReceiver(Transfer):
         """The credit: KV bytes that may have been sent in all."""
         return min(self.kv_bytes + self._credit_bytes, self._expected_bytes)
 
-    def accept(self, cached_tokens: int, now: float) -> Ack | None:
+    def accept(self, cached_tokens: int, now: float, memory_bytes: int = 0) -> Ack | None:
         """Grant the first credit: blocks are reserved, `cached_tokens` leading tokens are held.
+
+        Args:
+            memory_bytes: How much memory of the sender can be read here; 0 for none.
 
         Returns:
             The ACK to send; None when the transfer ended meanwhile (free the blocks).
@@ -171,7 +188,10 @@ class KVReceiver(Transfer):
             return None
         if self.state is not TransferState.OFFERED or not 0 <= cached_tokens <= self.num_tokens:
             raise LocalProtocolError(f"accept({cached_tokens}) in {self.state}")
+        if memory_bytes and not self.offers_memory:
+            raise LocalProtocolError("no memory was offered")
         self.cached_tokens = cached_tokens
+        self._memory_bytes = memory_bytes
         self._expected_bytes = self.layout.transfer_bytes(self.num_tokens, cached_tokens)
         self._coverage = Coverage(self.layout, cached_tokens, self.num_tokens)
         self.accepted_at = self._heard_at = now
@@ -225,13 +245,18 @@ class KVReceiver(Transfer):
             self._count_time(now, segment.descriptor.idle_us)
         return segment
 
-    def verify(self, segment: Segment) -> None:
+    def verify(self, segment: Segment, digest: int | None = None) -> None:
         """Compare the digest; may run on any thread.
+
+        Args:
+            digest: Of the copy that was made of a segment in memory: what lies there may change.
 
         Raises:
             TransferFailed: The bytes are not the ones that were sent.
         """
-        if segment_digest(self.request_id, segment.kv) != segment.descriptor.digest:
+        if digest is None:
+            digest = segment_digest(self.request_id, segment.kv)
+        if digest != segment.descriptor.digest:
             raise TransferFailed(self.peer, f"segment {segment.number} has a wrong digest")
 
     def stored(self, segment: Segment, now: float) -> Ack | None:
@@ -267,17 +292,21 @@ class KVReceiver(Transfer):
             raise RemoteProtocolError(f"KV_CACHE: {len(payload)} payload parts, not 2")
         known = self._segments.get(frame.segment)
         if known is None:
-            return Segment(frame.segment, descriptor, kv)
+            places = unpack_places(kv) if descriptor.in_memory else ()
+            return Segment(frame.segment, descriptor, kv, places)
         if known != descriptor:
             raise RemoteProtocolError(f"KV_CACHE: segment {frame.segment} came twice and differs")
         return None
 
     def _admit(self, segment: Segment, num_segments: int) -> None:
         self._coverage.admit(segment.rectangle)
-        num_bytes = memoryview(segment.kv).nbytes
         wanted = segment.rectangle.num_bytes(self.layout)
+        in_memory = segment.descriptor.in_memory
+        num_bytes = wanted if in_memory else memoryview(segment.kv).nbytes
         if not num_bytes == segment.descriptor.num_bytes == wanted <= MAX_SEGMENT_BYTES:
             raise RemoteProtocolError(f"KV_CACHE: {num_bytes} bytes for {segment.rectangle}")
+        if in_memory:
+            self._check_places(segment)
         if self._admitted_bytes + num_bytes > self.granted_bytes:
             raise RemoteProtocolError(f"KV_CACHE: segment {segment.number} is over the credit")
         count, admitted = len(self._segments) + 1, self._admitted_bytes + num_bytes
@@ -291,6 +320,20 @@ class KVReceiver(Transfer):
         self._num_segments = num_segments
         self._segments[segment.number] = segment.descriptor
         self._unpacking.add(segment.number)
+
+    def _check_places(self, segment: Segment) -> None:
+        """Refuse places outside the sender's memory; what lies there is for the digest to say."""
+        number, num_tokens = len(segment.places), segment.descriptor.num_tokens
+        num_bytes = segment.descriptor.num_bytes
+        if not self._memory_bytes:
+            raise RemoteProtocolError("KV_CACHE: a segment in memory, which is not read here")
+        if not number or max(1, num_tokens) % number:
+            raise RemoteProtocolError(f"KV_CACHE: {number} places for {num_tokens} tokens")
+        if max(segment.places) + num_bytes // number > self._memory_bytes:
+            raise RemoteProtocolError(
+                f"KV_CACHE: segment {segment.number} lies outside the memory of "
+                f"{self._memory_bytes} bytes"
+            )
 
     def _renew(self, now: float) -> None:
         self._deadline = min(now + self._lease_s, self._claim_by)
@@ -312,5 +355,6 @@ class KVReceiver(Transfer):
             self._count_time(now, 0)
 
     def _ack(self) -> Ack:
-        granted = Credit(self.granted_bytes, self.cached_tokens, int(self.is_complete))
+        flags = int(self.is_complete), int(self._memory_bytes > 0)
+        granted = Credit(self.granted_bytes, self.cached_tokens, *flags)
         return KvCacheAck(self.request_id, self.kv_bytes), granted

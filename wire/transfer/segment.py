@@ -15,7 +15,7 @@ from itertools import pairwise
 from struct import Struct
 from typing import Final, NamedTuple
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from wire.errors import LocalProtocolError, RemoteProtocolError
 from wire.layout import Group, KVGroup, KVLayout
@@ -25,6 +25,8 @@ MIB: Final = 1 << 20
 # Measured on loopback: 256 KiB messages lose a third of the bandwidth, 32 MiB more than half.
 DEFAULT_SEGMENT_BYTES: Final = 2 * MIB
 MAX_SEGMENT_BYTES: Final = 4 * MIB
+# A block from this size on is sent alone: packing several costs more than a segment more does.
+ALONE_BYTES: Final = MIB // 2
 # 64 GiB in segments of 1 MiB; bounds what a receiver remembers of one transfer.
 MAX_SEGMENTS: Final = 65_536
 
@@ -46,6 +48,13 @@ class Rectangle(NamedTuple):
         num_positions = len(self.tokens) if isinstance(group, KVGroup) else 1
         return len(self.layers) * len(self.heads) * num_positions * group.head_bytes
 
+    def pieces(self, number: int) -> list[Rectangle]:
+        """Return it cut into so many pieces of as many tokens; `number` divides the tokens."""
+        if number == 1:
+            return [self]
+        step = len(self.tokens) // number
+        return [self._replace(tokens=tokens) for tokens in _pieces(self.tokens, step)]
+
 
 class SegmentDescriptor(NamedTuple):
     """First payload part of a KV segment: which rectangle, how many bytes, their digest.  SPEC 6.3.
@@ -53,7 +62,8 @@ class SegmentDescriptor(NamedTuple):
     The bytes of keys and values are ``[layer][k, then v][kv_head][token][dim]``, those of a state
     ``[layer][head]``.  `digest` is XXH3-64 of them, seeded with the request id.  `idle_us` says for
     how long the sender had nothing to send before this segment: without it nobody could tell a slow
-    link from a slow prompt.
+    link from a slow prompt.  `in_memory` is 1 if the second part is not the bytes, but their places
+    in memory that both sides see: see `pack_places`.
     """
 
     group: int
@@ -66,10 +76,16 @@ class SegmentDescriptor(NamedTuple):
     num_bytes: int
     digest: int
     idle_us: int = 0
+    in_memory: int = 0
 
     @classmethod
     def of(
-        cls, rectangle: Rectangle, num_bytes: int, digest: int, idle_us: int = 0
+        cls,
+        rectangle: Rectangle,
+        num_bytes: int,
+        digest: int,
+        idle_us: int = 0,
+        in_memory: int = 0,
     ) -> SegmentDescriptor:
         group, layers, heads, tokens = rectangle
         return cls(
@@ -77,7 +93,7 @@ class SegmentDescriptor(NamedTuple):
             *(heads.start, len(heads)),
             *(layers.start, len(layers)),
             *(tokens.start, len(tokens)),
-            *(num_bytes, digest, idle_us),
+            *(num_bytes, digest, idle_us, in_memory),
         )
 
     @property
@@ -90,23 +106,24 @@ class SegmentDescriptor(NamedTuple):
         )
 
     def pack(self) -> bytes:
-        return DESCRIPTOR.pack(*self[:3], 0, *self[3:])
+        return DESCRIPTOR.pack(*self[:3], self.in_memory, *self[3:-1])
 
     @classmethod
     def unpack(cls, buffer: Buffer) -> SegmentDescriptor:
         """Read a descriptor.
 
         Raises:
-            RemoteProtocolError: Not exactly `DESCRIPTOR.size` bytes, or a reserved field is not 0.
+            RemoteProtocolError: Not exactly `DESCRIPTOR.size` bytes, or `in_memory` is neither 0
+                nor 1.
         """
         if len(buffer) != DESCRIPTOR.size:
             raise RemoteProtocolError(
                 f"the segment descriptor has {len(buffer)} bytes, not {DESCRIPTOR.size}"
             )
-        group, head_start, num_heads, zero, *rest = DESCRIPTOR.unpack(buffer)
-        if zero:
-            raise RemoteProtocolError(f"segment descriptor: reserved field is {zero}, not 0")
-        return cls(group, head_start, num_heads, *rest)
+        group, head_start, num_heads, in_memory, *rest = DESCRIPTOR.unpack(buffer)
+        if in_memory not in (0, 1):
+            raise RemoteProtocolError(f"segment descriptor: in_memory is {in_memory}, not 0 or 1")
+        return cls(group, head_start, num_heads, *rest)._replace(in_memory=in_memory)
 
 
 DESCRIPTOR: Final = Struct("<HHHHIIIIQQQ")
@@ -115,6 +132,28 @@ DESCRIPTOR: Final = Struct("<HHHHIIIIQQQ")
 def segment_digest(request_id: int, kv: Buffer) -> int:
     """XXH3-64 of a segment's bytes, seeded with the request id: no segment fits another request."""
     return xxh3_64_intdigest(kv, seed=request_id)
+
+
+def running_digest(request_id: int) -> xxh3_64:
+    """Return the digest of a segment that is fed with its bytes part by part."""
+    return xxh3_64(seed=request_id)
+
+
+def pack_places(places: Sequence[int]) -> bytes:
+    """Return the second part of a segment in memory: where each of its pieces lies.  SPEC 6.8."""
+    return Struct(f"<{len(places)}Q").pack(*places)
+
+
+def unpack_places(buffer: Buffer) -> tuple[int, ...]:
+    """Read the places of a segment's pieces.
+
+    Raises:
+        RemoteProtocolError: They are not u64.
+    """
+    number, rest = divmod(len(buffer), 8)
+    if rest:
+        raise RemoteProtocolError(f"the places of a segment have {len(buffer)} bytes, not n x 8")
+    return Struct(f"<{number}Q").unpack(buffer)
 
 
 def split_segment(body: Buffer) -> tuple[SegmentDescriptor, memoryview]:
@@ -134,13 +173,18 @@ def plan(
     segment_bytes: int,
     num_shards: int = 1,
     stages: Sequence[Sequence[range]] | None = None,
+    block_size: int = 1,
+    alone_bytes: int = ALONE_BYTES,
 ) -> list[Rectangle]:
     """Cut what is sent of `num_tokens` into rectangles of at most `segment_bytes`.
 
-    Of a group whole rows (all layers of some tokens) when one fits, else some layers of single
-    tokens; in the order in which prompt chunks are computed.  No rectangle is in two places.
+    Of a group all layers of whole blocks when one block fits, and of one alone if it is large:
+    in a pool such a block lies in one piece.  Else some layers of one block, or of one token; in
+    the order in which prompt chunks are computed.  No rectangle is in two places.
 
     Args:
+        block_size: Tokens of the sender's blocks.
+        alone_bytes: From which size on a block is a segment of its own.
         num_shards: In how many places side by side the heads of a layer are.
         stages: Of each group, which of its layers are in one place; None: all of them.
 
@@ -159,12 +203,37 @@ def plan(
     for index, group in enumerate(layout.groups):
         layers = [range(group.num_layers)] if stages is None else stages[index]
         tokens = group.sent(cached_tokens, num_tokens)
-        cuts.append(_Cut.of(index, group, layers, tokens, segment_bytes, num_shards))
+        cuts.append(
+            _Cut.of(
+                index, group, layers, tokens, segment_bytes, num_shards, block_size, alone_bytes
+            )
+        )
     num_segments = sum(cut.num_segments for cut in cuts)
     if num_segments > MAX_SEGMENTS:
         raise LocalProtocolError(f"{num_segments} segments of {segment_bytes} bytes are too many")
     rectangles = [rectangle for cut in cuts for rectangle in cut.rectangles()]
     return sorted(rectangles, key=lambda rectangle: rectangle.tokens.stop)
+
+
+def apart(rectangles: Sequence[Rectangle], block_size: int) -> list[Rectangle]:
+    """Part the tokens of whole blocks from those before and behind them, as far as there are such.
+
+    A few segments more; but what is in memory is whole blocks.
+    """
+    parted = []
+    for rectangle in rectangles:
+        tokens = rectangle.tokens
+        #   tokens.start      first               end      tokens.stop
+        #        |  of a block  |  whole blocks    |  of a block  |
+        first = -(-tokens.start // block_size) * block_size
+        end = tokens.stop // block_size * block_size
+        runs = [range(tokens.start, first), range(first, end), range(end, tokens.stop)]
+        if first < end:
+            parted += [rectangle._replace(tokens=run) for run in runs if run]
+        else:
+            parted.append(rectangle)
+    parted.sort(key=lambda rectangle: rectangle.tokens.stop)
+    return parted if len(parted) <= MAX_SEGMENTS else list(rectangles)
 
 
 class _Cut(NamedTuple):
@@ -175,6 +244,7 @@ class _Cut(NamedTuple):
     tokens: range
     shares: list[range]  # of the heads
     num_tokens: int
+    first: int  # where the first piece would begin if it were a whole one
     num_segments: int
 
     @classmethod
@@ -186,22 +256,30 @@ class _Cut(NamedTuple):
         tokens: range,
         segment_bytes: int,
         num_shards: int,
+        block_size: int,
+        alone_bytes: int,
     ) -> _Cut:
         shares, longest = _shares(group.num_heads, num_shards), max(map(len, stages))
         piece_bytes = max(map(len, shares)) * group.head_bytes
-        num_layers = min(longest, segment_bytes // piece_bytes)
+        is_kv = isinstance(group, KVGroup)
+        if not is_kv or block_size * piece_bytes > segment_bytes:
+            block_size = 1
+        most_layers = segment_bytes // (block_size * piece_bytes)
+        num_layers = -(-longest // -(-longest // most_layers))
         layers = [piece for stage in stages for piece in _pieces(stage, num_layers)]
-        num_tokens = max(1, segment_bytes // (longest * piece_bytes))
-        token_pieces = -(-len(tokens) // num_tokens) if isinstance(group, KVGroup) else 1
-        num_segments = len(shares) * len(layers) * token_pieces
-        return cls(index, layers, tokens, shares, num_tokens, num_segments)
+        block_bytes = block_size * longest * piece_bytes
+        num_blocks = 1 if block_bytes >= alone_bytes else max(1, segment_bytes // block_bytes)
+        num_tokens, first = num_blocks * block_size, tokens.start // block_size * block_size
+        token_pieces = -(-(tokens.stop - first) // num_tokens) if tokens else 0
+        num_segments = len(shares) * len(layers) * (token_pieces if is_kv else 1)
+        return cls(index, layers, tokens, shares, num_tokens, first, num_segments)
 
     def rectangles(self) -> list[Rectangle]:
         if not self.num_segments:
             return []  # a window of one position: no token sees another
         return [
             Rectangle(self.group, layers, heads, tokens)
-            for tokens in _pieces(self.tokens, self.num_tokens)
+            for tokens in _pieces(self.tokens, self.num_tokens, self.first)
             for heads in self.shares
             for layers in self.layers
         ]
@@ -214,9 +292,14 @@ def _shares(num_heads: int, num_shards: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(starts)]
 
 
-def _pieces(whole: range, step: int) -> list[range]:
-    """Cut a range; an empty one, the position of a state, is one piece."""
-    return [whole[first : first + step] for first in range(0, len(whole), step)] or [whole]
+def _pieces(whole: range, step: int, first: int | None = None) -> list[range]:
+    """Cut a range at every `step` from `first` on, by default from where it begins.
+
+    An empty one, the position of a state, is one piece.
+    """
+    first = whole.start if first is None else first
+    cuts = range(first + step, whole.stop, step)
+    return [range(a, b) for a, b in pairwise((whole.start, *cuts, whole.stop))]
 
 
 class Coverage:

@@ -20,10 +20,13 @@ from wire.parts import Buffer
 from wire.payloads import Credit, Offer, encode_map
 from wire.transfer.lease import Transfer, TransferState
 from wire.transfer.segment import (
+    ALONE_BYTES,
     DEFAULT_SEGMENT_BYTES,
     MAX_SEGMENT_BYTES,
     Rectangle,
     SegmentDescriptor,
+    apart,
+    pack_places,
     plan,
     segment_digest,
 )
@@ -53,12 +56,16 @@ class KVSender(Transfer):
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
         num_shards: int = 1,
         stages: Sequence[Sequence[range]] | None = None,
+        block_size: int = 1,
+        memory: str | None = None,
         peer: str = "the decode worker",
     ) -> None:
         """Prepare; nothing is offered yet.
 
         Args:
-            num_shards: In how many places the heads are, see `plan`; `stages` likewise.
+            num_shards: In how many places the heads are, see `plan`; `stages` and `block_size`
+                likewise.
+            memory: The socket where the memory is handed out that the KV lies in.
         """
         super().__init__(request_id, lease_s=lease_s, peer=peer, now=now)
         if not 0 < segment_bytes <= MAX_SEGMENT_BYTES:
@@ -69,11 +76,13 @@ class KVSender(Transfer):
         self.kv_bytes = 0  # sent
         self.acked_bytes = 0
         self.skipped_tokens = 0
+        self.is_in_memory = False  # the receiver can read the KV where it lies
         self.plan: list[Rectangle] = []  # how the KV is cut; empty until the first credit
         self._token_ids = token_ids
         self._max_bytes = max_bytes
         self._segment_bytes = segment_bytes
-        self._num_shards, self._stages = num_shards, stages
+        self._num_shards, self._stages, self._block_size = num_shards, stages, block_size
+        self._memory = memory
         self._credit = 0
         self._claimed_bytes = 0
         self._num_claimed = 0
@@ -105,6 +114,7 @@ class KVSender(Transfer):
             num_tokens=self.num_tokens,
             total_bytes=self.total_bytes,
             token_ids=Struct(f"<{self.num_tokens}I").pack(*self._token_ids),
+            memory=self._memory,
         )
         return KvCache(self.request_id, 0, 0), encode_map(offer)
 
@@ -154,31 +164,43 @@ class KVSender(Transfer):
         return rectangle
 
     def segment(
-        self, rectangle: Rectangle, kv: Buffer, now: float, *, digest: int | None = None
+        self,
+        rectangle: Rectangle,
+        kv: Buffer,
+        now: float,
+        *,
+        digest: int | None = None,
+        places: Sequence[int] = (),
     ) -> tuple[KvCache, bytes, Buffer] | None:
         """Return the frame and payload parts of a claimed rectangle; None if the transfer is over.
 
         Args:
             digest: `segment_digest` of `kv`, when it was computed on another thread.
+            places: Where in memory the KV lies, in pieces of as many tokens, if `is_in_memory`;
+                then `kv` is not sent, and its digest is needed.
         """
         if self.is_over:
             return None
         number = self._claimed.pop(rectangle, None)
-        num_bytes = memoryview(kv).nbytes
-        if number is None or num_bytes != rectangle.num_bytes(self.layout):
-            raise LocalProtocolError(f"{num_bytes} bytes for {rectangle}, which wants others")
+        num_bytes = rectangle.num_bytes(self.layout)
+        if number is None or not (places or memoryview(kv).nbytes == num_bytes):
+            raise LocalProtocolError(f"{len(kv)} bytes for {rectangle}, which wants others")
+        if places and not self.is_in_memory:
+            raise LocalProtocolError("the receiver does not read the KV where it lies")
         descriptor = SegmentDescriptor.of(
             rectangle,
             num_bytes,
             segment_digest(self.request_id, kv) if digest is None else digest,
             self._idle_us(rectangle),
+            int(bool(places)),
         )
         self.kv_bytes += num_bytes
         self._free_at = now
         self._keepalive_at = now + self._lease_s / 3
         if self.kv_bytes == self.total_bytes - self.skipped_bytes:
             self._move(TransferState.SENT)
-        return KvCache(self.request_id, number, len(self.plan)), descriptor.pack(), kv
+        sent = pack_places(places) if places else kv
+        return KvCache(self.request_id, number, len(self.plan)), descriptor.pack(), sent
 
     def keepalive(self, now: float) -> KvCache | None:
         """Return a frame to send, without payload, when nothing was sent for a third of a lease.
@@ -208,6 +230,10 @@ class KVSender(Transfer):
             )
         if self.accepted_at is not None and credit.cached_tokens != self.skipped_tokens:
             raise self._violated("KV_CACHE_ACK: cached_tokens changed")
+        if self.accepted_at is None and credit.in_memory and self._memory is None:
+            raise self._violated("KV_CACHE_ACK: in_memory is 1, but none was offered")
+        if self.accepted_at is not None and credit.in_memory != self.is_in_memory:
+            raise self._violated("KV_CACHE_ACK: in_memory changed")
         to_send = self.layout.transfer_bytes(self.num_tokens, credit.cached_tokens)
         if bool(credit.ready) != (ack.kv_bytes == to_send):
             raise self._violated(
@@ -216,19 +242,26 @@ class KVSender(Transfer):
 
     def _accepted(self, credit: Credit, now: float) -> None:
         self.accepted_at = self._free_at = now
-        self.skipped_tokens = credit.cached_tokens
+        self.skipped_tokens, self.is_in_memory = credit.cached_tokens, bool(credit.in_memory)
         if credit.ready:
             return
-        segment_bytes = min(max(self._segment_bytes, self.layout.piece_bytes), credit.credit)
+        segment_bytes = self._segment_bytes
+        if self.is_in_memory:  # nothing is buffered, so what counts is that there are few
+            segment_bytes = min(MAX_SEGMENT_BYTES, max(segment_bytes, credit.credit // 4))
+        segment_bytes = min(max(segment_bytes, self.layout.piece_bytes), credit.credit)
         try:
             self.plan = plan(
                 *(self.layout, self.skipped_tokens, self.num_tokens, segment_bytes),
                 self._num_shards,
                 self._stages,
+                self._block_size,
+                MAX_SEGMENT_BYTES if self.is_in_memory else ALONE_BYTES,
             )
         except LocalProtocolError as error:
             sentence = f"KV_CACHE_ACK: credit {credit.credit} is too small: {error.message}"
             raise self._violated(sentence) from error
+        if self.is_in_memory:
+            self.plan = apart(self.plan, self._block_size)
         self._move(TransferState.SENDING)
 
     def _idle_us(self, rectangle: Rectangle) -> int:

@@ -1,15 +1,18 @@
 """The paged KV of a torch model: its pool tensors, and their bytes in and out for the wire.
 
-Packing makes one copy (through the kernels, in the wire's order) and hands out its memory;
-unpacking reads the received buffer in place.  Between a GPU and the host both go through
+On a CPU a whole block is what the wire wants: it is seen where it lies.  Packing makes one copy of
+anything else (through the kernels, in the wire's order) and hands out its memory; unpacking reads
+the received buffer in place.  Between a GPU and the host both go through
 `kernels.cuda.staging`.  Nothing here knows which sequence owns which block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
@@ -20,10 +23,13 @@ from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.compute.pool_shape import PoolShape
+from worker.compute.shared_memory import SharedMemory, zeros
 from worker.compute.state_slots import StateSlots
 from worker.compute.window_blocks import WindowBlocks
 
 log = structlog.get_logger("worker")
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class TorchKVCache:
@@ -31,8 +37,9 @@ class TorchKVCache:
 
     Those of layers with a window are in `window_pool`, of as many blocks as `window_blocks` has;
     None for no such layers.  The executor has `spare_blocks` more for itself in both, behind those
-    that the engine knows.  States, of layers that keep one, are in `states`, [num_states, L, H, F]
-    float32; None for none.
+    that the engine knows.  On a CPU both lie in `memory`, where the system has such, so that others
+    can read them.  States, of layers that keep one, are in `states`, [num_states, L, H, F] float32;
+    None for none.
     """
 
     def __init__(
@@ -54,20 +61,29 @@ class TorchKVCache:
         self.window_blocks = WindowBlocks(num_blocks, block_size, num_window_blocks)
         self._shapes = {it: PoolShape.of(layout, windowed=it) for it in (False, True)}
 
-        def zeros(shape: PoolShape, num_blocks: int) -> torch.Tensor:
-            sizes = num_blocks + spare_blocks, shape.num_layers, 2, shape.num_kv_heads
-            dtype = getattr(torch, shape.dtype)
-            return torch.zeros(*sizes, block_size, shape.head_dim, dtype=dtype, device=device)
-
-        self.pool = zeros(self._shapes[False], num_blocks)
-        self.window_pool: torch.Tensor | None = None
-        if layout.windows:
-            self.window_pool = zeros(self._shapes[True], self.window_blocks.num_blocks)
+        self.window_pool: torch.Tensor | None
+        (self.pool, self.window_pool), self.memory = _zeros(
+            [
+                (num_blocks + spare_blocks, self._shapes[False]),
+                (self.window_blocks.num_blocks + spare_blocks, self._shapes[True]),
+            ],
+            block_size,
+            device,
+        )
+        if not layout.windows:
+            self.window_pool = None
         group = next((it for it in layout.groups if isinstance(it, StateGroup)), None)
         self.states: torch.Tensor | None = None
         if group is not None:
             shape_of_state = group.num_layers, group.num_heads, group.head_bytes // 4
             self.states = torch.zeros(num_states, *shape_of_state, device=device)
+        # The bytes of each layer of each block, which lie together in host memory; by pool.
+        self._layers: dict[bool, Bytes] = {}
+        if device.type == "cpu":
+            self._layers = {
+                windowed: pool.flatten(2).view(torch.uint8).numpy()
+                for windowed, pool in self._pools.items()
+            }
         self._stagings = {
             windowed: staging
             for windowed, pool in self._pools.items()
@@ -94,6 +110,23 @@ class TorchKVCache:
         """Have copies from now on wait for what was asked of the device so far: see `Staging`."""
         for staging in self._stagings.values():
             staging.mark()
+
+    def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
+        """Return a rectangle's bytes where they lie, or None if they do not lie in one piece."""
+        whole = self._whole(block_table, rectangle)
+        return None if whole is None else whole.reshape(-1).data
+
+    def _whole(self, block_table: Sequence[int], rectangle: Rectangle) -> Bytes | None:
+        """Return the memory of a rectangle that is one block of some layers, in host memory."""
+        if not self._layers or self.is_state(rectangle):
+            return None
+        windowed, layers, heads, tokens = self._place(rectangle)
+        index, before = divmod(tokens.start, self.block_size)
+        num_heads = self._shapes[windowed].num_kv_heads
+        is_whole = (before, len(tokens), len(heads)) == (0, self.block_size, num_heads)
+        if not is_whole or (block := block_table[index]) < 0:  # `worker.compute.window_blocks.NONE`
+            return None
+        return self._layers[windowed][block, layers.start : layers.stop]
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
         """Copy a rectangle of a sequence's KV out.
@@ -130,6 +163,9 @@ class TorchKVCache:
                 raise ValueError(f"the segment has {len(segment)} bytes, its rectangle {size}")
             slot = self.state_slots.take(block_table, rectangle.tokens.start)
             self.unpack_state(slot, rectangle, segment)
+            return
+        if (whole := self._whole(block_table, rectangle)) is not None:
+            whole[:] = np.frombuffer(segment, np.uint8).reshape(whole.shape)
             return
         windowed, layers, heads, tokens = self._place(rectangle)
         pool = self._pools[windowed]
@@ -172,6 +208,28 @@ class TorchKVCache:
         group, layers, heads, tokens = rectangle
         windowed = group in self._shapes[True].first_layers
         return windowed, self._shapes[windowed].layers(group, layers), heads, tokens
+
+
+def _zeros(
+    wanted: Sequence[tuple[int, PoolShape]], block_size: int, device: torch.device
+) -> tuple[list[torch.Tensor], SharedMemory | None]:
+    """Make pools of so many blocks, and on a CPU the memory that others can read them in."""
+    sizes = [
+        (
+            (number, it.num_layers, 2, it.num_kv_heads, block_size, it.head_dim),
+            getattr(torch, it.dtype),
+        )
+        for number, it in wanted
+    ]
+    if device.type != "cpu":
+        return [torch.zeros(shape, dtype=it, device=device) for shape, it in sizes], None
+    # NumPy has no bfloat16, so the zeros are bytes first.
+    arrays, memory = zeros(*(((prod(shape) * it.itemsize,), np.uint8) for shape, it in sizes))
+    pools = [
+        torch.from_numpy(array).view(dtype).view(shape)
+        for array, (shape, dtype) in zip(arrays, sizes, strict=True)
+    ]
+    return pools, memory
 
 
 def _tell(staging: Staging) -> None:

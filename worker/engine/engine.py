@@ -183,6 +183,17 @@ class Engine:
         if sequence.status is Status.HANDING_OVER:
             self._finish(sequence)
 
+    def halt(self, request_id: int) -> None:
+        """Compute no more of a sequence, whose blocks a socket still has: they stay until `cancel`.
+
+        An unknown id is ignored.
+        """
+        self._is_stalled = False
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.status is Status.RUNNING:
+            self.counters.cancelled += 1
+            self.scheduler.hold(sequence)
+
     def cancel(self, request_id: int) -> None:
         """Drop a sequence in any state and free what it holds; an unknown id is ignored."""
         self._is_stalled = False

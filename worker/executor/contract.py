@@ -288,9 +288,13 @@ class KVCache(Protocol):
     there stays as long as the engine wants: others may share the block and go on from it.
 
     The callers keep apart who uses a block: what one call or step writes, no other reads or writes
-    meanwhile.  There is one exception: while a `pack` is under way its blocks may be given back and
-    written to again.  It may not find a state then and raise ValueError; what it does or returns is
-    of no account.
+    meanwhile.
+
+    If there is a method `view`, of the arguments of `pack`, a segment may be sent without a copy:
+    it returns the bytes where they lie, or None if they do not lie in one piece of host memory.
+    The blocks are held until the socket has let go of them.  If such bytes lie in memory that other
+    processes can read, an attribute `memory` is that (`worker.compute.shared_memory`), and a decode
+    worker on the same machine copies them out itself.
     """
 
     num_blocks: int

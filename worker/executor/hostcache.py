@@ -16,6 +16,7 @@ from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.compute.pool_shape import PoolShape
+from worker.compute.shared_memory import zeros
 from worker.compute.state_slots import StateSlots
 from worker.compute.window_blocks import WindowBlocks
 
@@ -30,6 +31,7 @@ class HostKVCache:
         items: [num_blocks, num_layers, k|v, kv_heads, block_size] items of the layers that see
             every position, those of one group after those of another.
         window_items: The same of layers with a window, of which there may be none.
+        memory: What both lie in, if others can read it.
         states: By group, uint8 [num_states, num_layers, heads, head_bytes].
     """
 
@@ -46,8 +48,10 @@ class HostKVCache:
         self.block_size = block_size
         self.window_blocks = WindowBlocks(num_blocks, block_size, num_window_blocks)
         self._shapes = {it: PoolShape.of(layout, windowed=it) for it in (False, True)}
-        self.items = self._zeros(num_blocks, windowed=False)
-        self.window_items = self._zeros(self.window_blocks.num_blocks, windowed=True)
+        (self.items, self.window_items), self.memory = zeros(
+            self._sizes(num_blocks, windowed=False),
+            self._sizes(self.window_blocks.num_blocks, windowed=True),
+        )
         self.states: dict[int, Bytes] = {
             index: np.zeros((num_states, it.num_layers, it.num_heads, it.head_bytes), np.uint8)
             for index, it in enumerate(layout.groups)
@@ -55,14 +59,14 @@ class HostKVCache:
         }
         self.state_slots = StateSlots(num_states, block_size)
 
-    def _zeros(self, num_blocks: int, *, windowed: bool) -> Items:
+    def _sizes(self, num_blocks: int, *, windowed: bool) -> tuple[tuple[int, ...], str]:
+        """Return shape and dtype of the items of so many blocks."""
         shape = self._shapes[windowed]
-        head = self.layout.kv_groups[0]
-        item_bytes = head.head_bytes // 2
+        item_bytes = self.layout.kv_groups[0].head_bytes // 2
         # NumPy moves numbers two to three times faster than raw bytes of the same size.
         kind = "u" if item_bytes in (1, 2, 4, 8) else "V"
         sizes = num_blocks, shape.num_layers, 2, shape.num_kv_heads, self.block_size
-        return np.zeros(sizes, f"{kind}{item_bytes}")
+        return sizes, f"{kind}{item_bytes}"
 
     def rows(self, block_table: Sequence[int] | npt.NDArray[Any], num_tokens: int) -> Bytes:
         """Copy the KV of a sequence's first tokens out, a row for each token, without windows.
@@ -82,6 +86,15 @@ class HostKVCache:
         blocks, offsets = np.divmod(slots, self.block_size)
         items = np.ascontiguousarray(rows).view(self.items.dtype)
         self.items[blocks, ..., offsets] = items.reshape(len(slots), *self.items.shape[1:-1])
+
+    def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
+        """Return a rectangle's bytes where they lie, or None if they do not lie in one piece."""
+        blocks, layers, _ = self._place(block_table, rectangle)
+        is_whole = len(rectangle.tokens) == self.block_size and len(blocks) == 1
+        items = self._items_of(rectangle)
+        if not is_whole or len(rectangle.heads) != items.shape[3]:
+            return None
+        return memoryview(items[blocks[0], layers].reshape(-1).view(np.uint8).data)
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
         blocks, layers, heads = self._place(block_table, rectangle)

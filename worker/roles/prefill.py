@@ -22,11 +22,13 @@ from wire.frames import ANY_RANK, NO_RANK, PrefillDone, PrefillRequest
 from wire.parts import Message
 from wire.payloads import STOP, PeerDetail, PrefillResult, decode_prompt, encode_prefill_result
 from wire.transfer import KVSender
+from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Failed, Output, Started, Token
 from worker.engine.sequence import Sequence
 from worker.environment import WorkerContext
 from worker.link import RouterLink
 from worker.metrics import TransferCounts
+from worker.transfer.neighbours import Lender
 from worker.transfer.peers import DecodePeers
 from worker.transfer.sender import OutgoingTransfer
 
@@ -44,6 +46,7 @@ class Prefill:
     __slots__ = (
         "is_answered",
         "is_computing",
+        "is_ended",
         "is_transferred",
         "request_id",
         "router",
@@ -61,6 +64,7 @@ class Prefill:
         self.started: Started | None = None
         self.started_s = 0.0
         self.is_computing = False  # its first chunk is computed
+        self.is_ended = False  # before it was over
         # It is over when both are true.  Either may come first: a decode worker that holds the
         # whole prompt already is ready before the first token is drawn.
         self.is_answered = False
@@ -82,14 +86,16 @@ class PrefillRole:
         self._engine = context.engine
         self._copies = context.copies
         self._clock = context.clock
+        is_on = context.config.kv_shared_memory == "auto"
+        name, make_port = context.identity.name, context.make_port
+        self._lender = Lender(context.cache, name, make_port, is_on=is_on)
         self.peers = DecodePeers(context.identity.name, context.plane, context.clock)
         self.traffic = self.peers.traffic
         self.transfers = TransferCounts()
         self._prefills: dict[int, Prefill] = {}
         self.first_chunk_s = inf  # of the last prompt
-        self._transfers: set[asyncio.Task[None]] = (
-            set()
-        )  # until the socket lets go of their buffers
+        # By request id, until the socket has let go of the blocks.
+        self._sending: dict[int, asyncio.Task[None]] = {}
 
     @property
     def request_ids(self) -> Set[int]:
@@ -125,7 +131,7 @@ class PrefillRole:
         frame = message.frame
         if not isinstance(frame, PrefillRequest):
             raise RemoteProtocolError("a prefill worker takes PREFILL_REQUEST only")
-        if frame.request_id in self._prefills:
+        if frame.request_id in self._prefills or frame.request_id in self._sending:
             log.warning("request id used twice, frame dropped", request=frame.request_id)
             return
         token_ids, options = decode_prompt(message.body(), frame.seq_len)
@@ -176,7 +182,7 @@ class PrefillRole:
         prefill.started, prefill.started_s = started, now
         lease_s = self._config.lease_s or prefill.router.lease_s
         if prefill.transfer is not None and self.first_chunk_s < EARLY_OFFER_LEASES * lease_s:
-            self._offer(prefill.transfer, started, now)
+            self._offer(prefill, started, now)
 
     def _on_computed(self, prefill: Prefill, computed: Computed, now: float) -> None:
         transfer, started = prefill.transfer, prefill.started
@@ -185,14 +191,21 @@ class PrefillRole:
             prefill.is_computing = True
             self.first_chunk_s = now - prefill.started_s
             if not transfer.is_offered:
-                self._offer(transfer, started, now)
+                self._offer(prefill, started, now)
         transfer.advance(computed.num_tokens, now)
 
-    def _offer(self, transfer: OutgoingTransfer, started: Started, now: float) -> None:
-        transfer.offer(started.block_table, started.cached_tokens, now)
-        task = asyncio.create_task(transfer.run())
-        self._transfers.add(task)
-        task.add_done_callback(self._transfers.discard)
+    def _offer(self, prefill: Prefill, started: Started, now: float) -> None:
+        assert prefill.transfer is not None
+        prefill.transfer.offer(started.block_table, started.cached_tokens, now)
+        task = asyncio.create_task(self._send(prefill, prefill.transfer))
+        self._sending[prefill.request_id] = task
+        task.add_done_callback(lambda _: self._sending.pop(prefill.request_id))
+
+    async def _send(self, prefill: Prefill, transfer: OutgoingTransfer) -> None:
+        """Send the KV; give the blocks back when the transfer and the socket are done with them."""
+        await transfer.run()
+        give_back = Engine.cancel if prefill.is_ended else Engine.release
+        self._engine.post(lambda engine: give_back(engine, prefill.request_id))
 
     def _on_first_token(self, prefill: Prefill, token: Token) -> None:
         assert prefill.started is not None
@@ -227,8 +240,9 @@ class PrefillRole:
     async def close(self) -> None:
         for prefill in list(self._prefills.values()):
             self._end(prefill)
+        self._lender.close()
         await self.peers.close()
-        await asyncio.gather(*self._transfers, return_exceptions=True)
+        await asyncio.gather(*self._sending.values(), return_exceptions=True)
 
     def _offer_to(
         self, router: RouterLink, frame: PrefillRequest, token_ids: tuple[int, ...]
@@ -254,8 +268,10 @@ class PrefillRole:
                 lease_s=self._config.lease_s or router.lease_s,
                 now=now,
                 segment_bytes=self._config.segment_bytes,
+                block_size=self._cache.block_size,
                 num_shards=getattr(self._cache, "num_shards", 1),
                 stages=getattr(self._cache, "stages", None),
+                memory=self._lender.offered,
                 peer=peer.name,
             )
 
@@ -273,7 +289,6 @@ class PrefillRole:
             self._fail(prefill, transfer.sender.error, "transfer")
             return
         prefill.is_transferred = True
-        self._engine.post(lambda engine: engine.release(prefill.request_id))
         if prefill.is_answered:
             del self._prefills[prefill.request_id]
 
@@ -295,6 +310,8 @@ class PrefillRole:
     def _end(self, prefill: Prefill) -> None:
         """Forget a request and free what it holds, here and at the decode worker."""
         del self._prefills[prefill.request_id]
+        prefill.is_ended = True
         if prefill.transfer is not None:
             prefill.transfer.cancel()
-        self._engine.post(lambda engine: engine.cancel(prefill.request_id))
+        end = Engine.halt if prefill.request_id in self._sending else Engine.cancel
+        self._engine.post(lambda engine: end(engine, prefill.request_id))

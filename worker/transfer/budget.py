@@ -12,8 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from wire.transfer import KVReceiver
 from worker.engine.reservations import Unclaimed
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class IncomingTransfer:
@@ -27,6 +32,7 @@ class IncomingTransfer:
         "block_table",
         "is_dropped",
         "is_waited_for",
+        "memory",
         "peer",
         "receiver",
         "share_bytes",
@@ -41,6 +47,7 @@ class IncomingTransfer:
         self.is_dropped = False
         self.is_waited_for = True
         self.block_table: tuple[int, ...] = ()
+        self.memory: Bytes | None = None  # the peer's, if segments may lie there
 
 
 class TransferBudget:

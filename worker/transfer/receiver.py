@@ -14,6 +14,7 @@ together hold only a part of the memory, each for a limited time.  SPEC 6.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
@@ -32,9 +33,14 @@ from worker.engine.outputs import Reserved
 from worker.engine.unpacking import unpack
 from worker.environment import WorkerContext
 from worker.transfer.budget import IncomingTransfer, TransferBudget
+from worker.transfer.in_memory import fetch
+from worker.transfer.neighbours import Neighbours
 
 log = structlog.get_logger("worker")
 
+# What a transfer thread takes at a time, and what one ACK acknowledges: half of the credit, so that
+# the sender does not run out of it.
+BATCH_BYTES: Final = 8 << 20
 # Ids of ended transfers that are remembered: more than can end while an offer is on its way.  Each
 # takes 100 bytes.
 MAX_ENDED: Final = 4096
@@ -74,7 +80,11 @@ class IncomingTransfers:
         self._on_failed = on_failed
         self._transfers: dict[int, IncomingTransfer] = {}
         self.budget = TransferBudget(config.max_kv_inflight_bytes, self._reserve)
+        self._arrived: deque[tuple[IncomingTransfer, Segment]] = deque()
         self._stores: set[asyncio.Task[None]] = set()
+        is_on = config.kv_shared_memory == "auto"
+        self._neighbours = Neighbours(context.fetch, is_on=is_on)
+        self._meetings: set[asyncio.Task[None]] = set()
         # A router's CANCEL may come before the offer it is about, which takes another socket.
         self._ended: dict[int, None] = {}
         self.lost_epochs: dict[str, int] = {}  # by endpoint: routers whose KV is refused
@@ -119,8 +129,12 @@ class IncomingTransfers:
         transfer = self._transfers.get(reserved.request_id)
         if transfer is None:
             return  # ended meanwhile, and the engine has been told
-        transfer.block_table = reserved.block_table
-        self._answer(transfer, transfer.receiver.accept(reserved.cached_tokens, self._clock()))
+        transfer.block_table, receiver = reserved.block_table, transfer.receiver
+        if receiver.offers_memory:
+            transfer.memory = self._neighbours.memory_of(transfer.peer)
+        memory_bytes = 0 if transfer.memory is None else len(transfer.memory)
+        ack = receiver.accept(reserved.cached_tokens, self._clock(), memory_bytes)
+        self._answer(transfer, ack)
 
     def fail(self, request_id: int, error: WireError) -> None:
         """End a transfer because of `error` and tell both sides."""
@@ -160,7 +174,10 @@ class IncomingTransfers:
         leaving = WireError(ErrorCode.DRAINING, "the decode worker is leaving")
         for request_id in self:
             self.fail(request_id, leaving)
-        await asyncio.gather(*self._stores, return_exceptions=True)
+        self._neighbours.close()
+        await asyncio.gather(*self._meetings, return_exceptions=True)
+        while self._stores:  # one that ends may start the next
+            await asyncio.gather(*self._stores, return_exceptions=True)
         await self._hub.close(0.5)
 
     # Frames of prefill workers.
@@ -206,9 +223,8 @@ class IncomingTransfers:
             self.fail(frame.request_id, error)
             return
         if segment is not None:
-            task = asyncio.create_task(self._store(transfer, segment))
-            self._stores.add(task)
-            task.add_done_callback(self._stores.discard)
+            self._arrived.append((transfer, segment))
+            self._store_next()
 
     def _on_offer(self, peer: bytes, request_id: int, message: Message) -> None:
         if request_id in self._ended or request_id >> 32 in self.lost_epochs.values():
@@ -229,7 +245,19 @@ class IncomingTransfers:
             receiver.claim(self._clock())
         transfer = IncomingTransfer(peer, receiver, self._config.credit_bytes)
         self._transfers[request_id] = transfer
-        self.budget.wait(transfer)
+        if self._neighbours.is_met(peer, offer.memory):
+            self.budget.wait(transfer)
+        else:
+            assert offer.memory is not None
+            meeting = asyncio.create_task(self._meet(transfer, offer.memory))
+            self._meetings.add(meeting)
+            meeting.add_done_callback(self._meetings.discard)
+
+    async def _meet(self, transfer: IncomingTransfer, memory: str) -> None:
+        """See whether its KV can be read where it lies, before anything waits for it."""
+        await self._neighbours.meet(transfer.peer, memory)
+        if not transfer.is_dropped:
+            self.budget.wait(transfer)
 
     def _check_room(self, peer: bytes, num_tokens: int) -> None:
         """Refuse more offers than a peer may have; one alone may be of any length."""
@@ -250,6 +278,7 @@ class IncomingTransfers:
         for request_id, transfer in list(self._transfers.items()):
             if transfer.peer == peer and not transfer.receiver.is_complete:
                 self.fail(request_id, PeerLost(transfer.receiver.peer))
+        self._neighbours.forget(peer)
 
     # From an offer to its last byte.
 
@@ -262,27 +291,66 @@ class IncomingTransfers:
             )
         )
 
-    async def _store(self, transfer: IncomingTransfer, segment: Segment) -> None:
-        receiver = transfer.receiver
-        try:
-            await self._copies.run(self._unpack, transfer, segment)
-        except Exception as problem:
-            error = problem
-            if not isinstance(error, WireError):
-                log.exception("a segment could not be unpacked", request=receiver.request_id)
-                error = WireError(ErrorCode.INTERNAL, "the KV could not be unpacked")
-            receiver.broken(segment, error)
-            self.fail(receiver.request_id, error)
-        else:
-            self._answer(transfer, receiver.stored(segment, self._clock()))
-        self._give_back(transfer)
+    def _store_next(self) -> None:
+        """Give the transfer threads what has arrived: while they are busy, several at a time."""
+        while self._arrived and len(self._stores) < self._copies.num_at_once:
+            batch: list[tuple[IncomingTransfer, Segment]] = []
+            num_bytes = 0
+            while self._arrived and num_bytes < BATCH_BYTES:
+                batch.append(self._arrived.popleft())
+                num_bytes += batch[-1][1].descriptor.num_bytes
+            task = asyncio.create_task(self._store(batch))
+            self._stores.add(task)
+            task.add_done_callback(self._on_stored)
 
-    def _unpack(self, transfer: IncomingTransfer, segment: Segment) -> None:
-        receiver = transfer.receiver
-        if not receiver.is_over:
+    def _on_stored(self, task: asyncio.Task[None]) -> None:
+        self._stores.discard(task)
+        self._store_next()
+
+    async def _store(self, batch: list[tuple[IncomingTransfer, Segment]]) -> None:
+        problems = await self._copies.run(self._unpack, batch)
+        acks: dict[IncomingTransfer, Ack | None] = {}  # the last one says it all
+        for (transfer, segment), problem in zip(batch, problems, strict=True):
+            if problem is not None:
+                self._break(transfer, segment, problem)
+            else:
+                acks[transfer] = transfer.receiver.stored(segment, self._clock())
+        for transfer, ack in acks.items():
+            self._answer(transfer, ack)
+        for transfer in dict.fromkeys(transfer for transfer, _ in batch):
+            self._give_back(transfer)
+
+    def _break(self, transfer: IncomingTransfer, segment: Segment, problem: Exception) -> None:
+        receiver, error = transfer.receiver, problem
+        if not isinstance(error, WireError):
+            request_id = receiver.request_id
+            log.error("a segment could not be unpacked", request=request_id, exc_info=problem)
+            error = WireError(ErrorCode.INTERNAL, "the KV could not be unpacked")
+        receiver.broken(segment, error)
+        self.fail(receiver.request_id, error)
+
+    def _unpack(self, batch: list[tuple[IncomingTransfer, Segment]]) -> list[Exception | None]:
+        """Verify segments and put them into their blocks; return what went wrong with each."""
+        problems: list[Exception | None] = []
+        for transfer, segment in batch:
+            problem = None
+            try:
+                self._unpack_one(transfer, segment)
+            except Exception as error:
+                problem = error
+            problems.append(problem)
+        return problems
+
+    def _unpack_one(self, transfer: IncomingTransfer, segment: Segment) -> None:
+        receiver, block_table = transfer.receiver, transfer.block_table
+        if receiver.is_over:
+            return
+        if segment.places:
+            assert transfer.memory is not None
+            fetch(self._cache, block_table, receiver, segment, transfer.memory)
+        else:
             receiver.verify(segment)
-            rectangle, kv = segment.rectangle, segment.kv
-            unpack(self._cache, transfer.block_table, rectangle, kv, receiver.num_tokens)
+            unpack(self._cache, block_table, segment.rectangle, segment.kv, receiver.num_tokens)
 
     def _answer(self, transfer: IncomingTransfer, ack: Ack | None) -> None:
         if ack is None:
@@ -290,6 +358,7 @@ class IncomingTransfers:
         frame, credit = ack
         self._send(transfer.peer, frame, credit.pack())
         if credit.ready and transfer.share_bytes:
+            transfer.memory = None  # nothing is read there any more
             self.budget.end(transfer)
             self._on_complete(frame.request_id)
 

@@ -1,9 +1,9 @@
 """One request's KV on its way out: `KVSender` with a cache and a socket.
 
-`run` packs segments on the transfer threads and sends them without another copy, as long as there
-is one that is computed and within the credit.  Packing copies KV out of the blocks, so the blocks
-can be given back at the end of a transfer, though libzmq may still hold segments.  A segment that
-was being packed when they were given back is not sent.  SPEC 6.
+`run` sends segments as long as there is one that is computed and within the credit: from where
+their bytes lie, if that is one piece of host memory, else from memory into which the transfer
+threads pack them.  So the blocks have to be held until `run` has ended, which waits until the
+socket has let go of all.  SPEC 6.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import structlog
 
@@ -23,12 +24,15 @@ from wire.transfer import KVSender, Rectangle, segment_digest
 from worker.engine.windows import table_of
 from worker.environment import Copying
 from worker.executor.contract import KVCache
+from worker.transfer.in_memory import find
 from worker.transfer.peers import DecodePeer
 
 log = structlog.get_logger("worker")
 
-# The bytes of a segment, and their digest.
-Packed = tuple[memoryview, int]
+# What a transfer thread reads at a time of what is sent.
+BATCH_BYTES: Final = 8 << 20
+# A segment: its rectangle, its bytes, their digest, and where they lie if they are not sent.
+Read = tuple[Rectangle, memoryview, int, tuple[int, ...]]
 
 
 class OutgoingTransfer:
@@ -145,36 +149,60 @@ class OutgoingTransfer:
     # Segments.
 
     async def _send_all(self) -> None:
-        """Pack as many segments at a time as copies run at once, and send them in their order."""
-        packing: deque[tuple[Rectangle, asyncio.Future[Packed]]] = deque()
+        """Keep the transfer threads reading, and send what they have read, in its order."""
+        reading: deque[asyncio.Future[list[Read]]] = deque()
         try:
             while not self.sender.is_over:
-                while len(packing) < self._copies.num_at_once:
-                    if (rectangle := self.sender.next_segment()) is None:
-                        break
-                    run = self._copies.run(self._pack, rectangle)
-                    packing.append((rectangle, asyncio.ensure_future(run)))
-                if packing:
-                    rectangle, packed = packing.popleft()
-                    self._send_segment(rectangle, *await packed)
+                # One more than run at once, so that none of them has to wait for the loop.
+                while len(reading) <= self._copies.num_at_once and (batch := self._next_batch()):
+                    reading.append(asyncio.ensure_future(self._copies.run(self._read, batch)))
+                if reading:
+                    for read in await reading.popleft():
+                        self._send_segment(*read)
                 else:
                     self._wake.clear()
                     await self._wake.wait()
         finally:
-            for _, packed in packing:
-                packed.cancel()
-            await asyncio.gather(*(packed for _, packed in packing), return_exceptions=True)
+            await asyncio.gather(*reading, return_exceptions=True)
 
-    def _send_segment(self, rectangle: Rectangle, kv: memoryview, digest: int) -> None:
-        segment = self.sender.segment(rectangle, kv, self._clock(), digest=digest)
+    def _next_batch(self) -> list[Rectangle]:
+        """Claim what a transfer thread reads at a time: several segments if it is the only one."""
+        batch: list[Rectangle] = []
+        is_alone = self._copies.num_at_once == 1 and not self.sender.is_in_memory
+        num_bytes, most = 0, BATCH_BYTES if is_alone else 1
+        while num_bytes < most and (rectangle := self.sender.next_segment()) is not None:
+            batch.append(rectangle)
+            num_bytes += rectangle.num_bytes(self.sender.layout)
+        return batch
+
+    def _send_segment(
+        self, rectangle: Rectangle, kv: memoryview, digest: int, places: tuple[int, ...]
+    ) -> None:
+        now = self._clock()
+        segment = self.sender.segment(rectangle, kv, now, digest=digest, places=places)
         if segment is None:
-            return  # ended meanwhile: what was packed may be another sequence's KV
+            return  # ended meanwhile
         sending = self.peer.send(*segment, track=True)
         self._sendings = [sending for sending in self._sendings if not sending.done]
         if sending is not None:
             self._sendings.append(sending)
 
-    def _pack(self, rectangle: Rectangle) -> Packed:
+    def _read(self, batch: list[Rectangle]) -> list[Read]:
+        return [(rectangle, *self._read_one(rectangle)) for rectangle in batch]
+
+    def _read_one(self, rectangle: Rectangle) -> tuple[memoryview, int, tuple[int, ...]]:
+        if self.sender.is_in_memory:
+            found = find(self._cache, self._block_table, rectangle, self.request_id)
+            if found is not None:
+                places, digest = found
+                return memoryview(b""), digest, places
+        view = getattr(self._cache, "view", _nothing)
         table = table_of(self._cache, rectangle.group, self._block_table)
-        kv = self._cache.pack(table, rectangle)
-        return kv, segment_digest(self.request_id, kv)
+        kv = view(table, rectangle)
+        if kv is None:
+            kv = self._cache.pack(table, rectangle)
+        return kv, segment_digest(self.request_id, kv), ()
+
+
+def _nothing(block_table: Sequence[int], rectangle: Rectangle) -> None:
+    """Say that a rectangle does not lie in one piece."""

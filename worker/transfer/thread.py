@@ -4,17 +4,25 @@ Neither a step nor the event loop waits for a copy.  There is one such thread wh
 and a few where a device copies and they only wait for it.  They read only blocks that are computed
 and write only blocks that are reserved.  No step writes to either, so all threads share the cache
 without a lock.
+
+Loop and threads wake each other by a byte in a pipe.  A queue, or `call_soon_threadsafe`, would
+hold the GIL meanwhile: where cores are short, who is woken takes the core, then waits for the GIL.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, TypeVarTuple
+from contextlib import suppress
+from typing import Any, TypeVar, TypeVarTuple
 
 Args = TypeVarTuple("Args")
 R = TypeVar("R")
+
+Job = tuple["asyncio.Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class Copies:
@@ -26,12 +34,72 @@ class Copies:
 
     def __init__(self, num_at_once: int = 1) -> None:
         self.num_at_once = num_at_once
-        self._threads = ThreadPoolExecutor(num_at_once, thread_name_prefix="kv-copy")
+        self._is_closing = False
+        self._jobs: deque[Job | None] = deque()  # as many as there are bytes in their pipe
+        self._ended: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._job_pipe, self._end_pipe = os.pipe(), os.pipe()
+        for end in self._end_pipe:
+            os.set_blocking(end, False)
+        self._loop.add_reader(self._end_pipe[0], self._deliver)
+        self._threads = [
+            threading.Thread(target=self._main, name=f"kv-copy_{number}", daemon=True)
+            for number in range(num_at_once)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     async def run(self, copy: Callable[[*Args], R], *args: *Args) -> R:
         """Run `copy` on a transfer thread and return what it returns."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, copy, *args)
+        future: asyncio.Future[R] = self._loop.create_future()
+        self._put((future, copy, args))
+        return await future
 
     def close(self) -> None:
         """Stop after the copies that are running; those that wait are dropped."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._is_closing = True
+        for _ in self._threads:
+            self._put(None)
+        for thread in self._threads:
+            thread.join()
+        self._deliver()
+        self._loop.remove_reader(self._end_pipe[0])
+        for end in (*self._job_pipe, *self._end_pipe):
+            os.close(end)
+
+    def _put(self, job: Job | None) -> None:
+        self._jobs.append(job)
+        os.write(self._job_pipe[1], b"\0")
+
+    def _take(self) -> Job | None:
+        os.read(self._job_pipe[0], 1)
+        return self._jobs.popleft()
+
+    def _main(self) -> None:
+        while (job := self._take()) is not None:
+            future, copy, args = job
+            result, error = None, None
+            try:
+                if self._is_closing:
+                    raise asyncio.CancelledError
+                result = copy(*args)
+            except BaseException as problem:
+                error = problem
+            self._ended.append((future, result, error))
+            del job, future, copy, args, result, error  # what was copied is not kept until the next
+            with suppress(BlockingIOError):  # full: the loop will look
+                os.write(self._end_pipe[1], b"\0")
+
+    def _deliver(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._end_pipe[0], 4096)
+        while self._ended:
+            future, result, error = self._ended.popleft()
+            if future.done():
+                continue  # nobody waits any more
+            if error is None:
+                future.set_result(result)
+            elif isinstance(error, asyncio.CancelledError):
+                future.cancel()
+            else:
+                future.set_exception(error)

@@ -26,6 +26,7 @@ from wire.transfer.segment import (
     MAX_SEGMENT_BYTES,
     MAX_SEGMENTS,
     SegmentDescriptor,
+    pack_places,
     segment_digest,
 )
 
@@ -394,3 +395,59 @@ def test_any_segment_is_admitted_or_refused_with_a_remote_protocol_error(
     else:
         assert segment is not None
         assert len(segment.kv) == segment.rectangle.num_bytes(LAYOUT) <= 64
+
+
+def lent(memory_bytes: int = 100) -> KVReceiver:
+    """A receiver that can read so much memory of the sender's."""
+    one = receiver(offer(memory="baton-1"))
+    assert one.accept(0, 1.0, memory_bytes) == (KvCacheAck(ID, 0), Credit(64, 0, 0, 1))
+    return one
+
+
+def places(*each: int, tokens: int = 2, **changed: int) -> tuple[bytes, bytes]:
+    """A segment of the first so many tokens, in memory at these places."""
+    fields = {"num_bytes": 16 * tokens, "digest": 5, "in_memory": 1, **changed}
+    descriptor = SegmentDescriptor.of(part(LAYOUT, 0, 2, 0, tokens), **fields)
+    return descriptor.pack(), pack_places(each)
+
+
+def test_a_segment_in_memory_is_admitted_verified_by_a_copy_and_stored() -> None:
+    one, memory = lent(), bytes(range(100))
+    kv = memory[84:100] + memory[3:19]
+    frame = KvCache(ID, 1, 2)
+    segment = one.on_segment(frame, places(84, 3, digest=segment_digest(ID, kv)), 2.0)
+    assert segment is not None and segment.places == (84, 3)
+    assert b"".join(segment.pieces(memory)) == kv
+    assert one.on_segment(frame, places(84, 3, digest=segment_digest(ID, kv)), 2.0) is None
+    one.verify(segment, segment_digest(ID, kv))
+    with pytest.raises(TransferFailed, match="wrong digest"):
+        one.verify(segment, segment_digest(ID, bytes(32)))
+    assert one.stored(segment, 3.0) == (KvCacheAck(ID, 32), Credit(64, 0, 0, 1))
+    assert take(one, 2, 2, *payload(0, 2, 2, 2)).pieces(memory) == [bytes([3]) * 32]
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        (places(0, 85), "outside the memory of 100 bytes"),
+        (places(69), "outside the memory"),
+        (places(2**64 - 1, 0), "outside the memory"),
+        (places(), "0 places for 2 tokens"),
+        (places(0, 0, 0), "3 places for 2 tokens"),
+        (places(0, 0, num_bytes=16), "32 bytes for"),
+        (places(*[0] * 4, tokens=4, num_bytes=2**40), "64 bytes for"),
+        ((places(0)[0], bytes(7)), "7 bytes, not n x 8"),
+    ],
+)
+def test_places_that_cannot_be_end_the_transfer(parts: tuple[bytes, bytes], reason: str) -> None:
+    one = lent()
+    with pytest.raises(RemoteProtocolError, match=reason):
+        one.on_segment(KvCache(ID, 1, 2), parts, 2.0)
+    assert one.state is TransferState.FAILED and one.num_unpacking == 0
+
+
+def test_memory_that_is_not_read_here_is_no_place_for_segments() -> None:
+    with pytest.raises(RemoteProtocolError, match="not read here"):
+        accepted().on_segment(KvCache(ID, 1, 2), places(0, 0), 2.0)
+    with pytest.raises(LocalProtocolError, match="no memory was offered"):
+        receiver().accept(0, 1.0, 100)

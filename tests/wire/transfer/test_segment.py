@@ -20,9 +20,13 @@ from wire.transfer.segment import (
     Coverage,
     Rectangle,
     SegmentDescriptor,
+    apart,
+    pack_places,
     plan,
+    running_digest,
     segment_digest,
     split_segment,
+    unpack_places,
 )
 
 LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=1, head_dim=4, dtype="uint8")
@@ -68,12 +72,15 @@ def everything(layout: KVLayout, cached: int, num_tokens: int) -> Cells:
     st.integers(0, 12),
     st.integers(0, 300),
     st.integers(1, 4),
+    st.integers(1, 5),
 )
 def test_a_plan_covers_what_is_sent_once_in_order_of_computation(
-    layout: KVLayout, cached: int, count: int, spare: int, num_shards: int
+    layout: KVLayout, cached: int, count: int, spare: int, num_shards: int, block_size: int
 ) -> None:
     num_tokens, segment_bytes = cached + count, layout.piece_bytes + spare
-    rectangles = plan(layout, cached, num_tokens, segment_bytes, num_shards)
+    rectangles = plan(
+        *(layout, cached, num_tokens, segment_bytes, num_shards), block_size=block_size
+    )
     covered: Cells = set()
     coverage = Coverage(layout, cached, num_tokens)
     for rectangle in rectangles:
@@ -140,6 +147,32 @@ def test_a_row_that_fits_goes_whole_and_one_that_does_not_by_layers() -> None:
         part(LAYOUT, 2, 1, 3, 1),
     ]
     assert plan(LAYOUT, 4, 4, 8) == []
+
+
+def test_cuts_are_at_the_ends_of_blocks_where_blocks_fit() -> None:
+    assert plan(LAYOUT, 1, 9, 100, block_size=2) == [
+        whole(LAYOUT, 1, 3),
+        whole(LAYOUT, 4, 4),
+        whole(LAYOUT, 8, 1),
+    ]
+    # Two layers of a block fit, three do not; they are divided evenly.
+    assert plan(LAYOUT, 1, 3, 47, block_size=2) == [
+        part(LAYOUT, 0, 2, 1, 1),
+        part(LAYOUT, 2, 1, 1, 1),
+        part(LAYOUT, 0, 2, 2, 1),
+        part(LAYOUT, 2, 1, 2, 1),
+    ]
+    # Not even one layer of a block fits.
+    assert plan(LAYOUT, 0, 2, 30, block_size=4) == plan(LAYOUT, 0, 2, 30)
+
+
+def test_a_large_block_is_sent_alone() -> None:
+    layout = KVLayout.uniform(num_layers=32, num_kv_heads=4, head_dim=64, dtype="bfloat16")
+    rectangles = plan(layout, 0, 40, 4 << 20, block_size=16)  # 1 MiB a block
+    assert rectangles == [whole(layout, 0, 16), whole(layout, 16, 16), whole(layout, 32, 8)]
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(LocalProtocolError, match="too small for one layer"):
         plan(LAYOUT, 0, 2, 7)
 
@@ -273,16 +306,16 @@ def test_a_wrong_state_or_window_is_refused(rectangle: Rectangle, reason: str) -
 
 
 def test_a_descriptor_is_48_bytes_both_ways() -> None:
-    descriptor = SegmentDescriptor(1, 2, 3, 4, 5, 6, 7, 8, 2**64 - 1, 9)
+    descriptor = SegmentDescriptor(1, 2, 3, 4, 5, 6, 7, 8, 2**64 - 1, 9, 1)
     assert DESCRIPTOR.size == 48 == len(descriptor.pack())
     assert SegmentDescriptor.unpack(memoryview(descriptor.pack())) == descriptor
     rectangle = Rectangle(1, range(4, 9), range(2, 5), range(6, 13))
     assert descriptor.rectangle == rectangle
-    assert SegmentDescriptor.of(rectangle, 8, 2**64 - 1, 9) == descriptor
+    assert SegmentDescriptor.of(rectangle, 8, 2**64 - 1, 9, 1) == descriptor
     for size in (0, 40, 47, 49):
         with pytest.raises(RemoteProtocolError, match=f"{size} bytes, not 48"):
             SegmentDescriptor.unpack(bytes(size))
-    with pytest.raises(RemoteProtocolError, match="reserved field is 256"):
+    with pytest.raises(RemoteProtocolError, match="in_memory is 256"):
         SegmentDescriptor.unpack(bytes(7) + b"\1" + bytes(40))
 
 
@@ -297,3 +330,51 @@ def test_a_segment_in_one_piece_is_split_without_a_copy() -> None:
 def test_the_digest_is_seeded_with_the_request() -> None:
     assert segment_digest(7, b"kv") == xxh3_64_intdigest(b"kv", seed=7)
     assert segment_digest(2**64 - 1, memoryview(b"kv")) != segment_digest(7, b"kv")
+
+
+@given(
+    layouts(),
+    st.integers(0, 40),
+    st.integers(1, 40),
+    st.integers(0, 300),
+    st.integers(1, 8),
+)
+def test_whole_blocks_part_from_what_is_before_and_behind_them(
+    layout: KVLayout, cached: int, more: int, extra_bytes: int, block_size: int
+) -> None:
+    num_tokens = cached + more
+    planned = plan(
+        layout, cached, num_tokens, layout.piece_bytes + extra_bytes, block_size=block_size
+    )
+    parted = apart(planned, block_size)
+    coverage = Coverage(layout, cached, num_tokens)
+    for rectangle in parted:
+        coverage.admit(rectangle)
+        start, end = rectangle.tokens.start, rectangle.tokens.stop
+        first_whole, behind = -(-start // block_size), end // block_size
+        is_whole = start % block_size == 0 and end % block_size == 0
+        assert is_whole or first_whole >= behind, "a whole block is not with others of its kind"
+    found = [cells(layout, rectangle) for rectangle in parted]
+    assert set().union(*found) == everything(layout, cached, num_tokens)
+
+
+def test_a_rectangle_is_cut_into_pieces_of_as_many_tokens() -> None:
+    rectangle = whole(LAYOUT, 4, 6)
+    assert rectangle.pieces(1) == [rectangle]
+    assert rectangle.pieces(3) == [whole(LAYOUT, first, 2) for first in (4, 6, 8)]
+    state = Rectangle(1, range(2), range(4), range(9, 9))
+    assert state.pieces(1) == [state]
+
+
+def test_places_are_u64() -> None:
+    assert unpack_places(pack_places([2**64 - 1, 0])) == (2**64 - 1, 0)
+    for size in (1, 7, 12):
+        with pytest.raises(RemoteProtocolError, match=f"{size} bytes, not n x 8"):
+            unpack_places(bytes(size))
+
+
+def test_a_digest_may_be_fed_in_parts() -> None:
+    digest = running_digest(7)
+    digest.update(b"k")
+    digest.update(memoryview(b"v"))
+    assert digest.intdigest() == segment_digest(7, b"kv")

@@ -9,7 +9,13 @@ from wire.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, Tran
 from wire.frames import KvCache, KvCacheAck
 from wire.layout import KVLayout, StateGroup
 from wire.payloads import Credit, Offer, decode_map
-from wire.transfer.segment import MAX_SEGMENT_BYTES, Rectangle, SegmentDescriptor, segment_digest
+from wire.transfer.segment import (
+    MAX_SEGMENT_BYTES,
+    Rectangle,
+    SegmentDescriptor,
+    segment_digest,
+    unpack_places,
+)
 from wire.transfer.sender import HANDOVER_LEASES, KVSender
 
 LAYOUT = KVLayout.uniform(
@@ -290,3 +296,67 @@ def test_our_own_mistakes() -> None:
         one.segment(part(LAYOUT, 0, 1, 0, 1), bytes(8), 0.0)
     with pytest.raises(LocalProtocolError, match="given to transfer"):
         one.on_ack(KvCacheAck(ID + 1, 0), Credit(64, 0, 0), 0.0)
+
+
+MEMORY = "baton-1"
+
+
+def lending(num_tokens: int = 7) -> KVSender:
+    """A sender of 2 tokens a block, 64 bytes a segment."""
+    return KVSender(
+        ID,
+        LAYOUT,
+        range(num_tokens),
+        max_bytes=1024,
+        lease_s=LEASE_S,
+        segment_bytes=64,
+        block_size=2,
+        memory=MEMORY,
+        now=0.0,
+    )
+
+
+def test_where_kv_lies_is_sent_instead_of_it() -> None:
+    one = lending()
+    _, payload = one.offer()
+    assert decode_map(Offer, payload).memory == MEMORY
+    one.advance(7, 0.5)
+    one.on_ack(KvCacheAck(ID, 0), Credit(112, 0, 0, 1), 1.0)
+    assert one.is_in_memory
+    assert one.plan == [whole(LAYOUT, 0, 4), whole(LAYOUT, 4, 2), whole(LAYOUT, 6, 1)]
+    first, second, rest = one.next_segment(), one.next_segment(), one.next_segment()
+    assert first is not None and second is not None and rest is not None
+    sent = one.segment(first, b"", 2.0, digest=9, places=(96, 32))
+    assert sent is not None and unpack_places(sent[2]) == (96, 32)
+    descriptor = SegmentDescriptor.unpack(sent[1])
+    assert (descriptor.num_bytes, descriptor.digest, descriptor.in_memory) == (64, 9, 1)
+    assert send(one, second)[1].in_memory == 0, "bytes are as good"
+    send(one, rest)
+    assert one.kv_bytes == 112 and state_of(one) == "sent"
+
+
+def test_places_are_for_who_reads_them() -> None:
+    one = lending()
+    one.advance(7, 0.5)
+    ack(one, 0, 112)
+    rectangle = one.next_segment()
+    assert rectangle is not None and not one.is_in_memory
+    with pytest.raises(LocalProtocolError, match="where it lies"):
+        one.segment(rectangle, b"", 2.0, digest=9, places=(0, 32))
+
+
+@pytest.mark.parametrize(
+    ("one", "credits", "reason"),
+    [
+        (sender(), [Credit(64, 0, 0, 1)], "in_memory is 1, but none was offered"),
+        (lending(), [Credit(64, 0, 0, 1), Credit(64, 0, 0, 0)], "in_memory changed"),
+        (lending(), [Credit(64, 0, 0, 0), Credit(64, 0, 0, 1)], "in_memory changed"),
+    ],
+)
+def test_whether_kv_is_read_where_it_lies_is_settled_once(
+    one: KVSender, credits: list[Credit], reason: str
+) -> None:
+    with pytest.raises(RemoteProtocolError, match=reason):
+        for credit in credits:
+            one.on_ack(KvCacheAck(ID, 0), credit, 1.0)
+    assert state_of(one) == "failed"

@@ -349,7 +349,7 @@ class LossyTransfer(RuleBasedStateMachine):
         planned = self.sender.plan[which % num_segments]
         honest = SegmentDescriptor.of(planned, 0, 0)[:7]
         fields = [max(0, one + by) for one, by in zip(honest, shift, strict=True)]
-        forged = SegmentDescriptor._make((*fields, 0, 0, 0))
+        forged = SegmentDescriptor._make((*fields, 0, 0, 0, 0))
         rectangle = forged.rectangle
         number = num_segments - number % num_segments  # a high one is not taken yet
         is_known = rectangle.group < len(self.layout.groups)

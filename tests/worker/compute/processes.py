@@ -43,7 +43,8 @@ class Processes:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            process.join()
+            process.join(TIMEOUT_S)
+            process.kill()  # in case it is stuck
 
     def run(self, size: int, stages: int, task: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `task(ranks, *args)` in size x stages processes; return what each returns."""

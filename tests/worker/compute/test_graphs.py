@@ -162,6 +162,8 @@ def test_a_padded_step_is_a_plain_one(
             spared = pool[:-1], plain_pool[:-1]
             torch.testing.assert_close(*spared, rtol=limit, atol=limit)
     assert record.num_recorded == 3
+    for pool, plain_pool in zip(cache.pools, plain.pools, strict=True):
+        assert not torch.equal(pool[-1], plain_pool[-1]), "what pads a step is written there"
 
 
 def test_steps_that_wait_for_what_experts_are_given_are_not_recorded(tmp_path: Path) -> None:

@@ -48,6 +48,34 @@ def test_bytes_round_trip_between_block_sizes(
     assert bytes(receiver.pack([7, 0, 2, 5, 1], rectangle)) == bytes(sent)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layers", [(0, 3), (1, 2)])
+def test_a_whole_block_is_seen_where_it_lies(dtype: str, layers: tuple[int, int]) -> None:
+    sender, receiver = filled(dtype), cache(dtype)
+    rectangle = part(LAYOUT, *layers, 16, 16)
+    seen = sender.view([6, 1, 3], rectangle)
+    assert seen == sender.pack([6, 1, 3], rectangle)
+    receiver.unpack([2, 5], rectangle, bytes(seen))
+    assert receiver.view([2, 5], rectangle) == seen
+    with pytest.raises(ValueError):
+        receiver.unpack([2, 5], rectangle, bytes(seen)[:-1])
+    sender.pool.zero_()
+    assert not any(seen)
+
+
+@pytest.mark.parametrize(
+    "rectangle",
+    [
+        part(LAYOUT, 0, 3, 0, 15),
+        part(LAYOUT, 0, 3, 8, 16),
+        part(LAYOUT, 0, 3, 0, 32),
+        part(LAYOUT, 0, 3, 0, 16)._replace(heads=range(1)),
+    ],
+)
+def test_what_does_not_lie_in_one_piece_is_not_seen(rectangle: Rectangle) -> None:
+    assert filled("float32").view([6, 1, 3], rectangle) is None
+
+
 def test_the_bytes_are_in_the_wires_order() -> None:
     sender = filled("float32")
     sent = np.frombuffer(sender.pack([6, 1, 3], part(LAYOUT, 1, 2, 10, 12)), np.float32)

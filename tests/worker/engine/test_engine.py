@@ -289,6 +289,21 @@ def test_a_transfer_that_is_cancelled_after_its_first_token_counts_once(max_toke
     assert engine.load().used == 0
 
 
+def test_what_a_socket_has_is_computed_no_further_and_stays_until_the_cancel() -> None:
+    engine = engine_of(max_ubatch_tokens=5)
+    engine.add(Sequence(1, range(10, 22), GREEDY, 20, transfer=True))
+    engine.step()
+    used = engine.load().used
+    for _ in range(2):  # the second changes nothing
+        engine.halt(1)
+        assert not run(engine) and engine.load().used == used == 3
+        engine.check()
+    engine.cancel(1)
+    assert engine.counters.cancelled == 1 and engine.load().used == 0
+    engine.halt(1)
+    engine.check()
+
+
 def test_a_transfer_that_is_overdue_and_then_cancelled_counts_once() -> None:
     now = [0.0]
     engine = engine_of(clock=lambda: now[0], max_ubatch_tokens=4)

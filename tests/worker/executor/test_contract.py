@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -61,6 +62,20 @@ def test_a_rectangle_crosses_to_another_block_size(
     assert packed == segment and packed.contiguous
     caches[1].unpack(tables[1], rectangle, packed)
     assert caches[1].pack(tables[1], rectangle) == segment
+
+
+def test_a_whole_block_is_seen_where_it_lies() -> None:
+    cache: Any = cache_of(4, 4)  # no cache has to have a `view`
+    block = whole(cache.layout, 4, 4)
+    segment = random_bytes(4 * cache.layout.token_bytes, 3)
+    cache.unpack([2, 0], block, segment)
+    seen = cache.view([2, 0], block)
+    assert seen == segment
+    for rectangle in (whole(cache.layout, 4, 3), whole(cache.layout, 2, 4)):
+        assert cache.view([2, 0, 1], rectangle) is None
+    assert cache.view([2, 0], block._replace(heads=range(1))) is None
+    cache.unpack([2, 0], block, bytes(len(segment)))
+    assert not any(seen)
 
 
 def test_packed_bytes_are_layer_then_k_or_v_then_head_then_token() -> None:

@@ -36,6 +36,7 @@ from wire.identity import Identity
 from wire.layout import KVLayout
 from wire.options import Options
 from wire.payloads import (
+    Credit,
     Usage,
     decode_error,
     decode_map,
@@ -83,7 +84,7 @@ async def accepted(prefill: ScriptedPrefill, request_id: int, cached_tokens: int
     prefill.offer(request_id, PROMPT)
     ack, credit = await prefill.ack()
     assert (ack.request_id, ack.kv_bytes) == (request_id, 0)
-    assert credit == (TOTAL - cached_tokens * TOKEN_BYTES, cached_tokens, 0)
+    assert credit == Credit(TOTAL - cached_tokens * TOKEN_BYTES, cached_tokens, 0)
 
 
 async def test_every_segment_is_acknowledged_and_the_last_is_ready() -> None:
@@ -93,7 +94,7 @@ async def test_every_segment_is_acknowledged_and_the_last_is_ready() -> None:
             prefill.segment(1, tokens, number, 2)
         for kv_bytes, ready in ((200 * TOKEN_BYTES, 0), (TOTAL, 1)):
             ack, credit = await prefill.ack()
-            assert (ack.kv_bytes, credit) == (kv_bytes, (TOTAL, 0, ready))
+            assert (ack.kv_bytes, credit) == (kv_bytes, Credit(TOTAL, 0, ready))
         router.decode(1, [*PROMPT, 5], 3, OPTIONS)
         assert len(await router.tokens(3)) == 3
         await router.receive(Tag.DECODE_DONE)
@@ -244,7 +245,7 @@ async def test_a_segment_before_the_reservation_is_refused() -> None:
         prefill.offer(2, PROMPT)  # waits for blocks
         prefill.send(KvCache(2, 0, 0))
         ack, credit = await prefill.ack()
-        assert (ack.request_id, ack.kv_bytes, credit) == (2, 0, (0, 0, 0))
+        assert (ack.request_id, ack.kv_bytes, credit) == (2, 0, Credit(0, 0, 0))
         prefill.segment(2, WHOLE)
         assert await prefill.error() == (2, ErrorCode.PROTOCOL)
         prefill.cancel(1)
@@ -533,7 +534,7 @@ async def test_blocks_are_not_given_back_while_a_copy_writes_to_them() -> None:
         router.loads.clear()
         await router.until_joined(Role.DECODE)
         prefill.send(KvCache(2, 0, 0))
-        assert await prefill.ack() == (KvCacheAck(2, 0), (0, 0, 0))  # waits for blocks
+        assert await prefill.ack() == (KvCacheAck(2, 0), Credit(0, 0, 0))  # waits for blocks
         executor.cache.gate.set()
         ack, credit = await prefill.ack()
         assert (ack.request_id, credit.credit) == (2, TOTAL)
@@ -551,7 +552,7 @@ async def test_offers_take_turns_at_the_bytes_in_flight() -> None:
             prefill.offer(request_id, [request_id, *PROMPT])
             prefill.send(KvCache(request_id, 0, 0))
             ack, credit = await prefill.ack()
-            assert (ack.request_id, credit) == (request_id, (0, 0, 0))
+            assert (ack.request_id, credit) == (request_id, Credit(0, 0, 0))
         assert router.is_quiet
         prefill.segment(1, range(40_000), 1, 2)
         await prefill.ack()

@@ -29,9 +29,9 @@ from worker.transfer.sender import OutgoingTransfer
 from worker.transfer.thread import Copies
 
 TOKEN_BYTES = LAYOUT.token_bytes
-PROMPT = [(7 * i) % 1000 for i in range(300)]
+PROMPT = [(7 * i) % 1000 for i in range(288)]
 TOTAL = len(PROMPT) * TOKEN_BYTES
-STEP = 100 * TOKEN_BYTES
+STEP = 96 * TOKEN_BYTES  # whole blocks
 OPTIONS = Options(max_tokens=20, ignore_eos=True)
 
 
@@ -68,12 +68,12 @@ async def test_no_more_is_sent_than_was_granted() -> None:
     async with stage() as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         offer = await decode.offered(1)
-        assert (offer.num_tokens, offer.total_bytes) == (300, TOTAL)
+        assert (offer.num_tokens, offer.total_bytes) == (288, TOTAL)
         assert (await router.receive(Tag.PREFILL_DONE)).frame == PrefillDone(1, TOTAL)
         for number in range(3):
             decode.ack(1, number * STEP, (number + 1) * STEP)
             descriptor = await decode.segment(1)
-            assert (descriptor.token_start, descriptor.num_tokens) == (100 * number, 100)
+            assert (descriptor.token_start, descriptor.num_tokens) == (96 * number, 96)
             assert descriptor.num_layers == LAYOUT.kv_groups[0].num_layers
             # A refused frame and back: the worker had time to send more, had it wished to.
             router.send(Role.PREFILL, DecodeRequest(9, 1))
@@ -87,10 +87,10 @@ async def test_segments_leave_while_the_prompt_is_still_read() -> None:
     async with stage(max_ubatch_tokens=64, step_delay_s=0.01) as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
-        decode.ack(1, 0, 50 * TOKEN_BYTES)
+        decode.ack(1, 0, 48 * TOKEN_BYTES)
         await decode.segment(1)
         assert router.is_quiet  # no first token yet
-        decode.ack(1, 50 * TOKEN_BYTES, TOTAL)
+        decode.ack(1, 48 * TOKEN_BYTES, TOTAL)
         for _ in range(5):
             await decode.segment(1)
         decode.ack(1, TOTAL, TOTAL, ready=True)
@@ -235,7 +235,7 @@ async def test_a_false_ack_ends_the_transfer(kv_bytes: int, credit: bytes) -> No
         await router.until_free(Role.PREFILL)
 
 
-async def test_what_was_packed_of_freed_blocks_is_never_sent() -> None:
+async def test_blocks_are_no_one_elses_while_they_are_read() -> None:
     executor = GatedExecutor()
     settings = {"executor": executor, "num_blocks": 20, "prefix_cache": False}
     async with stage(**settings) as (router, decode):
@@ -247,10 +247,13 @@ async def test_what_was_packed_of_freed_blocks_is_never_sent() -> None:
         await router.receive(Tag.PREFILL_DONE)
         router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
         assert (await decode.receive()).frame == Cancel(1, ErrorCode.CANCELLED)
+        router.prefill(1, PROMPT, OPTIONS)  # an id that is not free yet either
         router.prefill(2, PROMPT[::-1], OPTIONS)  # into the very same blocks
+        assert (await router.load(Role.PREFILL)).used == 18
+        assert router.is_quiet and decode.is_quiet
+        executor.cache.gate.set()
         await decode.offered(2)
         await router.receive(Tag.PREFILL_DONE)
-        executor.cache.gate.set()
         await receive_all(decode, 2)  # would not take a segment of 1
         await router.until_free(Role.PREFILL)
         assert decode.is_quiet
@@ -335,8 +338,8 @@ async def test_segments_are_packed_at_a_time_and_sent_in_order(num_at_once: int)
     transfer = OutgoingTransfer(make_sender, peer, Cache(20, 16), copies, end.set_result)  # type: ignore[arg-type]
     transfer.offer(tuple(range(20)), 0, time.monotonic())
     task = asyncio.create_task(transfer.run())
-    transfer.advance(100, time.monotonic())
-    transfer.advance(200, time.monotonic())
+    transfer.advance(96, time.monotonic())
+    transfer.advance(192, time.monotonic())
     transfer.advance(len(PROMPT), time.monotonic())
     transfer.on_ack(KvCacheAck(1, 0), Credit(STEP, 0, 0))
     transfer.on_ack(KvCacheAck(1, 0), Credit(2 * STEP, 0, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 
 import pytest
 
@@ -47,4 +48,32 @@ async def test_an_error_comes_back() -> None:
     copies = Copies()
     with pytest.raises(ZeroDivisionError):
         await copies.run(lambda: 1 // 0)
+    copies.close()
+
+
+async def test_what_waits_at_the_end_is_dropped() -> None:
+    copies, is_running, gate = Copies(), threading.Event(), threading.Event()
+
+    def copy() -> bool:
+        is_running.set()
+        return gate.wait(10)
+
+    running = asyncio.create_task(copies.run(copy))
+    waiting = asyncio.create_task(copies.run(copy))
+    await asyncio.to_thread(is_running.wait, 10)
+    threading.Timer(0.01, gate.set).start()
+    copies.close()  # waits for the first
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    running.cancel()
+
+
+async def test_results_are_not_kept_by_the_thread() -> None:
+    copies = Copies()
+
+    class Result: ...
+
+    result = weakref.ref(await copies.run(Result))
+    await asyncio.sleep(0)
+    assert result() is None
     copies.close()

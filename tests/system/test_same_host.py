@@ -1,0 +1,96 @@
+"""Workers of one machine read KV where it lies; whoever is killed leaves nothing of it behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster import Cluster, hash_oracle, until
+from wire.options import Options
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has such memory")
+PROMPTS = [[first, 7, 9] * 60 for first in range(6)]
+NUM_TOKENS = 8
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path, local="", executor="hash") as cluster:
+        yield cluster
+
+
+def answers(cluster: Cluster) -> bool:
+    """Whether every prompt is answered as it has to be."""
+    for prompt in PROMPTS:
+        body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        response = httpx.post(
+            f"{cluster.http}/v1/completions", json=body | {"return_token_ids": True}, timeout=60
+        )
+        tokens = response.json()["choices"][0]["token_ids"]
+        if tokens != hash_oracle(prompt, NUM_TOKENS, Options(ignore_eos=True)):
+            return False
+    cluster.until_idle()
+    return True
+
+
+def said(cluster: Cluster, event: str) -> list[dict[str, Any]]:
+    return [line for line in map(json.loads, cluster.log().splitlines()) if line["event"] == event]
+
+
+def mapped_to_read(pid: int) -> int:
+    """How much memory of others a process has mapped."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return sum("memfd:baton-kv" in line and line.split()[1] == "r--s" for line in maps)
+
+
+def left_behind() -> set[str]:
+    """Names in the file systems for memory, and of the sockets where it is lent."""
+    names = set(os.listdir("/dev/shm"))
+    return names | {
+        word for word in Path("/proc/net/unix").read_text().split() if word.startswith("@baton-")
+    }
+
+
+def test_a_worker_that_is_killed_leaves_no_memory_and_no_name(cluster: Cluster) -> None:
+    before = left_behind()
+    decode, prefill = cluster.worker("decode", 0), cluster.worker("prefill", 0)
+    assert answers(cluster) and mapped_to_read(decode.pid) == 1
+    assert len(said(cluster, "KV is read from memory")) == 1
+    descriptors = len(os.listdir(f"/proc/{decode.pid}/fd"))
+    assert len(left_behind() - before) == 1
+    prefill.send_signal(signal.SIGKILL)
+    prefill.wait(30)
+    until(lambda: not mapped_to_read(decode.pid), "the memory of the dead is unmapped")
+    assert left_behind() == before
+    again = cluster.worker("prefill", 0)
+    assert answers(cluster) and mapped_to_read(decode.pid) == 1
+    assert len(os.listdir(f"/proc/{decode.pid}/fd")) == descriptors
+    decode.send_signal(signal.SIGKILL)
+    decode.wait(30)
+    cluster.until_idle()
+    another = cluster.worker("decode", 0)
+    assert answers(cluster) and mapped_to_read(another.pid) == 1
+    for process in (again, another):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert left_behind() == before
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_who_shall_not_share_gets_and_sends_bytes(cluster: Cluster, role: str) -> None:
+    settings = {role: ("--kv-shared-memory", "off")}
+    decode = cluster.worker("decode", 0, *settings.get("decode", ()))
+    cluster.worker("prefill", 0, *settings.get("prefill", ()))
+    assert answers(cluster) and mapped_to_read(decode.pid) == 0
+    assert said(cluster, "KV is read from memory") == []
+    event = {"prefill": "KV is lent to nobody, but sent", "decode": "KV comes as bytes"}[role]
+    (told,) = said(cluster, event)
+    assert told["reason"] == "--kv-shared-memory is off"

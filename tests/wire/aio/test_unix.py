@@ -1,0 +1,135 @@
+"""A descriptor goes to the same user, by a name that leaves nothing behind, and to nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wire.aio import unix
+from wire.aio.unix import DescriptorPort, fetch_descriptor
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the namespace is Linux's")
+
+# Both as user 12345.
+ASK = """
+import os, socket, sys
+os.setuid(12345)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    connection.settimeout(10)
+    connection.connect("\\0" + sys.argv[1])
+    print(*socket.recv_fds(connection, 100, 1)[:2])
+"""
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def names() -> list[str]:
+    """Those of all Unix sockets there are."""
+    return Path("/proc/net/unix").read_text().split()
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(b"what only we may read")
+    return path
+
+
+async def test_who_asks_gets_the_descriptor_and_is_hung_up_on(secret: Path) -> None:
+    content = b"what only we may read"
+    with secret.open("rb") as file:
+        before = descriptors()
+        port = DescriptorPort(file.fileno(), b"prefill-0-1")
+        listening = descriptors()
+        for _ in range(3):
+            fetched = await fetch_descriptor(port.name, b"prefill-0-1")
+            assert os.pread(fetched, 100, 0) == content
+            assert not os.get_inheritable(fetched)
+            os.close(fetched)
+        assert descriptors() == listening
+        port.close()
+        port.close()
+        assert descriptors() == before
+        with pytest.raises(ConnectionRefusedError):
+            await fetch_descriptor(port.name, b"prefill-0-1")
+
+
+async def test_no_name_is_like_another_and_none_is_in_a_file_system(secret: Path) -> None:
+    with secret.open("rb") as file:
+        ports = [DescriptorPort(file.fileno(), b"prefill-0-1") for _ in range(2)]
+        assert ports[0].name != ports[1].name
+        listed = names()
+        for port in ports:
+            assert f"@{port.name}" in listed
+            port.close()
+        assert not any(f"@{port.name}" in names() for port in ports)
+
+
+async def test_who_is_not_expected_is_not_believed(secret: Path) -> None:
+    with secret.open("rb") as file:
+        port = DescriptorPort(file.fileno(), b"prefill-1-1")
+        before = descriptors()
+        for expected in (b"prefill-0-1", b"prefill-1", b"prefill-1-11"):
+            with pytest.raises(ConnectionError, match="another worker"):
+                await fetch_descriptor(port.name, expected)
+        assert descriptors() == before
+        port.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+async def test_another_user_gets_nothing(secret: Path) -> None:
+    with secret.open("rb") as file:
+        port = DescriptorPort(file.fileno(), b"prefill-0-1")
+        asking = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-c", ASK, port.name), stdout=subprocess.PIPE
+        )
+        said, _ = await asyncio.wait_for(asking.communicate(), 15)
+        assert said == b"b'' []\n"
+        fetched = await fetch_descriptor(port.name, b"prefill-0-1")  # and the next one is served
+        os.close(fetched)
+        port.close()
+
+
+LISTEN = """
+import os, socket, sys
+os.setuid(12345)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    listener.bind("\\0" + sys.argv[1])
+    listener.listen(1)
+    print(flush=True)
+    connection, _ = listener.accept()
+    connection.recv(1)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+async def test_of_another_user_nothing_is_taken() -> None:
+    name = f"baton-test-{os.getpid()}"
+    listening = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-c", LISTEN, name), stdout=subprocess.PIPE
+    )
+    assert listening.stdout is not None
+    assert await asyncio.wait_for(listening.stdout.readline(), 15) == b"\n"
+    with pytest.raises(PermissionError, match="user 12345"):
+        await fetch_descriptor(name, b"prefill-0-1")
+    assert await asyncio.wait_for(listening.wait(), 15) == 0
+
+
+async def test_whoever_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unix, "ANSWER_S", 0.02)
+    name = f"baton-test-mute-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(1)
+        before = descriptors()
+        with pytest.raises(TimeoutError):
+            await fetch_descriptor(name, b"prefill-0-1")
+        assert descriptors() == before

@@ -1,0 +1,174 @@
+"""KV goes from cache to cache by one copy, whatever their blocks; what differs is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kv import part, whole
+from wire.errors import TransferFailed
+from wire.frames import KvCache
+from wire.layout import KVLayout
+from wire.payloads import Offer
+from wire.transfer import (
+    KVReceiver,
+    Rectangle,
+    Segment,
+    SegmentDescriptor,
+    pack_places,
+    segment_digest,
+)
+from worker.compute.kv_cache import TorchKVCache
+from worker.compute.shared_memory import SharedMemory, map_memory
+from worker.executor.hash import MIXED
+from worker.executor.hostcache import HostKVCache
+from worker.transfer.in_memory import fetch, find
+
+LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float16")
+ID = 7 << 32 | 5
+NUM_TOKENS = 24
+
+
+def torch_cache(layout: KVLayout, block_size: int) -> TorchKVCache:
+    cache = TorchKVCache(layout, 40, block_size, torch.device("cpu"))
+    assert cache.memory is not None
+    cache.memory.bytes[:] = np.random.default_rng(block_size).integers(0, 256, 1, np.uint8)
+    return cache
+
+
+def host_cache(layout: KVLayout, block_size: int) -> HostKVCache:
+    return HostKVCache(layout, 40, block_size, num_states=4)
+
+
+def receiver(layout: KVLayout, memory: SharedMemory, num_tokens: int = NUM_TOKENS) -> KVReceiver:
+    offer = Offer(
+        layout=layout,
+        num_tokens=num_tokens,
+        total_bytes=layout.transfer_bytes(num_tokens),
+        token_ids=bytes(4 * num_tokens),
+        memory="baton-1",
+    )
+    limits: dict[str, Any] = {"max_bytes": 1 << 30, "credit_bytes": 1 << 30, "lease_s": 9.0}
+    made = KVReceiver(ID, offer, layout=layout, now=0.0, **limits)
+    made.accept(0, 0.0, len(memory.bytes))
+    return made
+
+
+def admitted(
+    one: KVReceiver, rectangle: Rectangle, places: tuple[int, ...], digest: int
+) -> Segment:
+    size = rectangle.num_bytes(one.layout)
+    descriptor = SegmentDescriptor.of(rectangle, size, digest, in_memory=1)
+    whole_of = Segment(1, descriptor, b"", places)
+    segment = one.on_segment(KvCache(ID, 1, 2), (descriptor.pack(), pack_places(places)), 0.0)
+    assert segment is not None and segment.places == whole_of.places
+    return segment
+
+
+def table_of(block_size: int, seed: int) -> list[int]:
+    blocks = np.random.default_rng(seed).permutation(40)
+    return [int(block) for block in blocks[: NUM_TOKENS // block_size]]
+
+
+@pytest.mark.parametrize("make", [torch_cache, host_cache])
+@pytest.mark.parametrize("block_size", [4, 8, 2, 3])
+def test_one_copy_brings_kv_from_cache_to_cache(
+    make: Callable[[KVLayout, int], Any], block_size: int
+) -> None:
+    ours, theirs = make(LAYOUT, 4), make(LAYOUT, block_size)
+    tokens = whole(LAYOUT, 8, 16)
+    table, other = table_of(4, 1), table_of(block_size, 2)
+    kv = np.random.default_rng(0).integers(0, 256, tokens.num_bytes(LAYOUT), np.uint8).tobytes()
+    ours.unpack(table, tokens, kv)
+    assert ours.memory is not None
+    found = find(ours, table, tokens, ID)
+    assert found is not None and len(found[0]) == 4
+    one = receiver(LAYOUT, ours.memory)
+    fetch(theirs, other, one, admitted(one, tokens, *found), map_memory(ours.memory.descriptor))
+    assert bytes(theirs.pack(other, tokens)) == kv
+
+
+def test_some_layers_of_a_block_lie_in_one_run_too() -> None:
+    ours, theirs = torch_cache(LAYOUT, 4), torch_cache(LAYOUT, 4)
+    assert ours.memory is not None
+    layers = part(LAYOUT, 1, 2, 4, 8)
+    ours.pool.copy_(torch.arange(ours.pool.numel()).view(ours.pool.shape) % 999)
+    found = find(ours, table_of(4, 1), layers, ID)
+    assert found is not None
+    one = receiver(LAYOUT, ours.memory)
+    segment = admitted(one, layers, *found)
+    fetch(theirs, table_of(4, 2), one, segment, map_memory(ours.memory.descriptor))
+    assert theirs.pack(table_of(4, 2), layers) == ours.pack(table_of(4, 1), layers)
+
+
+def test_what_fills_no_block_has_to_be_packed() -> None:
+    cache = host_cache(MIXED, 4)
+    table = table_of(4, 1)
+    for tokens in (range(1, 4), range(4, 6), range(2, 10)):
+        assert find(cache, table, whole(MIXED, tokens.start, len(tokens)), ID) is None
+    some_heads = whole(MIXED, 0, 4)._replace(heads=range(1))
+    assert find(cache, table, some_heads, ID) is None
+    state = whole(MIXED, 4, 0, group=len(MIXED.groups) - 1)
+    assert find(cache, table, state, ID) is None
+
+
+def test_memory_that_changes_under_way_is_not_what_was_sent() -> None:
+    ours, theirs = host_cache(LAYOUT, 4), host_cache(LAYOUT, 4)
+    assert ours.memory is not None
+    tokens, table = whole(LAYOUT, 0, 8), table_of(4, 1)
+    found = find(ours, table, tokens, ID)
+    assert found is not None
+    ours.memory.bytes[found[0][1]] ^= 1
+    one = receiver(LAYOUT, ours.memory)
+    segment = admitted(one, tokens, *found)
+    with pytest.raises(TransferFailed, match="digest"):
+        fetch(theirs, table, one, segment, map_memory(ours.memory.descriptor))
+
+
+def test_what_is_verified_is_the_copy_whatever_happens_to_the_memory() -> None:
+    """Of a byte that never rests, what was copied is either what was sent or refused."""
+    ours, theirs = host_cache(LAYOUT, 4), host_cache(LAYOUT, 4)
+    assert ours.memory is not None
+    tokens, table = whole(LAYOUT, 0, 16), table_of(4, 1)
+    found = find(ours, table, tokens, ID)
+    assert found is not None
+    kv, last, is_over = bytes(ours.pack(table, tokens)), found[0][-1] + 5, threading.Event()
+    bytes_of = ours.memory.bytes
+
+    def write() -> None:
+        while not is_over.is_set():
+            bytes_of[last] ^= 1
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    memory, num_refused = map_memory(ours.memory.descriptor), 0
+    for _ in range(300):
+        one = receiver(LAYOUT, ours.memory)
+        try:
+            fetch(theirs, table, one, admitted(one, tokens, *found), memory)
+        except TransferFailed:
+            num_refused += 1
+        else:
+            assert bytes(theirs.pack(table, tokens)) == kv
+    is_over.set()
+    writer.join()
+    assert num_refused
+
+
+def test_the_digest_is_that_of_the_pieces_one_after_the_other() -> None:
+    cache = host_cache(LAYOUT, 4)
+    assert cache.memory is not None
+    cache.memory.bytes[:] = np.arange(len(cache.memory.bytes)) % 251
+    tokens = whole(LAYOUT, 0, 8)
+    found = find(cache, [9, 3], tokens, ID)
+    assert found is not None
+    places, digest = found
+    size = tokens.num_bytes(LAYOUT) // 2
+    assert places == (9 * size, 3 * size)
+    kv = b"".join(cache.memory.bytes[place : place + size].tobytes() for place in places)
+    assert digest == segment_digest(ID, kv)

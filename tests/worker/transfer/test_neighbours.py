@@ -1,0 +1,109 @@
+"""Memory is lent and mapped by itself where that can be; where not, the log says why, once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import structlog
+
+from wire.aio.unix import DescriptorPort, fetch_descriptor
+from worker.executor.hash import HashKVCache
+from worker.transfer import neighbours
+from worker.transfer.neighbours import Lender, Neighbours
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has such memory")
+PEER = b"prefill-0-1"
+
+
+def num_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:baton-kv")
+
+
+def lender(cache: object, identity: bytes = PEER, *, is_on: bool = True) -> Lender:
+    return Lender(cache, identity, DescriptorPort, is_on=is_on)  # type: ignore[arg-type]
+
+
+async def test_what_a_peer_lends_is_mapped_once_until_it_is_lost() -> None:
+    cache = HashKVCache(20, 16)
+    assert cache.memory is not None
+    one, ours = lender(cache), Neighbours(fetch_descriptor, is_on=True)
+    assert one.offered is not None
+    gc.collect()
+    descriptors, mappings = os.listdir("/proc/self/fd"), num_mappings()
+    assert not ours.is_met(PEER, one.offered) and ours.memory_of(PEER) is None
+    await asyncio.gather(*(ours.meet(PEER, one.offered) for _ in range(3)))
+    assert ours.is_met(PEER, one.offered) and num_mappings() == mappings + 1
+    memory = ours.memory_of(PEER)
+    assert memory is not None and not memory.flags.writeable
+    cache.memory.bytes[5] = 9
+    assert memory[5] == 9
+    ours.forget(PEER)
+    assert memory[5] == 9  # a copy may be under way
+    del memory
+    assert num_mappings() == mappings and os.listdir("/proc/self/fd") == descriptors
+    one.close()
+
+
+class Bare:
+    """A cache that nobody else can read."""
+
+
+@pytest.mark.parametrize(("cache", "is_on"), [(Bare(), True), (None, False)])
+async def test_nothing_is_lent_that_cannot_or_shall_not_be(cache: object, is_on: bool) -> None:
+    with structlog.testing.capture_logs() as logs:
+        one = lender(cache or HashKVCache(20, 16), is_on=is_on)
+    assert one.offered is None
+    assert [entry["event"] for entry in logs] == ["KV is lent to nobody, but sent"]
+    one.close()
+
+
+async def test_the_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = HashKVCache(20, 16)
+    one, ours = lender(cache), Neighbours(fetch_descriptor, is_on=True)
+    assert one.offered is not None
+    offers = {
+        b"prefill-1-1": "baton-elsewhere",
+        b"prefill-1-2": "baton-gone",
+        b"prefill-3-1": one.offered,  # which belongs to another peer
+    }
+    with structlog.testing.capture_logs() as logs:
+        for peer, offered in offers.items():
+            await ours.meet(peer, offered)
+            assert ours.is_met(peer, offered) and ours.memory_of(peer) is None
+        monkeypatch.setattr(neighbours, "MAX_MET", len(offers))
+        await ours.meet(PEER, one.offered)
+    assert [entry["peer"] for entry in logs] == [*("prefill-1-1", "prefill-3-1", "prefill-0-1")]
+    assert "another machine" in logs[0]["reason"] and "3 peers" in logs[2]["reason"]
+    ours.close()
+    one.close()
+
+
+async def test_who_shall_not_map_asks_nobody() -> None:
+    async def fetch(name: str, greeting: bytes) -> int:
+        raise AssertionError("nobody may be asked")
+
+    offered = "baton-any"
+    off = Neighbours(fetch, is_on=False)
+    assert off.is_met(PEER, offered) and off.memory_of(PEER) is None
+    assert Neighbours(fetch, is_on=True).is_met(PEER, None)
+
+
+async def test_a_peer_that_is_lost_while_it_is_asked_is_not_mapped() -> None:
+    is_asked, never = asyncio.Event(), asyncio.Event()
+
+    async def fetch(name: str, greeting: bytes) -> int:
+        is_asked.set()
+        await never.wait()
+        raise AssertionError("cancelled before")
+
+    ours = Neighbours(fetch, is_on=True)
+    meeting = asyncio.create_task(ours.meet(PEER, "baton-slow"))
+    await is_asked.wait()
+    ours.forget(PEER)
+    await asyncio.wait_for(meeting, 10)
+    assert ours.memory_of(PEER) is None

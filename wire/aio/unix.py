@@ -1,0 +1,123 @@
+"""A file descriptor for other processes of the same user on this machine, and for nobody else.
+
+`DescriptorPort` listens under a random name in Linux's abstract namespace: the name is in no file
+system, and is gone with the process.  Whoever connects is one of the same user by what the kernel
+says, gets one message with the descriptor, and is hung up on; so no connection lasts.  SPEC 6.8.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import struct
+from typing import Final
+
+import structlog
+
+# Connections that may wait to be accepted; more are refused, and KV of theirs goes another way.
+BACKLOG: Final = 64
+# How long to wait for who has accepted to say something: it does nothing else first.
+ANSWER_S: Final = 2.0
+# How long to wait where no descriptor is left to accept a connection.
+PAUSE_S: Final = 1.0
+# Linux shows any user of another user namespace, who has none here, as this one.
+NOBODY: Final = 65534
+# `struct ucred`: process, user, group.
+_CREDENTIALS: Final = struct.Struct("3i")
+_LOG: Final = structlog.get_logger(__name__)
+
+
+class DescriptorPort:
+    """Hands `descriptor` out on the running loop, with `greeting`, until closed.
+
+    Raises:
+        OSError: The system has no such sockets.
+    """
+
+    def __init__(self, descriptor: int, greeting: bytes) -> None:
+        self.name = f"baton-{secrets.token_hex(16)}"
+        self._descriptor, self._greeting = descriptor, greeting
+        self._loop = asyncio.get_running_loop()
+        self._socket = _new_socket()
+        try:
+            self._socket.bind(f"\0{self.name}")
+            self._socket.listen(BACKLOG)
+            self._loop.add_reader(self._socket, self._accept)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def close(self) -> None:
+        """Hand out no more; nothing happens the second time."""
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except BlockingIOError:
+            return  # it has gone already
+        except OSError as error:
+            _LOG.warning("cannot accept a connection", error=str(error))
+            self._loop.remove_reader(self._socket)
+            self._loop.call_later(PAUSE_S, self._resume)
+            return
+        with connection:
+            if not _is_own(connection):
+                _LOG.warning("another user asked for memory", user=_user_of(connection))
+                return
+            try:
+                connection.setblocking(False)
+                socket.send_fds(connection, [self._greeting], [self._descriptor])
+            except OSError as error:  # it hung up first
+                _LOG.debug("memory was asked for, and not taken", error=str(error))
+
+    def _resume(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.add_reader(self._socket, self._accept)
+
+
+async def fetch_descriptor(name: str, greeting: bytes) -> int:
+    """Return the descriptor that is handed out under this name with this greeting; close it.
+
+    Raises:
+        OSError: Nobody listens there, or one of another user, or it says something else.
+    """
+    loop = asyncio.get_running_loop()
+    with _new_socket() as connection:
+        connection.connect(f"\0{name}")  # at once, or not at all
+        if not _is_own(connection):
+            raise PermissionError(f"user {_user_of(connection)} listens, not {os.geteuid()}")
+        readable = asyncio.Event()
+        loop.add_reader(connection, readable.set)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await readable.wait()
+        finally:
+            loop.remove_reader(connection)
+        message, descriptors, _, _ = socket.recv_fds(connection, len(greeting) + 1, 1)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    if message != greeting or len(descriptors) != 1:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise ConnectionError("who listens there is another worker, or hands out nothing")
+    return descriptors[0]
+
+
+def _new_socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.setblocking(False)
+    return made
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
+
+
+def _is_own(connection: socket.socket) -> bool:
+    return _user_of(connection) == os.geteuid() != NOBODY

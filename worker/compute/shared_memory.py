@@ -1,0 +1,101 @@
+"""Memory that other processes of this machine may read: no file, sealed, gone with who uses it.
+
+It is a memfd of Linux.  Whoever gets its descriptor can map it to read and no other way, and its
+size never changes.  Where a system has none, a cache keeps its KV in memory of its own alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import weakref
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+# From <linux/fcntl.h>; Python has names for some only, and none on other systems.
+_F_ADD_SEALS: Final = 1033
+_F_GET_SEALS: Final = 1034
+_F_SEAL_SEAL: Final = 0x1
+_F_SEAL_SHRINK: Final = 0x2
+_F_SEAL_GROW: Final = 0x4
+_F_SEAL_FUTURE_WRITE: Final = 0x10
+_SEALS: Final = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+
+
+class SharedMemory:
+    """Zeros at first.  `bytes` is all of it, to write; `descriptor` opens it to read only.
+
+    Raises:
+        OSError: The system has no such memory, or not so much.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        descriptor = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, num_bytes)
+            mapping = mmap.mmap(descriptor, num_bytes)
+            with suppress(OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)  # where shmem_enabled is `advise`
+            self.bytes: Bytes = np.frombuffer(mapping, np.uint8)
+            # After our own mapping, which goes on being written to: nobody gets another such.
+            _control(descriptor, _F_ADD_SEALS, _SEALS)
+            self.descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+def zeros(
+    *wanted: tuple[tuple[int, ...], Any],
+) -> tuple[list[npt.NDArray[Any]], SharedMemory | None]:
+    """Return arrays of zeros, and the memory they all lie in; None where there is no such memory.
+
+    Args:
+        wanted: Shape and dtype of each.
+    """
+    sizes = [int(np.prod(shape, dtype=np.int64)) * np.dtype(it).itemsize for shape, it in wanted]
+    # Each begins at a page, as arrays of their own would.
+    ends = list(accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes))
+    try:
+        if sys.platform != "linux" or not ends[-1]:
+            raise OSError("there is no such memory")
+        memory = SharedMemory(ends[-1])
+    except OSError:
+        return [np.zeros(shape, dtype) for shape, dtype in wanted], None
+    parts = (
+        memory.bytes[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)
+    )
+    return [
+        part.view(dtype).reshape(shape) for part, (shape, dtype) in zip(parts, wanted, strict=True)
+    ], memory
+
+
+def map_memory(descriptor: int) -> Bytes:
+    """Map memory of another process, to read.  The descriptor is still the caller's to close.
+
+    The other process may write to it at any time; it cannot take any of it away.
+
+    Raises:
+        OSError: It is no such memory, or not sealed against getting smaller.
+    """
+    if not _control(descriptor, _F_GET_SEALS, 0) & _F_SEAL_SHRINK:
+        raise PermissionError("the memory is not sealed against getting smaller")
+    size = os.fstat(descriptor).st_size
+    if not size:
+        raise PermissionError("the memory is empty")
+    mapping = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+    return np.frombuffer(mapping, np.uint8)
+
+
+def _control(descriptor: int, command: int, argument: int) -> int:
+    # Not on every system; imported where it is needed.
+    import fcntl
+
+    return fcntl.fcntl(descriptor, command, argument)

@@ -1,0 +1,116 @@
+"""Workers on the same machine: whose memory is read, and whose is not and why.  SPEC 6.8.
+
+A prefill worker lends the memory its KV lies in to processes of its own user.  A decode worker
+maps it when that peer first offers KV, once for all transfers, until the peer is lost.  Where that
+cannot be, KV is sent as bytes, and the log says once why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from worker.compute.shared_memory import SharedMemory, map_memory
+from worker.environment import Fetch, MakePort, Port
+from worker.executor.contract import KVCache
+
+Bytes = npt.NDArray[np.uint8]
+log = structlog.get_logger("worker")
+
+# Peers whose memory may be mapped at a time: more prefill workers than a machine has room for.
+MAX_MET: Final = 256
+
+
+class Lender:
+    """Lends the memory of a cache under this worker's name, if there is any and the setting is on.
+
+    `offered` is the socket where; None for nowhere.
+    """
+
+    def __init__(
+        self, cache: KVCache, identity: bytes, make_port: MakePort, *, is_on: bool
+    ) -> None:
+        self._port: Port | None = None
+        self.offered: str | None = None
+        memory: SharedMemory | None = getattr(cache, "memory", None)
+        try:
+            if not is_on:
+                raise OSError("--kv-shared-memory is off")
+            if memory is None:
+                raise OSError("it lies on a GPU, or where no other process can read")
+            self._port = make_port(memory.descriptor, identity)
+        except OSError as error:
+            log.info("KV is lent to nobody, but sent", reason=str(error))
+        else:
+            self.offered = self._port.name
+
+    def close(self) -> None:
+        if self._port is not None:
+            self._port.close()
+
+
+class Neighbours:
+    """The peers whose memory is mapped here, or cannot be."""
+
+    def __init__(self, fetch: Fetch, *, is_on: bool) -> None:
+        self._fetch, self._is_on = fetch, is_on
+        self._meetings: dict[bytes, asyncio.Task[Bytes | None]] = {}
+        self._reasons: set[str] = set()
+        if not is_on:
+            log.info("KV comes as bytes", reason="--kv-shared-memory is off")
+
+    def is_met(self, peer: bytes, offered: str | None) -> bool:
+        """Whether it is settled how KV of this peer comes that is offered so."""
+        meeting = self._meetings.get(peer)
+        return offered is None or not self._is_on or (meeting is not None and meeting.done())
+
+    async def meet(self, peer: bytes, offered: str) -> None:
+        """Map the memory that a peer offers, if it can be mapped."""
+        if peer not in self._meetings:
+            self._meetings[peer] = asyncio.create_task(self._try(peer, offered))
+        await asyncio.wait([self._meetings[peer]])
+
+    def memory_of(self, peer: bytes) -> Bytes | None:
+        """The memory of a peer, to read; None if its KV comes as bytes."""
+        meeting = self._meetings.get(peer)
+        if meeting is None or not meeting.done() or meeting.cancelled():
+            return None
+        return meeting.result()
+
+    def forget(self, peer: bytes) -> None:
+        """Unmap what is mapped of a peer that is gone, as soon as no copy reads it."""
+        meeting = self._meetings.pop(peer, None)
+        if meeting is not None:
+            meeting.cancel()
+
+    def close(self) -> None:
+        for peer in list(self._meetings):
+            self.forget(peer)
+
+    async def _try(self, peer: bytes, offered: str) -> Bytes | None:
+        try:
+            memory = await self._map(peer, offered)
+        except OSError as error:
+            reason = str(error)
+            if isinstance(error, ConnectionRefusedError):
+                reason = "the peer is on another machine, or in another network namespace"
+            if reason not in self._reasons:
+                self._reasons.add(reason)
+                log.info("KV comes as bytes", peer=peer.decode(), reason=reason)
+            return None
+        log.info("KV is read from memory", peer=peer.decode(), bytes=len(memory))
+        return memory
+
+    async def _map(self, peer: bytes, offered: str) -> Bytes:
+        if len(self._meetings) > MAX_MET:
+            raise OSError(f"memory of {MAX_MET} peers is mapped already")
+        descriptor = await self._fetch(offered, peer)
+        try:
+            return map_memory(descriptor)
+        finally:
+            os.close(descriptor)
