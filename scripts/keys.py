@@ -13,6 +13,7 @@ import argparse
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,8 +28,8 @@ def write_new(path: Path, text: str) -> None:
         file.write(text)
 
 
-def make_keys(directory: Path, names: list[str]) -> None:
-    """Write a key pair for each name, or nothing at all."""
+def make_keys(directory: Path, names: list[str], say: Callable[[str], object] = print) -> None:
+    """Write a key pair for each name, or nothing at all; `say` what to copy where."""
     for name in names:
         if not is_party(name):
             sys.exit(f"{name!r} is no party: say router, prefill-RANK or decode-RANK")
@@ -43,10 +44,10 @@ def make_keys(directory: Path, names: list[str]) -> None:
             pair = new_key_pair()
             write_new(directory / f"{name}.key", pair.text())
             file.write(f"{pair.public} {name}\n")
-    print(f"made in {directory}: {', '.join(names)}")
+    say(f"made in {directory}: {', '.join(names)}")
     for name in names:
-        print(f"  machine of {name}: copy {name}.key and {AUTHORIZED}, start it with --keys DIR")
-    print(f"{AUTHORIZED} must be the same on every machine; a .key only where its party runs.")
+        say(f"  machine of {name}: copy {name}.key and {AUTHORIZED}, start it with --keys DIR")
+    say(f"{AUTHORIZED} must be the same on every machine; a .key only where its party runs.")
 
 
 def make_api_key(path: Path) -> None:

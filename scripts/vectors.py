@@ -66,12 +66,20 @@ from wire.payloads import (
 from wire.prefix import prefix_hashes
 from wire.process.model import fingerprint
 from wire.session import Direction
-from wire.transfer import KVReceiver, KVSender, Rectangle, SegmentDescriptor, segment_digest
+from wire.transfer import (
+    KVReceiver,
+    KVSender,
+    Rectangle,
+    SegmentDescriptor,
+    pack_places,
+    segment_digest,
+)
 
 PATH = Path(__file__).resolve().parent.parent / "wire" / "vectors.json"
 # Router epoch 1 in the high half, the first attempt in the low half.
 REQUEST = 1 << 32 | 1
 EPOCH = 1_760_000_000_000_000_000 >> 20 << 20
+MEMORY = "baton-8d0c5f2e"
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")
 _FULL = KVGroup(num_layers=1, num_kv_heads=2, key_dim=4, value_dim=2, dtype="uint8")
 _WINDOWED = msgspec.structs.replace(_FULL, num_layers=2, window=3)
@@ -168,6 +176,20 @@ def segment(name: str, rectangle: Rectangle, kv: bytes, idle_us: int = 0) -> dic
     )
 
 
+def segment_in_memory(rectangle: Rectangle, pieces: dict[int, bytes]) -> dict[str, Any]:
+    """A segment whose pieces lie in memory, by their places."""
+    kv = b"".join(pieces.values())
+    digest = segment_digest(REQUEST, kv)
+    descriptor = SegmentDescriptor.of(rectangle, len(kv), digest, in_memory=1)
+    return frame(
+        "kv_cache_segment_in_memory",
+        KvCache(REQUEST, 1, 1),
+        [descriptor.pack(), pack_places(list(pieces))],
+        kind="segment",
+        content={**descriptor._asdict(), "digest": f"{digest:016x}", "places": list(pieces)},
+    )
+
+
 def data_plane() -> list[dict[str, Any]]:
     every_option = Options(
         temperature=0.5,
@@ -201,6 +223,7 @@ def data_plane() -> list[dict[str, Any]]:
         token_ids=struct.pack("<3I", 11, 12, 13),
     )
     all_rows = Rectangle(0, range(2), range(1), range(3))
+    two_blocks = Rectangle(0, range(2), range(1), range(4))
     share = Rectangle(1, range(1, 2), range(1, 2), range(3, 5))
     state = Rectangle(2, range(2), range(2, 4), range(5, 5))
     credit = Credit(48, 0, 0)
@@ -236,10 +259,24 @@ def data_plane() -> list[dict[str, Any]]:
                 "token_ids": [11, 12, 13],
             },
         ),
+        frame(
+            "kv_cache_offer_memory",
+            KvCache(REQUEST, 0, 0),
+            [encode_map(msgspec.structs.replace(offer, memory=MEMORY))],
+            kind="Offer",
+            content={
+                "layout": msgspec.to_builtins(LAYOUT),
+                "num_tokens": 3,
+                "total_bytes": offer.total_bytes,
+                "token_ids": [11, 12, 13],
+                "memory": MEMORY,
+            },
+        ),
         frame("kv_cache_keepalive", KvCache(REQUEST, 0, 0)),
         segment("kv_cache_segment", all_rows, bytes(range(48)), 1500),
         segment("kv_cache_segment_heads", share, bytes(range(12))),
         segment("kv_cache_segment_state", state, bytes(range(12))),
+        segment_in_memory(two_blocks, {96: bytes(range(32)), 32: bytes(range(32, 64))}),
         *(
             frame(
                 name,
@@ -252,6 +289,7 @@ def data_plane() -> list[dict[str, Any]]:
                 ("kv_cache_ack_waiting", 0, Credit(0, 0, 0)),
                 ("kv_cache_ack", 0, credit),
                 ("kv_cache_ack_ready", 48, Credit(48, 0, 1)),
+                ("kv_cache_ack_in_memory", 0, Credit(48, 0, 0, 1)),
             )
         ),
         continuation("decode_request", [11, 12, 13, 17], Options(max_tokens=17)),
@@ -424,13 +462,14 @@ def malformed() -> list[dict[str, Any]]:
             "a stop token is no token",
         ),
         payload("Credit", bytes(15), "not 16 bytes"),
-        payload("Credit", struct.pack("<QII", 1, 0, 2), "ready is neither 0 nor 1"),
+        payload("Credit", struct.pack("<QIHH", 1, 0, 2, 0), "ready is neither 0 nor 1"),
+        payload("Credit", struct.pack("<QIHH", 1, 0, 0, 2), "in_memory is neither 0 nor 1"),
         payload("segment", bytes(47), "no descriptor"),
         payload("segment", struct.pack("<IIIIQQQ", 0, 2, 0, 3, 48, 0, 0), "that of version 1"),
         payload(
             "segment",
-            struct.pack("<HHHHIIIIQQQ", 0, 0, 1, 1, 0, 1, 0, 1, 0, 0, 0),
-            "reserved field not zero",
+            struct.pack("<HHHHIIIIQQQ", 0, 0, 1, 2, 0, 1, 0, 1, 0, 0, 0),
+            "in_memory is neither 0 nor 1, in a segment",
         ),
         *layouts(payload),
         payload("Offer", b"\x80", "required fields are missing"),
@@ -565,8 +604,12 @@ def transfer(
     *,
     layout: KVLayout = LAYOUT,
     num_shards: int = 1,
+    block_size: int = 0,
 ) -> dict[str, Any]:
-    """Run one transfer and write down every message; segment `spoil`, if any, arrives broken."""
+    """Run one transfer and write down every message; segment `spoil`, if any, arrives broken.
+
+    With a `block_size` the KV lies in memory, in blocks of so many tokens, the last one first.
+    """
     token_ids = list(range(100, 100 + num_tokens))
     sender = KVSender(
         REQUEST,
@@ -576,8 +619,11 @@ def transfer(
         lease_s=30.0,
         segment_bytes=segment_bytes,
         num_shards=num_shards,
+        memory=MEMORY if block_size else None,
+        block_size=block_size or 1,
         now=0.0,
     )
+    memory = _memory_of(layout, num_tokens, block_size) if block_size else b""
     messages: list[dict[str, Any]] = []
 
     def note(who: str, header: Frame, *payload: Any) -> None:
@@ -595,7 +641,7 @@ def transfer(
         lease_s=30.0,
         now=0.0,
     )
-    ack = receiver.accept(cached, 0.0)
+    ack = receiver.accept(cached, 0.0, len(memory))
     sender.advance(num_tokens, 0.0)
     while ack is not None:
         note("decode", ack[0], ack[1].pack())
@@ -603,7 +649,11 @@ def transfer(
         rectangle = sender.next_segment()
         if rectangle is None:
             break
-        sent = sender.segment(rectangle, kv_of(layout, rectangle), 0.0)
+        places, kv = [], kv_of(layout, rectangle)
+        if block_size and len(rectangle.tokens) == block_size:
+            places = [len(memory) - len(kv) * rectangle.tokens.stop // block_size]
+        digest = segment_digest(REQUEST, kv)
+        sent = sender.segment(rectangle, kv, 0.0, digest=digest, places=places)
         assert sent is not None
         kv = bytes(sent[2])
         if spoil == sent[0].segment:
@@ -612,7 +662,7 @@ def transfer(
         segment = receiver.on_segment(sent[0], (sent[1], kv), 0.0)
         assert segment is not None
         try:
-            receiver.verify(segment)
+            receiver.verify(segment, segment_digest(REQUEST, b"".join(segment.pieces(memory))))
         except TransferFailed as error:
             receiver.broken(segment, error)
             note("decode", Error(REQUEST, error.code))
@@ -626,10 +676,23 @@ def transfer(
         "cached_tokens": cached,
         "segment_bytes": segment_bytes,
         "num_shards": num_shards,
+        "block_size": block_size,
+        "memory": memory.hex(),
         "credit_bytes": credit_bytes,
         "messages": messages,
         "ends": receiver.state.value,
     }
+
+
+def _memory_of(layout: KVLayout, num_tokens: int, block_size: int) -> bytes:
+    """The whole blocks of a sequence, the last one first, all layers and heads of group 0."""
+    group = layout.groups[0]
+    first_tokens = range(0, num_tokens - block_size + 1, block_size)
+    blocks = [range(first, first + block_size) for first in first_tokens]
+    return b"".join(
+        kv_of(layout, Rectangle(0, range(group.num_layers), range(group.num_heads), tokens))
+        for tokens in reversed(blocks)
+    )
 
 
 def transfers() -> list[dict[str, Any]]:
@@ -649,6 +712,9 @@ def transfers() -> list[dict[str, Any]]:
         transfer("a state is held already", 4, 4, 36, 1 << 20, layout=STATES),
         transfer("from two shards", 5, 0, 36, 36, layout=EVERY_KIND, num_shards=2),
         transfer("from more shards than heads", 3, 1, 36, 50, layout=EVERY_KIND, num_shards=3),
+        transfer("in memory, but for what fills no block", 5, 0, 32, 1 << 20, block_size=2),
+        transfer("a prefix into a block is held already", 6, 1, 32, 1 << 20, block_size=2),
+        transfer("memory is not what was said", 6, 0, 32, 1 << 20, spoil=2, block_size=2),
     ]
 
 

@@ -1,0 +1,153 @@
+"""How fast KV goes from worker to worker, beside what the machine can do with the same bytes.
+
+    python scripts/bench_kv.py                            # all ways: TCP, ipc, with keys, memory
+    python scripts/bench_kv.py --ways tcp --tokens 32768  # 4 GiB each, and takes 8 of memory
+    python scripts/bench_kv.py --short                    # no figures: that all arrives unchanged
+
+Two real workers without a model, Llama-8B's KV (32 layers x 8 heads x 128, bfloat16), blocks
+wherever they lie.  First, KV is written and compared at the other end.  Then transfers are timed,
+from the offer to the last ACK, in turns with the floor: `zmq+` of `kv_floor.py`, or its `memory`.
+A segment is 2 MiB; CPU seconds are user and kernel, of prefill + decode worker; `switches` are
+voluntary context switches and `jobs` what the transfer threads were given, of both, a segment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts import kv_floor
+from scripts.keys import make_keys
+from scripts.kv_pair import Moved, Pair, pair
+from wire.layout import KVLayout
+
+WAYS: Final = ("tcp", "ipc", "tcp+keys", "ipc+keys", "memory")
+LLAMA_8B: Final = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+SMALL: Final = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+BLOCK_SIZE: Final = 16
+SEGMENT_BYTES: Final = 2 << 20
+# Whole blocks, a part of one, many, and one token.
+CHECKED: Final = (128, 300, 17, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[128, 1024, 8192])
+    parser.add_argument("--at-once", type=int, default=16, help="transfers of --each tokens")
+    parser.add_argument("--each", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--short", action="store_true", help="check only, with a small layout")
+    args = parser.parse_args()
+    if not args.short:
+        show_floors(args.tokens)
+    for way in args.ways:
+        with settings_of(way) as settings:
+            asyncio.run(check(way, settings) if args.short else measure(way, settings, args))
+    return 0
+
+
+@contextmanager
+def settings_of(way: str) -> Iterator[dict[str, Any]]:
+    """The workers' settings for one way to connect."""
+    with tempfile.TemporaryDirectory() as directory:
+        endpoint = f"ipc://{directory}/kv" if way.startswith("ipc") else "tcp://127.0.0.1:0"
+        settings: dict[str, Any] = {"kv_bind": endpoint, "block_size": BLOCK_SIZE}
+        settings["kv_shared_memory"] = "auto" if way == "memory" else "off"
+        if way.endswith("keys"):
+            settings["keys"] = Path(directory) / "keys"
+            make_keys(settings["keys"], ["router", "prefill-0", "decode-0"], say=lambda _: None)
+        yield settings
+
+
+async def check(way: str, settings: dict[str, Any]) -> None:
+    """Move marked KV of a small layout."""
+    async with pair(SMALL, num_blocks=200, max_model_len=1000, **settings) as workers:
+        await check_marks(workers)
+    print(f"{way}: all KV arrived as it was")
+
+
+async def check_marks(workers: Pair) -> None:
+    for mark, num_tokens in enumerate(CHECKED, start=3):
+        await workers.move(num_tokens, count=3, mark=mark)
+
+
+def show_floors(tokens: list[int]) -> None:
+    num_tokens = min(max(tokens), 4096)
+    for way in kv_floor.WAYS:
+        rate = kv_floor.measure(way, LLAMA_8B, num_tokens, BLOCK_SIZE)
+        print(f"{way:8} {rate / 1e9:6.2f} GB/s", flush=True)
+
+
+async def measure(way: str, settings: dict[str, Any], args: argparse.Namespace) -> None:
+    """Check, then time each size in turns with the floor."""
+    sizes = [(num_tokens, 1) for num_tokens in args.tokens] + [(args.each, args.at_once)]
+    most = max(num_tokens * count for num_tokens, count in sizes)
+    limits = {"num_blocks": most // BLOCK_SIZE + args.at_once, "max_model_len": most + BLOCK_SIZE}
+    async with pair(LLAMA_8B, **limits, max_ubatch_tokens=most, **settings) as workers:
+        await check_marks(workers)
+        floor_way = "memory" if way == "memory" else "zmq+"
+        floors: list[float] = []
+        series = [Series(num_tokens, count) for num_tokens, count in sizes]
+        for _ in range(args.rounds):
+            rate = await asyncio.to_thread(kv_floor.measure, floor_way, LLAMA_8B, 4096, BLOCK_SIZE)
+            floors.append(rate)
+            for it in series:
+                await it.run(workers)
+        floor = statistics.median(floors)
+        print(f"{way}: floor {floor_way} {floor / 1e9:.2f} GB/s in the same minutes")
+        for it in series:
+            print(f"  {it.summary(floor)}", flush=True)
+
+
+class Series:
+    """Transfers of one size, `count` at a time."""
+
+    def __init__(self, num_tokens: int, count: int) -> None:
+        self._num_tokens, self._count = num_tokens, count
+        self._turns: list[list[Moved]] = []
+        self._used: dict[str, float] = {"cpu_s": 0.0, "switches": 0.0, "jobs": 0.0}
+
+    async def run(self, workers: Pair) -> None:
+        """Move about 1 GiB."""
+        num_bytes = self._num_tokens * self._count * LLAMA_8B.token_bytes
+        before = await workers.figures()
+        for _ in range(max(1, (1 << 30) // num_bytes)):
+            self._turns.append(await workers.move(self._num_tokens, self._count))
+        after = await workers.figures()
+        for name in self._used:
+            self._used[name] += sum(after[role][name] - before[role][name] for role in after)
+
+    def summary(self, floor: float) -> str:
+        """Say how fast it was, and what it cost."""
+        rates, seconds, slowest = [], [], 0.0
+        for turn in self._turns:
+            took = max(it.ready_s for it in turn) - min(it.offered_s for it in turn)
+            rates.append(sum(it.num_bytes for it in turn) / took)
+            seconds.append(took)
+            each = [it.seconds for it in turn]
+            slowest = max(slowest, max(each) / statistics.median(each))
+        total = sum(it.num_bytes for turn in self._turns for it in turn)
+        rate, segments = statistics.median(rates), total / SEGMENT_BYTES
+        return (
+            f"{self._count:3} x {self._num_tokens:5} tokens {rate / 1e9:6.2f} GB/s "
+            f"{rate / floor:5.2f} of the floor {1e3 * statistics.median(seconds):8.1f} ms  "
+            f"slowest {slowest:.2f} x median  CPU {self._used['cpu_s'] / total * 1e9:.2f} s/GB  "
+            f"{self._used['switches'] / segments:.1f} switches {self._used['jobs'] / segments:.1f} "
+            "jobs a segment"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
