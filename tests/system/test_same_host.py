@@ -51,25 +51,30 @@ def mapped_to_read(pid: int) -> int:
     return sum("memfd:baton-kv" in line and line.split()[1] == "r--s" for line in maps)
 
 
-def left_behind() -> set[str]:
-    """Names in the file systems for memory, and of the sockets where it is lent."""
-    names = set(os.listdir("/dev/shm"))
-    return names | {
-        word for word in Path("/proc/net/unix").read_text().split() if word.startswith("@baton-")
-    }
+def listening() -> dict[str, str]:
+    """The sockets of this machine at which memory is lent: names, by inode."""
+    rows = (row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:])
+    return {row[6]: row[7] for row in rows if len(row) > 7 and row[7].startswith("@baton-")}
+
+
+def lent_by(pid: int) -> set[str]:
+    """Where a process lends its memory, which is in no file system."""
+    assert "/dev/shm" not in Path(f"/proc/{pid}/maps").read_text()
+    opened = {os.readlink(it) for it in Path(f"/proc/{pid}/fd").iterdir()}
+    return {name for inode, name in listening().items() if f"socket:[{inode}]" in opened}
 
 
 def test_a_worker_that_is_killed_leaves_no_memory_and_no_name(cluster: Cluster) -> None:
-    before = left_behind()
     decode, prefill = cluster.worker("decode", 0), cluster.worker("prefill", 0)
     assert answers(cluster) and mapped_to_read(decode.pid) == 1
     assert len(said(cluster, "KV is read from memory")) == 1
     descriptors = len(os.listdir(f"/proc/{decode.pid}/fd"))
-    assert len(left_behind() - before) == 1
+    names = lent_by(prefill.pid)
+    assert len(names) == 1
     prefill.send_signal(signal.SIGKILL)
     prefill.wait(30)
     until(lambda: not mapped_to_read(decode.pid), "the memory of the dead is unmapped")
-    assert left_behind() == before
+    assert not names.intersection(listening().values())
     again = cluster.worker("prefill", 0)
     assert answers(cluster) and mapped_to_read(decode.pid) == 1
     assert len(os.listdir(f"/proc/{decode.pid}/fd")) == descriptors
@@ -78,10 +83,12 @@ def test_a_worker_that_is_killed_leaves_no_memory_and_no_name(cluster: Cluster) 
     cluster.until_idle()
     another = cluster.worker("decode", 0)
     assert answers(cluster) and mapped_to_read(another.pid) == 1
+    names = lent_by(again.pid)
+    assert len(names) == 1
     for process in (again, another):
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-    assert left_behind() == before
+    assert not names.intersection(listening().values())
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
