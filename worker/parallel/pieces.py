@@ -84,7 +84,7 @@ def _piece(step: Step, start: int, stop: int) -> Step:
     rows = step.rows[(step.rows >= start) & (step.rows < stop)]
 
     def piece_of(batch: PagedBatch) -> PagedBatch:
-        tables = batch.block_tables[first:last].contiguous()
+        tables = batch.block_tables[first:last]
         return PagedBatch(batch.slots[start:stop], query_starts, context_lens, tables)
 
     return Step(
