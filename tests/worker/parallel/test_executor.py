@@ -32,7 +32,7 @@ from worker.parallel.copies import HEADER
 from worker.parallel.executor import ShardedExecutor, create
 from worker.parallel.orders import Verb, hear
 from worker.parallel.parts import parts_of
-from worker.parallel.pieces import compute
+from worker.parallel.pieces import MIN_TOKENS, compute
 
 VOCAB_SIZE, NUM_TOKENS = 1326, 16
 GREEDY = Options(ignore_eos=True)
@@ -164,7 +164,8 @@ def test_states_of_stages_are_swapped_and_their_steps_not_cut(
         tmp_path, family="qwen3_next", vocab_size=VOCAB_SIZE, eos_token_id=[0, 4], tokenizer=DEMO
     )
     settings = {"num_blocks": 76, "swap_bytes": 1 << 22, "max_ubatch_tokens": 512}
-    scenario = Scenario(prompts_of(150, 140), GREEDY, settings)
+    # So long that a step of a model without states would be cut.
+    scenario = Scenario(prompts_of(2 * MIN_TOKENS + 14, 20), GREEDY, settings)
     wanted = answers(whole(path), scenario, path)
     found, _ = processes.run(1, 2, answer_together, path, scenario)
     assert found.texts == wanted.texts and all(wanted.texts)
@@ -232,8 +233,13 @@ def test_states_are_divided_preempted_swapped_and_shared_as_in_one_process(
 def test_it_says_what_all_processes_take_together(
     size: int, stages: int, processes: Processes, tmp_path: Path
 ) -> None:
-    windows: dict[str, Any] = {"family": "gemma3_text", "sliding_window": 6}
-    path = make_model(tmp_path, num_key_value_heads=1, num_hidden_layers=3, **windows)
+    path = make_model(
+        tmp_path,
+        family="gemma3_text",
+        num_key_value_heads=1,
+        num_hidden_layers=3,
+        sliding_window=6,
+    )
     one = whole(path).capabilities
     assert one.memory.window_bytes_per_token > 0
     described = processes.run(size, stages, describe, path)
