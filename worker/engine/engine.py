@@ -384,5 +384,6 @@ class Engine:
         sequences = self._sequences.values()
         self.pool.check(sequence.block_table for sequence in sequences)
         if self.pool.windows is not None:
-            self.pool.windows.check(sequence.reached for sequence in sequences)
+            reached = (sequence.reached for sequence in sequences)
+            self.pool.windows.check(reached, (len(it.block_table) for it in sequences))
         self.swap.check(sequence.request_id for sequence in self.scheduler.waiting)

@@ -126,8 +126,13 @@ class Windows:
         del self._cached[block]
         self.blocks.forget(block)
 
-    def check(self, reached: Iterable[Sequence[int]]) -> None:
-        """Assert free + used + cached == total, and that `reached` explain every use."""
+    def check(self, reached: Iterable[Sequence[int]], held: Iterable[int]) -> None:
+        """Assert free + used + cached == total, and that sequences explain every use and promise.
+
+        Args:
+            reached: Which blocks each sequence reaches.
+            held: How many each has in all.
+        """
         free, used, cached = self.num_free, self.num_used, self.num_cached
         total = self.blocks.num_blocks
         assert free + used + cached == total, (
@@ -139,6 +144,9 @@ class Windows:
         assert len(reaching) == used, f"{used} blocks are used, {len(reaching)} are reached"
         for block, count in reaching.items():
             assert count == self._reaching[block], f"block {block}: {count} reach it"
+        promised = sum(map(self._promised, held))
+        assert promised == self._num_promised, f"{self._num_promised} promised, not {promised}"
+        assert self._limit is None or promised <= self._limit, f"{promised} are too many promises"
 
 
 def windows_of(cache: KVCache, step_tokens: int) -> Windows | None:

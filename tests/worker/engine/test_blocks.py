@@ -311,7 +311,7 @@ def test_a_chain_whose_windows_have_gone_is_shared_again_once_it_was_computed_ag
     second = compute()
     assert pool.match_prefix(keys)[0] == [second[0], first[1]], "what was there stays"
     pool.check([first, second])
-    windows.check([])
+    windows.check([], [])
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -96,7 +96,9 @@ class Queue:
         self.pool.check([s.block_table for s in self.sequences.values()])
         self.pool.audit()
         if self.pool.windows is not None:
-            self.pool.windows.check([s.reached for s in self.sequences.values()])
+            sequences = self.sequences.values()
+            reached = (s.reached for s in sequences)
+            self.pool.windows.check(reached, (len(s.block_table) for s in sequences))
         return plan
 
 
@@ -508,6 +510,17 @@ def test_a_prompt_half_read_is_swapped_too() -> None:
     assert 0 < queue.swap.num_tokens(2) < 8
     queue.scheduler.finish(first)
     assert queue.step().swapped_in[0].sequence is second
+
+
+def test_what_is_swapped_in_lacks_what_its_window_does_not_reach() -> None:
+    queue = swapping(num_blocks=5, max_ubatch_tokens=2, windows=windows_over(5, 4, [2]))
+    queue.pool.enable_prefix_cache = False
+    first, second = queue.add(1, 8), queue.add(2, 8)
+    while not second.num_preemptions:
+        queue.step()
+    num_tokens = queue.swap.num_tokens(2)
+    queue.scheduler.finish(first)
+    assert queue.step().swapped_in and second.whole_from == num_tokens - 1 > 0
 
 
 def test_a_dear_copy_is_not_made() -> None:

@@ -298,11 +298,13 @@ def test_what_nobody_reaches_is_cached_while_it_is_known_and_the_oldest_goes_fir
     windows.drop(4)
     windows.drop(8)
     assert not windows.is_there(4) and windows.is_there(8)
-    windows.check([[8, 3]])
+    windows.check([[8, 3]], [])
     with pytest.raises(AssertionError, match="are used"):
-        windows.check([[8]])
+        windows.check([[8]], [])
+    with pytest.raises(AssertionError, match="0 promised, not 2"):
+        windows.check([[8, 3]], [2])
     with pytest.raises(AssertionError, match="reach it"):
-        windows.check([[8, 3], [3]])
+        windows.check([[8, 3], [3]], [])
 
 
 def test_a_step_that_came_to_nothing_reaches_no_further_than_before() -> None:
