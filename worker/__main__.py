@@ -22,7 +22,7 @@ from worker.config import Config
 from worker.engine.thread import is_computing
 from worker.executor.contract import Executor
 from worker.executor.registry import create
-from worker.processes import Told, follow, meet
+from worker.processes import EndedBySignal, follow, meet
 
 if TYPE_CHECKING:  # it imports torch, which other executors do without
     from worker.compute.ranks import Ranks
@@ -162,9 +162,9 @@ def _live(config: Config, at_end: ExitStack) -> int:
     except ConnectionError as error:  # a process that computes with this one: start all again
         log.error("the model is not loaded", reason=str(error))
         return EXIT_CRASHED
-    except Told as told:
-        log.info("told to end before there was anything to drain", signal=told.signal.name)
-        return 128 + told.signal
+    except EndedBySignal as ended:
+        log.info("ended by a signal before there was anything to drain", signal=ended.signal.name)
+        return 128 + ended.signal
     except Exception as error:  # a plug-in's own, or a file that is not what it should be
         reason = f"{type(error).__name__}: {error}"
         log.exception("the executor failed to load", executor=config.executor, reason=reason)

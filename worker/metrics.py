@@ -135,7 +135,7 @@ def _engine(stats: Stats) -> Iterator[Metric]:
     yield _labelled("blocks", "KV blocks.", "state", blocks)
     if stats.window_blocks_total:
         blocks = {state: getattr(stats, f"window_blocks_{state}") for state in states}
-        yield _labelled("window_blocks", "Those of layers with a window.", "state", blocks)
+        yield _labelled("window_blocks", "KV blocks of layers with a window.", "state", blocks)
     yield counter("worker_preemptions", "Sequences that had to yield.", counters.preemptions)
     ends = ("finished", "failed", "cancelled")
     yield tally(

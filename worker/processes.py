@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("worker")
 
-# What their numbers depend on.
+# Settings on which the numbers that they compute depend.
 _NUMBERS: Final = ("dtype", "kv_dtype", "weights")
-# What all processes of a worker have to be told alike.
+# Settings that process 0 passes on to the others.
 _SHARED: Final = {
     *(*SharedSettings.model_fields, *_NUMBERS, "threads"),
     *("tensor_parallel", "pipeline_parallel"),
@@ -49,8 +49,8 @@ _SIOCGIFADDR: Final = 0x8915
 _TORCHRUN: Final = "TORCHELASTIC_RUN_ID"
 
 
-class Told(BaseException):
-    """A signal told this process to end before it serves or follows."""
+class EndedBySignal(BaseException):
+    """A signal came before this process serves or follows."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -169,7 +169,7 @@ def meet(config: Config, on_lost: Callable[[int], None], at_end: ExitStack) -> R
         return None
     place, before = place_of(config, os.environ), dict(os.environ)
     settle(config, place)
-    told = _told(config)
+    settings = _settings(config)
     _end_by_signals()
     # Here: it imports torch, whose threads are counted when it is imported.
     from worker.compute.device import find_device
@@ -184,7 +184,7 @@ def meet(config: Config, on_lost: Callable[[int], None], at_end: ExitStack) -> R
         rendezvous = followers.rendezvous
         at_end.callback(clear_away, rendezvous)
     try:
-        ranks = Ranks(shard, rendezvous, device, STEP_TIMEOUT_S, told)
+        ranks = Ranks(shard, rendezvous, device, STEP_TIMEOUT_S, settings)
     except RuntimeError as error:
         raise ConnectionError(f"the processes of this worker have parted: {error}") from error
     if ranks.is_leader and device.type == "cpu":
@@ -202,8 +202,8 @@ def clear_away(rendezvous: str) -> None:
         Path(rendezvous.removeprefix("file://")).unlink(missing_ok=True)
 
 
-def _told(config: Config) -> dict[str, object]:
-    """Return what all processes have to be told alike, once the model is known to divide.
+def _settings(config: Config) -> dict[str, object]:
+    """Return what must be the same in all processes, once the model is known to divide.
 
     Raises:
         ValueError: There is no such model, or it does not divide like this.
@@ -222,7 +222,7 @@ def _end_by_signals() -> None:
     """Have SIGTERM and SIGINT end this process quietly, until it serves or follows."""
 
     def end(number: int, _: object) -> None:
-        raise Told(number)
+        raise EndedBySignal(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)

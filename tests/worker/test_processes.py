@@ -263,7 +263,7 @@ def test_nobody_is_started_for_a_model_that_does_not_divide(
     assert lost.wait() == [] and not (tmp_path / "out").exists()
 
 
-def test_a_leader_says_what_others_have_to_be_told_alike(tmp_path: Path) -> None:
+def test_a_leader_says_which_settings_of_others_must_be_the_same(tmp_path: Path) -> None:
     path, place = make_model(tmp_path / "model"), f"file://{tmp_path}/meeting"
     numbers = {"--dtype": "float32", "--kv-dtype": "bfloat16", "--weights": "int8"}
     flags = [f"{name}={value}" for name, value in numbers.items()]
@@ -271,11 +271,11 @@ def test_a_leader_says_what_others_have_to_be_told_alike(tmp_path: Path) -> None
     command = [sys.executable, "-m", "worker", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as leader:
         try:
-            told = json.loads(meeting.meet(place, 1, 2, {}, 25.0).get("told 0"))
+            settings = json.loads(meeting.meet(place, 1, 2, {}, 25.0).get("settings 0"))
             _, log = leader.communicate(timeout=20)
         finally:
             leader.kill()
-    assert told.items() >= {"the fingerprint of --model": fingerprint(path), **numbers}.items()
+    assert settings.items() >= {"the fingerprint of --model": fingerprint(path), **numbers}.items()
     assert leader.returncode == EX_CONFIG
     assert "--tensor-parallel is 2 for process 0 and None for process 1" in log
 
@@ -296,7 +296,7 @@ def test_who_waits_for_others_ends_by_a_signal(
         finally:
             waiting.kill()
     assert waiting.returncode == 128 + number
-    assert "told to end before" in log and "Traceback" not in log
+    assert "ended by a signal before" in log and "Traceback" not in log
 
 
 LEADER = """

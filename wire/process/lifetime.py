@@ -135,11 +135,15 @@ def end_at_once(status: int) -> NoReturn:
 
 
 @contextmanager
-def bounded(seconds: float, what: str, status: int) -> Iterator[None]:
-    """End this process with `status` if the body takes longer; even if it blocks the loop."""
+def bounded(seconds: float, reason: str, status: int) -> Iterator[None]:
+    """End this process with `status` if the body takes longer, even if it blocks the loop.
+
+    Args:
+        reason: What takes so long, for the log.
+    """
 
     def give_up() -> None:
-        _LOG.error("this process ends by force", waited_s=seconds, reason=what)
+        _LOG.error("this process ends by force", waited_s=seconds, reason=reason)
         end_at_once(status)
 
     timer = threading.Timer(seconds, give_up)

@@ -1,4 +1,4 @@
-"""Where the processes of a model meet, and whether they have been told what goes together.
+"""Where the processes of a model meet, and whether their settings match.
 
 All are there and agree before any connects to another: whoever waits for one that computes
 something else would wait for long.  Until then a signal can end the wait.
@@ -22,16 +22,16 @@ _LOOK_S: Final = 0.05
 
 
 def meet(
-    rendezvous: str, process: int, count: int, told: Mapping[str, object], timeout_s: float
+    rendezvous: str, process: int, count: int, settings: Mapping[str, object], timeout_s: float
 ) -> Store:
-    """Return a store that all processes have, once they are there and were told the same.
+    """Return a store that all processes share, once all are there with the same settings.
 
     Args:
         rendezvous: See `worker.compute.ranks.Ranks`.
-        told: What each has to be told alike, under the names that an operator knows.
+        settings: What must be the same in all, under the names that an operator knows.
 
     Raises:
-        ValueError: Somebody was here before as this process, or was told otherwise.
+        ValueError: Somebody was here before as this process, or has other settings.
         TimeoutError: Not all have come.
         OSError: The place cannot be opened.
     """
@@ -42,15 +42,15 @@ def meet(
             f"process {process} of a worker has been at --rendezvous {rendezvous} before; give "
             "each process its own --process, and each start a new file or a port of its own"
         )
-    store.set(f"told {process}", json.dumps(told))
+    store.set(f"settings {process}", json.dumps(settings))
     for other in range(count) if process == 0 else [0]:
-        while not store.check([f"told {other}"]):
+        while not store.check([f"settings {other}"]):
             _wait(deadline, f"process {other} of {count} has not come", rendezvous)
-        theirs = json.loads(store.get(f"told {other}"))
-        for name, value in told.items():
+        theirs = json.loads(store.get(f"settings {other}"))
+        for name, value in settings.items():
             if theirs.get(name) != value:
                 raise ValueError(
-                    f"the processes of one worker have to be told alike: {name} is {value} for "
+                    f"the processes of one worker need the same settings: {name} is {value} for "
                     f"process {process} and {theirs.get(name)} for process {other}"
                 )
     return store

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from worker.compute.meeting import meet
 from worker.model.shard import Shard
 
-# What has to be alike: where there are fewer GPUs than processes, `auto` gives one of them none.
+# What has to be the same: where there are fewer GPUs than processes, `auto` gives one of them none.
 _DEVICE: Final = (
     "the kind of device (a GPU for each process, or --device cpu where there are fewer)"
 )
@@ -37,14 +37,14 @@ class Ranks:
         rendezvous: str,
         device: torch.device,
         timeout_s: float,
-        told: Mapping[str, object] | None = None,
+        settings: Mapping[str, object] | None = None,
     ):
         """Wait until all processes have come.
 
         Args:
             rendezvous: A URL that all are given: tcp://host:port of process 0, file:///a/new/file.
             timeout_s: How long to wait, here and within a step, before the others count as dead.
-            told: What else all have to be told alike; see `worker.compute.meeting`.
+            settings: What else must be the same in all; see `worker.compute.meeting`.
 
         Raises:
             ValueError: They do not belong together.
@@ -57,7 +57,7 @@ class Ranks:
             "--pipeline-parallel": shard.stages,
             _DEVICE: device.type,
             "the release of torch": torch.__version__,
-            **(told or {}),
+            **(settings or {}),
         }
         dist.init_process_group(
             backend,
@@ -66,14 +66,14 @@ class Ranks:
             world_size=count,
             timeout=timedelta(seconds=timeout_s),
         )
-        # What the leader tells lies in host memory; between two requests it may be silent for long.
+        # Orders lie in host memory; between two requests the leader may send none for long.
         self._all = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self._sending: tuple[dist.Work, torch.Tensor] | None = None
         # Copies of KV take other connections than steps, which they must not wait for.
         self._pairs, self._watches = (
             {
                 it: dist.new_group([0, it], backend="gloo", timeout=timedelta(days=365))
-                for it in range(1, shard.size * shard.stages)
+                for it in range(1, count)
             }
             for _ in range(2)
         )
@@ -109,7 +109,7 @@ class Ranks:
             self._sending[0].wait()
         dist.destroy_process_group()
 
-    def tell(self, numbers: torch.Tensor) -> None:
+    def broadcast(self, numbers: torch.Tensor) -> None:
         """Replace numbers in host memory by those of the leader, process 0."""
         dist.broadcast(numbers, 0, group=self._all)
 

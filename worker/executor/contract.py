@@ -27,15 +27,13 @@ from worker.compute.window_blocks import WindowBlocks
 from worker.executor.batch import Batch
 from worker.executor.structure import Structured
 
-# Of states that a cache has room for: a sequence that runs may need two.
+# A cache has room for so many states at least; a sequence that runs may need two.
 MIN_STATES: Final = 16
-
-
-# How many windows long a sequence is thought to be, if the model allows: beside so many tokens of
-# the layers that keep all there is room for what one window reaches.  Shorter ones run out of
-# windows before they run out of blocks, longer ones the other way round.
+# Memory is divided for sequences that are so many windows long, or as long as the model allows if
+# that is less: for so many tokens in the other layers there is room for one window.  Shorter
+# sequences run out of blocks for windows first, longer ones of the other blocks.
 EXPECTED_WINDOWS: Final = 8
-# Of sequences whose windows there is room for, however few the blocks are.
+# However few the blocks are, there is room for the windows of so many sequences.
 MIN_WINDOWS: Final = 4
 
 

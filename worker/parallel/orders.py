@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 
 class Order(NamedTuple):
-    """`numbers` are the blocks and their size for `ALLOCATE`; `step` belongs to `STEP`."""
+    """`numbers` are those of `Executor.allocate` for `ALLOCATE`; `step` belongs to `STEP`."""
 
     verb: Verb
     numbers: tuple[int, ...] = ()
@@ -55,25 +55,25 @@ class Order(NamedTuple):
 
 def tell(ranks: Ranks, verb: Verb, *numbers: int) -> None:
     """Tell the others something short."""
-    ranks.tell(_header(verb, *numbers))
+    ranks.broadcast(_header(verb, *numbers))
 
 
 def tell_step(ranks: Ranks, step: Step) -> None:
     """Tell the others to compute a step."""
     tables = step.batch.block_tables
-    ranks.tell(
+    ranks.broadcast(
         _header(
             *(Verb.STEP, len(step.token_ids), len(tables), tables.shape[1], len(step.rows)),
             *(step.num_pieces, len(step.runs), step.windowed is not None),
         )
     )
-    ranks.tell(torch.cat([it.flatten() for it in _arrays(step)]))
+    ranks.broadcast(torch.cat([it.flatten() for it in _arrays(step)]))
 
 
 def hear(ranks: Ranks) -> Order:
     """Wait for the leader's next order."""
     header = torch.empty(HEADER, dtype=torch.int32)
-    ranks.tell(header)
+    ranks.broadcast(header)
     verb, *numbers = header.tolist()
     if verb != Verb.STEP:
         return Order(Verb(verb), tuple(numbers))
@@ -82,9 +82,9 @@ def hear(ranks: Ranks) -> Order:
     sizes += [num_sequences + 1, num_sequences, num_sequences * num_columns, num_runs * 4]
     sizes += [num_tokens, num_sequences * num_columns] if has_windows else []
     arrays = torch.empty(sum(sizes), dtype=torch.int32)
-    ranks.tell(arrays)
+    ranks.broadcast(arrays)
     parts = torch.split(arrays, sizes)
-    token_ids, positions, rows, slots, starts, lens, tables, told, *in_windows = parts
+    token_ids, positions, rows, slots, starts, lens, tables, of_runs, *in_windows = parts
     batch = PagedBatch(slots, starts, lens, tables.view(num_sequences, num_columns))
     windowed = None
     if has_windows:
@@ -92,7 +92,7 @@ def hear(ranks: Ranks) -> Order:
         windowed = PagedBatch(slots, starts, lens, tables.view(num_sequences, num_columns))
     runs = [
         Run(start, stop, None if before == _NONE else before, after)
-        for start, stop, before, after in told.view(-1, 4).tolist()
+        for start, stop, before, after in of_runs.view(-1, 4).tolist()
     ]
     step = Step(token_ids, positions, rows, batch, num_pieces, runs, windowed)
     return Order(Verb.STEP, step=step)

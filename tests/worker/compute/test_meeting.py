@@ -1,4 +1,4 @@
-"""Processes meet where they were told to, and those that do not belong together say so at once."""
+"""Processes meet where they are sent, and those that do not belong together say so at once."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from worker.compute.meeting import meet
 TIMEOUT_S = 25.0
 
 
-def meet_all(rendezvous: str, *told: dict[str, object]) -> list[Store | BaseException]:
-    """Have one process for each of `told` meet; return what each gets, or why it does not."""
+def meet_all(rendezvous: str, *settings: dict[str, object]) -> list[Store | BaseException]:
+    """Have one process for each of `settings` meet; return what each gets, or why it does not."""
 
     def one(process: int) -> Store | BaseException:
         try:
-            return meet(rendezvous, process, len(told), told[process], TIMEOUT_S)
+            return meet(rendezvous, process, len(settings), settings[process], TIMEOUT_S)
         except (ValueError, OSError) as error:
             return error
 
-    with ThreadPoolExecutor(len(told)) as threads:
-        return list(threads.map(one, range(len(told))))
+    with ThreadPoolExecutor(len(settings)) as threads:
+        return list(threads.map(one, range(len(settings))))
 
 
 @pytest.fixture(params=["file", "tcp"])
@@ -37,17 +37,17 @@ def rendezvous(request: Any, tmp_path: Path) -> str:
     return f"tcp://127.0.0.1:{free_port()}"
 
 
-def test_who_was_told_the_same_has_one_store(rendezvous: str) -> None:
+def test_who_has_the_same_settings_has_one_store(rendezvous: str) -> None:
     first, *others = meet_all(rendezvous, {"a": 1}, {"a": 1}, {"a": 1})
     assert isinstance(first, Store)
     first.set("word", "7")
     assert [it.get("word") for it in others if isinstance(it, Store)] == [b"7", b"7"]
 
 
-def test_who_was_told_otherwise_learns_what(rendezvous: str) -> None:
+def test_who_has_other_settings_learns_which(rendezvous: str) -> None:
     float32: dict[str, object] = {"--dtype": "float32"}
     first, same, other = meet_all(rendezvous, float32, float32, {"--dtype": "auto"})
-    assert "told alike: --dtype is float32 for process 0 and auto for process 2" in str(first)
+    assert "settings: --dtype is float32 for process 0 and auto for process 2" in str(first)
     assert "--dtype is auto for process 2 and float32 for process 0" in str(other)
     assert isinstance(same, Store)
 

@@ -89,7 +89,7 @@ def test_what_was_handed_on_arrives_though_the_stage_leaves(processes: Processes
 
 def tell(ranks: Ranks) -> list[int]:
     numbers = torch.full((3,), ranks.shard.process + 7, dtype=torch.int32)
-    ranks.tell(numbers)
+    ranks.broadcast(numbers)
     return numbers.tolist()
 
 
@@ -107,7 +107,7 @@ def wait_for_the_dead(ranks: Ranks, dead: int, method: str) -> str:
 
 @pytest.mark.parametrize(
     ("dead", "method", "stages"),
-    [(0, "tell", 1), (1, "tell", 1), (1, "add_up", 1), (1, "receive", 2), (0, "send", 2)],
+    [(0, "broadcast", 1), (1, "broadcast", 1), (1, "add_up", 1), (1, "receive", 2), (0, "send", 2)],
 )
 def test_the_others_notice_that_a_process_has_died(
     dead: int, method: str, stages: int, tmp_path: Path
@@ -122,7 +122,7 @@ def wait_for_one_that_computes_nothing(ranks: Ranks, meeting: str) -> None:
     if hasty.is_leader:
         with pytest.raises(RuntimeError):
             hasty.add_up(torch.zeros(1))
-    hasty.tell(torch.zeros(1))  # for which the others wait as long as it takes
+    hasty.broadcast(torch.zeros(1))  # for which the others wait as long as it takes
 
 
 def test_one_that_computes_nothing_counts_as_dead_after_a_time(

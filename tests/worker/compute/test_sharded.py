@@ -62,7 +62,7 @@ def greedy(model: Model, ranks: Ranks | None) -> list[list[int]]:
         chosen = model.forward(token_ids, positions, pool, paged, rows).argmax(-1).int()
         if ranks is not None:
             chosen = chosen if len(chosen) else torch.empty(len(rows), dtype=torch.int32)
-            ranks.tell(chosen)
+            ranks.broadcast(chosen)
         found = iter(chosen.tolist())
         for text, count in zip(texts, counts, strict=True):
             text.computed += count

@@ -98,12 +98,12 @@ def put_in_before_telling(ranks: Ranks) -> None:
     if ranks.is_leader:
         asking = Asking(ranks, part, steps)
         asking.unpack([*range(num_blocks)], rectangle, b"7" * rectangle.num_bytes(part.layout))
-        ranks.tell(torch.zeros(1))
+        ranks.broadcast(torch.zeros(1))
         asking.end()
     else:
         answering = threading.Thread(target=answer, args=(ranks, cache, steps))
         answering.start()
-        ranks.tell(torch.zeros(1))
+        ranks.broadcast(torch.zeros(1))
         assert cache.pool.all(), "not all has been put in"
         answering.join()
 

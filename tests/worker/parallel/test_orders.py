@@ -72,7 +72,7 @@ def test_all_hear_what_the_leader_tells_in_its_order(processes: Processes) -> No
 
 def tell_what_is_none(ranks: Ranks) -> None:
     if ranks.is_leader:
-        ranks.tell(torch.tensor([9, *[0] * 7], dtype=torch.int32))
+        ranks.broadcast(torch.tensor([9, *[0] * 7], dtype=torch.int32))
         return
     with pytest.raises(ValueError, match="9 is not a valid Verb"):
         hear(ranks)
