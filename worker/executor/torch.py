@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -67,6 +67,23 @@ def create(
         device=device,
         max_model_len=max_model_len,
     )
+
+
+class Step(NamedTuple):
+    """One step, as `worker.compute.transformer.Transformer.forward` takes it, in host memory.
+
+    It may be cut into `num_pieces` that stages compute one after another: see
+    `worker.parallel.pieces`.  Of layers that keep a state, `runs` say where states lie; `windowed`
+    is the batch as layers with a window have it.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
+    batch: PagedBatch
+    num_pieces: int = 1
+    runs: Sequence[Run] = ()
+    windowed: PagedBatch | None = None
 
 
 class TorchExecutor:
@@ -186,34 +203,27 @@ class TorchExecutor:
                 block_tables=torch.from_numpy(tables),
                 scratch=Scratch(),
             )
-        logits = self._compute(
-            torch.from_numpy(batch.token_ids),
-            torch.from_numpy(batch.positions),
-            paged,
-            torch.from_numpy(rows),
-            runs,
-            windowed,
+        step = Step(
+            token_ids=torch.from_numpy(batch.token_ids),
+            positions=torch.from_numpy(batch.positions),
+            rows=torch.from_numpy(rows),
+            batch=paged,
+            runs=runs,
+            windowed=windowed,
         )
+        logits = self._compute(step)
         # Before anybody learns which blocks this step has computed, and copies or frees them.
         self._cache.mark()
         return logits
 
-    def _compute(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        batch: PagedBatch,
-        rows: torch.Tensor,
-        runs: Sequence[Run],
-        windowed: PagedBatch | None,
-    ) -> torch.Tensor:
-        """Return the logits of rows of a step; everything lies in host memory."""
+    def _compute(self, step: Step) -> torch.Tensor:
+        """Return the logits of a step's rows."""
         assert self._model is not None and self._cache is not None
-        batch = with_pools(self._cache, batch, runs, windowed)
-        if self._graphs is not None and self._graphs.take(len(rows), batch):
-            return self._graphs.forward(token_ids, positions, batch)
+        batch = with_pools(self._cache, step)
+        if self._graphs is not None and self._graphs.take(len(step.rows), batch):
+            return self._graphs.forward(step.token_ids, step.positions, batch)
         token_ids, positions, rows = (
-            it.to(self._model.device) for it in (token_ids, positions, rows)
+            it.to(self._model.device) for it in (step.token_ids, step.positions, step.rows)
         )
         return self._model.forward(token_ids, positions, self._cache.pool, batch, rows)
 
@@ -245,19 +255,13 @@ class TorchExecutor:
         self._grammars.shutdown()
 
 
-def with_pools(
-    cache: TorchKVCache, batch: PagedBatch, runs: Sequence[Run], windowed: PagedBatch | None
-) -> PagedBatch:
-    """Return a batch with what layers need that have pools of their own, if there are any here.
-
-    Args:
-        runs: Of layers that keep a state.
-        windowed: The same tokens as layers with a window have them.
-    """
+def with_pools(cache: TorchKVCache, step: Step) -> PagedBatch:
+    """Return a step's batch with the pools of states and of layers with a window, if any."""
+    batch = step.batch
     if cache.states is not None:
-        batch = replace(batch, states=plan_runs(cache.states, runs))
-    if cache.window_pool is not None and windowed is not None:
-        batch = replace(batch, windowed=Windowed(cache.window_pool, windowed))
+        batch = replace(batch, states=plan_runs(cache.states, step.runs))
+    if cache.window_pool is not None and step.windowed is not None:
+        batch = replace(batch, windowed=Windowed(cache.window_pool, step.windowed))
     return batch
 
 

@@ -5,7 +5,6 @@ The engine steps the leader's, and the others follow: all compute, the leader al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,14 @@ from typing import Any
 import structlog
 import torch
 
-from kernels import PagedBatch
-from kernels.contract import Run
 from worker.compute.ranks import Ranks
 from worker.executor.contract import Capabilities, MemoryRequirements
-from worker.executor.torch import TorchExecutor, make_cache
+from worker.executor.torch import Step, TorchExecutor, make_cache
 from worker.model.config import ModelError, read_config
 from worker.parallel.copies import Asking, Own, Steps
 from worker.parallel.follower import follow
 from worker.parallel.kv_cache import ShardedKVCache
-from worker.parallel.orders import Step, Verb, tell, tell_step
+from worker.parallel.orders import Verb, tell, tell_step
 from worker.parallel.parts import parts_of
 from worker.parallel.pieces import compute, in_order, num_pieces
 
@@ -102,19 +99,11 @@ class ShardedExecutor(TorchExecutor):
         theirs = zip(others, self._asking, strict=True)
         return ShardedKVCache(self.info.layout, self._cache, [mine, *theirs])
 
-    def _compute(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        batch: PagedBatch,
-        rows: torch.Tensor,
-        runs: Sequence[Run],
-        windowed: PagedBatch | None,
-    ) -> torch.Tensor:
+    def _compute(self, step: Step) -> torch.Tensor:
         assert self._model is not None and self._cache is not None
-        has_states = self.info.layout.has_state
-        pieces = num_pieces(len(token_ids), self._ranks.shard.stages, has_states=has_states)
-        step = Step(token_ids, positions, rows, batch, pieces, runs, windowed)
+        stages, has_states = self._ranks.shard.stages, self.info.layout.has_state
+        pieces = num_pieces(len(step.token_ids), stages, has_states=has_states)
+        step = step._replace(num_pieces=pieces)
         tell_step(self._ranks, step)
         logits = in_order(step, compute(self._model, self._cache, step))
         self._steps.add()

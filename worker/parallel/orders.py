@@ -6,7 +6,6 @@ them: they come from its own worker.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 from kernels import PagedBatch
 from kernels.contract import Run
 from worker.compute.ranks import Ranks
+from worker.executor.torch import Step
 
 HEADER: Final = 8
 _NONE: Final = -1  # a run that begins its sequence has no state before it
@@ -26,23 +26,6 @@ class Verb(IntEnum):
     ALLOCATE = 1
     STEP = 2
     END = 3
-
-
-class Step(NamedTuple):
-    """One step, as `worker.compute.transformer.Transformer.forward` takes it, in host memory.
-
-    It may be cut into `num_pieces` that stages compute one after another: see
-    `worker.parallel.pieces`.  Of layers that keep a state, `runs` say where states lie; `windowed`
-    is the batch as layers with a window have it.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    rows: torch.Tensor
-    batch: PagedBatch
-    num_pieces: int = 1
-    runs: Sequence[Run] = ()
-    windowed: PagedBatch | None = None
 
 
 class Order(NamedTuple):

@@ -15,8 +15,7 @@ import torch
 from kernels import PagedBatch
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
-from worker.executor.torch import with_pools
-from worker.parallel.orders import Step
+from worker.executor.torch import Step, with_pools
 
 # A piece of fewer tokens takes nearly as long: most of its time weights are read.
 MIN_TOKENS: Final = 128
@@ -45,7 +44,7 @@ def compute(model: Model, cache: TorchKVCache, step: Step) -> list[torch.Tensor]
         token_ids, positions, rows = (
             it.to(device) for it in (piece.token_ids, piece.positions, piece.rows)
         )
-        batch = with_pools(cache, piece.batch, step.runs, piece.windowed)
+        batch = with_pools(cache, piece)
         found = model.forward(token_ids, positions, cache.pool, batch, rows)
         logits.append(found if len(pieces) == 1 else found.clone())  # the next may lie there
     return logits

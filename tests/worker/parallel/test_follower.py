@@ -19,12 +19,12 @@ from wire.process.log import configure
 from wire.transfer import Rectangle
 from worker.compute.model import load_model
 from worker.compute.ranks import Ranks
-from worker.executor.torch import layout_of, make_cache
+from worker.executor.torch import Step, layout_of, make_cache
 from worker.model.config import read_config
 from worker.parallel.copies import Asking, Own, Steps
 from worker.parallel.follower import follow
 from worker.parallel.kv_cache import Copying, ShardedKVCache
-from worker.parallel.orders import Step, Verb, tell, tell_step
+from worker.parallel.orders import Verb, tell, tell_step
 from worker.parallel.parts import Part, parts_of
 from worker.parallel.pieces import compute
 

@@ -13,7 +13,8 @@ from kernels import PagedBatch
 from kernels.contract import Run
 from tests.worker.compute.processes import Processes
 from worker.compute.ranks import Ranks
-from worker.parallel.orders import Order, Step, Verb, hear, tell, tell_step
+from worker.executor.torch import Step
+from worker.parallel.orders import Order, Verb, hear, tell, tell_step
 
 
 def ints(draw: random.Random, *shape: int) -> torch.Tensor:

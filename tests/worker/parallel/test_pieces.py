@@ -16,8 +16,7 @@ from kernels.contract import Scratch
 from scripts.models.make_model import make_model
 from tests.worker.paged import Text, batch_of
 from worker.compute.model import load_model
-from worker.executor.torch import layout_of, make_cache
-from worker.parallel.orders import Step
+from worker.executor.torch import Step, layout_of, make_cache
 from worker.parallel.pieces import MIN_TOKENS, compute, cut, in_order, num_pieces
 
 BLOCK_SIZE = 4
