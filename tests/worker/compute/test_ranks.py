@@ -75,11 +75,15 @@ def test_each_shard_of_a_stage_hands_on_to_the_same_of_the_next(processes: Proce
 
 
 def hand_on_and_leave(ranks: Ranks) -> int:
-    hidden = torch.ones(1 << 23, dtype=torch.uint8)  # does not all fit into a socket at once
+    """Send what nobody else keeps; it is read when the other stage wants it."""
+    hidden = torch.zeros(1 << 23, dtype=torch.uint8)  # does not all fit into a socket at once
     if ranks.shard.is_first:
-        ranks.send(hidden)
-    else:
-        ranks.receive(hidden.zero_())
+        ranks.send(hidden + 1)
+        hidden.clone()  # lies where that lay, if nothing keeps it
+        ranks.hand(torch.zeros(1), 0)
+        return 1 << 23
+    ranks.take(torch.empty(1), 1)
+    ranks.receive(hidden)
     return int(hidden.sum())
 
 

@@ -85,8 +85,8 @@ def lead(ranks: Ranks, path: Path) -> list[torch.Tensor]:
     every: list[tuple[Part, Copying]] = [(own, Own(cache, own))]
     every += zip(parts[1:], asking, strict=True)
     sharded = ShardedKVCache(layout, cache, every)
+    tell(ranks, Verb.END)  # steps have ended, copies have not
     found = [kv_of(sharded.pack(TABLE, it)) for it in rectangles(path)]
-    tell(ranks, Verb.END)
     for it in asking:
         it.end()
     return found
