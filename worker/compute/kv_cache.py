@@ -72,6 +72,9 @@ class TorchKVCache:
         )
         if not layout.windows:
             self.window_pool = None
+        # The pools that have layers, by whether these have a window.
+        pools = {False: self.pool, True: self.window_pool}
+        self._pools = {it: pool for it, pool in pools.items() if pool is not None and pool.shape[1]}
         group = next((it for it in layout.groups if isinstance(it, StateGroup)), None)
         self.states: torch.Tensor | None = None
         if group is not None:
@@ -94,12 +97,6 @@ class TorchKVCache:
         self.copies_at_once = IN_FLIGHT if self._stagings else 1
         for staging in self._stagings.values():
             _tell(staging)
-
-    @property
-    def _pools(self) -> dict[bool, torch.Tensor]:
-        """The pools that have layers, by whether these have a window."""
-        pools = {False: self.pool, True: self.window_pool}
-        return {it: pool for it, pool in pools.items() if pool is not None and pool.shape[1]}
 
     @property
     def pools(self) -> list[torch.Tensor]:
