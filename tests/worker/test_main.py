@@ -14,6 +14,7 @@ import pytest
 from scripts.examples import own_model
 from wire.errors import WireError
 from wire.process.model import DEMO
+from wire.process.settings import EX_CONFIG
 from worker.__main__ import load, load_draft
 from worker.config import Config
 
@@ -65,6 +66,26 @@ def test_no_grammar_is_too_deep_where_stacks_have_no_limit() -> None:
         pytest.skip("the stack has a limit here")
     command = ["sh", "-c", 'ulimit -s unlimited && exec "$0" -c "$1"', sys.executable, DEEP]
     assert subprocess.run(command, check=False).returncode == 0
+
+
+LEADER = """
+import sys
+from worker.__main__ import main
+sys.executable = sys.argv.pop()  # with which it starts the other process
+sys.exit(main())
+"""
+
+
+def test_where_another_process_of_a_model_cannot_be_configured_the_worker_is_not_started_again(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nexit {EX_CONFIG}\n")
+    program.chmod(0o700)
+    command = [sys.executable, "-c", LEADER, "--tensor-parallel=2", "--device=cpu", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == EX_CONFIG, done.stderr
+    assert "a process of the model is lost" in done.stderr
 
 
 def test_without_a_flag_the_environment_is_left_alone() -> None:

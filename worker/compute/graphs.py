@@ -60,15 +60,16 @@ class DecodeGraphs:
         self._record = record
         self._recorded: dict[int, _Recorded] = {}
 
-    def take(self, num_rows: int, batch: PagedBatch) -> bool:
-        """Whether a step can be replayed: each sequence has one token, whose logits are wanted."""
+    @staticmethod
+    def can_replay(num_rows: int, batch: PagedBatch) -> bool:
+        """Whether each sequence of a step has one token, whose logits are wanted."""
         num_sequences = len(batch.context_lens)
-        return bool(len(batch.slots) == num_rows == num_sequences <= SIZES[-1])
+        return len(batch.slots) == num_rows == num_sequences <= SIZES[-1]
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch
     ) -> torch.Tensor:
-        """Compute one step that `take` allows.
+        """Compute one step that `can_replay` allows.
 
         Args:
             token_ids: [T] int32; `positions` likewise, both in CPU memory.

@@ -220,7 +220,7 @@ class TorchExecutor:
         """Return the logits of a step's rows."""
         assert self._model is not None and self._cache is not None
         batch = with_pools(self._cache, step)
-        if self._graphs is not None and self._graphs.take(len(step.rows), batch):
+        if self._graphs is not None and self._graphs.can_replay(len(step.rows), batch):
             return self._graphs.forward(step.token_ids, step.positions, batch)
         token_ids, positions, rows = (
             it.to(self._model.device) for it in (step.token_ids, step.positions, step.rows)

@@ -56,7 +56,7 @@ class Watched(Shim):
 
 
 class Recorder:
-    """Computes a step where a graph would be replayed; `sizes` were recorded."""
+    """Computes a step where a graph would be replayed; counts those that were recorded."""
 
     def __init__(self, watched: Watched) -> None:
         self.num_recorded = 0
@@ -152,7 +152,7 @@ def test_a_padded_step_is_a_plain_one(
     for seed, lens in enumerate([[1], [700], [17, 900, 16], [5, 600, 1], [3, 40, 15, 800, 2, 33]]):
         batch = windowed(batch_of(lens, seed), cache)
         token_ids = torch.arange(len(lens), dtype=torch.int32) + seed
-        assert recorded.take(len(lens), batch)
+        assert DecodeGraphs.can_replay(len(lens), batch)
         got = recorded.forward(token_ids, batch.context_lens - 1, batch)
         rows = torch.arange(len(lens))
         batch = windowed(batch_of(lens, seed), plain)
@@ -172,14 +172,13 @@ def test_steps_that_wait_for_what_experts_are_given_are_not_recorded(tmp_path: P
 
 
 def test_which_steps_can_be_replayed() -> None:
-    recorded: Any = DecodeGraphs.__new__(DecodeGraphs)
     three = batch_of([5, 6, 7], 0)
-    assert recorded.take(3, three)
-    assert not recorded.take(2, three)  # one is not sampled
+    assert DecodeGraphs.can_replay(3, three)
+    assert not DecodeGraphs.can_replay(2, three)  # one is not sampled
     chunk = PagedBatch(
         three.slots, torch.tensor([0, 3]), three.context_lens[:1], three.block_tables
     )
-    assert not recorded.take(1, chunk) and not recorded.take(3, chunk)
+    assert not DecodeGraphs.can_replay(1, chunk) and not DecodeGraphs.can_replay(3, chunk)
     most = graphs.SIZES[-1]
     ones = torch.ones(most + 1, dtype=torch.int32)
-    assert not recorded.take(most + 1, PagedBatch(ones, ones, ones, ones[:, None]))
+    assert not DecodeGraphs.can_replay(most + 1, PagedBatch(ones, ones, ones, ones[:, None]))
