@@ -68,7 +68,7 @@ class Ranks:
         )
         # Orders lie in host memory; between two requests the leader may send none for long.
         self._all = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-        self._sending: tuple[dist.Work, torch.Tensor] | None = None
+        self._sending: dist.Work | None = None
         # Copies of KV take other connections than steps, which they must not wait for.
         self._pairs, self._watches = (
             {
@@ -106,7 +106,7 @@ class Ranks:
     def leave(self) -> None:
         """Part from the others, who have got all that was sent; what else they wait for fails."""
         if self._sending is not None:
-            self._sending[0].wait()
+            self._sending.wait()
         dist.destroy_process_group()
 
     def broadcast(self, numbers: torch.Tensor) -> None:
@@ -172,10 +172,8 @@ class Ranks:
         Those of the step before have to be gone: a stage is never more than one step ahead.
         """
         if self._sending is not None:
-            self._sending[0].wait()
-        work = dist.isend(hidden, self._beside(1))
-        assert work is not None
-        self._sending = work, hidden  # which has to live until it is gone
+            self._sending.wait()
+        self._sending = dist.isend(hidden, self._beside(1))  # which keeps the tensor
 
     def receive(self, hidden: torch.Tensor) -> None:
         """Fill `hidden` with what the stage before hands on."""

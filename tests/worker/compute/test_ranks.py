@@ -101,6 +101,15 @@ def test_all_hear_what_the_leader_tells(processes: Processes) -> None:
     assert processes.run(2, 2, tell) == [[7, 7, 7]] * 4
 
 
+def agree(ranks: Ranks, *texts: str) -> bool:
+    return ranks.agree(texts[ranks.shard.process])
+
+
+def test_all_learn_whether_one_of_them_says_something_else(processes: Processes) -> None:
+    for others in ("aaa", "aab", "aba"):
+        assert processes.run(2, 2, agree, "a", *others) == [others == "aaa"] * 4
+
+
 def wait_for_the_dead(ranks: Ranks, dead: int, method: str) -> str:
     if ranks.shard.process == dead:
         os._exit(1)
