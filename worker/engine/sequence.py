@@ -324,6 +324,8 @@ class Sequence:
     def _reach(self, start: int, end: int, pool: BlockPool) -> None:
         """Reach the blocks [start, end) of the table, and no others; a window never goes back."""
         assert pool.windows is not None
+        if (start, end) == (self.window_start, self.window_end):
+            return  # in nearly every step of a sequence that generates
         before = range(self.window_start, min(start, self.window_end))
         behind = range(max(end, self.window_start), self.window_end)
         pool.leave(self.block_table[index] for it in (before, behind) for index in it)
