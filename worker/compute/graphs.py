@@ -64,7 +64,7 @@ class DecodeGraphs:
     def can_replay(num_rows: int, batch: PagedBatch) -> bool:
         """Whether each sequence of a step has one token, whose logits are wanted."""
         num_sequences = len(batch.context_lens)
-        return len(batch.slots) == num_rows == num_sequences <= SIZES[-1]
+        return bool(len(batch.slots) == num_rows == num_sequences <= SIZES[-1])
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch

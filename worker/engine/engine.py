@@ -83,10 +83,10 @@ class Engine:
             needed = memory.num_window_blocks(num_blocks, block_size, step_tokens) or num_blocks
             room["num_window_blocks"] = needed if num_window_blocks is None else num_window_blocks
         self.cache = executor.allocate(num_blocks, block_size, **room)
-        is_cached = self.config.prefix_cache
         self.pool = BlockPool(
-            *(num_blocks, block_size),
-            enable_prefix_cache=is_cached,
+            num_blocks,
+            block_size,
+            enable_prefix_cache=self.config.prefix_cache,
             windows=windows_of(self.cache, step_tokens),
             states=states_of(self.cache),
         )

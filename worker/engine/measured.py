@@ -213,7 +213,8 @@ class Direct:
     def __init__(self, executor: Executor, cache: KVCache) -> None:
         self._executor = executor
         self._pool = BlockPool(
-            *(cache.num_blocks, cache.block_size),
+            cache.num_blocks,
+            cache.block_size,
             enable_prefix_cache=False,
             windows=windows_of(cache, step_tokens=0),
             states=states_of(cache),

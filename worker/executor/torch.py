@@ -281,7 +281,10 @@ def make_cache(
     # Sequences that only pad a recorded step to its size write their KV to a spare block.
     spare_blocks = 1 if model.device.type == "cuda" else 0
     cache = TorchKVCache(
-        *(layout, num_blocks, block_size, model.device),
+        layout,
+        num_blocks,
+        block_size,
+        model.device,
         num_states=num_states,
         num_window_blocks=num_window_blocks,
         spare_blocks=spare_blocks,
