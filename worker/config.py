@@ -141,8 +141,8 @@ class Config(SharedSettings):
     )
     kv_shared_memory: Literal["auto", "off"] = Field(
         default="auto",
-        description="whether KV in host memory is lent to decode workers of the same user on this "
-        "machine, and read from that of prefill workers there; off: it is always sent",
+        description="auto: a decode worker copies KV out of the host memory of a prefill worker of "
+        "the same user on the same machine; off: all KV is sent",
     )
     lease_s: float = Field(
         default=0.0,
