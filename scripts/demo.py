@@ -64,7 +64,7 @@ class Row:
 
 
 HEADINGS = (
-    f"{'request':<26}{'prompt':>8}{'cached':>8}{'KV bytes':>10}{'hand-over GB/s':>15}"
+    f"{'request':<26}{'prompt':>8}{'cached':>8}{'KV bytes':>10}{'transfer GB/s':>15}"
     f"{'TTFT ms':>9}{'tokens/s':>10}"
 )
 

@@ -61,11 +61,12 @@ class Keys:
         return self._parties.get(public)
 
     def public_of(self, name: str) -> str:
-        """The key that the party `name` must prove to have.
+        """The key that the party `name` must prove to have, also if it came into the list late.
 
         Raises:
             ConfigError: The list has none.
         """
+        self.refresh()
         for public, party in self._parties.items():
             if party == name:
                 return public

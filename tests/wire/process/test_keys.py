@@ -35,6 +35,15 @@ def test_a_line_taken_out_is_a_key_revoked(tmp_path: Path) -> None:
     assert keys.party(pairs["prefill-0"].public) is None
 
 
+def test_a_party_that_comes_later_is_found_by_who_connects_only(tmp_path: Path) -> None:
+    write(tmp_path, "prefill-0", "decode-0")
+    keys = Keys(tmp_path, "prefill-0")
+    later = new_key_pair().public
+    with (tmp_path / "authorized_keys").open("a") as lines:
+        lines.write(f"{later} decode-1\n")
+    assert keys.public_of("decode-1") == later
+
+
 def test_a_line_without_sense_admits_nobody(tmp_path: Path) -> None:
     pairs = write(tmp_path, "router")
     keys = Keys(tmp_path, "router")
