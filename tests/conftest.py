@@ -1,5 +1,6 @@
 """Options of the whole suite."""
 
+import asyncio.constants
 import gc
 import os
 from collections.abc import Generator
@@ -10,6 +11,10 @@ from hypothesis import HealthCheck, settings
 # As workers set it for themselves (`worker.__main__`), before torch is imported: by default
 # OpenMP's threads spin while they wait, on the cores that the other half of the tests needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Under PYTHONASYNCIODEBUG the stack of whoever makes a task or a callback is written down, of each:
+# three frames of it, for next to none is ever shown.
+asyncio.constants.DEBUG_STACK_DEPTH = 3  # type: ignore[misc]
 
 # A loaded machine is no bug: no example has a time of its own.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
