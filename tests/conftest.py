@@ -1,12 +1,18 @@
-"""Options of the whole suite."""
+"""Options of the whole suite, and the cluster that many tests share."""
+
+from __future__ import annotations
 
 import asyncio.constants
 import gc
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:  # most tests need none, nor what it imports
+    from tests.cluster import Cluster
 
 # As workers set it for themselves (`worker.__main__`), before torch is imported: by default
 # OpenMP's threads spin while they wait, on the cores that the other half of the tests needs.
@@ -34,3 +40,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every kernel in every shape: minutes")
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One prefill and one decode worker on the demo model, for clients and system tests."""
+    from tests.cluster import Cluster
+
+    with Cluster(tmp_path_factory.mktemp("demo")) as cluster:
+        yield cluster
