@@ -1,18 +1,51 @@
-"""Options of the whole suite."""
+"""Options of the whole suite, and the cluster that many tests share."""
 
+from __future__ import annotations
+
+import asyncio.constants
+import gc
 import os
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+if TYPE_CHECKING:  # most tests need none, nor what it imports
+    from tests.cluster import Cluster
+
 # As workers set it for themselves (`worker.__main__`), before torch is imported: by default
 # OpenMP's threads spin while they wait, on the cores that the other half of the tests needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Under PYTHONASYNCIODEBUG the stack of whoever makes a task or a callback is written down, of each:
+# three frames of it, for next to none is ever shown.
+asyncio.constants.DEBUG_STACK_DEPTH = 3  # type: ignore[misc]
 
 # A loaded machine is no bug: no example has a time of its own.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import the test modules without looking for garbage, nor among what they import later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every kernel in every shape: minutes")
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One prefill and one decode worker on the demo model, for clients and system tests."""
+    from tests.cluster import Cluster
+
+    with Cluster(tmp_path_factory.mktemp("demo")) as cluster:
+        yield cluster

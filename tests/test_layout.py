@@ -4,6 +4,7 @@ import ast
 import itertools
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -107,21 +108,24 @@ def modules() -> list[Path]:
     return sorted(path.relative_to(ROOT) for path in files)
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+@cache
+def imports(source: str) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names.append(node.module or "")
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def broken_arrows(path: Path, source: str) -> list[str]:
     """What this file imports and may not."""
     package = path.parts[0]
     found = []
-    for name in imports(ast.parse(source)):
+    for name in imports(source):
         top = name.partition(".")[0]
         if top in PACKAGES and top not in ARROWS[package]:
             found.append(f"{path} imports {name}: {package} may not know {top}")
@@ -176,7 +180,7 @@ def arrows() -> Iterator[tuple[Path, Path]]:
     """Every import of one module of ours by another."""
     there = {str(path.with_suffix("")).replace("/", "."): path for path in modules()}
     for path in modules():
-        for name in set(imports(ast.parse((ROOT / path).read_text()))):
+        for name in set(imports((ROOT / path).read_text())):
             if name in there and there[name] != path:
                 yield path, there[name]
 
@@ -212,7 +216,7 @@ def test_no_object_is_received_by_unpickling() -> None:
 
 def test_what_tests_share_is_in_modules_that_hold_no_tests() -> None:
     for path in sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]):
-        for name in imports(ast.parse(path.read_text())):
+        for name in imports(path.read_text()):
             parts = name.split(".")
             assert parts[0] != "tests" or not any(p.startswith("test_") for p in parts), path
 

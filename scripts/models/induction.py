@@ -16,10 +16,14 @@ held-out questions are answered right; from a random start it was 40 % after 150
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+
+if TYPE_CHECKING:  # whoever has such a model has imported it
+    from transformers import LlamaForCausalLM
 
 EMBEDDING_STD = 0.2
 CONSTANT = 1.0  # of every embedding, in dimension 0

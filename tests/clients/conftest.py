@@ -1,11 +1,10 @@
-"""One cluster on the demo model for all clients, and time for it to start."""
+"""Time for the cluster of all clients to start."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster import START_S, Cluster
+from tests.cluster import START_S
 
 HERE = Path(__file__).parent
 
@@ -14,10 +13,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(2 * START_S))
-
-
-@pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One prefill and one decode worker."""
-    with Cluster(tmp_path_factory.mktemp("clients")) as cluster:
-        yield cluster

@@ -13,7 +13,6 @@ from typing import Final
 
 import psutil
 
-from scripts.models.make_model import make_model
 from tests.cluster import until
 from tests.faults.checks import problem
 from tests.faults.clients import Record
@@ -41,6 +40,8 @@ class Sweep:
 
 def model(directory: Path) -> str:
     """Make a checkpoint that takes some milliseconds a step."""
+    from scripts.models.make_model import make_model  # here, for importing torch takes a second
+
     return str(make_model(directory, family="qwen3", num_hidden_layers=6, vocab_size=1024))
 
 

@@ -1,4 +1,4 @@
-"""Clusters that several system tests share, for starting one costs seconds; and time for all."""
+"""A cluster that several system tests share, for starting one costs seconds; and time for all."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
-
-
-@pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One prefill and one decode worker on the demo model."""
-    with Cluster(tmp_path_factory.mktemp("demo")) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from router.text.chat_template import MAX_SOURCE, ChatTemplate
 from router.text.tools.families import FAMILIES, detect
@@ -26,12 +25,18 @@ CHATML = """{{ bos_token }}{% for message in messages %}
 CHAT = [{"role": "user", "content": " <Hi> & é\n"}, {"role": "skip", "content": "-"}]
 
 
+def rendered_by_transformers(chat: list[dict[str, Any]], template: str, **settings: Any) -> str:
+    # here, for importing it takes longer than all of these tests
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    (text,), _ = render_jinja_template([chat], chat_template=template, **settings)
+    return str(text)
+
+
 def test_rendered_as_transformers_does() -> None:
     ours = ChatTemplate(CHATML, {"bos_token": "<s>"}).render(CHAT)
-    theirs = render_jinja_template(
-        [CHAT], chat_template=CHATML, add_generation_prompt=True, bos_token="<s>"
-    )
-    assert ours == theirs[0][0]
+    theirs = rendered_by_transformers(CHAT, CHATML, add_generation_prompt=True, bos_token="<s>")
+    assert ours == theirs
     assert "<Hi> & é" in ours
 
 
@@ -128,14 +133,10 @@ def test_tools_and_documents_as_transformers_has_them(
     tools: list[dict[str, Any]] | None, documents: list[dict[str, str]] | None
 ) -> None:
     ours = ChatTemplate(WITH_TOOLS).render(CALLING, tools=tools, documents=documents)
-    theirs = render_jinja_template(
-        [CALLING],
-        tools=tools,
-        documents=documents,
-        chat_template=WITH_TOOLS,
-        add_generation_prompt=True,
+    theirs = rendered_by_transformers(
+        CALLING, WITH_TOOLS, tools=tools, documents=documents, add_generation_prompt=True
     )
-    assert ours == theirs[0][0]
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("template", [CHATML, WITH_TOOLS])
@@ -143,10 +144,8 @@ def test_tools_and_documents_as_transformers_has_them(
 def test_a_message_is_continued_as_transformers_does(template: str, content: str) -> None:
     chat = [CHAT[0], {"role": "assistant", "content": content}]
     ours = ChatTemplate(template, {"bos_token": ""}).render(chat, continue_final_message=True)
-    theirs = render_jinja_template(
-        [chat], chat_template=template, continue_final_message=True, bos_token=""
-    )
-    assert ours == theirs[0][0]
+    theirs = rendered_by_transformers(chat, template, continue_final_message=True, bos_token="")
+    assert ours == theirs
     assert ours.endswith(content) or ours.endswith(content.strip())
 
 

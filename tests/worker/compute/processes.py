@@ -16,6 +16,8 @@ from worker.compute.ranks import Ranks
 from worker.model.shard import Shard
 
 CPU = torch.device("cpu")
+# What tasks need, beside torch: once, not in each process.
+IMPORTED = ("pytest", "worker.executor.torch")
 # Long enough for a loaded machine; nothing that works waits so long.
 TIMEOUT_S = 25
 
@@ -25,7 +27,7 @@ class Processes:
 
     def __init__(self, count: int, directory: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__, *IMPORTED])
         self._directory, self._names = directory, itertools.count()
         pipes = [context.Pipe() for _ in range(count)]
         self._connections = [ours for ours, _ in pipes]
