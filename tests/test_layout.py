@@ -36,7 +36,8 @@ WINGS = {
 FLOORS = {
     "wire": ["wire", "wire/transfer", "wire/process", "wire/aio"],
     "router": [
-        *("router/text", "router/core", "router/log.py", "router/metrics.py"),
+        *("router/text", "router/core", "router/log.py", "router/summed.py", "router/metrics.py"),
+        "router/line.py",
         *(
             "router/api/errors.py",
             "router/api/asked",
@@ -44,6 +45,7 @@ FLOORS = {
             "router/api",
             "router/api/messages",
             "router/api/description",
+            "router/siblings.py",
             "router/http",
             "router/cores.py",
             "router/config.py",
@@ -51,7 +53,7 @@ FLOORS = {
             "router/bus.py",
             "router/local.py",
         ),
-        *("router/app.py", "router/start.py", "router/__main__.py"),
+        *("router/app.py", "router/processes.py", "router/start.py", "router/__main__.py"),
     ],
     "worker": [
         *("worker/model", "worker/compute", "worker/executor", "worker/parallel"),
@@ -82,6 +84,9 @@ ASYNC = {
     "router/http/writer.py",
     "router/tcp.py",
     "router/local.py",
+    "router/line.py",
+    "router/siblings.py",
+    "router/processes.py",
     "router/bus.py",
     "worker/app.py",
     "worker/__main__.py",

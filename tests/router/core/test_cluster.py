@@ -7,7 +7,7 @@ import shlex
 
 import structlog.testing
 
-from router.core.cluster import AGAIN_S, Readiness, cluster, try_this, unready
+from router.core.cluster import AGAIN_S, Readiness, state_of, together, try_this, unready
 from tests.router.scripted import Router, load
 from wire.frames import Role
 
@@ -18,7 +18,7 @@ def test_every_worker_and_the_routers_own_requests() -> None:
     router.join(Role.PREFILL, rank=1)
     router.beat(decode, load(64, used=3, cached=10, kv_inflight_bytes=5))
     router.submit()
-    body = cluster(router.fleet, router.dispatcher, now=router.now + 2)
+    body = together([state_of(router.fleet, router.dispatcher, now=router.now + 2)])
     names = [(worker["role"], worker["rank"]) for worker in body["workers"]]
     assert names == [("prefill", 0), ("prefill", 1), ("decode", 0)]
     assert body["workers"][2] == {
@@ -42,7 +42,7 @@ def test_a_lost_worker_holds_nothing() -> None:
     router = Router()
     prefill, _ = router.pair()
     router.bus.on_lost(prefill)
-    worker = cluster(router.fleet, router.dispatcher, now=router.now + 2)["workers"][0]
+    worker = together([state_of(router.fleet, router.dispatcher, now=router.now + 2)])["workers"][0]
     assert worker["state"] == "lost"
     assert worker["blocks"] == {"total": 0, "used": 0, "cached": 0, "free": 0}
 
