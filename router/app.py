@@ -156,7 +156,7 @@ class Router:
         self.endpoints["bus"] = self._hub.bind(config.bus)
         if self._seat is not None and self._seat.is_again:
             await self._until_joined()
-        with _named(config.tcp):
+        with named(config.tcp):
             self._tcp = await serve_clients(
                 *split_address(config.tcp),
                 self.dispatcher,
@@ -172,7 +172,7 @@ class Router:
                 is_shared=is_shared,
             )
         self.endpoints["tcp"] = _url("tcp", self._tcp.host, self._tcp.port)
-        with _named(config.http):
+        with named(config.http):
             bounds = HttpLimits(config.max_connections, config.grace_s, config.idle_s)
             address = split_address(config.http)
             self._http = HttpServer(
@@ -356,7 +356,8 @@ def _url(scheme: str, host: str, port: int) -> str:
 
 
 @contextmanager
-def _named(endpoint: str) -> Iterator[None]:
+def named(endpoint: str) -> Iterator[None]:
+    """Say in an OSError of the body which endpoint it is about."""
     try:
         yield
     except OSError as error:

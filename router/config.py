@@ -246,7 +246,7 @@ class Config(SharedSettings):
         return self
 
     def bus_of(self, index: int) -> str:
-        """Return where the bus of one of the processes is: on the next ports, or beside the file."""
+        """Return where the bus of one process is: on the ports from the first, or beside a file."""
         start, colon, port = self.bus.rpartition(":")
         if index and self.bus.startswith("ipc://"):
             return f"{self.bus}-{index}"

@@ -24,9 +24,10 @@ from typing import Any, Final
 
 import structlog
 
-from router.app import FLUSH_S, REPORT_S, split_address, write_whole
+from router.app import REPORT_S, named, split_address, write_whole
 from router.config import Config
 from router.core.cluster import ProcessState, Readiness, status_line
+from router.http.server import FLUSH_S
 from router.line import (
     AskAll,
     AskFigures,
@@ -96,7 +97,10 @@ class Processes:
     def __init__(self, config: Config, argv: Sequence[str]) -> None:
         self._config = config
         self._argv = argv
-        self._reserved = [reserve(*split_address(each)) for each in (config.http, config.tcp)]
+        self._reserved: list[socket.socket] = []
+        for endpoint in (config.http, config.tcp):
+            with named(endpoint):
+                self._reserved.append(reserve(*split_address(endpoint)))
         self._all = [Process(index, config.bus_of(index)) for index in range(config.processes)]
         self._tasks: list[asyncio.Task[Any]] = []
         self._local: LocalWorkers | None = None

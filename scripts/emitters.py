@@ -163,8 +163,9 @@ class Prefill(Worker):
 class Decode(Worker):
     """Sends a token of every running request a step."""
 
-    def __init__(self, model: Path, router: str) -> None:
+    def __init__(self, model: Path, router: str, crowd: list[Decode]) -> None:
         super().__init__(Role.DECODE, model, router)
+        self._crowd = crowd  # of every router one, this one included
         self._running: dict[int, Running] = {}
         self._has_more = asyncio.Event()
 
@@ -176,7 +177,8 @@ class Decode(Worker):
             pack, request_id = DecodeToken.layout.pack, frame.request_id
             headers = [pack(request_id, token_id) for token_id in tokens]
             self._running[request_id] = Running(headers, Flow.of_seed(options.seed))
-            self._has_more.set()
+            for each in self._crowd:
+                each._has_more.set()
         elif isinstance(frame, Cancel):
             self._running.pop(frame.request_id, None)
 
@@ -184,7 +186,7 @@ class Decode(Worker):
         """Make steps for as long as anything runs."""
         tag = TAG.pack(Tag.DECODE_TOKEN)
         while True:
-            while not await self._may_begin():
+            while not (self._running and await self._may_begin()):
                 self._has_more.clear()
                 await self._has_more.wait()
             while moving := list(self._running.items())[:MAX_HEADERS]:
@@ -203,7 +205,7 @@ class Decode(Worker):
 
     async def _may_begin(self) -> bool:
         awaited = max([each.flow.together for each in self._running.values()], default=1)
-        if len(self._running) < awaited:
+        if sum([len(each._running) for each in self._crowd]) < awaited:
             return False
         await asyncio.sleep(TOGETHER_S if awaited else 0.0)
         return True
@@ -218,17 +220,20 @@ async def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("router", help="its --bus")
+    parser.add_argument("router", nargs="+", help="its --bus; of several processes, all")
     parser.add_argument("--model", default="demo", help="that of the router")
     given = parser.parse_args()
     model = locate(given.model)
-    prefill, decoder = Prefill(Role.PREFILL, model, given.router), Decode(model, given.router)
-    running = asyncio.create_task(decoder.run())
-    while not running.done():
+    prefills = [Prefill(Role.PREFILL, model, router) for router in given.router]
+    decoders: list[Decode] = []
+    for router in given.router:
+        decoders.append(Decode(model, router, decoders))
+    running = [asyncio.create_task(decoder.run()) for decoder in decoders]
+    while not any(task.done() for task in running):
         await asyncio.sleep(BEAT_S)
-        for worker in (prefill, decoder):
+        for worker in (*prefills, *decoders):
             worker.beat()
-    running.result()
+    await asyncio.gather(*running)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Prefill: the worker with the fewest prompt tokens still to be read, then the fewest requests.
 Decode: the worker with the least ``missing prompt tokens + SEQUENCE_COST x requests there``, among
-those with enough free blocks; missing are the tokens whose KV it does not hold already.  Requests of
-other routers count as of its last heartbeat; on a prefill worker they do not, they are gone by then.
+those with enough free blocks; missing are the tokens whose KV it does not hold already.  Requests
+of other routers count as of its last heartbeat; those on a prefill worker are gone by then.
 A tie goes to more free blocks, then by turn and rank: equal circumstances always give the same
 choice, and routers that share the workers different ones.
 

@@ -7,7 +7,15 @@ import shlex
 
 import structlog.testing
 
-from router.core.cluster import AGAIN_S, Readiness, state_of, together, try_this, unready
+from router.core.cluster import (
+    AGAIN_S,
+    Readiness,
+    state_of,
+    status_line,
+    together,
+    try_this,
+    unready,
+)
 from tests.router.scripted import Router, load
 from wire.frames import Role
 
@@ -83,3 +91,24 @@ def test_what_to_try_is_a_command_for_this_router() -> None:
         assert kind == "content-type: application/json"
         assert json.loads(body) == {"model": "it's", "prompt": prompt, "max_tokens": 16}
     assert "$API_KEY" in try_this("https://h:1", "m", has_text=True, has_keys=True)
+
+
+def test_several_processes_are_one_router() -> None:
+    states = []
+    for pid in (1, 2):
+        router = Router()
+        router.pair()
+        if pid == 2:
+            router.join(Role.DECODE, rank=1)
+        router.submit()
+        states.append(state_of(router.fleet, router.dispatcher, now=router.now))
+        states[-1].pid = pid
+    body = together(states)
+    assert body["router"] == {
+        "running": 2,
+        "waiting": 0,
+        "processes": [{"pid": pid, "running": 1, "waiting": 0} for pid in (1, 2)],
+    }
+    rows = [(row["role"], row["rank"], row["placed"]) for row in body["workers"]]
+    assert rows == [("prefill", 0, 2), ("decode", 0, 2), ("decode", 1, 0)]
+    assert status_line(states) == "2 running, 0 waiting, 1 prefill and 1 decode workers ready"
