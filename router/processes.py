@@ -120,7 +120,7 @@ class Processes:
         if begun.done():
             begun.result()  # it does not end but by an error
         begun.cancel()
-        failed = [life.result() for life in lives if life.done()]
+        failed = [max(life.result(), 0) or 1 for life in lives if life.done()]
         await self._stop(self._config.drain_s if stopped.done() else 0.0)
         return failed[0] if failed else 0
 
