@@ -100,10 +100,19 @@ class Router:
             request_ids=RequestIds(secrets.randbelow(2**31 - 1) + 1),
             clock=time.monotonic,
         )
+        self.application = self._application(model_path)
+        self._idle = Idle(self.dispatcher)
+        self._tcp: Server | None = None
+        self._http: HttpServer | None = None
+        self._local: LocalWorkers | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _application(self, model_path: Path) -> Application:
+        config = self.config
         defaults = read_defaults(config.generation_config, model_path)
         if defaults.said:
             log.info("sampling defaults", file=config.generation_config, **defaults.said)
-        self.application = Application(
+        return Application(
             model=ServedModel(
                 config.model_name,
                 model_path,
@@ -123,13 +132,8 @@ class Router:
                 checks_host=self._api_keys is None or bool(config.allowed_hosts),
             ),
             kept=KeptResponses(config.max_kept_responses, config.max_kept_bytes),
-            siblings=siblings,
+            siblings=self._siblings,
         )
-        self._idle = Idle(self.dispatcher)
-        self._tcp: Server | None = None
-        self._http: HttpServer | None = None
-        self._local: LocalWorkers | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def dispatcher(self) -> Dispatcher:

@@ -12,6 +12,7 @@ import itertools
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -156,7 +157,8 @@ class Line:
 
     async def _respond(self, asked: _Asked) -> None:
         answer = await self._answer(asked.question)
-        self._send({"type": "_Answered", "number": asked.number, "answer": answer})
+        with suppress(ConnectionError):  # who asked is gone
+            self._send({"type": "_Answered", "number": asked.number, "answer": answer})
 
     def _send(self, message: dict[str, object]) -> None:
         if self._writer is None or self._writer.is_closing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -93,7 +94,8 @@ async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(siblings, "PATIENCE_S", 0.01)
 
     async def answer(question: object) -> object:
-        raise AssertionError  # logged, and never answered
+        await asyncio.Event().wait()
+        return None
 
     async with beside(answer) as (process, parent):
         with pytest.raises(HttpError) as caught:
