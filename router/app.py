@@ -339,6 +339,8 @@ async def serve(
     finally:
         watchdog.cancel()
         await router.close()
+        if siblings is not None:
+            await siblings.close()
 
 
 def allow_many_files() -> None:

@@ -145,6 +145,7 @@ class Line:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
+        self._socket.close()
 
     def _hang_up(self) -> None:
         if self._writer is not None:

@@ -129,6 +129,7 @@ class Processes:
         self._is_stopping = True
         for process in self._all:
             process.signal(signal.SIGKILL)
+        await asyncio.gather(*[each.child.wait() for each in self._all if each.child is not None])
         if self._local is not None:
             await self._local.stop(0.0)
         for task in self._tasks:
@@ -203,6 +204,8 @@ class Processes:
                 "router process died", process=process.index, status=status, restart_in_s=pause_s
             )
             await asyncio.sleep(pause_s)
+            if self._is_stopping:
+                return status
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _run(self, process: Process) -> int:

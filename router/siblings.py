@@ -67,6 +67,10 @@ class Siblings:
         """Tell the parent that no client is left, and wait until workers need the bus no more."""
         await self._line.ask(Drained(), bool)
 
+    async def close(self) -> None:
+        """Hang up."""
+        await self._line.close()
+
     async def states(self) -> list[ProcessState]:
         """Return how all processes are, this one included."""
         return await self._ask_all(AskState(), list[ProcessState])

@@ -52,6 +52,7 @@ async def beside(
     kept.keep("resp_1", KEPT)
     process.serve(lambda: STATE, lambda: [FAMILY], kept)
     yield process, parent
+    await process.close()
     await parent.close()
 
 
@@ -112,5 +113,7 @@ async def test_the_line_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     with ours:
         monkeypatch.setenv(VARIABLE, str(theirs.detach()))
-        assert inherited() is not None
+        found = inherited()
+        assert found is not None
+        await found.close()
         assert VARIABLE not in os.environ
