@@ -23,6 +23,7 @@ from tests.faults.checks import problems
 from tests.faults.clients import Record, TcpClient, ask_http
 from tests.faults.load import draw_requests, send_all
 from tests.system.figures import Figures
+from tests.system.locked import Locked
 from wire.options import Options
 from wire.process.settings import EX_CONFIG
 
@@ -246,3 +247,34 @@ def test_a_second_router_does_not_mix_with_the_first(cluster: Cluster) -> None:
     ended = run("--http", address, "--log-level", "error")
     assert ended.returncode == 1
     assert ended.stderr.count(address) == 1, ended.stderr
+
+
+def test_both_ask_for_keys_and_nothing_new_listens(tmp_path: Path) -> None:
+    with Locked(tmp_path, "--processes", "2") as cluster:
+        for key, status in ((cluster.key, 200), ("sk-wrong", 401), ("", 401)):
+            assert {cluster.complete(key).status_code for _ in range(12)} == {status}
+        parent = psutil.Process(cluster.router.pid)
+        routers = [parent, *(psutil.Process(pid) for pid in pids(cluster).values())]
+        argv = " ".join(word for each in routers for word in each.cmdline())
+        assert not [secret for secret in cluster.secrets if secret in argv]
+        listening = Counter(
+            f"{each.laddr.ip}:{each.laddr.port}"
+            for process in routers
+            for each in process.net_connections("inet")
+            if each.status == psutil.CONN_LISTEN
+        )
+        faces = [cluster.http.removeprefix("http://"), cluster.endpoints["tcp"][len("tcp://") :]]
+        buses = [bus.removeprefix("tcp://") for bus in cluster.bus.split(",")]
+        assert listening == Counter([*faces, *faces, *buses])
+        assert not [each for process in routers for each in listens_locally(process)]
+
+
+def listens_locally(process: psutil.Process) -> list[str]:
+    """The Unix sockets that a process listens on."""
+    inodes = {
+        os.readlink(link)[len("socket:[") : -1]
+        for link in Path(f"/proc/{process.pid}/fd").iterdir()
+        if os.readlink(link).startswith("socket:[")
+    }
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [row[6] for row in rows if row[6] in inodes and int(row[3], 16) & 1 << 16]
