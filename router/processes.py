@@ -41,7 +41,7 @@ from router.line import (
     Question,
     Seat,
 )
-from router.local import LocalWorkers
+from router.local import HEALTHY_S, MAX_PAUSE_S, MIN_PAUSE_S, LocalWorkers
 from router.siblings import VARIABLE
 from router.summed import Figures, kept, summed
 from wire.aio.listener import reserve
@@ -50,10 +50,6 @@ from wire.process.lifetime import Stop, keep_watchdog, notify
 
 log = structlog.get_logger("router")
 
-MIN_PAUSE_S: Final = 0.5
-MAX_PAUSE_S: Final = 30.0
-# After a process has served for this long, the pause is short again.
-HEALTHY_S: Final = 60.0
 # How long others wait for the answer of a process.
 ANSWER_S: Final = 1.0
 # As in the unit: an event loop that stands still for this long is broken.

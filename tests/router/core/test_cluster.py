@@ -111,4 +111,4 @@ def test_several_processes_are_one_router() -> None:
     }
     rows = [(row["role"], row["rank"], row["placed"]) for row in body["workers"]]
     assert rows == [("prefill", 0, 2), ("decode", 0, 2), ("decode", 1, 0)]
-    assert status_line(states) == "2 running, 0 waiting, 1 prefill and 1 decode workers ready"
+    assert status_line(states) == "2 running, 0 waiting, 1 prefill and 2 decode workers ready"
