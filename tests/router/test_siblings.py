@@ -63,8 +63,9 @@ async def test_what_it_is_asked() -> None:
     async with beside(nothing) as (_, parent):
         assert await parent.ask(AskState(), ProcessState) == STATE
         assert await parent.ask(AskFigures(), list[Family]) == [FAMILY]
+        maybe: Any = KeptResponse | None
         for asker, name, found in (("anna", "resp_1", KEPT), ("ben", "resp_1", None)):
-            assert await parent.ask(FindResponse(asker, name), KeptResponse | None) == found
+            assert await parent.ask(FindResponse(asker, name), maybe) == found
         for asker, is_gone in (("ben", False), ("anna", True), ("anna", False)):
             assert await parent.ask(DeleteResponse(asker, "resp_1"), bool) == is_gone
 
