@@ -82,9 +82,13 @@ class AskAll(Struct, frozen=True, tag="all"):
     question: Question
 
 
+# What a process asks the parent, and the parent a process.
+Asked = AskSeat | Listening | Drained | AskAll | Question
+
+
 class _Asked(Struct, tag=True):
     number: int
-    question: AskSeat | Listening | Drained | AskAll | Question
+    question: Asked
 
 
 class _Answered(Struct, tag=True):
@@ -126,7 +130,7 @@ class Line:
         finally:
             self._hang_up()
 
-    async def ask(self, question: object, kind: type[T]) -> T:
+    async def ask(self, question: Asked, kind: type[T]) -> T:
         """Return the answer.
 
         Raises:
@@ -135,7 +139,7 @@ class Line:
         number, waiting = next(self._numbers), asyncio.get_running_loop().create_future()
         self._open[number] = waiting
         try:
-            self._send({"type": "_Asked", "number": number, "question": question})
+            self._send(_Asked(number, question))
             return msgspec.msgpack.decode(await waiting, type=kind)
         finally:
             self._open.pop(number, None)
@@ -159,9 +163,9 @@ class Line:
     async def _respond(self, asked: _Asked) -> None:
         answer = await self._answer(asked.question)
         with suppress(ConnectionError):  # who asked is gone
-            self._send({"type": "_Answered", "number": asked.number, "answer": answer})
+            self._send(_Answered(asked.number, msgspec.Raw(msgspec.msgpack.encode(answer))))
 
-    def _send(self, message: dict[str, object]) -> None:
+    def _send(self, message: _Asked | _Answered) -> None:
         if self._writer is None or self._writer.is_closing():
             raise ConnectionError("the other process is gone")
         said = msgspec.msgpack.encode(message)
