@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -77,9 +77,16 @@ Question = AskState | AskFigures | FindResponse | DeleteResponse
 
 
 class AskAll(Struct, frozen=True, tag="all"):
-    """Of the parent: ask every process.  Answered with the answers of those that did soon."""
+    """Of the parent: ask every process.  Answered with `Answers`."""
 
     question: Question
+
+
+class Answers(Struct, Generic[T]):
+    """What the processes answered that did so soon; `is_complete` if all did."""
+
+    given: list[T]
+    is_complete: bool
 
 
 # What a process asks the parent, and the parent a process.

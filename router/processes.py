@@ -29,6 +29,7 @@ from router.config import Config
 from router.core.cluster import ProcessState, Readiness, status_line
 from router.http.server import FLUSH_S
 from router.line import (
+    Answers,
     AskAll,
     AskFigures,
     AskSeat,
@@ -52,6 +53,7 @@ log = structlog.get_logger("router")
 
 # How long others wait for the answer of a process.
 ANSWER_S: Final = 1.0
+SILENCE: Final = object()
 # As in the unit: an event loop that stands still for this long is broken.
 STUCK_S: Final = 15.0
 # What systemd says to this process alone.
@@ -232,7 +234,8 @@ class Processes:
         """Ask all how they are; end those that have said nothing for too long."""
         asked = [process for process in self._all if process.is_listening]
         for process, state in zip(asked, await self._ask(AskState(), asked), strict=True):
-            process.silent_s = 0.0 if state else process.silent_s + ANSWER_S + REPORT_S
+            is_silent = state is SILENCE
+            process.silent_s = process.silent_s + ANSWER_S + REPORT_S if is_silent else 0.0
             if process.silent_s > STUCK_S:
                 log.error("router process is stuck", process=process.index, for_s=process.silent_s)
                 # The first time it shall say where; what does not hear that is ended all the same.
@@ -255,11 +258,13 @@ class Processes:
                     await self._may_leave.wait()
             case AskAll(AskFigures()):
                 await self._ask(AskFigures(), self._all)
-                return [self._of_the_dead, *(each.figures for each in self._all)]
+                every = [self._of_the_dead, *(each.figures for each in self._all)]
+                return Answers(every, is_complete=True)
             case AskAll(asked):
                 listening = [each for each in self._all if each.is_listening]
                 answers = await self._ask(asked, listening)
-                return [each for each in answers if each is not None]
+                given = [each for each in answers if each is not SILENCE]
+                return Answers(given, is_complete=len(given) == len(answers))
         return True
 
     def _seat(self, process: Process) -> Seat:
@@ -281,14 +286,14 @@ class Processes:
             self._all_listen.set()
 
     async def _ask(self, question: Question, processes: Sequence[Process]) -> list[Any]:
-        """Return the answers of these processes, None of those that do not answer soon."""
+        """Return the answers of these processes, SILENCE of those that do not answer soon."""
         return list(
             await asyncio.gather(*[self._ask_one(question, process) for process in processes])
         )
 
     async def _ask_one(self, question: Question, process: Process) -> object:
         if process.line is None or not process.is_listening:
-            return None
+            return SILENCE
         with suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(ANSWER_S):
                 match question:
@@ -300,7 +305,7 @@ class Processes:
                         return process.figures
                     case FindResponse() | DeleteResponse():
                         return await process.line.ask(question, Any)
-        return None
+        return SILENCE
 
 
 async def serve_by_several(config: Config, argv: Sequence[str], stop: Stop) -> int:

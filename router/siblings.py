@@ -15,6 +15,7 @@ from router.api.errors import HttpError, retry_after
 from router.api.responses.kept import KeptResponse, KeptResponses
 from router.core.cluster import ProcessState
 from router.line import (
+    Answers,
     AskAll,
     AskFigures,
     AskSeat,
@@ -73,32 +74,33 @@ class Siblings:
 
     async def states(self) -> list[ProcessState]:
         """Return how all processes are, this one included."""
-        return await self._ask_all(AskState(), list[ProcessState])
+        return (await self._ask_all(AskState(), Answers[ProcessState])).given
 
     async def figures(self) -> list[Figures]:
         """Return what all processes have measured, this one and those that died included."""
-        return await self._ask_all(AskFigures(), list[Figures])
+        return (await self._ask_all(AskFigures(), Answers[Figures])).given
 
     async def find(self, asker: str, name: str) -> KeptResponse | None:
-        """Return a response that another process keeps."""
-        found = await self._ask_all(FindResponse(asker, name), list[KeptResponse | None])
-        return next((each for each in found if each is not None), None)
+        """Return a response that another process keeps; None if none does."""
+        found = await self._ask_all(FindResponse(asker, name), Answers[KeptResponse | None])
+        kept = next((each for each in found.given if each is not None), None)
+        if kept is None and not found.is_complete:
+            raise _not_now()  # it may be where nobody answers
+        return kept
 
     async def delete(self, asker: str, name: str) -> bool:
         """Have another process forget a response; False if none keeps it."""
-        return any(await self._ask_all(DeleteResponse(asker, name), list[bool]))
+        deleted = await self._ask_all(DeleteResponse(asker, name), Answers[bool])
+        if not (any(deleted.given) or deleted.is_complete):
+            raise _not_now()
+        return any(deleted.given)
 
     async def _ask_all(self, question: Question, kind: type[T]) -> T:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 return await self._line.ask(AskAll(question), kind)
         except (TimeoutError, ConnectionError):
-            raise HttpError(
-                503,
-                "the router's processes cannot be asked just now",
-                code="overloaded",
-                headers=(retry_after(),),
-            ) from None
+            raise _not_now() from None
 
     async def _answer(self, question: Question) -> object:
         match question:
@@ -110,6 +112,15 @@ class Siblings:
                 return self._kept.get(asker, name)
             case DeleteResponse(asker, name):
                 return self._kept.pop(asker, name)
+
+
+def _not_now() -> HttpError:
+    return HttpError(
+        503,
+        "not every process of the router can be asked just now",
+        code="overloaded",
+        headers=(retry_after(),),
+    )
 
 
 def inherited() -> Siblings | None:

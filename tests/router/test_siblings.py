@@ -16,6 +16,7 @@ from router.api.errors import HttpError
 from router.api.responses.kept import KeptResponse, KeptResponses
 from router.core.cluster import ProcessState
 from router.line import (
+    Answers,
     AskAll,
     AskFigures,
     AskSeat,
@@ -70,26 +71,34 @@ async def test_what_it_is_asked() -> None:
             assert await parent.ask(DeleteResponse(asker, "resp_1"), bool) == is_gone
 
 
-async def test_what_it_asks() -> None:
+@pytest.mark.parametrize("is_complete", [True, False])
+async def test_what_it_asks(is_complete: bool) -> None:
     async def answer(question: object) -> Any:
         assert isinstance(question, AskAll)
         match question.question:
             case AskState():
-                return [STATE, STATE]
+                return Answers([STATE, STATE], is_complete=True)
             case AskFigures():
-                return [[], [FAMILY]]
+                return Answers([[], [FAMILY]], is_complete=True)
             case FindResponse(_, name):
-                return [None, KEPT if name == "resp_2" else None]
+                found = [None, KEPT if name == "resp_2" else None]
+                return Answers(found, is_complete=is_complete)
             case DeleteResponse(_, name):
-                return [False, name == "resp_2"]
+                return Answers([False, name == "resp_2"], is_complete=is_complete)
 
     async with beside(answer) as (process, _):
         assert await process.states() == [STATE, STATE]
         assert await process.figures() == [[], [FAMILY]]
         assert await process.find("anna", "resp_2") == KEPT
-        assert await process.find("anna", "resp_3") is None
         assert await process.delete("anna", "resp_2")
-        assert not await process.delete("anna", "resp_3")
+        if is_complete:
+            assert await process.find("anna", "resp_3") is None
+            assert not await process.delete("anna", "resp_3")
+            return
+        for ask in (process.find, process.delete):  # who has it may be the one that is silent
+            with pytest.raises(HttpError) as caught:
+                await ask("anna", "resp_3")
+            assert caught.value.status == 503
 
 
 async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,7 @@ async def test_a_process_that_is_stuck_holds_up_nobody_who_asks_the_other(
             for path in ("/metrics", "/v1/cluster", "/load", "/readyz"):
                 assert (await one.get(path)).status_code == 200
             again = (await one.get("/metrics")).text
+            assert (await one.get("/v1/responses/resp_it_may_have")).status_code == 503
         finally:
             os.kill(stuck, signal.SIGCONT)
         requests = "baton_requests_total"
