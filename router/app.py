@@ -26,9 +26,9 @@ from router.api.model import ServedModel
 from router.api.responses.kept import KeptResponses
 from router.bus import Bus
 from router.config import Config, split_endpoint
-from router.core.cluster import Readiness, try_this, unready
+from router.core.cluster import Readiness, state_of, status_line, try_this, unready
 from router.core.dispatcher import Dispatcher
-from router.core.fleet import Fleet
+from router.core.fleet import REJOIN_S, Fleet
 from router.core.request import RequestEnd
 from router.core.state import Limits, RequestIds
 from router.http.application import Application
@@ -36,7 +36,9 @@ from router.http.limits import Bodies
 from router.http.origin import Origins
 from router.http.server import FLUSH_S, HttpServer
 from router.http.server import Limits as HttpLimits
+from router.line import Seat
 from router.local import LocalWorkers
+from router.siblings import Siblings
 from router.tcp import serve_clients
 from wire.aio.listener import server_context
 from wire.aio.tcp import Limits as TcpLimits
@@ -58,20 +60,29 @@ log = structlog.get_logger("router")
 MAX_TICK_S: Final = 0.1
 # Between two reports to systemd.
 REPORT_S: Final = 1.0
-WORKER_ROLES: Final = (Role.PREFILL, Role.DECODE)
 
 
 class Router:
     """All parts of the process.  `endpoints` are where it listens, known after `start`."""
 
-    def __init__(self, config: Config, model_path: Path, model_fingerprint: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_path: Path,
+        model_fingerprint: str,
+        siblings: Siblings | None = None,
+        seat: Seat | None = None,
+    ) -> None:
         self.config = config
         self.endpoints: dict[str, str] = {}
+        self._siblings, self._seat = siblings, seat
         self.fleet = Fleet(
             model_fingerprint=model_fingerprint,
             max_kv_transfer_bytes=config.max_kv_transfer_bytes,
             heartbeat_s=config.heartbeat_ms / 1000,
             stall_s=config.stall_ms / 1000,
+            seat=seat.index if seat else 0,
+            num_seats=seat.num_seats if seat else 1,
         )
         self._planes = {"bus": Traffic(), "tcp": Traffic()}
         self._api_keys = open_api_keys(config.api_keys)
@@ -89,10 +100,19 @@ class Router:
             request_ids=RequestIds(secrets.randbelow(2**31 - 1) + 1),
             clock=time.monotonic,
         )
+        self.application = self._application(model_path)
+        self._idle = Idle(self.dispatcher)
+        self._tcp: Server | None = None
+        self._http: HttpServer | None = None
+        self._local: LocalWorkers | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _application(self, model_path: Path) -> Application:
+        config = self.config
         defaults = read_defaults(config.generation_config, model_path)
         if defaults.said:
             log.info("sampling defaults", file=config.generation_config, **defaults.said)
-        self.application = Application(
+        return Application(
             model=ServedModel(
                 config.model_name,
                 model_path,
@@ -112,31 +132,37 @@ class Router:
                 checks_host=self._api_keys is None or bool(config.allowed_hosts),
             ),
             kept=KeptResponses(config.max_kept_responses, config.max_kept_bytes),
+            siblings=self._siblings,
         )
-        self._idle = Idle(self.dispatcher)
-        self._tcp: Server | None = None
-        self._http: HttpServer | None = None
-        self._local: LocalWorkers | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def dispatcher(self) -> Dispatcher:
         return self.bus.dispatcher
 
     @property
+    def try_this(self) -> str:
+        """A shell command for a first completion."""
+        return try_this(
+            self.endpoints["http"],
+            self.config.model_name,
+            has_text=self.application.has_text,
+            has_keys=self._api_keys is not None,
+        )
+
+    @property
     def status(self) -> str:
         """One line for systemd: how many requests there are, and ready workers."""
-        workers = [f"{len(self.fleet.ready(role))} {role.name.lower()}" for role in WORKER_ROLES]
-        running, waiting = self.dispatcher.num_running, self.dispatcher.num_waiting
-        return f"{running} running, {waiting} waiting, {' and '.join(workers)} workers ready"
+        return status_line([state_of(self.fleet, self.dispatcher, time.monotonic())])
 
     async def start(self) -> None:
         """Listen everywhere and start the local workers.  Raises OSError, naming the endpoint."""
-        config = self.config
+        config, is_shared = self.config, self._seat is not None
         self.endpoints["bus"] = self._hub.bind(config.bus)
-        with _named(config.tcp):
+        if self._seat is not None and self._seat.is_again:
+            await self._until_joined()
+        with named(config.tcp):
             self._tcp = await serve_clients(
-                *_address(config.tcp),
+                *split_address(config.tcp),
                 self.dispatcher,
                 max_requests=config.max_requests_per_connection,
                 limits=TcpLimits(
@@ -147,17 +173,24 @@ class Router:
                 api_keys=self._api_keys,
                 tls=self._tls,
                 traffic=self._planes["tcp"],
+                is_shared=is_shared,
             )
         self.endpoints["tcp"] = _url("tcp", self._tcp.host, self._tcp.port)
-        with _named(config.http):
+        with named(config.http):
             bounds = HttpLimits(config.max_connections, config.grace_s, config.idle_s)
-            self._http = HttpServer(self.application, *_address(config.http), bounds, self._tls)
+            address = split_address(config.http)
+            self._http = HttpServer(
+                self.application, *address, bounds, self._tls, is_shared=is_shared
+            )
         self.endpoints["http"] = self._http.url
         self._tasks = [
             asyncio.create_task(self._http.run_on_loop(), name="http"),
             asyncio.create_task(self._tick(), name="tick"),
-            asyncio.create_task(self._report(), name="status"),
         ]
+        if self._siblings is not None:
+            await self._siblings.listening(self.endpoints, self.try_this)
+            return
+        self._tasks.append(asyncio.create_task(self._report(), name="status"))
         self._local = LocalWorkers(
             config,
             self.endpoints["bus"],
@@ -165,7 +198,7 @@ class Router:
         )
         self._local.start()
         if config.ready_file is not None:
-            _write_whole(config.ready_file, json.dumps(self.endpoints) + "\n")
+            write_whole(config.ready_file, json.dumps(self.endpoints) + "\n")
         log.info("listening", **self.endpoints, model=config.model_name)
 
     async def until_stopped(self, stop: Stop) -> bool:
@@ -196,6 +229,9 @@ class Router:
             await asyncio.wait(self._tasks[:1])
         if self._local is not None:
             await self._local.stop(self.config.drain_s)
+        elif self._siblings is not None:
+            with suppress(ConnectionError):
+                await self._siblings.leave()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -216,19 +252,20 @@ class Router:
     def _on_lost(self, peer: bytes) -> None:
         self.bus.on_lost(peer)
 
+    async def _until_joined(self) -> None:
+        """Wait for the workers, but not for long: until then the other processes serve."""
+        deadline = time.monotonic() + REJOIN_S
+        while unready(self.fleet, is_draining=False) and time.monotonic() < deadline:
+            self.bus.tick()
+            await asyncio.sleep(MAX_TICK_S)
+
     async def _tick(self) -> None:
         while True:
             self.bus.tick()
             await asyncio.sleep(min(MAX_TICK_S, self.fleet.heartbeat_s / 4))
 
     async def _report(self) -> None:
-        command = try_this(
-            self.endpoints["http"],
-            self.config.model_name,
-            has_text=self.application.has_text,
-            has_keys=self._api_keys is not None,
-        )
-        readiness = Readiness(command)
+        readiness = Readiness(self.try_this)
         while True:
             notify(f"STATUS={self.status}")
             if not self.application.draining:
@@ -272,11 +309,20 @@ def limits(config: Config, num_tokens: int | None = None) -> Limits:
     )
 
 
-async def serve(config: Config, model_path: Path, model_fingerprint: str, stop: Stop) -> int:
+async def serve(
+    config: Config,
+    model_path: Path,
+    model_fingerprint: str,
+    stop: Stop,
+    siblings: Siblings | None = None,
+) -> int:
     """Run a router until it is asked to stop, and return the exit status."""
     allow_many_files()
+    seat = None if siblings is None else await siblings.begin()
+    if seat is not None:
+        config = config.in_seat(seat.num_seats, http=seat.http, tcp=seat.tcp, bus=seat.bus)
     try:
-        router = Router(config, model_path, model_fingerprint)
+        router = Router(config, model_path, model_fingerprint, siblings, seat)
     except ModelError as error:
         log.error("cannot serve this model", reason=str(error))
         return EX_CONFIG
@@ -293,6 +339,8 @@ async def serve(config: Config, model_path: Path, model_fingerprint: str, stop: 
     finally:
         watchdog.cancel()
         await router.close()
+        if siblings is not None:
+            await siblings.close()
 
 
 def allow_many_files() -> None:
@@ -303,7 +351,8 @@ def allow_many_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _address(endpoint: str) -> tuple[str, int]:
+def split_address(endpoint: str) -> tuple[str, int]:
+    """Return where to listen.  Raises ValueError."""
     host, port = split_endpoint(endpoint)
     return "0.0.0.0" if host == "*" else host, port
 
@@ -313,14 +362,15 @@ def _url(scheme: str, host: str, port: int) -> str:
 
 
 @contextmanager
-def _named(endpoint: str) -> Iterator[None]:
+def named(endpoint: str) -> Iterator[None]:
+    """Say in an OSError of the body which endpoint it is about."""
     try:
         yield
     except OSError as error:
         raise OSError(error.errno, f"cannot bind {endpoint}: {error.strerror}") from error
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write the ready file so that no reader ever sees half of it.  Raises ConfigError."""
     part = path.with_name(f"{path.name}.part")
     try:

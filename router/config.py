@@ -10,8 +10,9 @@ from __future__ import annotations
 import ipaddress
 import shlex
 import socket
+import sys
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
     Field,
@@ -30,6 +31,7 @@ from wire.process.keys import credential
 from wire.process.settings import SharedSettings
 
 NumWorkers = Annotated[int, Field(ge=0, le=64)]
+MAX_PORT: Final = 65_535
 
 
 class Config(SharedSettings):
@@ -165,7 +167,15 @@ class Config(SharedSettings):
         description="silence of a client with no request; keep it longer than clients do (5 s)",
     )
 
-    # Workers of our own.
+    # Processes of our own, and workers.
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="router processes that share --http and --tcp (Linux). Each has a bus of its "
+        "own, on the ports from that of --bus on, and its part of the limits on connections, "
+        "waiting and running requests, and kept responses",
+    )
     local: tuple[NumWorkers, NumWorkers] = Field(
         default=(0, 0), description="P,D: also run P prefill and D decode workers on this machine"
     )
@@ -220,6 +230,45 @@ class Config(SharedSettings):
             check_origin(origin)
         return self
 
+    @model_validator(mode="after")
+    def _check_processes(self) -> Self:
+        if self.processes > 1 and sys.platform != "linux":
+            raise ValueError(
+                f"--processes {self.processes} needs Linux, which divides the connections to one "
+                "port among processes: leave it out"
+            )
+        _, port = split_endpoint(self.bus, "--bus")
+        if port and port + self.processes - 1 > MAX_PORT:
+            raise ValueError(
+                f"--bus {self.bus} is the first of --processes {self.processes} ports, and the "
+                f"last would be over {MAX_PORT}: begin with a lower one"
+            )
+        return self
+
+    def bus_of(self, index: int) -> str:
+        """Return where the bus of one process is: on the ports from the first, or beside a file."""
+        start, colon, port = self.bus.rpartition(":")
+        if index and self.bus.startswith("ipc://"):
+            return f"{self.bus}-{index}"
+        is_counted = index and port.isdigit() and int(port)
+        return f"{start}{colon}{int(port) + index}" if is_counted else self.bus
+
+    def in_seat(self, num_seats: int, **endpoints: str) -> Self:
+        """Return the settings of one of so many processes: what limits the whole is divided.
+
+        A part is rounded up.
+        """
+        divided = (
+            "max_waiting",
+            "max_running_per_worker",
+            "max_connections",
+            "max_kept_responses",
+            "max_kept_bytes",
+        )
+        parts = {name: -(-getattr(self, name) // num_seats) for name in divided}
+        of_parent = {"local": (0, 0), "ready_file": None}
+        return self.model_copy(update={**parts, **of_parent, **endpoints})
+
     @property
     def origins(self) -> list[str]:
         """`allowed_origins`, one by one."""
@@ -247,7 +296,7 @@ def split_endpoint(endpoint: str, flag: str = "endpoint") -> tuple[str, int]:
     if endpoint.startswith("ipc://"):
         return "localhost", 0
     host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+    if not colon or not host or not port.isdigit() or int(port) > MAX_PORT:
         raise ValueError(f"{flag} {endpoint!r} is not HOST:PORT with a port from 0 to 65535")
     return host.strip("[]"), int(port)
 

@@ -29,6 +29,7 @@ from prometheus_client.registry import Collector
 from router.core.cluster import Counts
 from router.core.fleet import Fleet, WorkerState
 from router.core.request import RequestEnd
+from router.summed import Figures, Series, figures, summed
 from wire.errors import ErrorCode
 from wire.frames import Role
 from wire.process.exposition import Distribution, frames, gauge, tally
@@ -161,7 +162,8 @@ class Metrics:
         self._kv_seconds = self._distribution(
             "kv_transfer", "From the accepted offer to the last byte.", FIRST_TOKEN_S
         )
-        self._registry.register(_CoreCollector(fleet, core, planes or {}))
+        self._registry.register(_CoreCollector(core, planes or {}))
+        self._workers = _FleetCollector(fleet)
 
     def on_request_end(self, end: RequestEnd) -> None:
         """Count a request that the core accepted."""
@@ -192,9 +194,16 @@ class Metrics:
         """Take how late a timer of the event loop was."""
         self._lag.set(lag_s)
 
-    def render(self) -> bytes:
-        """Return all series in the text format of Prometheus."""
-        return generate_latest(self._registry)
+    def figures(self) -> Figures:
+        """Return what this process has measured; the workers are the same to all of them."""
+        return figures(self._registry.collect())
+
+    def render(self, processes: Sequence[Figures] | None = None) -> bytes:
+        """Return all series in the text format of Prometheus: of this process, or of several."""
+        workers = self._workers.collect()
+        if processes is None:
+            return generate_latest(Series([], (*self._registry.collect(), *workers)))
+        return generate_latest(Series(summed(processes), workers))
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"baton_{name}", help_text, labels, registry=self._registry)
@@ -206,20 +215,26 @@ class Metrics:
 
 
 class _CoreCollector(Collector):
-    def __init__(self, fleet: Fleet, core: CoreCounts, planes: Mapping[str, Traffic]) -> None:
-        self._fleet = fleet
+    def __init__(self, core: CoreCounts, planes: Mapping[str, Traffic]) -> None:
         self._core = core
         self._planes = planes
 
     def collect(self) -> Iterator[Metric]:
-        limit = self._fleet.max_kv_transfer_bytes
         yield gauge("requests_running", "Requests on workers.", self._core.num_running)
         yield gauge("requests_waiting", "Requests without one.", self._core.num_waiting)
-        yield gauge("kv_transfer_limit_bytes", "max_kv_transfer_bytes.", limit)
         yield tally("frames_dropped", "Frames dropped.", "reason", self._core.dropped)
         yield tally("requests_rejected", "Requests refused.", "code", self._core.rejected)
         yield tally("failovers", "Attempts followed by another.", "code", self._core.failovers)
         yield from frames(self._planes)
+
+
+class _FleetCollector(Collector):
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        limit = self._fleet.max_kv_transfer_bytes
+        yield gauge("kv_transfer_limit_bytes", "max_kv_transfer_bytes.", limit)
         yield self._workers()
         yield from self._loads()
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import structlog
 
 from router.app import serve
 from router.config import Config
+from router.processes import serve_by_several
+from router.siblings import inherited
 from wire.errors import WireError
 from wire.process.lifetime import run
 from wire.process.log import configure
@@ -17,7 +21,9 @@ log = structlog.get_logger("router")
 
 def start(argv: list[str]) -> int:
     """Run to the end and return the exit status; 78 when the settings cannot work."""
-    config = parse(Config, argv, beside="worker.config")
+    siblings = inherited()
+    # Misspelt variables are named once, by the parent.
+    config = parse(Config, argv, beside="worker.config", environ={} if siblings else os.environ)
     configure(config.log_level)
     try:
         path = locate(config.model)
@@ -30,7 +36,9 @@ def start(argv: list[str]) -> int:
     except ModelError as error:
         log.error("cannot serve this model", reason=str(error))
         return EX_CONFIG
-    return run(lambda stop: serve(config, path, fingerprint(path), stop))
+    if config.processes > 1 and siblings is None:
+        return run(lambda stop: serve_by_several(config, argv, stop))
+    return run(lambda stop: serve(config, path, fingerprint(path), stop, siblings))
 
 
 def has_own_weights(config: Config) -> bool:

@@ -72,6 +72,7 @@ async def serve_clients(
     api_keys: ApiKeys | None = None,
     tls: ssl.SSLContext | None = None,
     traffic: Traffic | None = None,
+    is_shared: bool = False,
 ) -> Server:
     """Listen for raw TCP clients, each with at most `max_requests` open.  Raises OSError."""
     return await serve(
@@ -81,6 +82,7 @@ async def serve_clients(
         limits,
         tls,
         traffic,
+        is_shared=is_shared,
     )
 
 

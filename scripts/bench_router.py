@@ -103,9 +103,8 @@ class Running:
 def ours(flags: list[str]) -> Iterator[Running]:
     """The router of this checkout and its emitters."""
     limits = ["--max-running-per-worker", "4096", "--max-requests-per-connection", "64"]
-    with listening([*limits, *flags]) as (addresses, pid):
-        bus = "tcp://{}:{}".format(*addresses["bus"])
-        emitters = [sys.executable, "-m", "scripts.emitters", bus]
+    with listening([*limits, *flags]) as (addresses, pid, buses):
+        emitters = [sys.executable, "-m", "scripts.emitters", *buses]
         with ended(subprocess.Popen(emitters, cwd=ROOT)):
             wait_until_served(addresses["http"])
             yield Running(addresses, pid)
@@ -214,20 +213,30 @@ def main() -> None:
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
+        "--processes", type=int, default=1, help="of the router; beside one process, by turns"
+    )
     parser.add_argument("--brief", action="store_true", help="only whether the tokens are right")
     parser.add_argument("--peers", type=Path, help="where relay_floor.py and mock_worker.py are")
     parser.add_argument("--sglang", help="a Python that has sglang_router")
     parser.add_argument("--router-args", default="", help="more flags of the router, as one word")
     given = parser.parse_args()
     rows = [brief(ROWS[name]) if given.brief else ROWS[name] for name in given.rows]
-    with ours(shlex.split(given.router_args)) as router:
-        measure(brief(ROWS["saturated"]), router)  # what is made once is made now
+    flags = shlex.split(given.router_args)
+    with ExitStack() as stack:
+        routers = {
+            f"router x {num}": stack.enter_context(ours([*flags, "--processes", str(num)]))
+            for num in sorted({1, given.processes})
+        }
+        for router in routers.values():
+            measure(brief(ROWS["saturated"]), router)  # what is made once is made now
         for _ in range(given.rounds):
             for row in rows:
                 is_compared = given.peers is not None and row.is_compared
                 if is_compared:
                     print(floor(given.peers, row), flush=True)
-                print(said(row, "router", measure(row, router)), flush=True)
+                for who, router in routers.items():
+                    print(said(row, who, measure(row, router)), flush=True)
                 if is_compared and given.sglang is not None:
                     with sglang(given.sglang, given.peers, row) as peer:
                         print(said(row, "sglang", measure(row, peer)), flush=True)

@@ -15,7 +15,7 @@ import argparse
 import asyncio
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -99,6 +99,14 @@ class Running:
     num_sent: int = 0
 
 
+@dataclass(slots=True)
+class Crowd:
+    """What the decode workers of several routers know of each other."""
+
+    running: list[dict[int, Running]] = field(default_factory=list)
+    has_more: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Worker:
     """One of the two, and its connection."""
 
@@ -163,10 +171,11 @@ class Prefill(Worker):
 class Decode(Worker):
     """Sends a token of every running request a step."""
 
-    def __init__(self, model: Path, router: str) -> None:
+    def __init__(self, model: Path, router: str, crowd: Crowd) -> None:
         super().__init__(Role.DECODE, model, router)
         self._running: dict[int, Running] = {}
-        self._has_more = asyncio.Event()
+        self._crowd = crowd
+        crowd.running.append(self._running)
 
     def on_frame(self, frame: object, body: Buffer) -> None:
         if isinstance(frame, DecodeRequest):
@@ -176,7 +185,7 @@ class Decode(Worker):
             pack, request_id = DecodeToken.layout.pack, frame.request_id
             headers = [pack(request_id, token_id) for token_id in tokens]
             self._running[request_id] = Running(headers, Flow.of_seed(options.seed))
-            self._has_more.set()
+            self._crowd.has_more.set()
         elif isinstance(frame, Cancel):
             self._running.pop(frame.request_id, None)
 
@@ -184,9 +193,9 @@ class Decode(Worker):
         """Make steps for as long as anything runs."""
         tag = TAG.pack(Tag.DECODE_TOKEN)
         while True:
-            while not await self._may_begin():
-                self._has_more.clear()
-                await self._has_more.wait()
+            while not (self._running and await self._may_begin()):
+                self._crowd.has_more.clear()
+                await self._crowd.has_more.wait()
             while moving := list(self._running.items())[:MAX_HEADERS]:
                 self.link.send([tag, b"".join([each.headers[each.num_sent] for _, each in moving])])
                 for request_id, each in moving:
@@ -203,7 +212,7 @@ class Decode(Worker):
 
     async def _may_begin(self) -> bool:
         awaited = max([each.flow.together for each in self._running.values()], default=1)
-        if len(self._running) < awaited:
+        if sum(map(len, self._crowd.running)) < awaited:
             return False
         await asyncio.sleep(TOGETHER_S if awaited else 0.0)
         return True
@@ -218,17 +227,19 @@ async def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("router", help="its --bus")
+    parser.add_argument("router", nargs="+", help="its --bus; of several processes, all")
     parser.add_argument("--model", default="demo", help="that of the router")
     given = parser.parse_args()
     model = locate(given.model)
-    prefill, decoder = Prefill(Role.PREFILL, model, given.router), Decode(model, given.router)
-    running = asyncio.create_task(decoder.run())
-    while not running.done():
+    prefills = [Prefill(Role.PREFILL, model, router) for router in given.router]
+    crowd = Crowd()
+    decoders = [Decode(model, router, crowd) for router in given.router]
+    running = [asyncio.create_task(decoder.run()) for decoder in decoders]
+    while not any(task.done() for task in running):
         await asyncio.sleep(BEAT_S)
-        for worker in (prefill, decoder):
+        for worker in (*prefills, *decoders):
             worker.beat()
-    running.result()
+    await asyncio.gather(*running)
 
 
 if __name__ == "__main__":

@@ -52,13 +52,15 @@ class Side:
 def router(face: str, grace_s: float) -> Iterator[Side]:
     """A router with one prefill and one decode worker."""
     flags = ["--local", "1,1", "--executor", "hash", "--grace-s", str(grace_s)]
-    with listening(flags) as (addresses, pid):
+    with listening(flags) as (addresses, pid, _):
         yield Side(*addresses[face], pid)
 
 
 @contextmanager
-def listening(flags: list[str]) -> Iterator[tuple[dict[str, tuple[str, int]], int]]:
-    """A router's process: where it listens, by face, and its id."""
+def listening(
+    flags: list[str],
+) -> Iterator[tuple[dict[str, tuple[str, int]], int, list[str]]]:
+    """A router's process: where clients reach it, by face, its id, and its buses."""
     with tempfile.TemporaryDirectory() as directory:
         ready = Path(directory) / "ready"
         endpoints = ["--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0"]
@@ -68,7 +70,8 @@ def listening(flags: list[str]) -> Iterator[tuple[dict[str, tuple[str, int]], in
             while not ready.exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
             urls = json.loads(ready.read_text())
-            yield {face: _address(url) for face, url in urls.items()}, process.pid
+            buses = urls.pop("bus").split(",")
+            yield {face: _address(url) for face, url in urls.items()}, process.pid, buses
 
 
 @contextmanager

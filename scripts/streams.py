@@ -343,7 +343,8 @@ class Crowd:
         return {"seconds": time.perf_counter() - start}
 
     async def _ask_once(self, question: Question) -> None:
-        """On a connection that nobody uses."""
+        """On a connection that nobody uses, and that the router has not found too silent."""
+        self._askers = [each for each in self._askers if not each.transport.is_closing()]
         if not self._askers:
             await self.connect(1)
         asker = self._askers.pop()

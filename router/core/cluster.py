@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from collections.abc import Sequence
 from shlex import quote
 from typing import Any, Final, Protocol
 
 import structlog
+from msgspec import Struct
 
 from router.core.fleet import Fleet, Worker
 from wire.frames import Role
@@ -29,17 +32,63 @@ class Counts(Protocol):
     def num_waiting(self) -> int: ...
 
 
-def cluster(fleet: Fleet, dispatcher: Counts, now: float) -> dict[str, Any]:
-    """Return every worker as JSON, prefill workers first, and how many requests the router has.
+class ProcessState(Struct):
+    """How one router process is: its requests, its workers as JSON, and why it cannot serve."""
+
+    pid: int
+    running: int
+    waiting: int
+    reasons: list[str]
+    workers: list[dict[str, Any]]
+
+
+def state_of(
+    fleet: Fleet, dispatcher: Counts, now: float, *, is_draining: bool = False
+) -> ProcessState:
+    """Return how this process is, prefill workers first.
 
     The figures of a worker are those of its last heartbeat, `last_seen_s` seconds before `now`;
     only `placed`, the attempts that this router has there, is of this moment.
     """
-    workers = sorted(fleet, key=lambda worker: (worker.role, worker.rank))
-    return {
-        "workers": [_worker(worker, now) for worker in workers],
-        "router": {"running": dispatcher.num_running, "waiting": dispatcher.num_waiting},
+    return ProcessState(
+        pid=os.getpid(),
+        running=dispatcher.num_running,
+        waiting=dispatcher.num_waiting,
+        reasons=unready(fleet, is_draining=is_draining),
+        workers=[_worker(worker, now) for worker in _in_order(fleet)],
+    )
+
+
+def together(states: Sequence[ProcessState]) -> dict[str, Any]:
+    """Return the workers, as the first process that knows each sees it, and the requests of all."""
+    workers: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in (row for state in states for row in state.workers):
+        known = workers.setdefault((row["role"], row["rank"]), row)
+        if known is not row:
+            known["placed"] += row["placed"]
+    counts: dict[str, Any] = {
+        "running": sum([state.running for state in states]),
+        "waiting": sum([state.waiting for state in states]),
     }
+    if len(states) > 1:
+        counts["processes"] = [
+            {"pid": each.pid, "running": each.running, "waiting": each.waiting} for each in states
+        ]
+    rows = sorted(workers.values(), key=lambda row: (row["role"] != "prefill", row["rank"]))
+    return {"workers": rows, "router": counts}
+
+
+def status_line(states: Sequence[ProcessState]) -> str:
+    """Return one line for systemd: how many requests there are, and ready workers."""
+    now = together(states)
+    ready = Counter(row["role"] for row in now["workers"] if row["state"] == "ready")
+    workers = " and ".join([f"{ready[role]} {role}" for role in ("prefill", "decode")])
+    counts = now["router"]
+    return f"{counts['running']} running, {counts['waiting']} waiting, {workers} workers ready"
+
+
+def _in_order(fleet: Fleet) -> list[Worker]:
+    return sorted(fleet, key=lambda worker: (worker.role, worker.rank))
 
 
 def _worker(worker: Worker, now: float) -> dict[str, Any]:

@@ -59,6 +59,8 @@ class Worker:
     detail: HelloDetail
     last_seen: float
     state: WorkerState = WorkerState.JOINING
+    # Among equals, a worker with a lower one is chosen.
+    turn: int = 0
 
     lost_at: float = 0.0
     is_stalled: bool = False
@@ -68,6 +70,8 @@ class Worker:
     step: int = 0
     running: int = 0
     waiting: int = 0
+    # Of them, those that other routers placed.
+    num_others: int = 0
 
     # Placed by this router: the ids of the attempts that involve it; how many of them keep it busy;
     # the prompt tokens it still has to read.
@@ -112,6 +116,11 @@ class Worker:
         self.promised_blocks -= self.promised.pop(request_id, 0)
         self._settling.discard(request_id)
 
+    def on_beat(self, beat: Heartbeat) -> None:
+        """Take what a worker has to do, for whichever router."""
+        self.step, self.running, self.waiting = beat.step, beat.running, beat.waiting
+        self.num_others = max(0, beat.running + beat.waiting - len(self.attempts))
+
     def on_load(self, load: Load) -> None:
         """Take the blocks of a heartbeat, which counts those that attempts took before it."""
         self.load, self.returning_blocks = load, 0
@@ -131,7 +140,8 @@ class Fleet:
     """The table of workers, by ZeroMQ identity.
 
     `own_max_kv_transfer_bytes` is the router's own limit; a worker whose engine is longer than
-    `stall_s` in one step stands still.
+    `stall_s` in one step stands still.  Of `num_seats` processes that choose among these workers it
+    is the one in `seat`: among equals, each begins with others.
     """
 
     def __init__(
@@ -141,11 +151,14 @@ class Fleet:
         max_kv_transfer_bytes: int,
         heartbeat_s: float,
         stall_s: float = 60.0,
+        seat: int = 0,
+        num_seats: int = 1,
     ) -> None:
         self.model_fingerprint = model_fingerprint
         self.own_max_kv_transfer_bytes = max_kv_transfer_bytes
         self.heartbeat_s = heartbeat_s
         self.stall_s = stall_s
+        self._seat, self._num_seats = seat, num_seats
         self._workers: dict[bytes, Worker] = {}
         self._last_max_model_len: int | None = None
         self._ranks: dict[tuple[Role, int], Worker] = {}
@@ -240,7 +253,8 @@ class Fleet:
             raise WireError(ErrorCode.OVERLOADED, f"there are {MAX_WORKERS} workers already")
         if replaced is not None:
             self.lose(replaced.identity, now)
-        worker = Worker(identity, *key, hello.epoch, detail, now)
+        turn = (hello.rank - self._seat) % self._num_seats
+        worker = Worker(identity, *key, hello.epoch, detail, now, turn=turn)
         self._workers[identity] = self._ranks[key] = worker
         self._lost.pop(key, None)
         return Joined(worker, replaced)
@@ -264,7 +278,7 @@ class Fleet:
                 f"{load.total} blocks, and HELLO said {worker.detail.num_blocks}"
             )
         worker.last_seen = now
-        worker.step, worker.running, worker.waiting = beat.step, beat.running, beat.waiting
+        worker.on_beat(beat)
         if load is not None:
             worker.on_load(load)
             worker.is_stalled = load.step_ms >= self.stall_s * 1000
@@ -292,7 +306,7 @@ class Fleet:
             if len(self._lost) > MAX_LOST:
                 self._lost.popitem(last=False)
         worker.state, worker.load, worker.lost_at = WorkerState.LOST, None, now
-        worker.running = worker.waiting = 0
+        worker.running = worker.waiting = worker.num_others = 0
         return worker
 
     def overdue(self, now: float) -> list[Worker]:

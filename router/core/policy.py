@@ -2,8 +2,10 @@
 
 Prefill: the worker with the fewest prompt tokens still to be read, then the fewest requests.
 Decode: the worker with the least ``missing prompt tokens + SEQUENCE_COST x requests there``, among
-those with enough free blocks; missing are the tokens whose KV it does not hold already.  A tie goes
-to more free blocks, then to the lower rank: equal circumstances always give the same choice.
+those with enough free blocks; missing are the tokens whose KV it does not hold already.  Requests
+of other routers count as of its last heartbeat; those on a prefill worker are gone by then.
+A tie goes to more free blocks, then by turn and rank: equal circumstances always give the same
+choice, and routers that share the workers different ones.
 
 An attempt after the first goes before all that to workers with the arithmetic of the first, if they
 have room: elsewhere a number may be rounded otherwise, and the text go on with another token.
@@ -144,7 +146,7 @@ def pick_decode(
     """
     hashes: dict[int, list[int]] = {}
     best: DecodeChoice | None = None
-    least: tuple[bool, int, int, int] | None = None
+    least: tuple[bool, int, int, int, int] | None = None
     for worker in workers:
         if not worker.is_ready or worker.num_active >= max_running:
             continue
@@ -157,8 +159,9 @@ def pick_decode(
         if size not in hashes:
             hashes[size] = prefix_hashes(token_ids, size)
         held = index.longest(worker.identity, hashes[size]) * size
-        cost = len(token_ids) - held + SEQUENCE_COST * worker.num_active
-        key = _differs(worker, arithmetic), cost, -worker.available_blocks, worker.rank
+        cost = len(token_ids) - held + SEQUENCE_COST * (worker.num_active + worker.num_others)
+        order = worker.turn, worker.rank
+        key = _differs(worker, arithmetic), cost, -worker.available_blocks, *order
         if least is None or key < least:
             least, best = key, DecodeChoice(worker, needed, held, hashes[size])
     return best
@@ -168,5 +171,5 @@ def _differs(worker: Worker, arithmetic: str) -> bool:
     return bool(arithmetic) and worker.detail.arithmetic != arithmetic
 
 
-def _load(worker: Worker) -> tuple[int, int, int]:
-    return worker.prompt_tokens, worker.num_active, worker.rank
+def _load(worker: Worker) -> tuple[int, int, int, int]:
+    return worker.prompt_tokens, worker.num_active, worker.turn, worker.rank

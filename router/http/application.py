@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Final, TypeVar
 
@@ -27,7 +27,7 @@ from router.api.messages.body import read as read_message
 from router.api.messages.errors import check_version, message_error
 from router.api.model import Asker, ServedModel
 from router.api.responses import endpoint as responses
-from router.api.responses.kept import KeptResponses
+from router.api.responses.kept import KeptResponse, KeptResponses
 from router.api.tokenize import detokenize, tokenize
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
@@ -40,6 +40,7 @@ from router.http.routes import Handler, Route, Routes
 from router.http.server import abort, find_push
 from router.http.status import Status
 from router.http.writer import ResponseWriter, Turns, wait_for_disconnect
+from router.siblings import Siblings
 from wire.errors import ErrorCode, WireError
 from wire.process.api_keys import ApiKeys
 from wire.process.traffic import Traffic
@@ -53,7 +54,9 @@ CLIENT_CLOSED: Final = 499
 # What an allowed web page may ask by.
 METHODS: Final = b"GET, HEAD, POST, DELETE, OPTIONS"
 # How an endpoint understands a body.
-Read = Callable[[ServedModel, bytes, Asker], CompletionRequest]
+Read = Callable[..., CompletionRequest]
+# Finds the response that a body goes on from, of this asker.
+PreviousOf = Callable[[str, bytes], Awaitable[KeptResponse | None]]
 T = TypeVar("T")
 
 
@@ -74,6 +77,7 @@ class Application:
         bodies: Bodies | None = None,
         origins: Origins | None = None,
         kept: KeptResponses | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         self.draining = False
         self._api_keys = api_keys
@@ -96,16 +100,19 @@ class Application:
             counts=dispatcher,
             statistics=self.metrics,
             is_draining=lambda: self.draining,
+            siblings=siblings,
         )
-        self.routes = Routes(self._table(status))
+        if siblings is not None:
+            siblings.serve(status.state, self.metrics.figures, self._kept)
+        kept_ones = ResponseHandlers(self._kept, self._threads, siblings)
+        self.routes = Routes(self._table(status, kept_ones))
 
-    def _table(self, status: Status) -> list[Route]:
+    def _table(self, status: Status, kept: ResponseHandlers) -> list[Route]:
         def asks(read: Read) -> dict[str, Handler]:
             return {"POST": partial(self._complete, read)}
 
-        kept = ResponseHandlers(self._kept, self._threads)
         respond = partial(
-            self._complete, partial(responses.read, self._kept), work_of=self._kept.work_of
+            self._complete, partial(responses.read, self._kept), previous_of=kept.previous
         )
 
         def messages(path: str, name: str, handler: Handler) -> Route:
@@ -228,7 +235,7 @@ class Application:
     # Completions.
 
     async def _complete(
-        self, read: Read, exchange: HttpExchange, *, work_of: Callable[[bytes], int] = len
+        self, read: Read, exchange: HttpExchange, *, previous_of: PreviousOf | None = None
     ) -> None:
         if self.draining:
             raise WireError(ErrorCode.DRAINING, "the router is shutting down; try another one")
@@ -238,7 +245,8 @@ class Application:
         if max_model_len is None:
             raise WireError(ErrorCode.NO_WORKER, "no worker is here; try again shortly")
         asker = Asker(exchange.asker, secrets.randbits(63), max_model_len)
-        asked = await self._read(exchange, lambda raw: read(self._model, raw, asker), work_of)
+        understand = lambda raw, **found: read(self._model, raw, asker, **found)  # noqa: E731
+        asked = await self._read(exchange, understand, previous_of)
         if asked.hold is not None:
             asked = await self._threads.run(ORDINARY_BYTES, asked.hold)
         writer = self._writer(exchange)
@@ -323,13 +331,16 @@ class Application:
     async def _read(
         self,
         exchange: HttpExchange,
-        read: Callable[[bytes], T],
-        work_of: Callable[[bytes], int] = len,
+        read: Callable[..., T],
+        previous_of: PreviousOf | None = None,
     ) -> T:
         """Return what `read` makes of the body: in a thread where it works on many bytes."""
         async with self._bodies.of(exchange) as raw:
-            # What is large goes to a thread in any case.
-            size = len(raw) if len(raw) > ORDINARY_BYTES else work_of(raw)
+            size = len(raw)
+            if previous_of is not None:
+                previous = await previous_of(exchange.asker, raw)
+                size += previous.size if previous else 0
+                read = partial(read, previous=previous)
             return await self._threads.run(size, partial(read, raw))
 
 

@@ -328,7 +328,14 @@ class HttpServer(uvicorn.Server):
     """uvicorn on our loop: the socket is bound at once, signals are the process's business."""
 
     def __init__(
-        self, app: object, host: str, port: int, limits: Limits, tls: ssl.SSLContext | None
+        self,
+        app: object,
+        host: str,
+        port: int,
+        limits: Limits,
+        tls: ssl.SSLContext | None,
+        *,
+        is_shared: bool = False,
     ) -> None:
         guarded = type("Guarded", (GuardedProtocol,), {"limits": limits})
         super().__init__(
@@ -348,7 +355,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._guarded, self._limits, self._tls = guarded, limits, tls
-        self._socket = bind(host, port)
+        self._socket = bind(host, port, is_shared=is_shared)
         bound_host, self.port = self._socket.getsockname()[:2]
         shown = f"[{bound_host}]" if ":" in bound_host else bound_host
         self.url = f"{'https' if tls else 'http'}://{shown}:{self.port}"

@@ -16,9 +16,10 @@ from router.api.description.document import document
 from router.api.description.page import POLICY, page
 from router.api.errors import retry_after
 from router.api.model import ServedModel
-from router.core.cluster import Counts, cluster, unready
+from router.core.cluster import Counts, ProcessState, state_of, together
 from router.core.fleet import Fleet
 from router.http.asgi import HttpExchange
+from router.siblings import Siblings
 from wire.process.exposition import CONTENT_TYPE
 
 
@@ -33,12 +34,14 @@ class Status:
         counts: Counts,
         statistics: metrics.Metrics,
         is_draining: Callable[[], bool],
+        siblings: Siblings | None = None,
     ) -> None:
         self._model = model
         self._fleet = fleet
         self._counts = counts
         self._statistics = statistics
         self._is_draining = is_draining
+        self._siblings = siblings
         self._created = int(time.time())
         self._version = _version()
         described()  # it takes longer than a request may
@@ -56,11 +59,12 @@ class Status:
 
     async def cluster(self, exchange: HttpExchange) -> None:
         """GET /v1/cluster."""
-        await exchange.reply(cluster(self._fleet, self._counts, time.monotonic()))
+        await exchange.reply(together(await self._states()))
 
     async def metrics(self, exchange: HttpExchange) -> None:
         """GET /metrics."""
-        body = self._statistics.render()
+        figures = None if self._siblings is None else await self._siblings.figures()
+        body = self._statistics.render(figures)
         await exchange.respond(200, body, content_type=CONTENT_TYPE)
 
     async def livez(self, exchange: HttpExchange) -> None:
@@ -69,7 +73,9 @@ class Status:
 
     async def readyz(self, exchange: HttpExchange) -> None:
         """GET /readyz, /health and /ping: a completion could be served now, or why not."""
-        reasons = unready(self._fleet, is_draining=self._is_draining())
+        # Where there are several, any of them may get the completion.
+        states = await self._states()
+        reasons = list(dict.fromkeys(reason for state in states for reason in state.reasons))
         if reasons:
             await exchange.reply({"status": "unready", "reasons": reasons}, 503, retry_after())
         else:
@@ -77,8 +83,8 @@ class Status:
 
     async def load(self, exchange: HttpExchange) -> None:
         """GET /load: the requests under way, as vLLM says it."""
-        counts = self._counts
-        await exchange.reply({"server_load": counts.num_running + counts.num_waiting})
+        load = sum([state.running + state.waiting for state in await self._states()])
+        await exchange.reply({"server_load": load})
 
     async def openapi(self, exchange: HttpExchange) -> None:
         """GET /openapi.json."""
@@ -94,6 +100,19 @@ class Status:
     async def version(self, exchange: HttpExchange) -> None:
         """GET /version."""
         await exchange.reply({"version": self._version})
+
+    def state(self) -> ProcessState:
+        """Return how this process is."""
+        is_draining = self._is_draining()
+        return state_of(self._fleet, self._counts, time.monotonic(), is_draining=is_draining)
+
+    async def _states(self) -> list[ProcessState]:
+        """Return how all processes of this router are; this one first, if the others can tell."""
+        own = self.state()
+        if self._siblings is None:
+            return [own]
+        others = await self._siblings.states()
+        return [own, *(each for each in others if each.pid != own.pid)]
 
     def _card(self) -> dict[str, Any]:
         return {

@@ -17,7 +17,7 @@ from typing import Any, Final
 import structlog
 
 from router.bus import Bus
-from router.core.cluster import cluster
+from router.core.cluster import state_of
 from router.core.fleet import Fleet
 from router.core.replies import SENTENCES
 from router.core.request import Request, RequestEnd
@@ -201,7 +201,7 @@ class Core:
         assert b"NaN" not in text and b"Inf" not in text.replace(b'le="+Inf"', b"")
         assert b'outcome="other"' not in text, "a finish reason that is none"
         assert len(text) < 100_000, "labels grow"
-        cluster(self._fleet, self._bus.dispatcher, self._now)
+        state_of(self._fleet, self._bus.dispatcher, self._now)
 
     def _join(self, who: Identity) -> None:
         hello = Hello(who.epoch, who.rank, who.role)

@@ -145,3 +145,42 @@ def test_each_process_knows_the_variables_of_the_other(role: str) -> None:
 
 def test_every_field_has_a_description() -> None:
     assert all(field.description for field in Config.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("bus", "buses"),
+    [
+        ("tcp://127.0.0.1:7000", ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]),
+        ("tcp://[::1]:7000", ["tcp://[::1]:7000", "tcp://[::1]:7001"]),
+        ("tcp://127.0.0.1:0", ["tcp://127.0.0.1:0", "tcp://127.0.0.1:0"]),
+        ("ipc:///run/bus", ["ipc:///run/bus", "ipc:///run/bus-1"]),
+        ("ipc:///run/a:7", ["ipc:///run/a:7", "ipc:///run/a:7-1"]),
+    ],
+)
+def test_every_process_has_a_bus_of_its_own(bus: str, buses: list[str]) -> None:
+    config = Config(bus=bus, processes=2)
+    assert [config.bus_of(index) for index in range(2)] == buses
+
+
+def test_buses_need_as_many_ports() -> None:
+    Config(bus="tcp://127.0.0.1:65534", processes=2)
+    with pytest.raises(ValidationError, match="would be over 65535: begin with a lower one"):
+        Config(bus="tcp://127.0.0.1:65534", processes=3)
+
+
+def test_several_processes_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    Config(processes=1)
+    with pytest.raises(ValidationError, match="--processes 2 needs Linux"):
+        Config(processes=2)
+
+
+def test_a_process_has_its_part_of_what_limits_the_whole(tmp_path: Path) -> None:
+    whole = Config(
+        processes=3, max_connections=100, max_waiting=0, local=(1, 1), ready_file=tmp_path / "r"
+    )
+    part = whole.in_seat(3, bus="tcp://127.0.0.1:7002")
+    assert (part.max_connections, part.max_waiting) == (34, 0)
+    assert part.max_running_per_worker == 86 and part.max_kept_responses == 334
+    assert (part.local, part.ready_file, part.bus) == ((0, 0), None, "tcp://127.0.0.1:7002")
+    assert part.max_requests_per_connection == whole.max_requests_per_connection

@@ -129,3 +129,17 @@ def test_names_and_units() -> None:
     names = {name.partition("{")[0] for name in samples(metrics)}
     assert all(re.fullmatch(r"baton_[a-z_]+", name) for name in names)
     assert not [name for name in names if re.search(r"_(ms|mb|gb|percent|created)$", name)]
+
+
+def test_of_several_processes_the_workers_are_there_once() -> None:
+    router = Router()
+    metrics = served(router)
+    router.pair()
+    router.submit(20, new=0)
+    text = metrics.render([metrics.figures(), metrics.figures()]).decode()
+    assert "baton_requests_running 2.0" in text
+    assert text.count('baton_peer_up{rank="0",role="decode"} 1.0') == 1
+    assert text.count("# TYPE baton_workers gauge") == 1
+    assert sorted(line for line in text.splitlines() if line[0] == "#") == sorted(
+        line for line in metrics.render().decode().splitlines() if line[0] == "#"
+    )

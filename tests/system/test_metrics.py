@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster import Cluster, hash_oracle, until
+from tests.system.figures import Figures
 from wire.aio.tcp_client import connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeRequest, Error, PrefillRequest
@@ -23,13 +23,6 @@ N = 3
 PROMPT = [5, 6, 7]
 LONG = 20_000  # tokens: minutes at the pace of this cluster
 TOKEN_BYTES, MAX_PROMPT = 64, 100  # of the hash executor; what may be handed over
-GAUGES = (
-    "baton_requests_running",
-    "baton_requests_waiting",
-    "baton_worker_running",
-    "baton_worker_waiting",
-    "baton_kv_inflight_bytes",
-)
 
 
 @pytest.fixture
@@ -38,42 +31,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     args = ("--max-attempts", "1", *limit, "--worker-args", "--hash-step-ms 10")
     with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
         yield cluster
-
-
-class Figures:
-    """One reading of /metrics; every series by its name and labels."""
-
-    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
-        text = httpx.get(url + "/metrics", trust_env=False, headers=headers).text
-        self.samples = [
-            sample for each in text_string_to_metric_families(text) for sample in each.samples
-        ]
-
-    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
-        """The samples of a series that have these labels, by another of its labels."""
-        return {
-            sample.labels[label]: sample.value
-            for sample in self.samples
-            if sample.name == name and labels.items() <= sample.labels.items() and sample.value
-        }
-
-    def one(self, name: str, **labels: str) -> float:
-        """The one sample of this name and these labels."""
-        (value,) = [
-            sample.value
-            for sample in self.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        ]
-        return value
-
-    @property
-    def busy(self) -> list[Any]:
-        """Gauges that are not 0, used blocks among them."""
-        return [
-            sample
-            for sample in self.samples
-            if sample.value and (sample.name in GAUGES or sample.labels.get("state") == "used")
-        ]
 
 
 def completion(**changes: Any) -> dict[str, Any]:

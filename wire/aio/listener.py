@@ -58,10 +58,37 @@ def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None
     return context
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on `host`:`port` (0: any).  Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """Return a socket that listens on `host`:`port` (0: any).  Raises OSError.
+
+    One that `is_shared` gets its share of the connections to an address that is reserved.
+    """
+    return socket.create_server(
+        (host, port), family=_family(host), backlog=BACKLOG, reuse_port=is_shared
+    )
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """Return a socket that keeps `host`:`port` (0: any) for shared ones of this user, and does not
+    listen.  Linux only.
+
+    Raises:
+        OSError: Among others, somebody has it; two reservations would mix their connections.
+    """
+    kept = socket.socket(_family(host))
+    try:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind((host, port))
+        # After bind: before, it would be shared with whoever else reserved it.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError:
+        kept.close()
+        raise
+    return kept
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 async def listen(

@@ -287,15 +287,17 @@ async def serve(
     limits: Limits | None = None,
     tls: ssl.SSLContext | None = None,
     traffic: Traffic | None = None,
+    *,
+    is_shared: bool = False,
 ) -> Server:
     """Listen on `host`:`port` (0: any) and give each client a handler.  Raises OSError.
 
-    `traffic` counts the frames of all of them.
+    `traffic` counts the frames of all of them; `is_shared` is as for `bind`.
     """
     connections: set[Connection] = set()
     allowed = limits or Limits()
     counts = traffic or Traffic()
-    sock = bind(host, port)
+    sock = bind(host, port, is_shared=is_shared)
     address = sock.getsockname()[:2]
     listener = await listen(
         lambda: Connection(make_handler, allowed, connections, counts),

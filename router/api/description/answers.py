@@ -257,8 +257,11 @@ class Models(Struct):
 
 
 class Counted(Struct):
+    """`processes` are there where the router has several (`--processes`)."""
+
     running: int
     waiting: int
+    processes: list[dict[str, int]] | None = None
 
 
 class Cluster(Struct):

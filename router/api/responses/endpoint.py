@@ -27,8 +27,14 @@ class _Answer(msgspec.Struct):
     output: list[Item]
 
 
-def read(kept: KeptResponses, model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
-    """Understand a body.
+def read(
+    kept: KeptResponses,
+    model: ServedModel,
+    raw: bytes,
+    asker: Asker,
+    previous: KeptResponse | None = None,
+) -> CompletionRequest:
+    """Understand a body that goes on from `previous`, if that was found.
 
     Raises:
         HttpError, WireError: It asks for what it cannot have.
@@ -37,7 +43,8 @@ def read(kept: KeptResponses, model: ServedModel, raw: bytes, asker: Asker) -> C
     model.check_name(body.model)
     items = body.items
     if (name := body.previous_response_id) is not None:
-        previous = kept.find(asker.client, name, "previous_response_id")
+        if previous is None:
+            raise kept.missing(name, "previous_response_id")
         items = [*_items_of(previous, len(raw)), *items]
     key = secrets.token_hex(16)
     before = encode_items(items, key) if body.is_kept else b""

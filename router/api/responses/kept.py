@@ -68,42 +68,27 @@ class KeptResponses:
                 _, oldest = self._kept.popitem(last=False)
                 self.num_bytes -= oldest.size
 
-    def find(self, asker: str, name: str, param: str | None = None) -> KeptResponse:
-        """Return a response of this asker; it has been used now.
-
-        Raises:
-            HttpError: 404; it is not here, or somebody else's, which nobody is told.
-        """
+    def get(self, asker: str, name: str) -> KeptResponse | None:
+        """Return a response of this asker, which has been used now; None if there is none."""
         with self._lock:
             kept = self._kept.get(name)
             if kept is None or kept.asker != asker:
-                raise self._missing(name, param)
+                return None
             self._kept.move_to_end(name)
             return kept
 
-    def delete(self, asker: str, name: str) -> None:
-        """Forget a response.
-
-        Raises:
-            HttpError: 404.
-        """
+    def pop(self, asker: str, name: str) -> bool:
+        """Forget a response of this asker; False if there is none."""
         with self._lock:
             kept = self._kept.get(name)
             if kept is None or kept.asker != asker:
-                raise self._missing(name, None)
+                return False
             del self._kept[name]
             self.num_bytes -= kept.size
+            return True
 
-    def work_of(self, raw: bytes) -> int:
-        """How many bytes are worked on to understand a body: its own, and those it goes on from."""
-        try:
-            name = msgspec.json.decode(raw, type=_Previous).previous_response_id
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return len(raw)  # whoever reads it will say what is wrong
-        kept = self._kept.get(name or "")
-        return len(raw) + (kept.size if kept else 0)
-
-    def _missing(self, name: str, param: str | None) -> HttpError:
+    def missing(self, name: str, param: str | None = None) -> HttpError:
+        """Return the 404 for a response that is not here, or somebody else's: nobody is told."""
         return HttpError(
             404,
             f"Response with id {shown(name)} not found: it was made with store false, or by "
@@ -112,6 +97,14 @@ class KeptResponses:
             code="response_not_found",
             param=param,
         )
+
+
+def previous_id(raw: bytes) -> str | None:
+    """Return which response a body goes on from."""
+    try:
+        return msgspec.json.decode(raw, type=_Previous).previous_response_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None  # whoever reads it will say what is wrong
 
 
 def list_items(kept: KeptResponse, query: dict[str, str]) -> dict[str, Any]:

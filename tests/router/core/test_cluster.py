@@ -7,7 +7,15 @@ import shlex
 
 import structlog.testing
 
-from router.core.cluster import AGAIN_S, Readiness, cluster, try_this, unready
+from router.core.cluster import (
+    AGAIN_S,
+    Readiness,
+    state_of,
+    status_line,
+    together,
+    try_this,
+    unready,
+)
 from tests.router.scripted import Router, load
 from wire.frames import Role
 
@@ -18,7 +26,7 @@ def test_every_worker_and_the_routers_own_requests() -> None:
     router.join(Role.PREFILL, rank=1)
     router.beat(decode, load(64, used=3, cached=10, kv_inflight_bytes=5))
     router.submit()
-    body = cluster(router.fleet, router.dispatcher, now=router.now + 2)
+    body = together([state_of(router.fleet, router.dispatcher, now=router.now + 2)])
     names = [(worker["role"], worker["rank"]) for worker in body["workers"]]
     assert names == [("prefill", 0), ("prefill", 1), ("decode", 0)]
     assert body["workers"][2] == {
@@ -42,7 +50,7 @@ def test_a_lost_worker_holds_nothing() -> None:
     router = Router()
     prefill, _ = router.pair()
     router.bus.on_lost(prefill)
-    worker = cluster(router.fleet, router.dispatcher, now=router.now + 2)["workers"][0]
+    worker = together([state_of(router.fleet, router.dispatcher, now=router.now + 2)])["workers"][0]
     assert worker["state"] == "lost"
     assert worker["blocks"] == {"total": 0, "used": 0, "cached": 0, "free": 0}
 
@@ -83,3 +91,24 @@ def test_what_to_try_is_a_command_for_this_router() -> None:
         assert kind == "content-type: application/json"
         assert json.loads(body) == {"model": "it's", "prompt": prompt, "max_tokens": 16}
     assert "$API_KEY" in try_this("https://h:1", "m", has_text=True, has_keys=True)
+
+
+def test_several_processes_are_one_router() -> None:
+    states = []
+    for pid in (1, 2):
+        router = Router()
+        router.pair()
+        if pid == 2:
+            router.join(Role.DECODE, rank=1)
+        router.submit()
+        states.append(state_of(router.fleet, router.dispatcher, now=router.now))
+        states[-1].pid = pid
+    body = together(states)
+    assert body["router"] == {
+        "running": 2,
+        "waiting": 0,
+        "processes": [{"pid": pid, "running": 1, "waiting": 0} for pid in (1, 2)],
+    }
+    rows = [(row["role"], row["rank"], row["placed"]) for row in body["workers"]]
+    assert rows == [("prefill", 0, 2), ("decode", 0, 2), ("decode", 1, 0)]
+    assert status_line(states) == "2 running, 0 waiting, 1 prefill and 2 decode workers ready"

@@ -307,3 +307,23 @@ def test_a_worker_without_a_heartbeat_has_nothing_to_give() -> None:
     it = worker(Role.PREFILL, 4)
     it.load = None
     assert it.available_blocks == 0 and it.name == "prefill-4" and it.is_ready
+
+
+def test_requests_of_other_routers_are_those_that_we_did_not_place() -> None:
+    table = fleet()
+    worker = table.get(hello(table))
+    assert worker is not None
+    worker.attempts.update({1, 2})
+    for running, waiting, others in ((2, 0, 0), (4, 1, 3), (0, 1, 0)):
+        table.heartbeat(worker.identity, Heartbeat(1, running, waiting), load(64), 1.0)
+        assert worker.num_others == others
+    table.heartbeat(worker.identity, Heartbeat(1, 9, 0), load(64), 1.0)
+    table.lose(worker.identity, 2.0)
+    assert worker.num_others == 0
+
+
+def test_processes_that_share_workers_begin_with_different_ones() -> None:
+    for seat, turns in ((0, [0, 1, 0, 1]), (1, [1, 0, 1, 0])):
+        table = fleet(seat=seat, num_seats=2)
+        workers = [table.get(hello(table, rank=rank)) for rank in range(4)]
+        assert [worker.turn for worker in workers if worker] == turns

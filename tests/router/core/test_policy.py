@@ -216,3 +216,22 @@ def test_a_worker_fills_no_more_memory_than_any_has_blocks() -> None:
     for start in range(0, 100, 10):
         table.store(b"d", range(start, start + 10))
     assert table.size(b"d") == 8
+
+
+def test_decode_counts_what_other_routers_placed() -> None:
+    workers = [worker(rank=rank) for rank in range(3)]
+    workers[0].num_others, workers[1].num_active = 2, 1
+    assert decode(workers[:2]) == 1
+    workers[1].num_others = 2
+    assert decode(workers[:2]) == 0
+    assert decode(workers) == 2
+
+
+def test_among_equals_it_is_the_one_whose_turn_it_is() -> None:
+    for role in (Role.PREFILL, Role.DECODE):
+        workers = [worker(role, rank) for rank in range(3)]
+        workers[0].turn = 1
+        if role is Role.DECODE:
+            assert decode(workers) == 1
+        else:
+            assert pick_prefill(workers, 10, 256) is workers[1]

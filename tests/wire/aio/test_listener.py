@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import uvloop
 
 from tests import certificate
-from wire.aio.listener import PAUSE_S, bind, listen, server_context
+from wire.aio.listener import PAUSE_S, bind, listen, reserve, server_context
 from wire.process.settings import ConfigError
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
@@ -191,3 +192,20 @@ def test_what_does_not_work_is_named(tmp_path: Path) -> None:
     made.key.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         server_context(made.cert, made.key)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux divides connections among sockets")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_an_address_that_is_reserved_is_shared_by_those_who_know(host: str) -> None:
+    with reserve(host, 0) as kept:
+        port = kept.getsockname()[1]
+        with bind(host, port, is_shared=True) as one, bind(host, port, is_shared=True) as other:
+            clients = [socket.create_connection((host, port)) for _ in range(64)]
+            for listener in (one, other):
+                listener.setblocking(False)
+                listener.accept()[0].close()  # each has some
+            for client in clients:
+                client.close()
+            for ask in (reserve, bind):  # another router, with several processes and with one
+                with pytest.raises(OSError):
+                    ask(host, port)

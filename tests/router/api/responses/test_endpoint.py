@@ -15,7 +15,7 @@ from router.api.errors import HttpError
 from router.api.model import Asker, ServedModel
 from router.api.responses import endpoint
 from router.api.responses.endpoint import read
-from router.api.responses.kept import KeptResponse, KeptResponses
+from router.api.responses.kept import KeptResponse, KeptResponses, previous_id
 from tests.router.api.asking import letters
 from tests.router.api.scripted import Core, Writer
 from tests.router.site import LETTERS
@@ -33,7 +33,9 @@ class Talk:
 
     def read(self, asker: Asker = ANNA, **fields: Any) -> CompletionRequest:
         raw = json.dumps({"input": "hi"} | fields).encode()
-        return read(self.kept, self._model, raw, asker)
+        name = previous_id(raw)
+        previous = self.kept.get(asker.client, name) if name else None
+        return read(self.kept, self._model, raw, asker, previous)
 
     def prompt(self, **fields: Any) -> str:
         """What the model reads."""
@@ -71,7 +73,7 @@ def test_a_response_goes_on_from_another(talk: Talk) -> None:
 def test_each_stands_alone(talk: Talk) -> None:
     first = talk.answer("hello")
     second = talk.answer("two", input="more", previous_response_id=first)
-    talk.kept.delete("anna", first)
+    talk.kept.pop("anna", first)
     assert "user:hi\nassistant:hello\n" in talk.prompt(previous_response_id=second)
 
 

@@ -1,0 +1,323 @@
+"""`--processes N`: router processes that share one port, started again when they die.
+
+This is the parent.  It serves nobody: it keeps the addresses, has the local workers, speaks to
+systemd, and passes what one process asks of all.  Each process is a whole router with a bus of its
+own, which all workers join; Linux gives it a part of the connections (SO_REUSEPORT).
+
+    start   the first process begins alone, so that what is wrong is said once, then the others
+    death   the others go on; a new process gets the same bus, and clients when workers joined it
+    stuck   a process that answers nothing for `STUCK_S` is ended, with its stacks in the log
+    stop    all processes drain and let their clients go, then the local workers end, then they
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import structlog
+
+from router.app import REPORT_S, named, split_address, write_whole
+from router.config import Config
+from router.core.cluster import ProcessState, Readiness, status_line
+from router.http.server import FLUSH_S
+from router.line import (
+    Answers,
+    AskAll,
+    AskFigures,
+    AskSeat,
+    AskState,
+    DeleteResponse,
+    Drained,
+    FindResponse,
+    Line,
+    Listening,
+    Question,
+    Seat,
+)
+from router.local import HEALTHY_S, MAX_PAUSE_S, MIN_PAUSE_S, LocalWorkers
+from router.siblings import VARIABLE
+from router.summed import Figures, kept, summed
+from wire.aio.listener import reserve
+from wire.process.children import die_with_parent, same_release
+from wire.process.lifetime import Stop, keep_watchdog, notify
+
+log = structlog.get_logger("router")
+
+# How long others wait for the answer of a process.
+ANSWER_S: Final = 1.0
+SILENCE: Final = object()
+# As in the unit: an event loop that stands still for this long is broken.
+STUCK_S: Final = 15.0
+# What systemd says to this process alone.
+OURS_ALONE: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+
+
+class Process:
+    """One of the processes, in all its lives."""
+
+    def __init__(self, index: int, bus: str) -> None:
+        self.index = index
+        self.bus = bus
+        self.line: Line | None = None
+        self.child: asyncio.subprocess.Process | None = None
+        self.is_listening = self.has_listened = False
+        self.drained = asyncio.Event()
+        self.silent_s = 0.0
+        self.state: ProcessState | None = None
+        self.figures: Figures = []
+
+    def signal(self, number: int) -> None:
+        """Send it a signal if it runs."""
+        if self.child is not None and self.child.returncode is None:
+            with suppress(ProcessLookupError):
+                self.child.send_signal(number)
+
+    def forget(self) -> Figures:
+        """It is gone; return what of its figures stays."""
+        self.line = self.child = self.state = None
+        self.is_listening, self.silent_s = False, 0.0
+        self.drained.set()
+        staying, self.figures = kept(self.figures), []
+        return staying
+
+
+class Processes:
+    """All of them, and the local workers.  Raises OSError where an address cannot be had."""
+
+    def __init__(self, config: Config, argv: Sequence[str]) -> None:
+        self._config = config
+        self._argv = argv
+        self._reserved: list[socket.socket] = []
+        for endpoint in (config.http, config.tcp):
+            with named(endpoint):
+                self._reserved.append(reserve(*split_address(endpoint)))
+        self._all = [Process(index, config.bus_of(index)) for index in range(config.processes)]
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._local: LocalWorkers | None = None
+        self._first_listens, self._all_listen = asyncio.Event(), asyncio.Event()
+        self._may_leave = asyncio.Event()
+        self._is_stopping = False
+        self._endpoints: dict[str, str] = {}
+        self._try_this = ""
+        self._of_the_dead: Figures = []
+
+    async def serve(self, stop: Stop) -> int:
+        """Run them until asked to stop; return the exit status."""
+        lives = [self._start(self._look_after(process)) for process in self._all]
+        stopped, begun = self._start(stop.wait()), self._start(self._begin())
+        # A life ends before that only if the process never served: its settings cannot work.
+        await asyncio.wait([stopped, begun, *lives], return_when=asyncio.FIRST_COMPLETED)
+        if begun.done():
+            begun.result()  # it does not end but by an error
+        begun.cancel()
+        failed = [max(life.result(), 0) or 1 for life in lives if life.done()]
+        await self._stop(self._config.drain_s if stopped.done() else 0.0)
+        return failed[0] if failed else 0
+
+    async def close(self) -> None:
+        """Leave nothing behind, however `serve` ended."""
+        self._is_stopping = True
+        for process in self._all:
+            process.signal(signal.SIGKILL)
+        await asyncio.gather(*[each.child.wait() for each in self._all if each.child is not None])
+        if self._local is not None:
+            await self._local.stop(0.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for reserved in self._reserved:
+            reserved.close()
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.append(task)
+        return task
+
+    async def _begin(self) -> None:
+        """When all processes serve: the local workers, and whoever waits for us."""
+        await self._all_listen.wait()
+        buses = ",".join(process.bus for process in self._all)
+        self._endpoints["bus"] = buses
+        self._local = LocalWorkers(self._config, buses, self._is_free)
+        self._local.start()
+        if self._config.ready_file is not None:
+            write_whole(self._config.ready_file, json.dumps(self._endpoints) + "\n")
+        num, name = len(self._all), self._config.model_name
+        log.info("listening", **self._endpoints, model=name, processes=num)
+        notify("READY=1")
+        readiness, loop = Readiness(self._try_this), asyncio.get_running_loop()
+        while True:
+            await self._look()
+            states = self._states()
+            notify(f"STATUS={status_line(states)}")
+            reasons = [reason for state in states for reason in state.reasons]
+            readiness.on_look(list(dict.fromkeys(reasons)), loop.time())
+            await asyncio.sleep(REPORT_S)
+
+    async def _stop(self, drain_s: float) -> None:
+        self._is_stopping = True
+        for process in self._all:
+            process.signal(signal.SIGTERM if process.is_listening else signal.SIGKILL)
+        here = [process for process in self._all if process.is_listening]
+        waits = [asyncio.create_task(process.drained.wait()) for process in here]
+        if waits:
+            await asyncio.wait(waits, timeout=drain_s + 2 * FLUSH_S + ANSWER_S)
+        if self._local is not None:
+            await self._local.stop(self._config.drain_s)
+        self._may_leave.set()
+        ends = [asyncio.create_task(each.child.wait()) for each in here if each.child is not None]
+        if ends:
+            await asyncio.wait(ends, timeout=FLUSH_S + ANSWER_S)
+
+    def _states(self) -> list[ProcessState]:
+        return [process.state for process in self._all if process.state is not None]
+
+    def _is_free(self, role: str, rank: int) -> bool:
+        rows = [row for state in self._states() for row in state.workers]
+        taken = {(row["role"], row["rank"]) for row in rows if row["state"] != "lost"}
+        return bool(rows) and (role, rank) not in taken
+
+    # A process's lives.
+
+    async def _look_after(self, process: Process) -> int:
+        """Start it again whenever it dies; return its status if it never served."""
+        loop, pause_s = asyncio.get_running_loop(), MIN_PAUSE_S
+        while True:
+            started_at = loop.time()
+            status = await self._run(process)
+            self._of_the_dead = summed([self._of_the_dead, process.forget()])
+            if self._is_stopping or not process.has_listened:
+                return status
+            if loop.time() - started_at > HEALTHY_S:
+                pause_s = MIN_PAUSE_S
+            log.error(
+                "router process died", process=process.index, status=status, restart_in_s=pause_s
+            )
+            await asyncio.sleep(pause_s)
+            if self._is_stopping:
+                return status
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _run(self, process: Process) -> int:
+        ours, theirs = socket.socketpair()
+        environ = {name: each for name, each in os.environ.items() if name not in OURS_ALONE}
+        with theirs:
+            # In a session of its own: Ctrl-C reaches only us, and we end the processes.
+            process.child = child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "router", *self._argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                env=same_release(environ) | {VARIABLE: str(theirs.fileno())},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+        log.info("router process started", process=process.index, pid=child.pid)
+        if self._is_stopping:  # `_stop` has signalled the others already
+            process.signal(signal.SIGKILL)
+        process.drained.clear()
+        process.line = Line(ours, lambda question: self._answer(process, question))
+        await process.line.open()
+        try:
+            return await child.wait()
+        finally:
+            await process.line.close()
+
+    async def _look(self) -> None:
+        """Ask all how they are; end those that have said nothing for too long."""
+        asked = [process for process in self._all if process.is_listening]
+        for process, state in zip(asked, await self._ask(AskState(), asked), strict=True):
+            is_silent = state is SILENCE
+            process.silent_s = process.silent_s + ANSWER_S + REPORT_S if is_silent else 0.0
+            if process.silent_s > STUCK_S:
+                log.error("router process is stuck", process=process.index, for_s=process.silent_s)
+                # The first time it shall say where; what does not hear that is ended all the same.
+                is_first = process.silent_s <= STUCK_S + ANSWER_S + REPORT_S
+                process.signal(signal.SIGABRT if is_first else signal.SIGKILL)
+
+    # What processes ask.
+
+    async def _answer(self, process: Process, question: object) -> object:
+        match question:
+            case AskSeat():
+                if process.index:
+                    await self._first_listens.wait()
+                return self._seat(process)
+            case Listening(endpoints, try_this):
+                self._on_listening(process, endpoints, try_this)
+            case Drained():
+                process.drained.set()
+                if self._is_stopping:  # or else only this one was asked to end, and begins again
+                    await self._may_leave.wait()
+            case AskAll(AskFigures()):
+                await self._ask(AskFigures(), self._all)
+                every = [self._of_the_dead, *(each.figures for each in self._all)]
+                return Answers(every, is_complete=True)
+            case AskAll(asked):
+                listening = [each for each in self._all if each.is_listening]
+                answers = await self._ask(asked, listening)
+                given = [each for each in answers if each is not SILENCE]
+                return Answers(given, is_complete=len(given) == len(answers))
+        return True
+
+    def _seat(self, process: Process) -> Seat:
+        addresses = [reserved.getsockname() for reserved in self._reserved]
+        asked = (self._config.http, self._config.tcp)
+        http, tcp = (
+            f"{each.rpartition(':')[0]}:{address[1]}"
+            for each, address in zip(asked, addresses, strict=True)
+        )
+        again = process.has_listened
+        return Seat(process.index, len(self._all), http, tcp, process.bus, again)
+
+    def _on_listening(self, process: Process, endpoints: dict[str, str], try_this: str) -> None:
+        process.is_listening = process.has_listened = True
+        process.bus = endpoints["bus"]
+        self._endpoints, self._try_this = endpoints | self._endpoints, try_this
+        self._first_listens.set()
+        if all(each.has_listened for each in self._all):
+            self._all_listen.set()
+
+    async def _ask(self, question: Question, processes: Sequence[Process]) -> list[Any]:
+        """Return the answers of these processes, SILENCE of those that do not answer soon."""
+        return list(
+            await asyncio.gather(*[self._ask_one(question, process) for process in processes])
+        )
+
+    async def _ask_one(self, question: Question, process: Process) -> object:
+        if process.line is None or not process.is_listening:
+            return SILENCE
+        with suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(ANSWER_S):
+                match question:
+                    case AskState():
+                        process.state = await process.line.ask(question, ProcessState)
+                        return process.state
+                    case AskFigures():
+                        process.figures = await process.line.ask(question, Figures)
+                        return process.figures
+                    case FindResponse() | DeleteResponse():
+                        return await process.line.ask(question, Any)
+        return SILENCE
+
+
+async def serve_by_several(config: Config, argv: Sequence[str], stop: Stop) -> int:
+    """Run the processes of a router until asked to stop, and return the exit status."""
+    try:
+        processes = Processes(config, argv)
+    except OSError as error:
+        log.error("cannot listen", reason=str(error))
+        return 1
+    watchdog = asyncio.create_task(keep_watchdog(lambda: True))
+    try:
+        return await processes.serve(stop)
+    finally:
+        watchdog.cancel()
+        await processes.close()

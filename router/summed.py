@@ -1,0 +1,79 @@
+"""What several processes have measured, as the series of one: counters and histograms are added.
+
+A counter must not fall because a process died: what it had counted is `kept`, its gauges are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from msgspec import Struct
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+Labels = tuple[tuple[str, str], ...]
+# Of these gauges the highest counts; all others are added too.
+HIGHEST: Final = frozenset({"baton_event_loop_lag_seconds"})
+
+
+class Family(Struct):
+    """A family of series: each its name, its labels and its value."""
+
+    name: str
+    help: str
+    kind: str
+    samples: list[tuple[str, Labels, float]]
+
+
+Figures = list[Family]
+
+
+def figures(metrics: Iterable[Metric]) -> Figures:
+    """Return series as they can be told to another process."""
+    return [
+        Family(
+            each.name,
+            each.documentation,
+            each.type,
+            [(it.name, tuple(it.labels.items()), it.value) for it in each.samples],
+        )
+        for each in metrics
+    ]
+
+
+def summed(processes: Iterable[Figures]) -> Figures:
+    """Return the figures of all of them together."""
+    families: dict[str, Family] = {}
+    values: dict[str, dict[tuple[str, Labels], float]] = {}
+    for family in (each for process in processes for each in process):
+        families.setdefault(family.name, family)
+        found = values.setdefault(family.name, {})
+        for name, labels, value in family.samples:
+            before = found.get((name, labels), 0.0)
+            highest = max(before, value)
+            found[name, labels] = highest if family.name in HIGHEST else before + value
+    return [
+        Family(it.name, it.help, it.kind, [(*key, value) for key, value in values[name].items()])
+        for name, it in families.items()
+    ]
+
+
+def kept(process: Figures) -> Figures:
+    """Return what of the figures of a process stays when it is gone."""
+    return [family for family in process if family.kind != "gauge"]
+
+
+class Series(Collector):
+    """Figures, and metrics of this process, as a registry has them."""
+
+    def __init__(self, given: Figures, own: Iterable[Metric] = ()) -> None:
+        self._given, self._own = given, own
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._given:
+            metric = Metric(family.name, family.help, family.kind)
+            for name, labels, value in family.samples:
+                metric.add_sample(name, dict(labels), value)
+            yield metric
+        yield from self._own

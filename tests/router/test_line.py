@@ -1,0 +1,75 @@
+"""The line between two processes: both ask, an answer may come late, and an end is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from router.line import AskAll, AskState, DeleteResponse, FindResponse, Line
+
+Answer = Callable[[object], Awaitable[object]]
+
+
+@asynccontextmanager
+async def lines(one: Answer, other: Answer) -> AsyncIterator[tuple[Line, Line]]:
+    ends = [
+        Line(sock, answer) for sock, answer in zip(socket.socketpair(), (one, other), strict=True)
+    ]
+    for end in ends:
+        await end.open()
+    yield ends[0], ends[1]
+    for end in ends:
+        await end.close()
+
+
+async def named(question: object) -> object:
+    return type(question).__name__
+
+
+async def test_both_ends_ask() -> None:
+    async def find(question: object) -> object:
+        assert isinstance(question, FindResponse)
+        return ["anna", b"\0" * (1 << 20), question.name.encode()]
+
+    async with lines(named, find) as (one, other):
+        found, name = await asyncio.gather(
+            one.ask(FindResponse("anna", "resp_1"), tuple[str, bytes, bytes]),
+            other.ask(AskAll(DeleteResponse("anna", "resp_1")), str),
+        )
+    assert found == ("anna", b"\0" * (1 << 20), b"resp_1")
+    assert name == "AskAll"
+
+
+async def test_answers_come_in_any_order() -> None:
+    may_end = asyncio.Event()
+
+    async def answer(question: object) -> object:
+        if isinstance(question, AskState):
+            await may_end.wait()
+        return type(question).__name__
+
+    async with lines(named, answer) as (one, _):
+        late = asyncio.create_task(one.ask(AskState(), str))
+        assert await one.ask(FindResponse("", ""), str) == "FindResponse"
+        assert not late.done()
+        may_end.set()
+        assert await late == "AskState"
+
+
+async def test_who_waits_is_told_that_the_other_end_is_gone() -> None:
+    async def never(question: object) -> object:
+        await asyncio.Event().wait()
+        return None
+
+    async with lines(named, never) as (one, other):
+        waiting = asyncio.create_task(one.ask(AskState(), str))
+        await asyncio.sleep(0)
+        await other.close()
+        with pytest.raises(ConnectionError):
+            await waiting
+        with pytest.raises(ConnectionError):
+            await one.ask(AskState(), str)

@@ -1,0 +1,123 @@
+"""The parent of real router processes: who is ended, who is started again, and how it all ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import structlog
+
+from router import processes
+from router.config import Config
+from router.processes import serve_by_several
+from wire.process.lifetime import Stop
+
+FLAGS = ("--processes", "2", "--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--log-level")
+ARGV = (*FLAGS, "error", "--bus")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Look until it is so: what another process does sends us no event."""
+    for _ in range(6000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError
+
+
+class Parent:
+    """`serve_by_several` in this process, and what it has logged."""
+
+    def __init__(self, directory: Path, bus: str, capture: structlog.testing.LogCapture) -> None:
+        self.stop = Stop()
+        self.ready = directory / "ready"
+        config = Config(
+            processes=2, http="127.0.0.1:0", tcp="127.0.0.1:0", bus=bus, ready_file=self.ready
+        )
+        self.serving = asyncio.create_task(serve_by_several(config, [*ARGV, bus], self.stop))
+        self._capture = capture
+
+    def pids(self, index: int) -> list[int]:
+        """Of one of the processes, all its lives."""
+        return [
+            line["pid"]
+            for line in self._capture.entries
+            if line["event"] == "router process started" and line["process"] == index
+        ]
+
+    def said(self, event: str) -> list[int]:
+        return [line["process"] for line in self._capture.entries if line["event"] == event]
+
+
+@asynccontextmanager
+async def parent(directory: Path, bus: str = "tcp://127.0.0.1:0") -> AsyncIterator[Parent]:
+    capture = structlog.testing.LogCapture()
+    before = structlog.get_config()["processors"]
+    structlog.configure(processors=[capture])
+    try:
+        started = Parent(directory, bus, capture)
+        try:
+            yield started
+        finally:
+            started.stop.set()
+            await started.serving
+    finally:
+        structlog.configure(processors=before)
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+async def test_one_that_is_asked_to_end_begins_again_and_the_other_does_not_notice(
+    tmp_path: Path,
+) -> None:
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        ready = it.ready.read_text()
+        os.kill(it.pids(1)[0], signal.SIGTERM)
+        await until(lambda: len(it.pids(1)) == 2)
+        assert len(it.pids(0)) == 1 and it.ready.read_text() == ready
+    assert it.serving.result() == 0
+    assert all(is_gone(pid) for index in (0, 1) for pid in it.pids(index))
+
+
+async def test_one_that_is_stuck_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STUCK_S", "REPORT_S", "ANSWER_S"):
+        monkeypatch.setattr(processes, name, 0.2)
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        os.kill(it.pids(0)[0], signal.SIGSTOP)
+        await until(lambda: len(it.pids(0)) == 2)
+    assert set(it.said("router process is stuck")) == {0}
+    assert len(it.pids(1)) == 1
+
+
+async def test_what_cannot_begin_ends_the_whole(tmp_path: Path) -> None:
+    """The second bus has the port after the first one's, and here somebody has it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bus = f"tcp://127.0.0.1:{taken.getsockname()[1] - 1}"
+        async with parent(tmp_path, bus) as it:
+            assert await it.serving == 1
+    assert not it.ready.exists()
+    assert all(is_gone(pid) for index in (0, 1) for pid in it.pids(index))
+
+
+async def test_an_address_that_somebody_has(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = Config(processes=2, http=f"127.0.0.1:{taken.getsockname()[1]}")
+        assert await serve_by_several(config, [], Stop()) == 1
+
+
+async def test_a_stop_before_anybody_serves(tmp_path: Path) -> None:
+    async with parent(tmp_path) as it:
+        await until(lambda: it.pids(1))
+        it.stop.set()
+        assert await it.serving == 0
+    assert all(is_gone(pid) for index in (0, 1) for pid in it.pids(index))

@@ -1,0 +1,129 @@
+"""What one process asks of the others, and what it answers: over a real line, to a parent here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from router import siblings
+from router.api.errors import HttpError
+from router.api.responses.kept import KeptResponse, KeptResponses
+from router.core.cluster import ProcessState
+from router.line import (
+    Answers,
+    AskAll,
+    AskFigures,
+    AskSeat,
+    AskState,
+    DeleteResponse,
+    FindResponse,
+    Line,
+    Seat,
+)
+from router.siblings import VARIABLE, Siblings, inherited
+from router.summed import Family
+
+SEAT = Seat(1, 2, "127.0.0.1:1", "127.0.0.1:2", "tcp://127.0.0.1:3", is_again=False)
+STATE = ProcessState(7, 1, 2, ["none"], [{"role": "decode"}])
+FAMILY = Family("baton_x", "X.", "counter", [("baton_x_total", (("a", "b"),), 2.0)])
+KEPT = KeptResponse("anna", b"{}", b"[]")
+
+
+@asynccontextmanager
+async def beside(
+    answer: Callable[[object], Awaitable[object]],
+) -> AsyncIterator[tuple[Siblings, Line]]:
+    """A process's end, and the parent's, which answers like this."""
+
+    async def seat_first(question: object) -> object:
+        return SEAT if isinstance(question, AskSeat) else await answer(question)
+
+    ours, theirs = socket.socketpair()
+    parent = Line(ours, seat_first)
+    await parent.open()
+    process = Siblings(theirs.detach())
+    assert await process.begin() == SEAT
+    kept = KeptResponses()
+    kept.keep("resp_1", KEPT)
+    process.serve(lambda: STATE, lambda: [FAMILY], kept)
+    yield process, parent
+    await process.close()
+    await parent.close()
+
+
+async def test_what_it_is_asked() -> None:
+    async def nothing(question: object) -> object:
+        return None
+
+    async with beside(nothing) as (_, parent):
+        assert await parent.ask(AskState(), ProcessState) == STATE
+        assert await parent.ask(AskFigures(), list[Family]) == [FAMILY]
+        maybe: Any = KeptResponse | None
+        for asker, name, found in (("anna", "resp_1", KEPT), ("ben", "resp_1", None)):
+            assert await parent.ask(FindResponse(asker, name), maybe) == found
+        for asker, is_gone in (("ben", False), ("anna", True), ("anna", False)):
+            assert await parent.ask(DeleteResponse(asker, "resp_1"), bool) == is_gone
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+async def test_what_it_asks(is_complete: bool) -> None:
+    async def answer(question: object) -> Any:
+        assert isinstance(question, AskAll)
+        match question.question:
+            case AskState():
+                return Answers([STATE, STATE], is_complete=True)
+            case AskFigures():
+                return Answers([[], [FAMILY]], is_complete=True)
+            case FindResponse(_, name):
+                found = [None, KEPT if name == "resp_2" else None]
+                return Answers(found, is_complete=is_complete)
+            case DeleteResponse(_, name):
+                return Answers([False, name == "resp_2"], is_complete=is_complete)
+
+    async with beside(answer) as (process, _):
+        assert await process.states() == [STATE, STATE]
+        assert await process.figures() == [[], [FAMILY]]
+        assert await process.find("anna", "resp_2") == KEPT
+        assert await process.delete("anna", "resp_2")
+        if is_complete:
+            assert await process.find("anna", "resp_3") is None
+            assert not await process.delete("anna", "resp_3")
+            return
+        for ask in (process.find, process.delete):  # who has it may be the one that is silent
+            with pytest.raises(HttpError) as caught:
+                await ask("anna", "resp_3")
+            assert caught.value.status == 503
+
+
+async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(siblings, "PATIENCE_S", 0.01)
+
+    async def answer(question: object) -> object:
+        await asyncio.Event().wait()
+        return None
+
+    async with beside(answer) as (process, parent):
+        with pytest.raises(HttpError) as caught:
+            await process.states()
+        assert (caught.value.status, caught.value.code) == (503, "overloaded")
+        await parent.close()
+        with pytest.raises(HttpError):
+            await process.states()
+
+
+async def test_the_line_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process starts itself, a worker for one, is not told of it."""
+    assert inherited() is None
+    ours, theirs = socket.socketpair()
+    with ours:
+        monkeypatch.setenv(VARIABLE, str(theirs.detach()))
+        found = inherited()
+        assert found is not None
+        await found.close()
+        assert VARIABLE not in os.environ

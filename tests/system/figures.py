@@ -1,0 +1,52 @@
+"""What a router says it has measured, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+GAUGES = (
+    "baton_requests_running",
+    "baton_requests_waiting",
+    "baton_worker_running",
+    "baton_worker_waiting",
+    "baton_kv_inflight_bytes",
+)
+
+
+class Figures:
+    """One reading of /metrics; every series by its name and labels."""
+
+    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
+        text = httpx.get(url + "/metrics", trust_env=False, headers=headers).text
+        self.samples = [
+            sample for each in text_string_to_metric_families(text) for sample in each.samples
+        ]
+
+    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
+        """The samples of a series that have these labels, by another of its labels."""
+        return {
+            sample.labels[label]: sample.value
+            for sample in self.samples
+            if sample.name == name and labels.items() <= sample.labels.items() and sample.value
+        }
+
+    def one(self, name: str, **labels: str) -> float:
+        """The one sample of this name and these labels."""
+        (value,) = [
+            sample.value
+            for sample in self.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+        return value
+
+    @property
+    def busy(self) -> list[Any]:
+        """Gauges that are not 0, used blocks among them."""
+        return [
+            sample
+            for sample in self.samples
+            if sample.value and (sample.name in GAUGES or sample.labels.get("state") == "used")
+        ]

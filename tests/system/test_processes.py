@@ -1,0 +1,281 @@
+"""`--processes 2`: clients see one router, whichever process they reach, whoever of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.cluster import ROOT, Cluster, until
+from tests.faults.checks import problems
+from tests.faults.clients import Record, TcpClient, ask_http
+from tests.faults.load import draw_requests, send_all
+from tests.system.figures import Figures
+from tests.system.locked import Locked
+from wire.options import Options
+from wire.process.settings import EX_CONFIG
+
+SLOW = ("--worker-args", "--hash-step-ms 10")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(
+        tmp_path_factory.mktemp("processes"),
+        local="2,2",
+        executor="hash",
+        args=("--processes", "2", "--heartbeat-ms", "200", *SLOW),
+    ) as cluster:
+        yield cluster
+
+
+def pids(cluster: Cluster) -> dict[int, int]:
+    """The process ids of the router processes, by their number; of each the latest."""
+    lines = map(json.loads, cluster.log().splitlines())
+    return {
+        line["process"]: line["pid"] for line in lines if line["event"] == "router process started"
+    }
+
+
+async def pid_of(client: httpx.AsyncClient) -> int:
+    """Whom a client's one connection leads to: the first that is named."""
+    status = (await client.get("/v1/cluster")).json()
+    return int(status["router"]["processes"][0]["pid"])
+
+
+@asynccontextmanager
+async def one_each(cluster: Cluster) -> AsyncIterator[list[httpx.AsyncClient]]:
+    """A client with one connection to each process, in the order of their numbers."""
+    found: dict[int, httpx.AsyncClient] = {}
+    async with AsyncExitStack() as stack:
+        while len(found) < 2:
+            client = httpx.AsyncClient(
+                base_url=cluster.http,
+                timeout=60,
+                trust_env=False,
+                limits=httpx.Limits(max_connections=1),
+            )
+            await stack.enter_async_context(client)
+            found.setdefault(await pid_of(client), client)
+        yield [found[pid] for pid in pids(cluster).values()]
+
+
+def streams(count: int, num_tokens: int = 60, face: str = "http") -> list[Record]:
+    options = Options(ignore_eos=True)
+    return [Record([len(face), 2, index], options, num_tokens, face) for index in range(count)]
+
+
+async def test_both_serve_and_every_stream_is_exact(cluster: Cluster) -> None:
+    before = Figures(cluster.http)
+    records = draw_requests(3, 60, prompt=(3, 300), answer=(2, 40))
+    await send_all(cluster, records, clients=16)
+    assert problems(records) == []
+    busy = {line["pid"] for line in (await asyncio.to_thread(shares, cluster))}
+    assert busy == set(pids(cluster).values())
+    await asyncio.to_thread(cluster.until_idle)
+    after = Figures(cluster.http)
+    names = Counter((each.name, *sorted(each.labels.items())) for each in after.samples)
+    assert [name for name, count in names.items() if count > 1] == []
+    ended = sum(after.by("outcome", "baton_requests_total").values())
+    assert ended - sum(before.by("outcome", "baton_requests_total").values()) == len(records)
+    generated = after.one("baton_generated_tokens_total") - before.one(
+        "baton_generated_tokens_total"
+    )
+    assert generated == sum(len(record.tokens) for record in records)
+    steps = after.by("rank", "baton_worker_steps_total", role="decode")
+    assert steps == {str(row["rank"]): row["step"] for row in decoders(cluster)}
+    assert after.one("baton_request_seconds_count") == ended
+
+
+def shares(cluster: Cluster) -> list[dict[str, Any]]:
+    """How many connections each process has taken, as clients that hold theirs see it."""
+    rows = {}
+    clients = [httpx.Client(base_url=cluster.http, trust_env=False) for _ in range(40)]
+    for client in clients:
+        row = client.get("/v1/cluster").json()["router"]["processes"][0]
+        rows[row["pid"]] = row
+    for client in clients:
+        client.close()
+    return list(rows.values())
+
+
+def decoders(cluster: Cluster) -> list[dict[str, Any]]:
+    return [row for row in cluster.status()["workers"] if row["role"] == "decode"]
+
+
+async def test_one_is_killed_while_streams_run_on_the_other(cluster: Cluster) -> None:
+    """Those of the other go on, those of the killed see an error; a new one takes its place."""
+    counted = Figures(cluster.http).one("baton_generated_tokens_total")
+    killed = pids(cluster)[1]
+    staying, going = streams(6, 100), streams(3, 1000)
+    async with one_each(cluster) as (other, victim):
+        asked = [asyncio.create_task(ask_http(other, staying[0]))]
+        asked.append(asyncio.create_task(ask_http(victim, going[0])))
+        await asyncio.gather(staying[0].until_tokens(5), going[0].until_tokens(5))
+        os.kill(killed, signal.SIGKILL)
+        await asyncio.gather(*asked)
+        assert problems(staying[:1]) == [] and going[0].error
+        # New connections reach the other one.
+        await send_all(cluster, staying[1:], clients=5)
+        assert problems(staying[1:]) == []
+    await asyncio.to_thread(until, lambda: pids(cluster)[1] != killed, "another process")
+    await asyncio.to_thread(until, lambda: len(shares(cluster)) == 2, "both serve again")
+    records = streams(8)
+    await send_all(cluster, records, clients=8)
+    assert problems(records) == []
+    await asyncio.to_thread(cluster.until_idle)
+    assert Figures(cluster.http).one("baton_generated_tokens_total") > counted
+
+
+async def test_a_response_is_found_from_the_other_process(cluster: Cluster) -> None:
+    async with one_each(cluster) as (one, other):
+        made = (
+            await one.post("/v1/responses", json={"input": "hi", "max_output_tokens": 4})
+        ).json()
+        path = f"/v1/responses/{made['id']}"
+        assert (await other.get(path)).json() == made
+        items = (await other.get(f"{path}/input_items")).json()["data"]
+        assert [item["role"] for item in items] == ["user"]
+        body = {"input": "more", "previous_response_id": made["id"], "max_output_tokens": 4}
+        more = await other.post("/v1/responses", json=body)
+        assert more.status_code == 200, more.text
+        said = (await one.get(f"/v1/responses/{more.json()['id']}/input_items")).json()["data"]
+        assert len(said) == 2 + len(made["output"])
+        assert (await other.delete(path)).json()["deleted"]
+        for client in (one, other):
+            assert (await client.get(path)).status_code == 404
+            assert (await client.delete(path)).status_code == 404
+        gone = await one.post("/v1/responses", json=body)
+        assert (gone.status_code, gone.json()["error"]["param"]) == (404, "previous_response_id")
+
+
+async def test_a_process_that_is_stuck_holds_up_nobody_who_asks_the_other(
+    cluster: Cluster,
+) -> None:
+    async with one_each(cluster) as (one, other):
+        counted = (await one.get("/metrics")).text
+        stuck = await pid_of(other)
+        os.kill(stuck, signal.SIGSTOP)
+        try:
+            for path in ("/metrics", "/v1/cluster", "/load", "/readyz"):
+                assert (await one.get(path)).status_code == 200
+            again = (await one.get("/metrics")).text
+            assert (await one.get("/v1/responses/resp_it_may_have")).status_code == 503
+        finally:
+            os.kill(stuck, signal.SIGCONT)
+        requests = "baton_requests_total"
+        assert lines(again, requests) == lines(counted, requests)
+
+
+def lines(text: str, name: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(name)]
+
+
+async def test_raw_tcp_clients_are_served_by_both(cluster: Cluster) -> None:
+    records = streams(16, face="tcp")
+    clients = await asyncio.gather(*[TcpClient.connect(*cluster.tcp) for _ in records])
+    await asyncio.gather(*[each.ask(record) for each, record in zip(clients, records, strict=True)])
+    assert problems(records) == []
+    for client in clients:
+        await client.close()
+
+
+async def test_blocks_that_both_promise_are_waited_for(tmp_path: Path) -> None:
+    """Each knows only what it placed since the last heartbeat: together that is more than fits."""
+    few = ("--worker-args", "--num-blocks 24 --hash-step-ms 2")
+    args = ("--processes", "2", *few)
+    with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
+        records = draw_requests(5, 40, prompt=(30, 80), answer=(20, 60))
+        await send_all(cluster, records, clients=12)
+        assert problems(records) == []
+        await asyncio.to_thread(cluster.until_idle)
+
+
+@pytest.mark.parametrize("face", ["http", "tcp"])
+async def test_a_stop_lets_all_streams_end(tmp_path: Path, face: str) -> None:
+    args = ("--processes", "2", *SLOW)
+    with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
+        children = psutil.Process(cluster.router.pid).children(recursive=True)
+        assert len(children) == 4
+        records = streams(12, 100, face)
+        asked = asyncio.create_task(send_all(cluster, records, clients=12))
+        await asyncio.gather(*[record.until_tokens(3) for record in records])
+        cluster.router.send_signal(signal.SIGTERM)
+        await asked
+        assert problems(records) == []
+        assert await asyncio.to_thread(cluster.router.wait, 30) == 0
+        assert [child for child in children if child.is_running()] == []
+        # The workers left while there were buses to leave over.
+        events = [json.loads(line)["event"] for line in cluster.log().splitlines()]
+        assert not {"router lost", "worker lost", "local workers killed"} & set(events)
+        assert events.count("worker left") == 4
+
+
+def test_a_killed_parent_leaves_no_process(tmp_path: Path) -> None:
+    with Cluster(tmp_path, local="1,1", executor="hash", args=("--processes", "2")) as cluster:
+        children = psutil.Process(cluster.router.pid).children(recursive=True)
+        cluster.router.kill()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert alive == []
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    ports = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0")
+    command = [sys.executable, "-m", "router", "--processes", "2", *ports, *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_what_is_wrong_with_the_settings_is_said_once(tmp_path: Path) -> None:
+    ended = run("--api-keys", str(tmp_path / "nowhere"), "--log-level", "error")
+    assert ended.returncode == EX_CONFIG
+    assert ended.stderr.count("nowhere") == 1, ended.stderr
+
+
+def test_a_second_router_does_not_mix_with_the_first(cluster: Cluster) -> None:
+    address = cluster.http.removeprefix("http://")
+    ended = run("--http", address, "--log-level", "error")
+    assert ended.returncode == 1
+    assert ended.stderr.count(address) == 1, ended.stderr
+
+
+def test_both_ask_for_keys_and_nothing_new_listens(tmp_path: Path) -> None:
+    with Locked(tmp_path, "--processes", "2") as cluster:
+        for key, status in ((cluster.key, 200), ("sk-wrong", 401), ("", 401)):
+            assert {cluster.complete(key).status_code for _ in range(12)} == {status}
+        parent = psutil.Process(cluster.router.pid)
+        routers = [parent, *(psutil.Process(pid) for pid in pids(cluster).values())]
+        argv = " ".join(word for each in routers for word in each.cmdline())
+        assert not [secret for secret in cluster.secrets if secret in argv]
+        listening = Counter(
+            f"{each.laddr.ip}:{each.laddr.port}"
+            for process in routers
+            for each in process.net_connections("inet")
+            if each.status == psutil.CONN_LISTEN
+        )
+        faces = [cluster.http.removeprefix("http://"), cluster.endpoints["tcp"][len("tcp://") :]]
+        buses = [bus.removeprefix("tcp://") for bus in cluster.bus.split(",")]
+        assert listening == Counter([*faces, *faces, *buses])
+        assert not [each for process in routers for each in listens_locally(process)]
+
+
+def listens_locally(process: psutil.Process) -> list[str]:
+    """The Unix sockets that a process listens on."""
+    inodes = {
+        os.readlink(link)[len("socket:[") : -1]
+        for link in Path(f"/proc/{process.pid}/fd").iterdir()
+        if os.readlink(link).startswith("socket:[")
+    }
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [row[6] for row in rows if row[6] in inodes and int(row[3], 16) & 1 << 16]
