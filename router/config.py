@@ -253,7 +253,7 @@ class Config(SharedSettings):
         is_counted = index and port.isdigit() and int(port)
         return f"{start}{colon}{int(port) + index}" if is_counted else self.bus
 
-    def in_seat(self, num_seats: int, **endpoints: str) -> Self:
+    def for_process(self, num_processes: int, **endpoints: str) -> Self:
         """Return the settings of one of so many processes: what limits the whole is divided.
 
         A part is rounded up.
@@ -265,7 +265,7 @@ class Config(SharedSettings):
             "max_kept_responses",
             "max_kept_bytes",
         )
-        parts = {name: -(-getattr(self, name) // num_seats) for name in divided}
+        parts = {name: -(-getattr(self, name) // num_processes) for name in divided}
         of_parent = {"local": (0, 0), "ready_file": None}
         return self.model_copy(update={**parts, **of_parent, **endpoints})
 

@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 from router.core.cluster import Counts
 from router.core.fleet import Fleet, WorkerState
 from router.core.request import RequestEnd
-from router.summed import Figures, Series, figures, summed
+from router.processes.summed import Figures, Series, figures, summed
 from wire.errors import ErrorCode
 from wire.frames import Role
 from wire.process.exposition import Distribution, frames, gauge, tally

@@ -37,8 +37,14 @@ WINGS = {
 FLOORS = {
     "wire": ["wire", "wire/transfer", "wire/process", "wire/aio"],
     "router": [
-        *("router/text", "router/core", "router/log.py", "router/summed.py", "router/metrics.py"),
-        "router/line.py",
+        *(
+            "router/text",
+            "router/core",
+            "router/log.py",
+            "router/processes/summed.py",
+            "router/metrics.py",
+        ),
+        "router/processes/channel.py",
         *(
             "router/api/errors.py",
             "router/api/asked",
@@ -46,7 +52,7 @@ FLOORS = {
             "router/api",
             "router/api/messages",
             "router/api/description",
-            "router/siblings.py",
+            "router/processes/siblings.py",
             "router/http",
             "router/cores.py",
             "router/config.py",
@@ -54,7 +60,7 @@ FLOORS = {
             "router/bus.py",
             "router/local.py",
         ),
-        *("router/app.py", "router/processes.py", "router/start.py", "router/__main__.py"),
+        *("router/app.py", "router/processes", "router/start.py", "router/__main__.py"),
     ],
     "worker": [
         *("worker/model", "worker/compute", "worker/executor", "worker/parallel"),
@@ -85,9 +91,9 @@ ASYNC = {
     "router/http/writer.py",
     "router/tcp.py",
     "router/local.py",
-    "router/line.py",
-    "router/siblings.py",
-    "router/processes.py",
+    "router/processes/channel.py",
+    "router/processes/siblings.py",
+    "router/processes/parent.py",
     "router/bus.py",
     "worker/app.py",
     "worker/__main__.py",

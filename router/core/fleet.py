@@ -140,8 +140,8 @@ class Fleet:
     """The table of workers, by ZeroMQ identity.
 
     `own_max_kv_transfer_bytes` is the router's own limit; a worker whose engine is longer than
-    `stall_s` in one step stands still.  Of `num_seats` processes that choose among these workers it
-    is the one in `seat`: among equals, each begins with others.
+    `stall_s` in one step stands still.  It is number `process` of `num_processes` that choose among
+    these workers: among equals, each begins with others.
     """
 
     def __init__(
@@ -151,14 +151,14 @@ class Fleet:
         max_kv_transfer_bytes: int,
         heartbeat_s: float,
         stall_s: float = 60.0,
-        seat: int = 0,
-        num_seats: int = 1,
+        process: int = 0,
+        num_processes: int = 1,
     ) -> None:
         self.model_fingerprint = model_fingerprint
         self.own_max_kv_transfer_bytes = max_kv_transfer_bytes
         self.heartbeat_s = heartbeat_s
         self.stall_s = stall_s
-        self._seat, self._num_seats = seat, num_seats
+        self._process, self._num_processes = process, num_processes
         self._workers: dict[bytes, Worker] = {}
         self._last_max_model_len: int | None = None
         self._ranks: dict[tuple[Role, int], Worker] = {}
@@ -253,7 +253,7 @@ class Fleet:
             raise WireError(ErrorCode.OVERLOADED, f"there are {MAX_WORKERS} workers already")
         if replaced is not None:
             self.lose(replaced.identity, now)
-        turn = (hello.rank - self._seat) % self._num_seats
+        turn = (hello.rank - self._process) % self._num_processes
         worker = Worker(identity, *key, hello.epoch, detail, now, turn=turn)
         self._workers[identity] = self._ranks[key] = worker
         self._lost.pop(key, None)

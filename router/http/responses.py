@@ -12,7 +12,7 @@ from router.api.errors import invalid
 from router.api.responses.kept import KeptResponse, KeptResponses, list_items, previous_id
 from router.http.asgi import HttpExchange
 from router.http.limits import Threads
-from router.siblings import Siblings
+from router.processes.siblings import Siblings
 
 
 class ResponseHandlers:

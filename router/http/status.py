@@ -19,7 +19,7 @@ from router.api.model import ServedModel
 from router.core.cluster import Counts, ProcessState, state_of, together
 from router.core.fleet import Fleet
 from router.http.asgi import HttpExchange
-from router.siblings import Siblings
+from router.processes.siblings import Siblings
 from wire.process.exposition import CONTENT_TYPE
 
 

@@ -179,7 +179,7 @@ def test_a_process_has_its_part_of_what_limits_the_whole(tmp_path: Path) -> None
     whole = Config(
         processes=3, max_connections=100, max_waiting=0, local=(1, 1), ready_file=tmp_path / "r"
     )
-    part = whole.in_seat(3, bus="tcp://127.0.0.1:7002")
+    part = whole.for_process(3, bus="tcp://127.0.0.1:7002")
     assert (part.max_connections, part.max_waiting) == (34, 0)
     assert part.max_running_per_worker == 86 and part.max_kept_responses == 334
     assert (part.local, part.ready_file, part.bus) == ((0, 0), None, "tcp://127.0.0.1:7002")

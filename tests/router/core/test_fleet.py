@@ -323,7 +323,7 @@ def test_requests_of_other_routers_are_those_that_we_did_not_place() -> None:
 
 
 def test_processes_that_share_workers_begin_with_different_ones() -> None:
-    for seat, turns in ((0, [0, 1, 0, 1]), (1, [1, 0, 1, 0])):
-        table = fleet(seat=seat, num_seats=2)
+    for process, turns in ((0, [0, 1, 0, 1]), (1, [1, 0, 1, 0])):
+        table = fleet(process=process, num_processes=2)
         workers = [table.get(hello(table, rank=rank)) for rank in range(4)]
         assert [worker.turn for worker in workers if worker] == turns

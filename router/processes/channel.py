@@ -1,4 +1,4 @@
-"""The line between a router process and the parent that started it: questions, and their answers.
+"""The channel between a router process and the parent that started it: questions and answers.
 
 A socket pair that one inherits from the other: nobody else can reach it, and it ends with either.
 Both ends may ask at any time; an answer comes when there is one.  A message is its length (u32,
@@ -22,22 +22,22 @@ _LENGTH: Final = struct.Struct("<I")
 T = TypeVar("T")
 
 
-class Seat(Struct):
-    """What a process is told before it begins: which of `num_seats` it is, and where to listen.
+class Assignment(Struct):
+    """What a process is told before it begins: which of `num_processes` it is, and where to listen.
 
     `is_again`: others went on serving while this one was away.
     """
 
     index: int
-    num_seats: int
+    num_processes: int
     http: str
     tcp: str
     bus: str
     is_again: bool
 
 
-class AskSeat(Struct, frozen=True, tag="seat"):
-    """Of the parent: may this process begin?  Answered with its `Seat` when it may."""
+class AskAssignment(Struct, frozen=True, tag="assignment"):
+    """Of the parent: may this process begin?  Answered with its `Assignment` when it may."""
 
 
 class Listening(Struct, frozen=True, tag="listening"):
@@ -56,7 +56,7 @@ class AskState(Struct, frozen=True, tag="state"):
 
 
 class AskFigures(Struct, frozen=True, tag="figures"):
-    """What has this process measured?  `router.summed.Figures`."""
+    """What has this process measured?  `router.processes.summed.Figures`."""
 
 
 class FindResponse(Struct, frozen=True, tag="find"):
@@ -90,7 +90,7 @@ class Answers(Struct, Generic[T]):
 
 
 # What a process asks the parent, and the parent a process.
-Asked = AskSeat | Listening | Drained | AskAll | Question
+Asked = AskAssignment | Listening | Drained | AskAll | Question
 
 
 class _Asked(Struct, tag=True):
@@ -103,7 +103,7 @@ class _Answered(Struct, tag=True):
     answer: msgspec.Raw
 
 
-class Line:
+class Channel:
     """One end.  `answer(question)` returns what the other end is told; `open` comes first."""
 
     def __init__(self, ours: socket.socket, answer: Callable[[Any], Awaitable[object]]) -> None:

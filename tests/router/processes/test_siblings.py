@@ -1,4 +1,4 @@
-"""What one process asks of the others, and what it answers: over a real line, to a parent here."""
+"""What one process asks of the others, and what it answers, over a real channel."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 
 import pytest
 
-from router import siblings
 from router.api.errors import HttpError
 from router.api.responses.kept import KeptResponse, KeptResponses
 from router.core.cluster import ProcessState
-from router.line import (
+from router.processes import siblings
+from router.processes.channel import (
     Answers,
     AskAll,
+    AskAssignment,
     AskFigures,
-    AskSeat,
     AskState,
+    Assignment,
+    Channel,
     DeleteResponse,
     FindResponse,
-    Line,
-    Seat,
 )
-from router.siblings import VARIABLE, Siblings, inherited
-from router.summed import Family
+from router.processes.siblings import VARIABLE, Siblings, inherited
+from router.processes.summed import Family
 
-SEAT = Seat(1, 2, "127.0.0.1:1", "127.0.0.1:2", "tcp://127.0.0.1:3", is_again=False)
+ASSIGNMENT = Assignment(1, 2, "127.0.0.1:1", "127.0.0.1:2", "tcp://127.0.0.1:3", is_again=False)
 STATE = ProcessState(7, 1, 2, ["none"], [{"role": "decode"}])
 FAMILY = Family("baton_x", "X.", "counter", [("baton_x_total", (("a", "b"),), 2.0)])
 KEPT = KeptResponse("anna", b"{}", b"[]")
@@ -38,17 +38,17 @@ KEPT = KeptResponse("anna", b"{}", b"[]")
 @asynccontextmanager
 async def beside(
     answer: Callable[[object], Awaitable[object]],
-) -> AsyncIterator[tuple[Siblings, Line]]:
+) -> AsyncIterator[tuple[Siblings, Channel]]:
     """A process's end, and the parent's, which answers like this."""
 
-    async def seat_first(question: object) -> object:
-        return SEAT if isinstance(question, AskSeat) else await answer(question)
+    async def assignment_first(question: object) -> object:
+        return ASSIGNMENT if isinstance(question, AskAssignment) else await answer(question)
 
     ours, theirs = socket.socketpair()
-    parent = Line(ours, seat_first)
+    parent = Channel(ours, assignment_first)
     await parent.open()
     process = Siblings(theirs.detach())
-    assert await process.begin() == SEAT
+    assert await process.begin() == ASSIGNMENT
     kept = KeptResponses()
     kept.keep("resp_1", KEPT)
     process.serve(lambda: STATE, lambda: [FAMILY], kept)

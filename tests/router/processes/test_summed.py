@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from router.summed import Figures, Series, figures, kept, summed
+from router.processes.summed import Figures, Series, figures, kept, summed
 
 
 def process(requests: int, running: int, lag_s: float) -> Figures:

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from router import processes
 from router.config import Config
-from router.processes import serve_by_several
+from router.processes.parent import serve_by_several
 from wire.process.lifetime import Stop
 
 FLAGS = ("--processes", "2", "--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--log-level")
@@ -90,7 +89,7 @@ async def test_one_that_is_asked_to_end_begins_again_and_the_other_does_not_noti
 
 async def test_one_that_is_stuck_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("STUCK_S", "REPORT_S", "ANSWER_S"):
-        monkeypatch.setattr(processes, name, 0.2)
+        monkeypatch.setattr(f"router.processes.parent.{name}", 0.2)
     async with parent(tmp_path) as it:
         await until(it.ready.exists)
         os.kill(it.pids(0)[0], signal.SIGSTOP)

@@ -14,42 +14,42 @@ from typing import Final, TypeVar
 from router.api.errors import HttpError, retry_after
 from router.api.responses.kept import KeptResponse, KeptResponses
 from router.core.cluster import ProcessState
-from router.line import (
+from router.processes.channel import (
     Answers,
     AskAll,
+    AskAssignment,
     AskFigures,
-    AskSeat,
     AskState,
+    Assignment,
+    Channel,
     DeleteResponse,
     Drained,
     FindResponse,
-    Line,
     Listening,
     Question,
-    Seat,
 )
-from router.summed import Figures
+from router.processes.summed import Figures
 
 # The number of the descriptor that a router process inherits.
-VARIABLE: Final = "ROUTER_LINE"
+VARIABLE: Final = "ROUTER_CHANNEL"
 # For the parent's answer, which itself waits less than that for a process that is stuck.
 PATIENCE_S: Final = 5.0
 T = TypeVar("T")
 
 
 class Siblings:
-    """One process's line to the parent.  `begin` first; `serve` says what it answers itself."""
+    """One process's channel to the parent.  `begin` first; `serve` says what it answers itself."""
 
     def __init__(self, descriptor: int) -> None:
-        self._line = Line(socket.socket(fileno=descriptor), self._answer)
+        self._channel = Channel(socket.socket(fileno=descriptor), self._answer)
         self._state: Callable[[], ProcessState] | None = None
         self._figures: Callable[[], Figures] | None = None
         self._kept = KeptResponses()
 
-    async def begin(self) -> Seat:
+    async def begin(self) -> Assignment:
         """Wait until this process may begin."""
-        await self._line.open()
-        return await self._line.ask(AskSeat(), Seat)
+        await self._channel.open()
+        return await self._channel.ask(AskAssignment(), Assignment)
 
     def serve(
         self,
@@ -62,15 +62,15 @@ class Siblings:
 
     async def listening(self, endpoints: dict[str, str], try_this: str) -> None:
         """Tell the parent that this process serves."""
-        await self._line.ask(Listening(endpoints, try_this), bool)
+        await self._channel.ask(Listening(endpoints, try_this), bool)
 
     async def leave(self) -> None:
         """Tell the parent that no client is left, and wait until workers need the bus no more."""
-        await self._line.ask(Drained(), bool)
+        await self._channel.ask(Drained(), bool)
 
     async def close(self) -> None:
         """Hang up."""
-        await self._line.close()
+        await self._channel.close()
 
     async def states(self) -> list[ProcessState]:
         """Return how all processes are, this one included."""
@@ -98,7 +98,7 @@ class Siblings:
     async def _ask_all(self, question: Question, kind: type[T]) -> T:
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return await self._line.ask(AskAll(question), kind)
+                return await self._channel.ask(AskAll(question), kind)
         except (TimeoutError, ConnectionError):
             raise _not_now() from None
 
@@ -124,6 +124,6 @@ def _not_now() -> HttpError:
 
 
 def inherited() -> Siblings | None:
-    """Return the line that this process was started with; None where it is the only one."""
+    """Return the channel that this process was started with; None where it is the only one."""
     descriptor = os.environ.pop(VARIABLE, "")
     return Siblings(int(descriptor)) if descriptor else None

@@ -28,23 +28,23 @@ from router.app import REPORT_S, named, split_address, write_whole
 from router.config import Config
 from router.core.cluster import ProcessState, Readiness, status_line
 from router.http.server import FLUSH_S
-from router.line import (
+from router.local import HEALTHY_S, MAX_PAUSE_S, MIN_PAUSE_S, LocalWorkers
+from router.processes.channel import (
     Answers,
     AskAll,
+    AskAssignment,
     AskFigures,
-    AskSeat,
     AskState,
+    Assignment,
+    Channel,
     DeleteResponse,
     Drained,
     FindResponse,
-    Line,
     Listening,
     Question,
-    Seat,
 )
-from router.local import HEALTHY_S, MAX_PAUSE_S, MIN_PAUSE_S, LocalWorkers
-from router.siblings import VARIABLE
-from router.summed import Figures, kept, summed
+from router.processes.siblings import VARIABLE
+from router.processes.summed import Figures, kept, summed
 from wire.aio.listener import reserve
 from wire.process.children import die_with_parent, same_release
 from wire.process.lifetime import Stop, keep_watchdog, notify
@@ -66,7 +66,7 @@ class Process:
     def __init__(self, index: int, bus: str) -> None:
         self.index = index
         self.bus = bus
-        self.line: Line | None = None
+        self.channel: Channel | None = None
         self.child: asyncio.subprocess.Process | None = None
         self.is_listening = self.has_listened = False
         self.drained = asyncio.Event()
@@ -82,7 +82,7 @@ class Process:
 
     def forget(self) -> Figures:
         """It is gone; return what of its figures stays."""
-        self.line = self.child = self.state = None
+        self.channel = self.child = self.state = None
         self.is_listening, self.silent_s = False, 0.0
         self.drained.set()
         staying, self.figures = kept(self.figures), []
@@ -223,12 +223,12 @@ class Processes:
         if self._is_stopping:  # `_stop` has signalled the others already
             process.signal(signal.SIGKILL)
         process.drained.clear()
-        process.line = Line(ours, lambda question: self._answer(process, question))
-        await process.line.open()
+        process.channel = Channel(ours, lambda question: self._answer(process, question))
+        await process.channel.open()
         try:
             return await child.wait()
         finally:
-            await process.line.close()
+            await process.channel.close()
 
     async def _look(self) -> None:
         """Ask all how they are; end those that have said nothing for too long."""
@@ -246,10 +246,10 @@ class Processes:
 
     async def _answer(self, process: Process, question: object) -> object:
         match question:
-            case AskSeat():
+            case AskAssignment():
                 if process.index:
                     await self._first_listens.wait()
-                return self._seat(process)
+                return self._assignment(process)
             case Listening(endpoints, try_this):
                 self._on_listening(process, endpoints, try_this)
             case Drained():
@@ -267,7 +267,7 @@ class Processes:
                 return Answers(given, is_complete=len(given) == len(answers))
         return True
 
-    def _seat(self, process: Process) -> Seat:
+    def _assignment(self, process: Process) -> Assignment:
         addresses = [reserved.getsockname() for reserved in self._reserved]
         asked = (self._config.http, self._config.tcp)
         http, tcp = (
@@ -275,7 +275,7 @@ class Processes:
             for each, address in zip(asked, addresses, strict=True)
         )
         again = process.has_listened
-        return Seat(process.index, len(self._all), http, tcp, process.bus, again)
+        return Assignment(process.index, len(self._all), http, tcp, process.bus, again)
 
     def _on_listening(self, process: Process, endpoints: dict[str, str], try_this: str) -> None:
         process.is_listening = process.has_listened = True
@@ -292,19 +292,19 @@ class Processes:
         )
 
     async def _ask_one(self, question: Question, process: Process) -> object:
-        if process.line is None or not process.is_listening:
+        if process.channel is None or not process.is_listening:
             return SILENCE
         with suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(ANSWER_S):
                 match question:
                     case AskState():
-                        process.state = await process.line.ask(question, ProcessState)
+                        process.state = await process.channel.ask(question, ProcessState)
                         return process.state
                     case AskFigures():
-                        process.figures = await process.line.ask(question, Figures)
+                        process.figures = await process.channel.ask(question, Figures)
                         return process.figures
                     case FindResponse() | DeleteResponse():
-                        return await process.line.ask(question, Any)
+                        return await process.channel.ask(question, Any)
         return SILENCE
 
 

@@ -1,4 +1,4 @@
-"""The line between two processes: both ask, an answer may come late, and an end is noticed."""
+"""The channel between two processes: both ask, an answer may come late, and an end is noticed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.line import AskAll, AskState, DeleteResponse, FindResponse, Line
+from router.processes.channel import AskAll, AskState, Channel, DeleteResponse, FindResponse
 
 Answer = Callable[[object], Awaitable[object]]
 
 
 @asynccontextmanager
-async def lines(one: Answer, other: Answer) -> AsyncIterator[tuple[Line, Line]]:
+async def channels(one: Answer, other: Answer) -> AsyncIterator[tuple[Channel, Channel]]:
     ends = [
-        Line(sock, answer) for sock, answer in zip(socket.socketpair(), (one, other), strict=True)
+        Channel(sock, answer)
+        for sock, answer in zip(socket.socketpair(), (one, other), strict=True)
     ]
     for end in ends:
         await end.open()
@@ -35,7 +36,7 @@ async def test_both_ends_ask() -> None:
         assert isinstance(question, FindResponse)
         return ["anna", b"\0" * (1 << 20), question.name.encode()]
 
-    async with lines(named, find) as (one, other):
+    async with channels(named, find) as (one, other):
         found, name = await asyncio.gather(
             one.ask(FindResponse("anna", "resp_1"), tuple[str, bytes, bytes]),
             other.ask(AskAll(DeleteResponse("anna", "resp_1")), str),
@@ -52,7 +53,7 @@ async def test_answers_come_in_any_order() -> None:
             await may_end.wait()
         return type(question).__name__
 
-    async with lines(named, answer) as (one, _):
+    async with channels(named, answer) as (one, _):
         late = asyncio.create_task(one.ask(AskState(), str))
         assert await one.ask(FindResponse("", ""), str) == "FindResponse"
         assert not late.done()
@@ -65,7 +66,7 @@ async def test_who_waits_is_told_that_the_other_end_is_gone() -> None:
         await asyncio.Event().wait()
         return None
 
-    async with lines(named, never) as (one, other):
+    async with channels(named, never) as (one, other):
         waiting = asyncio.create_task(one.ask(AskState(), str))
         await asyncio.sleep(0)
         await other.close()

@@ -1,0 +1,1 @@
+"""Several router processes that share one port: `--processes N`."""
