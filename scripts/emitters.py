@@ -17,7 +17,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import uvloop
 
@@ -147,9 +147,14 @@ class Worker:
 
 
 class Prefill(Worker):
-    """Answers every prompt at once."""
+    """Answers every prompt at once, and notes when each came and when its first token left."""
+
+    def __init__(self, model: Path, router: str, notes: IO[str] | None) -> None:
+        super().__init__(Role.PREFILL, model, router)
+        self._notes = notes
 
     def on_frame(self, frame: object, body: Buffer) -> None:
+        came_at = time.monotonic()
         if not isinstance(frame, PrefillRequest):
             return
         token_ids, options = decode_prompt(body, frame.seq_len)
@@ -158,6 +163,8 @@ class Prefill(Worker):
         result = PrefillResult(token_id=token_id, finish_reason="length" if is_last else None)
         done = PrefillDone(frame.request_id, 0)
         self.link.send(encode(done, encode_prefill_result(result)))
+        if self._notes is not None:
+            print(token_ids[0], came_at, time.monotonic(), file=self._notes, flush=True)
 
 
 class Decode(Worker):
@@ -220,9 +227,15 @@ async def main() -> None:
     )
     parser.add_argument("router", help="its --bus")
     parser.add_argument("--model", default="demo", help="that of the router")
+    parser.add_argument(
+        "--notes",
+        type=argparse.FileType("w"),
+        help="a line for each prompt: its key, when "
+        "it came, and when its first token left, by the monotonic clock",
+    )
     given = parser.parse_args()
     model = locate(given.model)
-    prefill, decoder = Prefill(Role.PREFILL, model, given.router), Decode(model, given.router)
+    prefill, decoder = Prefill(model, given.router, given.notes), Decode(model, given.router)
     running = asyncio.create_task(decoder.run())
     while not running.done():
         await asyncio.sleep(BEAT_S)
