@@ -162,9 +162,10 @@ class Prefill(Worker):
         is_last = options.max_tokens == 1
         result = PrefillResult(token_id=token_id, finish_reason="length" if is_last else None)
         done = PrefillDone(frame.request_id, 0)
+        left_at = time.monotonic()
         self.link.send(encode(done, encode_prefill_result(result)))
         if self._notes is not None:
-            print(token_ids[0], came_at, time.monotonic(), file=self._notes, flush=True)
+            print(token_ids[0], came_at, left_at, file=self._notes, flush=True)
 
 
 class Decode(Worker):
