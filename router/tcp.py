@@ -46,7 +46,7 @@ from wire.payloads import (
 )
 from wire.process.api_keys import ApiKeys, digest, name_of
 from wire.process.traffic import Traffic
-from wire.session import Direction, Session
+from wire.session import Direction, Session, SessionState
 
 log = structlog.get_logger("router")
 
@@ -244,9 +244,13 @@ class ClientRequest:
         self._connection.send(frame, encode_prefill_result(said))
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
-        self.session.on(Tag.DECODE_TOKEN, Direction.RESPONSE)
-        payload = () if logprobs is None else (encode_map([logprobs]),)
-        self._connection.send(DecodeToken(self._request_id, token_id), *payload)
+        if self.session.state is not SessionState.DECODING:  # else it changes nothing
+            self.session.on(Tag.DECODE_TOKEN, Direction.RESPONSE)
+        if logprobs is None:
+            self._connection.send_token(self._request_id, token_id)
+        else:
+            frame = DecodeToken(self._request_id, token_id)
+            self._connection.send(frame, encode_map([logprobs]))
 
     def on_done(self, usage: Usage) -> None:
         self.session.on(Tag.DECODE_DONE, Direction.RESPONSE)

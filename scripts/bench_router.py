@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any, Final
 
 import numpy as np
@@ -93,6 +94,8 @@ class Running:
     endpoints: dict[str, tuple[str, int]]
     pid: int
     model: str = "demo"
+    # Where its workers note when each prompt came and when its first token left.
+    notes: Path | None = None
 
     def address(self, face: str) -> list[str]:
         host, port = self.endpoints["tcp" if face == "tcp" else "http"]
@@ -103,11 +106,13 @@ class Running:
 def ours(flags: list[str]) -> Iterator[Running]:
     """The router of this checkout and its emitters."""
     limits = ["--max-running-per-worker", "4096", "--max-requests-per-connection", "64"]
-    with listening([*limits, *flags]) as (addresses, pid, buses):
-        emitters = [sys.executable, "-m", "scripts.emitters", *buses]
+    served = listening([*limits, *flags])
+    with served as (addresses, pid, buses), TemporaryDirectory() as directory:
+        notes = Path(directory) / "notes"
+        emitters = [sys.executable, "-m", "scripts.emitters", *buses, "--notes", str(notes)]
         with ended(subprocess.Popen(emitters, cwd=ROOT)):
             wait_until_served(addresses["http"])
-            yield Running(addresses, pid)
+            yield Running(addresses, pid, notes=notes)
 
 
 @contextmanager
@@ -155,6 +160,8 @@ def measure(row: Row, router: Running) -> dict[str, Any]:
     measured: dict[str, Any] = json.loads(said)
     if measured["problems"]:
         raise SystemExit(f"{row.name}: {measured['problems'][0]}")
+    if row.kind == "arrivals" and router.notes is not None:
+        measured["added_s"] = added(measured["spans"], router.notes)
     return measured
 
 
@@ -182,11 +189,23 @@ def said(row: Row, who: str, measured: dict[str, Any]) -> str:
         user, system = (1e6 * measured[name] / num for name in ("user_s", "system_s"))
         parts.append(f"{user + system:6.1f} us CPU a {what[:-1]} ({user:.1f} user)")
         parts.append(f"{num / seconds:9,.0f} {what}/s")
-    if row.kind != "stream":
-        ttft_ms = 1000 * np.array(measured["ttft_s"])
-        quantiles = (np.quantile(ttft_ms, share) for share in (0.5, 0.99))
-        parts.append("first token p50 {:.2f} p99 {:.2f} ms".format(*quantiles))
+    if "added_s" in measured:
+        quantiles = (1000 * np.quantile(measured["added_s"], share) for share in (0.5, 0.99))
+        parts.append("added to the first token p50 {:.2f} p99 {:.2f} ms".format(*quantiles))
     return " ".join(parts)
+
+
+def added(spans: list[tuple[int, float, float]], notes: Path) -> list[float]:
+    """Return what lies between each client and the worker: of the time to its first token, all that
+    the prompt was not at the worker."""
+    lines = [line.split() for line in notes.read_text().splitlines()[-len(spans) :]]
+    of_worker = sorted((int(key), float(came), float(left)) for key, came, left in lines)
+    found = list[float]()
+    # Those of one key are a second apart, so they come in the order in which they were asked.
+    for (key, asked, first), (same, came, left) in zip(sorted(spans), of_worker, strict=True):
+        assert key == same and asked < came <= left < first
+        found.append((first - asked) - (left - came))
+    return found
 
 
 def wait_until_served(address: tuple[str, int]) -> None:

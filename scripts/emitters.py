@@ -17,7 +17,7 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import uvloop
 
@@ -155,9 +155,14 @@ class Worker:
 
 
 class Prefill(Worker):
-    """Answers every prompt at once."""
+    """Answers every prompt at once, and notes when each came and when its first token left."""
+
+    def __init__(self, model: Path, router: str, notes: IO[str] | None) -> None:
+        super().__init__(Role.PREFILL, model, router)
+        self._notes = notes
 
     def on_frame(self, frame: object, body: Buffer) -> None:
+        came_at = time.monotonic()
         if not isinstance(frame, PrefillRequest):
             return
         token_ids, options = decode_prompt(body, frame.seq_len)
@@ -165,7 +170,10 @@ class Prefill(Worker):
         is_last = options.max_tokens == 1
         result = PrefillResult(token_id=token_id, finish_reason="length" if is_last else None)
         done = PrefillDone(frame.request_id, 0)
+        left_at = time.monotonic()
         self.link.send(encode(done, encode_prefill_result(result)))
+        if self._notes is not None:
+            print(token_ids[0], came_at, left_at, file=self._notes, flush=True)
 
 
 class Decode(Worker):
@@ -229,9 +237,15 @@ async def main() -> None:
     )
     parser.add_argument("router", nargs="+", help="its --bus; of several processes, all")
     parser.add_argument("--model", default="demo", help="that of the router")
+    parser.add_argument(
+        "--notes",
+        type=argparse.FileType("w"),
+        help="a line for each prompt: its key, when "
+        "it came, and when its first token left, by the monotonic clock",
+    )
     given = parser.parse_args()
     model = locate(given.model)
-    prefills = [Prefill(Role.PREFILL, model, router) for router in given.router]
+    prefills = [Prefill(model, router, given.notes) for router in given.router]
     crowd = Crowd()
     decoders = [Decode(model, router, crowd) for router in given.router]
     running = [asyncio.create_task(decoder.run()) for decoder in decoders]

@@ -8,7 +8,8 @@ Waits for a line on stdin, then asks (`stream`: all at once; `arrivals`: at `--r
 streams that never get a second token, kept open until another line comes).  Every token of every
 answer is compared with what `scripts/emitters.py` had to say, after the last one has come.  Prints
 one JSON line: tokens and seconds, from when every stream had its first token, with what the
-process `--pid` and its children took of the CPU meanwhile; and the seconds to each first token.
+process `--pid` and its children took of the CPU meanwhile; and of each request its key, when it was
+asked and when the first of its answer came.
 """
 
 from __future__ import annotations
@@ -80,14 +81,14 @@ class Asker(asyncio.Protocol):
         self.taken, self.first_at = [], 0.0
         self.first = asyncio.get_running_loop().create_future()
         self._done = asyncio.get_running_loop().create_future()
-        self.asked_at = time.perf_counter()
+        self.asked_at = time.monotonic()
         self.transport.write(self.request(question))
         return self._done
 
     def data_received(self, data: bytes) -> None:
         self.taken.append(data)
         if not self.first.done() and self.has_token(data):
-            self.first_at = time.perf_counter()
+            self.first_at = time.monotonic()
             self.first.set_result(None)
         if self.is_end(data) and self._done is not None:
             self._done.set_result(None)
@@ -137,9 +138,11 @@ class HttpAsker(Asker):
     def __init__(self, path: str, model: str) -> None:
         super().__init__()
         self._path, self._model = path, model
+        self._is_streamed = True
         self._tail = b""
 
     def request(self, question: Question) -> bytes:
+        self._is_streamed, self._tail = question.is_streamed, b""
         body = {
             "model": self._model,
             "max_tokens": question.num_tokens,
@@ -162,7 +165,8 @@ class HttpAsker(Asker):
 
     def is_end(self, data: bytes) -> bool:
         self._tail = (self._tail + data)[-8:]
-        return self._tail.endswith((b"\r\n0\r\n\r\n", b"}"))
+        # A stream may be read up to the brace of any event.
+        return self._tail.endswith(b"\r\n0\r\n\r\n" if self._is_streamed else b"}")
 
     def num_tokens(self) -> int:
         return b"".join(self.taken).count(b'"choices"')
@@ -267,7 +271,9 @@ class Crowd:
         self._askers: list[Asker] = []
         self._words = Words(locate("demo"), has_peer=given.model != "demo")
         self._problems: list[str] = []
-        self._ttft_s: list[float] = []
+        # The key of each, when it was asked and when the first of its answer came, by the clock
+        # of all processes.
+        self._spans: list[tuple[int, float, float]] = []
 
     async def connect(self, num: int) -> None:
         given, loop = self._given, asyncio.get_running_loop()
@@ -289,10 +295,10 @@ class Crowd:
         questions = [Question(key, given.tokens, flow) for key in keys]
         done = [each.ask(q) for each, q in zip(self._askers, questions, strict=True)]
         await asyncio.wait([each.first for each in self._askers])
-        cpu, start = Cpu(given.pid), time.perf_counter()
+        cpu, start = Cpu(given.pid), time.monotonic()
         num_before = sum([each.num_tokens() for each in self._askers])
         await asyncio.gather(*done)
-        seconds, (user_s, system_s) = time.perf_counter() - start, cpu.used()
+        seconds, (user_s, system_s) = time.monotonic() - start, cpu.used()
         for asker, question in zip(self._askers, questions, strict=True):
             self._check(asker, question)
         num_tokens = given.streams * given.tokens - num_before
@@ -314,7 +320,7 @@ class Crowd:
         """One token each, without a stream."""
         given = self._given
         left = iter(range(given.requests))
-        cpu, start = Cpu(given.pid), time.perf_counter()
+        cpu, start = Cpu(given.pid), time.monotonic()
 
         async def again(asker: Asker) -> None:
             for index in left:
@@ -323,7 +329,7 @@ class Crowd:
                 self._check(asker, question)
 
         await asyncio.gather(*map(again, self._askers))
-        seconds, (user_s, system_s) = time.perf_counter() - start, cpu.used()
+        seconds, (user_s, system_s) = time.monotonic() - start, cpu.used()
         return {
             "tokens": given.requests,
             "seconds": seconds,
@@ -333,14 +339,14 @@ class Crowd:
 
     async def arrivals(self) -> dict[str, Any]:
         """At a rate, whoever is answered or not."""
-        given, start = self._given, time.perf_counter()
+        given, start = self._given, time.monotonic()
         flow, asked = Flow(given.pace_us), list[asyncio.Task[None]]()
         for index in range(given.requests):
-            await asyncio.sleep(max(start + index / given.rate - time.perf_counter(), 0.0))
+            await asyncio.sleep(max(start + index / given.rate - time.monotonic(), 0.0))
             question = Question(10 + index % 100, given.tokens, flow)
             asked.append(asyncio.create_task(self._ask_once(question)))
         await asyncio.gather(*asked)
-        return {"seconds": time.perf_counter() - start}
+        return {"seconds": time.monotonic() - start}
 
     async def _ask_once(self, question: Question) -> None:
         """On a connection that nobody uses, and that the router has not found too silent."""
@@ -353,13 +359,13 @@ class Crowd:
         self._askers.append(asker)
 
     def _check(self, asker: Asker, question: Question) -> None:
-        self._ttft_s.append(asker.first_at - asker.asked_at)
+        self._spans.append((question.key, asker.asked_at, asker.first_at))
         problem = asker.problem(question, self._words)
         if problem:
             self._problems.append(problem)
 
     def report(self, measured: dict[str, Any]) -> int:
-        print(json.dumps(measured | {"ttft_s": self._ttft_s, "problems": self._problems[:5]}))
+        print(json.dumps(measured | {"spans": self._spans, "problems": self._problems[:5]}))
         return bool(self._problems)
 
 

@@ -15,6 +15,8 @@ from wire.frames import FRAMES, HEADER_BYTES, Frame, Tag
 from wire.parts import Buffer, Message, message_of
 
 PREFIX: Final = Struct("<II")
+# A whole DECODE_TOKEN: its prefix, and `DecodeToken.layout`.
+_TOKEN: Final = Struct("<IIQq")
 # A prompt of a million tokens is 4 MiB, and options are 64 KiB at most.
 DEFAULT_MAX_FRAME_BYTES: Final = 8 * 1024 * 1024
 # Everything that carries no prompt and no KV fits in this.
@@ -30,6 +32,11 @@ def encode(frame: Frame, *payload: Buffer) -> list[Buffer]:
     """
     length = HEADER_BYTES + sum(memoryview(part).nbytes for part in payload)
     return [PREFIX.pack(frame.tag, length) + frame.header(), *payload]
+
+
+def encode_token(request_id: int, token_id: int) -> bytes:
+    """Return what `encode` does of a DecodeToken, in a tenth of the time."""
+    return _TOKEN.pack(Tag.DECODE_TOKEN, HEADER_BYTES, request_id, token_id)
 
 
 class StreamDecoder:

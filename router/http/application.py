@@ -39,8 +39,9 @@ from router.http.responses import ResponseHandlers
 from router.http.routes import Handler, Route, Routes
 from router.http.server import abort, find_push
 from router.http.status import Status
-from router.http.writer import ResponseWriter, Turns, wait_for_disconnect
+from router.http.writer import ResponseWriter, wait_for_disconnect
 from router.processes.siblings import Siblings
+from wire.aio.turns import Turns
 from wire.errors import ErrorCode, WireError
 from wire.process.api_keys import ApiKeys
 from wire.process.traffic import Traffic

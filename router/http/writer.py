@@ -5,9 +5,9 @@ has an HTTP status of its own.  A client that leaves is noticed while nothing is
 stays but does not read is cut off, by `tick` or by the tokens that pile up.
 
 Tokens are the router's bulk, so they are written without a task waking up for them: all writers
-with something to write have their turn in one pass (`Turns`), and what a server takes at once costs
-one call.  Only where it does not, because the client is slow to read, does the task of the request
-wait for it; meanwhile its tokens pile up, and go out together.
+with something to write have their turn in one pass (`wire.aio.turns`), and what a server takes at
+once costs one call.  Only where it does not, because the client is slow to read, does the task of
+the request wait for it; meanwhile its tokens pile up, and go out together.
 """
 
 from __future__ import annotations
@@ -23,32 +23,12 @@ from router.api.answered.events import HEADERS
 from router.api.answered.pieces import Piece, joined
 from router.api.errors import Header, http_error
 from router.http.asgi import Disconnected, Push, Receive, Send
+from wire.aio.turns import Turns
 
 # Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
 PING_S: Final = 10.0
 # A write that takes longer than this has a client that does not read.
 STALL_S: Final = 10.0
-
-
-class Turns:
-    """Everybody who has something to write, once in a turn of the loop."""
-
-    def __init__(self) -> None:
-        self._due: dict[ResponseWriter, None] = {}
-
-    def take(self, writer: ResponseWriter) -> None:
-        """Call the writer's `write`, after what else is to be done in this turn."""
-        if not self._due:
-            asyncio.get_running_loop().call_soon(self._write)
-        self._due[writer] = None
-
-    def _write(self) -> None:
-        due, self._due = self._due, {}
-        # First all of the work, then all of the sending: who reads what is sent, on another core,
-        # then has more to read when it is done, and need not sleep and be woken for each.
-        bodies = [(writer, body) for writer in due if (body := writer.write())]
-        for writer, body in bodies:
-            writer.send(body)
 
 
 class ResponseWriter:
@@ -75,6 +55,7 @@ class ResponseWriter:
         self._send = send
         self._turns = turns
         self._find_push = find_push
+        # The way past ASGI, while there is one.
         self._push: Push | None = None
         self._headers = [*HEADERS, *headers]
         self._clock = clock
@@ -85,7 +66,8 @@ class ResponseWriter:
         self.is_gone = False
         self.is_cut = False
 
-        # What `write` does: nothing before somebody waits in `stream` or `collect`, or after.
+        self._streamed: tuple[Completion, Answer] | None = None
+        # What `prepare` does: nothing before somebody waits in `stream` or `collect`, or after.
         self._advance: Callable[[], bytes] | None = None
         # Whoever waits there; woken by the end, an error, and a write that is not taken at once.
         self._signal = asyncio.Event()
@@ -120,9 +102,9 @@ class ResponseWriter:
                 self._cut()
         elif now - self._last_write >= PING_S:
             self._is_ping_due = True
-            self._turns.take(self)
+            self.wake()
 
-    def write(self) -> bytes:
+    def prepare(self) -> bytes:
         """Take what has come, and return what is to be sent of it now."""
         if self._advance is None or self._rest is not None or self.is_gone:
             return b""
@@ -132,12 +114,12 @@ class ResponseWriter:
             self._fail(error)
             return b""
 
-    def send(self, body: bytes) -> None:
+    def transmit(self, body: bytes) -> None:
         """Send as far as the server takes it at once, which is mostly all; the task of the request
         waits for the rest."""
-        is_last = self._advance is None
-        if self._push is not None and not is_last and self._push(body):
+        if self._push is not None and self._push(body):
             return
+        is_last = self._advance is None
         sending = self._send_events(body, is_last=is_last)
         try:
             awaited = sending.send(None)
@@ -165,7 +147,8 @@ class ResponseWriter:
             HttpError: It failed before anything was written.
         """
         self._is_timed = len(completion.choices) == 1
-        await self._until_over(completion, partial(self._write_events, completion, answer))
+        self._streamed = completion, answer
+        await self._until_over(completion, self._write_events)
 
     async def collect(self, completion: Completion) -> list[Piece]:
         """Wait for the end and return each choice whole.
@@ -193,15 +176,17 @@ class ResponseWriter:
             if self.is_gone and not completion.is_over:
                 raise Disconnected
 
-    def _write_events(self, completion: Completion, answer: Answer) -> bytes:
+    def _write_events(self) -> bytes:
+        assert self._streamed is not None
+        completion, answer = self._streamed
         body = answer.take()
         now = self._clock()
-        if completion.num_new_tokens:
+        if num_new_tokens := completion.num_new_tokens:
             if self._last_tokens is not None and self._is_timed:
-                self._on_tokens(now - self._last_tokens, completion.num_new_tokens)
+                self._on_tokens(now - self._last_tokens, num_new_tokens)
             self._last_tokens = now
         if completion.is_over:
-            self._advance = None
+            self._advance = self._push = None
             if completion.error is None:
                 body += answer.end()
             elif self.is_started:

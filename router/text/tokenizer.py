@@ -43,6 +43,9 @@ class Detokenizer(Protocol):
     def feed(self, token_id: int) -> str:
         """Return the text that this token makes certain; empty when it ends inside a character."""
 
+    def feed_all(self, token_ids: Sequence[int]) -> Sequence[str]:
+        """Feed several tokens, and return the text of each."""
+
     def flush(self) -> str:
         """Return the rest, an unfinished character as U+FFFD; the stream has ended."""
 
@@ -176,6 +179,9 @@ class _NoText:
     def feed(self, token_id: int) -> str:
         return ""
 
+    def feed_all(self, token_ids: Sequence[int]) -> list[str]:
+        return [""] * len(token_ids)
+
     def flush(self) -> str:
         return ""
 
@@ -217,6 +223,14 @@ class _ByteDetokenizer:
             self._texts[token_id] = text
         return text
 
+    def feed_all(self, token_ids: Sequence[int]) -> list[str]:
+        if self._is_between:
+            try:
+                return list(map(self._texts.__getitem__, token_ids))
+            except KeyError:
+                pass  # one was not met so far, or is no whole character
+        return list(map(self.feed, token_ids))
+
     def flush(self) -> str:
         self._is_between = True
         return self._utf8.decode(b"", True)
@@ -246,6 +260,9 @@ class _WindowDetokenizer:
         if is_uncertain and num_held <= MAX_HELD_TOKENS:
             return ""
         return self._advance(text)
+
+    def feed_all(self, token_ids: Sequence[int]) -> list[str]:
+        return list(map(self.feed, token_ids))
 
     def flush(self) -> str:
         return self._advance(self._decode(self._window))

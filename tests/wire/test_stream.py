@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from wire.errors import RemoteProtocolError
 from wire.frames import FRAMES, Cancel, DecodeToken, Frame, PrefillRequest, Tag
 from wire.parts import Message
-from wire.stream import DEFAULT_MAX_FRAME_BYTES, MAX_SMALL_FRAME_BYTES, StreamDecoder, encode
+from wire.stream import (
+    DEFAULT_MAX_FRAME_BYTES,
+    MAX_SMALL_FRAME_BYTES,
+    StreamDecoder,
+    encode,
+    encode_token,
+)
 
 MAX = 200
 FRAME_STRATEGY = st.one_of(
@@ -135,6 +141,12 @@ def test_a_stream_that_ends_inside_a_message_is_an_error(cut: int) -> None:
     assert decoder.next_message() is None
     with pytest.raises(RemoteProtocolError, match="ended inside a message"):
         decoder.receive_eof()
+
+
+@pytest.mark.parametrize(("request_id", "token_id"), [(1, 0), (2**64 - 1, 2**32 - 1)])
+def test_a_token_is_encoded_as_any_frame(request_id: int, token_id: int) -> None:
+    [expected] = encode(DecodeToken(request_id, token_id))
+    assert encode_token(request_id, token_id) == expected
 
 
 def test_payload_buffers_are_the_very_objects_passed_in() -> None:

@@ -1,9 +1,9 @@
 """Turns of one ZeroMQ socket on the event loop, and of the monitor that reports its connections.
 
 The file descriptor of such a socket is edge-triggered, and any use of the socket may swallow an
-edge.  So a turn reads until there is nothing more (or its burst is used up), sends what waits,
-then asks the socket itself whether there is more to read; whoever uses the socket outside of a
-turn schedules one with `wake`.  Nothing here can be cancelled between a message and its handler.
+edge.  So a turn reads until the socket says that there is nothing more (or its burst is used up),
+sends what waits, then asks the socket again; whoever uses the socket outside of a turn schedules
+one with `wake`.  Nothing here can be cancelled between a message and its handler.
 
 A monitor event is noticed as soon as it is seen, but acted on only after everything that came
 before it on the socket has been delivered: a peer's last message precedes its loss.
@@ -118,6 +118,7 @@ class Pump:
         await self._port.close(max(0.0, deadline - self._loop.time()))
 
     def _turn(self) -> None:
+        is_quiet = not self._is_scheduled and self._retry is None
         self._is_scheduled = False
         if self.is_closed:
             return
@@ -126,6 +127,8 @@ class Pump:
             self._settle()
         if self.is_closed:  # by a handler
             return
+        if is_quiet and is_drained and not self._is_scheduled:
+            return  # nothing waits, and nobody has used the socket since it was asked
         pause_s = self._flush()
         is_waiting = pause_s is not None
         is_readable = self._port.is_readable()
@@ -139,8 +142,8 @@ class Pump:
     def _drain(self) -> bool:
         num_bytes, end = 0, self._loop.time() + self._max_burst_s
         for _ in range(MAX_BURST):
-            read_bytes = self._receive()
-            if read_bytes is None:
+            # To be told that there is nothing costs less than to try, and have it raised.
+            if not self._port.is_readable() or (read_bytes := self._receive()) is None:
                 return True
             num_bytes += read_bytes
             if num_bytes > MAX_BURST_BYTES or self.is_closed or self._loop.time() >= end:
@@ -154,4 +157,5 @@ class Pump:
 
     def _on_retry(self) -> None:
         self._retry = None
+        self._is_scheduled = True
         self._turn()

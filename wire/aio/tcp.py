@@ -17,12 +17,13 @@ from typing import Final, Protocol, cast
 import structlog
 
 from wire.aio.listener import Listener, bind, listen
+from wire.aio.turns import Turns
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
-from wire.frames import Error, Frame
+from wire.frames import Error, Frame, Tag
 from wire.parts import Buffer, Message
 from wire.payloads import ErrorDetail, encode_map
 from wire.process.traffic import Traffic
-from wire.stream import DEFAULT_MAX_FRAME_BYTES, StreamDecoder, encode
+from wire.stream import DEFAULT_MAX_FRAME_BYTES, StreamDecoder, encode, encode_token
 
 _LOG = structlog.get_logger(__name__)
 # Messages of one client that are taken before others have their turn: some milliseconds.
@@ -73,6 +74,7 @@ class Connection(asyncio.Protocol):
         limits: Limits,
         connections: set[Connection],
         traffic: Traffic,
+        turns: Turns,
     ) -> None:
         self.peer_name = ""
         self.is_closing = False
@@ -82,6 +84,10 @@ class Connection(asyncio.Protocol):
         self._limits = limits
         self._connections = connections
         self._traffic = traffic
+        self._turns = turns
+        # What was sent in this turn of the loop: it leaves in one write.
+        self._unwritten: list[bytes] = []
+        self._unwritten_bytes = 0
         self._decoder = StreamDecoder(max_frame_bytes=limits.max_frame_bytes)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
@@ -93,7 +99,7 @@ class Connection(asyncio.Protocol):
     @property
     def buffered_bytes(self) -> int:
         """Bytes sent that the client has not taken yet."""
-        return self._transport.get_write_buffer_size()
+        return self._transport.get_write_buffer_size() + self._unwritten_bytes
 
     def limit_frames(self, max_frame_bytes: int | None) -> None:
         """Take smaller frames than the server's limit from now on; None ends that."""
@@ -101,13 +107,39 @@ class Connection(asyncio.Protocol):
 
     def send(self, frame: Frame, *payload: Buffer) -> None:
         """Send one message; the buffers may be reused at once.  Nothing happens after the end."""
-        if self.is_closing:
+        if not self.is_closing:
+            self._send(frame.tag, b"".join(encode(frame, *payload)))
+
+    def send_token(self, request_id: int, token_id: int) -> None:
+        """Send a DECODE_TOKEN without a payload, as `send` would."""
+        if not self.is_closing:
+            self._send(Tag.DECODE_TOKEN, encode_token(request_id, token_id))
+
+    def _send(self, tag: int, message: bytes) -> None:
+        self._traffic.sent[tag] += 1
+        if not self._unwritten:
+            self._turns.take(self)
+        self._unwritten.append(message)
+        self._unwritten_bytes += len(message)
+        if self._unwritten_bytes > self._limits.high_water_bytes:
+            self._write()
+
+    def prepare(self) -> bytes:
+        unwritten, self._unwritten, self._unwritten_bytes = self._unwritten, [], 0
+        return b"".join(unwritten)
+
+    def transmit(self, body: bytes) -> None:
+        if self._transport.is_closing():
             return
         self._active_at = self._loop.time()
-        self._traffic.sent[frame.tag] += 1
-        self._transport.write(b"".join(encode(frame, *payload)))
+        self._transport.write(body)
         if self.buffered_bytes > self._limits.max_write_bytes:
             self.abort(WireError(ErrorCode.OVERLOADED, f"{self.peer_name} does not read"))
+
+    def _write(self) -> None:
+        """Write what was sent in this turn before it is over."""
+        if body := self.prepare():
+            self.transmit(body)
 
     def refuse(self, error: WireError) -> None:
         """Send ERROR for the whole connection, then close it."""
@@ -118,6 +150,7 @@ class Connection(asyncio.Protocol):
         """Send what waits, then hang up; the handler hears `on_closed` now."""
         if self.is_closing:
             return
+        self._write()
         self._end(error)
         stall_s = self._limits.stall_s if self.buffered_bytes else 0.0
         if self._write_timer is not None:
@@ -185,6 +218,7 @@ class Connection(asyncio.Protocol):
             self._take_messages()
 
     def eof_received(self) -> bool:
+        self._write()
         self._end(None)
         return False
 
@@ -295,12 +329,13 @@ async def serve(
     `traffic` counts the frames of all of them; `is_shared` is as for `bind`.
     """
     connections: set[Connection] = set()
+    turns = Turns()
     allowed = limits or Limits()
     counts = traffic or Traffic()
     sock = bind(host, port, is_shared=is_shared)
     address = sock.getsockname()[:2]
     listener = await listen(
-        lambda: Connection(make_handler, allowed, connections, counts),
+        lambda: Connection(make_handler, allowed, connections, counts, turns),
         sock,
         tls,
         handshake_s=allowed.message_s,

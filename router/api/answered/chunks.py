@@ -20,6 +20,7 @@ from router.api.answered.usage import UsageBody, running_usage, usage_body
 from router.api.errors import HttpError
 
 _encode: Final = msgspec.json.Encoder().encode
+Around = tuple[bytes, bytes] | tuple[()]
 
 
 class CompletionAnswer:
@@ -47,7 +48,10 @@ class CompletionAnswer:
         self._is_rich = asked.has_logprobs or asked.has_ids or asked.has_running_usage
         # Tokens that are in events already, where every event counts them.
         self._shown: Counter[Choice] = Counter()
-        self._around: dict[Choice, tuple[bytes, bytes]] = {}
+        # What stands around the text in a chunk, nothing where every chunk is rendered anew:
+        # of each choice that has begun, and of the only one.
+        self._around: dict[Choice, Around] = {}
+        self._usual: Around = ()
 
     def entry(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """Return one entry of `choices` of a whole answer."""
@@ -75,15 +79,21 @@ class CompletionAnswer:
 
     def take(self) -> bytes:
         parts: list[bytes] = []
+        if self._usual and (texts := self._completion.take_texts()) is not None:
+            before, after = self._usual
+            for text in texts:
+                parts += (before, _encode(text), after)
+            return b"".join(parts)
         for choice, pieces in self._completion.take():
             around = self._around.get(choice)
             if around is None and pieces:
                 parts.append(self._chunk(choice, pieces.pop(0), is_first=True))
                 around = self._around[choice] = self._render_around(choice)
+                self._usual = around if len(self._completion.choices) == 1 else ()
             for piece in pieces:
-                content = piece.text if piece.parts is None else piece.content
-                is_more = self._is_rich or piece.finish_reason is not None
-                if is_more or around is None or content is None:
+                text, _, _, finish_reason, read, _ = piece
+                content = text if read is None else piece.content
+                if finish_reason is not None or content is None or not around:
                     parts.append(self._chunk(choice, piece))
                 else:
                     parts += (around[0], _encode(content), around[1])
@@ -129,9 +139,9 @@ class CompletionAnswer:
             return entry | ending(choice, piece)
         return entry | {"finish_reason": None}
 
-    def _render_around(self, choice: Choice) -> tuple[bytes, bytes]:
+    def _render_around(self, choice: Choice) -> Around:
         if self._is_rich:
-            return b"", b""  # every chunk is rendered anew
+            return ()
         # A chunk is rendered whose text is one NUL, which no other field has, and cut there.
         mark = b'"\\u0000"'
         before, after = self._chunk(choice, Piece("\0")).rsplit(mark, 1)

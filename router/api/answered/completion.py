@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from msgspec import structs
 
-from router.api.answered.pieces import Piece, ScoredToken, joined, plain
+from router.api.answered.pieces import Piece, ScoredToken, joined, plain, scored_prompt
 from router.api.asked.structures import Wanted
 from router.api.errors import HttpError
 from router.core.request import Request, RequestEnd
@@ -31,7 +31,6 @@ from router.text.parts import CallStart, Part, Reader, Reasoning
 from router.text.stops import StopAutomaton, StopMatcher
 from router.text.tokenizer import Detokenizer, Tokenizer
 from wire.errors import ErrorCode, WireError
-from wire.logprobs import unpack_prompt_logprobs
 from wire.payloads import STOP, Logprobs, PrefillResult, Usage
 
 # Tokens a client may lag behind before it is cut off: some 100 KB of events, on top of the server's
@@ -178,8 +177,7 @@ class Choice:
     _scores: list[ScoredToken] = field(default_factory=list)
     _prompt_scores: Sequence[ScoredToken] = ()
     _length: int = 0
-    _feed: Callable[[int], str] = field(init=False)
-    _flush: Callable[[], str] = field(init=False)
+    _decoder: Detokenizer = field(init=False)
     _stops: StopMatcher | None = field(init=False)
     _reader: Reader | None = field(init=False)
     _has_calls: bool = False
@@ -189,8 +187,7 @@ class Choice:
     _is_eager: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        detokenizer = self._detokenizer()
-        self._feed, self._flush = detokenizer.feed, detokenizer.flush
+        self._decoder = self._detokenizer()
         self._stops = StopMatcher(self.asked.stops) if self.asked.stops else None
         self._reader = self.asked.reader() if self.asked.reader else None
         asked, self._is_eager = self.asked, self.asked.is_eager
@@ -226,7 +223,7 @@ class Choice:
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
         pending = self._pending
         pending.append(token_id)
-        if self.asked.has_logprobs:
+        if not self._is_plain and self.asked.has_logprobs:
             self._logprobs.append(logprobs)
         # Of several tokens only the first wakes; then those that are far too many.
         if self._is_eager and not 1 < len(pending) <= MAX_PENDING_TOKENS:
@@ -249,7 +246,6 @@ class Choice:
 
     def take(self, max_tokens: int = sys.maxsize) -> list[Piece]:
         """Return the pieces of the next `max_tokens`; the last one of all has the finish reason.
-
         When this ends the choice by a stop string, the caller must cancel `handle`.
         """
         if self.finish_reason is not None:
@@ -262,17 +258,28 @@ class Choice:
             self._last = [token_ids.pop()]
         if self._is_plain:
             self.num_tokens += len(token_ids)
-            pieces = list(map(plain, map(self._feed, token_ids)))
+            pieces = list(map(plain, self._decoder.feed_all(token_ids)))
         else:
             pieces = self._take(token_ids)
         if self.usage is not None and self.finish_reason is None and not self._pending:
             self._end(pieces, self.usage)
         return pieces
 
+    def take_texts(self) -> Sequence[str] | None:
+        """Return the texts of what `take` would make pieces of that show no more, if it is all."""
+        token_ids = self._pending
+        num_tokens = self.num_tokens + len(token_ids)
+        is_last = num_tokens >= self.max_tokens or len(token_ids) > MAX_AT_ONCE
+        if is_last or not self._is_plain or not self._awaits_end:
+            return None
+        self._pending, self.num_tokens = [], num_tokens
+        return self._decoder.feed_all(token_ids)
+
     def _take(self, token_ids: list[int]) -> list[Piece]:
         """The pieces of tokens that have more to show than text, or are looked at for stops."""
         if self._prompt_logprobs is not None:
-            scores, self._prompt_logprobs = self._take_prompt_scores(self._prompt_logprobs), None
+            packed, self._prompt_logprobs = self._prompt_logprobs, None
+            scores = scored_prompt(self.asked.tokenizer, self.prompt, packed, self.prefix)
             self._scores = scores if self.asked.has_echo_logprobs else []
             self._prompt_scores = scores if self.asked.has_prompt_logprobs else ()
         num_tokens = len(token_ids)
@@ -305,23 +312,10 @@ class Choice:
             if asked.has_logprobs:
                 self._scores.append(ScoredToken(stop_token, usage.stop_logprobs, self._length))
             if asked.has_stop_text:
-                text += self._feed(stop_token) + self._flush()
+                text += self._decoder.feed(stop_token) + self._decoder.flush()
             piece = self._piece(text, [stop_token] if asked.has_ids else ())
             is_own = stop_token in asked.stop_token_ids
             self._finish(pieces, piece, STOP, stop_token if is_own else None)
-
-    def _take_prompt_scores(self, packed: bytes) -> list[ScoredToken]:
-        rows = [None, *unpack_prompt_logprobs(packed)]
-        special = self.asked.tokenizer.special_ids
-        feed = self.asked.tokenizer.detokenizer(shown=special).feed
-        scores, offset = list[ScoredToken](), 0
-        for token_id, logprobs in zip(self.prompt, rows, strict=False):
-            scores.append(ScoredToken(token_id, logprobs, min(offset, len(self.prefix))))
-            text = feed(token_id)
-            # One that the tokenizer has added is not in the text.
-            if token_id not in special or self.prefix.startswith(text, offset):
-                offset += len(text)
-        return scores
 
     def _stops_at(self, token_id: int) -> bool:
         """Whether the first token alone contains a stop string."""
@@ -333,7 +327,7 @@ class Choice:
 
     def _text_of(self, token_id: int) -> str:
         self.num_tokens += 1
-        text = self._feed(token_id)
+        text = self._decoder.feed(token_id)
         if self._stops is not None and self.num_tokens > self.asked.min_tokens:
             return self._until_stop(self._stops, text)
         return text
@@ -343,7 +337,7 @@ class Choice:
         return text + stops.stop if stops.stop and self.asked.has_stop_text else text
 
     def _rest(self) -> str:
-        text = self._flush()
+        text = self._decoder.flush()
         if self._stops is None:
             return text
         text = self._until_stop(self._stops, text)
@@ -384,9 +378,7 @@ class Core(Protocol):
     """The part of `router.core.dispatcher.Dispatcher` that is used here."""
 
     def submit(self, request: Request, sink: Choice) -> int: ...
-
     def cancel(self, handle: int, code: ErrorCode = ErrorCode.CANCELLED) -> None: ...
-
     def stop(self, handle: int) -> None: ...
 
 
@@ -446,9 +438,17 @@ class Completion:
             self.cancel()
             raise
 
+    def take_texts(self) -> Sequence[str] | None:
+        """Return the texts of the tokens that have come, if one choice is all there is to be taken,
+        and they have nothing else to show: as it mostly is.  Else take nothing."""
+        texts = self.choices[0].take_texts() if len(self.choices) == 1 else None
+        if texts is not None:
+            self._dirty.clear()
+            self.num_new_tokens = len(texts)
+        return texts
+
     def take(self) -> list[tuple[Choice, list[Piece]]]:
         """Return what the choices that moved since the last call have to show.
-
         Where more than MAX_AT_ONCE tokens wait, it takes that many and wakes the writer again.
         """
         taken, num_left = [], MAX_AT_ONCE

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from router.text import parts
 from router.text.parts import Content, Part
+from router.text.tokenizer import Tokenizer
+from wire.logprobs import unpack_prompt_logprobs
 from wire.payloads import Logprobs
 
 
@@ -20,6 +22,21 @@ class ScoredToken(NamedTuple):
     token_id: int
     logprobs: Logprobs | None
     text_offset: int
+
+
+def scored_prompt(
+    tokenizer: Tokenizer, prompt: Sequence[int], packed: bytes, echoed: str
+) -> list[ScoredToken]:
+    """Return the tokens of a prompt with their log-probabilities, and where `echoed` has them."""
+    special, scores, offset = tokenizer.special_ids, list[ScoredToken](), 0
+    feed = tokenizer.detokenizer(shown=special).feed
+    for token_id, logprobs in zip(prompt, [None, *unpack_prompt_logprobs(packed)], strict=False):
+        scores.append(ScoredToken(token_id, logprobs, min(offset, len(echoed))))
+        text = feed(token_id)
+        # One that the tokenizer has added is not in the text.
+        if token_id not in special or echoed.startswith(text, offset):
+            offset += len(text)
+    return scores
 
 
 class Piece(NamedTuple):

@@ -15,10 +15,11 @@ from router.api.text import TextAnswer
 from router.core.request import Request
 from router.http import writer as module
 from router.http.asgi import Disconnected, Push
-from router.http.writer import ResponseWriter, Turns, wait_for_disconnect
+from router.http.writer import ResponseWriter, wait_for_disconnect
 from router.text.tokenizer import Tokenizer
 from tests.router.api.scripted import Core
 from tests.router.site import LETTERS, events, ids
+from wire.aio.turns import Turns
 from wire.errors import ErrorCode, WireError
 from wire.options import Options
 from wire.payloads import Usage
@@ -247,27 +248,6 @@ async def test_tokens_that_come_while_a_write_waits_go_out_together() -> None:
     assert text_of(await client.bodies.get()) == "bcd"
     client.sink.on_done(Usage(finish_reason="stop"))
     await task
-
-
-async def test_in_a_turn_all_work_is_done_before_anything_is_sent() -> None:
-    turns, order = Turns(), list[str]()
-
-    def push(body: bytes) -> bool:
-        order.append("push")
-        return True
-
-    clients = [Client(push=push, turns=turns) for _ in range(2)]
-    tasks = [client.stream() for client in clients]
-    for client in clients:
-        client.say("a")
-        await client.bodies.get()
-    for client in clients:
-        client.clock = lambda: order.append("take") or 0.0  # type: ignore[func-returns-value]
-        client.say("b")
-    await asyncio.sleep(0)
-    assert order == ["take", "take", "push", "push"]
-    for task in tasks:
-        task.cancel()
 
 
 async def test_a_server_that_breaks_ends_its_own_request_only() -> None:

@@ -68,7 +68,13 @@ TEXTS = st.text(alphabet="the cat é日🎉\n", max_size=20)
 
 def streamed(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None = None) -> str:
     detokenizer = tokenizer.detokenizer(prompt or [])
-    return "".join([*map(detokenizer.feed, token_ids), detokenizer.flush()])
+    text = "".join([*map(detokenizer.feed, token_ids), detokenizer.flush()])
+    together = tokenizer.detokenizer(prompt or [])
+    half = len(token_ids) // 2
+    texts = [*together.feed_all(token_ids[:half]), *together.feed_all(token_ids[half:])]
+    assert len(texts) == len(token_ids)
+    assert "".join([*texts, together.flush()]) == text
+    return text
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["bytes", "fallback"])

@@ -43,6 +43,13 @@ class Source:
         return self._socket_fd, self._monitor_fd
 
     def is_readable(self) -> bool:
+        os.set_blocking(self._socket_fd, False)
+        try:
+            os.read(self._socket_fd, 64)
+        except BlockingIOError:
+            pass
+        if not self.inbox:
+            self.idle.set()
         return bool(self.inbox)
 
     def events(self) -> list[tuple[int, int]]:
@@ -60,14 +67,6 @@ class Source:
     # What the pump calls.
 
     def receive(self) -> int | None:
-        os.set_blocking(self._socket_fd, False)
-        try:
-            os.read(self._socket_fd, 64)
-        except BlockingIOError:
-            pass
-        if not self.inbox:
-            self.idle.set()
-            return None
         self.story.append("message")
         return self.inbox.popleft()
 

@@ -97,6 +97,26 @@ async def test_messages_go_both_ways_in_order(house: House) -> None:
     assert await told.closed is None
 
 
+async def test_what_is_sent_in_a_turn_leaves_together(house: House) -> None:
+    waiting = list[int]()
+
+    def answer(told: Told, message: Message) -> None:
+        for token_id in range(3):
+            told.connection.send_token(7, token_id)
+            waiting.append(told.connection.buffered_bytes)
+        told.connection.send(DecodeDone(7))
+
+    server = await house.serve(answer=answer)
+    async with await connect("127.0.0.1", server.port) as client:
+        client.send(DecodeToken(1, 1))
+        for token_id in range(3):
+            assert await client.next_message() == Message(
+                DecodeToken(7, token_id), (), ((7, token_id),)
+            )
+        assert await client.next_message() == Message(DecodeDone(7))
+    assert waiting == [24, 48, 72]
+
+
 async def test_others_have_a_turn_however_much_came_at_once(house: House) -> None:
     """Thousands of small frames are in one read: the loop goes round between them."""
     loop = asyncio.get_running_loop()

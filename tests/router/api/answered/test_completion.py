@@ -90,6 +90,36 @@ def test_half_a_character_waits_for_the_other_half(stops: tuple[str, ...]) -> No
     assert subject.take() == [Piece("é", [second], [])]
 
 
+def test_tokens_that_show_nothing_but_text_are_taken_as_texts() -> None:
+    subject = choice()
+    say(subject, "ab")
+    assert subject.take_texts() == ["a", "b"]
+    assert subject.take_texts() == []
+    say(subject, "c")
+    assert (texts(subject.take()), subject.num_tokens) == ([("c", None)], 3)
+
+
+@pytest.mark.parametrize("output", [{"has_ids": True}, {"has_logprobs": True}])
+def test_tokens_that_show_more_are_not_taken_as_texts(output: dict[str, Any]) -> None:
+    subject = choice(**output)
+    say(subject, "a")
+    assert (subject.take_texts(), subject.lag) == (None, 1)
+
+
+def test_the_end_is_not_taken_as_text() -> None:
+    subject = choice()
+    say(subject, "a")
+    done(subject)
+    assert subject.take_texts() is None
+    assert texts(subject.take()) == [("a", "stop")]
+
+
+def test_more_than_a_turn_has_is_not_taken_as_texts() -> None:
+    subject = choice()
+    say(subject, "a" * (MAX_AT_ONCE + 1))
+    assert (subject.take_texts(), subject.lag) == (None, MAX_AT_ONCE + 1)
+
+
 def test_half_a_character_at_the_end_is_shown_broken() -> None:
     subject = choice()
     subject.on_token(ids("é")[0], None)
