@@ -133,6 +133,7 @@ class Worker:
             shards=capabilities.num_shards,
             stages=capabilities.num_stages,
             kv_endpoint=self.role.kv_endpoint,
+            kv_unasked_bytes=self.role.kv_unasked_bytes,
             # Every other core of thousands is a list that nobody takes, nor reads.
             cores=cores if len(cores) <= MAX_CORES_LENGTH else "",
         )

@@ -152,7 +152,7 @@ def _ack_early(sound: Callable[..., Any]) -> Callable[..., Any]:
             # The segment counts as stored before it is.
             self._answer(transfer, transfer.receiver.stored(segment, self._clock()))
             try:
-                await self._copies.run(unpack, self, transfer, segment)
+                await self._copies.run(unpack, self, transfer, segment, num_bytes=0)
             except WireError as error:
                 self.fail(transfer.receiver.request_id, error)
             self._give_back(transfer)

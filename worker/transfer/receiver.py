@@ -27,7 +27,7 @@ from wire.identity import Identity
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
 from wire.process.traffic import Traffic
-from wire.transfer import Ack, KVReceiver, Segment
+from wire.transfer import Ack, KVReceiver, Segment, unasked_segments
 from worker.engine.engine import Engine
 from worker.engine.outputs import Reserved
 from worker.engine.unpacking import unpack
@@ -130,6 +130,10 @@ class IncomingTransfers:
         if transfer is None:
             return  # ended meanwhile, and the engine has been told
         transfer.block_table, receiver = reserved.block_table, transfer.receiver
+        unasked, transfer.unasked = transfer.unasked, []
+        if unasked and not reserved.cached_tokens:
+            self._store_unasked(transfer, unasked)
+            return
         if receiver.offers_memory:
             transfer.memory = self._neighbours.memory_of(transfer.peer)
         memory_bytes = 0 if transfer.memory is None else len(transfer.memory)
@@ -206,7 +210,7 @@ class IncomingTransfers:
     def _on_kv_cache(self, peer: bytes, frame: KvCache, message: Message) -> None:
         transfer = self._transfers.get(frame.request_id)
         if transfer is None and frame.segment == 0 and message.payload:
-            self._on_offer(peer, frame.request_id, message)
+            self._on_offer(peer, frame, message)
         elif transfer is None or transfer.peer != peer:
             raise unknown()
         elif frame.segment == 0:
@@ -226,10 +230,13 @@ class IncomingTransfers:
             self._arrived.append((transfer, segment))
             self._store_next()
 
-    def _on_offer(self, peer: bytes, request_id: int, message: Message) -> None:
+    def _on_offer(self, peer: bytes, frame: KvCache, message: Message) -> None:
+        request_id = frame.request_id
         if request_id in self._ended or request_id >> 32 in self.lost_epochs.values():
             raise unknown()
-        offer = decode_map(Offer, message.body())
+        most_bytes = self._config.kv_unasked_bytes
+        unasked = unasked_segments(frame, message.payload, most_bytes)
+        offer = decode_map(Offer, message.payload[0] if unasked else message.body())
         self._check_room(peer, offer.num_tokens)
         receiver = KVReceiver(
             request_id,
@@ -243,10 +250,13 @@ class IncomingTransfers:
         )
         if self._is_asked_for(receiver):
             receiver.claim(self._clock())
+        receiver.check_unasked(unasked)
         transfer = IncomingTransfer(peer, receiver, self._config.credit_bytes)
         self._transfers[request_id] = transfer
-        if self._neighbours.is_met(peer, offer.memory):
+        if unasked or self._neighbours.is_met(peer, offer.memory):
             self.budget.wait(transfer)
+            # What came with it is kept as bytes in flight, or not at all: then it is sent again.
+            transfer.unasked = unasked if transfer.share_bytes else []
         else:
             assert offer.memory is not None
             meeting = asyncio.create_task(self._meet(transfer, offer.memory))
@@ -291,6 +301,17 @@ class IncomingTransfers:
             )
         )
 
+    def _store_unasked(
+        self, transfer: IncomingTransfer, unasked: list[tuple[Buffer, Buffer]]
+    ) -> None:
+        try:
+            segments = transfer.receiver.accept_with(unasked, self._clock())
+        except WireError as error:
+            self.fail(transfer.receiver.request_id, error)
+            return
+        self._arrived += [(transfer, segment) for segment in segments]
+        self._store_next()
+
     def _store_next(self) -> None:
         """Give the transfer threads what has arrived: while they are busy, several at a time."""
         while self._arrived and len(self._stores) < self._copies.num_at_once:
@@ -308,7 +329,8 @@ class IncomingTransfers:
         self._store_next()
 
     async def _store(self, batch: list[tuple[IncomingTransfer, Segment]]) -> None:
-        problems = await self._copies.run(self._unpack, batch)
+        num_bytes = sum(segment.descriptor.num_bytes for _, segment in batch)
+        problems = await self._copies.run(self._unpack, batch, num_bytes=num_bytes)
         acks: dict[IncomingTransfer, Ack | None] = {}  # the last one says it all
         for (transfer, segment), problem in zip(batch, problems, strict=True):
             if problem is not None:
