@@ -20,7 +20,7 @@ from wire.errors import ErrorCode, WireError
 from wire.frames import Hello
 from wire.layout import KVGroup
 from wire.parts import Message
-from wire.transfer import KVReceiver
+from wire.transfer import KVReceiver, KVSender
 from worker import link
 from worker.engine.blocks import BlockPool
 from worker.engine.engine import Engine
@@ -82,6 +82,21 @@ def _skip_fence(sound: Callable[..., Any]) -> Callable[..., Any]:
         return sound(self, identity, hello, *rest)
 
     return hello
+
+
+def _keep_unasked(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def keep(self: IncomingTransfers, transfer: IncomingTransfer, unasked: Any) -> None:
+        transfer.unasked = unasked  # whether or not its turn has come
+
+    return keep
+
+
+def _never_again(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def next_segment(self: KVSender) -> Any:
+        # What went with the offer counts as sent, also where it was dropped.
+        return None if self.went_unasked else sound(self)
+
+    return next_segment
 
 
 def _free_early(sound: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,6 +266,8 @@ def _miss_wake(sound: Callable[..., Any]) -> Callable[..., Any]:
 BUGS: dict[str, Bug] = {
     "drop-credit": Bug(KVReceiver, "granted_bytes", _drop_credit),
     "skip-fence": Bug(Fleet, "hello", _skip_fence),
+    "keep-unasked": Bug(IncomingTransfers, "_keep", _keep_unasked),
+    "never-again": Bug(KVSender, "next_segment", _never_again),
     "free-early": Bug(IncomingTransfers, "_give_back", _free_early),
     "reuse-id": Bug(Placement, "__init__", _reuse_ids),
     "spare-decode": Bug(Dispatcher, "_abandon", _spare_decode),
@@ -283,6 +300,8 @@ BUGS: dict[str, Bug] = {
 CAUGHT_BY: dict[str, int] = {
     "drop-credit": 32,
     "skip-fence": 6,
+    "keep-unasked": 0,
+    "never-again": 0,
     "free-early": 261,
     "reuse-id": 2,
     "spare-decode": 4,

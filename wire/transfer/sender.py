@@ -86,7 +86,7 @@ class KVSender(Transfer):
         self._num_shards, self._stages, self._block_size = num_shards, stages, block_size
         self._memory = memory
         self._credit = 0
-        self._unasked_bytes = 0  # that went with the offer
+        self.went_unasked = False  # all of it, with the offer
         self._claimed_bytes = 0
         self._num_claimed = 0
         self._claimed: dict[Rectangle, int] = {}
@@ -146,7 +146,7 @@ class KVSender(Transfer):
         for rectangle, kv, digest in unasked:
             descriptor = SegmentDescriptor.of(rectangle, memoryview(kv).nbytes, digest)
             payload += [descriptor.pack(), kv]
-        self._unasked_bytes = self.total_bytes
+        self.went_unasked = bool(unasked)
         return KvCache(frame.request_id, 0, len(unasked)), payload
 
     def on_ack(self, ack: KvCacheAck, credit: Credit, now: float) -> None:
@@ -246,8 +246,8 @@ class KVSender(Transfer):
         return KvCache(self.request_id, 0, 0)
 
     def _check_ack(self, ack: KvCacheAck, credit: Credit) -> None:
-        is_answer = self.accepted_at is None and bool(credit.ready)
-        sent = self._unasked_bytes if is_answer else self.kv_bytes
+        is_answer = self.went_unasked and self.accepted_at is None and bool(credit.ready)
+        sent = self.total_bytes if is_answer else self.kv_bytes
         if ack.kv_bytes > sent:
             raise self._violated(f"KV_CACHE_ACK: {ack.kv_bytes} bytes, but {sent} were sent")
         if credit.credit == 0 and not credit.ready:

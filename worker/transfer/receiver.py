@@ -168,11 +168,14 @@ class IncomingTransfers:
 
     def check(self) -> None:
         """Assert that every byte that may be in flight is free, or the share of a transfer."""
-        shares = sum(transfer.share_bytes for transfer in self._transfers.values())
+        transfers = self._transfers.values()
+        shares = sum(transfer.share_bytes for transfer in transfers)
+        unasked = sum(memoryview(kv).nbytes for it in transfers for _, kv in it.unasked)
         limit = self._config.max_kv_inflight_bytes
         free_bytes, inflight_bytes = self.budget.free_bytes, self.inflight_bytes
         assert free_bytes + shares == limit, f"{free_bytes} + {shares} bytes != {limit}"
         assert inflight_bytes <= limit, f"{inflight_bytes} bytes in flight, over {limit}"
+        assert unasked <= shares, f"{unasked} bytes are kept that nobody asked for, over {shares}"
 
     async def close(self) -> None:
         leaving = WireError(ErrorCode.DRAINING, "the decode worker is leaving")
@@ -255,13 +258,17 @@ class IncomingTransfers:
         self._transfers[request_id] = transfer
         if unasked or self._neighbours.is_met(peer, offer.memory):
             self.budget.wait(transfer)
-            # What came with it is kept as bytes in flight, or not at all: then it is sent again.
-            transfer.unasked = unasked if transfer.share_bytes else []
+            self._keep(transfer, unasked)
         else:
             assert offer.memory is not None
             meeting = asyncio.create_task(self._meet(transfer, offer.memory))
             self._meetings.add(meeting)
             meeting.add_done_callback(self._meetings.discard)
+
+    def _keep(self, transfer: IncomingTransfer, unasked: list[tuple[Buffer, Buffer]]) -> None:
+        """Keep what came with an offer as bytes in flight, or not at all: it is sent again then."""
+        if transfer.share_bytes:
+            transfer.unasked = unasked
 
     async def _meet(self, transfer: IncomingTransfer, memory: str) -> None:
         """See whether its KV can be read where it lies, before anything waits for it."""
@@ -314,7 +321,8 @@ class IncomingTransfers:
 
     def _store_next(self) -> None:
         """Give the transfer threads what has arrived: while they are busy, several at a time."""
-        while self._arrived and len(self._stores) < self._copies.num_at_once:
+        # One more than run at once, so that none of them has to wait for the loop.
+        while self._arrived and len(self._stores) <= self._copies.num_at_once:
             batch: list[tuple[IncomingTransfer, Segment]] = []
             num_bytes = 0
             while self._arrived and num_bytes < BATCH_BYTES:

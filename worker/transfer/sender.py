@@ -155,13 +155,14 @@ class OutgoingTransfer:
     async def _send_offer(self) -> None:
         """Send the offer, with all the KV if it is there and the peer takes so much unasked."""
         unasked = self.sender.unasked(self.peer.detail.kv_unasked_bytes)
-        if not unasked:
+        read = await self._run_read(unasked) if unasked else []
+        if self.sender.is_over:
+            return  # the CANCEL went first
+        if not read:
             self.peer.tell(*self.sender.offer())
             return
-        read = await self._run_read(unasked)
-        if not self.sender.is_over:
-            frame, payload = self.sender.offer_with([it[:3] for it in read])
-            self._keep(self.peer.send(frame, *payload, track=True))
+        frame, payload = self.sender.offer_with([it[:3] for it in read])
+        self._keep(self.peer.send(frame, *payload, track=True))
 
     def _run_read(self, batch: list[Rectangle]) -> Awaitable[list[Read]]:
         num_bytes = sum(rectangle.num_bytes(self.sender.layout) for rectangle in batch)
