@@ -170,12 +170,13 @@ class IncomingTransfers:
         """Assert that every byte that may be in flight is free, or the share of a transfer."""
         transfers = self._transfers.values()
         shares = sum(transfer.share_bytes for transfer in transfers)
-        unasked = sum(memoryview(kv).nbytes for it in transfers for _, kv in it.unasked)
         limit = self._config.max_kv_inflight_bytes
         free_bytes, inflight_bytes = self.budget.free_bytes, self.inflight_bytes
         assert free_bytes + shares == limit, f"{free_bytes} + {shares} bytes != {limit}"
         assert inflight_bytes <= limit, f"{inflight_bytes} bytes in flight, over {limit}"
-        assert unasked <= shares, f"{unasked} bytes are kept that nobody asked for, over {shares}"
+        for each in transfers:
+            num_bytes = sum(memoryview(kv).nbytes for _, kv in each.unasked)
+            assert num_bytes <= each.share_bytes, f"{num_bytes} bytes are kept and not counted"
 
     async def close(self) -> None:
         leaving = WireError(ErrorCode.DRAINING, "the decode worker is leaving")
