@@ -415,6 +415,8 @@ class ScriptedPrefill:
 class GatedCache(HashKVCache):
     """Copies wait at a gate, and say that they have come to it."""
 
+    copies_at_once = 2  # as of a device: else small copies run on the loop
+
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
         self.gate = threading.Event()
