@@ -22,8 +22,8 @@ from typing import Any, Final, TypeVar, TypeVarTuple
 Args = TypeVarTuple("Args")
 R = TypeVar("R")
 
-# 128 KiB are read, hashed and written in some 30 us.
-SMALL_BYTES: Final = 128 << 10
+# So much is packed, or hashed and written, in some 50 us.
+SMALL_BYTES: Final = 256 << 10
 Job = tuple["asyncio.Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
