@@ -158,7 +158,7 @@ class OutgoingTransfer:
         read = await self._run_read(unasked) if unasked else []
         if self.sender.is_over:
             return  # the CANCEL went first
-        if not read:
+        if not read or not self.peer.is_up:  # what waits for a connection would keep its blocks
             self.peer.tell(*self.sender.offer())
             return
         frame, payload = self.sender.offer_with([it[:3] for it in read])

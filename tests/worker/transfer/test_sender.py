@@ -447,3 +447,11 @@ async def test_it_is_not_forgotten_before_every_buffer_is_back() -> None:
         sending.drop()
     await task
     copies.close()
+
+
+async def test_no_blocks_wait_for_a_connection_that_may_never_be() -> None:
+    async with scripted_router() as router, running(router, "prefill", lease_s=0.3):
+        router.announce("tcp://127.0.0.1:9", TOTAL)  # nobody listens there
+        router.prefill(1, PROMPT, OPTIONS)
+        await failed(router, 1, ErrorCode.TRANSFER_FAILED)
+        await router.until_free(Role.PREFILL)
