@@ -112,6 +112,12 @@ async def test_kv_that_is_computed_soon_goes_with_its_offer() -> None:
         size = len(PROMPT) * TOKEN_BYTES
         role = process.worker.role
         assert isinstance(role, PrefillRole)
+        router.announce(decode.endpoint)
+        router.prefill(9, PROMPT, OPTIONS)
+        await decode.offered(9)  # so the connection is up
+        router.send(Role.PREFILL, Cancel(9, ErrorCode.CANCELLED))
+        assert (await decode.receive()).frame == Cancel(9, ErrorCode.CANCELLED)
+        await router.receive(Tag.PREFILL_DONE)
         # How long the last prompt's first chunk took, what is taken unasked, what comes.
         cases = ((0.0, size, 1), (0.0, size - 1, 0), (2 * ROUND_TRIP_S, size, 0))
         for request_id, (seconds, taken, num_segments) in enumerate(cases, start=1):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from wire.transfer import (
     unasked_segments,
 )
 from worker.executor.hash import LAYOUT, HashKVCache
+from worker.roles.prefill import PrefillRole
 from worker.transfer.sender import OutgoingTransfer
 from worker.transfer.thread import Copies
 
@@ -90,6 +92,26 @@ async def test_no_more_is_sent_than_was_granted() -> None:
         await router.until_free(Role.PREFILL)
 
 
+@asynccontextmanager
+async def connected_stage() -> AsyncIterator[tuple[ScriptedRouter, ScriptedDecode]]:
+    """As `stage`, when the connection is up; the decode worker takes the whole prompt unasked."""
+    async with (
+        scripted_router() as router,
+        ScriptedDecode() as decode,
+        running(router, "prefill", prefix_cache=False) as process,
+    ):
+        router.announce(decode.endpoint)
+        router.prefill(9, PROMPT, OPTIONS)
+        await decode.offered(9)
+        decode.send(Error(9, ErrorCode.OUT_OF_BLOCKS))
+        await failed(router, 9, ErrorCode.OUT_OF_BLOCKS)
+        await router.until_free(Role.PREFILL)
+        assert isinstance(process.worker.role, PrefillRole)
+        process.worker.role.first_chunk_s = inf  # the next prompt is offered when it is computed
+        router.announce(decode.endpoint, TOTAL)
+        yield router, decode
+
+
 async def offered_with_kv(decode: ScriptedDecode, request_id: int) -> int:
     """Return the bytes of KV that come with the next offer."""
     message = await decode.receive()
@@ -103,9 +125,7 @@ async def offered_with_kv(decode: ScriptedDecode, request_id: int) -> int:
 
 
 async def test_kv_that_is_there_goes_with_the_offer() -> None:
-    """The first prompt is offered when it is computed: nobody knows how long that takes."""
-    async with stage() as (router, decode):
-        router.announce(decode.endpoint, TOTAL)
+    async with connected_stage() as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         assert await offered_with_kv(decode, 1) == TOTAL
         decode.ack(1, 0, 0)  # it waits for blocks
@@ -116,8 +136,7 @@ async def test_kv_that_is_there_goes_with_the_offer() -> None:
 
 
 async def test_kv_that_came_with_the_offer_and_was_dropped_is_sent_again() -> None:
-    async with stage() as (router, decode):
-        router.announce(decode.endpoint, TOTAL)
+    async with connected_stage() as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         assert await offered_with_kv(decode, 1) == TOTAL
         await receive_all(decode, 1)
