@@ -142,15 +142,10 @@ class Watched(KVPlane):
         self._offered_s: dict[int, float] = {}
 
     def link(
-        self,
-        identity: bytes,
-        endpoint: str,
-        on_message: Callable[[list[Buffer]], None],
-        on_down: Callable[[], None],
-        server: str = "",
+        self, identity: bytes, endpoint: str, on_message: Any, *rest: Any, **more: Any
     ) -> Link:
         hear = partial(self._hear, on_message)
-        link = super().link(identity, endpoint, hear, on_down, server)
+        link = super().link(identity, endpoint, hear, *rest, **more)
         send = link.send
 
         def watched(parts: Sequence[Buffer], *, track: bool = False) -> Sending | None:
