@@ -30,12 +30,16 @@ Job = tuple["asyncio.Future[Any]", Callable[..., Any], tuple[Any, ...]]
 class Copies:
     """Runs copies in the order in which they are asked for, off the event loop.
 
+    Args:
+        small_bytes: How much may be copied on the loop.
+
     Attributes:
         num_at_once: how many run at a time.
     """
 
-    def __init__(self, num_at_once: int = 1) -> None:
+    def __init__(self, num_at_once: int = 1, small_bytes: int = 0) -> None:
         self.num_at_once = num_at_once
+        self._small_bytes = small_bytes
         self._is_closing = False
         self._num_asked = 0
         self._jobs: deque[Job | None] = deque()  # as many as there are bytes in their pipe
@@ -58,7 +62,7 @@ class Copies:
         A small copy that need not wait for others runs here: it takes less time than waking a
         thread, and being woken by it.
         """
-        if num_bytes <= SMALL_BYTES and self.num_at_once == 1 and not self._num_asked:
+        if num_bytes <= self._small_bytes and not self._num_asked:
             return copy(*args)
         future: asyncio.Future[R] = self._loop.create_future()
         self._num_asked += 1

@@ -41,7 +41,7 @@ async def test_as_many_run_at_once_as_were_asked_for() -> None:
 
 
 async def test_a_small_copy_runs_at_once_unless_others_are_to_run_first() -> None:
-    copies, gate, order = Copies(), threading.Event(), list[str]()
+    copies, gate, order = Copies(1, SMALL_BYTES), threading.Event(), list[str]()
 
     def copy(name: str) -> str:
         order.append(name)
@@ -58,9 +58,9 @@ async def test_a_small_copy_runs_at_once_unless_others_are_to_run_first() -> Non
     assert await large and await small != here
     assert await copies.run(copy, "alone", num_bytes=1) == here
     copies.close()
-    by_a_device = Copies(2)
-    assert await by_a_device.run(copy, "waits for it", num_bytes=1) != here
-    by_a_device.close()
+    elsewhere = Copies()
+    assert await elsewhere.run(copy, "waits for it", num_bytes=1) != here
+    elsewhere.close()
 
 
 async def test_the_loop_runs_while_a_copy_does() -> None:
