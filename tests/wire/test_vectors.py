@@ -293,11 +293,11 @@ def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
             sender.on_ack(frame, Credit.unpack(message.body()), 0.0)
         elif frame.tag is Tag.ERROR:
             sender.on_error(14, "")
-        elif frame.segment == 0:
-            kv = recorded[4::2]
+        elif isinstance(frame, KvCache) and frame.segment == 0:
+            pieces = recorded[4::2]
             digests = [SegmentDescriptor.unpack(it).digest for it in recorded[3::2]]
             cuts = sender.unasked(vector["unasked_bytes"])
-            header, payload = sender.offer_with(list(zip(cuts, kv, digests, strict=True)))
+            header, payload = sender.offer_with(list(zip(cuts, pieces, digests, strict=True)))
             assert parts.encode(header, *payload) == recorded
         else:
             assert who == "prefill"
