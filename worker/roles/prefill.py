@@ -2,10 +2,11 @@
 
 PREFILL_REQUEST puts a sequence into the engine.  When the engine has blocks for it, the KV is
 offered to the decode worker; where chunks take long, only after the first chunk is computed, so
-that the decode worker holds no blocks meanwhile.  While chunks are computed, segments are sent
-within the credit (`worker.transfer.sender`).  The first token goes to the router as soon as it is
-drawn, even if segments are still to be sent.  The blocks are held until the transfer has ended,
-however it ends.  SPEC 4.1, 4.2.
+that the decode worker holds no blocks meanwhile; and where they take next to no time too, so that a
+small prompt's KV goes along with the offer.  While chunks are computed, segments are sent within
+the credit (`worker.transfer.sender`).  The first token goes to the router as soon as it is drawn,
+even if segments are still to be sent.  The blocks are held until the transfer has ended, however it
+ends.  SPEC 4.1, 4.2.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine or, if KV of
 the same prompt is arriving already, for that (`worker.engine.reservations`).  Only then is credit
-granted.  Segments are verified and unpacked on the transfer threads.  Blocks of a transfer that
-ended early are given back when no copy writes to them any more.  A transfer that is complete waits,
-for a lease at most, until the decode role takes it.
+granted.  KV that comes with its offer is kept if the share is there at once, and stored in those
+blocks; else it is dropped, and sent again on credit.  Segments are verified and unpacked on the
+transfer threads.  Blocks of a transfer that ended early are given back when no copy writes to them
+any more.  A transfer that is complete waits, for a lease at most, until the decode role takes it.
 
 Only prefill workers may offer.  Until a router asks for what was offered (`claim`), no other
 sequence shares it, requests of the same prompt wait for it only a short time, and all such offers
