@@ -2,6 +2,7 @@
 
     python scripts/bench_kv.py                            # all ways: TCP, ipc, with keys, memory
     python scripts/bench_kv.py --ways tcp --tokens 32768  # 4 GiB each, and takes 8 of memory
+    python scripts/bench_kv.py --small                    # small prompts only, by one round trip
     python scripts/bench_kv.py --short                    # no figures: that all arrives unchanged
 
 Two real workers without a model, Llama-8B's KV (32 layers x 8 heads x 128, bfloat16), blocks
@@ -33,10 +34,13 @@ from wire.layout import KVLayout
 WAYS: Final = ("tcp", "ipc", "tcp+keys", "ipc+keys", "memory")
 LLAMA_8B: Final = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 SMALL: Final = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+DEMO: Final = KVLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=32, dtype="bfloat16")
 BLOCK_SIZE: Final = 16
 SEGMENT_BYTES: Final = 2 << 20
 # Whole blocks, a part of one, many, and one token.
 CHECKED: Final = (128, 300, 17, 1)
+SMALL_PROMPTS: Final = (64, 512)
+SMALL_PER_ROUND: Final = 30
 
 
 def main() -> int:
@@ -48,13 +52,19 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=16, help="transfers of --each tokens")
     parser.add_argument("--each", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="prompts of the demo's size only")
     parser.add_argument("--short", action="store_true", help="check only, with a small layout")
     args = parser.parse_args()
-    if not args.short:
+    if not args.short and not args.small:
         show_floors(args.tokens)
     for way in args.ways:
         with settings_of(way) as settings:
-            asyncio.run(check(way, settings) if args.short else measure(way, settings, args))
+            if args.short:
+                asyncio.run(check(way, settings))
+            else:
+                asyncio.run(measure_small(way, settings, args.rounds))
+            if not args.short and not args.small:
+                asyncio.run(measure(way, settings, args))
     return 0
 
 
@@ -109,6 +119,28 @@ async def measure(way: str, settings: dict[str, Any], args: argparse.Namespace) 
         print(f"{way}: floor {floor_way} {floor / 1e9:.2f} GB/s in the same minutes")
         for it in series:
             print(f"  {it.summary(floor)}", flush=True)
+
+
+async def measure_small(way: str, settings: dict[str, Any], rounds: int) -> None:
+    """Time prompts of the demo's size by turns: KV with the offer, and KV on credit."""
+    limits = {"num_blocks": 200, "max_model_len": 1000, **settings}
+    async with (
+        pair(DEMO, **limits) as unasked,
+        pair(DEMO, **limits, kv_unasked_bytes=0) as on_credit,
+    ):
+        for num_tokens in SMALL_PROMPTS:
+            took: dict[Pair, list[float]] = {unasked: [], on_credit: []}
+            for _ in range(rounds):
+                for workers, seconds in took.items():
+                    for _ in range(SMALL_PER_ROUND):
+                        (moved,) = await workers.move(num_tokens)
+                        seconds.append(1e3 * moved.seconds)
+            with_offer, with_credit = (statistics.median(it) for it in took.values())
+            print(
+                f"{way}: demo, {num_tokens:4} tokens: {with_offer:.2f} ms with the offer, "
+                f"{with_credit:.2f} on credit",
+                flush=True,
+            )
 
 
 class Series:

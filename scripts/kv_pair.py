@@ -64,7 +64,7 @@ from worker.environment import Environment
 from worker.executor.batch import Batch
 from worker.executor.contract import Capabilities, MemoryRequirements, ModelInfo, SampledToken
 from worker.transfer.sockets import KVPlane
-from worker.transfer.thread import Args, Copies, R
+from worker.transfer.thread import SMALL_BYTES, Args, Copies, R
 
 EPOCH: Final = 7
 PATIENCE_S: Final = 60.0
@@ -142,19 +142,14 @@ class Watched(KVPlane):
         self._offered_s: dict[int, float] = {}
 
     def link(
-        self,
-        identity: bytes,
-        endpoint: str,
-        on_message: Callable[[list[Buffer]], None],
-        on_down: Callable[[], None],
-        server: str = "",
+        self, identity: bytes, endpoint: str, on_message: Any, *rest: Any, **more: Any
     ) -> Link:
         hear = partial(self._hear, on_message)
-        link = super().link(identity, endpoint, hear, on_down, server)
+        link = super().link(identity, endpoint, hear, *rest, **more)
         send = link.send
 
         def watched(parts: Sequence[Buffer], *, track: bool = False) -> Sending | None:
-            if len(parts) == 3 and parts[0] == TAG.pack(Tag.KV_CACHE):
+            if len(parts) >= 3 and parts[0] == TAG.pack(Tag.KV_CACHE):
                 frame = KvCache.from_header(bytes(parts[1]))
                 self._offered_s.setdefault(frame.request_id, time.monotonic())
             return send(parts, track=track)
@@ -175,9 +170,9 @@ class Counted(Copies):
 
     num_jobs = 0
 
-    async def run(self, copy: Callable[[*Args], R], *args: *Args) -> R:
-        Counted.num_jobs += 1
-        return await super().run(copy, *args)
+    async def run(self, copy: Callable[[*Args], R], *args: *Args, num_bytes: int) -> R:
+        Counted.num_jobs += num_bytes > SMALL_BYTES
+        return await super().run(copy, *args, num_bytes=num_bytes)
 
 
 def serve(pipe: Pipe, layout: KVLayout, settings: dict[str, Any]) -> None:
@@ -320,8 +315,13 @@ class Pair:
         limit = WelcomeDetail(max_kv_transfer_bytes=1 << 40)
         self._hub.send(peer, encode(Welcome(EPOCH, HEARTBEAT_MS, 30_000), encode_map(limit)))
         if len(self._peers) == 2:
-            endpoint = self._details[Role.DECODE].kv_endpoint
-            detail = PeerDetail(rank=0, epoch=1, kv_endpoint=endpoint)
+            decode = self._details[Role.DECODE]
+            detail = PeerDetail(
+                rank=0,
+                epoch=1,
+                kv_endpoint=decode.kv_endpoint,
+                kv_unasked_bytes=decode.kv_unasked_bytes,
+            )
             self._send(Role.PREFILL, encode(Peers(EPOCH, 1), encode_map([detail])))
             self._is_joined.set()
 

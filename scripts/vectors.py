@@ -70,9 +70,11 @@ from wire.transfer import (
     KVReceiver,
     KVSender,
     Rectangle,
+    Segment,
     SegmentDescriptor,
     pack_places,
     segment_digest,
+    unasked_segments,
 )
 
 PATH = Path(__file__).resolve().parent.parent / "wire" / "vectors.json"
@@ -339,10 +341,17 @@ def control_plane() -> list[dict[str, Any]]:
         threads=4,
         kv_endpoint="tcp://127.0.0.1:5600",
         cores="0-3",
+        kv_unasked_bytes=2 << 20,
     )
     hashes = prefix_hashes([1, 2, 3, 4], 2)
     load = Load(total=512, used=3, cached=5, free=504, kv_inflight_bytes=48, stored=tuple(hashes))
-    peer = PeerDetail(rank=3, epoch=EPOCH, kv_endpoint=detail.kv_endpoint, block_size=16)
+    peer = PeerDetail(
+        rank=3,
+        epoch=EPOCH,
+        kv_endpoint=detail.kv_endpoint,
+        block_size=16,
+        kv_unasked_bytes=detail.kv_unasked_bytes,
+    )
     return [
         mapped("hello", Hello(EPOCH, 3, Role.DECODE), detail),
         mapped(
@@ -605,10 +614,12 @@ def transfer(
     layout: KVLayout = LAYOUT,
     num_shards: int = 1,
     block_size: int = 0,
+    unasked_bytes: int = 0,
 ) -> dict[str, Any]:
     """Run one transfer and write down every message; segment `spoil`, if any, arrives broken.
 
     With a `block_size` the KV lies in memory, in blocks of so many tokens, the last one first.
+    With `unasked_bytes` all is computed before it is offered, and goes with the offer if it fits.
     """
     token_ids = list(range(100, 100 + num_tokens))
     sender = KVSender(
@@ -630,18 +641,29 @@ def transfer(
         pieces = [bytes(part).hex() for part in parts.encode(header, *payload)]
         messages.append({"from": who, "zmq": pieces})
 
-    header, offer = sender.offer()
-    note("prefill", header, offer)
+    if unasked_bytes:
+        sender.advance(num_tokens, 0.0)
+    cuts = [(it, kv_of(layout, it)) for it in sender.unasked(unasked_bytes)]
+    header, payload = sender.offer_with([(*it, segment_digest(REQUEST, it[1])) for it in cuts])
+    if cuts and spoil:
+        payload[2 * spoil] = _spoilt(bytes(payload[2 * spoil]))
+    note("prefill", header, *payload)
     receiver = KVReceiver(
         REQUEST,
-        msgspec.msgpack.decode(offer, type=Offer),
+        msgspec.msgpack.decode(payload[0], type=Offer),
         layout=layout,
         max_bytes=1 << 20,
         credit_bytes=credit_bytes,
         lease_s=30.0,
         now=0.0,
     )
-    ack = receiver.accept(cached, 0.0, len(memory))
+    unasked = unasked_segments(header, payload, unasked_bytes)
+    if unasked and not cached:
+        answer = _store_all(receiver, receiver.accept_with(unasked, 0.0))
+        note("decode", answer[0], *[it.pack() for it in answer[1:]])
+        ack = None
+    else:
+        ack = receiver.accept(cached, 0.0, len(memory))
     sender.advance(num_tokens, 0.0)
     while ack is not None:
         note("decode", ack[0], ack[1].pack())
@@ -657,7 +679,7 @@ def transfer(
         assert sent is not None
         kv = bytes(sent[2])
         if spoil == sent[0].segment:
-            kv = bytes([kv[0] ^ 1]) + kv[1:]
+            kv = _spoilt(kv)
         note("prefill", sent[0], sent[1], kv)
         segment = receiver.on_segment(sent[0], (sent[1], kv), 0.0)
         assert segment is not None
@@ -677,11 +699,30 @@ def transfer(
         "segment_bytes": segment_bytes,
         "num_shards": num_shards,
         "block_size": block_size,
+        "unasked_bytes": unasked_bytes,
         "memory": memory.hex(),
         "credit_bytes": credit_bytes,
         "messages": messages,
         "ends": receiver.state.value,
     }
+
+
+def _spoilt(kv: bytes) -> bytes:
+    return bytes([kv[0] ^ 1]) + kv[1:]
+
+
+def _store_all(receiver: KVReceiver, segments: list[Segment]) -> tuple[Any, ...]:
+    """Store what came with an offer; return the answer."""
+    ack = None
+    for segment in segments:
+        try:
+            receiver.verify(segment)
+        except TransferFailed as error:
+            receiver.broken(segment, error)
+            return (Error(REQUEST, error.code),)
+        ack = receiver.stored(segment, 0.0)
+    assert ack is not None
+    return ack
 
 
 def _memory_of(layout: KVLayout, num_tokens: int, block_size: int) -> bytes:
@@ -715,6 +756,17 @@ def transfers() -> list[dict[str, Any]]:
         transfer("in memory, but for what fills no block", 5, 0, 32, 1 << 20, block_size=2),
         transfer("a prefix into a block is held already", 6, 1, 32, 1 << 20, block_size=2),
         transfer("memory is not what was said", 6, 0, 32, 1 << 20, spoil=2, block_size=2),
+        transfer("all with the offer", 3, 0, 1 << 20, 1 << 20, unasked_bytes=48),
+        transfer(
+            *("groups with the offer", 5, 0, 36, 1 << 20),
+            layout=EVERY_KIND,
+            num_shards=2,
+            unasked_bytes=4096,
+        ),
+        transfer("with the offer, but a prefix is held", 6, 4, 32, 1 << 20, unasked_bytes=96),
+        transfer("with the offer, but all is held", 4, 4, 32, 1 << 20, unasked_bytes=96),
+        transfer("more than goes with an offer", 4, 0, 32, 1 << 20, unasked_bytes=63),
+        transfer("with the offer, and broken", 4, 0, 32, 1 << 20, spoil=2, unasked_bytes=64),
     ]
 
 

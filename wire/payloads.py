@@ -76,6 +76,7 @@ class HelloDetail(Map, frozen=True, kw_only=True):
     threads: Annotated[int, msgspec.Meta(ge=1, le=2**16 - 1)]
     kv_endpoint: Endpoint = ""
     cores: Cores = ""
+    kv_unasked_bytes: Size = 0
     shards: Processes = 1
     stages: Processes = 1
 
@@ -104,12 +105,13 @@ class Load(Map, frozen=True, kw_only=True):
 
 
 class PeerDetail(Map, frozen=True, kw_only=True):
-    """One decode worker in PEERS.  SPEC 5.4."""
+    """One decode worker in PEERS; it takes `kv_unasked_bytes` with an offer.  SPEC 5.4."""
 
     rank: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
     epoch: U64
     kv_endpoint: Endpoint
     block_size: Count = 0
+    kv_unasked_bytes: Size = 0
 
 
 class PrefillRest(Map, frozen=True, kw_only=True):

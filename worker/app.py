@@ -37,6 +37,7 @@ from worker.link import LinkState, RouterLink
 from worker.metrics import Metrics
 from worker.roles.decode import DecodeRole
 from worker.roles.prefill import PrefillRole
+from worker.transfer.thread import SMALL_BYTES
 
 log = structlog.get_logger("worker")
 
@@ -82,7 +83,11 @@ class Worker:
         warm_ups = [model.warmup for model in self._models]
         self._warmup = Warmup(warm_ups, outside.clock, self._end_warmup)
         self._thread.post(self._warmup.run)  # first of all: no block is used yet
-        self._copies = outside.make_copies(getattr(self._engine.cache, "copies_at_once", 1))
+        cache = self._engine.cache
+        at_once = getattr(cache, "copies_at_once", 1)
+        # Where blocks are seen where they lie, a copy waits for no device and no other process.
+        is_near = at_once == 1 and hasattr(cache, "view")
+        self._copies = outside.make_copies(at_once, SMALL_BYTES if is_near else 0)
         keys = open_keys(config.keys, config.party)
         self._plane = outside.make_plane(info.max_model_len, keys)
         role = Role[config.role.upper()]
@@ -133,6 +138,7 @@ class Worker:
             shards=capabilities.num_shards,
             stages=capabilities.num_stages,
             kv_endpoint=self.role.kv_endpoint,
+            kv_unasked_bytes=self.role.kv_unasked_bytes,
             # Every other core of thousands is a list that nobody takes, nor reads.
             cores=cores if len(cores) <= MAX_CORES_LENGTH else "",
         )

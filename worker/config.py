@@ -139,6 +139,12 @@ class Config(SharedSettings):
         ge=4 * MIB,
         description="bytes all transfers to a decode worker may have under way",
     )
+    kv_unasked_bytes: int = Field(
+        default=2 * MIB,
+        ge=0,
+        description="the largest KV that a decode worker takes along with its offer, which saves "
+        "small prompts a round trip; 0: none",
+    )
     kv_shared_memory: Literal["auto", "off"] = Field(
         default="auto",
         description="auto: a decode worker copies KV out of the host memory of a prefill worker of "
@@ -281,6 +287,11 @@ class Config(SharedSettings):
             raise ValueError(
                 f"--credit-bytes {self.credit_bytes} is over --max-kv-inflight-bytes "
                 f"{self.max_kv_inflight_bytes}"
+            )
+        if self.kv_unasked_bytes > self.credit_bytes:
+            raise ValueError(
+                f"--kv-unasked-bytes {self.kv_unasked_bytes} is over --credit-bytes "
+                f"{self.credit_bytes}"
             )
         return self
 

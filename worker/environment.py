@@ -92,7 +92,7 @@ class Copying(Protocol):
 
     num_at_once: int
 
-    def run(self, copy: Callable[..., Any], *args: Any) -> Awaitable[Any]: ...
+    def run(self, copy: Callable[..., Any], *args: Any, num_bytes: int) -> Awaitable[Any]: ...
     def close(self) -> None: ...
 
 
@@ -121,7 +121,7 @@ class Environment:
     make_thread: Callable[
         [Engine, Callable[[list[Output]], None], Callable[[BaseException], None]], Computing
     ] = EngineThread
-    make_copies: Callable[[int], Copying] = Copies
+    make_copies: Callable[[int, int], Copying] = Copies
     make_port: MakePort = DescriptorPort
     fetch: Fetch = fetch_descriptor
 

@@ -224,6 +224,7 @@ class Fleet:
                 epoch=worker.epoch,
                 kv_endpoint=worker.detail.kv_endpoint,
                 block_size=worker.detail.block_size,
+                kv_unasked_bytes=worker.detail.kv_unasked_bytes,
             )
             for worker in self.live(Role.DECODE)
         ]

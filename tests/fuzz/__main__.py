@@ -27,7 +27,8 @@ from router.api.errors import HttpError
 from router.api.text import CompletionBody
 from tests.fuzz import framing, gone_bad
 from tests.fuzz.framing import Framing
-from wire.errors import RemoteProtocolError
+from wire.errors import RemoteProtocolError, WireError
+from wire.frames import KvCache
 from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.logprobs import Logprobs, unpack_prompt_logprobs
 from wire.options import decode_options
@@ -48,6 +49,7 @@ from wire.payloads import (
     encode_map,
 )
 from wire.stream import PREFIX, StreamDecoder
+from wire.transfer import KVReceiver, unasked_segments
 from wire.transfer.segment import Coverage, segment_digest, split_segment, unpack_places
 
 VECTORS: Final = Path(__file__).resolve().parents[2] / "wire" / "vectors.json"
@@ -175,6 +177,30 @@ def feed_segment(raw: bytes) -> None:
     segment_digest(1, kv)
 
 
+def feed_offer(raw: bytes) -> None:
+    """An offer with its KV: how many segments, then each part behind its length."""
+    payload, at = [], 1
+    while at < len(raw):
+        end = at + 2 + int.from_bytes(raw[at : at + 2], "little")
+        payload.append(raw[at + 2 : end])
+        at = end
+    frame = KvCache(1, 0, raw[0] if raw else 0)
+    unasked = unasked_segments(frame, payload, 4096)
+    offer = decode_map(Offer, payload[0] if payload else b"")
+    receiver = KVReceiver(
+        *(1, offer),
+        layout=offer.layout,
+        max_bytes=8192,
+        credit_bytes=8 << 20,  # any layout may be
+        lease_s=1.0,
+        now=0.0,
+    )
+    receiver.check_unasked(unasked)
+    for segment in receiver.accept_with(unasked, 0.0):
+        receiver.stored(segment, 0.0)
+    assert receiver.is_complete or not unasked
+
+
 def feed_http(raw: bytes) -> None:
     """Both bodies of the HTTP API, and what the HTTP application asks of one that is good."""
     try:
@@ -283,10 +309,23 @@ def targets() -> dict[str, Target]:
         "payload": Target(feed_payload, chosen, wrong),
         "options": Target(feed_options, options, wrong),
         "segment": Target(feed_segment, segments, wrong),
+        "offer": Target(feed_offer, _offers(vectors), WireError),
         "http": Target(feed_http, bodies, HttpError),
         "framing": Target(feed_framing, framing.SEEDS, framing.Refused),
         **{name: Target(*feed, wrong) for name, feed in gone_bad.feeds().items()},
     }
+
+
+def _offers(vectors: dict[str, Any]) -> list[bytes]:
+    """Return the offers with KV of recorded transfers."""
+    offers = []
+    for transfer in vectors["transfer"]:
+        _, header, *payload = map(bytes.fromhex, transfer["messages"][0]["zmq"])
+        number = KvCache.from_header(header).num_segments
+        if number:
+            parts = [len(part).to_bytes(2, "little") + part for part in payload]
+            offers.append(b"".join([bytes([number]), *parts]))
+    return offers
 
 
 def _parts(row: dict[str, Any]) -> list[bytes]:

@@ -20,7 +20,7 @@ from wire.errors import ErrorCode, WireError
 from wire.frames import Hello
 from wire.layout import KVGroup
 from wire.parts import Message
-from wire.transfer import KVReceiver
+from wire.transfer import KVReceiver, KVSender
 from worker import link
 from worker.engine.blocks import BlockPool
 from worker.engine.engine import Engine
@@ -82,6 +82,21 @@ def _skip_fence(sound: Callable[..., Any]) -> Callable[..., Any]:
         return sound(self, identity, hello, *rest)
 
     return hello
+
+
+def _keep_unasked(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def keep(self: IncomingTransfers, transfer: IncomingTransfer, unasked: Any) -> None:
+        transfer.unasked = unasked  # whether or not its turn has come
+
+    return keep
+
+
+def _never_again(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def next_segment(self: KVSender) -> Any:
+        # What went with the offer counts as sent, also where it was dropped.
+        return None if self.went_unasked else sound(self)
+
+    return next_segment
 
 
 def _free_early(sound: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,7 +167,7 @@ def _ack_early(sound: Callable[..., Any]) -> Callable[..., Any]:
             # The segment counts as stored before it is.
             self._answer(transfer, transfer.receiver.stored(segment, self._clock()))
             try:
-                await self._copies.run(unpack, self, transfer, segment)
+                await self._copies.run(unpack, self, transfer, segment, num_bytes=0)
             except WireError as error:
                 self.fail(transfer.receiver.request_id, error)
             self._give_back(transfer)
@@ -251,6 +266,8 @@ def _miss_wake(sound: Callable[..., Any]) -> Callable[..., Any]:
 BUGS: dict[str, Bug] = {
     "drop-credit": Bug(KVReceiver, "granted_bytes", _drop_credit),
     "skip-fence": Bug(Fleet, "hello", _skip_fence),
+    "keep-unasked": Bug(IncomingTransfers, "_keep", _keep_unasked),
+    "never-again": Bug(KVSender, "next_segment", _never_again),
     "free-early": Bug(IncomingTransfers, "_give_back", _free_early),
     "reuse-id": Bug(Placement, "__init__", _reuse_ids),
     "spare-decode": Bug(Dispatcher, "_abandon", _spare_decode),
@@ -281,29 +298,31 @@ BUGS: dict[str, Bug] = {
 
 # The first seed that catches each, as `scripts/simulate --hunt` finds it.
 CAUGHT_BY: dict[str, int] = {
-    "drop-credit": 32,
-    "skip-fence": 6,
-    "free-early": 261,
-    "reuse-id": 2,
-    "spare-decode": 4,
-    "keep-promise": 0,
+    "drop-credit": 57,
+    "skip-fence": 13,
+    "keep-unasked": 0,
+    "never-again": 91,
+    "free-early": 37,
+    "reuse-id": 0,
+    "spare-decode": 1,
+    "keep-promise": 1,
     "no-digest": 21,
     "no-drain-echo": 15,
-    "leak-budget": 0,
-    "no-deadline": 34,
-    "ignore-router-loss": 7,
-    "keep-unclaimed": 7,
-    "ack-early": 1,
+    "leak-budget": 4,
+    "no-deadline": 1,
+    "ignore-router-loss": 11,
+    "keep-unclaimed": 11,
+    "ack-early": 0,
     "keep-blocks": 0,
-    "lend-nothing": 0,
-    "any-memory": 149,
-    "evict-half": 27,
-    "share-anything": 17,
-    "keep-every-state": 17,
-    "short-window": 6,
+    "lend-nothing": 102,
+    "any-memory": 327,
+    "evict-half": 28,
+    "share-anything": 1,
+    "keep-every-state": 1,
+    "short-window": 0,
     "double-token": 4,
     "forget-tokens": 0,
     "keep-attempt": 0,
-    "miss-wake": 2,
-    "cancelled-by-nobody": 509,
+    "miss-wake": 0,
+    "cancelled-by-nobody": 209,
 }

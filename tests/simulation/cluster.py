@@ -143,7 +143,7 @@ class WorkerProcess:
             connect=partial(Link, network, process),
             make_plane=lambda *_: Plane(network, process),
             make_thread=self._make_thread,
-            make_copies=lambda _: EventCopies(
+            make_copies=lambda *_: EventCopies(
                 timeline, process, random, scenario.copy_s, self.executor, self._is_used
             ),
             make_port=partial(memory.Port, network, process),

@@ -1,7 +1,8 @@
 """What the KV plane does besides: TCP never would, but the transfer must take it.
 
 Segments and ACKs come twice or in another order, CANCEL and ERROR come twice, bytes of a segment
-change on the way.  An offer is left alone: it is what everything else refers to.
+change on the way.  An offer is left alone, but for the KV that comes with it: it is what everything
+else refers to.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Mischief:
     def copies(self, parts: Sequence[Buffer]) -> list[Sequence[Buffer]]:
         """Return what arrives of a message."""
         tag, _ = kind_of(parts)
-        if tag == Tag.KV_CACHE and self.random.random() < self.corrupt:
+        has_kv = tag == Tag.KV_CACHE or (tag == 0 and len(parts) > 3)
+        if has_kv and self.random.random() < self.corrupt:
             kv = bytearray(parts[-1])
             kv[self.random.randrange(len(kv))] ^= 1
             parts = [*parts[:-1], bytes(kv)]

@@ -144,6 +144,7 @@ def _settings(random: Random) -> dict[str, Any]:
         "segment_bytes": segment_bytes,
         "credit_bytes": credit_bytes,
         "max_kv_inflight_bytes": choice((credit_bytes, 256 << 20)),
+        "kv_unasked_bytes": choice((0, credit_bytes, credit_bytes)),
         "drain_s": choice((0.5, 4.0)),
     }
 

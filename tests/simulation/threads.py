@@ -204,7 +204,7 @@ class EventCopies:
         self._copy_s, self._executor = copy_s, executor
         self._free_at = 0.0
 
-    async def run(self, copy: Callable[..., Any], *args: Any) -> Any:
+    async def run(self, copy: Callable[..., Any], *args: Any, num_bytes: int) -> Any:
         begins = max(self._free_at, self._timeline.now)
         ends = self._free_at = begins + self._random.uniform(*self._copy_s)
         await self._until(self._random.choice((begins, ends)))

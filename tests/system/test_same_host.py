@@ -17,6 +17,8 @@ from tests.cluster import Cluster, hash_oracle, until
 from wire.options import Options
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has such memory")
+# These prompts are small: by itself their KV would go along with the offer.
+ON_CREDIT = ("--kv-unasked-bytes", "0")
 PROMPTS = [[first, 7, 9] * 60 for first in range(6)]
 NUM_TOKENS = 8
 
@@ -65,7 +67,7 @@ def lent_by(pid: int) -> set[str]:
 
 
 def test_a_worker_that_is_killed_leaves_no_memory_and_no_name(cluster: Cluster) -> None:
-    decode, prefill = cluster.worker("decode", 0), cluster.worker("prefill", 0)
+    decode, prefill = cluster.worker("decode", 0, *ON_CREDIT), cluster.worker("prefill", 0)
     assert answers(cluster) and mapped_to_read(decode.pid) == 1
     assert len(said(cluster, "KV is read from memory")) == 1
     descriptors = len(os.listdir(f"/proc/{decode.pid}/fd"))
@@ -81,7 +83,7 @@ def test_a_worker_that_is_killed_leaves_no_memory_and_no_name(cluster: Cluster) 
     decode.send_signal(signal.SIGKILL)
     decode.wait(30)
     cluster.until_idle()
-    another = cluster.worker("decode", 0)
+    another = cluster.worker("decode", 0, *ON_CREDIT)
     assert answers(cluster) and mapped_to_read(another.pid) == 1
     names = lent_by(again.pid)
     assert len(names) == 1

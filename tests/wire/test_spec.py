@@ -33,6 +33,7 @@ from wire.transfer.segment import (
     DESCRIPTOR,
     MAX_SEGMENT_BYTES,
     MAX_SEGMENTS,
+    MAX_UNASKED_SEGMENTS,
     SegmentDescriptor,
 )
 
@@ -207,6 +208,8 @@ def test_the_limits_are_the_constants() -> None:
     assert per_layer == f"{layout.MAX_LAYER_BYTES >> 20} MiB"
     assert limits["segment"] == f"{MAX_SEGMENT_BYTES >> 20} MiB"
     assert limits["segments of a transfer"] == str(MAX_SEGMENTS)
+    with_offer = f"kv_unasked_bytes of the decode worker, {MAX_UNASKED_SEGMENTS} segments"
+    assert limits["KV with an offer"] == with_offer
     assert limits["length of a frame on raw TCP"] == (
         f"{DEFAULT_MAX_FRAME_BYTES >> 20} MiB with a prompt or KV, "
         f"else {MAX_SMALL_FRAME_BYTES >> 20} MiB"

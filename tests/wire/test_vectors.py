@@ -14,7 +14,7 @@ import pytest
 
 from wire import parts, payloads, stream
 from wire.errors import LocalProtocolError, RemoteProtocolError, TransferFailed
-from wire.frames import FRAMES, Frame, KvCache, KvCacheAck, Tag
+from wire.frames import FRAMES, Error, Frame, KvCache, KvCacheAck, Tag
 from wire.layout import KVLayout
 from wire.logprobs import join_prompt_logprobs, pack_logprobs, unpack_prompt_logprobs
 from wire.options import Options
@@ -24,7 +24,7 @@ from wire.prefix import prefix_hashes
 from wire.process.model import fingerprint
 from wire.session import ENDED, Direction, Session
 from wire.stream import StreamDecoder
-from wire.transfer import KVReceiver, KVSender
+from wire.transfer import KVReceiver, KVSender, unasked_segments
 from wire.transfer.segment import (
     SegmentDescriptor,
     pack_places,
@@ -237,13 +237,19 @@ def test_the_receiver_answers_a_recorded_transfer(vector: dict[str, Any]) -> Non
         if frame.segment == 0:
             receiver = KVReceiver(
                 vector["request_id"],
-                decode_map(Offer, message.body()),
+                decode_map(Offer, message.payload[0]),
                 layout=layout,
                 max_bytes=1 << 20,
                 credit_bytes=vector["credit_bytes"],
                 lease_s=30.0,
                 now=0.0,
             )
+            unasked = unasked_segments(frame, message.payload, vector["unasked_bytes"])
+            receiver.check_unasked(unasked)
+            if unasked and not vector["cached_tokens"]:
+                answer = stored_with_the_offer(receiver, unasked)
+                assert parts.encode(answer[0], *[it.pack() for it in answer[1:]]) == next(answers)
+                continue
             ack = receiver.accept(vector["cached_tokens"], 0.0, len(memory))
         else:
             assert receiver is not None
@@ -287,8 +293,12 @@ def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
             sender.on_ack(frame, Credit.unpack(message.body()), 0.0)
         elif frame.tag is Tag.ERROR:
             sender.on_error(14, "")
-        elif not message.payload[1:]:
-            assert parts.encode(*sender.offer()) == recorded
+        elif isinstance(frame, KvCache) and frame.segment == 0:
+            pieces = recorded[4::2]
+            digests = [SegmentDescriptor.unpack(it).digest for it in recorded[3::2]]
+            cuts = sender.unasked(vector["unasked_bytes"])
+            header, payload = sender.offer_with(list(zip(cuts, pieces, digests, strict=True)))
+            assert parts.encode(header, *payload) == recorded
         else:
             assert who == "prefill"
             rectangle = sender.next_segment()
@@ -310,8 +320,24 @@ def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
     assert sender.state.value == vector["ends"]
 
 
+def stored_with_the_offer(
+    receiver: KVReceiver, unasked: list[tuple[Buffer, Buffer]]
+) -> tuple[Any, ...]:
+    ack = None
+    for segment in receiver.accept_with(unasked, 0.0):
+        try:
+            receiver.verify(segment)
+        except TransferFailed as error:
+            receiver.broken(segment, error)
+            return (Error(receiver.request_id, error.code),)
+        assert ack is None
+        ack = receiver.stored(segment, 0.0)
+    assert ack is not None
+    return ack
+
+
 def offered_memory(messages: list[tuple[str, list[bytes]]]) -> str | None:
-    return decode_map(Offer, parts.decode(messages[0][1]).body()).memory
+    return decode_map(Offer, parts.decode(messages[0][1]).payload[0]).memory
 
 
 @named("sessions")

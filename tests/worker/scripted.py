@@ -191,11 +191,14 @@ class ScriptedRouter:
         answer = Welcome(self.epoch, self.heartbeat_ms, self.lease_ms)
         self._hub.send(peer, encode(answer, encode_map(welcome)))
         if {Role.PREFILL, Role.DECODE} <= self.peers.keys():
-            self.announce(self.details[Role.DECODE].kv_endpoint)
+            decode = self.details[Role.DECODE]
+            self.announce(decode.kv_endpoint, decode.kv_unasked_bytes)
 
-    def announce(self, kv_endpoint: str) -> None:
+    def announce(self, kv_endpoint: str, kv_unasked_bytes: int = 0) -> None:
         """Tell the prefill worker where the decode worker of rank 0 takes KV in."""
-        peer = PeerDetail(rank=0, epoch=1, kv_endpoint=kv_endpoint)
+        peer = PeerDetail(
+            rank=0, epoch=1, kv_endpoint=kv_endpoint, kv_unasked_bytes=kv_unasked_bytes
+        )
         self.send(Role.PREFILL, Peers(self.epoch, 1), encode_map([peer]))
 
 
@@ -359,6 +362,9 @@ class ScriptedPrefill:
         return message.frame, Credit.unpack(message.body())
 
     def offer(self, request_id: int, prompt: list[int], **changes: Any) -> None:
+        self.send(KvCache(request_id, 0, 0), self._offer(prompt, **changes))
+
+    def _offer(self, prompt: list[int], **changes: Any) -> bytes:
         fields = {
             "layout": LAYOUT,
             "num_tokens": len(prompt),
@@ -366,7 +372,25 @@ class ScriptedPrefill:
             "token_ids": b"".join(token.to_bytes(4, "little") for token in prompt),
             **changes,
         }
-        self.send(KvCache(request_id, 0, 0), encode_map(Offer(**fields)))
+        return encode_map(Offer(**fields))
+
+    def offer_with_kv(
+        self,
+        request_id: int,
+        prompt: list[int],
+        *cuts: range,
+        digest: int | None = None,
+        memory: str | None = None,
+    ) -> None:
+        """Offer with the KV (zeros) of all layers of these tokens, a segment each."""
+        payload = []
+        for tokens in cuts:
+            kv = bytes(len(tokens) * LAYOUT.token_bytes)
+            said = segment_digest(request_id, kv) if digest is None else digest
+            rectangle = whole(LAYOUT, tokens.start, len(tokens))
+            payload += [SegmentDescriptor.of(rectangle, len(kv), said).pack(), kv]
+        offer = self._offer(prompt, memory=memory)
+        self.send(KvCache(request_id, 0, len(cuts)), offer, *payload)
 
     def segment(
         self,
@@ -390,6 +414,8 @@ class ScriptedPrefill:
 
 class GatedCache(HashKVCache):
     """Copies wait at a gate, and say that they have come to it."""
+
+    copies_at_once = 2  # as of a device: else small copies run on the loop
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)

@@ -362,7 +362,7 @@ class Stuck(hash.HashExecutor):
                 threading.Event().wait()
             return pack(*args)
 
-        cache.pack = stuck
+        cache.pack, cache.copies_at_once = stuck, 2  # with one, small copies run on the loop
         return cache
 
 def create(**settings):

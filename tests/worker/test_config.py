@@ -32,6 +32,8 @@ def test_the_defaults_serve_the_demo_on_this_machine() -> None:
         ({"router": ("tcp://127.0.0.1:99999",)}, "tcp://HOST:PORT"),
         ({"router": ()}, "router"),
         ({"credit_bytes": 8 << 20, "max_kv_inflight_bytes": 4 << 20}, "--max-kv-inflight-bytes"),
+        ({"kv_unasked_bytes": 8 << 20, "credit_bytes": 4 << 20}, "--credit-bytes"),
+        ({"kv_unasked_bytes": -1}, "kv_unasked_bytes"),
         ({"role": "both"}, "role"),
         ({"rank": 0xFFFFFFFE}, "rank"),
         ({"lease_s": -1}, "lease_s"),

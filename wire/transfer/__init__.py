@@ -1,6 +1,7 @@
 """The KV transfer as two state machines without sockets, threads or clocks.  SPEC 6.
 
-    KVSender     prefill worker: offer -> segments within the credit -> wait for the final ACK
+    KVSender     prefill worker: offer -> segments within the credit -> wait for the final ACK;
+                 or an offer that all the KV comes with -> wait for the final ACK
     KVReceiver   decode worker: reserve blocks -> grant credit -> admit, store, acknowledge
 
 Both ends always reach an end: DONE, FAILED or CANCELLED.  Whoever owns one gives it every frame of
@@ -28,6 +29,7 @@ from wire.transfer.segment import (
     plan,
     running_digest,
     segment_digest,
+    unasked_segments,
 )
 from wire.transfer.sender import KVSender
 
@@ -44,4 +46,5 @@ __all__ = [
     "plan",
     "running_digest",
     "segment_digest",
+    "unasked_segments",
 ]

@@ -31,7 +31,8 @@ class TransferState(Enum):
 
 
 _S = TransferState
-# OFFERED may go straight to DONE: the receiver's prefix cache held everything, no byte travels.
+# OFFERED may go straight to DONE: the receiver's prefix cache held everything, so no byte travels;
+# or all went with the offer.
 TRANSITIONS: Final[dict[TransferState, frozenset[TransferState]]] = {
     _S.OFFERED: frozenset({_S.SENDING, _S.RECEIVING, _S.DONE, _S.FAILED, _S.CANCELLED}),
     _S.SENDING: frozenset({_S.SENT, _S.FAILED, _S.CANCELLED}),

@@ -129,6 +129,7 @@ class KVReceiver(Transfer):
         self._segments: dict[int, SegmentDescriptor] = {}
         self._unpacking: set[int] = set()
         self._coverage = Coverage(layout, 0, 0)
+        self._came_unasked = False  # all of it, with the offer
         self._heard_at = now
         self._claim_by = inf
 
@@ -204,6 +205,37 @@ class KVReceiver(Transfer):
         self._finish_if_complete(now)
         return self._ack()
 
+    def check_unasked(self, unasked: Sequence[tuple[Buffer, Buffer]]) -> None:
+        """Raise RemoteProtocolError if other KV came with the offer than all of it."""
+        num_bytes = sum(memoryview(kv).nbytes for _, kv in unasked)
+        if unasked and num_bytes != self.total_bytes:
+            raise RemoteProtocolError(
+                f"KV_CACHE: {num_bytes} bytes came with an offer of {self.total_bytes}"
+            )
+
+    def accept_with(self, unasked: Sequence[tuple[Buffer, Buffer]], now: float) -> list[Segment]:
+        """Accept with all the KV, which came with the offer; none of it is held already.
+
+        Returns:
+            What to verify and unpack.  The ACK is that of the last one `stored`.
+
+        Raises:
+            RemoteProtocolError: It is not the KV that was offered.
+        """
+        self._came_unasked = True
+        self.accept(0, now)
+        segments = []
+        try:
+            for number, parts in enumerate(unasked, start=1):
+                frame = KvCache(self.request_id, number, len(unasked))
+                segment = self.on_segment(frame, parts, now)
+                assert segment is not None  # each number comes once
+                segments.append(segment)
+        except RemoteProtocolError:
+            self._unpacking.clear()  # none was handed out
+            raise
+        return segments
+
     def claim(self, now: float) -> None:
         """Note that a router asks for it: from here on it has the lease, and no other limit."""
         self.is_claimed, self._claim_by = True, inf
@@ -263,14 +295,15 @@ class KVReceiver(Transfer):
         """Note that a segment is verified and in its blocks.
 
         Returns:
-            The ACK to send; None when the transfer ended meanwhile.
+            The ACK to send; None when the transfer ended meanwhile, or of KV that came with the
+            offer before all is stored.
         """
         self._back(segment)
         if self.is_over:
             return None
         self.kv_bytes += segment.descriptor.num_bytes
         self._finish_if_complete(now)
-        return self._ack()
+        return self._ack() if self.is_complete or not self._came_unasked else None
 
     def broken(self, segment: Segment, error: WireError) -> None:
         """Note that a segment could not be verified or unpacked; the transfer fails."""
@@ -355,6 +388,8 @@ class KVReceiver(Transfer):
             self._count_time(now, 0)
 
     def _ack(self) -> Ack:
+        if self._came_unasked and not self.is_complete:
+            return KvCacheAck(self.request_id, 0), Credit(0, 0, 0)  # as if it waited for blocks
         flags = int(self.is_complete), int(self._memory_bytes > 0)
         granted = Credit(self.granted_bytes, self.cached_tokens, *flags)
         return KvCacheAck(self.request_id, self.kv_bytes), granted

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.frames import KvCache
 from wire.layout import Group, KVGroup, KVLayout
 from wire.parts import Buffer
 
@@ -29,6 +30,8 @@ MAX_SEGMENT_BYTES: Final = 4 * MIB
 ALONE_BYTES: Final = MIB // 2
 # 64 GiB in segments of 1 MiB; bounds what a receiver remembers of one transfer.
 MAX_SEGMENTS: Final = 65_536
+# With an offer: it is one message, whose parts are few.
+MAX_UNASKED_SEGMENTS: Final = 16
 
 
 class Rectangle(NamedTuple):
@@ -164,6 +167,30 @@ def split_segment(body: Buffer) -> tuple[SegmentDescriptor, memoryview]:
     """
     view = memoryview(body)
     return SegmentDescriptor.unpack(view[: DESCRIPTOR.size]), view[DESCRIPTOR.size :]
+
+
+def unasked_segments(
+    frame: KvCache, payload: Sequence[Buffer], most_bytes: int
+) -> list[tuple[Buffer, Buffer]]:
+    """Return the two parts of each segment that came with an offer, whose map is the first part.
+
+    Raises:
+        RemoteProtocolError: They are not as many as the header says, or over `most_bytes`.
+    """
+    number, parts = frame.num_segments, payload[1:]
+    if number > MAX_UNASKED_SEGMENTS or (number and len(parts) != 2 * number):
+        raise RemoteProtocolError(
+            f"KV_CACHE: {number} segments with an offer in {len(parts)} parts"
+        )
+    if not number:
+        return []
+    segments = list(zip(parts[::2], parts[1::2], strict=True))
+    num_bytes = sum(memoryview(kv).nbytes for _, kv in segments)
+    if num_bytes > most_bytes or any(len(part) != DESCRIPTOR.size for part, _ in segments):
+        raise RemoteProtocolError(
+            f"KV_CACHE: {num_bytes} bytes of KV with an offer, {most_bytes} are taken unasked"
+        )
+    return segments
 
 
 def plan(

@@ -23,6 +23,7 @@ from wire.transfer.segment import (
     ALONE_BYTES,
     DEFAULT_SEGMENT_BYTES,
     MAX_SEGMENT_BYTES,
+    MAX_UNASKED_SEGMENTS,
     Rectangle,
     SegmentDescriptor,
     apart,
@@ -40,8 +41,9 @@ HANDOVER_LEASES: Final = 20
 class KVSender(Transfer):
     """The prefill worker's end.
 
-    Send `offer`.  Whenever an ACK or `advance` may have made a segment sendable, take rectangles
-    from `next_segment` until it gives None, pack each, and send what `segment` returns.
+    Send `offer`, or `offer_with` all the KV that `unasked` names.  Whenever an ACK or `advance` may
+    have made a segment sendable, take rectangles from `next_segment` until it gives None, pack
+    each, and send what `segment` returns.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class KVSender(Transfer):
         self._num_shards, self._stages, self._block_size = num_shards, stages, block_size
         self._memory = memory
         self._credit = 0
+        self.went_unasked = False  # all of it, with the offer
         self._claimed_bytes = 0
         self._num_claimed = 0
         self._claimed: dict[Rectangle, int] = {}
@@ -118,6 +121,34 @@ class KVSender(Transfer):
         )
         return KvCache(self.request_id, 0, 0), encode_map(offer)
 
+    def unasked(self, most_bytes: int) -> list[Rectangle]:
+        """Return how the KV is cut that goes with the offer; [] if it does not.
+
+        All of it goes, or nothing: what is not computed yet, or more than `most_bytes`, does not.
+        """
+        is_computed = self._computed_tokens[-1:] == [self.num_tokens]
+        if not is_computed or self.total_bytes > most_bytes:
+            return []
+        segment_bytes = max(self._segment_bytes, self.layout.piece_bytes)
+        rectangles = self._cut(0, segment_bytes, ALONE_BYTES)
+        return rectangles if len(rectangles) <= MAX_UNASKED_SEGMENTS else []
+
+    def offer_with(
+        self, unasked: Sequence[tuple[Rectangle, Buffer, int]]
+    ) -> tuple[KvCache, list[Buffer]]:
+        """Return segment 0 with all the KV, of each rectangle of `unasked` with its digest.
+
+        Raises:
+            TransferTooLarge: As `offer`.
+        """
+        frame, offer = self.offer()
+        payload: list[Buffer] = [offer]
+        for rectangle, kv, digest in unasked:
+            descriptor = SegmentDescriptor.of(rectangle, memoryview(kv).nbytes, digest)
+            payload += [descriptor.pack(), kv]
+        self.went_unasked = bool(unasked)
+        return KvCache(frame.request_id, 0, len(unasked)), payload
+
     def on_ack(self, ack: KvCacheAck, credit: Credit, now: float) -> None:
         """Take an ACK; duplicates and stale ones are harmless.
 
@@ -134,6 +165,7 @@ class KVSender(Transfer):
         if self.accepted_at is None:
             self._accepted(credit, now)
         self._credit = max(self._credit, credit.credit)
+        self.kv_bytes = max(self.kv_bytes, ack.kv_bytes)  # with the offer, if it was stored
         self.acked_bytes = max(self.acked_bytes, ack.kv_bytes)
         if credit.ready and self._move(TransferState.DONE):
             self.finished_at = now
@@ -214,10 +246,10 @@ class KVSender(Transfer):
         return KvCache(self.request_id, 0, 0)
 
     def _check_ack(self, ack: KvCacheAck, credit: Credit) -> None:
-        if ack.kv_bytes > self.kv_bytes:
-            raise self._violated(
-                f"KV_CACHE_ACK: {ack.kv_bytes} bytes, but {self.kv_bytes} were sent"
-            )
+        is_answer = self.went_unasked and self.accepted_at is None and bool(credit.ready)
+        sent = self.total_bytes if is_answer else self.kv_bytes
+        if ack.kv_bytes > sent:
+            raise self._violated(f"KV_CACHE_ACK: {ack.kv_bytes} bytes, but {sent} were sent")
         if credit.credit == 0 and not credit.ready:
             if ack.kv_bytes:
                 raise self._violated(
@@ -250,19 +282,20 @@ class KVSender(Transfer):
             segment_bytes = min(MAX_SEGMENT_BYTES, max(segment_bytes, credit.credit // 4))
         segment_bytes = min(max(segment_bytes, self.layout.piece_bytes), credit.credit)
         try:
-            self.plan = plan(
-                *(self.layout, self.skipped_tokens, self.num_tokens, segment_bytes),
-                self._num_shards,
-                self._stages,
-                self._block_size,
-                MAX_SEGMENT_BYTES if self.is_in_memory else ALONE_BYTES,
-            )
+            alone_bytes = MAX_SEGMENT_BYTES if self.is_in_memory else ALONE_BYTES
+            self.plan = self._cut(self.skipped_tokens, segment_bytes, alone_bytes)
         except LocalProtocolError as error:
             sentence = f"KV_CACHE_ACK: credit {credit.credit} is too small: {error.message}"
             raise self._violated(sentence) from error
         if self.is_in_memory:
             self.plan = apart(self.plan, self._block_size)
         self._move(TransferState.SENDING)
+
+    def _cut(self, cached_tokens: int, segment_bytes: int, alone_bytes: int) -> list[Rectangle]:
+        return plan(
+            *(self.layout, cached_tokens, self.num_tokens, segment_bytes),
+            *(self._num_shards, self._stages, self._block_size, alone_bytes),
+        )
 
     def _idle_us(self, rectangle: Rectangle) -> int:
         computed = self._computed_at[bisect_left(self._computed_tokens, rectangle.tokens.stop)]

@@ -275,8 +275,9 @@ class KVCache(Protocol):
     thread takes KV from and to other workers while steps run, and the engine's thread swaps KV out
     and in between two steps.  So each call needs buffers of its own, and a lock around what calls
     share.  If there is an attribute `copies_at_once`, it is the number of transfer threads; else
-    there is one.  Attributes `num_shards` and `stages` say in which places heads and layers are, so
-    that no segment comes from two: see `wire.transfer.plan`.
+    there is one, and where there is a `view` too, small copies run on the event loop.  Attributes
+    `num_shards` and `stages` say in which places heads and layers are, so that no segment comes
+    from two: see `wire.transfer.plan`.
 
     KV of layers with a window lies beside the blocks that it still reaches, in blocks of their own
     (`worker.compute.window_blocks`).  `pack` and `unpack` are given those for such layers.

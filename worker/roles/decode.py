@@ -112,6 +112,7 @@ class DecodeRole:
             context, self._is_asked_for, self._begin_if_ready, self._on_transfer_failed
         )
         self.kv_endpoint = self.incoming.endpoint
+        self.kv_unasked_bytes = context.config.kv_unasked_bytes
         self.traffic = self.incoming.traffic
 
     @property

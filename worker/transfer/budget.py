@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from wire.parts import Buffer
 from wire.transfer import KVReceiver
 from worker.engine.reservations import Unclaimed
 
@@ -36,6 +37,7 @@ class IncomingTransfer:
         "peer",
         "receiver",
         "share_bytes",
+        "unasked",
         "wanted_bytes",
     )
 
@@ -48,6 +50,7 @@ class IncomingTransfer:
         self.is_waited_for = True
         self.block_table: tuple[int, ...] = ()
         self.memory: Bytes | None = None  # the peer's, if segments may lie there
+        self.unasked: list[tuple[Buffer, Buffer]] = []  # its KV, until there are blocks for it
 
 
 class TransferBudget:

@@ -2,9 +2,10 @@
 
 An offer waits for its share of --max-kv-inflight-bytes, then for blocks of the engine or, if KV of
 the same prompt is arriving already, for that (`worker.engine.reservations`).  Only then is credit
-granted.  Segments are verified and unpacked on the transfer threads.  Blocks of a transfer that
-ended early are given back when no copy writes to them any more.  A transfer that is complete waits,
-for a lease at most, until the decode role takes it.
+granted.  KV that comes with its offer is kept if the share is there at once, and stored in those
+blocks; else it is dropped, and sent again on credit.  Segments are verified and unpacked on the
+transfer threads.  Blocks of a transfer that ended early are given back when no copy writes to them
+any more.  A transfer that is complete waits, for a lease at most, until the decode role takes it.
 
 Only prefill workers may offer.  Until a router asks for what was offered (`claim`), no other
 sequence shares it, requests of the same prompt wait for it only a short time, and all such offers
@@ -27,7 +28,7 @@ from wire.identity import Identity
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
 from wire.process.traffic import Traffic
-from wire.transfer import Ack, KVReceiver, Segment
+from wire.transfer import Ack, KVReceiver, Segment, unasked_segments
 from worker.engine.engine import Engine
 from worker.engine.outputs import Reserved
 from worker.engine.unpacking import unpack
@@ -130,6 +131,10 @@ class IncomingTransfers:
         if transfer is None:
             return  # ended meanwhile, and the engine has been told
         transfer.block_table, receiver = reserved.block_table, transfer.receiver
+        unasked, transfer.unasked = transfer.unasked, []
+        if unasked and not reserved.cached_tokens:
+            self._store_unasked(transfer, unasked)
+            return
         if receiver.offers_memory:
             transfer.memory = self._neighbours.memory_of(transfer.peer)
         memory_bytes = 0 if transfer.memory is None else len(transfer.memory)
@@ -164,11 +169,15 @@ class IncomingTransfers:
 
     def check(self) -> None:
         """Assert that every byte that may be in flight is free, or the share of a transfer."""
-        shares = sum(transfer.share_bytes for transfer in self._transfers.values())
+        transfers = self._transfers.values()
+        shares = sum(transfer.share_bytes for transfer in transfers)
         limit = self._config.max_kv_inflight_bytes
         free_bytes, inflight_bytes = self.budget.free_bytes, self.inflight_bytes
         assert free_bytes + shares == limit, f"{free_bytes} + {shares} bytes != {limit}"
         assert inflight_bytes <= limit, f"{inflight_bytes} bytes in flight, over {limit}"
+        for each in transfers:
+            num_bytes = sum(memoryview(kv).nbytes for _, kv in each.unasked)
+            assert num_bytes <= each.share_bytes, f"{num_bytes} bytes are kept and not counted"
 
     async def close(self) -> None:
         leaving = WireError(ErrorCode.DRAINING, "the decode worker is leaving")
@@ -206,7 +215,7 @@ class IncomingTransfers:
     def _on_kv_cache(self, peer: bytes, frame: KvCache, message: Message) -> None:
         transfer = self._transfers.get(frame.request_id)
         if transfer is None and frame.segment == 0 and message.payload:
-            self._on_offer(peer, frame.request_id, message)
+            self._on_offer(peer, frame, message)
         elif transfer is None or transfer.peer != peer:
             raise unknown()
         elif frame.segment == 0:
@@ -226,10 +235,13 @@ class IncomingTransfers:
             self._arrived.append((transfer, segment))
             self._store_next()
 
-    def _on_offer(self, peer: bytes, request_id: int, message: Message) -> None:
+    def _on_offer(self, peer: bytes, frame: KvCache, message: Message) -> None:
+        request_id = frame.request_id
         if request_id in self._ended or request_id >> 32 in self.lost_epochs.values():
             raise unknown()
-        offer = decode_map(Offer, message.body())
+        most_bytes = self._config.kv_unasked_bytes
+        unasked = unasked_segments(frame, message.payload, most_bytes)
+        offer = decode_map(Offer, message.payload[0] if unasked else message.body())
         self._check_room(peer, offer.num_tokens)
         receiver = KVReceiver(
             request_id,
@@ -243,15 +255,22 @@ class IncomingTransfers:
         )
         if self._is_asked_for(receiver):
             receiver.claim(self._clock())
+        receiver.check_unasked(unasked)
         transfer = IncomingTransfer(peer, receiver, self._config.credit_bytes)
         self._transfers[request_id] = transfer
-        if self._neighbours.is_met(peer, offer.memory):
+        if unasked or self._neighbours.is_met(peer, offer.memory):
             self.budget.wait(transfer)
+            self._keep(transfer, unasked)
         else:
             assert offer.memory is not None
             meeting = asyncio.create_task(self._meet(transfer, offer.memory))
             self._meetings.add(meeting)
             meeting.add_done_callback(self._meetings.discard)
+
+    def _keep(self, transfer: IncomingTransfer, unasked: list[tuple[Buffer, Buffer]]) -> None:
+        """Keep what came with an offer as bytes in flight, or not at all: it is sent again then."""
+        if transfer.share_bytes:
+            transfer.unasked = unasked
 
     async def _meet(self, transfer: IncomingTransfer, memory: str) -> None:
         """See whether its KV can be read where it lies, before anything waits for it."""
@@ -291,9 +310,21 @@ class IncomingTransfers:
             )
         )
 
+    def _store_unasked(
+        self, transfer: IncomingTransfer, unasked: list[tuple[Buffer, Buffer]]
+    ) -> None:
+        try:
+            segments = transfer.receiver.accept_with(unasked, self._clock())
+        except WireError as error:
+            self.fail(transfer.receiver.request_id, error)
+            return
+        self._arrived += [(transfer, segment) for segment in segments]
+        self._store_next()
+
     def _store_next(self) -> None:
         """Give the transfer threads what has arrived: while they are busy, several at a time."""
-        while self._arrived and len(self._stores) < self._copies.num_at_once:
+        # One more than run at once, so that none of them has to wait for the loop.
+        while self._arrived and len(self._stores) <= self._copies.num_at_once:
             batch: list[tuple[IncomingTransfer, Segment]] = []
             num_bytes = 0
             while self._arrived and num_bytes < BATCH_BYTES:
@@ -308,7 +339,8 @@ class IncomingTransfers:
         self._store_next()
 
     async def _store(self, batch: list[tuple[IncomingTransfer, Segment]]) -> None:
-        problems = await self._copies.run(self._unpack, batch)
+        num_bytes = sum(segment.descriptor.num_bytes for _, segment in batch)
+        problems = await self._copies.run(self._unpack, batch, num_bytes=num_bytes)
         acks: dict[IncomingTransfer, Ack | None] = {}  # the last one says it all
         for (transfer, segment), problem in zip(batch, problems, strict=True):
             if problem is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import structlog
@@ -72,21 +72,25 @@ class OutgoingTransfer:
     def inflight_bytes(self) -> int:
         return 0 if self.sender.is_over else self.sender.kv_bytes - self.sender.acked_bytes
 
-    def offer(self, block_table: tuple[int, ...], cached_tokens: int, now: float) -> None:
-        """Offer the KV: the blocks are there, `cached_tokens` of it too.  Then call `run`."""
+    @property
+    def is_taken_unasked(self) -> bool:
+        """Whether the peer takes all the KV with the offer."""
+        return self.sender.total_bytes <= self.peer.detail.kv_unasked_bytes
+
+    def offer(self, block_table: tuple[int, ...], num_tokens: int, now: float) -> None:
+        """Have `run`, which is to be called now, offer the KV: `num_tokens` are in the blocks."""
         self.sender = self._make_sender(now)
         self._block_table = block_table
         self._num_heard = self.peer.num_heard
-        offer = self.sender.offer()
         self.is_offered = True
         self.peer.receivers[self.request_id] = self
-        self.peer.tell(*offer)
-        if cached_tokens:
-            self.sender.advance(cached_tokens, now)
+        if num_tokens:
+            self.sender.advance(num_tokens, now)
 
     async def run(self) -> None:
         """Send until the transfer is over, then until the socket has let go of every buffer."""
         try:
+            await self._send_offer()
             await self._send_all()
         except WireError as error:
             self.fail(error)
@@ -148,6 +152,22 @@ class OutgoingTransfer:
 
     # Segments.
 
+    async def _send_offer(self) -> None:
+        """Send the offer, with all the KV if it is there and the peer takes so much unasked."""
+        unasked = self.sender.unasked(self.peer.detail.kv_unasked_bytes)
+        read = await self._run_read(unasked) if unasked else []
+        if self.sender.is_over:
+            return  # the CANCEL went first
+        if not read or not self.peer.is_up:  # what waits for a connection would keep its blocks
+            self.peer.tell(*self.sender.offer())
+            return
+        frame, payload = self.sender.offer_with([it[:3] for it in read])
+        self._keep(self.peer.send(frame, *payload, track=True))
+
+    def _run_read(self, batch: list[Rectangle]) -> Awaitable[list[Read]]:
+        num_bytes = sum(rectangle.num_bytes(self.sender.layout) for rectangle in batch)
+        return self._copies.run(self._read, batch, num_bytes=num_bytes)
+
     async def _send_all(self) -> None:
         """Keep the transfer threads reading, and send what they have read, in its order."""
         reading: deque[asyncio.Future[list[Read]]] = deque()
@@ -155,7 +175,7 @@ class OutgoingTransfer:
             while not self.sender.is_over:
                 # One more than run at once, so that none of them has to wait for the loop.
                 while len(reading) <= self._copies.num_at_once and (batch := self._next_batch()):
-                    reading.append(asyncio.ensure_future(self._copies.run(self._read, batch)))
+                    reading.append(asyncio.ensure_future(self._run_read(batch)))
                 if reading:
                     for read in await reading.popleft():
                         self._send_segment(*read)
@@ -182,7 +202,9 @@ class OutgoingTransfer:
         segment = self.sender.segment(rectangle, kv, now, digest=digest, places=places)
         if segment is None:
             return  # ended meanwhile
-        sending = self.peer.send(*segment, track=True)
+        self._keep(self.peer.send(*segment, track=True))
+
+    def _keep(self, sending: Sending | None) -> None:
         self._sendings = [sending for sending in self._sendings if not sending.done]
         if sending is not None:
             self._sendings.append(sending)

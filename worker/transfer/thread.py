@@ -1,9 +1,9 @@
 """The threads where KV is packed, digested, verified and unpacked.
 
-Neither a step nor the event loop waits for a copy.  There is one such thread where the host copies,
-and a few where a device copies and they only wait for it.  They read only blocks that are computed
-and write only blocks that are reserved.  No step writes to either, so all threads share the cache
-without a lock.
+Neither a step nor the event loop waits for a copy that takes long.  There is one such thread where
+the host copies, and a few where a device copies and they only wait for it.  They read only blocks
+that are computed and write only blocks that are reserved.  No step writes to either, so all threads
+share the cache without a lock.
 
 Loop and threads wake each other by a byte in a pipe.  A queue, or `call_soon_threadsafe`, would
 hold the GIL meanwhile: where cores are short, who is woken takes the core, then waits for the GIL.
@@ -17,24 +17,31 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Final, TypeVar, TypeVarTuple
 
 Args = TypeVarTuple("Args")
 R = TypeVar("R")
 
+# So much is packed, or hashed and written, in some 50 us.
+SMALL_BYTES: Final = 256 << 10
 Job = tuple["asyncio.Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class Copies:
     """Runs copies in the order in which they are asked for, off the event loop.
 
+    Args:
+        small_bytes: How much may be copied on the loop.
+
     Attributes:
         num_at_once: how many run at a time.
     """
 
-    def __init__(self, num_at_once: int = 1) -> None:
+    def __init__(self, num_at_once: int = 1, small_bytes: int = 0) -> None:
         self.num_at_once = num_at_once
+        self._small_bytes = small_bytes
         self._is_closing = False
+        self._num_asked = 0
         self._jobs: deque[Job | None] = deque()  # as many as there are bytes in their pipe
         self._ended: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._loop = asyncio.get_running_loop()
@@ -49,11 +56,21 @@ class Copies:
         for thread in self._threads:
             thread.start()
 
-    async def run(self, copy: Callable[[*Args], R], *args: *Args) -> R:
-        """Run `copy` on a transfer thread and return what it returns."""
+    async def run(self, copy: Callable[[*Args], R], *args: *Args, num_bytes: int) -> R:
+        """Run `copy`, of so many bytes, and return what it returns.
+
+        A small copy that need not wait for others runs here: it takes less time than waking a
+        thread, and being woken by it.
+        """
+        if num_bytes <= self._small_bytes and not self._num_asked:
+            return copy(*args)
         future: asyncio.Future[R] = self._loop.create_future()
-        self._put((future, copy, args))
-        return await future
+        self._num_asked += 1
+        try:
+            self._put((future, copy, args))
+            return await future
+        finally:
+            self._num_asked -= 1
 
     def close(self) -> None:
         """Stop after the copies that are running; those that wait are dropped."""

@@ -8,7 +8,7 @@ from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import NO_RANK, Heartbeat, Hello, Role
 from wire.identity import Identity
 from wire.layout import KVLayout
-from wire.payloads import HelloDetail, Load
+from wire.payloads import HelloDetail, Load, PeerDetail
 
 # After so long without a word, at one heartbeat a second, a worker gives way to another.
 GONE_S = 2.1
@@ -255,15 +255,17 @@ def test_peers_are_the_decode_workers_also_when_they_drain() -> None:
     table = fleet()
     hello(table, Role.PREFILL)
     assert table.peers() == [] and table.layout == LAYOUT and table.max_model_len == 1000
-    identity = hello(table, rank=3, epoch=8)
+    identity = hello(table, rank=3, epoch=8, kv_unasked_bytes=99)
     table.drain(identity)
-    [peer] = table.peers()
-    assert (peer.rank, peer.epoch, peer.kv_endpoint, peer.block_size) == (
-        3,
-        8,
-        "tcp://127.0.0.1:1",
-        16,
-    )
+    assert table.peers() == [
+        PeerDetail(
+            rank=3,
+            epoch=8,
+            kv_endpoint="tcp://127.0.0.1:1",
+            block_size=16,
+            kv_unasked_bytes=99,
+        )
+    ]
 
 
 def test_promised_blocks_count_until_a_heartbeat_shows_them() -> None:

@@ -451,3 +451,49 @@ def test_memory_that_is_not_read_here_is_no_place_for_segments() -> None:
         accepted().on_segment(KvCache(ID, 1, 2), places(0, 0), 2.0)
     with pytest.raises(LocalProtocolError, match="no memory was offered"):
         receiver().accept(0, 1.0, 100)
+
+
+def test_what_came_with_the_offer_is_answered_once() -> None:
+    one = receiver()
+    parts = [payload(0, 2, 0, 3), payload(0, 2, 3, 1)]
+    one.check_unasked(parts)
+    segments = one.accept_with(parts, 1.0)
+    assert [it.rectangle for it in segments] == [whole(LAYOUT, 0, 3), whole(LAYOUT, 3, 1)]
+    assert one.num_unpacking == 2
+    for segment in segments:
+        one.verify(segment)
+    waiting = KvCacheAck(ID, 0), Credit(0, 0, 0)
+    assert one.on_keepalive(2.0) == waiting
+    assert one.stored(segments[1], 2.0) is None
+    assert one.on_keepalive(3.0) == waiting  # with credit it would be sent again
+    assert one.stored(segments[0], 3.0) == (KvCacheAck(ID, 64), Credit(64, 0, 1))
+    assert one.is_complete
+    assert one.on_keepalive(4.0) is None
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [payload(0, 2, 0, 4, in_memory=1)],
+        [payload(0, 2, 0, 3), payload(0, 2, 2, 1)],
+        [payload(0, 2, 0, 3)],
+        [payload(0, 2, 0, 3), payload(0, 1, 3, 1)],
+        [payload(0, 2, 1, 4)],
+        [(payload(0, 2, 0, 4)[0], bytes(63))],
+    ],
+)
+def test_what_came_with_the_offer_is_all_of_it_and_as_it_should_be(
+    parts: list[tuple[bytes, bytes]],
+) -> None:
+    one = receiver()
+    with pytest.raises(RemoteProtocolError):
+        one.accept_with(parts, 1.0)
+    assert one.state is TransferState.FAILED
+    assert one.num_unpacking == 0  # so its blocks are free
+
+
+def test_other_kv_than_was_offered_is_refused_before_anything_is_reserved() -> None:
+    one = receiver()
+    one.check_unasked([])
+    with pytest.raises(RemoteProtocolError, match="48 bytes came with an offer of 64"):
+        one.check_unasked([payload(0, 2, 0, 3)])

@@ -13,10 +13,12 @@ from xxhash import xxh3_64_intdigest
 from tests.kv import part, whole
 from tests.wire.transfer.layouts import layouts
 from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.frames import KvCache
 from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.transfer.segment import (
     DESCRIPTOR,
     MAX_SEGMENTS,
+    MAX_UNASKED_SEGMENTS,
     Coverage,
     Rectangle,
     SegmentDescriptor,
@@ -26,6 +28,7 @@ from wire.transfer.segment import (
     running_digest,
     segment_digest,
     split_segment,
+    unasked_segments,
     unpack_places,
 )
 
@@ -378,3 +381,28 @@ def test_a_digest_may_be_fed_in_parts() -> None:
     digest.update(b"k")
     digest.update(memoryview(b"v"))
     assert digest.intdigest() == segment_digest(7, b"kv")
+
+
+def test_segments_that_come_with_an_offer_are_found_in_its_parts() -> None:
+    parts = [b"the map", bytes(48), b"one", bytes(48), b"two"]
+    found = unasked_segments(KvCache(1, 0, 2), parts, 6)
+    assert found == [(bytes(48), b"one"), (bytes(48), b"two")]
+    assert unasked_segments(KvCache(1, 0, 0), [b"the", b"map"], 0) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "parts", "most_bytes"),
+    [
+        (2, [bytes(48), b"one", bytes(48), b"two"], 5),
+        (2, [bytes(48), b"one", bytes(48)], 9),
+        (1, [bytes(48), b"one", bytes(48), b"two"], 9),
+        (1, [bytes(47), b"one"], 9),
+        (1, [], 9),
+        (MAX_UNASKED_SEGMENTS + 1, [bytes(48), b"1"] * (MAX_UNASKED_SEGMENTS + 1), 99),
+    ],
+)
+def test_others_than_were_said_or_more_than_is_taken_are_refused(
+    number: int, parts: list[bytes], most_bytes: int
+) -> None:
+    with pytest.raises(RemoteProtocolError):
+        unasked_segments(KvCache(1, 0, number), [b"the map", *parts], most_bytes)

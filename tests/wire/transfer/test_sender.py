@@ -11,6 +11,7 @@ from wire.layout import KVLayout, StateGroup
 from wire.payloads import Credit, Offer, decode_map
 from wire.transfer.segment import (
     MAX_SEGMENT_BYTES,
+    MAX_UNASKED_SEGMENTS,
     Rectangle,
     SegmentDescriptor,
     segment_digest,
@@ -360,3 +361,81 @@ def test_whether_kv_is_read_where_it_lies_is_settled_once(
         for credit in credits:
             one.on_ack(KvCacheAck(ID, 0), credit, 1.0)
     assert state_of(one) == "failed"
+
+
+def computed(num_tokens: int = 4, segment_bytes: int = 32) -> KVSender:
+    one = sender(num_tokens, segment_bytes=segment_bytes)
+    one.advance(num_tokens, 0.0)
+    return one
+
+
+def with_offer(one: KVSender, most_bytes: int = 1024) -> tuple[KvCache, list[bytes]]:
+    cuts = one.unasked(most_bytes)
+    kv = [(it, bytes(it.num_bytes(LAYOUT)), 7 + index) for index, it in enumerate(cuts)]
+    frame, payload = one.offer_with(kv)
+    return frame, [bytes(part) for part in payload]
+
+
+def test_all_kv_goes_with_the_offer() -> None:
+    one = computed()
+    frame, (_, *segments) = with_offer(one)
+    assert frame == KvCache(ID, 0, 2)
+    descriptors = [SegmentDescriptor.unpack(part) for part in segments[::2]]
+    assert [it.rectangle for it in descriptors] == [whole(LAYOUT, 0, 2), whole(LAYOUT, 2, 2)]
+    assert [(it.digest, it.in_memory) for it in descriptors] == [(7, 0), (8, 0)]
+    ack(one, 0, 0)  # the offer waits
+    ack(one, 64, 64, ready=1)
+    assert (state_of(one), one.kv_bytes, one.acked_bytes) == ("done", 64, 64)
+
+
+def test_what_was_held_of_it_does_not_count() -> None:
+    one = computed()
+    with_offer(one)
+    ack(one, 32, 32, cached=2, ready=1)
+    assert (state_of(one), one.kv_bytes, one.skipped_bytes) == ("done", 32, 32)
+
+
+def test_what_was_dropped_is_sent_again() -> None:
+    one = computed()
+    with_offer(one)
+    ack(one, 0, 64)
+    assert (state_of(one), one.kv_bytes) == ("sending", 0)
+    for _ in range(2):
+        rectangle = one.next_segment()
+        assert rectangle is not None
+        send(one, rectangle)
+    ack(one, 64, 64, ready=1)
+    assert state_of(one) == "done"
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "credit", "ready"),
+    [(32, 64, 0), (64, 64, 0), (32, 64, 1), (80, 80, 1)],
+)
+def test_of_what_went_with_the_offer_all_or_nothing_is_acknowledged(
+    kv_bytes: int, credit: int, ready: int
+) -> None:
+    one = computed()
+    with_offer(one)
+    with pytest.raises(RemoteProtocolError):
+        ack(one, kv_bytes, credit, ready=ready)
+    assert state_of(one) == "failed"
+
+
+def test_nothing_goes_with_the_offer_that_is_too_much_or_not_there() -> None:
+    assert computed().unasked(63) == []
+    assert computed().unasked(0) == []
+    assert sender(4).unasked(64) == []
+    half = sender(4)
+    half.advance(2, 0.0)
+    assert half.unasked(64) == []
+    assert len(computed(16, segment_bytes=16).unasked(1024)) == MAX_UNASKED_SEGMENTS
+    assert computed(17, segment_bytes=16).unasked(1024) == []
+    assert with_offer(sender(4))[0] == KvCache(ID, 0, 0)
+
+
+def test_without_it_no_bytes_are_acknowledged_in_the_first_answer() -> None:
+    one = computed()
+    one.offer()
+    with pytest.raises(RemoteProtocolError, match="but 0 were sent"):
+        ack(one, 64, 64, ready=1)

@@ -31,6 +31,7 @@ from wire.transfer import (
     SegmentDescriptor,
     TransferState,
     segment_digest,
+    unasked_segments,
 )
 from wire.transfer.segment import DESCRIPTOR
 
@@ -132,6 +133,9 @@ class LossyTransfer(RuleBasedStateMachine):
         num_shards=st.integers(1, 3),
         is_hostile=st.sampled_from([True, True, False]),
         head_start=st.sampled_from([2, 4, 0, 3, 6]),
+        with_offer=st.booleans(),
+        is_kept=st.sampled_from([True, True, False]),
+        flip=st.sampled_from([0, 0, 0, 1]),
     )
     def start(
         self,
@@ -143,6 +147,9 @@ class LossyTransfer(RuleBasedStateMachine):
         num_shards: int,
         is_hostile: bool,
         head_start: int,
+        with_offer: bool,
+        is_kept: bool,
+        flip: int,
     ) -> None:
         self.is_hostile = is_hostile
         self.layout = layout
@@ -164,13 +171,30 @@ class LossyTransfer(RuleBasedStateMachine):
         self.computed = 0
         self.packing: list[Rectangle] = []
         self.unpacking: list[Segment] = []
-        self.to_receiver: list[Frame] = [("kv", self.sender.offer())]
+        self.to_receiver: list[Frame] = []
         self.to_sender: list[Frame] = []
         self.sent: list[Frame] = []
         self.is_tampered = False
         self.most_credit = 0
         self.spoil: Callable[[Parts], Parts] | None = None
+        self.is_kept = is_kept and not self.cached
+        self.unasked: list[tuple[Buffer, Buffer]] = []
+        if with_offer:
+            self.compute(num_tokens)
+        self.offer(flip if is_hostile else 0)
         self.go_on(1, head_start)
+
+    def offer(self, flip: int) -> None:
+        """Offer; if all is computed and within the credit, send it along, perhaps changed."""
+        cuts = [(it, kv_of(self.layout, it)) for it in self.sender.unasked(self.credit_bytes)]
+        digests = [segment_digest(REQUEST_ID, kv) for _, kv in cuts]
+        if cuts and flip:
+            rectangle, kv = cuts[-1]
+            cuts[-1] = rectangle, bytes([kv[0] ^ flip]) + kv[1:]
+            self.is_tampered = True
+        each = [(*cut, digest) for cut, digest in zip(cuts, digests, strict=True)]
+        header, payload = self.sender.offer_with(each)
+        self.to_receiver.append(("kv", (header, *payload)))
 
     # The sender's own doing.
 
@@ -216,7 +240,10 @@ class LossyTransfer(RuleBasedStateMachine):
     @rule()
     def reserve(self) -> None:
         assert self.receiver is not None
-        self.answer(self.receiver.accept(self.cached, self.now))
+        if self.unasked and self.is_kept:
+            self.unpacking += self.receiver.accept_with(self.unasked, self.now)
+        else:
+            self.answer(self.receiver.accept(self.cached, self.now))
 
     @precondition(lambda self: self.unpacking)
     @rule(which=st.integers(0, 100))
@@ -247,7 +274,7 @@ class LossyTransfer(RuleBasedStateMachine):
             return
         header, *payload = frame
         if header.segment == 0:
-            self.offered(payload)
+            self.offered(header, payload)
             return
         if self.receiver is None:
             return
@@ -261,10 +288,11 @@ class LossyTransfer(RuleBasedStateMachine):
         if segment is not None:
             self.unpacking.append(segment)
 
-    def offered(self, payload: list[Any]) -> None:
+    def offered(self, header: KvCache, payload: list[Any]) -> None:
         if self.receiver is not None:
             self.answer(self.receiver.on_keepalive(self.now))
         elif payload:
+            self.unasked = unasked_segments(header, payload, self.credit_bytes)
             self.receiver = KVReceiver(
                 REQUEST_ID,
                 decode_map(Offer, payload[0]),

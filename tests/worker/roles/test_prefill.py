@@ -11,12 +11,21 @@ import pytest
 
 from tests.worker.scripted import PATIENCE_S, ScriptedDecode, pair, running, scripted_router
 from wire.errors import ErrorCode
-from wire.frames import Cancel, DecodeRequest, Error, PrefillDone, PrefillRequest, Role, Tag
+from wire.frames import (
+    Cancel,
+    DecodeRequest,
+    Error,
+    KvCache,
+    PrefillDone,
+    PrefillRequest,
+    Role,
+    Tag,
+)
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_map, decode_prefill_result, encode_prompt
 from worker.executor.batch import Batch
 from worker.executor.hash import EOS_TOKEN_IDS, HashExecutor, create, oracle
-from worker.roles.prefill import PrefillRole
+from worker.roles.prefill import ROUND_TRIP_S, PrefillRole
 
 PROMPT = [(7 * i) % 1000 for i in range(300)]
 OPTIONS = Options(max_tokens=20, ignore_eos=True)
@@ -88,6 +97,42 @@ async def test_kv_is_offered_early_only_where_a_chunk_is_quick() -> None:
             await router.receive(Tag.PREFILL_DONE)
             assert role.first_chunk_s != seconds, "measured anew"
             assert role.first_chunk_s < time.monotonic() - asked_s
+            router.send(Role.PREFILL, Cancel(request_id, ErrorCode.CANCELLED))
+            assert (await decode.receive()).frame == Cancel(request_id, ErrorCode.CANCELLED)
+        await router.until_free(Role.PREFILL)
+
+
+async def test_kv_that_is_computed_soon_goes_with_its_offer() -> None:
+    executor = GatedSteps()
+    async with (
+        scripted_router() as router,
+        ScriptedDecode() as decode,
+        running(router, "prefill", executor=executor) as process,
+    ):
+        size = len(PROMPT) * TOKEN_BYTES
+        role = process.worker.role
+        assert isinstance(role, PrefillRole)
+        router.announce(decode.endpoint)
+        router.prefill(9, PROMPT, OPTIONS)
+        await decode.offered(9)  # so the connection is up
+        router.send(Role.PREFILL, Cancel(9, ErrorCode.CANCELLED))
+        assert (await decode.receive()).frame == Cancel(9, ErrorCode.CANCELLED)
+        await router.receive(Tag.PREFILL_DONE)
+        # How long the last prompt's first chunk took, what is taken unasked, what comes.
+        cases = ((0.0, size, 1), (0.0, size - 1, 0), (2 * ROUND_TRIP_S, size, 0))
+        for request_id, (seconds, taken, num_segments) in enumerate(cases, start=1):
+            router.announce(decode.endpoint, taken)
+            role.first_chunk_s = seconds
+            executor.gate.clear()
+            executor.is_reached.clear()
+            router.prefill(request_id, PROMPT[::-1] if request_id == 2 else PROMPT, OPTIONS)
+            assert await asyncio.to_thread(executor.is_reached.wait, PATIENCE_S)
+            if num_segments:
+                executor.gate.set()
+            message = await decode.receive()
+            assert message.frame == KvCache(request_id, 0, num_segments)
+            executor.gate.set()
+            await router.receive(Tag.PREFILL_DONE)
             router.send(Role.PREFILL, Cancel(request_id, ErrorCode.CANCELLED))
             assert (await decode.receive()).frame == Cancel(request_id, ErrorCode.CANCELLED)
         await router.until_free(Role.PREFILL)

@@ -666,3 +666,89 @@ async def test_blocks_on_their_way_are_never_those_of_another_offer() -> None:
             await accepted(other, 1)
             other.segment(1, WHOLE)
             assert (await other.ack())[1].ready
+
+
+async def test_kv_that_comes_with_the_offer_takes_one_answer() -> None:
+    async with stage() as (router, prefill):
+        prefill.offer_with_kv(1, PROMPT, range(200), range(200, 300))
+        ack, credit = await prefill.ack()
+        assert (ack.kv_bytes, credit) == (TOTAL, Credit(TOTAL, 0, 1))
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        assert len(await router.tokens(3)) == 3
+        await router.receive(Tag.DECODE_DONE)
+        assert prefill.is_quiet
+        await router.until_free(Role.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "limit", "digest", "code"),
+    [
+        ([WHOLE], TOTAL - 1, None, ErrorCode.PROTOCOL),
+        ([WHOLE], 0, None, ErrorCode.PROTOCOL),
+        ([range(299)], TOTAL, None, ErrorCode.PROTOCOL),
+        ([range(200), range(100, 200)], TOTAL, None, ErrorCode.PROTOCOL),
+        ([WHOLE], TOTAL, 5, ErrorCode.TRANSFER_FAILED),
+    ],
+)
+async def test_kv_with_the_offer_that_must_not_be_is_refused(
+    cuts: list[range], limit: int, digest: int | None, code: ErrorCode
+) -> None:
+    async with stage(kv_unasked_bytes=limit) as (router, prefill):
+        prefill.offer_with_kv(1, PROMPT, *cuts, digest=digest)
+        assert await prefill.error() == (1, code)
+        await accepted(prefill, 2)
+        prefill.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
+async def test_kv_with_the_offer_is_dropped_where_there_is_no_room_for_it() -> None:
+    """One transfer has all the bytes in flight: the next gets credit when it has ended."""
+    budget = {"credit_bytes": 4 << 20, "max_kv_inflight_bytes": 4 << 20, "num_blocks": 9000}
+    many = (4 << 20) // TOKEN_BYTES
+    executor = GatedExecutor(max_model_len=2 * many)
+    async with stage(executor=executor, **budget) as (router, prefill):
+        prefill.offer(1, [3] * many)
+        assert (await prefill.ack())[1].credit == 4 << 20
+        prefill.offer_with_kv(2, PROMPT, WHOLE)
+        prefill.send(KvCache(2, 0, 0))
+        ack, credit = await prefill.ack()
+        assert (ack, credit) == (KvCacheAck(2, 0), Credit(0, 0, 0))
+        prefill.cancel(1)
+        ack, credit = await prefill.ack()
+        assert (ack, credit) == (KvCacheAck(2, 0), Credit(TOTAL, 0, 0))
+        prefill.segment(2, WHOLE)
+        ack, credit = await prefill.ack()
+        assert (ack, credit) == (KvCacheAck(2, TOTAL), Credit(TOTAL, 0, 1))
+        router.send(Role.DECODE, Cancel(2, ErrorCode.CANCELLED))
+        await router.until_free(Role.DECODE)
+
+
+async def test_kv_with_the_offer_of_a_prompt_that_is_held_is_dropped() -> None:
+    async with stage() as (router, prefill):
+        for request_id, cached in ((1, 0), (2, 288)):
+            prefill.offer_with_kv(request_id, PROMPT, WHOLE)
+            ack, credit = await prefill.ack()
+            if cached:
+                rest = 12 * TOKEN_BYTES
+                assert (ack.kv_bytes, credit) == (0, Credit(rest, cached, 0))
+                prefill.segment(request_id, range(288, 300))
+                ack, credit = await prefill.ack()
+            assert credit.ready
+            router.decode(request_id, [*PROMPT, 5], 3, OPTIONS)
+            assert len(await router.tokens(3)) == 3
+            await router.receive(Tag.DECODE_DONE)
+        await router.until_free(Role.DECODE)
+
+
+async def test_kv_with_the_offer_is_sent_once_however_often_the_offer_comes() -> None:
+    async with stage() as (router, prefill):
+        for _ in range(2):
+            prefill.offer_with_kv(1, PROMPT, WHOLE)
+        for _ in range(2):  # the second is a keepalive, perhaps before all is stored
+            _, credit = await prefill.ack()
+            if credit.ready:
+                break
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        assert len(await router.tokens(3)) == 3
+        await router.receive(Tag.DECODE_DONE)
+        await router.until_free(Role.DECODE)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Any
 
 import pytest
@@ -22,9 +23,17 @@ from wire.aio.zmq import Sending
 from wire.errors import ErrorCode
 from wire.frames import Cancel, DecodeRequest, Error, KvCache, KvCacheAck, PrefillDone, Role, Tag
 from wire.options import Options
-from wire.payloads import Credit, ErrorDetail, decode_map, encode_map
-from wire.transfer import KVSender, Rectangle, TransferState
+from wire.payloads import Credit, ErrorDetail, Offer, PeerDetail, decode_map, encode_map
+from wire.transfer import (
+    KVSender,
+    Rectangle,
+    SegmentDescriptor,
+    TransferState,
+    segment_digest,
+    unasked_segments,
+)
 from worker.executor.hash import LAYOUT, HashKVCache
+from worker.roles.prefill import PrefillRole
 from worker.transfer.sender import OutgoingTransfer
 from worker.transfer.thread import Copies
 
@@ -81,6 +90,86 @@ async def test_no_more_is_sent_than_was_granted() -> None:
             assert decode.is_quiet
         decode.ack(1, TOTAL, TOTAL, ready=True)
         await router.until_free(Role.PREFILL)
+
+
+@asynccontextmanager
+async def connected_stage() -> AsyncIterator[tuple[ScriptedRouter, ScriptedDecode]]:
+    """As `stage`, when the connection is up; the decode worker takes the whole prompt unasked."""
+    async with (
+        scripted_router() as router,
+        ScriptedDecode() as decode,
+        running(router, "prefill", prefix_cache=False) as process,
+    ):
+        router.announce(decode.endpoint)
+        router.prefill(9, PROMPT, OPTIONS)
+        await decode.offered(9)
+        decode.send(Error(9, ErrorCode.OUT_OF_BLOCKS))
+        await failed(router, 9, ErrorCode.OUT_OF_BLOCKS)
+        await router.until_free(Role.PREFILL)
+        assert isinstance(process.worker.role, PrefillRole)
+        process.worker.role.first_chunk_s = inf  # the next prompt is offered when it is computed
+        router.announce(decode.endpoint, TOTAL)
+        yield router, decode
+
+
+async def offered_with_kv(decode: ScriptedDecode, request_id: int) -> int:
+    """Return the bytes of KV that come with the next offer."""
+    message = await decode.receive()
+    frame = message.frame
+    assert isinstance(frame, KvCache) and (frame.request_id, frame.segment) == (request_id, 0)
+    assert decode_map(Offer, message.payload[0]).num_tokens == len(PROMPT)
+    segments = unasked_segments(frame, message.payload, TOTAL)
+    for part, kv in segments:
+        assert SegmentDescriptor.unpack(part).digest == segment_digest(request_id, kv)
+    return sum(len(kv) for _, kv in segments)
+
+
+async def test_kv_that_is_there_goes_with_the_offer() -> None:
+    async with connected_stage() as (router, decode):
+        router.prefill(1, PROMPT, OPTIONS)
+        assert await offered_with_kv(decode, 1) == TOTAL
+        decode.ack(1, 0, 0)  # it waits for blocks
+        decode.ack(1, TOTAL, TOTAL, ready=True)
+        await router.receive(Tag.PREFILL_DONE)
+        await router.until_free(Role.PREFILL)
+        assert decode.is_quiet
+
+
+async def test_kv_that_came_with_the_offer_and_was_dropped_is_sent_again() -> None:
+    async with connected_stage() as (router, decode):
+        router.prefill(1, PROMPT, OPTIONS)
+        assert await offered_with_kv(decode, 1) == TOTAL
+        await receive_all(decode, 1)
+        await router.until_free(Role.PREFILL)
+
+
+@pytest.mark.parametrize("settings", [{"max_ubatch_tokens": 64, "step_delay_s": 0.01}, {}])
+async def test_kv_stays_that_is_too_large_or_not_all_there(
+    settings: dict[str, Any],
+) -> None:
+    async with stage(**settings) as (router, decode):
+        router.announce(decode.endpoint, TOTAL if settings else TOTAL - 1)
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        await receive_all(decode, 1)
+        await router.until_free(Role.PREFILL)
+
+
+async def test_who_takes_back_an_offer_that_was_not_sent_sends_none() -> None:
+    peer, copies, end = HoldingPeer(), Copies(), asyncio.get_running_loop().create_future()
+    told: list[Any] = []
+    peer.tell = lambda *frames: told.append(frames)  # type: ignore[method-assign]
+
+    def make_sender(now: float) -> KVSender:
+        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
+
+    cache = HashKVCache(20, 16)
+    transfer = OutgoingTransfer(make_sender, peer, cache, copies, end.set_result)  # type: ignore[arg-type]
+    transfer.offer(tuple(range(20)), len(PROMPT), time.monotonic())
+    transfer.cancel()
+    await transfer.run()
+    assert told == [(Cancel(1, ErrorCode.CANCELLED),)]
+    copies.close()
 
 
 async def test_segments_leave_while_the_prompt_is_still_read() -> None:
@@ -275,6 +364,7 @@ class HoldingPeer:
     """A socket that never lets go of a buffer by itself."""
 
     name = "decode-0"
+    detail = PeerDetail(rank=0, epoch=1, kv_endpoint="tcp://127.0.0.1:1")
     num_heard = 0
     is_mute = False
 
@@ -376,3 +466,11 @@ async def test_it_is_not_forgotten_before_every_buffer_is_back() -> None:
         sending.drop()
     await task
     copies.close()
+
+
+async def test_no_blocks_wait_for_a_connection_that_may_never_be() -> None:
+    async with scripted_router() as router, running(router, "prefill", lease_s=0.3):
+        router.announce("tcp://127.0.0.1:9", TOTAL)  # nobody listens there
+        router.prefill(1, PROMPT, OPTIONS)
+        await failed(router, 1, ErrorCode.TRANSFER_FAILED)
+        await router.until_free(Role.PREFILL)

@@ -8,7 +8,9 @@ import weakref
 
 import pytest
 
-from worker.transfer.thread import Copies
+from worker.transfer.thread import SMALL_BYTES, Copies
+
+LARGE = SMALL_BYTES + 1
 
 
 async def test_copies_run_in_order_on_one_thread_of_their_own() -> None:
@@ -20,7 +22,9 @@ async def test_copies_run_in_order_on_one_thread_of_their_own() -> None:
         threads.add(threading.current_thread().name)
         return number * 2
 
-    assert await asyncio.gather(*(copies.run(copy, i) for i in range(20))) == list(range(0, 40, 2))
+    assert await asyncio.gather(*(copies.run(copy, i, num_bytes=LARGE) for i in range(20))) == list(
+        range(0, 40, 2)
+    )
     assert order == list(range(20))
     assert len(threads) == 1 and threads != {threading.current_thread().name}
     copies.close()
@@ -29,14 +33,39 @@ async def test_copies_run_in_order_on_one_thread_of_their_own() -> None:
 async def test_as_many_run_at_once_as_were_asked_for() -> None:
     copies, together = Copies(3), threading.Barrier(3)
     assert copies.num_at_once == 3
-    found = await asyncio.gather(*(copies.run(together.wait, 10) for _ in range(6)))
+    found = await asyncio.gather(
+        *(copies.run(together.wait, 10, num_bytes=LARGE) for _ in range(6))
+    )
     assert sorted(found) == [0, 0, 1, 1, 2, 2]
     copies.close()
 
 
+async def test_a_small_copy_runs_at_once_unless_others_are_to_run_first() -> None:
+    copies, gate, order = Copies(1, SMALL_BYTES), threading.Event(), list[str]()
+
+    def copy(name: str) -> str:
+        order.append(name)
+        return threading.current_thread().name
+
+    here = threading.current_thread().name
+    assert await copies.run(copy, "alone", num_bytes=SMALL_BYTES) == here
+    large = asyncio.create_task(copies.run(gate.wait, 10, num_bytes=LARGE))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(copies.run(copy, "behind", num_bytes=1))
+    await asyncio.sleep(0)
+    assert order == ["alone"]
+    gate.set()
+    assert await large and await small != here
+    assert await copies.run(copy, "alone", num_bytes=1) == here
+    copies.close()
+    elsewhere = Copies()
+    assert await elsewhere.run(copy, "waits for it", num_bytes=1) != here
+    elsewhere.close()
+
+
 async def test_the_loop_runs_while_a_copy_does() -> None:
     copies, gate = Copies(), threading.Event()
-    task = asyncio.create_task(copies.run(gate.wait, 10))
+    task = asyncio.create_task(copies.run(gate.wait, 10, num_bytes=LARGE))
     await asyncio.sleep(0)
     assert not task.done()
     gate.set()
@@ -47,7 +76,7 @@ async def test_the_loop_runs_while_a_copy_does() -> None:
 async def test_an_error_comes_back() -> None:
     copies = Copies()
     with pytest.raises(ZeroDivisionError):
-        await copies.run(lambda: 1 // 0)
+        await copies.run(lambda: 1 // 0, num_bytes=LARGE)
     copies.close()
 
 
@@ -58,8 +87,8 @@ async def test_what_waits_at_the_end_is_dropped() -> None:
         is_running.set()
         return gate.wait(10)
 
-    running = asyncio.create_task(copies.run(copy))
-    waiting = asyncio.create_task(copies.run(copy))
+    running = asyncio.create_task(copies.run(copy, num_bytes=LARGE))
+    waiting = asyncio.create_task(copies.run(copy, num_bytes=LARGE))
     await asyncio.to_thread(is_running.wait, 10)
     threading.Timer(0.01, gate.set).start()
     copies.close()  # waits for the first
@@ -73,7 +102,7 @@ async def test_results_are_not_kept_by_the_thread() -> None:
 
     class Result: ...
 
-    result = weakref.ref(await copies.run(Result))
+    result = weakref.ref(await copies.run(Result, num_bytes=LARGE))
     await asyncio.sleep(0)
     assert result() is None
     copies.close()
