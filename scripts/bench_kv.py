@@ -30,7 +30,7 @@ from scripts.keys import make_keys
 from scripts.kv_pair import Moved, Pair, pair
 from wire.layout import KVLayout
 
-WAYS: Final = ("tcp", "ipc", "tcp+keys", "ipc+keys", "memory")
+WAYS: Final = ("tcp", "ipc", "tcp+keys", "tcp+curve", "ipc+keys", "memory")
 LLAMA_8B: Final = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 SMALL: Final = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 BLOCK_SIZE: Final = 16
@@ -65,7 +65,9 @@ def settings_of(way: str) -> Iterator[dict[str, Any]]:
         endpoint = f"ipc://{directory}/kv" if way.startswith("ipc") else "tcp://127.0.0.1:0"
         settings: dict[str, Any] = {"kv_bind": endpoint, "block_size": BLOCK_SIZE}
         settings["kv_shared_memory"] = "auto" if way == "memory" else "off"
-        if way.endswith("keys"):
+        if way == "tcp+curve":
+            settings["kv_sealing"] = "off"
+        if way.endswith(("keys", "curve")):
             settings["keys"] = Path(directory) / "keys"
             make_keys(settings["keys"], ["router", "prefill-0", "decode-0"], say=lambda _: None)
         yield settings

@@ -100,7 +100,11 @@ class Worker:
         )
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
         self.role: PrefillRole | DecodeRole = make_role(context)
-        planes = {"bus": Traffic(), "kv": self.role.traffic}
+        planes = {
+            "bus": Traffic(),
+            "kv": self.role.traffic,
+            "kv_sealed": self.role.sealed_traffic,
+        }
         detail, connect = self._detail(info), partial(outside.connect, keys=keys)
         self.routers = [
             RouterLink(endpoint, identity, detail, self.role, self._on_link, connect, planes["bus"])

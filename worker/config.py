@@ -144,6 +144,18 @@ class Config(SharedSettings):
         description="whether KV in host memory is lent to decode workers of the same user on this "
         "machine, and read from that of prefill workers there; off: it is always sent",
     )
+    kv_sealing: Literal["auto", "off"] = Field(
+        default="auto",
+        description="whether, with keys, KV over TCP is sealed with AES-GCM and takes a connection "
+        "beside CURVE's, faster where the processor has AES instructions; off: CURVE encrypts it",
+    )
+    kv_sealed_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="the port for sealed KV, on the host of --kv-bind; others connect to the same "
+        "number there, and without it KV goes through --kv-bind; 0: any free one",
+    )
     lease_s: float = Field(
         default=0.0,
         ge=0,

@@ -113,6 +113,7 @@ class DecodeRole:
         )
         self.kv_endpoint = self.incoming.endpoint
         self.traffic = self.incoming.traffic
+        self.sealed_traffic = self.incoming.sealed_traffic
 
     @property
     def request_ids(self) -> Set[int]:
