@@ -7,6 +7,7 @@
 Two real workers without a model, Llama-8B's KV (32 layers x 8 heads x 128, bfloat16), blocks
 wherever they lie.  First, KV is written and compared at the other end.  Then transfers are timed,
 from the offer to the last ACK, in turns with the floor: `zmq+` of `kv_floor.py`, or its `memory`.
+With keys KV is sealed over TCP (SPEC 6.9), but for `tcp+curve`, and not over ipc.
 A segment is 2 MiB; CPU seconds are user and kernel, of prefill + decode worker; `switches` are
 voluntary context switches and `jobs` what the transfer threads were given, of both, a segment.
 """

@@ -29,7 +29,8 @@ log = structlog.get_logger("worker")
 
 # How long a link is kept that no router names and nothing needs.
 KEEP_S: Final = 60.0
-# How many such links are kept, however often decode workers come and go: each is two sockets.
+# How many such links are kept, however often decode workers come and go: each is two sockets,
+# and as many for sealed KV.
 MAX_KEPT: Final = 16
 
 

@@ -13,7 +13,7 @@ from wire.aio.tokens import Tokens
 from wire.aio.zmq import Context, Hub, Link, terminate
 from wire.parts import Buffer
 from wire.process.keys import Keys
-from wire.transfer import MAX_SEALED_BYTES, MAX_SEGMENT_BYTES
+from wire.transfer import MAX_SEALED_BYTES, MAX_SEGMENT_BYTES, Sealing, new_key
 
 # Messages that libzmq may hold for one peer and direction.
 HIGH_WATER_MARK: Final = 16
@@ -92,6 +92,7 @@ class SealedPlane:
     """Makes sockets that encrypt nothing, for segments that are sealed (SPEC 6.9)."""
 
     def __init__(self, max_queue_bytes: int) -> None:
+        Sealing(new_key())  # the cipher is loaded now, not while a request waits
         self._bounds = _Bounds(
             zero_copy=True,
             max_message_bytes=MAX_SEALED_BYTES,
