@@ -16,13 +16,13 @@ PARTIES = ("router", "prefill-0", "decode-0", "decode-1", "decode-2")
 class Locked(Cluster):
     """A cluster with keys and API keys."""
 
-    def __init__(self, directory: Path, **settings: object) -> None:
+    def __init__(self, directory: Path, *more: str) -> None:
         self.keys, self.api_keys = directory / "keys", directory / "api_keys"
         scripts_keys(self.keys, *PARTIES)
         scripts_keys("--api-key", self.api_keys)
         scripts_keys("--api-key", self.api_keys)
         self.comment, self.key, self.other_key = self.api_keys.read_text().splitlines()
-        args = ("--keys", str(self.keys), "--api-keys", str(self.api_keys))
+        args = ("--keys", str(self.keys), "--api-keys", str(self.api_keys), *more)
         super().__init__(directory, executor="hash", args=args, api_key=self.key)
 
     def pair(self, name: str) -> KeyPair:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import httpx
 import psutil
@@ -232,18 +233,18 @@ def test_an_open_port_without_keys_is_refused_and_says_what_to_do(
     assert done.stderr.count("\n") == 1
 
 
-def test_kv_is_sealed_and_is_again_when_a_worker_was_killed(locked: Locked) -> None:
+def test_kv_is_sealed_and_is_again_when_a_worker_was_killed(tmp_path: Path) -> None:
     """A first transfer opens the connection for it, and does not wait for that."""
+    up = "sealed KV has a connection of its own"
+    with Locked(tmp_path, "--worker-args=--kv-shared-memory off") as cluster:
 
-    def is_sealed(ways: int) -> bool:
-        """Whether so many connections were made for sealed KV, while requests are served."""
-        assert locked.complete(locked.key).status_code == 200
-        return locked.log().count("sealed KV has a connection of its own") >= ways
+        def is_sealed(times: int) -> bool:
+            assert cluster.complete(cluster.key).status_code == 200
+            return cluster.log().count(up) >= times
 
-    until(lambda: is_sealed(1), "sealed KV")
-    ways = locked.log().count("sealed KV has a connection of its own")
-    workers = psutil.Process(locked.router.pid).children(recursive=True)
-    (decode,) = [worker for worker in workers if "decode" in worker.cmdline()]
-    decode.kill()  # the router starts another
-    until(lambda: is_sealed(ways + 1), "sealed KV again", START_S)
-    locked.until_idle()
+        until(lambda: is_sealed(1), up)
+        cluster.kill_local("decode", 0)  # the router starts another
+        until(lambda: is_sealed(2), up, START_S)
+        cluster.until_idle()
+        log = cluster.log()
+        assert not any(secret in log for secret in cluster.secrets)

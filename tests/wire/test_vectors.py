@@ -313,6 +313,7 @@ def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
             places = unpack_places(recorded[3]) if descriptor.in_memory else ()
             if is_sealed := bool(vector["sealed_port"]):
                 sealed = sender.seal(rectangle, kv_of(layout, rectangle))
+                assert isinstance(frame, KvCache)
                 is_broken = "broken" in vector["name"] and frame.segment == 2
                 assert (sealed == recorded[3]) is not is_broken
             sent = sender.segment(
