@@ -70,6 +70,7 @@ from wire.transfer import (
     KVReceiver,
     KVSender,
     Rectangle,
+    Sealing,
     Segment,
     SegmentDescriptor,
     pack_places,
@@ -82,6 +83,8 @@ PATH = Path(__file__).resolve().parent.parent / "wire" / "vectors.json"
 REQUEST = 1 << 32 | 1
 EPOCH = 1_760_000_000_000_000_000 >> 20 << 20
 MEMORY = "baton-8d0c5f2e"
+# A key that everybody knows protects nothing: this one is for the vectors only.
+KEY, TOKEN, SEALED_PORT = bytes(range(32)), bytes(range(32, 64)), 5601
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")
 _FULL = KVGroup(num_layers=1, num_kv_heads=2, key_dim=4, value_dim=2, dtype="uint8")
 _WINDOWED = msgspec.structs.replace(_FULL, num_layers=2, window=3)
@@ -175,6 +178,21 @@ def segment(name: str, rectangle: Rectangle, kv: bytes, idle_us: int = 0) -> dic
         [descriptor.pack(), kv],
         kind="segment",
         content={**descriptor._asdict(), "digest": f"{digest:016x}", "kv": kv.hex()},
+    )
+
+
+def sealed_segment(rectangle: Rectangle, kv: bytes) -> dict[str, Any]:
+    """A segment as it comes to the port for sealed ones."""
+    descriptor = SegmentDescriptor.of(rectangle, len(kv), 0, 1500)
+    header = KvCache(REQUEST, 1, 1)
+    sealed = Sealing(KEY).seal(header, descriptor, kv)
+    content = {**descriptor._asdict(), "digest": f"{0:016x}", "kv": sealed.hex()}
+    return frame(
+        "kv_cache_segment_sealed",
+        header,
+        [descriptor.pack(), sealed],
+        kind="segment",
+        content=content,
     )
 
 
@@ -274,10 +292,25 @@ def data_plane() -> list[dict[str, Any]]:
                 "memory": MEMORY,
             },
         ),
+        frame(
+            "kv_cache_offer_sealing",
+            KvCache(REQUEST, 0, 0),
+            [encode_map(msgspec.structs.replace(offer, key=KEY, token=TOKEN))],
+            kind="Offer",
+            content={
+                "layout": msgspec.to_builtins(LAYOUT),
+                "num_tokens": 3,
+                "total_bytes": offer.total_bytes,
+                "token_ids": [11, 12, 13],
+                "key": KEY.hex(),
+                "token": TOKEN.hex(),
+            },
+        ),
         frame("kv_cache_keepalive", KvCache(REQUEST, 0, 0)),
         segment("kv_cache_segment", all_rows, bytes(range(48)), 1500),
         segment("kv_cache_segment_heads", share, bytes(range(12))),
         segment("kv_cache_segment_state", state, bytes(range(12))),
+        sealed_segment(all_rows, bytes(range(48))),
         segment_in_memory(two_blocks, {96: bytes(range(32)), 32: bytes(range(32, 64))}),
         *(
             frame(
@@ -292,6 +325,7 @@ def data_plane() -> list[dict[str, Any]]:
                 ("kv_cache_ack", 0, credit),
                 ("kv_cache_ack_ready", 48, Credit(48, 0, 1)),
                 ("kv_cache_ack_in_memory", 0, Credit(48, 0, 0, 1)),
+                ("kv_cache_ack_sealed_port", 0, Credit(48, 0, 0, 0, SEALED_PORT)),
             )
         ),
         continuation("decode_request", [11, 12, 13, 17], Options(max_tokens=17)),
@@ -405,6 +439,9 @@ def malformed() -> list[dict[str, Any]]:
     def payload(kind: str, wire: bytes, why: str) -> dict[str, Any]:
         return {"payload": kind, "wire": wire.hex(), "why": why}
 
+    short_key = encode_map(
+        Offer(layout=LAYOUT, num_tokens=1, total_bytes=16, token_ids=u32(1), key=bytes(31))
+    )
     cases: list[dict[str, Any]] = [
         {"zmq": zmq(u32(44)), "why": "no header part"},
         {"zmq": zmq(b"\x2c\x00", bytes(16)), "why": "the tag is not 4 bytes"},
@@ -471,8 +508,8 @@ def malformed() -> list[dict[str, Any]]:
             "a stop token is no token",
         ),
         payload("Credit", bytes(15), "not 16 bytes"),
-        payload("Credit", struct.pack("<QIHH", 1, 0, 2, 0), "ready is neither 0 nor 1"),
-        payload("Credit", struct.pack("<QIHH", 1, 0, 0, 2), "in_memory is neither 0 nor 1"),
+        payload("Credit", struct.pack("<QIBBH", 1, 0, 2, 0, 0), "ready is neither 0 nor 1"),
+        payload("Credit", struct.pack("<QIBBH", 1, 0, 0, 2, 0), "in_memory is neither 0 nor 1"),
         payload("segment", bytes(47), "no descriptor"),
         payload("segment", struct.pack("<IIIIQQQ", 0, 2, 0, 3, 48, 0, 0), "that of version 1"),
         payload(
@@ -482,6 +519,7 @@ def malformed() -> list[dict[str, Any]]:
         ),
         *layouts(payload),
         payload("Offer", b"\x80", "required fields are missing"),
+        payload("Offer", short_key, "a key of 31 bytes"),
         payload("Usage", b"\x81\xadfinish_reason\x01", "wrong type"),
         payload("Usage", b"\x82\xadfinish_reason\xa4stop\xadfinish_reason\xa4stop", "a key twice"),
         payload(
@@ -615,11 +653,13 @@ def transfer(
     num_shards: int = 1,
     block_size: int = 0,
     unasked_bytes: int = 0,
+    sealed_port: int = 0,
 ) -> dict[str, Any]:
     """Run one transfer and write down every message; segment `spoil`, if any, arrives broken.
 
     With a `block_size` the KV lies in memory, in blocks of so many tokens, the last one first.
     With `unasked_bytes` all is computed before it is offered, and goes with the offer if it fits.
+    With a `sealed_port` every segment is sealed.
     """
     token_ids = list(range(100, 100 + num_tokens))
     sender = KVSender(
@@ -632,6 +672,8 @@ def transfer(
         num_shards=num_shards,
         memory=MEMORY if block_size else None,
         block_size=block_size or 1,
+        key=KEY if sealed_port else None,
+        token=TOKEN if sealed_port else None,
         now=0.0,
     )
     memory = _memory_of(layout, num_tokens, block_size) if block_size else b""
@@ -663,7 +705,7 @@ def transfer(
         note("decode", answer[0], *[it.pack() for it in answer[1:]])
         ack = None
     else:
-        ack = receiver.accept(cached, 0.0, len(memory))
+        ack = receiver.accept(cached, 0.0, len(memory), sealed_port)
     sender.advance(num_tokens, 0.0)
     while ack is not None:
         note("decode", ack[0], ack[1].pack())
@@ -674,17 +716,23 @@ def transfer(
         places, kv = [], kv_of(layout, rectangle)
         if block_size and len(rectangle.tokens) == block_size:
             places = [len(memory) - len(kv) * rectangle.tokens.stop // block_size]
-        digest = segment_digest(REQUEST, kv)
-        sent = sender.segment(rectangle, kv, 0.0, digest=digest, places=places)
+        digest, is_sealed = segment_digest(REQUEST, kv), bool(sealed_port)
+        if is_sealed:
+            kv = sender.seal(rectangle, kv)
+        sent = sender.segment(rectangle, kv, 0.0, digest=digest, places=places, is_sealed=is_sealed)
         assert sent is not None
         kv = bytes(sent[2])
         if spoil == sent[0].segment:
             kv = _spoilt(kv)
         note("prefill", sent[0], sent[1], kv)
-        segment = receiver.on_segment(sent[0], (sent[1], kv), 0.0)
+        segment = receiver.on_segment(sent[0], (sent[1], kv), 0.0, is_sealed=is_sealed)
         assert segment is not None
         try:
-            receiver.verify(segment, segment_digest(REQUEST, b"".join(segment.pieces(memory))))
+            if is_sealed:
+                receiver.opened(segment)
+            else:
+                kv = b"".join(segment.pieces(memory))
+                receiver.verify(segment, segment_digest(REQUEST, kv))
         except TransferFailed as error:
             receiver.broken(segment, error)
             note("decode", Error(REQUEST, error.code))
@@ -701,6 +749,7 @@ def transfer(
         "block_size": block_size,
         "unasked_bytes": unasked_bytes,
         "memory": memory.hex(),
+        "sealed_port": sealed_port,
         "credit_bytes": credit_bytes,
         "messages": messages,
         "ends": receiver.state.value,
@@ -767,6 +816,8 @@ def transfers() -> list[dict[str, Any]]:
         transfer("with the offer, but all is held", 4, 4, 32, 1 << 20, unasked_bytes=96),
         transfer("more than goes with an offer", 4, 0, 32, 1 << 20, unasked_bytes=63),
         transfer("with the offer, and broken", 4, 0, 32, 1 << 20, spoil=2, unasked_bytes=64),
+        transfer("sealed", 5, 1, 32, 40, sealed_port=SEALED_PORT),
+        transfer("the second seal is broken", 4, 0, 32, 64, spoil=2, sealed_port=SEALED_PORT),
     ]
 
 

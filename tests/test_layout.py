@@ -101,6 +101,7 @@ ASYNC = {
     "worker/transfer/thread.py",
     "worker/transfer/sender.py",
     "worker/transfer/peers.py",
+    "worker/transfer/sealed.py",
     "worker/roles/prefill.py",
     "worker/transfer/receiver.py",
     "worker/roles/decode.py",

@@ -282,12 +282,14 @@ def _token_ids(buffer: Buffer, offset: int, count: int) -> tuple[int, ...]:
 
 # Of a Unix socket in the abstract namespace: a peer chooses it, so it can be none of others.
 SocketName = Annotated[str, msgspec.Meta(pattern=r"^baton-[A-Za-z0-9-]{1,90}\Z")]
+Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Offer(Map, frozen=True, kw_only=True):
     """Segment 0: what is to be transferred; the receiver reserves blocks first.  SPEC 6.2.
 
-    `memory` is the socket where the memory is handed out that the KV lies in.  SPEC 6.8.
+    `memory` is the socket where the memory is handed out that the KV lies in (SPEC 6.8); `key` is
+    what segments may be sealed with, and `token` opens the connection for these (SPEC 6.9).
     """
 
     layout: KVLayout
@@ -296,6 +298,12 @@ class Offer(Map, frozen=True, kw_only=True):
     token_ids: bytes
     digest: Annotated[str, msgspec.Meta(pattern=r"^xxh3_64\Z")] = "xxh3_64"
     memory: SocketName | None = None
+    key: Key | None = None
+    token: Key | None = None
+
+    def __repr__(self) -> str:
+        """Neither a key nor a prompt gets into a log by way of this."""
+        return f"Offer(num_tokens={self.num_tokens}, total_bytes={self.total_bytes})"
 
 
 # Maps with the keys, at any depth, whose values are maps: in those too a key may come only once.
@@ -314,13 +322,15 @@ class Credit(NamedTuple):
     `cached_tokens` leading tokens are held already and are not to be sent; the number never
     changes.  `ready` is 1 in the final ACK: every byte is in its blocks.  `credit` 0 and `ready` 0
     say that the offer still waits for blocks.  `in_memory` is 1 if segments may lie in the memory
-    that was offered, and never changes.  SPEC 4.4.
+    that was offered; `sealed_port` is where segments may come sealed with the key that was offered,
+    0 for nowhere.  Neither ever changes.  SPEC 4.4.
     """
 
     credit: int
     cached_tokens: int
     ready: int
     in_memory: int = 0
+    sealed_port: int = 0
 
     def pack(self) -> bytes:
         return CREDIT.pack(*self)
@@ -342,4 +352,4 @@ class Credit(NamedTuple):
         return credit
 
 
-CREDIT: Final = Struct("<QIHH")
+CREDIT: Final = Struct("<QIBBH")

@@ -31,8 +31,8 @@ from worker.config import Config
 from worker.engine.measured import measured
 from worker.engine.outputs import Output
 from worker.engine.thread import Pulse, Standstill, Warmup
-from worker.environment import Environment, WorkerContext
-from worker.executor.contract import Executor, ModelInfo
+from worker.environment import Copying, Environment, WorkerContext
+from worker.executor.contract import Executor, KVCache, ModelInfo
 from worker.link import LinkState, RouterLink
 from worker.metrics import Metrics
 from worker.roles.decode import DecodeRole
@@ -83,11 +83,7 @@ class Worker:
         warm_ups = [model.warmup for model in self._models]
         self._warmup = Warmup(warm_ups, outside.clock, self._end_warmup)
         self._thread.post(self._warmup.run)  # first of all: no block is used yet
-        cache = self._engine.cache
-        at_once = getattr(cache, "copies_at_once", 1)
-        # Where blocks are seen where they lie, a copy waits for no device and no other process.
-        is_near = at_once == 1 and hasattr(cache, "view")
-        self._copies = outside.make_copies(at_once, SMALL_BYTES if is_near else 0)
+        self._copies = _copies(outside, self._engine.cache)
         keys = open_keys(config.keys, config.party)
         self._plane = outside.make_plane(info.max_model_len, keys)
         role = Role[config.role.upper()]
@@ -105,7 +101,8 @@ class Worker:
         )
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
         self.role: PrefillRole | DecodeRole = make_role(context)
-        planes = {"bus": Traffic(), "kv": self.role.traffic}
+        kv, kv_sealed = self.role.traffic, self.role.sealed_traffic
+        planes = {"bus": Traffic(), "kv": kv, "kv_sealed": kv_sealed}
         detail, connect = self._detail(info), partial(outside.connect, keys=keys)
         self.routers = [
             RouterLink(endpoint, identity, detail, self.role, self._on_link, connect, planes["bus"])
@@ -329,3 +326,10 @@ class Worker:
             extend_start()
             joining = f"joining {', '.join(self._config.router)}"
             notify(f"STATUS={joining if self._warmup.is_over else 'warming up'}")
+
+
+def _copies(outside: Environment, cache: KVCache) -> Copying:
+    at_once = getattr(cache, "copies_at_once", 1)
+    # Where blocks are seen where they lie, a copy waits for no device and no other process.
+    is_near = at_once == 1 and hasattr(cache, "view")
+    return outside.make_copies(at_once, SMALL_BYTES if is_near else 0)

@@ -150,6 +150,18 @@ class Config(SharedSettings):
         description="auto: a decode worker copies KV out of the host memory of a prefill worker of "
         "the same user on the same machine; off: all KV is sent",
     )
+    kv_sealing: Literal["auto", "off"] = Field(
+        default="auto",
+        description="whether, with keys, KV over TCP is sealed with AES-GCM and takes a connection "
+        "beside CURVE's, faster where the processor has AES instructions; off: CURVE encrypts it",
+    )
+    kv_sealed_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="the port for sealed KV, on the host of --kv-bind; others connect to the same "
+        "number there, and without it KV goes through --kv-bind; 0: any free one",
+    )
     lease_s: float = Field(
         default=0.0,
         ge=0,

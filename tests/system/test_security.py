@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 import zmq
 
-from tests.cluster import ROOT, Cluster, hash_oracle, kv_endpoint, until
+from tests.cluster import ROOT, START_S, Cluster, hash_oracle, kv_endpoint, until
 from tests.system.locked import Locked
 from tests.worker.scripted import ScriptedPrefill
 from wire.aio.port import client_options, new_key_pair
@@ -177,7 +178,7 @@ def test_a_revoked_api_key_is_refused_from_the_next_request_on(locked: Locked) -
 
 
 async def test_a_key_lets_a_prefill_worker_offer_kv_and_nobody_else(locked: Locked) -> None:
-    worker = locked.worker("decode", 2, "--keys", str(locked.keys))
+    worker = locked.worker("decode", 2, "--keys", str(locked.keys), "--kv-sealing", "off")
     endpoint = kv_endpoint(worker)
 
     def peer(party: str, identity: bytes) -> ScriptedPrefill:
@@ -230,3 +231,20 @@ def test_an_open_port_without_keys_is_refused_and_says_what_to_do(
     assert done.returncode == 78
     assert "scripts/keys" in done.stderr and advice in done.stderr and "--insecure" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_kv_is_sealed_and_is_again_when_a_worker_was_killed(tmp_path: Path) -> None:
+    """A first transfer opens the connection for it, and does not wait for that."""
+    up = "sealed KV has a connection of its own"
+    with Locked(tmp_path, "--worker-args=--kv-shared-memory off") as cluster:
+
+        def is_sealed(times: int) -> bool:
+            assert cluster.complete(cluster.key).status_code == 200
+            return cluster.log().count(up) >= times
+
+        until(lambda: is_sealed(1), up)
+        cluster.kill_local("decode", 0)  # the router starts another
+        until(lambda: is_sealed(2), up, START_S)
+        cluster.until_idle()
+        log = cluster.log()
+        assert not any(secret in log for secret in cluster.secrets)

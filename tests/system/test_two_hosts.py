@@ -147,6 +147,10 @@ def test_the_printed_commands_make_a_cluster(tmp_path: Path, start: Start) -> No
     assert '"finish_reason":"length"' in answer or '"finish_reason":"stop"' in answer
     assert "invalid_api_key" in ask("prefill", "sk-wrong")
 
+    # KV takes the port of its own, once that is open: here it is.
+    log = tmp_path / "prefill.log"
+    until(lambda: "sealed KV has a connection of its own" in log.read_text(), "sealed KV", START_S)
+
     # One more worker while everything runs, as the section says.
     more = re.search(r"`(scripts/keys .* decode-1)`", SECTION)
     assert more is not None
@@ -159,7 +163,10 @@ def test_the_printed_commands_make_a_cluster(tmp_path: Path, start: Start) -> No
     shutil.copy(etc["router"] / "keys" / "decode-1.key", copied)
     start(
         "decode",
-        the("--role decode").replace("--rank 0", "--rank 1").replace(":5580", ":5581"),
+        the("--role decode")
+        .replace("--rank 0", "--rank 1")
+        .replace(":5580", ":5581")
+        .replace("5590", "5591"),
         etc["decode"],
     )
     header = ["-H", f"authorization: Bearer {key}"]

@@ -15,7 +15,7 @@ import pytest
 from wire import parts, payloads, stream
 from wire.errors import LocalProtocolError, RemoteProtocolError, TransferFailed
 from wire.frames import FRAMES, Error, Frame, KvCache, KvCacheAck, Tag
-from wire.layout import KVLayout
+from wire.layout import KVGroup, KVLayout
 from wire.logprobs import join_prompt_logprobs, pack_logprobs, unpack_prompt_logprobs
 from wire.options import Options
 from wire.parts import Buffer
@@ -24,7 +24,7 @@ from wire.prefix import prefix_hashes
 from wire.process.model import fingerprint
 from wire.session import ENDED, Direction, Session
 from wire.stream import StreamDecoder
-from wire.transfer import KVReceiver, KVSender, unasked_segments
+from wire.transfer import KVReceiver, KVSender, Rectangle, unasked_segments
 from wire.transfer.segment import (
     SegmentDescriptor,
     pack_places,
@@ -35,6 +35,9 @@ from wire.transfer.segment import (
 
 PATH = Path(payloads.__file__).with_name("vectors.json")
 VECTORS: dict[str, list[dict[str, Any]]] = json.loads(PATH.read_text())
+
+# Bytes in an offer, hexadecimal in a vector.
+SECRETS = ("key", "token")
 
 
 def named(section: str) -> pytest.MarkDecorator:
@@ -61,7 +64,9 @@ def encode_payload(kind: str, content: Any) -> list[bytes]:
     if kind == "Offer":
         token_ids = pack(f"<{len(content['token_ids'])}I", *content["token_ids"])
         layout = msgspec.convert(content["layout"], KVLayout)
-        return [encode_map(Offer(**{**content, "token_ids": token_ids, "layout": layout}))]
+        secrets = {name: bytes.fromhex(content[name]) for name in SECRETS if name in content}
+        fields = {**content, **secrets, "token_ids": token_ids, "layout": layout}
+        return [encode_map(Offer(**fields))]
     if kind == "segment":
         fields = {key: value for key, value in content.items() if key not in ("kv", "places")}
         fields["digest"] = int(fields["digest"], 16)
@@ -117,7 +122,9 @@ def decode_payload(kind: str, body: Buffer, seq_len: int) -> Any:
         offer = decode_map(Offer, body)
         ids = unpack(f"<{offer.num_tokens}I", offer.token_ids)
         layout = msgspec.to_builtins(offer.layout)
-        return {**msgspec.structs.asdict(offer), "layout": layout, "token_ids": list(ids)}
+        fields = msgspec.structs.asdict(offer)
+        secrets = {name: fields[name].hex() for name in SECRETS if fields[name] is not None}
+        return {**fields, **secrets, "layout": layout, "token_ids": list(ids)}
     if kind == "segment":
         descriptor, kv = split_segment(body)
         digest = f"{descriptor.digest:016x}"
@@ -174,8 +181,9 @@ def test_frame_is_decoded_from_the_vector(vector: dict[str, Any]) -> None:
 
 
 def complete(kind: str, content: Any) -> Any:
-    """An offer's content names its digest kind and memory, which a vector may leave to defaults."""
-    return {"digest": "xxh3_64", "memory": None, **content} if kind == "Offer" else content
+    """An offer's content names every key, some of which a vector may leave to their defaults."""
+    defaults = {"digest": "xxh3_64", "memory": None, "key": None, "token": None}
+    return {**defaults, **content} if kind == "Offer" else content
 
 
 @named("malformed")
@@ -250,14 +258,19 @@ def test_the_receiver_answers_a_recorded_transfer(vector: dict[str, Any]) -> Non
                 answer = stored_with_the_offer(receiver, unasked)
                 assert parts.encode(answer[0], *[it.pack() for it in answer[1:]]) == next(answers)
                 continue
-            ack = receiver.accept(vector["cached_tokens"], 0.0, len(memory))
+            port = vector["sealed_port"]
+            ack = receiver.accept(vector["cached_tokens"], 0.0, len(memory), port)
         else:
             assert receiver is not None
-            segment = receiver.on_segment(frame, message.payload, 0.0)
+            is_sealed = bool(vector["sealed_port"])
+            segment = receiver.on_segment(frame, message.payload, 0.0, is_sealed=is_sealed)
             assert segment is not None
             try:
-                kv = b"".join(segment.pieces(memory))
-                receiver.verify(segment, segment_digest(vector["request_id"], kv))
+                if is_sealed:
+                    assert receiver.opened(segment).kv == kv_of(layout, segment.rectangle)
+                else:
+                    kv = b"".join(segment.pieces(memory))
+                    receiver.verify(segment, segment_digest(vector["request_id"], kv))
             except TransferFailed as error:
                 receiver.broken(segment, error)
                 assert parts.decode(next(answers)).tag is Tag.ERROR
@@ -273,15 +286,18 @@ def test_the_receiver_answers_a_recorded_transfer(vector: dict[str, Any]) -> Non
 def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
     messages = [(m["from"], [bytes.fromhex(p) for p in m["zmq"]]) for m in vector["messages"]]
     token_ids = vector["token_ids"]
+    layout, offer = msgspec.convert(vector["layout"], KVLayout), offered(messages)
     sender = KVSender(
         vector["request_id"],
-        msgspec.convert(vector["layout"], KVLayout),
+        layout,
         token_ids,
         max_bytes=1 << 20,
         lease_s=30.0,
         segment_bytes=vector["segment_bytes"],
         num_shards=vector["num_shards"],
-        memory=offered_memory(messages),
+        memory=offer.memory,
+        key=offer.key,
+        token=offer.token,
         block_size=vector["block_size"] or 1,
         now=0.0,
     )
@@ -305,8 +321,16 @@ def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
             assert rectangle is not None
             descriptor = SegmentDescriptor.unpack(recorded[2])
             places = unpack_places(recorded[3]) if descriptor.in_memory else ()
+            if is_sealed := bool(vector["sealed_port"]):
+                sealed = sender.seal(rectangle, kv_of(layout, rectangle))
+                assert isinstance(frame, KvCache)
+                is_broken = "broken" in vector["name"] and frame.segment == 2
+                assert (sealed == recorded[3]) is not is_broken
             sent = sender.segment(
-                rectangle, recorded[3], 0.0, digest=descriptor.digest, places=places
+                *(rectangle, recorded[3], 0.0),
+                digest=descriptor.digest,
+                places=places,
+                is_sealed=is_sealed,
             )
             assert sent is not None
             assert parts.encode(*sent) == recorded
@@ -316,7 +340,7 @@ def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
                 memory = bytes.fromhex(vector["memory"])
                 kv = b"".join(memory[place : place + size] for place in places)
             is_whole = segment_digest(vector["request_id"], kv) == descriptor.digest
-            assert is_whole or vector["ends"] == "failed"
+            assert is_sealed or is_whole or vector["ends"] == "failed"
     assert sender.state.value == vector["ends"]
 
 
@@ -336,8 +360,22 @@ def stored_with_the_offer(
     return ack
 
 
-def offered_memory(messages: list[tuple[str, list[bytes]]]) -> str | None:
-    return decode_map(Offer, parts.decode(messages[0][1]).payload[0]).memory
+def offered(messages: list[tuple[str, list[bytes]]]) -> Offer:
+    return decode_map(Offer, parts.decode(messages[0][1]).payload[0])
+
+
+def kv_of(layout: KVLayout, rectangle: Rectangle) -> bytes:
+    """What SPEC 12 says the bytes of a transfer are, where keys and values are alike."""
+    group = layout.groups[rectangle.group]
+    assert isinstance(group, KVGroup)
+    return bytes(
+        (64 * layer + 32 * side + 16 * head + 4 * token + i) % 256
+        for layer in rectangle.layers
+        for side in range(2)
+        for head in rectangle.heads
+        for token in rectangle.tokens
+        for i in range(group.key_dim)
+    )
 
 
 @named("sessions")

@@ -47,6 +47,7 @@ from wire.payloads import (
     encode_map,
     encode_prompt,
 )
+from wire.process.keys import Keys
 from wire.process.lifetime import Stop
 from wire.transfer import SegmentDescriptor, segment_digest
 from worker.app import Worker
@@ -61,7 +62,7 @@ PATIENCE_S = 30.0
 class ScriptedRouter:
     """One router: says WELCOME and PEERS by itself, everything else is up to the test."""
 
-    def __init__(self, endpoint: str = "tcp://127.0.0.1:0") -> None:
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:0", keys: Keys | None = None) -> None:
         self.peers: dict[Role, bytes] = {}
         self.hellos: list[Hello] = []
         self.details: dict[Role, HelloDetail] = {}
@@ -77,7 +78,7 @@ class ScriptedRouter:
         self.num_bad = 0  # messages that are none
         self._messages: asyncio.Queue[tuple[bytes, Message]] = asyncio.Queue()
         self._heard = asyncio.Condition()
-        self._hub = Hub(self._on_message, on_lost=self._on_lost)
+        self._hub = Hub(self._on_message, on_lost=self._on_lost, keys=keys)
         self.endpoint = self._hub.bind(endpoint)
 
     async def close(self) -> None:
@@ -215,8 +216,8 @@ class Process:
 
 
 @asynccontextmanager
-async def scripted_router() -> AsyncIterator[ScriptedRouter]:
-    router = ScriptedRouter()
+async def scripted_router(keys: Keys | None = None) -> AsyncIterator[ScriptedRouter]:
+    router = ScriptedRouter(keys=keys)
     try:
         yield router
     finally:
@@ -295,8 +296,9 @@ class ScriptedDecode:
         *,
         ready: bool = False,
         in_memory: bool = False,
+        sealed_port: int = 0,
     ) -> None:
-        granted = Credit(credit, 0, int(ready), int(in_memory))
+        granted = Credit(credit, 0, int(ready), int(in_memory), sealed_port)
         self.send(KvCacheAck(request_id, kv_bytes), granted.pack())
 
     async def offered(self, request_id: int) -> Offer:

@@ -1,10 +1,10 @@
-"""Admission at a bound ZeroMQ socket: ZAP (ZeroMQ RFC 27) answered from `wire.process.keys`.
+"""Admission at a bound ZeroMQ socket: ZAP (ZeroMQ RFC 27), answered by its `Door`.
 
-libzmq asks at every CURVE handshake, over an in-process socket of the same context; a socket that
-finds nobody there admits nobody (ZAP_ENFORCE_DOMAIN).  `prove` shows that before a port is opened.
+libzmq asks at every handshake, over an in-process socket of the same context; a socket that finds
+nobody there admits nobody (ZAP_ENFORCE_DOMAIN).  `prove` shows that before a port is opened.
 
 Authentication ends with the handshake, so `Gate` goes on: the first message of a peer must come
-under an identity that its key's party may use, and a revoked key loses its connections.
+under an identity that who was admitted may use, and who is no longer known loses its connections.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 import zmq
@@ -31,6 +31,7 @@ from wire.aio.port import (
     Port,
     client_options,
     new_key_pair,
+    server_options,
 )
 from wire.identity import is_of_party
 from wire.process.keys import Keys
@@ -43,20 +44,84 @@ PROBE_S: Final = 5.0
 _LOG: Final = structlog.get_logger(__name__)
 
 
+class Door(Protocol):
+    """Says who may come in at one kind of socket.
+
+    Attributes:
+        mechanism: How they show who they are, as ZAP names it.
+        secret: What they need for it, in a word.
+        options: Of the bound socket.
+    """
+
+    mechanism: bytes
+    secret: str
+    options: Options
+
+    def admit(self, credentials: list[bytes]) -> str:
+        """Return under which name who shows these goes on, "" for nobody."""
+        ...
+
+    def is_known(self, name: str) -> bool:
+        """Whether who was admitted under this name may still be there."""
+        ...
+
+    def may_speak(self, name: str, peer: bytes) -> bool:
+        """Whether that one may use the identity `peer`."""
+        ...
+
+    def refresh(self) -> None:
+        """Look again at who is known."""
+        ...
+
+    def stranger(self) -> tuple[Options, list[bytes]]:
+        """Return the options of somebody who is not known, and the credentials they show."""
+        ...
+
+
+class KeyDoor:
+    """Admits who has a key of the list."""
+
+    mechanism, secret = b"CURVE", "key"
+
+    def __init__(self, keys: Keys) -> None:
+        self.options = server_options(keys.pair)
+        self._keys = keys
+
+    def admit(self, credentials: list[bytes]) -> str:
+        self._keys.refresh()
+        public = z85.encode(credentials[0]).decode()
+        return public if self.is_known(public) else ""
+
+    def is_known(self, name: str) -> bool:
+        return self._keys.party(name) is not None
+
+    def may_speak(self, name: str, peer: bytes) -> bool:
+        party = self._keys.party(name)
+        return party is not None and is_of_party(peer, party)
+
+    def refresh(self) -> None:
+        self._keys.refresh()
+
+    def stranger(self) -> tuple[Options, list[bytes]]:
+        pair = new_key_pair()
+        shown = z85.decode(pair.public.encode())
+        return client_options(pair, self._keys.pair.public), [shown]
+
+
 class Authenticator:
     """Answers libzmq's questions for one context, on the running loop, until closed."""
 
     def __init__(
         self,
         context: Context,
-        keys: Keys,
+        door: Door,
         domain: bytes = ZAP_DOMAIN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_refused = 0
-        # The public key that `prove` knocks with: its refusal is no news.
-        self.own_stranger: str | None = None
-        self._keys, self._domain, self._clock = keys, domain, clock
+        # What `prove` knocks with: its refusal is no news.
+        self.own_stranger: list[bytes] = []
+        self._door, self._domain, self._clock = door, domain, clock
         self._quiet_until = 0.0
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -79,21 +144,18 @@ class Authenticator:
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         version, request_id, domain, address, _, mechanism, *credentials = request
-        reason, public = "", ""
+        reason, name = "", ""
         if domain != self._domain:
             reason = "wrong domain"
-        elif mechanism != b"CURVE" or len(credentials) != 1:
-            reason = "no CURVE"
-        else:
-            self._keys.refresh()
-            public = z85.encode(credentials[0]).decode()
-            if self._keys.party(public) is None:
-                reason = "unknown key"
+        elif mechanism != self._door.mechanism or not credentials:
+            reason = f"no {self._door.mechanism.decode()}"
+        elif not (name := self._door.admit(credentials)):
+            reason = f"unknown {self._door.secret}"
         if reason:
-            if public != self.own_stranger:
+            if credentials != self.own_stranger:
                 self._note(address, reason)
             return [version, request_id, b"400", b"refused", b"", b""]
-        return [version, request_id, b"200", b"OK", public.encode(), b""]
+        return [version, request_id, b"200", b"OK", name.encode(), b""]
 
     def _note(self, address: bytes, reason: str) -> None:
         """Log a refusal, at most one a second: whoever is refused must not fill the disk."""
@@ -116,21 +178,20 @@ class Gate:
     only connections of this socket may be cut.
     """
 
-    def __init__(self, context: Context, keys: Keys, read_events: Callable[[], None]) -> None:
-        self.authenticator = Authenticator(context, keys)
-        self._keys, self._read_events = keys, read_events
-        self._holders: dict[int, str] = {}  # descriptor -> public key
+    def __init__(self, context: Context, door: Door, read_events: Callable[[], None]) -> None:
+        self.authenticator = Authenticator(context, door)
+        self._door, self._read_events = door, read_events
+        self._holders: dict[int, str] = {}  # descriptor -> the name it was admitted under
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(REFRESH_S, self._on_timer)
 
-    def admit(self, peer: bytes, public: str, fd: int, *, is_live: bool) -> bool:
-        """Whether the holder of `public` may speak as `peer`; if not, its connection is cut."""
-        party = self._keys.party(public)
-        is_welcome = party is not None and is_of_party(peer, party)
+    def admit(self, peer: bytes, name: str, fd: int, *, is_live: bool) -> bool:
+        """Whether who was admitted as `name` may speak as `peer`; if not, its connection is cut."""
+        is_welcome = self._door.may_speak(name, peer)
         if not is_welcome:
-            _LOG.warning("identity of another", peer=repr(peer)[:64], party=party or "revoked")
+            _LOG.warning("identity of another", peer=repr(peer)[:64], name=name)
         if is_live and is_welcome:
-            self._holders[fd] = public
+            self._holders[fd] = name
         elif is_live:
             _cut(fd)
         return is_welcome
@@ -144,14 +205,14 @@ class Gate:
         self.authenticator.close()
 
     def cut_revoked(self) -> None:
-        """Read the list of keys again, and cut the connections of those that are gone from it."""
-        self._keys.refresh()
-        revoked = {key for key in self._holders.values() if self._keys.party(key) is None}
+        """Look again at who is known, and cut the connections of those who no longer are."""
+        self._door.refresh()
+        revoked = {name for name in self._holders.values() if not self._door.is_known(name)}
         if revoked:
             self._read_events()
-        for fd, public in list(self._holders.items()):
-            if public in revoked:
-                _LOG.warning("key revoked, connection cut", public_key=public)
+        for fd, name in list(self._holders.items()):
+            if name in revoked:
+                _LOG.warning(f"{self._door.secret} revoked, connection cut", name=name)
                 del self._holders[fd]
                 _cut(fd)
 
@@ -160,8 +221,8 @@ class Gate:
         self.cut_revoked()
 
 
-def prove(port: Port, keys: Keys, authenticator: Authenticator, probe_s: float = PROBE_S) -> None:
-    """Make sure that `port`, not bound yet, refuses an unknown key.
+def prove(port: Port, door: Door, authenticator: Authenticator, probe_s: float = PROBE_S) -> None:
+    """Make sure that `port`, not bound yet, refuses who is not known at its `door`.
 
     The very socket listens on a loopback port for a moment, and is asked as a stranger would.
     Blocks the loop, at start-up, for milliseconds; for `probe_s` if nobody decides.
@@ -169,11 +230,9 @@ def prove(port: Port, keys: Keys, authenticator: Authenticator, probe_s: float =
     Raises:
         ConfigError: The stranger was admitted, or nobody decided.
     """
-    stranger = new_key_pair()
-    authenticator.own_stranger = stranger.public
+    options, authenticator.own_stranger = door.stranger()
     endpoint = port.attach("bind", "tcp://127.0.0.1:*")
     try:
-        options = client_options(stranger, keys.pair.public)
         event = _knock(endpoint, options, authenticator.turn, probe_s)
     finally:
         port.socket.unbind(endpoint)

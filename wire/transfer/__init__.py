@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from wire.transfer.lease import TransferState
 from wire.transfer.receiver import Ack, KVReceiver, Segment
+from wire.transfer.sealing import MAX_SEALED_BYTES, TAG_BYTES, Sealing, new_key
 from wire.transfer.segment import (
     MAX_SEGMENT_BYTES,
     Rectangle,
@@ -34,14 +35,18 @@ from wire.transfer.segment import (
 from wire.transfer.sender import KVSender
 
 __all__ = [
+    "MAX_SEALED_BYTES",
     "MAX_SEGMENT_BYTES",
+    "TAG_BYTES",
     "Ack",
     "KVReceiver",
     "KVSender",
     "Rectangle",
+    "Sealing",
     "Segment",
     "SegmentDescriptor",
     "TransferState",
+    "new_key",
     "pack_places",
     "plan",
     "running_digest",

@@ -16,6 +16,7 @@ from wire.errors import (
     TransferFailed,
     WireError,
 )
+from wire.transfer.sealing import Sealing
 
 
 class TransferState(Enum):
@@ -45,7 +46,7 @@ TRANSITIONS: Final[dict[TransferState, frozenset[TransferState]]] = {
 
 
 class Transfer:
-    """What both ends share: a state, a lease that any frame of the peer renews, and an end."""
+    """What both ends share: a state, a lease that any frame of the peer renews, a key, an end."""
 
     def __init__(self, request_id: int, *, lease_s: float, peer: str, now: float) -> None:
         self.request_id = request_id
@@ -56,6 +57,7 @@ class Transfer:
         self.finished_at: float | None = None
         self._lease_s = lease_s
         self._deadline = now + lease_s
+        self._sealing: Sealing | None = None  # what its segments may be sealed with, until the end
 
     @property
     def is_over(self) -> bool:
@@ -86,6 +88,8 @@ class Transfer:
         if state not in TRANSITIONS[self.state]:
             return False
         self.state = state
+        if self.is_over:
+            self._sealing = None
         return True
 
     def _violated(self, sentence: str) -> RemoteProtocolError:

@@ -25,6 +25,7 @@ from wire.layout import KVLayout
 from wire.parts import Buffer
 from wire.payloads import Credit, Offer
 from wire.transfer.lease import Transfer, TransferState
+from wire.transfer.sealing import TAG_BYTES, Sealing
 from wire.transfer.segment import (
     MAX_SEGMENT_BYTES,
     MAX_SEGMENTS,
@@ -51,13 +52,15 @@ UNCLAIMED_LEASES: Final = 20
 class Segment(NamedTuple):
     """An admitted segment: verify it, unpack it, then tell the receiver `stored` or `broken`.
 
-    `kv` is its bytes; or, if it is in the sender's memory, its pieces lie at `places` there.
+    `kv` is its bytes, if it `is_sealed` only after `opened`; or, if it is in the sender's memory,
+    its pieces lie at `places` there.
     """
 
     number: int
     descriptor: SegmentDescriptor
     kv: Buffer
     places: tuple[int, ...] = ()
+    is_sealed: bool = False
 
     @property
     def rectangle(self) -> Rectangle:
@@ -122,6 +125,8 @@ class KVReceiver(Transfer):
         self.transfer_s = 0.0
         self._credit_bytes = credit_bytes
         self.offers_memory = offer.memory is not None
+        self._sealing = None if offer.key is None else Sealing(offer.key)
+        self._sealed_port = 0  # where segments may come sealed
         self._memory_bytes = 0  # of the sender's memory, if its segments may lie there
         self._expected_bytes = 0
         self._admitted_bytes = 0
@@ -137,6 +142,11 @@ class KVReceiver(Transfer):
     def is_complete(self) -> bool:
         """Whether every byte is in its blocks."""
         return self.state is TransferState.DONE
+
+    @property
+    def offers_sealing(self) -> bool:
+        """Whether the sender can seal segments."""
+        return self._sealing is not None
 
     @property
     def skipped_bytes(self) -> int:
@@ -176,11 +186,14 @@ class KVReceiver(Transfer):
         """The credit: KV bytes that may have been sent in all."""
         return min(self.kv_bytes + self._credit_bytes, self._expected_bytes)
 
-    def accept(self, cached_tokens: int, now: float, memory_bytes: int = 0) -> Ack | None:
+    def accept(
+        self, cached_tokens: int, now: float, memory_bytes: int = 0, sealed_port: int = 0
+    ) -> Ack | None:
         """Grant the first credit: blocks are reserved, `cached_tokens` leading tokens are held.
 
         Args:
             memory_bytes: How much memory of the sender can be read here; 0 for none.
+            sealed_port: Where segments may come sealed; 0 for nowhere.
 
         Returns:
             The ACK to send; None when the transfer ended meanwhile (free the blocks).
@@ -191,8 +204,10 @@ class KVReceiver(Transfer):
             raise LocalProtocolError(f"accept({cached_tokens}) in {self.state}")
         if memory_bytes and not self.offers_memory:
             raise LocalProtocolError("no memory was offered")
+        if sealed_port and not self.offers_sealing:
+            raise LocalProtocolError("no key was offered")
         self.cached_tokens = cached_tokens
-        self._memory_bytes = memory_bytes
+        self._memory_bytes, self._sealed_port = memory_bytes, sealed_port
         self._expected_bytes = self.layout.transfer_bytes(self.num_tokens, cached_tokens)
         self._coverage = Coverage(self.layout, cached_tokens, self.num_tokens)
         self.accepted_at = self._heard_at = now
@@ -253,8 +268,13 @@ class KVReceiver(Transfer):
             self._renew(now)
         return self._ack()
 
-    def on_segment(self, frame: KvCache, payload: Sequence[Buffer], now: float) -> Segment | None:
+    def on_segment(
+        self, frame: KvCache, payload: Sequence[Buffer], now: float, *, is_sealed: bool = False
+    ) -> Segment | None:
         """Admit one segment.
+
+        Args:
+            is_sealed: It came where segments are sealed.
 
         Returns:
             What to verify and unpack; None for a duplicate, or after the end.
@@ -266,7 +286,7 @@ class KVReceiver(Transfer):
         if self.is_over:
             return None
         try:
-            segment = self._read(frame, payload)
+            segment = self._read(frame, payload, is_sealed)
             if segment is not None:
                 self._admit(segment, frame.num_segments)
         except RemoteProtocolError as error:
@@ -276,6 +296,21 @@ class KVReceiver(Transfer):
         if segment is not None:
             self._count_time(now, segment.descriptor.idle_us)
         return segment
+
+    def opened(self, segment: Segment) -> Segment:
+        """Return a sealed segment with its KV; no digest is needed then.  May run on any thread.
+
+        Raises:
+            TransferFailed: This is not what the sender sealed for its place.
+        """
+        sealing = self._sealing
+        if sealing is None:
+            raise TransferFailed(self.peer, "the transfer is over")
+        frame = KvCache(self.request_id, segment.number, self._num_segments)
+        kv = sealing.open(frame, segment.descriptor, segment.kv)
+        if kv is None:
+            raise TransferFailed(self.peer, f"segment {segment.number} is not what was sealed")
+        return segment._replace(kv=kv)
 
     def verify(self, segment: Segment, digest: int | None = None) -> None:
         """Compare the digest; may run on any thread.
@@ -310,7 +345,7 @@ class KVReceiver(Transfer):
         self._back(segment)
         self.fail(error)
 
-    def _read(self, frame: KvCache, payload: Sequence[Buffer]) -> Segment | None:
+    def _read(self, frame: KvCache, payload: Sequence[Buffer], is_sealed: bool) -> Segment | None:
         if self.state is not TransferState.RECEIVING:
             raise RemoteProtocolError("KV_CACHE: a segment before the first credit")
         if not 1 <= frame.segment <= frame.num_segments <= MAX_SEGMENTS:
@@ -326,7 +361,7 @@ class KVReceiver(Transfer):
         known = self._segments.get(frame.segment)
         if known is None:
             places = unpack_places(kv) if descriptor.in_memory else ()
-            return Segment(frame.segment, descriptor, kv, places)
+            return Segment(frame.segment, descriptor, kv, places, is_sealed)
         if known != descriptor:
             raise RemoteProtocolError(f"KV_CACHE: segment {frame.segment} came twice and differs")
         return None
@@ -335,7 +370,10 @@ class KVReceiver(Transfer):
         self._coverage.admit(segment.rectangle)
         wanted = segment.rectangle.num_bytes(self.layout)
         in_memory = segment.descriptor.in_memory
-        num_bytes = wanted if in_memory else memoryview(segment.kv).nbytes
+        if segment.is_sealed:
+            self._check_sealed(segment)
+        tag_bytes = TAG_BYTES * segment.is_sealed
+        num_bytes = wanted if in_memory else memoryview(segment.kv).nbytes - tag_bytes
         if not num_bytes == segment.descriptor.num_bytes == wanted <= MAX_SEGMENT_BYTES:
             raise RemoteProtocolError(f"KV_CACHE: {num_bytes} bytes for {segment.rectangle}")
         if in_memory:
@@ -353,6 +391,13 @@ class KVReceiver(Transfer):
         self._num_segments = num_segments
         self._segments[segment.number] = segment.descriptor
         self._unpacking.add(segment.number)
+
+    def _check_sealed(self, segment: Segment) -> None:
+        """Refuse what no sender seals; who sealed it, opening it shows."""
+        if not self._sealed_port:
+            raise RemoteProtocolError("KV_CACHE: a sealed segment, which is not taken here")
+        if segment.descriptor.in_memory or segment.descriptor.digest:
+            raise RemoteProtocolError("KV_CACHE: in_memory and digest of a sealed segment are 0")
 
     def _check_places(self, segment: Segment) -> None:
         """Refuse places outside the sender's memory; what lies there is for the digest to say."""
@@ -391,5 +436,5 @@ class KVReceiver(Transfer):
         if self._came_unasked and not self.is_complete:
             return KvCacheAck(self.request_id, 0), Credit(0, 0, 0)  # as if it waited for blocks
         flags = int(self.is_complete), int(self._memory_bytes > 0)
-        granted = Credit(self.granted_bytes, self.cached_tokens, *flags)
+        granted = Credit(self.granted_bytes, self.cached_tokens, *flags, self._sealed_port)
         return KvCacheAck(self.request_id, self.kv_bytes), granted

@@ -19,6 +19,7 @@ from wire.layout import KVLayout
 from wire.parts import Buffer
 from wire.payloads import Credit, Offer, encode_map
 from wire.transfer.lease import Transfer, TransferState
+from wire.transfer.sealing import TAG_BYTES, Sealing
 from wire.transfer.segment import (
     ALONE_BYTES,
     DEFAULT_SEGMENT_BYTES,
@@ -43,7 +44,8 @@ class KVSender(Transfer):
 
     Send `offer`, or `offer_with` all the KV that `unasked` names.  Whenever an ACK or `advance` may
     have made a segment sendable, take rectangles from `next_segment` until it gives None, pack
-    each, and send what `segment` returns.
+    each, and send what `segment` returns.  If the receiver says a `sealed_port`, each may be sealed
+    and sent there.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class KVSender(Transfer):
         stages: Sequence[Sequence[range]] | None = None,
         block_size: int = 1,
         memory: str | None = None,
+        key: bytes | None = None,
+        token: bytes | None = None,
         peer: str = "the decode worker",
     ) -> None:
         """Prepare; nothing is offered yet.
@@ -68,6 +72,8 @@ class KVSender(Transfer):
             num_shards: In how many places the heads are, see `plan`; `stages` and `block_size`
                 likewise.
             memory: The socket where the memory is handed out that the KV lies in.
+            key: What segments may be sealed with; of this transfer alone.
+            token: What the connection for them is opened with.
         """
         super().__init__(request_id, lease_s=lease_s, peer=peer, now=now)
         if not 0 < segment_bytes <= MAX_SEGMENT_BYTES:
@@ -79,12 +85,16 @@ class KVSender(Transfer):
         self.acked_bytes = 0
         self.skipped_tokens = 0
         self.is_in_memory = False  # the receiver can read the KV where it lies
+        self.sealed_port = 0  # where the receiver takes sealed segments; 0: nowhere
         self.plan: list[Rectangle] = []  # how the KV is cut; empty until the first credit
         self._token_ids = token_ids
         self._max_bytes = max_bytes
         self._segment_bytes = segment_bytes
         self._num_shards, self._stages, self._block_size = num_shards, stages, block_size
         self._memory = memory
+        self.token = token
+        self._key = key
+        self._sealing = None if key is None else Sealing(key)
         self._credit = 0
         self.went_unasked = False  # all of it, with the offer
         self._claimed_bytes = 0
@@ -118,7 +128,10 @@ class KVSender(Transfer):
             total_bytes=self.total_bytes,
             token_ids=Struct(f"<{self.num_tokens}I").pack(*self._token_ids),
             memory=self._memory,
+            key=self._key,
+            token=self.token,
         )
+        self._key = None
         return KvCache(self.request_id, 0, 0), encode_map(offer)
 
     def unasked(self, most_bytes: int) -> list[Rectangle]:
@@ -203,6 +216,7 @@ class KVSender(Transfer):
         *,
         digest: int | None = None,
         places: Sequence[int] = (),
+        is_sealed: bool = False,
     ) -> tuple[KvCache, bytes, Buffer] | None:
         """Return the frame and payload parts of a claimed rectangle; None if the transfer is over.
 
@@ -210,15 +224,19 @@ class KVSender(Transfer):
             digest: `segment_digest` of `kv`, when it was computed on another thread.
             places: Where in memory the KV lies, in pieces of as many tokens, if `is_in_memory`;
                 then `kv` is not sent, and its digest is needed.
+            is_sealed: `kv` is what `seal` returned.
         """
         if self.is_over:
             return None
         number = self._claimed.pop(rectangle, None)
         num_bytes = rectangle.num_bytes(self.layout)
-        if number is None or not (places or memoryview(kv).nbytes == num_bytes):
+        sent_bytes = num_bytes + TAG_BYTES * is_sealed
+        if number is None or not (places or memoryview(kv).nbytes == sent_bytes):
             raise LocalProtocolError(f"{len(kv)} bytes for {rectangle}, which wants others")
         if places and not self.is_in_memory:
             raise LocalProtocolError("the receiver does not read the KV where it lies")
+        if is_sealed:
+            digest = 0
         descriptor = SegmentDescriptor.of(
             rectangle,
             num_bytes,
@@ -233,6 +251,18 @@ class KVSender(Transfer):
             self._move(TransferState.SENT)
         sent = pack_places(places) if places else kv
         return KvCache(self.request_id, number, len(self.plan)), descriptor.pack(), sent
+
+    def seal(self, rectangle: Rectangle, kv: Buffer) -> bytes:
+        """Return a claimed rectangle's bytes sealed, once; none if the transfer is over.
+
+        May run on any thread.
+        """
+        number, sealing = self._claimed.get(rectangle), self._sealing
+        if number is None or sealing is None:
+            return b""
+        frame = KvCache(self.request_id, number, len(self.plan))
+        descriptor = SegmentDescriptor.of(rectangle, rectangle.num_bytes(self.layout), 0)
+        return sealing.seal(frame, descriptor, kv)
 
     def keepalive(self, now: float) -> KvCache | None:
         """Return a frame to send, without payload, when nothing was sent for a third of a lease.
@@ -266,6 +296,10 @@ class KVSender(Transfer):
             raise self._violated("KV_CACHE_ACK: in_memory is 1, but none was offered")
         if self.accepted_at is not None and credit.in_memory != self.is_in_memory:
             raise self._violated("KV_CACHE_ACK: in_memory changed")
+        if self.accepted_at is None and credit.sealed_port and self._sealing is None:
+            raise self._violated("KV_CACHE_ACK: sealed_port, but no key was offered")
+        if self.accepted_at is not None and credit.sealed_port != self.sealed_port:
+            raise self._violated("KV_CACHE_ACK: sealed_port changed")
         to_send = self.layout.transfer_bytes(self.num_tokens, credit.cached_tokens)
         if bool(credit.ready) != (ack.kv_bytes == to_send):
             raise self._violated(
@@ -275,6 +309,7 @@ class KVSender(Transfer):
     def _accepted(self, credit: Credit, now: float) -> None:
         self.accepted_at = self._free_at = now
         self.skipped_tokens, self.is_in_memory = credit.cached_tokens, bool(credit.in_memory)
+        self.sealed_port = credit.sealed_port
         if credit.ready:
             return
         segment_bytes = self._segment_bytes

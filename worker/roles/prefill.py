@@ -22,7 +22,7 @@ from wire.errors import ErrorCode, RemoteProtocolError, TransferTooLarge, WireEr
 from wire.frames import ANY_RANK, NO_RANK, PrefillDone, PrefillRequest
 from wire.parts import Message
 from wire.payloads import STOP, PeerDetail, PrefillResult, decode_prompt, encode_prefill_result
-from wire.transfer import KVSender
+from wire.transfer import KVSender, new_key
 from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Failed, Output, Started, Token
 from worker.engine.sequence import Sequence
@@ -92,8 +92,13 @@ class PrefillRole:
         is_on = context.config.kv_shared_memory == "auto"
         name, make_port = context.identity.name, context.make_port
         self._lender = Lender(context.cache, name, make_port, is_on=is_on)
-        self.peers = DecodePeers(context.identity.name, context.plane, context.clock)
-        self.traffic = self.peers.traffic
+        self.peers = DecodePeers(
+            context.identity.name,
+            context.plane,
+            context.clock,
+            is_sealing=context.config.kv_sealing == "auto",
+        )
+        self.traffic, self.sealed_traffic = self.peers.traffic, self.peers.sealed_traffic
         self.transfers = TransferCounts()
         self._prefills: dict[int, Prefill] = {}
         self.first_chunk_s = inf  # of the last prompt
@@ -279,6 +284,8 @@ class PrefillRole:
                 num_shards=getattr(self._cache, "num_shards", 1),
                 stages=getattr(self._cache, "stages", None),
                 memory=self._lender.offered,
+                key=None if peer.sealed is None else new_key(),
+                token=None if peer.sealed is None else peer.sealed.token,
                 peer=peer.name,
             )
 

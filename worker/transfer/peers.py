@@ -23,12 +23,14 @@ from wire.payloads import Credit, ErrorDetail, PeerDetail, decode_error, encode_
 from wire.process.settings import ConfigError
 from wire.process.traffic import Traffic
 from worker.environment import Plane
+from worker.transfer.sealed import SealedWay
 
 log = structlog.get_logger("worker")
 
 # How long a link is kept that no router names and nothing needs.
 KEEP_S: Final = 60.0
-# How many such links are kept, however often decode workers come and go: each is two sockets.
+# How many such links are kept, however often decode workers come and go: each is two sockets,
+# and as many for sealed KV.
 MAX_KEPT: Final = 16
 
 
@@ -41,10 +43,16 @@ class Receiver(Protocol):
 
 
 class DecodePeer:
-    """A decode worker, over one link."""
+    """A decode worker, over one link, and over a second one, `sealed`, where that is wanted."""
 
     def __init__(
-        self, detail: PeerDetail, identity: bytes, plane: Plane, traffic: Traffic, now: float
+        self,
+        detail: PeerDetail,
+        identity: bytes,
+        plane: Plane,
+        traffic: Traffic,
+        now: float,
+        make_sealed: Callable[[str, Callable[[], None]], SealedWay | None],
     ) -> None:
         self.detail = detail
         self.receivers: dict[int, Receiver] = {}  # by request id, while a transfer is under way
@@ -56,6 +64,7 @@ class DecodePeer:
         self._link = plane.link(
             identity, detail.kv_endpoint, self._on_message, self._on_down, self.expected
         )
+        self.sealed = make_sealed(detail.kv_endpoint, self.fail_all)
 
     @property
     def name(self) -> str:
@@ -92,7 +101,13 @@ class DecodePeer:
         for receiver in list(self.receivers.values()):
             receiver.fail(PeerLost(self.name))
 
+    def tick(self, now: float) -> None:
+        if self.sealed is not None:
+            self.sealed.tick(now)
+
     async def close(self) -> None:
+        if self.sealed is not None:
+            await self.sealed.close()
         await self._link.close(0.5)
 
     def _on_message(self, parts: list[Buffer]) -> None:
@@ -125,16 +140,27 @@ class DecodePeer:
 
     def _on_down(self) -> None:
         log.warning("decode worker lost", peer=self.name, transfers=len(self.receivers))
+        if self.sealed is not None:
+            self.sealed.reset()
         self.fail_all()
 
 
 class DecodePeers:
-    """All decode workers known here; `traffic` counts the frames to and from them."""
+    """All decode workers known here; `traffic` counts the frames to and from them.
+
+    `sealed_traffic` counts those that cross as sealed segments, if `is_sealing`.
+    """
 
     def __init__(
-        self, identity: bytes, plane: Plane, clock: Callable[[], float] = time.monotonic
+        self,
+        identity: bytes,
+        plane: Plane,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_sealing: bool = True,
     ) -> None:
-        self.traffic = Traffic()
+        self.traffic, self.sealed_traffic = Traffic(), Traffic()
+        self._sealed_sockets = plane.sealed if is_sealing else None
         self._identity = identity
         self._plane = plane
         self._clock = clock
@@ -181,6 +207,7 @@ class DecodePeers:
         """Close links that nobody needs, and those that are dead without having closed."""
         named = self._named_endpoints()
         for endpoint, peer in list(self._peers.items()):
+            peer.tick(now)
             if endpoint in named or peer.receivers:
                 peer.needed_at = now
             if peer.is_mute or now - peer.needed_at >= KEEP_S:
@@ -211,12 +238,23 @@ class DecodePeers:
             peer.fail_all()
             self._close(self._peers.pop(detail.kv_endpoint))
         try:
-            peer = DecodePeer(detail, self._identity, self._plane, self.traffic, self._clock())
+            peer = DecodePeer(
+                *(detail, self._identity, self._plane, self.traffic, self._clock()),
+                self._make_sealed,
+            )
         except (OSError, ConfigError) as error:
             log.error("no way to the decode worker", rank=detail.rank, reason=str(error))
             return None
         self._peers[detail.kv_endpoint] = peer
         return peer
+
+    def _make_sealed(self, endpoint: str, on_down: Callable[[], None]) -> SealedWay | None:
+        sockets = self._sealed_sockets
+        if sockets is None or not endpoint.startswith("tcp://"):
+            return None
+        return SealedWay(
+            sockets, self._identity, endpoint, self.sealed_traffic, on_down, self._clock
+        )
 
     def _close(self, peer: DecodePeer) -> None:
         task = asyncio.create_task(peer.close())

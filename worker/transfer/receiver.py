@@ -36,6 +36,7 @@ from worker.environment import WorkerContext
 from worker.transfer.budget import IncomingTransfer, TransferBudget
 from worker.transfer.in_memory import fetch
 from worker.transfer.neighbours import Neighbours
+from worker.transfer.sealed import SealedEntrance
 
 log = structlog.get_logger("worker")
 
@@ -59,7 +60,8 @@ class IncomingTransfers:
     """Every KV cache that is arriving here, and the socket they arrive on.
 
     `is_asked_for(receiver)` tells whether a router has asked for what is offered, or raises
-    WireError to refuse it.  `traffic` counts the frames of the socket.
+    WireError to refuse it.  `traffic` counts the frames of the socket, and `sealed_traffic` those
+    of the socket for sealed segments.
     """
 
     def __init__(
@@ -92,6 +94,14 @@ class IncomingTransfers:
         self._hub = context.plane.hub(self._on_message, self._on_lost)
         bound = self._hub.bind(config.kv_bind)
         self.endpoint = config.kv_advertise or bound
+        self._sealed: SealedEntrance | None = None
+        self.sealed_traffic = Traffic()
+        sockets = context.plane.sealed if config.kv_sealing == "auto" else None
+        if sockets is not None and config.kv_bind.startswith("tcp://"):
+            self._sealed = SealedEntrance(
+                sockets, config.kv_bind, config.kv_sealed_port, self._on_sealed
+            )
+            self.sealed_traffic = self._sealed.traffic
 
     @property
     def inflight_bytes(self) -> int:
@@ -138,7 +148,10 @@ class IncomingTransfers:
         if receiver.offers_memory:
             transfer.memory = self._neighbours.memory_of(transfer.peer)
         memory_bytes = 0 if transfer.memory is None else len(transfer.memory)
-        ack = receiver.accept(reserved.cached_tokens, self._clock(), memory_bytes)
+        port = 0
+        if self._sealed is not None and receiver.offers_sealing:
+            port = self._sealed.port
+        ack = receiver.accept(reserved.cached_tokens, self._clock(), memory_bytes, port)
         self._answer(transfer, ack)
 
     def fail(self, request_id: int, error: WireError) -> None:
@@ -187,6 +200,8 @@ class IncomingTransfers:
         await asyncio.gather(*self._meetings, return_exceptions=True)
         while self._stores:  # one that ends may start the next
             await asyncio.gather(*self._stores, return_exceptions=True)
+        if self._sealed is not None:
+            await self._sealed.close()
         await self._hub.close(0.5)
 
     # Frames of prefill workers.
@@ -223,11 +238,25 @@ class IncomingTransfers:
         else:
             self._on_segment(transfer, frame, message.payload)
 
+    def _on_sealed(self, peer: bytes, frame: KvCache, message: Message) -> None:
+        transfer = self._transfers.get(frame.request_id)
+        if transfer is None or transfer.peer != peer:
+            # It may be late: its end crossed the other socket.
+            log.debug("sealed segment of no transfer", request=frame.request_id)
+        else:
+            self._on_segment(transfer, frame, message.payload, is_sealed=True)
+
     def _on_segment(
-        self, transfer: IncomingTransfer, frame: KvCache, payload: tuple[Buffer, ...]
+        self,
+        transfer: IncomingTransfer,
+        frame: KvCache,
+        payload: tuple[Buffer, ...],
+        *,
+        is_sealed: bool = False,
     ) -> None:
         try:
-            segment = transfer.receiver.on_segment(frame, payload, self._clock())
+            receiver, now = transfer.receiver, self._clock()
+            segment = receiver.on_segment(frame, payload, now, is_sealed=is_sealed)
         except WireError as error:
             self.fail(frame.request_id, error)
             return
@@ -258,6 +287,8 @@ class IncomingTransfers:
         receiver.check_unasked(unasked)
         transfer = IncomingTransfer(peer, receiver, self._config.credit_bytes)
         self._transfers[request_id] = transfer
+        if self._sealed is not None and offer.token is not None:
+            self._sealed.tell(peer, offer.token)
         if unasked or self._neighbours.is_met(peer, offer.memory):
             self.budget.wait(transfer)
             self._keep(transfer, unasked)
@@ -298,6 +329,8 @@ class IncomingTransfers:
             if transfer.peer == peer and not transfer.receiver.is_complete:
                 self.fail(request_id, PeerLost(transfer.receiver.peer))
         self._neighbours.forget(peer)
+        if self._sealed is not None:
+            self._sealed.forget(peer)
 
     # From an offer to its last byte.
 
@@ -381,7 +414,10 @@ class IncomingTransfers:
             assert transfer.memory is not None
             fetch(self._cache, block_table, receiver, segment, transfer.memory)
         else:
-            receiver.verify(segment)
+            if segment.is_sealed:
+                segment = receiver.opened(segment)
+            else:
+                receiver.verify(segment)
             unpack(self._cache, block_table, segment.rectangle, segment.kv, receiver.num_tokens)
 
     def _answer(self, transfer: IncomingTransfer, ack: Ack | None) -> None:

@@ -19,6 +19,7 @@ import structlog
 from wire.aio.zmq import Sending
 from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
 from wire.frames import Cancel, KvCacheAck
+from wire.parts import Buffer
 from wire.payloads import Credit
 from wire.transfer import KVSender, Rectangle, segment_digest
 from worker.engine.windows import table_of
@@ -31,8 +32,9 @@ log = structlog.get_logger("worker")
 
 # What a transfer thread reads at a time of what is sent.
 BATCH_BYTES: Final = 8 << 20
-# A segment: its rectangle, its bytes, their digest, and where they lie if they are not sent.
-Read = tuple[Rectangle, memoryview, int, tuple[int, ...]]
+# A segment: its rectangle, its bytes, their digest, where they lie if they are not sent, and
+# whether they are sealed.
+Read = tuple[Rectangle, Buffer, int, tuple[int, ...], bool]
 
 
 class OutgoingTransfer:
@@ -116,6 +118,9 @@ class OutgoingTransfer:
         except RemoteProtocolError as error:  # the sender has failed by it
             log.warning("bad ACK", request=self.request_id, reason=error.message)
             self.peer.tell(Cancel(self.request_id, error.code))
+        port = 0 if self.sender.is_in_memory else self.sender.sealed_port
+        if port and self.peer.sealed is not None:
+            self.peer.sealed.open(port, self.sender.token)
         self._wake.set()
 
     def on_error(self, code: int, message: str) -> None:
@@ -196,12 +201,23 @@ class OutgoingTransfer:
         return batch
 
     def _send_segment(
-        self, rectangle: Rectangle, kv: memoryview, digest: int, places: tuple[int, ...]
+        self,
+        rectangle: Rectangle,
+        kv: Buffer,
+        digest: int,
+        places: tuple[int, ...],
+        is_sealed: bool,
     ) -> None:
         now = self._clock()
-        segment = self.sender.segment(rectangle, kv, now, digest=digest, places=places)
+        segment = self.sender.segment(
+            rectangle, kv, now, digest=digest, places=places, is_sealed=is_sealed
+        )
         if segment is None:
             return  # ended meanwhile
+        if is_sealed:
+            assert self.peer.sealed is not None
+            self.peer.sealed.send(*segment)  # what is sealed is a copy: no block has to wait for it
+            return
         self._keep(self.peer.send(*segment, track=True))
 
     def _keep(self, sending: Sending | None) -> None:
@@ -212,18 +228,20 @@ class OutgoingTransfer:
     def _read(self, batch: list[Rectangle]) -> list[Read]:
         return [(rectangle, *self._read_one(rectangle)) for rectangle in batch]
 
-    def _read_one(self, rectangle: Rectangle) -> tuple[memoryview, int, tuple[int, ...]]:
+    def _read_one(self, rectangle: Rectangle) -> tuple[Buffer, int, tuple[int, ...], bool]:
         if self.sender.is_in_memory:
             found = find(self._cache, self._block_table, rectangle, self.request_id)
             if found is not None:
                 places, digest = found
-                return memoryview(b""), digest, places
+                return b"", digest, places, False
         view = getattr(self._cache, "view", _nothing)
         table = table_of(self._cache, rectangle.group, self._block_table)
         kv = view(table, rectangle)
         if kv is None:
             kv = self._cache.pack(table, rectangle)
-        return kv, segment_digest(self.request_id, kv), ()
+        if self.sender.sealed_port and self.peer.sealed is not None and self.peer.sealed.is_up:
+            return self.sender.seal(rectangle, kv), 0, (), True
+        return kv, segment_digest(self.request_id, kv), (), False
 
 
 def _nothing(block_table: Sequence[int], rectangle: Rectangle) -> None:

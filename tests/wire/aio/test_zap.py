@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from tests.wire.process.key_files import write
 from wire.aio.outbox import Limits
 from wire.aio.port import Context, Port, client_options, new_key_pair, server_options
-from wire.aio.zap import Authenticator, Gate, prove
+from wire.aio.zap import Authenticator, Gate, KeyDoor, prove
 from wire.aio.zmq import Hub, Link
 from wire.parts import Buffer
 from wire.process.keys import Keys
@@ -116,11 +116,11 @@ async def test_without_an_authenticator_of_its_own_a_socket_admits_nobody(
     router = context.socket(zmq.ROUTER)
     for name, value in server_options(pairs["router"]).items():
         router.setsockopt(getattr(zmq, name), value)
-    keys, authenticator = Keys(tmp_path, "router"), None
+    door, authenticator = KeyDoor(Keys(tmp_path, "router")), None
     if where == "another context":
-        authenticator = Authenticator(other, keys)
+        authenticator = Authenticator(other, door)
     elif where == "another domain":
-        authenticator = Authenticator(context, keys, b"elsewhere")
+        authenticator = Authenticator(context, door, b"elsewhere")
     router.bind(LOOPBACK)
     endpoint = bytes(router.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
     try:
@@ -142,14 +142,15 @@ async def test_no_port_is_opened_when_nobody_decides(
 ) -> None:
     """With an authenticator of another context, and with one that does not answer."""
     write(tmp_path, "router")
-    keys = Keys(tmp_path, "router")
-    security = server_options(keys.pair)
-    port = Port(None, zmq.ROUTER, Limits(1 << 10, 1 << 20), 1, zero_copy=False, security=security)
+    door = KeyDoor(Keys(tmp_path, "router"))
+    port = Port(
+        None, zmq.ROUTER, Limits(1 << 10, 1 << 20), 1, zero_copy=False, security=door.options
+    )
     with Context() as other:
-        authenticator = Authenticator(port.context if is_there else other, keys)
+        authenticator = Authenticator(port.context if is_there else other, door)
         monkeypatch.setattr(authenticator, "turn", lambda: None)
         with pytest.raises(ConfigError, match="not listening"):
-            prove(port, keys, authenticator, probe_s=0.3)
+            prove(port, door, authenticator, probe_s=0.3)
         authenticator.close()
     await port.close(0.0)
 
@@ -228,7 +229,7 @@ async def test_refusals_do_not_fill_the_log(tmp_path: Path) -> None:
     now = 1000.0
     pairs = write(tmp_path, "router")
     context = Context()
-    doorkeeper = Authenticator(context, Keys(tmp_path, "router"), clock=lambda: now)
+    doorkeeper = Authenticator(context, KeyDoor(Keys(tmp_path, "router")), clock=lambda: now)
     router = context.socket(zmq.ROUTER)
     for name, value in server_options(pairs["router"]).items():
         router.setsockopt(getattr(zmq, name), value)
@@ -257,7 +258,7 @@ async def test_a_revoked_key_costs_no_one_the_connection_that_has_its_descriptor
     here, there = socket.socketpair()
     gone, other = socket.socketpair()
     with Context() as context, here, there, gone, other:
-        gate = Gate(context, Keys(tmp_path, "router"), lambda: gate.leave(gone.fileno()))
+        gate = Gate(context, KeyDoor(Keys(tmp_path, "router")), lambda: gate.leave(gone.fileno()))
         for party, its in (("prefill-0", here), ("decode-0", gone)):
             peer = f"{party}-1".encode()
             assert gate.admit(peer, pairs[party].public, its.fileno(), is_live=True)

@@ -22,6 +22,7 @@ from wire.parts import Buffer
 from wire.payloads import Credit, Offer
 from wire.transfer import TransferState
 from wire.transfer.receiver import KVReceiver, Segment
+from wire.transfer.sealing import Sealing
 from wire.transfer.segment import (
     MAX_SEGMENT_BYTES,
     MAX_SEGMENTS,
@@ -497,3 +498,75 @@ def test_other_kv_than_was_offered_is_refused_before_anything_is_reserved() -> N
     one.check_unasked([])
     with pytest.raises(RemoteProtocolError, match="48 bytes came with an offer of 64"):
         one.check_unasked([payload(0, 2, 0, 3)])
+
+
+# Sealed segments.
+
+KEY, PORT = bytes(range(32)), 5601
+
+
+def sealed(number: int = 1, of: int = 1, tokens: int = 4, **changed: int) -> tuple[bytes, bytes]:
+    """A sealed segment of zeros, all of the prompt's."""
+    descriptor = SegmentDescriptor.of(part(LAYOUT, 0, 2, 0, tokens), 16 * tokens, 0)
+    kv = Sealing(KEY).seal(KvCache(ID, number, of), descriptor, bytes(16 * tokens))
+    return descriptor._replace(**changed).pack(), kv
+
+
+def sealing(sealed_port: int = PORT) -> KVReceiver:
+    one = receiver(offer(key=KEY))
+    ack = one.accept(0, 1.0, 0, sealed_port)
+    assert ack is not None and ack[1].sealed_port == sealed_port
+    return one
+
+
+def test_a_sealed_segment_is_admitted_opened_and_stored() -> None:
+    one = sealing()
+    segment = one.on_segment(KvCache(ID, 1, 1), sealed(), 2.0, is_sealed=True)
+    assert segment is not None and one.opened(segment).kv == bytes(64)
+    assert one.on_segment(KvCache(ID, 1, 1), sealed(), 2.0, is_sealed=True) is None, "a copy"
+    ack = one.stored(segment, 3.0)
+    assert ack == (KvCacheAck(ID, 64), Credit(64, 0, 1, 0, PORT))
+
+
+def test_what_does_not_open_fails_closed() -> None:
+    one = sealing()
+    descriptor, kv = sealed()
+    changed = kv[:-1] + bytes([kv[-1] ^ 1])
+    segment = one.on_segment(KvCache(ID, 1, 1), (descriptor, changed), 2.0, is_sealed=True)
+    assert segment is not None
+    with pytest.raises(TransferFailed, match="segment 1 is not what was sealed"):
+        one.opened(segment)
+
+
+def test_a_key_is_dropped_at_the_end() -> None:
+    one = sealing()
+    segment = one.on_segment(KvCache(ID, 1, 1), sealed(), 2.0, is_sealed=True)
+    one.cancel()
+    assert segment is not None and not one.offers_sealing
+    with pytest.raises(TransferFailed, match="is over"):
+        one.opened(segment)
+
+
+@pytest.mark.parametrize(
+    ("parts", "port", "reason"),
+    [
+        (sealed(), 0, "not taken here"),
+        (sealed(digest=1), PORT, "digest of a sealed segment"),
+        (sealed(in_memory=1), PORT, "in_memory and digest"),
+        ((sealed()[0], sealed()[1][:-1]), PORT, "63 bytes for"),
+        ((sealed()[0], sealed()[1] + b"x"), PORT, "65 bytes for"),
+        ((sealed()[0], b""), PORT, "-16 bytes for"),
+    ],
+)
+def test_what_cannot_have_been_sealed_ends_the_transfer(
+    parts: tuple[bytes, bytes], port: int, reason: str
+) -> None:
+    one = sealing(port)
+    with pytest.raises(RemoteProtocolError, match=reason):
+        one.on_segment(KvCache(ID, 1, 1), parts, 2.0, is_sealed=True)
+    assert one.state is TransferState.FAILED and not one.num_unpacking
+
+
+def test_a_port_answers_a_key_only() -> None:
+    with pytest.raises(LocalProtocolError, match="no key was offered"):
+        receiver().accept(0, 1.0, 0, PORT)

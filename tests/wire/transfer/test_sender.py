@@ -9,6 +9,7 @@ from wire.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, Tran
 from wire.frames import KvCache, KvCacheAck
 from wire.layout import KVLayout, StateGroup
 from wire.payloads import Credit, Offer, decode_map
+from wire.transfer.sealing import Sealing
 from wire.transfer.segment import (
     MAX_SEGMENT_BYTES,
     MAX_UNASKED_SEGMENTS,
@@ -439,3 +440,81 @@ def test_without_it_no_bytes_are_acknowledged_in_the_first_answer() -> None:
     one.offer()
     with pytest.raises(RemoteProtocolError, match="but 0 were sent"):
         ack(one, 64, 64, ready=1)
+
+
+# Sealed segments.
+
+KEY, TOKEN, PORT = bytes(range(32)), bytes(range(32, 64)), 5601
+
+
+def sealing() -> KVSender:
+    return KVSender(
+        *(ID, LAYOUT, range(4)),
+        max_bytes=1024,
+        lease_s=LEASE_S,
+        segment_bytes=32,
+        now=0.0,
+        key=KEY,
+        token=TOKEN,
+    )
+
+
+def test_what_is_sealed_opens_in_its_place() -> None:
+    one = sealing()
+    offer = decode_map(Offer, one.offer()[1])
+    assert (offer.key, offer.token) == (KEY, TOKEN)
+    assert "x00" not in repr(offer), "neither the key nor the prompt"
+    one.advance(4, 0.5)
+    one.on_ack(KvCacheAck(ID, 0), Credit(64, 0, 0, 0, PORT), 1.0)
+    assert one.sealed_port == PORT
+    first, second = one.next_segment(), one.next_segment()
+    assert first is not None and second is not None
+    later, kv = one.seal(second, b"2" * 32), one.seal(first, b"1" * 32)
+    sent = one.segment(first, kv, 2.0, is_sealed=True)
+    assert sent is not None
+    descriptor = SegmentDescriptor.unpack(sent[1])
+    assert (descriptor.num_bytes, descriptor.digest) == (32, 0)
+    assert Sealing(KEY).open(sent[0], descriptor, sent[2]) == b"1" * 32
+    assert Sealing(KEY).open(sent[0], descriptor, later) is None
+    assert one.segment(second, later, 2.0, is_sealed=True) is not None
+    assert one.kv_bytes == 64 and state_of(one) == "sent", "tags are not counted"
+
+
+def test_sealed_and_plain_are_not_taken_for_each_other() -> None:
+    one = sealing()
+    one.advance(4, 0.5)
+    one.on_ack(KvCacheAck(ID, 0), Credit(64, 0, 0, 0, PORT), 1.0)
+    first, second = one.next_segment(), one.next_segment()
+    assert first is not None and second is not None
+    with pytest.raises(LocalProtocolError):
+        one.segment(first, one.seal(first, bytes(32)), 2.0)
+    with pytest.raises(LocalProtocolError):
+        one.segment(second, bytes(32), 2.0, is_sealed=True)
+
+
+def test_nothing_is_sealed_after_the_end() -> None:
+    one = sealing()
+    one.advance(4, 0.5)
+    one.on_ack(KvCacheAck(ID, 0), Credit(64, 0, 0, 0, PORT), 1.0)
+    rectangle = one.next_segment()
+    assert rectangle is not None
+    one.cancel()
+    assert one.seal(rectangle, bytes(32)) == b""
+    assert one.segment(rectangle, b"", 2.0, is_sealed=True) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "credits", "reason"),
+    [
+        (sender(), [Credit(64, 0, 0, 0, PORT)], "sealed_port, but no key was offered"),
+        (sealing(), [Credit(64, 0, 0, 0, PORT), Credit(64, 0, 0)], "sealed_port changed"),
+        (sealing(), [Credit(64, 0, 0), Credit(64, 0, 0, 0, PORT)], "sealed_port changed"),
+    ],
+)
+def test_where_sealed_segments_go_is_settled_once(
+    one: KVSender, credits: list[Credit], reason: str
+) -> None:
+    with pytest.raises(RemoteProtocolError, match=reason):
+        for credit in credits:
+            one.on_ack(KvCacheAck(ID, 0), credit, 1.0)
+    assert state_of(one) == "failed"
