@@ -236,7 +236,7 @@ def test_an_open_port_without_keys_is_refused_and_says_what_to_do(
 def test_kv_is_sealed_and_is_again_when_a_worker_was_killed(tmp_path: Path) -> None:
     """A first transfer opens the connection for it, and does not wait for that."""
     up = "sealed KV has a connection of its own"
-    with Locked(tmp_path, "--worker-args=--kv-shared-memory off") as cluster:
+    with Locked(tmp_path, "--worker-args=--kv-shared-memory off --kv-unasked-bytes 0") as cluster:
 
         def is_sealed(times: int) -> bool:
             assert cluster.complete(cluster.key).status_code == 200
