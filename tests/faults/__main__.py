@@ -42,20 +42,27 @@ P99_RATIO: Final = 1.1
 def kill_sweep(args: argparse.Namespace, directory: Path) -> list[str]:
     """2 prefill and 2 decode workers, 8 clients; a worker is killed every few seconds."""
     records = draw_requests(args.seed, args.requests, prompt=(200, 2500), answer=(30, 150))
+    worker_args = (*kills.WORKER_ARGS, *kills.KV_ARGS[args.kv])
     with FaultyCluster(
-        directory, router_args=kills.ROUTER_ARGS, worker_args=kills.WORKER_ARGS
+        directory, router_args=kills.ROUTER_ARGS, worker_args=worker_args
     ) as cluster:
         result = asyncio.run(kills.sweep(cluster, records, seed=args.seed))
         cluster.until_whole()
         idle_s = timed_until_idle(cluster)
+        mapped, num_read = kills.mapped(cluster), cluster.log().count("KV is read from memory")
     for name in kills.POINTS:
         print(f"  killed while {name}: {result.kills[name]}")
     print(
         f"  {sum(result.kills.values())} kills in {result.seconds:.0f} s, "
         f"{min(result.open_requests, default=0)} to {max(result.open_requests, default=0)} "
-        f"requests open at each; nothing held {idle_s:.2f} s after the end"
+        f"requests open at each; nothing held {idle_s:.2f} s after the end, "
+        f"KV read from memory {num_read} times"
     )
     missed = [f"never killed while {name}" for name in kills.POINTS if not result.kills[name]]
+    if not mapped <= set(range(3 if args.kv == "memory" else 1)):  # of the two that live
+        missed.append(f"decode workers have memory of {sorted(mapped)} prefill workers mapped")
+    if bool(num_read) != (args.kv == "memory"):
+        missed.append(f"KV was read from memory {num_read} times")
     return _judged(records) + missed
 
 
@@ -267,6 +274,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--soak", type=float, default=0, metavar="MINUTES", help="load and faults")
     parser.add_argument("--seed", type=int, default=5, help="of the load and of the faults")
     parser.add_argument("--requests", type=int, default=800, help="of the kill sweep")
+    parser.add_argument("--kv", default="sockets", choices=kills.KV_ARGS, help="its way there")
     parser.add_argument("--rounds", type=int, default=2, help="of --slow-clients")
     parser.add_argument("--model", default="demo", help="of --head-of-line")
     parser.add_argument("--long", type=int, default=1900, help="tokens of its long prompts")

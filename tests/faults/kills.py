@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from tests.faults.clients import Record
@@ -22,6 +23,12 @@ from tests.faults.load import send_all
 
 ROUTER_ARGS: Final = ("--heartbeat-ms", "100")
 WORKER_ARGS: Final = ("--hash-step-ms", "6", "--max-ubatch-tokens", "256", "--num-blocks", "3000")
+# How KV gets from worker to worker.
+KV_ARGS: Final = {
+    "sockets": ("--kv-shared-memory", "off", "--kv-unasked-bytes", "0"),
+    "offer": ("--kv-shared-memory", "off"),
+    "memory": ("--kv-unasked-bytes", "0"),
+}
 KV_BYTES_PER_S: Final = 2_000_000
 KV_DELAY_S: Final = 0.03  # each way: the last ACK takes as long
 HOLD_S: Final = 0.2
@@ -115,6 +122,13 @@ async def sweep(
         await asyncio.gather(killer, return_exceptions=True)
     result.seconds = time.monotonic() - start
     return result
+
+
+def mapped(cluster: FaultyCluster) -> set[int]:
+    """How many memories of other processes the decode workers have mapped to read."""
+    pids = [it.pid for (role, _), it in cluster.workers.items() if role == "decode"]
+    maps = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in pids]
+    return {sum("memfd:baton-kv" in row and " r--s " in row for row in rows) for rows in maps}
 
 
 async def kill_at(
