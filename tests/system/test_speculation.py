@@ -41,7 +41,7 @@ def stop(cluster: Cluster, worker: subprocess.Popen[bytes]) -> dict[str, Any]:
     cluster.until_idle()
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(START_S) == 0
-    events = map(json.loads, cluster.log().splitlines())
+    events: list[dict[str, Any]] = [json.loads(line) for line in cluster.log().splitlines()]
     return [event for event in events if event["event"] == "worker stopped"][-1]
 
 
