@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -159,10 +158,10 @@ assert not amx.available() and simd_int8.ways() == {ways}
     ],
 )
 def test_products_are_the_same_on_processors_without(
-    processor: str, features: str, ways: tuple[str, ...], tmp_path: Path
+    processor: str, features: str, ways: tuple[str, ...]
 ) -> None:
     """Of what they lack nothing may be written into the loops: it could not be compiled."""
     numba = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": features or "+sse2"}
-    environ = os.environ | numba | {"XDG_CACHE_HOME": str(tmp_path)}
+    environ = os.environ | numba
     code = ELSEWHERE.format(ways=ways)
     subprocess.run([sys.executable, "-c", code], env=environ, check=True)

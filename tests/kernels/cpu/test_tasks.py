@@ -128,6 +128,44 @@ def test_the_second_process_finds_it_compiled(
     assert compiled(fill).cache_hits == 0
 
 
+TOGETHER = """
+import multiprocessing, os, signal
+from kernels.cpu import tasks
+from tests.kernels.cpu.test_tasks import fill
+
+heard, said = os.pipe()
+first = os.fork()
+if not first:
+    tasks.CFunc._compile_uncached = lambda _: (os.write(said, b"."), signal.pause())
+    tasks.compiled(fill)
+os.read(heard, 1)  # now it compiles, for ever
+all_are_there = multiprocessing.Barrier(4)
+for _ in range(3):
+    if not os.fork():
+        all_are_there.wait()
+        os.write(1, b"%d" % tasks.compiled(fill).cache_hits)
+        os._exit(0)
+all_are_there.wait()
+os.kill(first, signal.SIGKILL)
+while True:
+    try:
+        os.wait()
+    except ChildProcessError:
+        break
+"""
+
+
+def test_one_process_compiles_and_the_others_wait_for_it_unless_it_dies(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TOGETHER],
+        cwd=ROOT,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        check=True,
+    )
+    assert sorted(done.stdout) == sorted(b"011")
+
+
 @pytest.mark.usefixtures("_compiled_anew")
 def test_a_cache_that_cannot_be_written_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,10 +6,10 @@ What the host decides (`kernels.cuda.launch`) is the real thing; only the launch
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import math
-import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -70,15 +70,22 @@ def compile_kernels(source: str, kernels: Sequence[str], text: str | None = None
     target = BUILD / f"{source}-{hashlib.sha256((program + shared).encode()).hexdigest()[:16]}.so"
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        mine = target.with_suffix(f".{os.getpid()}.so")
-        command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-x", "c++", "-"]
-        command += [f"-I{place}" for place in (HERE, CSRC, *cuda_headers())]
-        done = subprocess.run(
-            [*command, "-o", str(mine)], input=program, text=True, capture_output=True, check=False
-        )
-        assert done.returncode == 0, done.stderr[:4000]
-        mine.replace(target)
+        with target.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling just this
+            if not target.exists():
+                _compile(program, target)
     return ctypes.CDLL(str(target))
+
+
+def _compile(program: str, target: Path) -> None:
+    made = target.with_suffix(".part")
+    command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-x", "c++", "-"]
+    command += [f"-I{place}" for place in (HERE, CSRC, *cuda_headers())]
+    done = subprocess.run(
+        [*command, "-o", str(made)], input=program, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[:4000]
+    made.replace(target)
 
 
 def between_margins(shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
