@@ -180,14 +180,19 @@ def serve(pipe: Pipe, layout: KVLayout, settings: dict[str, Any]) -> None:
     config = Config(**settings)
     configure(config.log_level)
 
-    def answer() -> None:
-        pipe.recv()
+    def answer(stop: Stop) -> None:
+        try:
+            pipe.recv()
+        except EOFError:  # who started us is gone
+            asyncio.get_running_loop().remove_reader(pipe.fileno())
+            stop.set()
+            return
         used = resource.getrusage(resource.RUSAGE_SELF)
         cpu_s = used.ru_utime + used.ru_stime
         pipe.send({"cpu_s": cpu_s, "switches": used.ru_nvcsw, "jobs": Counted.num_jobs})
 
     async def live(stop: Stop) -> int:
-        asyncio.get_running_loop().add_reader(pipe.fileno(), answer)
+        asyncio.get_running_loop().add_reader(pipe.fileno(), answer, stop)
         environment = Environment(make_plane=partial(Watched, pipe.send), make_copies=Counted)
         executor = Still(layout, config.role, config.max_model_len)
         return await Worker(config, executor, environment).run(stop)
