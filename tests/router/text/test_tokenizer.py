@@ -91,7 +91,12 @@ def test_the_stream_of_any_tokens_is_what_the_tokenizer_says(token_ids: list[int
     assert streamed(BYTE_LEVEL, token_ids) == BYTE_LEVEL.decode(token_ids)
 
 
-@given(st.lists(st.lists(st.integers(0, 301), max_size=5), max_size=8), st.booleans())
+# Often parts of characters, and whole ones between them.
+OFTEN = sorted({*BYTE_BACKEND.encode("the 🎉", add_special_tokens=False).ids})
+TOKENS = st.lists(st.integers(0, 301) | st.sampled_from(OFTEN), max_size=5)
+
+
+@given(st.lists(TOKENS, max_size=8), st.booleans())
 def test_the_text_of_each_token_is_what_its_bytes_make_certain(
     runs: list[list[int]], is_met: bool
 ) -> None:

@@ -543,33 +543,42 @@ def test_no_token_is_left_though_only_the_first_wakes(
 ) -> None:
     """Whenever a writer that is awake takes, at once or late: nothing waits that it is not told."""
     subject, writer = started(core := Core(), count, stop=None if is_plain else "~")
-    said, shown, num_wakes, has_ended = ["", ""], ["", ""], 0, [False, False]
+    said, shown, num_wakes = ["", ""], ["", ""], 0
+    running = set(range(count))
 
-    def take() -> None:
+    def take() -> bool:
         nonlocal num_wakes
         if writer.wakes == num_wakes:
-            return  # it sleeps
+            return False  # it sleeps
         num_wakes = writer.wakes
         if (taken := subject.take_texts()) is not None:
             shown[0] += "".join(taken)
-            return
+            return True
         for choice, pieces in subject.take():
             shown[choice.index] += "".join(piece.text for piece in pieces)
+        return True
 
-    for moment in (*moments, "0 ends", "1 ends"):
-        index = int(moment[0]) if moment[0].isdigit() else count
-        if index >= count or has_ended[index]:
+    def end(index: int) -> None:
+        running.remove(index)
+        core.sinks[index].on_done(Usage(finish_reason="length"))
+
+    for moment in moments:
+        who, _, what = moment.partition(" ")
+        if what and int(who) in running and what == "ends":
+            end(int(who))
+        elif what and int(who) in running:
+            text = "日é" * (2 * MAX_AT_ONCE if what == "says all" else 1)
+            said[int(who)] += text
+            say(core.sinks[int(who)], text)
+        else:
             take()
-            continue
-        if moment.endswith("ends"):
-            has_ended[index] = True
-            core.sinks[index].on_done(Usage(finish_reason="length"))
-            continue
-        text = "日é" * (2 * MAX_AT_ONCE if moment.endswith("all") else 1)
-        said[index] += text
-        say(core.sinks[index], text)
-    for _ in range(40 * MAX_AT_ONCE):
-        take()
+    while take():
+        pass
+    assert shown == said
+    for index in tuple(running):
+        end(index)
+    while take():
+        pass
     assert subject.is_over and shown == said
 
 
