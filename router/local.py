@@ -87,7 +87,11 @@ class LocalWorkers:
         name, pause_s = f"{role}-{rank}", self._min_pause_s
         while not self._is_stopping:
             started_at = loop.time()
-            status = await self._run(role, rank)
+            try:
+                status = await self._run(role, rank)
+            except OSError as error:  # no memory or no descriptor for another, perhaps later
+                log.error("cannot start local worker", worker=name, reason=str(error))
+                status = 1
             if self._is_stopping:
                 return
             if status == EX_CONFIG:

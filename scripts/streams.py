@@ -90,7 +90,8 @@ class Asker(asyncio.Protocol):
         if not self.first.done() and self.has_token(data):
             self.first_at = time.monotonic()
             self.first.set_result(None)
-        if self.is_end(data) and self._done is not None:
+        # Nobody waits any more where the client itself has ended first.
+        if self._done is not None and not self._done.done() and self.is_end(data):
             self._done.set_result(None)
 
     def request(self, question: Question) -> bytes:

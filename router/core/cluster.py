@@ -63,9 +63,9 @@ def together(states: Sequence[ProcessState]) -> dict[str, Any]:
     """Return the workers, as the first process that knows each sees it, and the requests of all."""
     workers: dict[tuple[str, int], dict[str, Any]] = {}
     for row in (row for state in states for row in state.workers):
-        known = workers.setdefault((row["role"], row["rank"]), row)
-        if known is not row:
-            known["placed"] += row["placed"]
+        key = row["role"], row["rank"]
+        placed = row["placed"] + (workers[key]["placed"] if key in workers else 0)
+        workers[key] = workers.get(key, row) | {"placed": placed}
     counts: dict[str, Any] = {
         "running": sum([state.running for state in states]),
         "waiting": sum([state.waiting for state in states]),
@@ -76,6 +76,12 @@ def together(states: Sequence[ProcessState]) -> dict[str, Any]:
         ]
     rows = sorted(workers.values(), key=lambda row: (row["role"] != "prefill", row["rank"]))
     return {"workers": rows, "router": counts}
+
+
+def is_free(states: Sequence[ProcessState], role: str, rank: int) -> bool:
+    """Tell whether no process knows a worker with this rank; False while none has said anything."""
+    rows = [row for state in states for row in state.workers if row["state"] != "lost"]
+    return bool(states) and (role, rank) not in [(row["role"], row["rank"]) for row in rows]
 
 
 def status_line(states: Sequence[ProcessState]) -> str:

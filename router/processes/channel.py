@@ -93,12 +93,12 @@ class Answers(Struct, Generic[T]):
 Asked = AskAssignment | Listening | Drained | AskAll | Question
 
 
-class _Asked(Struct, tag=True):
+class _Call(Struct, tag=True):
     number: int
     question: Asked
 
 
-class _Answered(Struct, tag=True):
+class _Reply(Struct, tag=True):
     number: int
     answer: msgspec.Raw
 
@@ -121,12 +121,12 @@ class Channel:
         self._reading = asyncio.create_task(self._read(reader))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        decoder = msgspec.msgpack.Decoder(_Asked | _Answered)
+        decoder = msgspec.msgpack.Decoder(_Call | _Reply)
         try:
             while True:
                 (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
                 message = decoder.decode(await reader.readexactly(length))
-                if isinstance(message, _Asked):
+                if isinstance(message, _Call):
                     task = asyncio.create_task(self._respond(message))
                     self._answering.add(task)
                     task.add_done_callback(self._answering.discard)
@@ -146,13 +146,13 @@ class Channel:
         number, waiting = next(self._numbers), asyncio.get_running_loop().create_future()
         self._open[number] = waiting
         try:
-            self._send(_Asked(number, question))
+            self._send(_Call(number, question))
             return msgspec.msgpack.decode(await waiting, type=kind)
         finally:
             self._open.pop(number, None)
 
     async def close(self) -> None:
-        """Hang up; who waits for an answer is told."""
+        """Hang up; whoever waits for an answer gets a ConnectionError."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -167,12 +167,12 @@ class Channel:
             if not waiting.done():
                 waiting.set_exception(ConnectionError("the other process is gone"))
 
-    async def _respond(self, asked: _Asked) -> None:
+    async def _respond(self, asked: _Call) -> None:
         answer = await self._answer(asked.question)
         with suppress(ConnectionError):  # who asked is gone
-            self._send(_Answered(asked.number, msgspec.Raw(msgspec.msgpack.encode(answer))))
+            self._send(_Reply(asked.number, msgspec.Raw(msgspec.msgpack.encode(answer))))
 
-    def _send(self, message: _Asked | _Answered) -> None:
+    def _send(self, message: _Call | _Reply) -> None:
         if self._writer is None or self._writer.is_closing():
             raise ConnectionError("the other process is gone")
         said = msgspec.msgpack.encode(message)

@@ -7,7 +7,8 @@ own, which all workers join; Linux gives it a part of the connections (SO_REUSEP
     start   the first process begins alone, so that what is wrong is said once, then the others
     death   the others go on; a new process gets the same bus, and clients when workers joined it
     stuck   a process that answers nothing for `STUCK_S` is ended, with its stacks in the log
-    stop    all processes drain and let their clients go, then the local workers end, then they
+    stop    all processes drain and let their clients go, then the local workers end, then the
+            processes
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import structlog
 
 from router.app import REPORT_S, named, split_address, write_whole
 from router.config import Config
-from router.core.cluster import ProcessState, Readiness, status_line
+from router.core.cluster import ProcessState, Readiness, is_free, status_line
 from router.http.server import FLUSH_S
 from router.local import HEALTHY_S, MAX_PAUSE_S, MIN_PAUSE_S, LocalWorkers
 from router.processes.channel import (
@@ -44,7 +45,7 @@ from router.processes.channel import (
     Question,
 )
 from router.processes.siblings import VARIABLE
-from router.processes.summed import Figures, kept, summed
+from router.processes.summed import Figures, summed, without_gauges
 from wire.aio.listener import reserve
 from wire.process.children import die_with_parent, same_release
 from wire.process.lifetime import Stop, keep_watchdog, notify
@@ -56,12 +57,12 @@ ANSWER_S: Final = 1.0
 SILENCE: Final = object()
 # As in the unit: an event loop that stands still for this long is broken.
 STUCK_S: Final = 15.0
-# What systemd says to this process alone.
+# Variables of systemd that are for this process alone.
 OURS_ALONE: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class Process:
-    """One of the processes, in all its lives."""
+    """One router process, and each that is started in its place when it has died."""
 
     def __init__(self, index: int, bus: str) -> None:
         self.index = index
@@ -81,12 +82,12 @@ class Process:
                 self.child.send_signal(number)
 
     def forget(self) -> Figures:
-        """It is gone; return what of its figures stays."""
+        """Take that it is gone; return its counters, which still count."""
         self.channel = self.child = self.state = None
         self.is_listening, self.silent_s = False, 0.0
         self.drained.set()
-        staying, self.figures = kept(self.figures), []
-        return staying
+        counters, self.figures = without_gauges(self.figures), []
+        return counters
 
 
 class Processes:
@@ -142,11 +143,13 @@ class Processes:
         return task
 
     async def _begin(self) -> None:
-        """When all processes serve: the local workers, and whoever waits for us."""
+        """When all serve: start local workers, say that we are ready, then look after all."""
         await self._all_listen.wait()
         buses = ",".join(process.bus for process in self._all)
         self._endpoints["bus"] = buses
-        self._local = LocalWorkers(self._config, buses, self._is_free)
+        self._local = LocalWorkers(
+            self._config, buses, lambda role, rank: is_free(self._states(), role, rank)
+        )
         self._local.start()
         if self._config.ready_file is not None:
             write_whole(self._config.ready_file, json.dumps(self._endpoints) + "\n")
@@ -180,19 +183,18 @@ class Processes:
     def _states(self) -> list[ProcessState]:
         return [process.state for process in self._all if process.state is not None]
 
-    def _is_free(self, role: str, rank: int) -> bool:
-        rows = [row for state in self._states() for row in state.workers]
-        taken = {(row["role"], row["rank"]) for row in rows if row["state"] != "lost"}
-        return bool(rows) and (role, rank) not in taken
-
-    # A process's lives.
+    # Starting processes, again and again.
 
     async def _look_after(self, process: Process) -> int:
         """Start it again whenever it dies; return its status if it never served."""
         loop, pause_s = asyncio.get_running_loop(), MIN_PAUSE_S
         while True:
             started_at = loop.time()
-            status = await self._run(process)
+            try:
+                status = await self._run(process)
+            except OSError as error:  # no memory or no descriptor for another, perhaps later
+                log.error("cannot start router process", process=process.index, reason=str(error))
+                status = 1
             self._of_the_dead = summed([self._of_the_dead, process.forget()])
             if self._is_stopping or not process.has_listened:
                 return status
@@ -209,23 +211,23 @@ class Processes:
     async def _run(self, process: Process) -> int:
         ours, theirs = socket.socketpair()
         environ = {name: each for name, each in os.environ.items() if name not in OURS_ALONE}
-        with theirs:
-            # In a session of its own: Ctrl-C reaches only us, and we end the processes.
-            process.child = child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "router", *self._argv),
-                stdin=asyncio.subprocess.DEVNULL,
-                env=same_release(environ) | {VARIABLE: str(theirs.fileno())},
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-            )
-        log.info("router process started", process=process.index, pid=child.pid)
-        if self._is_stopping:  # `_stop` has signalled the others already
-            process.signal(signal.SIGKILL)
-        process.drained.clear()
         process.channel = Channel(ours, lambda question: self._answer(process, question))
-        await process.channel.open()
         try:
+            with theirs:
+                # In a session of its own: Ctrl-C reaches only us, and we end the processes.
+                process.child = child = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "router", *self._argv),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env=same_release(environ) | {VARIABLE: str(theirs.fileno())},
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(),
+                )
+            log.info("router process started", process=process.index, pid=child.pid)
+            if self._is_stopping:  # `_stop` has signalled the others already
+                process.signal(signal.SIGKILL)
+            process.drained.clear()
+            await process.channel.open()
             return await child.wait()
         finally:
             await process.channel.close()
@@ -238,7 +240,7 @@ class Processes:
             process.silent_s = process.silent_s + ANSWER_S + REPORT_S if is_silent else 0.0
             if process.silent_s > STUCK_S:
                 log.error("router process is stuck", process=process.index, for_s=process.silent_s)
-                # The first time it shall say where; what does not hear that is ended all the same.
+                # At first SIGABRT, for which it logs the stacks of its threads.
                 is_first = process.silent_s <= STUCK_S + ANSWER_S + REPORT_S
                 process.signal(signal.SIGABRT if is_first else signal.SIGKILL)
 

@@ -1,6 +1,6 @@
 """What several processes have measured, as the series of one: counters and histograms are added.
 
-A counter must not fall because a process died: what it had counted is `kept`, its gauges are not.
+A counter must not fall because a process died: what it had counted stays, its gauges do not.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def summed(processes: Iterable[Figures]) -> Figures:
     ]
 
 
-def kept(process: Figures) -> Figures:
-    """Return what of the figures of a process stays when it is gone."""
+def without_gauges(process: Figures) -> Figures:
+    """Return what still counts of the figures of a process that has ended."""
     return [family for family in process if family.kind != "gauge"]
 
 

@@ -130,6 +130,23 @@ async def test_a_worker_that_dies_is_started_again(monkeypatch: pytest.MonkeyPat
     await workers.stop(20.0)
 
 
+async def test_a_worker_that_cannot_be_started_now_is_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tries: list[str] = []
+
+    def command(*_: object) -> list[str]:
+        tries.append(str(tmp_path / "none") if len(tries) < 2 else sys.executable)
+        return [tries[-1], "-S", "-c", SILENT]
+
+    monkeypatch.setattr(local, "command", command)
+    workers = local_workers((1, 0))
+    workers.start()
+    await until(lambda: workers.pids)
+    assert len(tries) == 3
+    await workers.stop(10.0)
+
+
 async def test_a_worker_with_wrong_settings_is_not_tried_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

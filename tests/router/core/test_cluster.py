@@ -10,6 +10,7 @@ import structlog.testing
 from router.core.cluster import (
     AGAIN_S,
     Readiness,
+    is_free,
     state_of,
     status_line,
     together,
@@ -112,3 +113,16 @@ def test_several_processes_are_one_router() -> None:
     rows = [(row["role"], row["rank"], row["placed"]) for row in body["workers"]]
     assert rows == [("prefill", 0, 2), ("decode", 0, 2), ("decode", 1, 0)]
     assert status_line(states) == "2 running, 0 waiting, 1 prefill and 2 decode workers ready"
+    assert together(states) == body, "what is asked twice is counted once"
+
+
+def test_a_rank_is_free_when_no_process_knows_it() -> None:
+    assert not is_free([], "decode", 0)
+    empty, router = state_of(Router().fleet, Router().dispatcher, now=0.0), Router()
+    assert is_free([empty], "decode", 0)
+    worker = router.join(Role.DECODE)
+    states = [empty, state_of(router.fleet, router.dispatcher, now=0.0)]
+    assert not is_free(states, "decode", 0)
+    assert is_free(states, "decode", 1) and is_free(states, "prefill", 0)
+    router.fleet.lose(worker, 0.0)
+    assert is_free([empty, state_of(router.fleet, router.dispatcher, now=0.0)], "decode", 0)

@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 
 from router.api.chat import ChatAnswer
 from router.api.model import ServedModel
+from router.app import Idle
 from router.core.state import Limits
 from router.http.limits import INLINE_BYTES, Bodies
 from router.http.origin import Origins
@@ -592,6 +593,33 @@ async def test_a_client_that_does_not_read_is_cut_off(site: Site, tmp_path: Path
     assert not received.endswith(b"0\r\n\r\n"), "it must not seem to have ended well"
     assert site.bus.dispatcher.num_running == 0
     assert "baton_slow_clients_total 1.0" in site.application.metrics.render().decode()
+
+
+async def test_a_client_that_reads_late_gets_all_of_two_pipelined_streams(
+    site: Site, tmp_path: Path
+) -> None:
+    """The first waits in the server's buffers, and then in its choice, until the worker is done."""
+    for role in (Role.PREFILL, Role.DECODE):
+        site.join(role, max_model_len=20_000)
+    text = "ab日" * 300
+    site.answer = lambda prompt: Answer(text)
+    site.configure(model=ServedModel("w" * 4000, write_model(tmp_path)))
+    loop, parts = asyncio.get_running_loop(), list[bytes]()
+    asked = {"stream": True, "max_tokens": 9000} | CHAT
+    async with listening(site.application) as address:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            client.setblocking(False)
+            await loop.sock_connect(client, address)
+            last = request_bytes(asked, "/v1/chat/completions", "connection: close")
+            await loop.sock_sendall(client, request_bytes(asked) + last)
+            await asyncio.wait_for(site.asked.wait(), 5)
+            await Idle(site.bus.dispatcher).wait()
+            while part := await loop.sock_recv(client, 1 << 20):
+                parts.append(part)
+    received = b"".join(parts)
+    assert received.count(b"HTTP/1.1 200 OK") == received.count(b"data: [DONE]") == 2
+    assert b"".join(re.findall(rb'"content":"(.*?)"', received)).decode() == 2 * text
 
 
 async def drained(client: socket.socket) -> bytes:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -96,6 +97,20 @@ async def test_one_that_is_stuck_is_ended(tmp_path: Path, monkeypatch: pytest.Mo
         await until(lambda: len(it.pids(0)) == 2)
     assert set(it.said("router process is stuck")) == {0}
     assert len(it.pids(1)) == 1
+
+
+async def test_one_that_cannot_be_started_again_now_is_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "executable", str(tmp_path / "none"))
+            os.kill(it.pids(1)[0], signal.SIGKILL)
+            await until(lambda: it.said("cannot start router process"))
+        await until(lambda: len(it.pids(1)) == 2)
+        assert len(it.pids(0)) == 1
+    assert it.serving.result() == 0
 
 
 async def test_what_cannot_begin_ends_the_whole(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -61,7 +62,8 @@ def byte_fallback() -> tokenizers.Tokenizer:
     return backend
 
 
-BYTE_LEVEL = Tokenizer(byte_level())
+BYTE_BACKEND = byte_level()
+BYTE_LEVEL = Tokenizer(BYTE_BACKEND)
 BYTE_FALLBACK = Tokenizer(byte_fallback())
 TEXTS = st.text(alphabet="the cat é日🎉\n", max_size=20)
 
@@ -87,6 +89,29 @@ def test_the_stream_of_a_text_is_that_text(tokenizer: Tokenizer, text: str) -> N
 @given(st.lists(st.integers(0, 301), max_size=20))
 def test_the_stream_of_any_tokens_is_what_the_tokenizer_says(token_ids: list[int]) -> None:
     assert streamed(BYTE_LEVEL, token_ids) == BYTE_LEVEL.decode(token_ids)
+
+
+# Often parts of characters, and whole ones between them.
+OFTEN = BYTE_BACKEND.encode("🎉ht", add_special_tokens=False).ids
+TOKENS = st.lists(st.sampled_from(OFTEN) | st.integers(0, 301), max_size=5)
+
+
+@given(st.lists(TOKENS, max_size=8), st.booleans())
+@example([[OFTEN[2], OFTEN[0]], [OFTEN[2]]], False)  # one that was met, after half a character
+def test_the_text_of_each_token_is_what_its_bytes_make_certain(
+    runs: list[list[int]], is_met: bool
+) -> None:
+    """Though it is looked up where that can be done: after a flush too, and whatever was met."""
+    tokenizer = BYTE_LEVEL if is_met else Tokenizer(BYTE_BACKEND)
+    detokenizer = tokenizer.detokenizer()
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    for turn, run in enumerate(runs):
+        hidden = tokenizer.special_ids
+        parts = [b"" if each in hidden else tokenizer.token_bytes(each) for each in run]
+        texts = detokenizer.feed_all(run) if turn % 2 else [detokenizer.feed(each) for each in run]
+        assert list(texts) == [utf8.decode(part) for part in parts]
+        if turn % 3 == 2:
+            assert detokenizer.flush() == utf8.decode(b"", True)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["bytes", "fallback"])

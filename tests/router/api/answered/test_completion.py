@@ -533,6 +533,55 @@ def test_very_much_is_taken_in_parts_and_nothing_is_lost() -> None:
     assert subject.take() == []
 
 
+@given(
+    st.lists(st.sampled_from(["0 says", "1 says", "1 says all", "0 ends", "takes"]), max_size=40),
+    st.booleans(),
+    st.sampled_from([1, 2]),
+)
+def test_no_token_is_left_though_only_the_first_wakes(
+    moments: list[str], is_plain: bool, count: int
+) -> None:
+    """Whenever a writer that is awake takes, at once or late: nothing waits that it is not told."""
+    subject, writer = started(core := Core(), count, stop=None if is_plain else "~")
+    said, shown, num_wakes = ["", ""], ["", ""], 0
+    running = set(range(count))
+
+    def take() -> bool:
+        nonlocal num_wakes
+        if writer.wakes == num_wakes:
+            return False  # it sleeps
+        num_wakes = writer.wakes
+        if (taken := subject.take_texts()) is not None:
+            shown[0] += "".join(taken)
+            return True
+        for choice, pieces in subject.take():
+            shown[choice.index] += "".join(piece.text for piece in pieces)
+        return True
+
+    def end(index: int) -> None:
+        running.remove(index)
+        core.sinks[index].on_done(Usage(finish_reason="length"))
+
+    for moment in moments:
+        who, _, what = moment.partition(" ")
+        if what and int(who) in running and what == "ends":
+            end(int(who))
+        elif what and int(who) in running:
+            text = "日é" * (2 * MAX_AT_ONCE if what == "says all" else 1)
+            said[int(who)] += text
+            say(core.sinks[int(who)], text)
+        else:
+            take()
+    while take():
+        pass
+    assert shown == said
+    for index in tuple(running):
+        end(index)
+    while take():
+        pass
+    assert subject.is_over and shown == said
+
+
 def test_a_stop_string_ends_a_choice_though_more_waits() -> None:
     subject, _ = started(core := Core(), 1, stop="b")
     for token_id in ids("ab") * MAX_AT_ONCE:
