@@ -12,6 +12,8 @@ import os
 import secrets
 import socket
 import struct
+import time
+from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -36,9 +38,13 @@ class DescriptorPort:
         OSError: The system has no such sockets.
     """
 
-    def __init__(self, descriptor: int, greeting: bytes) -> None:
+    def __init__(
+        self, descriptor: int, greeting: bytes, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.name = f"baton-{secrets.token_hex(16)}"
+        self.num_refused = 0
         self._descriptor, self._greeting = descriptor, greeting
+        self._clock, self._quiet_until = clock, 0.0
         self._loop = asyncio.get_running_loop()
         self._socket = _new_socket()
         try:
@@ -67,13 +73,23 @@ class DescriptorPort:
             return
         with connection:
             if not _is_own(connection):
-                _LOG.warning("another user asked for memory", user=_user_of(connection))
+                self._note(_user_of(connection))
                 return
             try:
                 connection.setblocking(False)
                 socket.send_fds(connection, [self._greeting], [self._descriptor])
             except OSError as error:  # it hung up first
                 _LOG.debug("memory was asked for, and not taken", error=str(error))
+
+    def _note(self, user: int) -> None:
+        """Log a refusal, at most one a second: whoever is refused must not fill the disk."""
+        self.num_refused += 1
+        now = self._clock()
+        if now >= self._quiet_until:
+            self._quiet_until = now + 1.0
+            _LOG.warning(
+                "another user asked for memory", user=user, refused_so_far=self.num_refused
+            )
 
     def _resume(self) -> None:
         if self._socket.fileno() >= 0:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from wire.aio import unix
 from wire.aio.unix import DescriptorPort, fetch_descriptor
@@ -24,6 +25,14 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
     connection.settimeout(10)
     connection.connect("\\0" + sys.argv[1])
     print(*socket.recv_fds(connection, 100, 1)[:2])
+"""
+KNOCK = """
+import os, socket, sys
+os.setuid(12345)
+for _ in range(50):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect("\\0" + sys.argv[1])
+        connection.recv(1)
 """
 
 
@@ -96,6 +105,21 @@ async def test_another_user_gets_nothing(secret: Path) -> None:
         fetched = await fetch_descriptor(port.name, b"prefill-0-1")  # and the next one is served
         os.close(fetched)
         port.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+async def test_another_user_who_asks_again_and_again_does_not_fill_the_log(secret: Path) -> None:
+    now = 1.0
+    with secret.open("rb") as file, capture_logs() as logs:
+        port = DescriptorPort(file.fileno(), b"prefill-0-1", lambda: now)
+        for _ in range(2):
+            asking = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-c", KNOCK, port.name)
+            )
+            assert await asyncio.wait_for(asking.wait(), 15) == 0
+            now += 1.0
+        port.close()
+    assert [(line["user"], line["refused_so_far"]) for line in logs] == [(12345, 1), (12345, 51)]
 
 
 LISTEN = """
