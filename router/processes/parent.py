@@ -192,7 +192,11 @@ class Processes:
         loop, pause_s = asyncio.get_running_loop(), MIN_PAUSE_S
         while True:
             started_at = loop.time()
-            status = await self._run(process)
+            try:
+                status = await self._run(process)
+            except (OSError, RuntimeError) as error:  # no memory, descriptor or thread to be had
+                log.error("cannot start a process", process=process.index, reason=str(error))
+                status = 1
             self._of_the_dead = summed([self._of_the_dead, process.forget()])
             if self._is_stopping or not process.has_listened:
                 return status
@@ -208,27 +212,27 @@ class Processes:
 
     async def _run(self, process: Process) -> int:
         ours, theirs = socket.socketpair()
+        process.channel = channel = Channel(ours, lambda asked: self._answer(process, asked))
         environ = {name: each for name, each in os.environ.items() if name not in OURS_ALONE}
-        with theirs:
-            # In a session of its own: Ctrl-C reaches only us, and we end the processes.
-            process.child = child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "router", *self._argv),
-                stdin=asyncio.subprocess.DEVNULL,
-                env=same_release(environ) | {VARIABLE: str(theirs.fileno())},
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-            )
-        log.info("router process started", process=process.index, pid=child.pid)
-        if self._is_stopping:  # `_stop` has signalled the others already
-            process.signal(signal.SIGKILL)
-        process.drained.clear()
-        process.channel = Channel(ours, lambda question: self._answer(process, question))
-        await process.channel.open()
         try:
+            with theirs:
+                # In a session of its own: Ctrl-C reaches only us, and we end the processes.
+                process.child = child = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "router", *self._argv),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env=same_release(environ) | {VARIABLE: str(theirs.fileno())},
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(),
+                )
+            log.info("router process started", process=process.index, pid=child.pid)
+            if self._is_stopping:  # `_stop` has signalled the others already
+                process.signal(signal.SIGKILL)
+            process.drained.clear()
+            await channel.open()
             return await child.wait()
         finally:
-            await process.channel.close()
+            await channel.close()
 
     async def _look(self) -> None:
         """Ask all how they are; end those that have said nothing for too long."""

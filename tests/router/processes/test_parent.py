@@ -15,6 +15,7 @@ import structlog
 
 from router.config import Config
 from router.processes.parent import serve_by_several
+from tests.scarce import no_descriptor_left
 from wire.process.lifetime import Stop
 
 FLAGS = ("--processes", "2", "--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--log-level")
@@ -96,6 +97,19 @@ async def test_one_that_is_stuck_is_ended(tmp_path: Path, monkeypatch: pytest.Mo
         await until(lambda: len(it.pids(0)) == 2)
     assert set(it.said("router process is stuck")) == {0}
     assert len(it.pids(1)) == 1
+
+
+async def test_one_that_cannot_be_started_again_is_tried_again_and_the_other_serves(
+    tmp_path: Path,
+) -> None:
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        with no_descriptor_left():
+            os.kill(it.pids(1)[0], signal.SIGKILL)
+            await until(lambda: it.said("cannot start a process"))
+        await until(lambda: len(it.pids(1)) == 2)
+        assert len(it.pids(0)) == 1 and not it.serving.done()
+    assert it.serving.result() == 0
 
 
 async def test_what_cannot_begin_ends_the_whole(tmp_path: Path) -> None:
