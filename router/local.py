@@ -87,7 +87,11 @@ class LocalWorkers:
         name, pause_s = f"{role}-{rank}", self._min_pause_s
         while not self._is_stopping:
             started_at = loop.time()
-            status = await self._run(role, rank)
+            try:
+                status = await self._run(role, rank)
+            except (OSError, RuntimeError) as error:  # no memory, descriptor or thread to be had
+                log.error("cannot start a local worker", worker=name, reason=str(error))
+                status = 1
             if self._is_stopping:
                 return
             if status == EX_CONFIG:

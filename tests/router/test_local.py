@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from router import local
 from router.config import Config
 from router.local import LocalWorkers, command, environment, places
+from tests.scarce import no_descriptor_left
 from wire.process.cores import format_cores
 from wire.process.settings import parse
 from worker.config import Config as WorkerConfig
@@ -127,6 +129,20 @@ async def test_a_worker_that_dies_is_started_again(monkeypatch: pytest.MonkeyPat
     first = workers.pids["decode", 0]
     os.kill(first, signal.SIGKILL)
     await until(lambda: workers.pids.get(("decode", 0), first) != first)
+    await workers.stop(20.0)
+
+
+async def test_a_worker_that_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_script(monkeypatch, OBEDIENT)
+    workers = local_workers((0, 1))
+    with capture_logs() as logs:
+        with no_descriptor_left():
+            workers.start()
+            await until(lambda: logs)
+        await until(lambda: workers.pids)
+    assert logs[0]["event"] == "cannot start a local worker"
     await workers.stop(20.0)
 
 
