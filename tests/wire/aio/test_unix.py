@@ -154,6 +154,25 @@ async def test_whoever_says_nothing_is_not_waited_for(monkeypatch: pytest.Monkey
         listener.bind(f"\0{name}")
         listener.listen(1)
         before = descriptors()
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"says nothing for 0\.02 s"):
             await fetch_descriptor(name, b"prefill-0-1")
         assert descriptors() == before
+
+
+async def test_who_finds_others_waiting_there_tries_again(secret: Path) -> None:
+    name = f"baton-test-full-{os.getpid()}"
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, secret.open() as file:
+        listener.bind(f"\0{name}")
+        listener.listen(0)
+        listener.setblocking(False)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first:
+            first.connect(f"\0{name}")  # no other fits
+            fetching = asyncio.create_task(fetch_descriptor(name, b"prefill-0-1"))
+            await asyncio.sleep(0)
+            assert not fetching.done()
+            for _ in range(2):
+                accepted, _ = await loop.sock_accept(listener)
+                with accepted:
+                    socket.send_fds(accepted, [b"prefill-0-1"], [file.fileno()])
+            os.close(await fetching)
