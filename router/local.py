@@ -89,7 +89,7 @@ class LocalWorkers:
             started_at = loop.time()
             try:
                 status = await self._run(role, rank)
-            except OSError as error:  # no memory or no descriptor for another, perhaps later
+            except (OSError, RuntimeError) as error:  # no memory, descriptor or thread to be had
                 log.error("cannot start local worker", worker=name, reason=str(error))
                 status = 1
             if self._is_stopping:

@@ -59,8 +59,11 @@ def state_of(
     )
 
 
-def together(states: Sequence[ProcessState]) -> dict[str, Any]:
-    """Return the workers, as the first process that knows each sees it, and the requests of all."""
+def together(states: Sequence[ProcessState], *, are_several: bool = False) -> dict[str, Any]:
+    """Return the workers, as the first process that knows each sees it, and the requests of all.
+
+    Where there `are_several`, each process is named, if only one of them can answer just now too.
+    """
     workers: dict[tuple[str, int], dict[str, Any]] = {}
     for row in (row for state in states for row in state.workers):
         key = row["role"], row["rank"]
@@ -70,7 +73,7 @@ def together(states: Sequence[ProcessState]) -> dict[str, Any]:
         "running": sum([state.running for state in states]),
         "waiting": sum([state.waiting for state in states]),
     }
-    if len(states) > 1:
+    if are_several:
         counts["processes"] = [
             {"pid": each.pid, "running": each.running, "waiting": each.waiting} for each in states
         ]

@@ -59,7 +59,8 @@ class Status:
 
     async def cluster(self, exchange: HttpExchange) -> None:
         """GET /v1/cluster."""
-        await exchange.reply(together(await self._states()))
+        are_several = self._siblings is not None
+        await exchange.reply(together(await self._states(), are_several=are_several))
 
     async def metrics(self, exchange: HttpExchange) -> None:
         """GET /metrics."""

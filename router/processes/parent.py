@@ -192,7 +192,7 @@ class Processes:
             started_at = loop.time()
             try:
                 status = await self._run(process)
-            except OSError as error:  # no memory or no descriptor for another, perhaps later
+            except (OSError, RuntimeError) as error:  # no memory, descriptor or thread to be had
                 log.error("cannot start router process", process=process.index, reason=str(error))
                 status = 1
             self._of_the_dead = summed([self._of_the_dead, process.forget()])
@@ -210,8 +210,8 @@ class Processes:
 
     async def _run(self, process: Process) -> int:
         ours, theirs = socket.socketpair()
+        process.channel = channel = Channel(ours, lambda asked: self._answer(process, asked))
         environ = {name: each for name, each in os.environ.items() if name not in OURS_ALONE}
-        process.channel = Channel(ours, lambda question: self._answer(process, question))
         try:
             with theirs:
                 # In a session of its own: Ctrl-C reaches only us, and we end the processes.
@@ -227,10 +227,10 @@ class Processes:
             if self._is_stopping:  # `_stop` has signalled the others already
                 process.signal(signal.SIGKILL)
             process.drained.clear()
-            await process.channel.open()
+            await channel.open()
             return await child.wait()
         finally:
-            await process.channel.close()
+            await channel.close()
 
     async def _look(self) -> None:
         """Ask all how they are; end those that have said nothing for too long."""

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from router import local
 from router.config import Config
 from router.local import LocalWorkers, command, environment, places
+from tests.scarce import no_descriptor_left
 from wire.process.cores import format_cores
 from wire.process.settings import parse
 from worker.config import Config as WorkerConfig
@@ -130,21 +132,18 @@ async def test_a_worker_that_dies_is_started_again(monkeypatch: pytest.MonkeyPat
     await workers.stop(20.0)
 
 
-async def test_a_worker_that_cannot_be_started_now_is_later(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+async def test_a_worker_that_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tries: list[str] = []
-
-    def command(*_: object) -> list[str]:
-        tries.append(str(tmp_path / "none") if len(tries) < 2 else sys.executable)
-        return [tries[-1], "-S", "-c", SILENT]
-
-    monkeypatch.setattr(local, "command", command)
-    workers = local_workers((1, 0))
-    workers.start()
-    await until(lambda: workers.pids)
-    assert len(tries) == 3
-    await workers.stop(10.0)
+    run_script(monkeypatch, OBEDIENT)
+    workers = local_workers((0, 1))
+    with capture_logs() as logs:
+        with no_descriptor_left():
+            workers.start()
+            await until(lambda: logs)
+        await until(lambda: workers.pids)
+    assert logs[0]["event"] == "cannot start local worker"
+    await workers.stop(20.0)
 
 
 async def test_a_worker_with_wrong_settings_is_not_tried_again(

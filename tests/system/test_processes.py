@@ -126,6 +126,8 @@ async def test_one_is_killed_while_streams_run_on_the_other(cluster: Cluster) ->
         await asyncio.gather(staying[0].until_tokens(5), going[0].until_tokens(5))
         os.kill(killed, signal.SIGKILL)
         await asyncio.gather(*asked)
+        status = (await other.get("/v1/cluster")).json()
+        assert status["router"]["processes"][0]["pid"] == pids(cluster)[0]
         assert problems(staying[:1]) == [] and going[0].error
         # New connections reach the other one.
         await send_all(cluster, staying[1:], clients=5)

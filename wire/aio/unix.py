@@ -12,13 +12,16 @@ import os
 import secrets
 import socket
 import struct
+import time
+from collections.abc import Callable
 from typing import Final
 
 import structlog
 
-# Connections that may wait to be accepted; more are refused, and KV of theirs goes another way.
+# Connections that may wait to be accepted; who finds so many there tries again.
 BACKLOG: Final = 64
-# How long to wait for who has accepted to say something: it does nothing else first.
+AGAIN_S: Final = 0.01
+# How long to wait for who listens to accept and say something: it does nothing else first.
 ANSWER_S: Final = 2.0
 # How long to wait where no descriptor is left to accept a connection.
 PAUSE_S: Final = 1.0
@@ -36,9 +39,13 @@ class DescriptorPort:
         OSError: The system has no such sockets.
     """
 
-    def __init__(self, descriptor: int, greeting: bytes) -> None:
+    def __init__(
+        self, descriptor: int, greeting: bytes, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.name = f"baton-{secrets.token_hex(16)}"
+        self.num_refused = 0
         self._descriptor, self._greeting = descriptor, greeting
+        self._clock, self._quiet_until = clock, 0.0
         self._loop = asyncio.get_running_loop()
         self._socket = _new_socket()
         try:
@@ -67,13 +74,23 @@ class DescriptorPort:
             return
         with connection:
             if not _is_own(connection):
-                _LOG.warning("another user asked for memory", user=_user_of(connection))
+                self._note(_user_of(connection))
                 return
             try:
                 connection.setblocking(False)
                 socket.send_fds(connection, [self._greeting], [self._descriptor])
             except OSError as error:  # it hung up first
                 _LOG.debug("memory was asked for, and not taken", error=str(error))
+
+    def _note(self, user: int) -> None:
+        """Log a refusal, at most one a second: whoever is refused must not fill the disk."""
+        self.num_refused += 1
+        now = self._clock()
+        if now >= self._quiet_until:
+            self._quiet_until = now + 1.0
+            _LOG.warning(
+                "another user asked for memory", user=user, refused_so_far=self.num_refused
+            )
 
     def _resume(self) -> None:
         if self._socket.fileno() >= 0:
@@ -86,18 +103,13 @@ async def fetch_descriptor(name: str, greeting: bytes) -> int:
     Raises:
         OSError: Nobody listens there, or one of another user, or it says something else.
     """
-    loop = asyncio.get_running_loop()
     with _new_socket() as connection:
-        connection.connect(f"\0{name}")  # at once, or not at all
-        if not _is_own(connection):
-            raise PermissionError(f"user {_user_of(connection)} listens, not {os.geteuid()}")
-        readable = asyncio.Event()
-        loop.add_reader(connection, readable.set)
         try:
             async with asyncio.timeout(ANSWER_S):
-                await readable.wait()
-        finally:
-            loop.remove_reader(connection)
+                await _connect(connection, name)
+                await _until_readable(connection)
+        except TimeoutError:
+            raise TimeoutError(f"who listens there says nothing for {ANSWER_S:g} s") from None
         message, descriptors, _, _ = socket.recv_fds(connection, len(greeting) + 1, 1)
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
@@ -106,6 +118,27 @@ async def fetch_descriptor(name: str, greeting: bytes) -> int:
             os.close(descriptor)
         raise ConnectionError("who listens there is another worker, or hands out nothing")
     return descriptors[0]
+
+
+async def _connect(connection: socket.socket, name: str) -> None:
+    while True:
+        try:
+            connection.connect(f"\0{name}")
+        except BlockingIOError:  # others wait there; nothing tells when there is room
+            await asyncio.sleep(AGAIN_S)
+        else:
+            break
+    if not _is_own(connection):
+        raise PermissionError(f"user {_user_of(connection)} listens, not {os.geteuid()}")
+
+
+async def _until_readable(connection: socket.socket) -> None:
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(connection)
 
 
 def _new_socket() -> socket.socket:

@@ -104,7 +104,7 @@ def test_several_processes_are_one_router() -> None:
         router.submit()
         states.append(state_of(router.fleet, router.dispatcher, now=router.now))
         states[-1].pid = pid
-    body = together(states)
+    body = together(states, are_several=True)
     assert body["router"] == {
         "running": 2,
         "waiting": 0,
@@ -112,6 +112,8 @@ def test_several_processes_are_one_router() -> None:
     }
     rows = [(row["role"], row["rank"], row["placed"]) for row in body["workers"]]
     assert rows == [("prefill", 0, 2), ("decode", 0, 2), ("decode", 1, 0)]
+    alone = together(states[:1], are_several=True)["router"]  # the other has just died
+    assert [each["pid"] for each in alone["processes"]] == [1]
     assert status_line(states) == "2 running, 0 waiting, 1 prefill and 2 decode workers ready"
     assert together(states) == body, "what is asked twice is counted once"
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from wire.aio import unix
 from wire.aio.unix import DescriptorPort, fetch_descriptor
@@ -24,6 +25,14 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
     connection.settimeout(10)
     connection.connect("\\0" + sys.argv[1])
     print(*socket.recv_fds(connection, 100, 1)[:2])
+"""
+KNOCK = """
+import os, socket, sys
+os.setuid(12345)
+for _ in range(50):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect("\\0" + sys.argv[1])
+        connection.recv(1)
 """
 
 
@@ -98,6 +107,21 @@ async def test_another_user_gets_nothing(secret: Path) -> None:
         port.close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+async def test_another_user_who_asks_again_and_again_does_not_fill_the_log(secret: Path) -> None:
+    now = 1.0
+    with secret.open("rb") as file, capture_logs() as logs:
+        port = DescriptorPort(file.fileno(), b"prefill-0-1", lambda: now)
+        for _ in range(2):
+            asking = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-c", KNOCK, port.name)
+            )
+            assert await asyncio.wait_for(asking.wait(), 15) == 0
+            now += 1.0
+        port.close()
+    assert [(line["user"], line["refused_so_far"]) for line in logs] == [(12345, 1), (12345, 51)]
+
+
 LISTEN = """
 import os, socket, sys
 os.setuid(12345)
@@ -130,6 +154,25 @@ async def test_whoever_says_nothing_is_not_waited_for(monkeypatch: pytest.Monkey
         listener.bind(f"\0{name}")
         listener.listen(1)
         before = descriptors()
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"says nothing for 0\.02 s"):
             await fetch_descriptor(name, b"prefill-0-1")
         assert descriptors() == before
+
+
+async def test_who_finds_others_waiting_there_tries_again(secret: Path) -> None:
+    name = f"baton-test-full-{os.getpid()}"
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, secret.open() as file:
+        listener.bind(f"\0{name}")
+        listener.listen(0)
+        listener.setblocking(False)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first:
+            first.connect(f"\0{name}")  # no other fits
+            fetching = asyncio.create_task(fetch_descriptor(name, b"prefill-0-1"))
+            await asyncio.sleep(0)
+            assert not fetching.done()
+            for _ in range(2):
+                accepted, _ = await loop.sock_accept(listener)
+                with accepted:
+                    socket.send_fds(accepted, [b"prefill-0-1"], [file.fileno()])
+            os.close(await fetching)

@@ -235,6 +235,30 @@ async def test_who_loses_its_curve_connection_loses_the_other(keys: Path) -> Non
         await router.until_free(Role.DECODE)
 
 
+async def test_a_revoked_key_takes_both_connections_along(keys: Path) -> None:
+    """Its transfers end, those of the others go on."""
+    async with stage(keys) as (router, prefill, _), SealingPrefill(router, keys, 1) as other:
+        await other.accepted(2)
+        assert await other.connect() == "up"
+        await prefill.accepted(1)
+        assert await prefill.connect() == "up"
+        prefill.put(*prefill.sealed(1, range(100), 1, 2))
+        await prefill.ack()
+        revoke(keys, "prefill-0")
+        assert await prefill.next() == "down"
+        assert await prefill.connect(1) == "refused"
+        other.put(*other.sealed(2))
+        assert (await other.ack())[1].ready
+        other.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
+def revoke(keys: Path, name: str) -> None:
+    listed = keys / "authorized_keys"
+    lines = listed.read_text().splitlines(keepends=True)
+    listed.write_text("".join(line for line in lines if not line.endswith(f" {name}\n")))
+
+
 @pytest.mark.parametrize("settings", [{"kv_sealing": "off"}, {"kv_bind": "ipc"}])
 async def test_where_nothing_is_sealed_no_port_is_said(
     keys: Path, settings: dict[str, str]
