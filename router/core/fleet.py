@@ -144,8 +144,6 @@ class Fleet:
     these workers: among equals, each begins with others.
 
     Attributes:
-        max_kv_transfer_bytes: The largest KV cache that a worker of each role takes, within the
-            router's own limit.
         max_model_len: The longest sequence in tokens that a worker of each role takes; None: none
             is here.
         last_max_model_len: The same, or what it was when the last worker left; None if none was
@@ -167,10 +165,11 @@ class Fleet:
         self.heartbeat_s = heartbeat_s
         self.stall_s = stall_s
         self._process, self._num_processes = process, num_processes
-        self.max_kv_transfer_bytes = max_kv_transfer_bytes
         self.max_model_len: int | None = None
         self.last_max_model_len: int | None = None
         self._workers: dict[bytes, Worker] = {}
+        # The largest KV cache that a worker takes, of each role that is here.
+        self._kv_bytes: list[int] = []
         self._ranks: dict[tuple[Role, int], Worker] = {}
         self._lost: OrderedDict[tuple[Role, int], Worker] = OrderedDict()
 
@@ -204,6 +203,11 @@ class Fleet:
     def layout(self) -> KVLayout | None:
         """The KV layout, which all workers here share; None while there is no worker."""
         return next((worker.detail.layout for worker in self._workers.values()), None)
+
+    @property
+    def max_kv_transfer_bytes(self) -> int:
+        """The largest KV cache that a worker of each role takes, within the router's own limit."""
+        return min([self.own_max_kv_transfer_bytes, *self._kv_bytes])
 
     @property
     def fence_s(self) -> float:
@@ -328,8 +332,7 @@ class Fleet:
 
     def _note_limits(self) -> None:
         """Work out once what the workers that are here take now: every request asks for it."""
-        kv_bytes = self._best(lambda detail: detail.max_kv_transfer_bytes)
-        self.max_kv_transfer_bytes = min([self.own_max_kv_transfer_bytes, *kv_bytes])
+        self._kv_bytes = self._best(lambda detail: detail.max_kv_transfer_bytes)
         self.max_model_len = min(self._best(lambda detail: detail.max_model_len), default=None)
         self.last_max_model_len = self.max_model_len or self.last_max_model_len
 
