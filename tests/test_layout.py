@@ -86,6 +86,7 @@ ASYNC = {
     "router/app.py",
     "router/__main__.py",
     "router/http/application.py",
+    "router/http/begun.py",
     "router/http/limits.py",
     "router/http/server.py",
     "router/http/writer.py",

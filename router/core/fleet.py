@@ -142,6 +142,12 @@ class Fleet:
     `own_max_kv_transfer_bytes` is the router's own limit; a worker whose engine is longer than
     `stall_s` in one step stands still.  It is number `process` of `num_processes` that choose among
     these workers: among equals, each begins with others.
+
+    Attributes:
+        max_model_len: The longest sequence in tokens that a worker of each role takes; None: none
+            is here.
+        last_max_model_len: The same, or what it was when the last worker left; None if none was
+            ever here.
     """
 
     def __init__(
@@ -159,8 +165,11 @@ class Fleet:
         self.heartbeat_s = heartbeat_s
         self.stall_s = stall_s
         self._process, self._num_processes = process, num_processes
+        self.max_model_len: int | None = None
+        self.last_max_model_len: int | None = None
         self._workers: dict[bytes, Worker] = {}
-        self._last_max_model_len: int | None = None
+        # The largest KV cache that a worker takes, of each role that is here.
+        self._kv_bytes: list[int] = []
         self._ranks: dict[tuple[Role, int], Worker] = {}
         self._lost: OrderedDict[tuple[Role, int], Worker] = OrderedDict()
 
@@ -191,11 +200,6 @@ class Fleet:
         return [worker for worker in self.live(role) if worker.is_ready]
 
     @property
-    def last_max_model_len(self) -> int | None:
-        """`max_model_len`, or what it was when the last worker left; None if none was ever here."""
-        return self.max_model_len or self._last_max_model_len
-
-    @property
     def layout(self) -> KVLayout | None:
         """The KV layout, which all workers here share; None while there is no worker."""
         return next((worker.detail.layout for worker in self._workers.values()), None)
@@ -203,13 +207,7 @@ class Fleet:
     @property
     def max_kv_transfer_bytes(self) -> int:
         """The largest KV cache that a worker of each role takes, within the router's own limit."""
-        limits = self._best(lambda detail: detail.max_kv_transfer_bytes)
-        return min([self.own_max_kv_transfer_bytes, *limits])
-
-    @property
-    def max_model_len(self) -> int | None:
-        """The longest sequence in tokens that a worker of each role takes; None: none is here."""
-        return min(self._best(lambda detail: detail.max_model_len), default=None)
+        return min([self.own_max_kv_transfer_bytes, *self._kv_bytes])
 
     @property
     def fence_s(self) -> float:
@@ -258,6 +256,7 @@ class Fleet:
         worker = Worker(identity, *key, hello.epoch, detail, now, turn=turn)
         self._workers[identity] = self._ranks[key] = worker
         self._lost.pop(key, None)
+        self._note_limits()
         return Joined(worker, replaced)
 
     def heartbeat(
@@ -296,10 +295,10 @@ class Fleet:
 
     def lose(self, identity: bytes, now: float) -> Worker | None:
         """Take a worker out; None if it is unknown.  One that drained is not listed as lost."""
-        self._last_max_model_len = self.last_max_model_len
         worker = self._workers.pop(identity, None)
         if worker is None:
             return None
+        self._note_limits()
         key = worker.role, worker.rank
         del self._ranks[key]
         if worker.state is not WorkerState.DRAINING or worker.attempts:
@@ -331,6 +330,12 @@ class Fleet:
                 f"{incumbent.name} is here already and alive (epoch {incumbent.epoch}): give this "
                 "worker another --rank, or stop that one first",
             )
+
+    def _note_limits(self) -> None:
+        """Work out once what the workers that are here take now: every request asks for it."""
+        self._kv_bytes = self._best(lambda detail: detail.max_kv_transfer_bytes)
+        self.max_model_len = min(self._best(lambda detail: detail.max_model_len), default=None)
+        self.last_max_model_len = self.max_model_len or self.last_max_model_len
 
     def _best(self, limit: Callable[[HelloDetail], int]) -> list[int]:
         """Return for each role that is here the highest limit: over it, no worker could take it."""

@@ -19,6 +19,7 @@ from typing import Final, TypeVar
 
 from router.api.errors import Header, HttpError
 from router.http.asgi import JSON, Disconnected, HttpExchange, Receive, Scope, find_header
+from router.http.begun import go_on
 from router.http.compression import STEP_BYTES, Inflation
 from wire.errors import ErrorCode, WireError
 
@@ -90,21 +91,32 @@ class Bodies:
             self.total_bytes -= held
 
     async def _read(self, exchange: HttpExchange, hold: Callable[[int], None]) -> bytes:
+        timer: asyncio.Timeout | None = None
         begin = asyncio.get_running_loop().time()
+        deadline = begin + self._grace_s
+
+        def on_bytes(num_came: int, num_kept: int) -> None:
+            nonlocal deadline
+            # It moves with what has come: a body that trickles ends soon, whatever its size is
+            # said to be.
+            deadline = begin + self._grace_s + num_came / self._min_bytes_per_s
+            if timer is not None:
+                timer.reschedule(deadline)
+            hold(num_kept)
+
+        reading = read_body(exchange.scope, exchange.receive, self._max_bytes, on_bytes)
         try:
-            async with asyncio.timeout(self._grace_s) as timer:
-
-                def on_bytes(num_came: int, num_kept: int) -> None:
-                    # The deadline moves with what has come: a body that trickles ends soon,
-                    # whatever its size is said to be.
-                    timer.reschedule(begin + self._grace_s + num_came / self._min_bytes_per_s)
-                    hold(num_kept)
-
-                raw = await read_body(exchange.scope, exchange.receive, self._max_bytes, on_bytes)
-        except TimeoutError:
-            raise HttpError(
-                408, "the body came too slowly", code="body_timeout", headers=(_CLOSE,)
-            ) from None
+            awaited = reading.send(None)
+        except StopIteration as end:  # all of it had come with its headers, as it mostly does
+            raw: bytes | None = end.value
+        else:
+            try:
+                async with asyncio.timeout_at(deadline) as timer:
+                    raw = await go_on(reading, awaited)
+            except TimeoutError:
+                raise HttpError(
+                    408, "the body came too slowly", code="body_timeout", headers=(_CLOSE,)
+                ) from None
         if raw is None:
             raise Disconnected
         return raw

@@ -13,16 +13,16 @@ the request wait for it; meanwhile its tokens pile up, and go out together.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable
 from functools import partial
-from types import coroutine
-from typing import Any, Final
+from typing import Final
 
 from router.api.answered.completion import Answer, Choice, Completion
 from router.api.answered.events import HEADERS
 from router.api.answered.pieces import Piece, joined
 from router.api.errors import Header, http_error
 from router.http.asgi import Disconnected, Push, Receive, Send
+from router.http.begun import go_on
 from wire.aio.turns import Turns
 
 # Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
@@ -130,7 +130,7 @@ class ResponseWriter:
             self._fail(error)
         else:
             self._writing_since = self._last_write
-            self._rest = _go_on(sending, awaited)
+            self._rest = go_on(sending, awaited)
             self._signal.set()
 
     def _fail(self, error: Exception) -> None:
@@ -230,18 +230,3 @@ async def wait_for_disconnect(receive: Receive, writer: ResponseWriter) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     writer.disconnect()
-
-
-@coroutine
-def _go_on(begun: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
-    """Await a coroutine that has begun outside of a task, and waits for `awaited`."""
-    try:
-        while True:
-            try:
-                yield awaited
-            except BaseException as error:
-                awaited = begun.throw(error)
-            else:
-                awaited = begun.send(None)
-    except StopIteration:
-        return

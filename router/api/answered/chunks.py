@@ -48,8 +48,9 @@ class CompletionAnswer:
         self._is_rich = asked.has_logprobs or asked.has_ids or asked.has_running_usage
         # Tokens that are in events already, where every event counts them.
         self._shown: Counter[Choice] = Counter()
+        self._begun: set[Choice] = set()
         # What stands around the text in a chunk, nothing where every chunk is rendered anew:
-        # of each choice that has begun, and of the only one.
+        # of each choice that has gone on after its first chunk, and of the only one.
         self._around: dict[Choice, Around] = {}
         self._usual: Around = ()
 
@@ -85,11 +86,10 @@ class CompletionAnswer:
                 parts += (before, _encode(text), after)
             return b"".join(parts)
         for choice, pieces in self._completion.take():
-            around = self._around.get(choice)
-            if around is None and pieces:
+            if choice not in self._begun and pieces:
+                self._begun.add(choice)
                 parts.append(self._chunk(choice, pieces.pop(0), is_first=True))
-                around = self._around[choice] = self._render_around(choice)
-                self._usual = around if len(self._completion.choices) == 1 else ()
+            around = self._around_text(choice) if pieces else ()
             for piece in pieces:
                 text, _, _, finish_reason, read, _ = piece
                 content = text if read is None else piece.content
@@ -139,9 +139,13 @@ class CompletionAnswer:
             return entry | ending(choice, piece)
         return entry | {"finish_reason": None}
 
-    def _render_around(self, choice: Choice) -> Around:
-        if self._is_rich:
-            return ()
+    def _around_text(self, choice: Choice) -> Around:
+        if choice not in self._around:
+            around = self._around[choice] = () if self._is_rich else self._render_around(choice)
+            self._usual = around if len(self._completion.choices) == 1 else ()
+        return self._around[choice]
+
+    def _render_around(self, choice: Choice) -> tuple[bytes, bytes]:
         # A chunk is rendered whose text is one NUL, which no other field has, and cut there.
         mark = b'"\\u0000"'
         before, after = self._chunk(choice, Piece("\0")).rsplit(mark, 1)

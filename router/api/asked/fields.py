@@ -30,7 +30,8 @@ class Fields:
         self.without_effect = without_effect
         # Whatever else is in a body is skipped and not decoded.
         values: list[tuple[str, Any, Any]] = [(name, msgspec.Raw, None) for name in refused]
-        self._decoder = msgspec.json.Decoder(msgspec.defstruct("Values", values))
+        kind = msgspec.defstruct("Values", values)
+        self._none, self._decoder = kind(), msgspec.json.Decoder(kind)
 
     def that_work(self, body: type[msgspec.Struct]) -> set[str]:
         """Return the fields of a body that work: it may have got some that are refused here."""
@@ -44,6 +45,8 @@ class Fields:
             msgspec.DecodeError: It is not JSON, or no object.
         """
         values = self._decoder.decode(raw)
+        if values == self._none:
+            return
         for name, (why, neutral) in self.refused.items():
             value: msgspec.Raw | None = getattr(values, name)
             if value is not None and msgspec.json.decode(value) not in (None, *neutral):
