@@ -232,7 +232,9 @@ class KVSender(Transfer):
         num_bytes = rectangle.num_bytes(self.layout)
         sent_bytes = num_bytes + TAG_BYTES * is_sealed
         if number is None or not (places or memoryview(kv).nbytes == sent_bytes):
-            raise LocalProtocolError(f"{len(kv)} bytes for {rectangle}, which wants others")
+            raise LocalProtocolError(
+                f"{len(kv)} bytes for {rectangle}, which has {sent_bytes} or is not claimed"
+            )
         if places and not self.is_in_memory:
             raise LocalProtocolError("the receiver does not read the KV where it lies")
         if is_sealed:
