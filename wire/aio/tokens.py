@@ -45,29 +45,29 @@ class Tokens:
 
     def __init__(self) -> None:
         # By identity: the last token, and the name that used it, b"" for none yet.
-        self._told: dict[bytes, tuple[bytes, bytes]] = {}
+        self._expected: dict[bytes, tuple[bytes, bytes]] = {}
 
-    def tell(self, peer: bytes, token: bytes) -> None:
+    def expect(self, peer: bytes, token: bytes) -> None:
         """Take what `peer` sent over its first connection."""
-        last, _ = self._told.get(peer, (b"", b""))
+        last, _ = self._expected.get(peer, (b"", b""))
         if not compare_digest(last, token):
-            self._told[peer] = token, b""
+            self._expected[peer] = token, b""
 
     def forget(self, peer: bytes) -> None:
         """Its first connection has ended: so does the second, and no other is opened."""
-        self._told.pop(peer, None)
+        self._expected.pop(peer, None)
 
     def admit(self, credentials: list[bytes]) -> str:
         name, token = credentials
         peer = identity_of(name)
-        last, used_by = self._told.get(peer, (b"", b""))
+        last, used_by = self._expected.get(peer, (b"", b""))
         if not last or used_by or not compare_digest(last, token):
             return ""
-        self._told[peer] = last, name
+        self._expected[peer] = last, name
         return name.decode("ascii")
 
     def may_speak(self, name: str, peer: bytes) -> bool:
-        _, used_by = self._told.get(identity_of(peer), (b"", b""))
+        _, used_by = self._expected.get(identity_of(peer), (b"", b""))
         return bool(peer) and peer == used_by == name.encode()
 
     def refresh(self) -> None:
