@@ -305,9 +305,7 @@ class Pair:
             case Drain():
                 self._hub.send(peer, encode(frame))
             case DecodeToken():
-                for token in message.frames:
-                    assert isinstance(token, DecodeToken)
-                    self._tokens[token.request_id] = token.token_id
+                self._tokens.update(message.tokens)
             case DecodeDone():
                 self._ends[frame.request_id].set_result(self._tokens.pop(frame.request_id))
             case Error():

@@ -192,7 +192,7 @@ def _lend_nothing(sound: Callable[..., Any]) -> Callable[..., Any]:
 def _any_memory(sound: Callable[..., Any]) -> Callable[..., Any]:
     def memory_of(self: Neighbours, peer: bytes) -> Any:
         # Of whoever was met first.
-        found = (sound(self, each) for each in self._meetings)
+        found = (sound(self, each) for each in self._mappings)
         return next((memory for memory in found if memory is not None), None)
 
     return memory_of

@@ -114,7 +114,7 @@ class ScriptedRouter:
         tokens: list[int] = []
         while len(tokens) < num_tokens:
             message = await self.receive(Tag.DECODE_TOKEN)
-            tokens += [frame.token_id for frame in message.frames]  # type: ignore[attr-defined]
+            tokens += [token_id for _, token_id in message.tokens]
         return tokens
 
     async def until_free(self, *roles: Role) -> None:
@@ -234,6 +234,20 @@ async def running(router: ScriptedRouter, role: str, /, **settings: Any) -> Asyn
     finally:
         process.stop.set()
         await asyncio.wait_for(process.task, PATIENCE_S)
+
+
+@asynccontextmanager
+async def running_prefill(
+    **settings: Any,
+) -> AsyncIterator[tuple[ScriptedRouter, ScriptedDecode]]:
+    """A real prefill worker between a router and a decode worker of the test's."""
+    async with (
+        scripted_router() as router,
+        ScriptedDecode() as decode,
+        running(router, "prefill", **settings),
+    ):
+        router.announce(decode.endpoint)
+        yield router, decode
 
 
 @asynccontextmanager

@@ -253,7 +253,7 @@ async def _whole_request(router: ScriptedRouter, request_id: int) -> None:
     router.decode(request_id, [*PROMPT, await first_token(router, request_id)], 20, OPTIONS)
     for _ in range(20):
         message = await router.receive(Tag.DECODE_TOKEN)
-        assert [frame.request_id for frame in message.frames] == [request_id]  # type: ignore[attr-defined]
+        assert [it for it, _ in message.tokens] == [request_id]
     await router.receive(Tag.DECODE_DONE)
 
 

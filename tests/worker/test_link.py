@@ -109,7 +109,7 @@ async def generating(router: ScriptedRouter, request_id: int = 1) -> None:
     token = decode_prefill_result(message.body()).token_id
     router.decode(request_id, [*PROMPT, token], 10_000, OPTIONS)
     message = await router.receive(Tag.DECODE_TOKEN)
-    assert {frame.request_id for frame in message.frames} == {request_id}  # type: ignore[attr-defined]
+    assert {it for it, _ in message.tokens} == {request_id}
 
 
 async def test_time_may_pass_before_it_is_opened() -> None:

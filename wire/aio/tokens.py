@@ -1,8 +1,8 @@
 """Tokens: what opens a second connection, of a peer that is known by its first.
 
-Who is known at a socket with CURVE tells a secret there and shows it at another socket, where it
-then goes on under names of its own: its identity, a slash and a number.  A token opens one
-connection and no other, so who reads it on its way, in plain, cannot use it.  SPEC 6.9.
+A peer sends a secret, its token, over a socket with CURVE, and shows it when it connects to another
+socket.  Its name there is its identity, a slash and a number.  A token opens one connection and no
+other, so whoever reads it on its way, in plain, cannot use it.  SPEC 6.9.
 """
 
 from __future__ import annotations
@@ -35,50 +35,43 @@ def identity_of(name: bytes) -> bytes:
 
 
 class Tokens:
-    """Admits who shows the token that its peer told (a `wire.aio.zap.Door`).
+    """Admits who shows the last token that its peer sent (a `wire.aio.zap.Door`).
 
-    One connection a peer: what was opened with an earlier token is closed when another is told.
+    One connection a peer: what was opened with an earlier token is closed when another is sent.
     """
 
     mechanism, secret = b"PLAIN", "token"
     options = token_server_options()
 
     def __init__(self) -> None:
-        self._told: dict[bytes, bytes] = {}  # by identity; the last one, used or not
-        self._unused: set[bytes] = set()  # identities
-        self._inside: dict[bytes, str] = {}  # under which name
+        # By identity: the last token, and the name that used it, b"" for none yet.
+        self._expected: dict[bytes, tuple[bytes, bytes]] = {}
 
-    def tell(self, peer: bytes, token: bytes) -> None:
-        """Take what `peer` told over its first connection."""
-        if not compare_digest(self._told.get(peer, b""), token):
-            self.forget(peer)
-            self._told[peer] = token
-            self._unused.add(peer)
+    def expect(self, peer: bytes, token: bytes) -> None:
+        """Take what `peer` sent over its first connection."""
+        last, _ = self._expected.get(peer, (b"", b""))
+        if not compare_digest(last, token):
+            self._expected[peer] = token, b""
 
     def forget(self, peer: bytes) -> None:
         """Its first connection has ended: so does the second, and no other is opened."""
-        self._told.pop(peer, None)
-        self._unused.discard(peer)
-        self._inside.pop(peer, None)
+        self._expected.pop(peer, None)
 
     def admit(self, credentials: list[bytes]) -> str:
         name, token = credentials
         peer = identity_of(name)
-        if peer not in self._unused or not compare_digest(self._told[peer], token):
+        last, used_by = self._expected.get(peer, (b"", b""))
+        if not last or used_by or not compare_digest(last, token):
             return ""
-        self._unused.remove(peer)
-        self._inside[peer] = name.decode("ascii")
-        return self._inside[peer]
-
-    def is_known(self, name: str) -> bool:
-        return self._inside.get(identity_of(name.encode())) == name
+        self._expected[peer] = last, name
+        return name.decode("ascii")
 
     def may_speak(self, name: str, peer: bytes) -> bool:
-        return self.is_known(name) and name.encode() == peer
+        _, used_by = self._expected.get(identity_of(peer), (b"", b""))
+        return bool(peer) and peer == used_by == name.encode()
 
     def refresh(self) -> None:
         """Nothing is kept elsewhere."""
 
-    def stranger(self) -> tuple[Options, list[bytes]]:
-        shown = [name_of(b"prefill-0-0", 0), new_token()]
-        return token_options(*shown), shown
+    def stranger(self) -> Options:
+        return token_options(name_of(b"prefill-0-0", 0), new_token())

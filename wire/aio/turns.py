@@ -1,7 +1,7 @@
 """Turns: everybody who has something to write, once in a turn of the event loop.
 
-What came for a connection in one turn leaves in one write, which is what a token costs most; and
-who reads it, on another core, is woken once for all that is there.
+What came for a connection in one turn leaves in one write: writes are the largest part of what a
+token costs.  And who reads it, on another core, is woken once for all that is there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Writer(Protocol):
-    """Somebody who writes to one connection.  Neither may raise."""
+    """Somebody who writes to one connection.  Neither method may raise."""
 
     def prepare(self) -> bytes:
         """Take what has come, and return what is to be sent of it now."""

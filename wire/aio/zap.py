@@ -61,20 +61,16 @@ class Door(Protocol):
         """Return under which name who shows these goes on, "" for nobody."""
         ...
 
-    def is_known(self, name: str) -> bool:
-        """Whether who was admitted under this name may still be there."""
-        ...
-
     def may_speak(self, name: str, peer: bytes) -> bool:
-        """Whether that one may use the identity `peer`."""
+        """Whether who was admitted under this name may use the identity `peer`, still."""
         ...
 
     def refresh(self) -> None:
         """Look again at who is known."""
         ...
 
-    def stranger(self) -> tuple[Options, list[bytes]]:
-        """Return the options of somebody who is not known, and the credentials they show."""
+    def stranger(self) -> Options:
+        """Return the options of a socket of somebody who is not known."""
         ...
 
 
@@ -90,10 +86,7 @@ class KeyDoor:
     def admit(self, credentials: list[bytes]) -> str:
         self._keys.refresh()
         public = z85.encode(credentials[0]).decode()
-        return public if self.is_known(public) else ""
-
-    def is_known(self, name: str) -> bool:
-        return self._keys.party(name) is not None
+        return "" if self._keys.party(public) is None else public
 
     def may_speak(self, name: str, peer: bytes) -> bool:
         party = self._keys.party(name)
@@ -102,10 +95,8 @@ class KeyDoor:
     def refresh(self) -> None:
         self._keys.refresh()
 
-    def stranger(self) -> tuple[Options, list[bytes]]:
-        pair = new_key_pair()
-        shown = z85.decode(pair.public.encode())
-        return client_options(pair, self._keys.pair.public), [shown]
+    def stranger(self) -> Options:
+        return client_options(new_key_pair(), self._keys.pair.public)
 
 
 class Authenticator:
@@ -119,9 +110,8 @@ class Authenticator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_refused = 0
-        # What `prove` knocks with: its refusal is no news.
-        self.own_stranger: list[bytes] = []
-        self._door, self._domain, self._clock = door, domain, clock
+        self.is_proving = False  # by `prove`: that it is refused is no news
+        self.door, self._domain, self._clock = door, domain, clock
         self._quiet_until = 0.0
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -147,12 +137,12 @@ class Authenticator:
         reason, name = "", ""
         if domain != self._domain:
             reason = "wrong domain"
-        elif mechanism != self._door.mechanism or not credentials:
-            reason = f"no {self._door.mechanism.decode()}"
-        elif not (name := self._door.admit(credentials)):
-            reason = f"unknown {self._door.secret}"
+        elif mechanism != self.door.mechanism or not credentials:
+            reason = f"no {self.door.mechanism.decode()}"
+        elif not (name := self.door.admit(credentials)):
+            reason = f"unknown {self.door.secret}"
         if reason:
-            if credentials != self.own_stranger:
+            if not self.is_proving:
                 self._note(address, reason)
             return [version, request_id, b"400", b"refused", b"", b""]
         return [version, request_id, b"200", b"OK", name.encode(), b""]
@@ -181,7 +171,8 @@ class Gate:
     def __init__(self, context: Context, door: Door, read_events: Callable[[], None]) -> None:
         self.authenticator = Authenticator(context, door)
         self._door, self._read_events = door, read_events
-        self._holders: dict[int, str] = {}  # descriptor -> the name it was admitted under
+        # By descriptor: the name it was admitted under, and the identity it uses.
+        self._holders: dict[int, tuple[str, bytes]] = {}
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(REFRESH_S, self._on_timer)
 
@@ -191,7 +182,7 @@ class Gate:
         if not is_welcome:
             _LOG.warning("identity of another", peer=repr(peer)[:64], name=name)
         if is_live and is_welcome:
-            self._holders[fd] = name
+            self._holders[fd] = name, peer
         elif is_live:
             _cut(fd)
         return is_welcome
@@ -205,24 +196,25 @@ class Gate:
         self.authenticator.close()
 
     def cut_revoked(self) -> None:
-        """Look again at who is known, and cut the connections of those who no longer are."""
+        """Look again at who is known, and cut connections that may no longer be there."""
         self._door.refresh()
-        revoked = {name for name in self._holders.values() if not self._door.is_known(name)}
-        if revoked:
+        if self._revoked():
             self._read_events()
-        for fd, name in list(self._holders.items()):
-            if name in revoked:
-                _LOG.warning(f"{self._door.secret} revoked, connection cut", name=name)
-                del self._holders[fd]
-                _cut(fd)
+        for fd in self._revoked():
+            name, _ = self._holders.pop(fd)
+            _LOG.warning(f"{self._door.secret} revoked, connection cut", name=name)
+            _cut(fd)
+
+    def _revoked(self) -> list[int]:
+        return [fd for fd, its in self._holders.items() if not self._door.may_speak(*its)]
 
     def _on_timer(self) -> None:
         self._timer = self._loop.call_later(REFRESH_S, self._on_timer)
         self.cut_revoked()
 
 
-def prove(port: Port, door: Door, authenticator: Authenticator, probe_s: float = PROBE_S) -> None:
-    """Make sure that `port`, not bound yet, refuses who is not known at its `door`.
+def prove(port: Port, authenticator: Authenticator, probe_s: float = PROBE_S) -> None:
+    """Make sure that `port`, not bound yet, refuses who is not known at the authenticator's door.
 
     The very socket listens on a loopback port for a moment, and is asked as a stranger would.
     Blocks the loop, at start-up, for milliseconds; for `probe_s` if nobody decides.
@@ -230,11 +222,12 @@ def prove(port: Port, door: Door, authenticator: Authenticator, probe_s: float =
     Raises:
         ConfigError: The stranger was admitted, or nobody decided.
     """
-    options, authenticator.own_stranger = door.stranger()
     endpoint = port.attach("bind", "tcp://127.0.0.1:*")
+    authenticator.is_proving = True
     try:
-        event = _knock(endpoint, options, authenticator.turn, probe_s)
+        event = _knock(endpoint, authenticator.door.stranger(), authenticator.turn, probe_s)
     finally:
+        authenticator.is_proving = False
         port.socket.unbind(endpoint)
     if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         what = "admitted an unknown key" if event else "did not decide on an unknown key"
@@ -248,6 +241,7 @@ def _knock(endpoint: str, options: Options, answer: Callable[[], None], probe_s:
         for name, value in options.items():
             stranger.setsockopt(getattr(zmq, name), value)
         stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.RECONNECT_IVL, -1)  # it knocks once
         monitor = stranger.get_monitor_socket(REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             stranger.connect(endpoint)

@@ -9,9 +9,9 @@ the caller's business.  A second connection with an identity already connected i
 take-over), hence identities carry the epoch of their process.
 
 With keys, a hub admits whom `wire.aio.zap` knows, and a link connects to one named party only;
-everything is encrypted then (CURVE).  With tokens (`wire.aio.tokens`) only who may come is looked
-at, for what is encrypted already.  Sockets belong to the loop's thread.  The meaning of parts is
-not handled here.
+everything is encrypted then (CURVE).  With tokens (`wire.aio.tokens`) a hub admits peers in the
+same way but encrypts nothing, for messages that are encrypted already.  Sockets belong to the
+loop's thread.  The meaning of parts is not handled here.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ class Hub:
         tokens: Tokens | None = None,
     ) -> None:
         self._on_message = guarded(on_message)
-        self._door: Door | None = tokens if keys is None else KeyDoor(keys)
+        door: Door | None = tokens if keys is None else KeyDoor(keys)
         self._port = Port(
             context,
             zmq.ROUTER,
             limits := Limits(max_message_bytes, max_queue_bytes),
             high_water_mark,
             zero_copy=zero_copy,
-            security={} if self._door is None else self._door.options,
+            security={} if door is None else door.options,
         )
         self._gate: Gate | None = None
-        if self._door is not None:
-            self._gate = Gate(self._port.context, self._door, lambda: self._pump.read_events())
+        if door is not None:
+            self._gate = Gate(self._port.context, door, lambda: self._pump.read_events())
         self._peers = Peers(limits, self._port.transmit, guarded(on_lost))
         self._pump = Pump(
             self._port, self._receive, self._notice, self._peers.settle, self._peers.flush
@@ -101,8 +101,8 @@ class Hub:
             OSError: It cannot; the endpoint is named.
             ConfigError: With keys or tokens, a stranger would be admitted.
         """
-        if self._gate is not None and self._door is not None:
-            prove(self._port, self._door, self._gate.authenticator)
+        if self._gate is not None:
+            prove(self._port, self._gate.authenticator)
         return self._port.attach("bind", endpoint)
 
     def send(self, peer: bytes, parts: Sequence[Buffer], *, track: bool = False) -> Sending | None:
@@ -167,9 +167,10 @@ class Link:
     """A connected DEALER: one peer, `endpoint`, reconnected to for as long as the link is open.
 
     `on_up()` is called at each completed handshake and what it sends goes first; `on_down()` when
-    that connection ends; `on_refused()`, at the first of several refusals, would rather not try
-    again.  Bounds and handlers as in `Hub`.  With `keys`, the other end must be the party `server`.
-    Raises ConfigError if its key is not known.  With a `token`, `identity` is the name for it.
+    that connection ends.  `on_refused()` is called at the first refusal since a handshake, instead
+    of an error in the log; the link tries again until it is closed.  Bounds and handlers as in
+    `Hub`.  With `keys`, the other end must be the party `server`.  Raises ConfigError if its key is
+    not known.  With a `token`, `identity` is a name for which it was made (`wire.aio.tokens`).
     """
 
     def __init__(

@@ -186,9 +186,13 @@ def unasked_segments(
         return []
     segments = list(zip(parts[::2], parts[1::2], strict=True))
     num_bytes = sum(memoryview(kv).nbytes for _, kv in segments)
-    if num_bytes > most_bytes or any(len(part) != DESCRIPTOR.size for part, _ in segments):
+    if num_bytes > most_bytes:
         raise RemoteProtocolError(
             f"KV_CACHE: {num_bytes} bytes of KV with an offer, {most_bytes} are taken unasked"
+        )
+    if any(len(descriptor) != DESCRIPTOR.size for descriptor, _ in segments):
+        raise RemoteProtocolError(
+            f"KV_CACHE: a segment descriptor with an offer has not {DESCRIPTOR.size} bytes"
         )
     return segments
 
@@ -243,9 +247,9 @@ def plan(
 
 
 def apart(rectangles: Sequence[Rectangle], block_size: int) -> list[Rectangle]:
-    """Part the tokens of whole blocks from those before and behind them, as far as there are such.
+    """Cut off the tokens before the first whole block of each rectangle, and those behind its last.
 
-    A few segments more; but what is in memory is whole blocks.
+    It takes a few more segments, but only whole blocks can be read in memory.
     """
     parted = []
     for rectangle in rectangles:

@@ -232,7 +232,9 @@ class KVSender(Transfer):
         num_bytes = rectangle.num_bytes(self.layout)
         sent_bytes = num_bytes + TAG_BYTES * is_sealed
         if number is None or not (places or memoryview(kv).nbytes == sent_bytes):
-            raise LocalProtocolError(f"{len(kv)} bytes for {rectangle}, which wants others")
+            raise LocalProtocolError(
+                f"{len(kv)} bytes for {rectangle}, which has {sent_bytes} or is not claimed"
+            )
         if places and not self.is_in_memory:
             raise LocalProtocolError("the receiver does not read the KV where it lies")
         if is_sealed:
@@ -290,16 +292,17 @@ class KVSender(Transfer):
             raise self._violated(
                 f"KV_CACHE_ACK: cached_tokens is {credit.cached_tokens} of {self.num_tokens}"
             )
-        if self.accepted_at is not None and credit.cached_tokens != self.skipped_tokens:
-            raise self._violated("KV_CACHE_ACK: cached_tokens changed")
-        if self.accepted_at is None and credit.in_memory and self._memory is None:
-            raise self._violated("KV_CACHE_ACK: in_memory is 1, but none was offered")
-        if self.accepted_at is not None and credit.in_memory != self.is_in_memory:
-            raise self._violated("KV_CACHE_ACK: in_memory changed")
-        if self.accepted_at is None and credit.sealed_port and self._sealing is None:
+        if credit.in_memory and self._memory is None:
+            raise self._violated("KV_CACHE_ACK: in_memory is 1, but no memory was offered")
+        if credit.sealed_port and self._sealing is None:
             raise self._violated("KV_CACHE_ACK: sealed_port, but no key was offered")
-        if self.accepted_at is not None and credit.sealed_port != self.sealed_port:
-            raise self._violated("KV_CACHE_ACK: sealed_port changed")
+        for name, agreed in (
+            ("cached_tokens", self.skipped_tokens),
+            ("in_memory", self.is_in_memory),
+            ("sealed_port", self.sealed_port),
+        ):
+            if self.accepted_at is not None and getattr(credit, name) != agreed:
+                raise self._violated(f"KV_CACHE_ACK: {name} changed")
         to_send = self.layout.transfer_bytes(self.num_tokens, credit.cached_tokens)
         if bool(credit.ready) != (ack.kv_bytes == to_send):
             raise self._violated(

@@ -67,7 +67,7 @@ class Prefill:
         self.started: Started | None = None
         self.started_s = 0.0
         self.is_computing = False  # its first chunk is computed
-        self.is_ended = False  # before it was over
+        self.is_ended = False  # by `_end`, while its KV may be on its way
         # It is over when both are true.  Either may come first: a decode worker that holds the
         # whole prompt already is ready before the first token is drawn.
         self.is_answered = False

@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 log = structlog.get_logger("worker")
 
 # Peers whose memory may be mapped at a time: more prefill workers than a machine has room for.
-MAX_MET: Final = 256
+MAX_MAPPED: Final = 256
 
 
 class Lender:
@@ -59,44 +59,44 @@ class Neighbours:
 
     def __init__(self, fetch: Fetch, *, is_on: bool) -> None:
         self._fetch, self._is_on = fetch, is_on
-        self._meetings: dict[bytes, asyncio.Task[Bytes | None]] = {}
+        self._mappings: dict[bytes, asyncio.Task[Bytes | None]] = {}
         self._reasons: set[str] = set()
         if not is_on:
             log.info("KV comes as bytes", reason="--kv-shared-memory is off")
 
-    def is_met(self, peer: bytes, offered: str | None) -> bool:
-        """Whether it is settled how KV of this peer comes that is offered so."""
-        meeting = self._meetings.get(peer)
-        return offered is None or not self._is_on or (meeting is not None and meeting.done())
+    def is_settled(self, peer: bytes, offered: str | None) -> bool:
+        """Whether it is known if the memory that this peer offers can be mapped."""
+        mapping = self._mappings.get(peer)
+        return offered is None or not self._is_on or (mapping is not None and mapping.done())
 
-    async def meet(self, peer: bytes, offered: str) -> None:
+    async def settle(self, peer: bytes, offered: str) -> None:
         """Map the memory that a peer offers, if it can be mapped."""
-        if peer not in self._meetings:
-            self._meetings[peer] = asyncio.create_task(self._try(peer, offered))
-        await asyncio.wait([self._meetings[peer]])
+        if peer not in self._mappings:
+            self._mappings[peer] = asyncio.create_task(self._try(peer, offered))
+        await asyncio.wait([self._mappings[peer]])
 
     def memory_of(self, peer: bytes) -> Bytes | None:
         """The memory of a peer, to read; None if its KV comes as bytes."""
-        meeting = self._meetings.get(peer)
-        if meeting is None or not meeting.done() or meeting.cancelled():
+        mapping = self._mappings.get(peer)
+        if mapping is None or not mapping.done() or mapping.cancelled():
             return None
-        return meeting.result()
+        return mapping.result()
 
     def forget(self, peer: bytes) -> None:
         """Unmap what is mapped of a peer that is gone, as soon as no copy reads it."""
-        meeting = self._meetings.pop(peer, None)
-        if meeting is not None:
-            meeting.cancel()
+        mapping = self._mappings.pop(peer, None)
+        if mapping is not None:
+            mapping.cancel()
 
     def close(self) -> None:
-        for peer in list(self._meetings):
+        for peer in list(self._mappings):
             self.forget(peer)
 
     async def _try(self, peer: bytes, offered: str) -> Bytes | None:
         try:
             memory = await self._map(peer, offered)
         except OSError as error:
-            reason = str(error)
+            reason = str(error) or "the peer does not answer"
             if isinstance(error, ConnectionRefusedError):
                 reason = "the peer is on another machine, or in another network namespace"
             if reason not in self._reasons:
@@ -107,8 +107,8 @@ class Neighbours:
         return memory
 
     async def _map(self, peer: bytes, offered: str) -> Bytes:
-        if len(self._meetings) > MAX_MET:
-            raise OSError(f"memory of {MAX_MET} peers is mapped already")
+        if len(self._mappings) > MAX_MAPPED:
+            raise OSError(f"memory of {MAX_MAPPED} peers is mapped already")
         descriptor = await self._fetch(offered, peer)
         try:
             return map_memory(descriptor)

@@ -23,7 +23,7 @@ from wire.payloads import Credit, ErrorDetail, PeerDetail, decode_error, encode_
 from wire.process.settings import ConfigError
 from wire.process.traffic import Traffic
 from worker.environment import Plane
-from worker.transfer.sealed import SealedWay
+from worker.transfer.sealed import SealedLink
 
 log = structlog.get_logger("worker")
 
@@ -52,7 +52,7 @@ class DecodePeer:
         plane: Plane,
         traffic: Traffic,
         now: float,
-        make_sealed: Callable[[str, Callable[[], None]], SealedWay | None],
+        make_sealed: Callable[[str, Callable[[], None]], SealedLink | None],
     ) -> None:
         self.detail = detail
         self.receivers: dict[int, Receiver] = {}  # by request id, while a transfer is under way
@@ -248,11 +248,11 @@ class DecodePeers:
         self._peers[detail.kv_endpoint] = peer
         return peer
 
-    def _make_sealed(self, endpoint: str, on_down: Callable[[], None]) -> SealedWay | None:
+    def _make_sealed(self, endpoint: str, on_down: Callable[[], None]) -> SealedLink | None:
         sockets = self._sealed_sockets
         if sockets is None or not endpoint.startswith("tcp://"):
             return None
-        return SealedWay(
+        return SealedLink(
             sockets, self._identity, endpoint, self.sealed_traffic, on_down, self._clock
         )
 

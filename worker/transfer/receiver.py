@@ -36,7 +36,7 @@ from worker.environment import WorkerContext
 from worker.transfer.budget import IncomingTransfer, TransferBudget
 from worker.transfer.in_memory import fetch
 from worker.transfer.neighbours import Neighbours
-from worker.transfer.sealed import SealedEntrance
+from worker.transfer.sealed import SealedHub
 
 log = structlog.get_logger("worker")
 
@@ -87,18 +87,18 @@ class IncomingTransfers:
         self._stores: set[asyncio.Task[None]] = set()
         is_on = config.kv_shared_memory == "auto"
         self._neighbours = Neighbours(context.fetch, is_on=is_on)
-        self._meetings: set[asyncio.Task[None]] = set()
+        self._mappings: set[asyncio.Task[None]] = set()
         # A router's CANCEL may come before the offer it is about, which takes another socket.
         self._ended: dict[int, None] = {}
         self.lost_epochs: dict[str, int] = {}  # by endpoint: routers whose KV is refused
         self._hub = context.plane.hub(self._on_message, self._on_lost)
         bound = self._hub.bind(config.kv_bind)
         self.endpoint = config.kv_advertise or bound
-        self._sealed: SealedEntrance | None = None
+        self._sealed: SealedHub | None = None
         self.sealed_traffic = Traffic()
         sockets = context.plane.sealed if config.kv_sealing == "auto" else None
         if sockets is not None and config.kv_bind.startswith("tcp://"):
-            self._sealed = SealedEntrance(
+            self._sealed = SealedHub(
                 sockets, config.kv_bind, config.kv_sealed_port, self._on_sealed
             )
             self.sealed_traffic = self._sealed.traffic
@@ -197,7 +197,7 @@ class IncomingTransfers:
         for request_id in self:
             self.fail(request_id, leaving)
         self._neighbours.close()
-        await asyncio.gather(*self._meetings, return_exceptions=True)
+        await asyncio.gather(*self._mappings, return_exceptions=True)
         while self._stores:  # one that ends may start the next
             await asyncio.gather(*self._stores, return_exceptions=True)
         if self._sealed is not None:
@@ -288,24 +288,24 @@ class IncomingTransfers:
         transfer = IncomingTransfer(peer, receiver, self._config.credit_bytes)
         self._transfers[request_id] = transfer
         if self._sealed is not None and offer.token is not None:
-            self._sealed.tell(peer, offer.token)
-        if unasked or self._neighbours.is_met(peer, offer.memory):
+            self._sealed.expect(peer, offer.token)
+        if unasked or self._neighbours.is_settled(peer, offer.memory):
             self.budget.wait(transfer)
             self._keep(transfer, unasked)
         else:
             assert offer.memory is not None
-            meeting = asyncio.create_task(self._meet(transfer, offer.memory))
-            self._meetings.add(meeting)
-            meeting.add_done_callback(self._meetings.discard)
+            mapping = asyncio.create_task(self._settle_memory(transfer, offer.memory))
+            self._mappings.add(mapping)
+            mapping.add_done_callback(self._mappings.discard)
 
     def _keep(self, transfer: IncomingTransfer, unasked: list[tuple[Buffer, Buffer]]) -> None:
         """Keep what came with an offer as bytes in flight, or not at all: it is sent again then."""
         if transfer.share_bytes:
             transfer.unasked = unasked
 
-    async def _meet(self, transfer: IncomingTransfer, memory: str) -> None:
+    async def _settle_memory(self, transfer: IncomingTransfer, memory: str) -> None:
         """See whether its KV can be read where it lies, before anything waits for it."""
-        await self._neighbours.meet(transfer.peer, memory)
+        await self._neighbours.settle(transfer.peer, memory)
         if not transfer.is_dropped:
             self.budget.wait(transfer)
 

@@ -1,8 +1,8 @@
-"""The second way of KV where there are keys: segments that are sealed, past CURVE's slow cipher.
+"""Sealed KV between workers with keys: a second connection, without CURVE's slow cipher.
 
 Offers, credit and ends stay on the connection that CURVE protects.  Over it go the key of each
-transfer and the token that opens a second connection, for segments alone.  That one may be missing:
-until it is up, and where it never is, segments go over the first.  SPEC 6.9.
+transfer and the token that opens the second connection, for sealed segments alone.  Until that is
+up, and where it never is, segments go over the first.  SPEC 6.9.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ log = structlog.get_logger("worker")
 PATIENCE_S: Final = 10.0
 
 
-class SealedWay:
+class SealedLink:
     """A prefill worker's end: the connection for sealed segments to one decode worker.
 
-    `token` is what the next offer tells; a connection that ended needs another one.  `on_down` is
+    `token` is what the next offer carries; a connection that ended needs another one.  `on_down` is
     called when a connection that was up has ended.
     """
 
@@ -64,7 +64,7 @@ class SealedWay:
         try:
             self._link = self._sockets.link(name, endpoint, self.token, self._on_up, self._on_end)
         except OSError as error:
-            log.error("no way for sealed KV", endpoint=endpoint, reason=str(error))
+            log.error("cannot connect for sealed KV", endpoint=endpoint, reason=str(error))
             return
         self._late_at = self._clock() + PATIENCE_S
 
@@ -116,7 +116,7 @@ class SealedWay:
             self._on_down()
 
 
-class SealedEntrance:
+class SealedHub:
     """A decode worker's end: the socket for sealed segments, on a `port` of its own.
 
     `on_segment(peer, frame, message)` takes what an admitted `peer` sends, and nothing of it is
@@ -137,9 +137,9 @@ class SealedEntrance:
         bound = self._hub.bind(f"{kv_bind.rpartition(':')[0]}:{port}")
         self.port = int(bound.rpartition(":")[2])
 
-    def tell(self, peer: bytes, token: bytes) -> None:
+    def expect(self, peer: bytes, token: bytes) -> None:
         """Let `peer` in once with this token."""
-        self._tokens.tell(peer, token)
+        self._tokens.expect(peer, token)
 
     def forget(self, peer: bytes) -> None:
         """Let `peer` in no more, and cut its connection."""

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -32,9 +32,16 @@ log = structlog.get_logger("worker")
 
 # What a transfer thread reads at a time of what is sent.
 BATCH_BYTES: Final = 8 << 20
-# A segment: its rectangle, its bytes, their digest, where they lie if they are not sent, and
-# whether they are sealed.
-Read = tuple[Rectangle, Buffer, int, tuple[int, ...], bool]
+
+
+class Read(NamedTuple):
+    """A segment that is ready to be sent; of one in memory `places` are sent, and not its bytes."""
+
+    rectangle: Rectangle
+    kv: Buffer
+    digest: int
+    places: tuple[int, ...] = ()
+    is_sealed: bool = False
 
 
 class OutgoingTransfer:
@@ -166,7 +173,7 @@ class OutgoingTransfer:
         if not read or not self.peer.is_up:  # what waits for a connection would keep its blocks
             self.peer.tell(*self.sender.offer())
             return
-        frame, payload = self.sender.offer_with([it[:3] for it in read])
+        frame, payload = self.sender.offer_with([(it.rectangle, it.kv, it.digest) for it in read])
         self._keep(self.peer.send(frame, *payload, track=True))
 
     def _run_read(self, batch: list[Rectangle]) -> Awaitable[list[Read]]:
@@ -183,7 +190,7 @@ class OutgoingTransfer:
                     reading.append(asyncio.ensure_future(self._run_read(batch)))
                 if reading:
                     for read in await reading.popleft():
-                        self._send_segment(*read)
+                        self._send_segment(read)
                 else:
                     self._wake.clear()
                     await self._wake.wait()
@@ -200,21 +207,16 @@ class OutgoingTransfer:
             num_bytes += rectangle.num_bytes(self.sender.layout)
         return batch
 
-    def _send_segment(
-        self,
-        rectangle: Rectangle,
-        kv: Buffer,
-        digest: int,
-        places: tuple[int, ...],
-        is_sealed: bool,
-    ) -> None:
-        now = self._clock()
+    def _send_segment(self, read: Read) -> None:
         segment = self.sender.segment(
-            rectangle, kv, now, digest=digest, places=places, is_sealed=is_sealed
+            *(read.rectangle, read.kv, self._clock()),
+            digest=read.digest,
+            places=read.places,
+            is_sealed=read.is_sealed,
         )
         if segment is None:
             return  # ended meanwhile
-        if is_sealed:
+        if read.is_sealed:
             assert self.peer.sealed is not None
             self.peer.sealed.send(*segment)  # what is sealed is a copy: no block has to wait for it
             return
@@ -226,22 +228,22 @@ class OutgoingTransfer:
             self._sendings.append(sending)
 
     def _read(self, batch: list[Rectangle]) -> list[Read]:
-        return [(rectangle, *self._read_one(rectangle)) for rectangle in batch]
+        return [self._read_one(rectangle) for rectangle in batch]
 
-    def _read_one(self, rectangle: Rectangle) -> tuple[Buffer, int, tuple[int, ...], bool]:
+    def _read_one(self, rectangle: Rectangle) -> Read:
         if self.sender.is_in_memory:
             found = find(self._cache, self._block_table, rectangle, self.request_id)
             if found is not None:
                 places, digest = found
-                return b"", digest, places, False
+                return Read(rectangle, b"", digest, places)
         view = getattr(self._cache, "view", _nothing)
         table = table_of(self._cache, rectangle.group, self._block_table)
         kv = view(table, rectangle)
         if kv is None:
             kv = self._cache.pack(table, rectangle)
         if self.sender.sealed_port and self.peer.sealed is not None and self.peer.sealed.is_up:
-            return self.sender.seal(rectangle, kv), 0, (), True
-        return kv, segment_digest(self.request_id, kv), (), False
+            return Read(rectangle, self.sender.seal(rectangle, kv), 0, is_sealed=True)
+        return Read(rectangle, kv, segment_digest(self.request_id, kv))
 
 
 def _nothing(block_table: Sequence[int], rectangle: Rectangle) -> None:

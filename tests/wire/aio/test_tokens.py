@@ -69,7 +69,7 @@ async def house() -> AsyncIterator[House]:
 
 async def test_who_shows_the_token_told_gets_in_under_a_name_of_its_own(house: House) -> None:
     token = new_token()
-    house.tokens.tell(PEER, token)
+    house.tokens.expect(PEER, token)
     guest = house.guest(name_of(PEER, 0), token)
     assert await guest.next() == "up"
     assert await house.hear() == (b"prefill-3-17/0", [b"hello"])
@@ -77,10 +77,10 @@ async def test_who_shows_the_token_told_gets_in_under_a_name_of_its_own(house: H
 
 async def test_a_token_opens_one_connection_and_no_other(house: House) -> None:
     token = new_token()
-    house.tokens.tell(PEER, token)
+    house.tokens.expect(PEER, token)
     assert await house.guest(name_of(PEER, 0), token).next() == "up"
     await house.hear()
-    house.tokens.tell(PEER, token)  # another offer says it again
+    house.tokens.expect(PEER, token)  # another offer says it again
     for name in (name_of(PEER, 0), name_of(PEER, 1)):
         assert await house.guest(name, token).next() == "refused"
     assert house.heard.empty()
@@ -89,7 +89,7 @@ async def test_a_token_opens_one_connection_and_no_other(house: House) -> None:
 @pytest.mark.parametrize("name", [name_of(PEER, 0), name_of(b"prefill-4-17", 0), PEER, b"x"])
 async def test_strangers_are_refused_in_the_handshake(house: House, name: bytes) -> None:
     token = new_token()
-    house.tokens.tell(PEER, token)
+    house.tokens.expect(PEER, token)
     shown = new_token() if name.startswith(PEER + b"/") else token
     with capture_logs() as logs:
         assert await house.guest(name, shown).next() == "refused"
@@ -100,7 +100,7 @@ async def test_strangers_are_refused_in_the_handshake(house: House, name: bytes)
 
 async def test_who_shows_nothing_is_not_heard(house: House) -> None:
     token = new_token()
-    house.tokens.tell(PEER, token)
+    house.tokens.expect(PEER, token)
     silent = house.guest(name_of(PEER, 0), None)
     assert await house.guest(name_of(PEER, 1), token).next() == "up"
     assert await house.hear() == (name_of(PEER, 1), [b"hello"])
@@ -110,7 +110,7 @@ async def test_who_shows_nothing_is_not_heard(house: House) -> None:
 async def test_nobody_comes_in_with_a_token_under_another_identity(house: House) -> None:
     """The name that was admitted, and the identity that speaks, are one."""
     token = new_token()
-    house.tokens.tell(PEER, token)
+    house.tokens.expect(PEER, token)
     name = house.tokens.admit([name_of(PEER, 5), token])
     assert house.tokens.may_speak(name, name_of(PEER, 5))
     for other in (PEER, name_of(PEER, 6), name_of(b"prefill-4-17", 5)):
@@ -122,7 +122,7 @@ async def test_a_peer_that_is_forgotten_or_tells_another_token_loses_its_connect
     house: House, end: str
 ) -> None:
     first, second = new_token(), new_token()
-    house.tokens.tell(PEER, first)
+    house.tokens.expect(PEER, first)
     guest = house.guest(name_of(PEER, 0), first)
     assert await guest.next() == "up"
     await house.hear()
@@ -130,7 +130,7 @@ async def test_a_peer_that_is_forgotten_or_tells_another_token_loses_its_connect
         house.tokens.forget(PEER)
         assert await guest.next() == "down"
         assert await house.guest(name_of(PEER, 1), first).next() == "refused"
-    house.tokens.tell(PEER, second)
+    house.tokens.expect(PEER, second)
     assert await house.guest(name_of(PEER, 2), second).next() == "up"
     assert (await house.hear())[0] == name_of(PEER, 2)
     if end == "tell":

@@ -150,7 +150,7 @@ async def test_no_port_is_opened_when_nobody_decides(
         authenticator = Authenticator(port.context if is_there else other, door)
         monkeypatch.setattr(authenticator, "turn", lambda: None)
         with pytest.raises(ConfigError, match="not listening"):
-            prove(port, door, authenticator, probe_s=0.3)
+            prove(port, authenticator, probe_s=0.3)
         authenticator.close()
     await port.close(0.0)
 
@@ -223,6 +223,17 @@ async def test_a_revoked_key_loses_its_connection_and_gets_no_other(house: House
     house.authorize("router", "decode-0", "prefill-0")
     revoked.send([b"back"])
     assert await house.messages.get() == (b"prefill-0-1", [b"back"])
+
+
+async def test_a_key_that_is_another_partys_now_loses_its_connection(house: House) -> None:
+    down: asyncio.Queue[str] = asyncio.Queue()
+    link = house.link("prefill-0", b"prefill-0-1", on_down=lambda: down.put_nowait("down"))
+    link.send([b"hello"])
+    await house.messages.get()
+    router, prefill = (house.pairs[name].public for name in ("router", "prefill-0"))
+    (house.directory / "authorized_keys").write_text(f"{router} router\n{prefill} decode-0\n")
+    assert await down.get() == "down"
+    assert await house.lost.get() == b"prefill-0-1"
 
 
 async def test_refusals_do_not_fill_the_log(tmp_path: Path) -> None:

@@ -391,18 +391,18 @@ def test_segments_that_come_with_an_offer_are_found_in_its_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "parts", "most_bytes"),
+    ("number", "parts", "most_bytes", "reason"),
     [
-        (2, [bytes(48), b"one", bytes(48), b"two"], 5),
-        (2, [bytes(48), b"one", bytes(48)], 9),
-        (1, [bytes(48), b"one", bytes(48), b"two"], 9),
-        (1, [bytes(47), b"one"], 9),
-        (1, [], 9),
-        (MAX_UNASKED_SEGMENTS + 1, [bytes(48), b"1"] * (MAX_UNASKED_SEGMENTS + 1), 99),
+        (2, [bytes(48), b"one", bytes(48), b"two"], 5, "6 bytes of KV with an offer, 5 are taken"),
+        (2, [bytes(48), b"one", bytes(48)], 9, "2 segments with an offer in 3 parts"),
+        (1, [bytes(48), b"one", bytes(48), b"two"], 9, "1 segments with an offer in 4 parts"),
+        (1, [bytes(47), b"one"], 9, "descriptor with an offer has not 48 bytes"),
+        (1, [], 9, "in 0 parts"),
+        (MAX_UNASKED_SEGMENTS + 1, [bytes(48), b"1"] * (MAX_UNASKED_SEGMENTS + 1), 99, "17 seg"),
     ],
 )
 def test_others_than_were_said_or_more_than_is_taken_are_refused(
-    number: int, parts: list[bytes], most_bytes: int
+    number: int, parts: list[bytes], most_bytes: int, reason: str
 ) -> None:
-    with pytest.raises(RemoteProtocolError):
+    with pytest.raises(RemoteProtocolError, match=reason):
         unasked_segments(KvCache(1, 0, number), [b"the map", *parts], most_bytes)

@@ -350,7 +350,7 @@ def test_places_are_for_who_reads_them() -> None:
 @pytest.mark.parametrize(
     ("one", "credits", "reason"),
     [
-        (sender(), [Credit(64, 0, 0, 1)], "in_memory is 1, but none was offered"),
+        (sender(), [Credit(64, 0, 0, 1)], "in_memory is 1, but no memory was offered"),
         (lending(), [Credit(64, 0, 0, 1), Credit(64, 0, 0, 0)], "in_memory changed"),
         (lending(), [Credit(64, 0, 0, 0), Credit(64, 0, 0, 1)], "in_memory changed"),
     ],

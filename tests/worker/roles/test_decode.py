@@ -140,9 +140,9 @@ async def test_tokens_of_one_step_leave_in_one_message() -> None:
         for i, prompt in enumerate(prompts):
             router.decode(i, [*prompt, tokens[i]], 10, OPTIONS)
         message = await router.receive(Tag.DECODE_TOKEN)
-        while len(message.frames) < len(prompts):
+        while len(message.tokens) < len(prompts):
             message = await router.receive(Tag.DECODE_TOKEN)
-        assert {frame.request_id for frame in message.frames} == set(range(8))  # type: ignore[attr-defined]
+        assert {request_id for request_id, _ in message.tokens} == set(range(8))
         for request_id in range(8):
             router.send(Role.DECODE, Cancel(request_id, ErrorCode.CANCELLED))
         await router.until_free(Role.DECODE)
@@ -154,7 +154,7 @@ def test_a_step_of_more_tokens_than_a_message_holds_leaves_in_several() -> None:
     class Router:
         def send(self, frames: list[Frame], *payload: bytes) -> None:
             message = decode(encode(frames, *payload))
-            sent.append((len(message.frames), len(decode_map(list[Logprobs], message.body()))))
+            sent.append((len(message.tokens), len(decode_map(list[Logprobs], message.body()))))
 
     step = Step()
     for _ in range(MAX_HEADERS + 1):
@@ -173,7 +173,7 @@ async def test_logprobs_ride_with_their_tokens() -> None:
         router.decode(1, [*PROMPT, result.token_id], 2, options)
         message = await router.receive(Tag.DECODE_TOKEN)
         entries = decode_map(list[Logprobs | None], message.body())
-        assert len(entries) == len(message.frames) and entries[0] is not None
+        assert len(entries) == len(message.tokens) and entries[0] is not None
 
 
 async def test_kv_that_never_comes_ends_the_request() -> None:
@@ -356,8 +356,8 @@ async def test_a_text_that_is_preempted_goes_on_as_if_it_had_not_been() -> None:
             assert message.tag in (Tag.PREFILL_DONE, Tag.DECODE_TOKEN, Tag.DECODE_DONE), message
             num_done += message.tag is Tag.DECODE_DONE
             if message.tag is Tag.DECODE_TOKEN:
-                for frame in message.frames:
-                    texts[frame.request_id].append(frame.token_id)  # type: ignore[attr-defined]
+                for request_id, token_id in message.tokens:
+                    texts[request_id].append(token_id)
         for i, prompt in enumerate(prompts):
             assert texts[i] == oracle(prompt, 60, options)
         await router.until_free(Role.DECODE)

@@ -64,9 +64,8 @@ def admitted(
 ) -> Segment:
     size = rectangle.num_bytes(one.layout)
     descriptor = SegmentDescriptor.of(rectangle, size, digest, in_memory=1)
-    whole_of = Segment(1, descriptor, b"", places)
     segment = one.on_segment(KvCache(ID, 1, 2), (descriptor.pack(), pack_places(places)), 0.0)
-    assert segment is not None and segment.places == whole_of.places
+    assert segment is not None and segment.places == places
     return segment
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from tests.kv import whole
 from tests.worker.scripted import (
-    ScriptedDecode,
     ScriptedPrefill,
     ScriptedRouter,
     pair,
     running,
+    running_prefill,
     scripted_router,
 )
 from wire.aio.unix import DescriptorPort, fetch_descriptor
@@ -193,21 +193,10 @@ async def test_an_offer_that_is_withdrawn_while_memory_is_asked_for_leaves_nothi
 # The other way round: a real prefill worker.
 
 
-@asynccontextmanager
-async def lent_to(**settings: Any) -> AsyncIterator[tuple[ScriptedRouter, ScriptedDecode]]:
-    async with (
-        scripted_router() as router,
-        ScriptedDecode() as decode,
-        running(router, "prefill", **settings),
-    ):
-        router.announce(decode.endpoint)
-        yield router, decode
-
-
 async def test_whole_blocks_stay_where_they_are_and_the_rest_is_sent() -> None:
     prompt = [*PROMPT, 1, 2, 3]
     total = len(prompt) * LAYOUT.token_bytes
-    async with lent_to() as (router, decode):
+    async with running_prefill() as (router, decode):
         router.prefill(1, prompt, OPTIONS)
         offer = await decode.offered(1)
         assert offer.memory is not None
@@ -234,7 +223,7 @@ async def test_whole_blocks_stay_where_they_are_and_the_rest_is_sent() -> None:
 
 @pytest.mark.parametrize("setting", ["off", "auto"])
 async def test_a_receiver_reads_only_what_was_offered_and_sticks_to_it(setting: str) -> None:
-    async with lent_to(kv_shared_memory=setting) as (router, decode):
+    async with running_prefill(kv_shared_memory=setting) as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         offer = await decode.offered(1)
         assert (offer.memory is None) == (setting == "off")

@@ -35,9 +35,9 @@ async def test_what_a_peer_lends_is_mapped_once_until_it_is_lost() -> None:
     assert one.offered is not None
     gc.collect()
     descriptors, mappings = os.listdir("/proc/self/fd"), num_mappings()
-    assert not ours.is_met(PEER, one.offered) and ours.memory_of(PEER) is None
-    await asyncio.gather(*(ours.meet(PEER, one.offered) for _ in range(3)))
-    assert ours.is_met(PEER, one.offered) and num_mappings() == mappings + 1
+    assert not ours.is_settled(PEER, one.offered) and ours.memory_of(PEER) is None
+    await asyncio.gather(*(ours.settle(PEER, one.offered) for _ in range(3)))
+    assert ours.is_settled(PEER, one.offered) and num_mappings() == mappings + 1
     memory = ours.memory_of(PEER)
     assert memory is not None and not memory.flags.writeable
     cache.memory.bytes[5] = 9
@@ -73,10 +73,10 @@ async def test_the_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     with structlog.testing.capture_logs() as logs:
         for peer, offered in offers.items():
-            await ours.meet(peer, offered)
-            assert ours.is_met(peer, offered) and ours.memory_of(peer) is None
-        monkeypatch.setattr(neighbours, "MAX_MET", len(offers))
-        await ours.meet(PEER, one.offered)
+            await ours.settle(peer, offered)
+            assert ours.is_settled(peer, offered) and ours.memory_of(peer) is None
+        monkeypatch.setattr(neighbours, "MAX_MAPPED", len(offers))
+        await ours.settle(PEER, one.offered)
     assert [entry["peer"] for entry in logs] == [*("prefill-1-1", "prefill-3-1", "prefill-0-1")]
     assert "another machine" in logs[0]["reason"] and "3 peers" in logs[2]["reason"]
     ours.close()
@@ -89,8 +89,8 @@ async def test_who_shall_not_map_asks_nobody() -> None:
 
     offered = "baton-any"
     off = Neighbours(fetch, is_on=False)
-    assert off.is_met(PEER, offered) and off.memory_of(PEER) is None
-    assert Neighbours(fetch, is_on=True).is_met(PEER, None)
+    assert off.is_settled(PEER, offered) and off.memory_of(PEER) is None
+    assert Neighbours(fetch, is_on=True).is_settled(PEER, None)
 
 
 async def test_a_peer_that_is_lost_while_it_is_asked_is_not_mapped() -> None:
@@ -102,8 +102,8 @@ async def test_a_peer_that_is_lost_while_it_is_asked_is_not_mapped() -> None:
         raise AssertionError("cancelled before")
 
     ours = Neighbours(fetch, is_on=True)
-    meeting = asyncio.create_task(ours.meet(PEER, "baton-slow"))
+    mapping = asyncio.create_task(ours.settle(PEER, "baton-slow"))
     await is_asked.wait()
     ours.forget(PEER)
-    await asyncio.wait_for(meeting, 10)
+    await asyncio.wait_for(mapping, 10)
     assert ours.memory_of(PEER) is None

@@ -32,7 +32,7 @@ from wire.process.keys import Keys
 from wire.process.traffic import Traffic
 from wire.transfer import Sealing, SegmentDescriptor, new_key
 from worker.executor.hash import LAYOUT, oracle
-from worker.transfer.sealed import PATIENCE_S, SealedEntrance, SealedWay
+from worker.transfer.sealed import PATIENCE_S, SealedHub, SealedLink
 from worker.transfer.sockets import KVPlane, SealedPlane
 
 PROMPT = [(11 * i) % 1000 for i in range(300)]
@@ -309,7 +309,7 @@ async def test_two_workers_with_keys_seal_and_their_logs_do_not_say_with_what(ke
 
 
 class Ends(SealedPlane):
-    """Sockets that tell when a connection is up or has ended, and what a `SealedWay` tells."""
+    """Sockets that tell when a connection is up or has ended, and what a `SealedLink` tells."""
 
     def __init__(self) -> None:
         super().__init__(MAX_QUEUE_BYTES)
@@ -334,9 +334,9 @@ class Ends(SealedPlane):
 
 
 @asynccontextmanager
-async def way_to(endpoint: str) -> AsyncIterator[tuple[SealedWay, Ends]]:
+async def way_to(endpoint: str) -> AsyncIterator[tuple[SealedLink, Ends]]:
     ends = Ends()
-    way = SealedWay(ends, b"prefill-0-1", endpoint, ends.traffic, ends.down.set, lambda: ends.now)
+    way = SealedLink(ends, b"prefill-0-1", endpoint, ends.traffic, ends.down.set, lambda: ends.now)
     try:
         yield way, ends
     finally:
@@ -345,10 +345,10 @@ async def way_to(endpoint: str) -> AsyncIterator[tuple[SealedWay, Ends]]:
 
 
 @asynccontextmanager
-async def entrance() -> AsyncIterator[tuple[SealedEntrance, asyncio.Queue[Any]]]:
+async def entrance() -> AsyncIterator[tuple[SealedHub, asyncio.Queue[Any]]]:
     heard: asyncio.Queue[Any] = asyncio.Queue()
     sockets = SealedPlane(MAX_QUEUE_BYTES)
-    its = SealedEntrance(
+    its = SealedHub(
         sockets, "tcp://127.0.0.1:0", 0, lambda peer, frame, _: heard.put_nowait((peer, frame))
     )
     try:
@@ -366,7 +366,7 @@ async def heard_of(event: asyncio.Event) -> None:
 async def test_a_way_that_is_lost_says_so_and_the_next_has_another_token() -> None:
     async with way_to("tcp://127.0.0.1:5600") as (way, ends):
         async with entrance() as (door, heard):
-            door.tell(b"prefill-0-1", first := way.token)
+            door.expect(b"prefill-0-1", first := way.token)
             way.open(door.port, first)
             way.open(door.port, first)  # once is enough
             await heard_of(ends.up)
@@ -380,7 +380,7 @@ async def test_a_way_that_is_lost_says_so_and_the_next_has_another_token() -> No
         assert dict(ends.traffic.dropped) == {"worker_lost": 1}
         async with entrance() as (door, heard):
             way.open(door.port, first)  # an answer to an offer from before
-            door.tell(b"prefill-0-1", way.token)
+            door.expect(b"prefill-0-1", way.token)
             way.open(door.port, way.token)
             await heard_of(ends.up)
 
@@ -391,7 +391,7 @@ async def test_a_way_that_is_refused_is_tried_again_with_another_token() -> None
         await heard_of(ends.ended)
         assert not ends.down.is_set(), "nothing was on it"
         assert way.token != first
-        door.tell(b"prefill-0-1", way.token)
+        door.expect(b"prefill-0-1", way.token)
         way.open(door.port, way.token)
         await heard_of(ends.up)
 
@@ -412,7 +412,7 @@ async def test_an_endpoint_that_makes_no_sense_is_no_way() -> None:
     async with way_to("tcp://no host at all:5600") as (way, _):
         with capture_logs() as logs:
             way.open(5601, way.token)
-        assert not way.is_up and logs[0]["event"] == "no way for sealed KV"
+        assert not way.is_up and logs[0]["event"] == "cannot connect for sealed KV"
 
 
 async def test_kv_goes_through_curve_while_there_is_no_other_way(keys: Path) -> None:
@@ -447,7 +447,7 @@ async def test_a_plane_without_keys_seals_nothing() -> None:
 
 async def test_the_entrance_drops_what_is_no_sealed_segment() -> None:
     async with way_to("tcp://127.0.0.1:5600") as (way, _), entrance() as (door, heard):
-        door.tell(b"prefill-0-1", way.token)
+        door.expect(b"prefill-0-1", way.token)
         way.open(door.port, way.token)
         way.send(KvCache(1, 0, 0))
         way.send(KvCache(1, 1, 1), b"descriptor", b"sealed")

@@ -17,6 +17,7 @@ from tests.worker.scripted import (
     ScriptedDecode,
     ScriptedRouter,
     running,
+    running_prefill,
     scripted_router,
 )
 from wire.aio.zmq import Sending
@@ -44,18 +45,6 @@ STEP = 96 * TOKEN_BYTES  # whole blocks
 OPTIONS = Options(max_tokens=20, ignore_eos=True)
 
 
-@asynccontextmanager
-async def stage(**settings: Any) -> AsyncIterator[tuple[ScriptedRouter, ScriptedDecode]]:
-    """A real prefill worker between a router and a decode worker of the test's."""
-    async with (
-        scripted_router() as router,
-        ScriptedDecode() as decode,
-        running(router, "prefill", **settings),
-    ):
-        router.announce(decode.endpoint)
-        yield router, decode
-
-
 async def failed(router: ScriptedRouter, request_id: int, code: ErrorCode) -> ErrorDetail:
     """The ERROR of a request, whether or not its first token came before."""
     while (message := await router.receive_any()).tag is Tag.PREFILL_DONE:
@@ -74,7 +63,7 @@ async def receive_all(decode: ScriptedDecode, request_id: int) -> None:
 
 
 async def test_no_more_is_sent_than_was_granted() -> None:
-    async with stage() as (router, decode):
+    async with running_prefill() as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         offer = await decode.offered(1)
         assert (offer.num_tokens, offer.total_bytes) == (288, TOTAL)
@@ -94,7 +83,7 @@ async def test_no_more_is_sent_than_was_granted() -> None:
 
 @asynccontextmanager
 async def connected_stage() -> AsyncIterator[tuple[ScriptedRouter, ScriptedDecode]]:
-    """As `stage`, when the connection is up; the decode worker takes the whole prompt unasked."""
+    """As `running_prefill`, but connected; the decode worker takes the whole prompt unasked."""
     async with (
         scripted_router() as router,
         ScriptedDecode() as decode,
@@ -147,7 +136,7 @@ async def test_kv_that_came_with_the_offer_and_was_dropped_is_sent_again() -> No
 async def test_kv_stays_that_is_too_large_or_not_all_there(
     settings: dict[str, Any],
 ) -> None:
-    async with stage(**settings) as (router, decode):
+    async with running_prefill(**settings) as (router, decode):
         router.announce(decode.endpoint, TOTAL if settings else TOTAL - 1)
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
@@ -173,7 +162,7 @@ async def test_who_takes_back_an_offer_that_was_not_sent_sends_none() -> None:
 
 
 async def test_segments_leave_while_the_prompt_is_still_read() -> None:
-    async with stage(max_ubatch_tokens=64, step_delay_s=0.01) as (router, decode):
+    async with running_prefill(max_ubatch_tokens=64, step_delay_s=0.01) as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
         decode.ack(1, 0, 48 * TOKEN_BYTES)
@@ -197,7 +186,7 @@ async def test_segments_leave_while_the_prompt_is_still_read() -> None:
     ],
 )
 async def test_a_refusal_ends_the_request(code: ErrorCode, told: ErrorCode) -> None:
-    async with stage() as (router, decode):
+    async with running_prefill() as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
         decode.send(Error(1, code), encode_map(ErrorDetail(message="no")))
@@ -208,7 +197,7 @@ async def test_a_refusal_ends_the_request(code: ErrorCode, told: ErrorCode) -> N
 
 
 async def test_a_refusal_without_words_is_a_refusal() -> None:
-    async with stage() as (router, decode):
+    async with running_prefill() as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
         decode.send(Error(1, ErrorCode.OUT_OF_BLOCKS))
@@ -216,7 +205,7 @@ async def test_a_refusal_without_words_is_a_refusal() -> None:
 
 
 async def test_silence_for_a_lease_ends_the_request() -> None:
-    async with stage(lease_s=0.3) as (router, decode):
+    async with running_prefill(lease_s=0.3) as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
         assert (await decode.receive()).frame == KvCache(1, 0, 0)  # are you there?
@@ -227,7 +216,7 @@ async def test_silence_for_a_lease_ends_the_request() -> None:
 
 
 async def test_a_peer_that_was_mute_is_connected_to_anew() -> None:
-    async with stage(lease_s=0.3) as (router, decode):
+    async with running_prefill(lease_s=0.3) as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
         await failed(router, 1, ErrorCode.TRANSFER_FAILED)
@@ -241,7 +230,7 @@ async def test_a_peer_that_was_mute_is_connected_to_anew() -> None:
 
 
 async def test_answers_keep_an_offer_alive_beyond_its_lease() -> None:
-    async with stage(lease_s=0.3) as (router, decode):
+    async with running_prefill(lease_s=0.3) as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
         for _ in range(4):  # a third of a lease each
@@ -253,7 +242,7 @@ async def test_answers_keep_an_offer_alive_beyond_its_lease() -> None:
 
 
 async def test_the_lease_begins_with_the_offer_not_with_the_wait_for_blocks() -> None:
-    async with stage(lease_s=0.3, num_blocks=20, prefix_cache=False) as (router, decode):
+    async with running_prefill(lease_s=0.3, num_blocks=20, prefix_cache=False) as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         router.prefill(2, PROMPT, OPTIONS)  # no blocks before the first is gone
         await decode.offered(1)
@@ -271,7 +260,7 @@ async def test_the_lease_begins_with_the_offer_not_with_the_wait_for_blocks() ->
 
 
 async def test_cancel_before_the_offer_tells_the_decode_worker_nothing() -> None:
-    async with stage(num_blocks=20, prefix_cache=False) as (router, decode):
+    async with running_prefill(num_blocks=20, prefix_cache=False) as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         router.prefill(2, PROMPT, OPTIONS)
         await decode.offered(1)
@@ -284,7 +273,7 @@ async def test_cancel_before_the_offer_tells_the_decode_worker_nothing() -> None
 
 @pytest.mark.parametrize("state", ["offered", "sending", "sent"])
 async def test_cancel_frees_both_sides(state: str) -> None:
-    async with stage() as (router, decode):
+    async with running_prefill() as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
         await router.receive(Tag.PREFILL_DONE)
@@ -313,7 +302,7 @@ async def test_cancel_frees_both_sides(state: str) -> None:
     ],
 )
 async def test_a_false_ack_ends_the_transfer(kv_bytes: int, credit: bytes) -> None:
-    async with stage() as (router, decode):
+    async with running_prefill() as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
         decode.ack(1, 0, STEP)
@@ -327,7 +316,7 @@ async def test_a_false_ack_ends_the_transfer(kv_bytes: int, credit: bytes) -> No
 async def test_blocks_are_no_one_elses_while_they_are_read() -> None:
     executor = GatedExecutor()
     settings = {"executor": executor, "num_blocks": 20, "prefix_cache": False}
-    async with stage(**settings) as (router, decode):
+    async with running_prefill(**settings) as (router, decode):
         executor.cache.gate.clear()
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
@@ -350,7 +339,7 @@ async def test_blocks_are_no_one_elses_while_they_are_read() -> None:
 
 async def test_a_cache_that_breaks_ends_the_request_on_both_sides() -> None:
     executor = GatedExecutor()
-    async with stage(executor=executor) as (router, decode):
+    async with running_prefill(executor=executor) as (router, decode):
         executor.cache.problem = RuntimeError("no device")
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
