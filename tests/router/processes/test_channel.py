@@ -61,6 +61,24 @@ async def test_answers_come_in_any_order() -> None:
         assert await late == "AskState"
 
 
+async def test_an_answer_that_nobody_waits_for_any_more_is_dropped() -> None:
+    may_end = asyncio.Event()
+
+    async def answer(question: object) -> object:
+        if isinstance(question, AskState):
+            await may_end.wait()
+        return type(question).__name__
+
+    async with channels(named, answer) as (one, _):
+        given_up = asyncio.create_task(one.ask(AskState(), str))
+        assert await one.ask(FindResponse("", ""), str) == "FindResponse"
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        may_end.set()
+        for _ in range(2):  # the first may be answered before that is
+            assert await one.ask(FindResponse("", ""), str) == "FindResponse"
+
+
 async def test_who_waits_is_told_that_the_other_end_is_gone() -> None:
     async def never(question: object) -> object:
         await asyncio.Event().wait()

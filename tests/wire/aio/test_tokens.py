@@ -128,13 +128,20 @@ async def test_a_peer_that_is_forgotten_or_tells_another_token_loses_its_connect
     await house.hear()
     if end == "forget":
         house.tokens.forget(PEER)
-        assert await guest.next() == "down"
-        assert await house.guest(name_of(PEER, 1), first).next() == "refused"
+    else:
+        house.tokens.expect(PEER, second)
+    assert await guest.next() == "down"
+    assert await house.guest(name_of(PEER, 1), first).next() == "refused"
     house.tokens.expect(PEER, second)
     assert await house.guest(name_of(PEER, 2), second).next() == "up"
     assert (await house.hear())[0] == name_of(PEER, 2)
-    if end == "tell":
-        assert await guest.next() == "down"
+
+
+async def test_who_is_forgotten_before_it_came_does_not_come(house: House) -> None:
+    token = new_token()
+    house.tokens.expect(PEER, token)
+    house.tokens.forget(PEER)
+    assert await house.guest(name_of(PEER, 0), token).next() == "refused"
 
 
 def test_names_say_whose_they_are() -> None:

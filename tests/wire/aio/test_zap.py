@@ -10,12 +10,20 @@ from pathlib import Path
 import pytest
 import zmq
 from structlog.testing import capture_logs
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from tests.wire.process.key_files import write
 from wire.aio.outbox import Limits
-from wire.aio.port import Context, Port, client_options, new_key_pair, server_options
-from wire.aio.zap import Authenticator, Gate, KeyDoor, prove
+from wire.aio.port import (
+    ZAP_DOMAIN,
+    Context,
+    Port,
+    client_options,
+    new_key_pair,
+    server_options,
+)
+from wire.aio.zap import ENDPOINT, Authenticator, Gate, KeyDoor, prove
 from wire.aio.zmq import Hub, Link
 from wire.parts import Buffer
 from wire.process.keys import Keys
@@ -134,6 +142,24 @@ async def test_without_an_authenticator_of_its_own_a_socket_admits_nobody(
         router.close(0)
         context.term()
         other.term()
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "status"), [(b"CURVE", b"200"), (b"PLAIN", b"400"), (b"NULL", b"400")]
+)
+async def test_a_known_key_is_none_that_was_shown_in_another_way(
+    tmp_path: Path, mechanism: bytes, status: bytes
+) -> None:
+    pairs = write(tmp_path, "router", "prefill-0")
+    shown = z85.decode(pairs["prefill-0"].public.encode())
+    with Context() as context, context.socket(zmq.REQ) as asker:
+        asker.connect(ENDPOINT)
+        asker.send_multipart([b"1.0", b"7", ZAP_DOMAIN, b"127.0.0.1", b"", mechanism, shown])
+        authenticator = Authenticator(context, KeyDoor(Keys(tmp_path, "router")))
+        authenticator.turn()
+        answer = asker.recv_multipart() if asker.poll(5000) else []
+        authenticator.close()
+    assert answer[:3] == [b"1.0", b"7", status]
 
 
 @pytest.mark.parametrize("is_there", [False, True])

@@ -388,6 +388,9 @@ def test_segments_that_come_with_an_offer_are_found_in_its_parts() -> None:
     found = unasked_segments(KvCache(1, 0, 2), parts, 6)
     assert found == [(bytes(48), b"one"), (bytes(48), b"two")]
     assert unasked_segments(KvCache(1, 0, 0), [b"the", b"map"], 0) == []
+    most = [bytes(48), b"1"] * MAX_UNASKED_SEGMENTS
+    found = unasked_segments(KvCache(1, 0, MAX_UNASKED_SEGMENTS), [b"the map", *most], 16)
+    assert len(found) == MAX_UNASKED_SEGMENTS == 16
 
 
 @pytest.mark.parametrize(

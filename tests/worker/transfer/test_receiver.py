@@ -696,6 +696,8 @@ async def test_kv_with_the_offer_that_must_not_be_is_refused(
     async with stage(kv_unasked_bytes=limit) as (router, prefill):
         prefill.offer_with_kv(1, PROMPT, *cuts, digest=digest)
         assert await prefill.error() == (1, code)
+        prefill.send(KvCache(1, 0, 0))
+        assert await prefill.error() == (1, ErrorCode.UNKNOWN_REQUEST)
         await accepted(prefill, 2)
         prefill.cancel(2)
         await router.until_free(Role.DECODE)

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from structlog.testing import capture_logs
@@ -28,10 +29,12 @@ from wire.errors import ErrorCode, PeerLost
 from wire.frames import Cancel, Error, KvCache, Role, Tag
 from wire.options import Options
 from wire.parts import Buffer, encode
+from wire.payloads import PeerDetail
 from wire.process.keys import Keys
 from wire.process.traffic import Traffic
-from wire.transfer import Sealing, SegmentDescriptor, new_key
+from wire.transfer import MAX_SEALED_BYTES, Sealing, SegmentDescriptor, new_key
 from worker.executor.hash import LAYOUT, oracle
+from worker.transfer.peers import DecodePeer
 from worker.transfer.sealed import PATIENCE_S, SealedHub, SealedLink
 from worker.transfer.sockets import KVPlane, SealedPlane
 
@@ -316,6 +319,7 @@ class Ends(SealedPlane):
         self.up, self.ended, self.down = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.now = 0.0
         self.traffic = Traffic()
+        self.names: list[bytes] = []  # of connections, in order
 
     def link(
         self,
@@ -329,6 +333,7 @@ class Ends(SealedPlane):
             first()
             second()
 
+        self.names.append(name)
         up = partial(both, on_up, self.up.set)
         return super().link(name, endpoint, token, up, partial(both, on_end, self.ended.set))
 
@@ -380,9 +385,11 @@ async def test_a_way_that_is_lost_says_so_and_the_next_has_another_token() -> No
         assert dict(ends.traffic.dropped) == {"worker_lost": 1}
         async with entrance() as (door, heard):
             way.open(door.port, first)  # an answer to an offer from before
+            assert ends.names == [b"prefill-0-1/0"]
             door.expect(b"prefill-0-1", way.token)
             way.open(door.port, way.token)
             await heard_of(ends.up)
+            assert ends.names == [b"prefill-0-1/0", b"prefill-0-1/1"]
 
 
 async def test_a_way_that_is_refused_is_tried_again_with_another_token() -> None:
@@ -394,6 +401,36 @@ async def test_a_way_that_is_refused_is_tried_again_with_another_token() -> None
         door.expect(b"prefill-0-1", way.token)
         way.open(door.port, way.token)
         await heard_of(ends.up)
+        with capture_logs() as logs:
+            way.tick(ends.now + PATIENCE_S)
+        assert not logs
+
+
+async def test_who_is_lost_takes_the_other_way_along() -> None:
+    plane, heard, failed = KVPlane(1000), asyncio.Event(), asyncio.Event()
+    hub = plane.hub(lambda *_: heard.set(), lambda _: None)
+    endpoint = hub.bind("tcp://127.0.0.1:0")
+    async with way_to(endpoint) as (way, _):
+        detail = PeerDetail(rank=0, epoch=1, kv_endpoint=endpoint)
+        peer = DecodePeer(detail, b"prefill-0-1", plane, Traffic(), 0.0, lambda *_: way)
+        peer.receivers[1] = cast(Any, SimpleNamespace(fail=lambda _: failed.set()))
+        peer.tell(KvCache(1, 0, 0))
+        await heard_of(heard)
+        way.open(1, first := way.token)
+        await hub.close()
+        await heard_of(failed)
+        assert way.token != first
+        await peer.close()
+    await plane.close()
+
+
+async def test_the_largest_segment_takes_the_way_with_its_tag() -> None:
+    async with way_to("tcp://127.0.0.1:5600") as (way, ends), entrance() as (door, heard):
+        door.expect(b"prefill-0-1", way.token)
+        way.open(door.port, way.token)
+        await heard_of(ends.up)
+        way.send(KvCache(1, 1, 1), bytes(48), bytes(MAX_SEALED_BYTES))
+        assert (await asyncio.wait_for(heard.get(), WAIT_S))[1] == KvCache(1, 1, 1)
 
 
 async def test_a_way_that_never_opens_is_said_once() -> None:

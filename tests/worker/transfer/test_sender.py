@@ -353,21 +353,24 @@ class HoldingPeer:
     """A socket that never lets go of a buffer by itself."""
 
     name = "decode-0"
-    detail = PeerDetail(rank=0, epoch=1, kv_endpoint="tcp://127.0.0.1:1")
     num_heard = 0
-    is_mute = False
+    is_mute, is_up = False, True
 
-    def __init__(self) -> None:
+    def __init__(self, num_expected: int = 3, kv_unasked_bytes: int = 0) -> None:
+        self.detail = PeerDetail(
+            rank=0, epoch=1, kv_endpoint="tcp://127.0.0.1:1", kv_unasked_bytes=kv_unasked_bytes
+        )
         self.receivers: dict[int, object] = {}
         self.sendings: list[Sending] = []
         self.has_all = asyncio.Event()
+        self._num_expected = num_expected
 
     def tell(self, *_: object) -> None: ...
 
-    def send(self, frame: object, descriptor: bytes, kv: memoryview, *, track: bool) -> Sending:
+    def send(self, frame: object, *payload: object, track: bool) -> Sending:
         assert track
         self.sendings.append(Sending())
-        if len(self.sendings) == 3:
+        if len(self.sendings) == self._num_expected:
             self.has_all.set()
         return self.sendings[-1]
 
@@ -457,9 +460,38 @@ async def test_it_is_not_forgotten_before_every_buffer_is_back() -> None:
     copies.close()
 
 
+async def test_it_is_not_forgotten_before_what_went_with_the_offer_is_back() -> None:
+    peer, copies = HoldingPeer(1, TOTAL), Copies()
+    end = asyncio.get_running_loop().create_future()
+
+    def make_sender(now: float) -> KVSender:
+        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
+
+    cache = HashKVCache(20, 16)
+    transfer = OutgoingTransfer(make_sender, peer, cache, copies, end.set_result)  # type: ignore[arg-type]
+    transfer.offer(tuple(range(20)), len(PROMPT), time.monotonic())
+    task = asyncio.create_task(transfer.run())
+    await peer.has_all.wait()
+    transfer.on_ack(KvCacheAck(1, TOTAL), Credit(TOTAL, 0, 1))
+    assert await end is transfer and transfer.sender.state is TransferState.DONE
+    assert not task.done()
+    peer.sendings[0].drop()
+    await task
+    copies.close()
+
+
 async def test_no_blocks_wait_for_a_connection_that_may_never_be() -> None:
     async with scripted_router() as router, running(router, "prefill", lease_s=0.3):
         router.announce("tcp://127.0.0.1:9", TOTAL)  # nobody listens there
         router.prefill(1, PROMPT, OPTIONS)
         await failed(router, 1, ErrorCode.TRANSFER_FAILED)
+        await router.until_free(Role.PREFILL)
+
+
+async def test_no_blocks_wait_for_a_connection_when_nobody_wants_them_any_more() -> None:
+    async with scripted_router() as router, running(router, "prefill"):
+        router.announce("tcp://127.0.0.1:9", TOTAL)  # nobody listens there
+        router.prefill(1, PROMPT, OPTIONS)
+        await router.receive(Tag.PREFILL_DONE)
+        router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
         await router.until_free(Role.PREFILL)
