@@ -55,7 +55,7 @@ class Transfer:
         self.error: WireError | None = None
         self.accepted_at: float | None = None
         self.finished_at: float | None = None
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._deadline = now + lease_s
         self._sealing: Sealing | None = None  # what its segments may be sealed with, until the end
 

@@ -214,8 +214,8 @@ class KVReceiver(Transfer):
         if self.is_claimed:
             self._renew(now)
         else:
-            self._claim_by = now + UNCLAIMED_LEASES * self._lease_s
-            self._deadline = now + FIRST_SEGMENT_LEASES * self._lease_s
+            self._claim_by = now + UNCLAIMED_LEASES * self.lease_s
+            self._deadline = now + FIRST_SEGMENT_LEASES * self.lease_s
         self._move(TransferState.RECEIVING)
         self._finish_if_complete(now)
         return self._ack()
@@ -414,7 +414,7 @@ class KVReceiver(Transfer):
             )
 
     def _renew(self, now: float) -> None:
-        self._deadline = min(now + self._lease_s, self._claim_by)
+        self._deadline = min(now + self.lease_s, self._claim_by)
 
     def _back(self, segment: Segment) -> None:
         if segment.number not in self._unpacking:
@@ -429,7 +429,7 @@ class KVReceiver(Transfer):
         if self.kv_bytes == self._expected_bytes:
             self._move(TransferState.DONE)
             self.finished_at = now
-            self._deadline = now + self._lease_s
+            self._deadline = now + self.lease_s
             self._count_time(now, 0)
 
     def _ack(self) -> Ack:

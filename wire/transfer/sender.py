@@ -172,7 +172,7 @@ class KVSender(Transfer):
         if self.is_over:
             return
         self._check_ack(ack, credit)
-        self._deadline = min(now + self._lease_s, self._end_by)
+        self._deadline = min(now + self.lease_s, self._end_by)
         if credit.credit == 0 and not credit.ready:
             return  # the offer waits for blocks
         if self.accepted_at is None:
@@ -191,7 +191,7 @@ class KVSender(Transfer):
             self._computed_tokens.append(num_tokens)
             self._computed_at.append(now)
             if num_tokens == self.num_tokens:
-                self._end_by = now + HANDOVER_LEASES * self._lease_s
+                self._end_by = now + HANDOVER_LEASES * self.lease_s
 
     def next_segment(self) -> Rectangle | None:
         """Claim the next rectangle that is computed and within the credit, if there is one."""
@@ -248,7 +248,7 @@ class KVSender(Transfer):
         )
         self.kv_bytes += num_bytes
         self._free_at = now
-        self._keepalive_at = now + self._lease_s / 3
+        self._keepalive_at = now + self.lease_s / 3
         if self.kv_bytes == self.total_bytes - self.skipped_bytes:
             self._move(TransferState.SENT)
         sent = pack_places(places) if places else kv
@@ -274,7 +274,7 @@ class KVSender(Transfer):
         """
         if self.is_over or now < self._keepalive_at:
             return None
-        self._keepalive_at = now + self._lease_s / 3
+        self._keepalive_at = now + self.lease_s / 3
         return KvCache(self.request_id, 0, 0)
 
     def _check_ack(self, ack: KvCacheAck, credit: Credit) -> None:

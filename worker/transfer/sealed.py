@@ -84,6 +84,10 @@ class SealedLink:
             raise
         self._traffic.say(parts)
 
+    def lose(self) -> None:
+        """Take the connection for lost: what it was given has not arrived."""
+        self._on_end()
+
     def tick(self, now: float) -> None:
         if self._link is not None and not self.is_up and now >= self._late_at:
             self._late_at = float("inf")

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from math import inf
 from typing import Final, NamedTuple
 
 import structlog
@@ -70,6 +71,8 @@ class OutgoingTransfer:
         self._block_table: tuple[int, ...] = ()
         self.is_offered = False
         self._num_heard = 0  # of the peer, before the offer
+        # When sealed segments were last acknowledged, or began to wait for that.
+        self._sealed_at = inf
         self._sendings: list[Sending] = []
         self._wake = asyncio.Event()
 
@@ -120,11 +123,14 @@ class OutgoingTransfer:
     # Answers of the decode worker, and other ends.
 
     def on_ack(self, ack: KvCacheAck, credit: Credit) -> None:
+        acked_bytes = self.sender.acked_bytes
         try:
             self.sender.on_ack(ack, credit, self._clock())
         except RemoteProtocolError as error:  # the sender has failed by it
             log.warning("bad ACK", request=self.request_id, reason=error.message)
             self.peer.tell(Cancel(self.request_id, error.code))
+        if self._sealed_at < inf and self.sender.acked_bytes > acked_bytes:
+            self._sealed_at = self._clock() if self.inflight_bytes else inf
         port = 0 if self.sender.is_in_memory else self.sender.sealed_port
         if port and self.peer.sealed is not None:
             self.peer.sealed.open(port, self.sender.token)
@@ -153,6 +159,8 @@ class OutgoingTransfer:
         if self.sender.expired(now):
             self.peer.is_mute = self.peer.num_heard == self._num_heard
             self.fail(TransferFailed(self.peer.name, "no answer within the lease"))
+        elif now >= self._sealed_at + self.sender.lease_s and self.peer.sealed is not None:
+            self.peer.sealed.lose()  # it is up, and nothing comes through
         elif (keepalive := self.sender.keepalive(now)) is not None:
             self.peer.tell(keepalive)
 
@@ -219,6 +227,7 @@ class OutgoingTransfer:
         if read.is_sealed:
             assert self.peer.sealed is not None
             self.peer.sealed.send(*segment)  # what is sealed is a copy: no block has to wait for it
+            self._sealed_at = min(self._sealed_at, self._clock())
             return
         self._keep(self.peer.send(*segment, track=True))
 

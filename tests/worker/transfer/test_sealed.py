@@ -288,7 +288,7 @@ async def test_two_workers_with_keys_seal_and_their_logs_do_not_say_with_what(ke
     with capture_logs() as logs:
         async with (
             scripted_router(Keys(keys, "router")) as router,
-            running(router, "decode", keys=keys) as decode,
+            running(router, "decode", keys=keys, kv_unasked_bytes=0) as decode,
             running(router, "prefill", keys=keys, kv_shared_memory="off") as prefill,
         ):
             request_id, traffic = 0, decode.worker.role.sealed_traffic

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -431,6 +432,42 @@ async def test_segments_are_packed_at_a_time_and_sent_in_order(num_at_once: int)
     assert await end is transfer and transfer.sender.state is TransferState.DONE
     await task
     assert numbers == [1, 2, 3]
+    copies.close()
+
+
+async def test_a_connection_that_passes_no_sealed_segment_is_taken_for_lost() -> None:
+    """The peer answers, over CURVE; but for a lease it acknowledges nothing of what was sealed."""
+    sent, lost = asyncio.Queue[int](), list[float]()
+    now, port, key = [0.0], 5601, bytes(32)
+    peer: Any = HoldingPeer()
+    peer.sealed = SimpleNamespace(
+        is_up=True,
+        open=lambda port, token: None,
+        send=lambda frame, *_: sent.put_nowait(frame.segment),
+        lose=lambda: lost.append(now[0]),
+    )
+
+    def make_sender(at: float) -> KVSender:
+        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=at, key=key, token=key)
+
+    copies = Copies()
+    transfer = OutgoingTransfer(
+        make_sender, peer, HashKVCache(20, 16), copies, lambda _: None, lambda: now[0]
+    )
+    transfer.offer(tuple(range(20)), len(PROMPT), 0.0)
+    task = asyncio.create_task(transfer.run())
+    for kv_bytes in (0, STEP):
+        transfer.on_ack(KvCacheAck(1, kv_bytes), Credit(kv_bytes + STEP, 0, 0, 0, port))
+        await asyncio.wait_for(sent.get(), 10)
+        now[0] += 29.0
+        transfer.on_ack(KvCacheAck(1, kv_bytes), Credit(kv_bytes + STEP, 0, 0, 0, port))
+        transfer.tick(now[0])
+        assert not lost
+    now[0] += 1.0
+    transfer.tick(now[0])
+    assert lost == [59.0]
+    transfer.cancel()
+    await task
     copies.close()
 
 
