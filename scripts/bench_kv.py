@@ -8,8 +8,9 @@
 Two real workers without a model, Llama-8B's KV (32 layers x 8 heads x 128, bfloat16), blocks
 wherever they lie.  First, KV is written and compared at the other end.  Then transfers are timed,
 from the offer to the last ACK, in turns with the floor: `zmq+` of `kv_floor.py`, or its `memory`.
-With keys KV is sealed over TCP (SPEC 6.9), but for `tcp+curve`, and not over ipc.
-A segment is 2 MiB; CPU seconds are user and kernel, of prefill + decode worker; `switches` are
+With keys KV is sealed over TCP (SPEC 6.9), but for `tcp+curve`, and not over ipc.  With `--split`
+each worker has cores of its own, as the router gives local workers where there are enough.  A
+segment is 2 MiB; CPU seconds are user and kernel, of prefill + decode worker; `switches` are
 voluntary context switches and `jobs` what the transfer threads were given, of both, a segment.
 """
 
@@ -22,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,6 +55,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=16, help="transfers of --each tokens")
     parser.add_argument("--each", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--split", action="store_true", help="each worker on half of the cores")
     parser.add_argument("--small", action="store_true", help="prompts of the demo's size only")
     parser.add_argument("--short", action="store_true", help="check only, with a small layout")
     args = parser.parse_args()
@@ -108,7 +111,8 @@ async def measure(way: str, settings: dict[str, Any], args: argparse.Namespace) 
     sizes = [(num_tokens, 1) for num_tokens in args.tokens] + [(args.each, args.at_once)]
     most = max(num_tokens * count for num_tokens, count in sizes)
     limits = {"num_blocks": most // BLOCK_SIZE + args.at_once, "max_model_len": most + BLOCK_SIZE}
-    async with pair(LLAMA_8B, **limits, max_ubatch_tokens=most, **settings) as workers:
+    workers_of = partial(pair, LLAMA_8B, is_split=args.split, max_ubatch_tokens=most)
+    async with workers_of(**limits, **settings) as workers:
         await check_marks(workers)
         floor_way = "memory" if way == "memory" else "zmq+"
         floors: list[float] = []

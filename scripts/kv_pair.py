@@ -54,6 +54,7 @@ from wire.payloads import (
     encode_map,
     encode_prompt,
 )
+from wire.process.cores import format_cores, own_cores, parse_cores, run_on
 from wire.process.keys import Keys, open_keys
 from wire.process.lifetime import Stop, run
 from wire.process.log import configure
@@ -179,6 +180,8 @@ def serve(pipe: Pipe, layout: KVLayout, settings: dict[str, Any]) -> None:
     """Be one worker until told to stop; answer what comes over the pipe with what was used."""
     config = Config(**settings)
     configure(config.log_level)
+    if config.cores:
+        run_on(parse_cores(config.cores))
 
     def answer(stop: Stop) -> None:
         try:
@@ -330,8 +333,13 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(layout: KVLayout, **settings: Any) -> AsyncIterator[Pair]:
-    """Two workers with these settings; `kv_bind` and `keys` are among them."""
+async def pair(layout: KVLayout, *, is_split: bool = False, **settings: Any) -> AsyncIterator[Pair]:
+    """Two workers with these settings, `kv_bind` and `keys` among them; each on half of the cores
+    if that `is_split`.
+    """
+    cores = sorted(own_cores())
+    half = len(cores) // 2
+    parts = {Role.DECODE: cores[:half], Role.PREFILL: cores[half:]} if is_split else {}
     context = mp.get_context("spawn")
     it = Pair(layout, open_keys(settings.get("keys"), "router"))
     common = {
@@ -346,6 +354,7 @@ async def pair(layout: KVLayout, **settings: Any) -> AsyncIterator[Pair]:
         for role in (Role.DECODE, Role.PREFILL):
             pipes[role], theirs = context.Pipe()
             chosen = {**common, "role": role.name.lower()}
+            chosen["cores"] = format_cores(parts.get(role, ()))
             process = context.Process(target=serve, args=(theirs, layout, chosen), daemon=True)
             process.start()
             theirs.close()
