@@ -135,6 +135,10 @@ async def test_silence_is_broken_by_a_comment() -> None:
     client.writer.tick()
     assert await client.bodies.get() == PING
     assert client.writer.is_started
+    client.writer.wake()  # as a token does that is held back: there is nothing to say
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert client.bodies.empty()
     client.say("a")
     assert text_of(await client.bodies.get()) == "a"
     client.writer.disconnect()
@@ -171,6 +175,24 @@ async def test_a_write_that_stalls_is_cut() -> None:
     client.may_write.set()
     with pytest.raises(Disconnected):
         await task
+
+
+async def test_a_client_that_read_late_once_is_not_cut_for_it_later() -> None:
+    client = Client()
+    client.may_write.clear()
+    task = client.stream()
+    client.say("a")
+    await client.is_writing.wait()
+    client.may_write.set()
+    assert text_of(await client.bodies.get()) == "a"
+    client.say("b")
+    assert text_of(await client.bodies.get()) == "b"
+    client.now = module.STALL_S + 1
+    client.writer.tick()
+    client.writer.overrun()
+    assert not client.writer.is_cut
+    client.sink.on_done(Usage(finish_reason="stop"))
+    await task
 
 
 async def test_tokens_that_pile_up_cut_a_blocked_write_only() -> None:
