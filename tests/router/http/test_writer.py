@@ -88,19 +88,23 @@ def text_of(body: bytes) -> str:
 
 async def test_a_stream_to_its_end() -> None:
     client = Client()
+    client.now = 1.0
     task = client.stream()
     client.say("ab")
     assert text_of(await client.bodies.get()) == "ab"
-    client.now = 0.5
+    client.now = 1.5
     client.say("cd")
     assert text_of(await client.bodies.get()) == "cd"
+    client.now = 1.75
+    client.say("e")
+    assert text_of(await client.bodies.get()) == "e"
     client.sink.on_done(Usage(finish_reason="stop"))
     assert (await client.bodies.get()).endswith(DONE)
     await task
     start, *bodies = client.sent
     assert (start["status"], (b"x", b"y") in start["headers"]) == (200, True)
-    assert [body["more_body"] for body in bodies] == [True, True, False]
-    assert client.tokens == [(0.5, 2)]
+    assert [body["more_body"] for body in bodies] == [True, True, True, False]
+    assert client.tokens == [(0.5, 2), (0.25, 1)]
 
 
 async def test_nothing_is_said_before_the_first_token() -> None:
@@ -146,6 +150,22 @@ async def test_silence_is_broken_by_a_comment() -> None:
         await task
 
 
+async def test_where_tokens_come_no_comment_is_due() -> None:
+    client = Client()
+    task = client.stream()
+    client.now = module.PING_S
+    client.writer.tick()
+    client.say("a")  # in the turn in which a comment was to go
+    assert text_of(await client.bodies.get()) == "a"
+    client.now += module.PING_S - 1
+    client.writer.tick()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert client.bodies.empty()
+    client.sink.on_done(Usage(finish_reason="stop"))
+    await task
+
+
 async def test_a_client_that_leaves() -> None:
     client = Client()
     task = client.stream()
@@ -155,8 +175,11 @@ async def test_a_client_that_leaves() -> None:
         return incoming.pop(0)
 
     await wait_for_disconnect(receive, client.writer)
+    client.say("a")
     with pytest.raises(Disconnected):
         await task
+    await asyncio.sleep(0)
+    assert client.sent == []
 
 
 async def test_a_write_that_stalls_is_cut() -> None:
@@ -270,6 +293,23 @@ async def test_tokens_that_come_while_a_write_waits_go_out_together() -> None:
     assert text_of(await client.bodies.get()) == "bcd"
     client.sink.on_done(Usage(finish_reason="stop"))
     await task
+
+
+async def test_an_answer_is_over_when_its_last_write_is() -> None:
+    client = Client()
+    task = client.stream()
+    client.say("a")
+    await client.bodies.get()
+    client.may_write.clear()
+    client.is_writing.clear()
+    client.sink.on_done(Usage(finish_reason="stop"))
+    await client.is_writing.wait()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not task.done()
+    client.may_write.set()
+    await task
+    assert client.sent[-1]["body"].endswith(DONE)
 
 
 async def test_a_server_that_breaks_ends_its_own_request_only() -> None:

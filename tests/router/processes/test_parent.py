@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import structlog
+from prometheus_client import CollectorRegistry, Counter
 
 from router.config import Config
-from router.processes.parent import serve_by_several
+from router.processes.parent import Process, serve_by_several
+from router.processes.summed import figures
 from tests.scarce import no_descriptor_left
 from wire.process.lifetime import Stop
 
@@ -69,6 +71,16 @@ async def parent(directory: Path, bus: str = "tcp://127.0.0.1:0") -> AsyncIterat
             await started.serving
     finally:
         structlog.configure(processors=before)
+
+
+def test_what_a_process_has_counted_is_taken_over_once_when_it_is_gone() -> None:
+    process, registry = Process(1, "tcp://127.0.0.1:5601"), CollectorRegistry()
+    Counter("baton_requests", "Ends.", registry=registry).inc()
+    process.is_listening, process.figures = True, figures(registry.collect())
+    assert [family.name for family in process.forget()] == ["baton_requests"]
+    assert process.forget() == []
+    assert not process.is_listening, "nobody is to wait for its answers"
+    assert process.drained.is_set(), "nor for its clients"
 
 
 def is_gone(pid: int) -> bool:

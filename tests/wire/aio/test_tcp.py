@@ -117,6 +117,7 @@ async def test_what_is_sent_in_a_turn_leaves_together(house: House) -> None:
             )
         assert await client.next_message() == Message(DecodeDone(7))
     assert waiting == [24, 48, 72]
+    assert (await house.handlers.get()).connection.buffered_bytes == 0
 
 
 async def test_what_was_said_in_the_turn_of_a_clients_end_still_goes(house: House) -> None:
@@ -435,9 +436,13 @@ async def test_nothing_is_kept_for_a_connection_that_has_ended(house: House) -> 
 
 
 async def test_what_waits_for_a_client_is_bounded(house: House) -> None:
+    most = 0
+
     def flood(told: Told, message: Message) -> None:
+        nonlocal most
         for _ in range(1000):
             told.connection.send(DecodeToken(1, 1), bytes(64 * KIB))
+            most = max(most, told.connection.buffered_bytes)
 
     # What is written at once is far less than what may wait: it is the sum that counts.
     limits = Limits(max_write_bytes=1024 * KIB, high_water_bytes=64 * KIB, stall_s=1.0)
@@ -446,6 +451,7 @@ async def test_what_waits_for_a_client_is_bounded(house: House) -> None:
         told = await house.handlers.get()
         error = await told.closed
         assert isinstance(error, WireError) and error.code is ErrorCode.OVERLOADED
+    assert most < 2 * limits.max_write_bytes, "however much is said in one turn"
 
 
 async def test_a_slow_client_that_reads_gets_everything(house: House) -> None:
