@@ -308,6 +308,7 @@ async def test_an_answer_is_over_when_its_last_write_is() -> None:
         await asyncio.sleep(0)
     assert not task.done()
     client.may_write.set()
+    client.writer.disconnect()  # as who has all of it may
     await task
     assert client.sent[-1]["body"].endswith(DONE)
 
