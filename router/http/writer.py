@@ -164,7 +164,7 @@ class ResponseWriter:
     async def _until_over(self, completion: Completion, advance: Callable[[], bytes]) -> None:
         self._advance = advance
         self.wake()  # something may have come already
-        while self._rest is not None or not completion.is_over:
+        while not completion.is_over:
             await self._signal.wait()
             self._signal.clear()
             if self._error is not None:

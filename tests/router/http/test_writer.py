@@ -88,19 +88,23 @@ def text_of(body: bytes) -> str:
 
 async def test_a_stream_to_its_end() -> None:
     client = Client()
+    client.now = 1.0
     task = client.stream()
     client.say("ab")
     assert text_of(await client.bodies.get()) == "ab"
-    client.now = 0.5
+    client.now = 1.5
     client.say("cd")
     assert text_of(await client.bodies.get()) == "cd"
+    client.now = 1.75
+    client.say("e")
+    assert text_of(await client.bodies.get()) == "e"
     client.sink.on_done(Usage(finish_reason="stop"))
     assert (await client.bodies.get()).endswith(DONE)
     await task
     start, *bodies = client.sent
     assert (start["status"], (b"x", b"y") in start["headers"]) == (200, True)
-    assert [body["more_body"] for body in bodies] == [True, True, False]
-    assert client.tokens == [(0.5, 2)]
+    assert [body["more_body"] for body in bodies] == [True, True, True, False]
+    assert client.tokens == [(0.5, 2), (0.25, 1)]
 
 
 async def test_nothing_is_said_before_the_first_token() -> None:
@@ -135,11 +139,31 @@ async def test_silence_is_broken_by_a_comment() -> None:
     client.writer.tick()
     assert await client.bodies.get() == PING
     assert client.writer.is_started
+    client.writer.wake()  # as a token does that is held back: there is nothing to say
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert client.bodies.empty()
     client.say("a")
     assert text_of(await client.bodies.get()) == "a"
     client.writer.disconnect()
     with pytest.raises(Disconnected):
         await task
+
+
+async def test_where_tokens_come_no_comment_is_due() -> None:
+    client = Client()
+    task = client.stream()
+    client.now = module.PING_S
+    client.writer.tick()
+    client.say("a")  # in the turn in which a comment was to go
+    assert text_of(await client.bodies.get()) == "a"
+    client.now += module.PING_S - 1
+    client.writer.tick()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert client.bodies.empty()
+    client.sink.on_done(Usage(finish_reason="stop"))
+    await task
 
 
 async def test_a_client_that_leaves() -> None:
@@ -151,8 +175,11 @@ async def test_a_client_that_leaves() -> None:
         return incoming.pop(0)
 
     await wait_for_disconnect(receive, client.writer)
+    client.say("a")
     with pytest.raises(Disconnected):
         await task
+    await asyncio.sleep(0)
+    assert client.sent == []
 
 
 async def test_a_write_that_stalls_is_cut() -> None:
@@ -171,6 +198,24 @@ async def test_a_write_that_stalls_is_cut() -> None:
     client.may_write.set()
     with pytest.raises(Disconnected):
         await task
+
+
+async def test_a_client_that_read_late_once_is_not_cut_for_it_later() -> None:
+    client = Client()
+    client.may_write.clear()
+    task = client.stream()
+    client.say("a")
+    await client.is_writing.wait()
+    client.may_write.set()
+    assert text_of(await client.bodies.get()) == "a"
+    client.say("b")
+    assert text_of(await client.bodies.get()) == "b"
+    client.now = module.STALL_S + 1
+    client.writer.tick()
+    client.writer.overrun()
+    assert not client.writer.is_cut
+    client.sink.on_done(Usage(finish_reason="stop"))
+    await task
 
 
 async def test_tokens_that_pile_up_cut_a_blocked_write_only() -> None:
@@ -248,6 +293,24 @@ async def test_tokens_that_come_while_a_write_waits_go_out_together() -> None:
     assert text_of(await client.bodies.get()) == "bcd"
     client.sink.on_done(Usage(finish_reason="stop"))
     await task
+
+
+async def test_an_answer_is_over_when_its_last_write_is() -> None:
+    client = Client()
+    task = client.stream()
+    client.say("a")
+    await client.bodies.get()
+    client.may_write.clear()
+    client.is_writing.clear()
+    client.sink.on_done(Usage(finish_reason="stop"))
+    await client.is_writing.wait()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not task.done()
+    client.may_write.set()
+    client.writer.disconnect()  # as who has all of it may
+    await task
+    assert client.sent[-1]["body"].endswith(DONE)
 
 
 async def test_a_server_that_breaks_ends_its_own_request_only() -> None:

@@ -79,6 +79,26 @@ async def test_an_answer_that_nobody_waits_for_any_more_is_dropped() -> None:
             assert await one.ask(FindResponse("", ""), str) == "FindResponse"
 
 
+async def test_an_answer_that_nobody_will_hear_is_given_up() -> None:
+    begun, given_up = asyncio.Event(), asyncio.Event()
+
+    async def never(question: object) -> object:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+        return None
+
+    async with channels(named, never) as (one, _):
+        asking = asyncio.create_task(one.ask(AskState(), str))
+        await begun.wait()
+        await one.close()
+        await asyncio.wait_for(given_up.wait(), 10)
+        with pytest.raises(ConnectionError):
+            await asking
+
+
 async def test_who_waits_is_told_that_the_other_end_is_gone() -> None:
     async def never(question: object) -> object:
         await asyncio.Event().wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -10,11 +11,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import structlog
+from prometheus_client import CollectorRegistry, Counter
 
 from router.config import Config
-from router.processes.parent import serve_by_several
+from router.processes.parent import OURS_ALONE, Process, serve_by_several
+from router.processes.summed import figures
 from tests.scarce import no_descriptor_left
 from wire.process.lifetime import Stop
 
@@ -71,21 +75,73 @@ async def parent(directory: Path, bus: str = "tcp://127.0.0.1:0") -> AsyncIterat
         structlog.configure(processors=before)
 
 
+def test_what_a_process_has_counted_is_taken_over_once_when_it_is_gone() -> None:
+    process, registry = Process(1, "tcp://127.0.0.1:5601"), CollectorRegistry()
+    Counter("baton_requests", "Ends.", registry=registry).inc()
+    process.is_listening, process.figures = True, figures(registry.collect())
+    assert [family.name for family in process.forget()] == ["baton_requests"]
+    assert process.forget() == []
+    assert not process.is_listening, "nobody is to wait for its answers"
+    assert process.drained.is_set(), "nor for its clients"
+
+
 def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
+def environ_of(pid: int) -> list[str]:
+    return [each.split("=")[0] for each in Path(f"/proc/{pid}/environ").read_text().split("\0")]
+
+
 async def test_one_that_is_asked_to_end_begins_again_and_the_other_does_not_notice(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in OURS_ALONE:
+        monkeypatch.setenv(name, "1")
     async with parent(tmp_path) as it:
         await until(it.ready.exists)
+        environ = environ_of(it.pids(0)[0])
+        assert not [name for name in OURS_ALONE if name in environ]
         ready = it.ready.read_text()
         os.kill(it.pids(1)[0], signal.SIGTERM)
         await until(lambda: len(it.pids(1)) == 2)
         assert len(it.pids(0)) == 1 and it.ready.read_text() == ready
     assert it.serving.result() == 0
     assert all(is_gone(pid) for index in (0, 1) for pid in it.pids(index))
+
+
+async def test_counters_do_not_fall_however_often_a_process_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.processes.parent.MIN_PAUSE_S", 0.01)
+
+    counter = 'baton_http_requests_total{endpoint="completions"'
+
+    async def ask(path: str, **body: object) -> str:
+        # A connection each: they reach both.
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+            return (await (client.post(path, json=body) if body else client.get(path))).text
+
+    async def counted() -> list[str]:
+        lines = (await ask("/metrics")).splitlines()
+        return [line for line in lines if line.startswith(counter)]
+
+    async def die() -> None:
+        lives = it.pids(1)
+        os.kill(lives[-1], signal.SIGKILL)
+        await until(lambda: it.pids(1) != lives)
+
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        url = json.loads(it.ready.read_text())["http"]
+        for _ in range(12):
+            await ask("/v1/completions", prompt=[1, 2], max_tokens=1)
+        before = await counted()
+        assert [float(line.split()[-1]) for line in before] == [12.0]
+        await die()
+        assert await counted() == before
+        await die()
+        assert await counted() == before
 
 
 async def test_one_that_is_stuck_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

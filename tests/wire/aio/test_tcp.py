@@ -13,9 +13,10 @@ import pytest
 from wire.aio.tcp import MAX_AT_ONCE, Connection, Limits, Server, serve
 from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
-from wire.frames import Cancel, DecodeDone, DecodeToken, Error
+from wire.frames import Cancel, DecodeDone, DecodeToken, Error, Tag
 from wire.parts import Message
 from wire.payloads import ErrorDetail, decode_map
+from wire.process.traffic import Traffic
 from wire.stream import StreamDecoder, encode
 
 KIB = 1024
@@ -53,13 +54,14 @@ class House:
         self,
         limits: Limits | None = None,
         answer: Callable[[Told, Message], None] = lambda told, message: None,
+        traffic: Traffic | None = None,
     ) -> Server:
         def make_handler(connection: Connection) -> Told:
             told = Told(connection, answer)
             self.handlers.put_nowait(told)
             return told
 
-        server = await serve("127.0.0.1", 0, make_handler, limits)
+        server = await serve("127.0.0.1", 0, make_handler, limits, traffic=traffic)
         self._servers.append(server)
         return server
 
@@ -115,6 +117,43 @@ async def test_what_is_sent_in_a_turn_leaves_together(house: House) -> None:
             )
         assert await client.next_message() == Message(DecodeDone(7))
     assert waiting == [24, 48, 72]
+    assert (await house.handlers.get()).connection.buffered_bytes == 0
+
+
+async def test_what_was_said_in_the_turn_of_a_clients_end_still_goes(house: House) -> None:
+    def answer(told: Told, message: Message) -> None:
+        first.connection.send(DecodeDone(1))
+
+    server = await house.serve(answer=answer)
+    address = "127.0.0.1", server.port
+    with socket.create_connection(address) as ending:
+        first = await house.handlers.get()
+        with socket.create_connection(address) as other:
+            await house.handlers.get()
+            # The server reads both in one turn of its loop, in this order.
+            other.sendall(b"".join(encode(Cancel(1, 0))))
+            ending.shutdown(socket.SHUT_WR)
+            assert await first.closed is None
+        ending.setblocking(False)
+        octets = await asyncio.get_running_loop().sock_recv(ending, KIB)
+    assert octets == b"".join(encode(DecodeDone(1)))
+
+
+async def test_each_frame_is_counted(house: House) -> None:
+    def answer(told: Told, message: Message) -> None:
+        for token_id in range(3):
+            told.connection.send_token(7, token_id)
+        told.connection.send(DecodeDone(7))
+
+    traffic = Traffic()
+    server = await house.serve(answer=answer, traffic=traffic)
+    async with await connect("127.0.0.1", server.port) as client:
+        for _ in range(2):
+            client.send(Cancel(1, 0))
+            while (message := await client.next_message()) != Message(DecodeDone(7)):
+                assert message is not None
+    assert traffic.sent == {Tag.DECODE_TOKEN: 6, Tag.DECODE_DONE: 2}
+    assert traffic.received == {Tag.CANCEL: 2}
 
 
 async def test_others_have_a_turn_however_much_came_at_once(house: House) -> None:
@@ -397,15 +436,22 @@ async def test_nothing_is_kept_for_a_connection_that_has_ended(house: House) -> 
 
 
 async def test_what_waits_for_a_client_is_bounded(house: House) -> None:
+    most = 0
+
     def flood(told: Told, message: Message) -> None:
+        nonlocal most
         for _ in range(1000):
             told.connection.send(DecodeToken(1, 1), bytes(64 * KIB))
+            most = max(most, told.connection.buffered_bytes)
 
-    server = await house.serve(Limits(max_write_bytes=256 * KIB), answer=flood)
+    # What is written at once is far less than what may wait: it is the sum that counts.
+    limits = Limits(max_write_bytes=1024 * KIB, high_water_bytes=64 * KIB, stall_s=1.0)
+    server = await house.serve(limits, answer=flood)
     with deaf_client(server.port):
         told = await house.handlers.get()
         error = await told.closed
         assert isinstance(error, WireError) and error.code is ErrorCode.OVERLOADED
+    assert most < 2 * limits.max_write_bytes, "however much is said in one turn"
 
 
 async def test_a_slow_client_that_reads_gets_everything(house: House) -> None:

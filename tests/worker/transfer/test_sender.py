@@ -21,6 +21,7 @@ from tests.worker.scripted import (
     running_prefill,
     scripted_router,
 )
+from wire.aio.tokens import new_token
 from wire.aio.zmq import Sending
 from wire.errors import ErrorCode
 from wire.frames import Cancel, DecodeRequest, Error, KvCache, KvCacheAck, PrefillDone, Role, Tag
@@ -31,6 +32,7 @@ from wire.transfer import (
     Rectangle,
     SegmentDescriptor,
     TransferState,
+    new_key,
     segment_digest,
     unasked_segments,
 )
@@ -395,6 +397,29 @@ def test_a_peer_that_answers_others_is_not_mute(num_heard: int) -> None:
     transfer.tick(31.0)
     assert transfer.sender.state is TransferState.FAILED
     assert peer.is_mute == (num_heard == 0)
+
+
+@pytest.mark.parametrize("is_in_memory", [False, True])
+def test_no_sealed_connection_is_opened_for_what_is_read_where_it_lies(is_in_memory: bool) -> None:
+    peer: Any = HoldingPeer()
+    opened: list[int] = []
+    peer.sealed = SimpleNamespace(open=lambda port, token: opened.append(port))
+    key, token = new_key(), new_token()
+
+    def make_sender(now: float) -> KVSender:
+        limits: dict[str, Any] = {"max_bytes": TOTAL, "lease_s": 30, "now": now}
+        return KVSender(1, LAYOUT, PROMPT, **limits, memory="/memory", key=key, token=token)
+
+    copies: Any = None  # nothing is packed
+    transfer = OutgoingTransfer(
+        make_sender, peer, HashKVCache(20, 16), copies, lambda _: None, lambda: 0.0
+    )
+    transfer.offer(tuple(range(20)), 0, 0.0)
+    transfer.sender.offer()
+    credit = Credit(TOTAL, 0, 0, in_memory=int(is_in_memory), sealed_port=5601)
+    transfer.on_ack(KvCacheAck(1, 0), credit)
+    assert transfer.sender.is_in_memory == is_in_memory
+    assert opened == ([] if is_in_memory else [5601])
 
 
 @pytest.mark.parametrize("num_at_once", [1, 3])

@@ -238,6 +238,28 @@ def test_the_last_token_waits_for_the_end(stops: tuple[str, ...]) -> None:
     assert subject.num_tokens == 2
 
 
+def test_the_last_token_keeps_its_scores_while_it_waits() -> None:
+    subject = choice(has_logprobs=True)
+    subject.max_tokens = 2
+    for token_id, logprob in zip(ids("ab"), (-1.0, -2.0), strict=True):
+        subject.on_token(token_id, Logprobs(logprob=logprob))
+    pieces = subject.take()
+    done(subject, "length")
+    pieces += subject.take()
+    scores = [score.logprobs for piece in pieces for score in piece.scores]
+    assert scores == [Logprobs(logprob=-1.0), Logprobs(logprob=-2.0)]
+
+
+def test_the_last_token_is_not_lost_when_an_error_comes_for_the_end() -> None:
+    subject = choice()
+    subject.max_tokens = 2
+    say(subject, "ab")
+    assert subject.take_texts() is None, "the last one waits for the end"
+    assert texts(subject.take()) == [("a", None)]
+    subject.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
+    assert texts(subject.take()) == [("b", None)]
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_but_not_for_one_that_does_not_come(is_first: bool) -> None:
     subject = choice("a")
@@ -531,6 +553,23 @@ def test_very_much_is_taken_in_parts_and_nothing_is_lost() -> None:
     assert texts == ["ab" * MAX_AT_ONCE] * 2 and parts == 4
     assert [choice.finish_reason for choice in subject.choices] == ["length"] * 2
     assert subject.take() == []
+
+
+def test_a_turn_has_a_bound_however_many_choices_there_are() -> None:
+    subject, _ = started(core := Core(), 3)
+    for sink in core.sinks:
+        for token_id in ids("a") * (MAX_AT_ONCE // 2 + 1):
+            sink.on_token(token_id, None)
+    assert sum(len(pieces) for _, pieces in subject.take()) == MAX_AT_ONCE
+
+
+def test_new_tokens_are_counted_however_they_are_taken() -> None:
+    subject, _ = started(core := Core(), 1)
+    say(core.sinks[0], "abc")
+    assert subject.take_texts() is not None and subject.num_new_tokens == 3
+    say(core.sinks[0], "de")
+    subject.take()
+    assert subject.num_new_tokens == 2
 
 
 @given(
