@@ -159,10 +159,10 @@ class Series:
         self._used: dict[str, float] = {"cpu_s": 0.0, "switches": 0.0, "jobs": 0.0}
 
     async def run(self, workers: Pair) -> None:
-        """Move about 1 GiB."""
+        """Move about 1 GiB, or what is more as often as the floor does."""
         num_bytes = self._num_tokens * self._count * LLAMA_8B.token_bytes
         before = await workers.figures()
-        for _ in range(max(1, (1 << 30) // num_bytes)):
+        for _ in range(max(kv_floor.REPEATS, (1 << 30) // num_bytes)):
             self._turns.append(await workers.move(self._num_tokens, self._count))
         after = await workers.figures()
         for name in self._used:
