@@ -20,7 +20,7 @@ import structlog
 
 from router.config import Config
 from router.cores import plan
-from wire.process.children import die_with_parent, same_release
+from wire.process.children import start_child
 from wire.process.cores import format_cores, nodes, own_cores, physical_cores, quota
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, SharedSettings
 
@@ -115,14 +115,8 @@ class LocalWorkers:
         log.info("the rank is free again", worker=name)
 
     async def _run(self, role: str, rank: int) -> int:
-        # In a session of its own: Ctrl-C reaches only the router, which then ends its workers.
-        process = await asyncio.create_subprocess_exec(
-            *command(self._config, self._bus, role, rank),
-            stdin=asyncio.subprocess.DEVNULL,
-            env=environment(os.environ, self._places.get((role, rank), frozenset())),
-            start_new_session=True,
-            preexec_fn=die_with_parent(),
-        )
+        environ = environment(os.environ, self._places.get((role, rank), frozenset()))
+        process = await start_child(command(self._config, self._bus, role, rank), environ)
         self._processes[role, rank] = process
         log.info("local worker started", worker=f"{role}-{rank}", pid=process.pid)
         if self._is_stopping:  # `stop` has signalled the others already.
@@ -156,14 +150,13 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment of a worker: ours, without the variables that set up the router.
 
-    Its path for imports begins with ours, so that it runs the same release.  Its cores are said
-    here and not by a flag, so that others, said as a flag or a variable, win.
+    Its cores are said here and not by a flag, so that others, said as a flag or a variable, win.
     """
     dropped = {f"BATON_{name.upper()}" for name in Config.model_fields}
     kept = {name: value for name, value in ours.items() if name.upper() not in dropped}
     if cores:
         kept.setdefault("BATON_CORES", format_cores(cores))
-    return same_release(kept)
+    return kept
 
 
 def _signal(process: asyncio.subprocess.Process, number: int) -> None:

@@ -47,7 +47,7 @@ from router.processes.channel import (
 from router.processes.siblings import VARIABLE
 from router.processes.summed import Figures, summed, without_gauges
 from wire.aio.listener import reserve
-from wire.process.children import die_with_parent, same_release
+from wire.process.children import start_child
 from wire.process.lifetime import Stop, keep_watchdog, notify
 
 log = structlog.get_logger("router")
@@ -58,7 +58,7 @@ SILENCE: Final = object()
 # As in the unit: an event loop that stands still for this long is broken.
 STUCK_S: Final = 15.0
 # Variables of systemd that are for this process alone.
-OURS_ALONE: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+PARENT_ONLY: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class Process:
@@ -71,7 +71,8 @@ class Process:
         self.child: asyncio.subprocess.Process | None = None
         self.is_listening = self.has_listened = False
         self.drained = asyncio.Event()
-        self.silent_s = 0.0
+        self.heard_at = 0.0
+        self.is_aborted = False
         self.state: ProcessState | None = None
         self.figures: Figures = []
 
@@ -84,7 +85,7 @@ class Process:
     def forget(self) -> Figures:
         """Take that it is gone; return its counters, which still count."""
         self.channel = self.child = self.state = None
-        self.is_listening, self.silent_s = False, 0.0
+        self.is_listening = self.is_aborted = False
         self.drained.set()
         counters, self.figures = without_gauges(self.figures), []
         return counters
@@ -108,18 +109,18 @@ class Processes:
         self._is_stopping = False
         self._endpoints: dict[str, str] = {}
         self._try_this = ""
-        self._of_the_dead: Figures = []
+        self._ended_counters: Figures = []
 
     async def serve(self, stop: Stop) -> int:
         """Run them until asked to stop; return the exit status."""
-        lives = [self._start(self._look_after(process)) for process in self._all]
+        loops = [self._start(self._look_after(process)) for process in self._all]
         stopped, begun = self._start(stop.wait()), self._start(self._begin())
-        # A life ends before that only if the process never served: its settings cannot work.
-        await asyncio.wait([stopped, begun, *lives], return_when=asyncio.FIRST_COMPLETED)
+        # A loop ends before that only if its process never served: the settings cannot work.
+        await asyncio.wait([stopped, begun, *loops], return_when=asyncio.FIRST_COMPLETED)
         if begun.done():
             begun.result()  # it does not end but by an error
         begun.cancel()
-        failed = [max(life.result(), 0) or 1 for life in lives if life.done()]
+        failed = [max(each.result(), 0) or 1 for each in loops if each.done()]
         await self._stop(self._config.drain_s if stopped.done() else 0.0)
         return failed[0] if failed else 0
 
@@ -195,7 +196,7 @@ class Processes:
             except (OSError, RuntimeError) as error:  # no memory, descriptor or thread to be had
                 log.error("cannot start router process", process=process.index, reason=str(error))
                 status = 1
-            self._of_the_dead = summed([self._of_the_dead, process.forget()])
+            self._ended_counters = summed([self._ended_counters, process.forget()])
             if self._is_stopping or not process.has_listened:
                 return status
             if loop.time() - started_at > HEALTHY_S:
@@ -211,17 +212,13 @@ class Processes:
     async def _run(self, process: Process) -> int:
         ours, theirs = socket.socketpair()
         process.channel = channel = Channel(ours, lambda asked: self._answer(process, asked))
-        environ = {name: each for name, each in os.environ.items() if name not in OURS_ALONE}
+        environ = {name: it for name, it in os.environ.items() if name not in PARENT_ONLY}
         try:
             with theirs:
-                # In a session of its own: Ctrl-C reaches only us, and we end the processes.
-                process.child = child = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "router", *self._argv),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    env=same_release(environ) | {VARIABLE: str(theirs.fileno())},
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                    preexec_fn=die_with_parent(),
+                process.child = child = await start_child(
+                    [sys.executable, "-m", "router", *self._argv],
+                    environ | {VARIABLE: str(theirs.fileno())},
+                    [theirs.fileno()],
                 )
             log.info("router process started", process=process.index, pid=child.pid)
             if self._is_stopping:  # `_stop` has signalled the others already
@@ -236,13 +233,14 @@ class Processes:
         """Ask all how they are; end those that have said nothing for too long."""
         asked = [process for process in self._all if process.is_listening]
         for process, state in zip(asked, await self._ask(AskState(), asked), strict=True):
-            is_silent = state is SILENCE
-            process.silent_s = process.silent_s + ANSWER_S + REPORT_S if is_silent else 0.0
-            if process.silent_s > STUCK_S:
-                log.error("router process is stuck", process=process.index, for_s=process.silent_s)
+            now = asyncio.get_running_loop().time()
+            if state is not SILENCE:
+                process.heard_at = now
+            if (silent_s := now - process.heard_at) > STUCK_S:
+                log.error("router process is stuck", process=process.index, for_s=round(silent_s))
                 # At first SIGABRT, for which it logs the stacks of its threads.
-                is_first = process.silent_s <= STUCK_S + ANSWER_S + REPORT_S
-                process.signal(signal.SIGABRT if is_first else signal.SIGKILL)
+                process.signal(signal.SIGKILL if process.is_aborted else signal.SIGABRT)
+                process.is_aborted = True
 
     # What processes ask.
 
@@ -260,7 +258,7 @@ class Processes:
                     await self._may_leave.wait()
             case AskAll(AskFigures()):
                 await self._ask(AskFigures(), self._all)
-                every = [self._of_the_dead, *(each.figures for each in self._all)]
+                every = [self._ended_counters, *(each.figures for each in self._all)]
                 return Answers(every, is_complete=True)
             case AskAll(asked):
                 listening = [each for each in self._all if each.is_listening]
@@ -281,6 +279,7 @@ class Processes:
 
     def _on_listening(self, process: Process, endpoints: dict[str, str], try_this: str) -> None:
         process.is_listening = process.has_listened = True
+        process.heard_at = asyncio.get_running_loop().time()
         process.bus = endpoints["bus"]
         self._endpoints, self._try_this = endpoints | self._endpoints, try_this
         self._first_listens.set()

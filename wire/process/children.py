@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,26 @@ def same_release(environ: Mapping[str, str]) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
     return {**environ, "PYTHONPATH": path}
+
+
+async def start_child(
+    command: Sequence[str], environ: Mapping[str, str], pass_fds: Sequence[int] = ()
+) -> asyncio.subprocess.Process:
+    """Start a program of this release that ends with us.
+
+    It is in a session of its own: Ctrl-C reaches only us, and we end it.
+
+    Raises:
+        OSError, RuntimeError: There is no memory, descriptor or thread for it.
+    """
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        env=same_release(environ),
+        pass_fds=tuple(pass_fds),
+        start_new_session=True,
+        preexec_fn=die_with_parent(),
+    )
 
 
 def die_with_parent() -> Callable[[], None] | None:

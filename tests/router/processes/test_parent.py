@@ -17,7 +17,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter
 
 from router.config import Config
-from router.processes.parent import OURS_ALONE, Process, serve_by_several
+from router.processes.parent import PARENT_ONLY, Process, serve_by_several
 from router.processes.summed import figures
 from tests.scarce import no_descriptor_left
 from wire.process.lifetime import Stop
@@ -96,12 +96,12 @@ def environ_of(pid: int) -> list[str]:
 async def test_one_that_is_asked_to_end_begins_again_and_the_other_does_not_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in OURS_ALONE:
+    for name in PARENT_ONLY:
         monkeypatch.setenv(name, "1")
     async with parent(tmp_path) as it:
         await until(it.ready.exists)
         environ = environ_of(it.pids(0)[0])
-        assert not [name for name in OURS_ALONE if name in environ]
+        assert not [name for name in PARENT_ONLY if name in environ]
         ready = it.ready.read_text()
         os.kill(it.pids(1)[0], signal.SIGTERM)
         await until(lambda: len(it.pids(1)) == 2)

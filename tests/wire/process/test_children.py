@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import wire
-from wire.process.children import die_with_parent, same_release
+from wire.process.children import die_with_parent, same_release, start_child
 
 ROOT = str(Path(wire.__file__).parents[1])
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux")
@@ -22,6 +22,17 @@ child = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, preexec_fn=d
 print(child.pid, flush=True)
 sys.stdin.readline()
 """
+
+
+async def test_a_child_has_no_terminal_and_no_descriptor_but_what_it_is_given() -> None:
+    ours, theirs = os.pipe()
+    os.set_inheritable(ours, False)
+    script = "import os, sys; os.write(%d, b'%%d %%d' %% (os.getsid(0), len(sys.stdin.read())))"
+    child = await start_child([sys.executable, "-c", script % theirs], os.environ, [theirs])
+    os.close(theirs)
+    assert await child.wait() == 0
+    assert os.read(ours, 100) == b"%d 0" % child.pid, "it leads a session of its own"
+    os.close(ours)
 
 
 def test_the_path_for_imports_begins_with_ours() -> None:
