@@ -100,6 +100,6 @@ def test_who_shall_not_share_gets_and_sends_bytes(cluster: Cluster, role: str) -
     cluster.worker("prefill", 0, *settings.get("prefill", ()))
     assert answers(cluster) and mapped_to_read(decode.pid) == 0
     assert said(cluster, "KV is read from memory") == []
-    event = {"prefill": "KV is lent to nobody, but sent", "decode": "KV comes as bytes"}[role]
+    event = {"prefill": "KV is sent as bytes", "decode": "KV comes as bytes"}[role]
     (told,) = said(cluster, event)
     assert told["reason"] == "--kv-shared-memory is off"

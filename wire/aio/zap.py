@@ -230,8 +230,12 @@ def prove(port: Port, authenticator: Authenticator, probe_s: float = PROBE_S) ->
         authenticator.is_proving = False
         port.socket.unbind(endpoint)
     if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        what = "admitted an unknown key" if event else "did not decide on an unknown key"
-        raise ConfigError(f"not listening: the socket {what}, so keys would protect nothing")
+        what = "admitted" if event else "did not decide on"
+        secret = authenticator.door.secret
+        raise ConfigError(
+            f"not listening: the socket {what} an unknown {secret}, "
+            f"so {secret}s would protect nothing"
+        )
 
 
 def _knock(endpoint: str, options: Options, answer: Callable[[], None], probe_s: float) -> int:

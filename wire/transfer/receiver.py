@@ -221,9 +221,9 @@ class KVReceiver(Transfer):
         return self._ack()
 
     def check_unasked(self, unasked: Sequence[tuple[Buffer, Buffer]]) -> None:
-        """Raise RemoteProtocolError if other KV came with the offer than all of it."""
+        """Raise RemoteProtocolError if something else than all its KV came with the offer."""
         num_bytes = sum(memoryview(kv).nbytes for _, kv in unasked)
-        if unasked and num_bytes != self.total_bytes:
+        if unasked and not num_bytes == self.total_bytes > 0:
             raise RemoteProtocolError(
                 f"KV_CACHE: {num_bytes} bytes came with an offer of {self.total_bytes}"
             )

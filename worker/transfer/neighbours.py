@@ -45,7 +45,7 @@ class Lender:
                 raise OSError("it lies on a GPU, or where no other process can read")
             self._port = make_port(memory.descriptor, identity)
         except OSError as error:
-            log.info("KV is lent to nobody, but sent", reason=str(error))
+            log.info("KV is sent as bytes", reason=str(error))
         else:
             self.offered = self._port.name
 
@@ -107,7 +107,9 @@ class Neighbours:
         return memory
 
     async def _map(self, peer: bytes, offered: str) -> Bytes:
-        if len(self._mappings) > MAX_MAPPED:
+        # Those that are not decided yet count too; this one is among them.
+        mapped = [it for it in self._mappings.values() if not it.done() or it.result() is not None]
+        if len(mapped) > MAX_MAPPED:
             raise OSError(f"memory of {MAX_MAPPED} peers is mapped already")
         descriptor = await self._fetch(offered, peer)
         try:

@@ -17,7 +17,7 @@ from wire.errors import (
     TransferTooLarge,
 )
 from wire.frames import KvCache, KvCacheAck
-from wire.layout import KVLayout, StateGroup
+from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.payloads import Credit, Offer
 from wire.transfer import TransferState
@@ -49,12 +49,16 @@ def offer(num_tokens: int = 4, **changed: Any) -> Offer:
 
 
 def receiver(
-    one: Offer | None = None, *, credit_bytes: int = 1024, max_bytes: int = 1024
+    one: Offer | None = None,
+    *,
+    layout: KVLayout = LAYOUT,
+    credit_bytes: int = 1024,
+    max_bytes: int = 1024,
 ) -> KVReceiver:
     return KVReceiver(
         ID,
         one or offer(),
-        layout=LAYOUT,
+        layout=layout,
         max_bytes=max_bytes,
         credit_bytes=credit_bytes,
         lease_s=9.0,
@@ -498,6 +502,14 @@ def test_other_kv_than_was_offered_is_refused_before_anything_is_reserved() -> N
     one.check_unasked([])
     with pytest.raises(RemoteProtocolError, match="48 bytes came with an offer of 64"):
         one.check_unasked([payload(0, 2, 0, 3)])
+
+
+def test_no_segment_comes_with_an_offer_of_no_bytes() -> None:
+    group = KVGroup(num_layers=2, num_kv_heads=1, key_dim=4, value_dim=4, dtype="uint8", window=1)
+    layout = KVLayout(groups=(group,))
+    one = receiver(offer(num_tokens=1, layout=layout, total_bytes=0), layout=layout)
+    with pytest.raises(RemoteProtocolError, match="0 bytes came with an offer of 0"):
+        one.check_unasked([payload(0, 2, 0, 0)])
 
 
 # Sealed segments.

@@ -58,7 +58,7 @@ async def test_nothing_is_lent_that_cannot_or_shall_not_be(cache: object, is_on:
     with structlog.testing.capture_logs() as logs:
         one = lender(cache or HashKVCache(20, 16), is_on=is_on)
     assert one.offered is None
-    assert [entry["event"] for entry in logs] == ["KV is lent to nobody, but sent"]
+    assert [entry["event"] for entry in logs] == ["KV is sent as bytes"]
     one.close()
 
 
@@ -75,10 +75,16 @@ async def test_the_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> Non
         for peer, offered in offers.items():
             await ours.settle(peer, offered)
             assert ours.is_settled(peer, offered) and ours.memory_of(peer) is None
-        monkeypatch.setattr(neighbours, "MAX_MAPPED", len(offers))
+        monkeypatch.setattr(neighbours, "MAX_MAPPED", 0)
         await ours.settle(PEER, one.offered)
-    assert [entry["peer"] for entry in logs] == [*("prefill-1-1", "prefill-3-1", "prefill-0-1")]
-    assert "another machine" in logs[0]["reason"] and "3 peers" in logs[2]["reason"]
+        assert ours.memory_of(PEER) is None
+        ours.forget(PEER)
+        monkeypatch.setattr(neighbours, "MAX_MAPPED", 1)
+        await ours.settle(PEER, one.offered)
+        assert ours.memory_of(PEER) is not None, "those that cannot be mapped do not count"
+    reasons = [entry for entry in logs if entry["event"] == "KV comes as bytes"]
+    assert [entry["peer"] for entry in reasons] == ["prefill-1-1", "prefill-3-1", "prefill-0-1"]
+    assert "another machine" in reasons[0]["reason"] and "0 peers" in reasons[2]["reason"]
     ours.close()
     one.close()
 
