@@ -53,10 +53,9 @@ class Running:
         self.prefill = ScriptedWorker(bus, Role.PREFILL, fingerprint=digest)
         self.decode = ScriptedWorker(bus, Role.DECODE, fingerprint=digest)
 
-    async def until_ready(self) -> None:
-        async with httpx.AsyncClient(base_url=self.router.endpoints["http"]) as client:
-            while (await client.get("/readyz")).status_code != 200:
-                pass
+    async def until_joined(self) -> None:
+        for worker in (self.prefill, self.decode):
+            await worker.hear(Tag.WELCOME)
 
     async def answer(self, token_ids: list[int]) -> None:
         """Serve one request with these tokens."""
@@ -77,7 +76,7 @@ async def running(directory: Path, **settings: object) -> AsyncIterator[Running]
     try:
         await router.start()
         cluster = Running(router, model)
-        await cluster.until_ready()
+        await cluster.until_joined()
         yield cluster
         await cluster.prefill.link.close()
         await cluster.decode.link.close()
@@ -144,7 +143,6 @@ async def test_what_does_not_end_in_time_is_told_so(tmp_path: Path) -> None:
 
 async def test_a_silent_worker_is_noticed_by_the_clock(tmp_path: Path) -> None:
     async with running(tmp_path, heartbeat_ms=20) as cluster:
-        await cluster.prefill.hear(Tag.HEARTBEAT)
         async with httpx.AsyncClient(base_url=cluster.router.endpoints["http"]) as client:
             seen = [{"ready"}]
             while seen[-1] != {"lost"}:
