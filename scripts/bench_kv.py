@@ -80,7 +80,7 @@ def settings_of(way: str) -> Iterator[dict[str, Any]]:
         settings: dict[str, Any] = {"kv_bind": endpoint, "block_size": BLOCK_SIZE}
         settings["kv_shared_memory"] = "auto" if way == "memory" else "off"
         if way == "tcp+curve":
-            settings["kv_sealing"] = "off"
+            settings["kv_segment_port"] = "off"
         if way.endswith(("keys", "curve")):
             settings["keys"] = Path(directory) / "keys"
             make_keys(settings["keys"], ["router", "prefill-0", "decode-0"], say=lambda _: None)

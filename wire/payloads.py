@@ -288,8 +288,8 @@ Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 class Offer(Map, frozen=True, kw_only=True):
     """Segment 0: what is to be transferred; the receiver reserves blocks first.  SPEC 6.2.
 
-    `memory` is the socket where the memory is handed out that the KV lies in (SPEC 6.8); `key` is
-    what segments may be sealed with, and `token` opens the connection for these (SPEC 6.9).
+    `memory` is the socket where the memory is handed out that the KV lies in (SPEC 6.8); `token`
+    opens a connection for segments alone, and `key` is what they are sealed with there (SPEC 6.9).
     """
 
     layout: KVLayout
@@ -322,15 +322,15 @@ class Credit(NamedTuple):
     `cached_tokens` leading tokens are held already and are not to be sent; the number never
     changes.  `ready` is 1 in the final ACK: every byte is in its blocks.  `credit` 0 and `ready` 0
     say that the offer still waits for blocks.  `in_memory` is 1 if segments may lie in the memory
-    that was offered; `sealed_port` is where segments may come sealed with the key that was offered,
-    0 for nowhere.  Neither ever changes.  SPEC 4.4.
+    that was offered; `segment_port` is where segments may come on a connection of their own, 0 for
+    nowhere.  Neither ever changes.  SPEC 4.4.
     """
 
     credit: int
     cached_tokens: int
     ready: int
     in_memory: int = 0
-    sealed_port: int = 0
+    segment_port: int = 0
 
     def pack(self) -> bytes:
         return CREDIT.pack(*self)

@@ -101,8 +101,8 @@ class Worker:
         )
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
         self.role: PrefillRole | DecodeRole = make_role(context)
-        kv, kv_sealed = self.role.traffic, self.role.sealed_traffic
-        planes = {"bus": Traffic(), "kv": kv, "kv_sealed": kv_sealed}
+        kv, segments = self.role.traffic, self.role.segment_traffic
+        planes = {"bus": Traffic(), "kv": kv, "kv_segments": segments}
         detail, connect = self._detail(info), partial(outside.connect, keys=keys)
         self.routers = [
             RouterLink(endpoint, identity, detail, self.role, self._on_link, connect, planes["bus"])

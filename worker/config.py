@@ -150,17 +150,12 @@ class Config(SharedSettings):
         description="auto: a decode worker copies KV out of the host memory of a prefill worker of "
         "the same user on the same machine; off: all KV is sent",
     )
-    kv_sealing: Literal["auto", "off"] = Field(
+    kv_segment_port: str = Field(
         default="auto",
-        description="whether, with keys, KV over TCP is sealed with AES-GCM and takes a connection "
-        "beside CURVE's, faster where the processor has AES instructions; off: CURVE encrypts it",
-    )
-    kv_sealed_port: int = Field(
-        default=0,
-        ge=0,
-        le=65535,
-        description="the port for sealed KV, on the host of --kv-bind; others connect to the same "
-        "number there, and without it KV goes through --kv-bind; 0: any free one",
+        description="the port where KV over TCP comes on connections of its own, sealed with "
+        "AES-GCM where there are keys: faster than through --kv-bind, which takes it where nobody "
+        "gets through to this port; on the host of --kv-bind; auto: any free one; off: none, and "
+        "none of others is used",
     )
     lease_s: float = Field(
         default=0.0,
@@ -203,6 +198,13 @@ class Config(SharedSettings):
         if endpoint:
             _check_endpoint(endpoint)
         return endpoint
+
+    @field_validator("kv_segment_port")
+    @classmethod
+    def _check_segment_port(cls, port: str) -> str:
+        if port not in ("auto", "off") and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise ValueError(f"{port!r} is neither auto, off nor a port from 1 to 65535")
+        return port
 
     @field_validator("kv_advertise")
     @classmethod

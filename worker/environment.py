@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from wire.aio.tokens import Tokens
 from wire.aio.unix import DescriptorPort, fetch_descriptor
 from wire.aio.zmq import Link, Sending
 from wire.identity import Identity
@@ -65,7 +64,7 @@ class Plane(Protocol):
     """Where KV travels (`worker.transfer.sockets.KVPlane`)."""
 
     @property
-    def sealed(self) -> SealedSockets | None: ...
+    def is_encrypted(self) -> bool: ...
     def hub(
         self, on_message: Callable[[bytes, list[Buffer]], None], on_lost: Callable[[bytes], None]
     ) -> Listener: ...
@@ -78,22 +77,6 @@ class Plane(Protocol):
         server: str = "",
     ) -> Connection: ...
     async def close(self) -> None: ...
-
-
-class SealedSockets(Protocol):
-    """Where sealed KV travels (`worker.transfer.sockets.SealedPlane`)."""
-
-    def hub(
-        self, on_message: Callable[[bytes, list[Buffer]], None], tokens: Tokens
-    ) -> Listener: ...
-    def link(
-        self,
-        name: bytes,
-        endpoint: str,
-        token: bytes,
-        on_up: Callable[[], None],
-        on_end: Callable[[], None],
-    ) -> Connection: ...
 
 
 class Computing(Protocol):

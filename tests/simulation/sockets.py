@@ -164,7 +164,7 @@ class Link:
 class Plane:
     """The KV sockets of one process (`worker.transfer.sockets.KVPlane`)."""
 
-    sealed = None
+    is_encrypted = False
 
     def __init__(self, network: Network, process: Process) -> None:
         self._network, self._process = network, process

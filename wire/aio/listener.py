@@ -12,7 +12,8 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -31,7 +32,7 @@ MakeProtocol = Callable[[], asyncio.Protocol]
 
 
 class Listener(Protocol):
-    """What `asyncio.Server` and `TlsListener` have in common."""
+    """What `asyncio.Server` and `Acceptor` have in common."""
 
     def close(self) -> None:
         """Accept nobody from here on."""
@@ -106,27 +107,28 @@ async def listen(
     Where no descriptor is left, the next client is accepted after `pause_s`.
     """
     if tls is not None:
-        return TlsListener(make_protocol, sock, tls, handshake_s, max_handshakes, pause_s)
+        shake_hands = partial(_shake_tls_hands, make_protocol, tls, handshake_s)
+        return Acceptor(sock, shake_hands, max_handshakes, pause_s)
     loop = asyncio.get_running_loop()
     return await loop.create_server(make_protocol, sock=sock, backlog=BACKLOG)
 
 
-class TlsListener:
-    """Accepts TLS clients, one in a turn of the loop."""
+class Acceptor:
+    """Accepts clients, one in a turn of the loop, and shakes hands with each in a task of its own.
+
+    Whom `shake_hands(client)` does not keep, it closes.
+    """
 
     def __init__(
         self,
-        make_protocol: MakeProtocol,
         sock: socket.socket,
-        tls: ssl.SSLContext,
-        handshake_s: float,
+        shake_hands: Callable[[socket.socket], Coroutine[None, None, None]],
         max_handshakes: int,
-        pause_s: float,
+        pause_s: float = PAUSE_S,
     ) -> None:
         sock.setblocking(False)
-        self._make_protocol, self._socket, self._tls = make_protocol, sock, tls
-        self._handshake_s, self._max_handshakes = handshake_s, max_handshakes
-        self._pause_s = pause_s
+        self._socket, self._shake_hands = sock, shake_hands
+        self._max_handshakes, self._pause_s = max_handshakes, pause_s
         self._handshakes: dict[asyncio.Task[None], socket.socket] = {}
         self._accepting = asyncio.create_task(self._accept())
 
@@ -165,12 +167,12 @@ class TlsListener:
         if task.cancelled():  # perhaps before it began
             client.close()
 
-    async def _shake_hands(self, client: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError):  # it speaks no TLS, took too long, or went away
-            await loop.connect_accepted_socket(
-                self._make_protocol,
-                client,
-                ssl=self._tls,
-                ssl_handshake_timeout=self._handshake_s,
-            )
+
+async def _shake_tls_hands(
+    make_protocol: MakeProtocol, tls: ssl.SSLContext, handshake_s: float, client: socket.socket
+) -> None:
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(OSError):  # it speaks no TLS, took too long, or went away
+        await loop.connect_accepted_socket(
+            make_protocol, client, ssl=tls, ssl_handshake_timeout=handshake_s
+        )

@@ -19,6 +19,14 @@ This is the door of the wing: the rest of the product imports from here, never f
 
 from __future__ import annotations
 
+from wire.transfer.connection import (
+    GREETING,
+    HEAD_BYTES,
+    TOKEN_BYTES,
+    new_token,
+    read_head,
+    segment_head,
+)
 from wire.transfer.lease import TransferState
 from wire.transfer.receiver import Ack, KVReceiver, Segment
 from wire.transfer.sealing import MAX_SEALED_BYTES, TAG_BYTES, Sealing, new_key
@@ -35,9 +43,12 @@ from wire.transfer.segment import (
 from wire.transfer.sender import KVSender
 
 __all__ = [
+    "GREETING",
+    "HEAD_BYTES",
     "MAX_SEALED_BYTES",
     "MAX_SEGMENT_BYTES",
     "TAG_BYTES",
+    "TOKEN_BYTES",
     "Ack",
     "KVReceiver",
     "KVSender",
@@ -47,9 +58,12 @@ __all__ = [
     "SegmentDescriptor",
     "TransferState",
     "new_key",
+    "new_token",
     "pack_places",
     "plan",
+    "read_head",
     "running_digest",
     "segment_digest",
+    "segment_head",
     "unasked_segments",
 ]

@@ -125,8 +125,9 @@ class KVReceiver(Transfer):
         self.transfer_s = 0.0
         self._credit_bytes = credit_bytes
         self.offers_memory = offer.memory is not None
+        self.token = offer.token  # opens a connection for segments
         self._sealing = None if offer.key is None else Sealing(offer.key)
-        self._sealed_port = 0  # where segments may come sealed
+        self.segment_port = 0  # where segments may come beside the KV socket
         self._memory_bytes = 0  # of the sender's memory, if its segments may lie there
         self._expected_bytes = 0
         self._admitted_bytes = 0
@@ -145,7 +146,7 @@ class KVReceiver(Transfer):
 
     @property
     def offers_sealing(self) -> bool:
-        """Whether the sender can seal segments."""
+        """Whether the sender seals segments that do not come over the KV socket."""
         return self._sealing is not None
 
     @property
@@ -187,13 +188,13 @@ class KVReceiver(Transfer):
         return min(self.kv_bytes + self._credit_bytes, self._expected_bytes)
 
     def accept(
-        self, cached_tokens: int, now: float, memory_bytes: int = 0, sealed_port: int = 0
+        self, cached_tokens: int, now: float, memory_bytes: int = 0, segment_port: int = 0
     ) -> Ack | None:
         """Grant the first credit: blocks are reserved, `cached_tokens` leading tokens are held.
 
         Args:
             memory_bytes: How much memory of the sender can be read here; 0 for none.
-            sealed_port: Where segments may come sealed; 0 for nowhere.
+            segment_port: Where segments may come beside the KV socket; 0 for nowhere.
 
         Returns:
             The ACK to send; None when the transfer ended meanwhile (free the blocks).
@@ -204,10 +205,10 @@ class KVReceiver(Transfer):
             raise LocalProtocolError(f"accept({cached_tokens}) in {self.state}")
         if memory_bytes and not self.offers_memory:
             raise LocalProtocolError("no memory was offered")
-        if sealed_port and not self.offers_sealing:
-            raise LocalProtocolError("no key was offered")
+        if segment_port and self.token is None:
+            raise LocalProtocolError("no token was offered")
         self.cached_tokens = cached_tokens
-        self._memory_bytes, self._sealed_port = memory_bytes, sealed_port
+        self._memory_bytes, self.segment_port = memory_bytes, segment_port
         self._expected_bytes = self.layout.transfer_bytes(self.num_tokens, cached_tokens)
         self._coverage = Coverage(self.layout, cached_tokens, self.num_tokens)
         self.accepted_at = self._heard_at = now
@@ -269,12 +270,13 @@ class KVReceiver(Transfer):
         return self._ack()
 
     def on_segment(
-        self, frame: KvCache, payload: Sequence[Buffer], now: float, *, is_sealed: bool = False
+        self, frame: KvCache, payload: Sequence[Buffer], now: float, *, is_beside: bool = False
     ) -> Segment | None:
         """Admit one segment.
 
         Args:
-            is_sealed: It came where segments are sealed.
+            is_beside: It came to the segment port; sealed, if there is a key.  Its KV need not be
+                there yet, only its length.
 
         Returns:
             What to verify and unpack; None for a duplicate, or after the end.
@@ -286,7 +288,7 @@ class KVReceiver(Transfer):
         if self.is_over:
             return None
         try:
-            segment = self._read(frame, payload, is_sealed)
+            segment = self._read(frame, payload, is_beside)
             if segment is not None:
                 self._admit(segment, frame.num_segments)
         except RemoteProtocolError as error:
@@ -345,7 +347,7 @@ class KVReceiver(Transfer):
         self._back(segment)
         self.fail(error)
 
-    def _read(self, frame: KvCache, payload: Sequence[Buffer], is_sealed: bool) -> Segment | None:
+    def _read(self, frame: KvCache, payload: Sequence[Buffer], is_beside: bool) -> Segment | None:
         if self.state is not TransferState.RECEIVING:
             raise RemoteProtocolError("KV_CACHE: a segment before the first credit")
         if not 1 <= frame.segment <= frame.num_segments <= MAX_SEGMENTS:
@@ -360,7 +362,10 @@ class KVReceiver(Transfer):
             raise RemoteProtocolError(f"KV_CACHE: {len(payload)} payload parts, not 2")
         known = self._segments.get(frame.segment)
         if known is None:
+            if is_beside:
+                self._check_beside(descriptor)
             places = unpack_places(kv) if descriptor.in_memory else ()
+            is_sealed = is_beside and self._sealing is not None
             return Segment(frame.segment, descriptor, kv, places, is_sealed)
         if known != descriptor:
             raise RemoteProtocolError(f"KV_CACHE: segment {frame.segment} came twice and differs")
@@ -370,8 +375,6 @@ class KVReceiver(Transfer):
         self._coverage.admit(segment.rectangle)
         wanted = segment.rectangle.num_bytes(self.layout)
         in_memory = segment.descriptor.in_memory
-        if segment.is_sealed:
-            self._check_sealed(segment)
         tag_bytes = TAG_BYTES * segment.is_sealed
         num_bytes = wanted if in_memory else memoryview(segment.kv).nbytes - tag_bytes
         if not num_bytes == segment.descriptor.num_bytes == wanted <= MAX_SEGMENT_BYTES:
@@ -392,12 +395,14 @@ class KVReceiver(Transfer):
         self._segments[segment.number] = segment.descriptor
         self._unpacking.add(segment.number)
 
-    def _check_sealed(self, segment: Segment) -> None:
-        """Refuse what no sender seals; who sealed it, opening it shows."""
-        if not self._sealed_port:
-            raise RemoteProtocolError("KV_CACHE: a sealed segment, which is not taken here")
-        if segment.descriptor.in_memory or segment.descriptor.digest:
-            raise RemoteProtocolError("KV_CACHE: in_memory and digest of a sealed segment are 0")
+    def _check_beside(self, descriptor: SegmentDescriptor) -> None:
+        """Refuse what no sender sends to the segment port; who sealed it, opening it shows."""
+        if not self.segment_port:
+            raise RemoteProtocolError("KV_CACHE: a segment where none of this transfer is taken")
+        if descriptor.in_memory:
+            raise RemoteProtocolError("KV_CACHE: segments in memory belong on the KV socket")
+        if descriptor.digest and self._sealing is not None:
+            raise RemoteProtocolError("KV_CACHE: the digest of a sealed segment is 0")
 
     def _check_places(self, segment: Segment) -> None:
         """Refuse places outside the sender's memory; what lies there is for the digest to say."""
@@ -436,5 +441,5 @@ class KVReceiver(Transfer):
         if self._came_unasked and not self.is_complete:
             return KvCacheAck(self.request_id, 0), Credit(0, 0, 0)  # as if it waited for blocks
         flags = int(self.is_complete), int(self._memory_bytes > 0)
-        granted = Credit(self.granted_bytes, self.cached_tokens, *flags, self._sealed_port)
+        granted = Credit(self.granted_bytes, self.cached_tokens, *flags, self.segment_port)
         return KvCacheAck(self.request_id, self.kv_bytes), granted

@@ -19,7 +19,7 @@ from wire.layout import KVLayout
 from wire.parts import Buffer
 from wire.payloads import Credit, Offer, encode_map
 from wire.transfer.lease import Transfer, TransferState
-from wire.transfer.sealing import TAG_BYTES, Sealing
+from wire.transfer.sealing import Sealing
 from wire.transfer.segment import (
     ALONE_BYTES,
     DEFAULT_SEGMENT_BYTES,
@@ -44,8 +44,8 @@ class KVSender(Transfer):
 
     Send `offer`, or `offer_with` all the KV that `unasked` names.  Whenever an ACK or `advance` may
     have made a segment sendable, take rectangles from `next_segment` until it gives None, pack
-    each, and send what `segment` returns.  If the receiver says a `sealed_port`, each may be sealed
-    and sent there.
+    each, and send what `segment` returns.  If the receiver says a `segment_port`, send what `leave`
+    returns there, sealed if there is a key.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class KVSender(Transfer):
             num_shards: In how many places the heads are, see `plan`; `stages` and `block_size`
                 likewise.
             memory: The socket where the memory is handed out that the KV lies in.
-            key: What segments may be sealed with; of this transfer alone.
-            token: What the connection for them is opened with.
+            key: What segments are sealed with on a connection of their own; of this transfer alone.
+            token: What that connection is opened with.
         """
         super().__init__(request_id, lease_s=lease_s, peer=peer, now=now)
         if not 0 < segment_bytes <= MAX_SEGMENT_BYTES:
@@ -85,7 +85,7 @@ class KVSender(Transfer):
         self.acked_bytes = 0
         self.skipped_tokens = 0
         self.is_in_memory = False  # the receiver can read the KV where it lies
-        self.sealed_port = 0  # where the receiver takes sealed segments; 0: nowhere
+        self.segment_port = 0  # where the receiver takes segments beside this socket; 0: nowhere
         self.plan: list[Rectangle] = []  # how the KV is cut; empty until the first credit
         self._token_ids = token_ids
         self._max_bytes = max_bytes
@@ -216,7 +216,6 @@ class KVSender(Transfer):
         *,
         digest: int | None = None,
         places: Sequence[int] = (),
-        is_sealed: bool = False,
     ) -> tuple[KvCache, bytes, Buffer] | None:
         """Return the frame and payload parts of a claimed rectangle; None if the transfer is over.
 
@@ -224,47 +223,49 @@ class KVSender(Transfer):
             digest: `segment_digest` of `kv`, when it was computed on another thread.
             places: Where in memory the KV lies, in pieces of as many tokens, if `is_in_memory`;
                 then `kv` is not sent, and its digest is needed.
-            is_sealed: `kv` is what `seal` returned.
+        """
+        num_bytes = rectangle.num_bytes(self.layout)
+        if not (places or memoryview(kv).nbytes == num_bytes):
+            raise LocalProtocolError(f"{len(kv)} bytes for {rectangle}, which has {num_bytes}")
+        if places and not self.is_in_memory:
+            raise LocalProtocolError("the receiver does not read the KV where it lies")
+        if (leaving := self.leave(rectangle, now)) is None:
+            return None
+        frame, descriptor = leaving
+        digest = segment_digest(self.request_id, kv) if digest is None else digest
+        descriptor = descriptor._replace(digest=digest, in_memory=int(bool(places)))
+        return frame, descriptor.pack(), pack_places(places) if places else kv
+
+    def leave(self, rectangle: Rectangle, now: float) -> tuple[KvCache, SegmentDescriptor] | None:
+        """Note that a claimed rectangle goes now; None if the transfer is over.
+
+        Returns:
+            Its frame, and its descriptor without a digest.
         """
         if self.is_over:
             return None
         number = self._claimed.pop(rectangle, None)
+        if number is None:
+            raise LocalProtocolError(f"{rectangle} is not claimed")
         num_bytes = rectangle.num_bytes(self.layout)
-        sent_bytes = num_bytes + TAG_BYTES * is_sealed
-        if number is None or not (places or memoryview(kv).nbytes == sent_bytes):
-            raise LocalProtocolError(
-                f"{len(kv)} bytes for {rectangle}, which has {sent_bytes} or is not claimed"
-            )
-        if places and not self.is_in_memory:
-            raise LocalProtocolError("the receiver does not read the KV where it lies")
-        if is_sealed:
-            digest = 0
-        descriptor = SegmentDescriptor.of(
-            rectangle,
-            num_bytes,
-            segment_digest(self.request_id, kv) if digest is None else digest,
-            self._idle_us(rectangle),
-            int(bool(places)),
-        )
+        descriptor = SegmentDescriptor.of(rectangle, num_bytes, 0, self._idle_us(rectangle))
         self.kv_bytes += num_bytes
         self._free_at = now
         self._keepalive_at = now + self.lease_s / 3
         if self.kv_bytes == self.total_bytes - self.skipped_bytes:
             self._move(TransferState.SENT)
-        sent = pack_places(places) if places else kv
-        return KvCache(self.request_id, number, len(self.plan)), descriptor.pack(), sent
+        return KvCache(self.request_id, number, len(self.plan)), descriptor
 
-    def seal(self, rectangle: Rectangle, kv: Buffer) -> bytes:
-        """Return a claimed rectangle's bytes sealed, once; none if the transfer is over.
+    def protect(
+        self, frame: KvCache, descriptor: SegmentDescriptor, kv: Buffer
+    ) -> tuple[SegmentDescriptor, Buffer]:
+        """Return what travels of a segment that leaves: sealed, or as it is with its digest.
 
-        May run on any thread.
+        Once for each.  May run on any thread.
         """
-        number, sealing = self._claimed.get(rectangle), self._sealing
-        if number is None or sealing is None:
-            return b""
-        frame = KvCache(self.request_id, number, len(self.plan))
-        descriptor = SegmentDescriptor.of(rectangle, rectangle.num_bytes(self.layout), 0)
-        return sealing.seal(frame, descriptor, kv)
+        if self._sealing is not None:
+            return descriptor, self._sealing.seal(frame, descriptor, kv)
+        return descriptor._replace(digest=segment_digest(self.request_id, kv)), kv
 
     def keepalive(self, now: float) -> KvCache | None:
         """Return a frame to send, without payload, when nothing was sent for a third of a lease.
@@ -294,12 +295,12 @@ class KVSender(Transfer):
             )
         if credit.in_memory and self._memory is None:
             raise self._violated("KV_CACHE_ACK: in_memory is 1, but no memory was offered")
-        if credit.sealed_port and self._sealing is None:
-            raise self._violated("KV_CACHE_ACK: sealed_port, but no key was offered")
+        if credit.segment_port and self.token is None:
+            raise self._violated("KV_CACHE_ACK: segment_port, but no token was offered")
         for name, agreed in (
             ("cached_tokens", self.skipped_tokens),
             ("in_memory", self.is_in_memory),
-            ("sealed_port", self.sealed_port),
+            ("segment_port", self.segment_port),
         ):
             if self.accepted_at is not None and getattr(credit, name) != agreed:
                 raise self._violated(f"KV_CACHE_ACK: {name} changed")
@@ -312,7 +313,7 @@ class KVSender(Transfer):
     def _accepted(self, credit: Credit, now: float) -> None:
         self.accepted_at = self._free_at = now
         self.skipped_tokens, self.is_in_memory = credit.cached_tokens, bool(credit.in_memory)
-        self.sealed_port = credit.sealed_port
+        self.segment_port = credit.segment_port
         if credit.ready:
             return
         segment_bytes = self._segment_bytes

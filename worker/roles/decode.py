@@ -114,7 +114,7 @@ class DecodeRole:
         self.kv_endpoint = self.incoming.endpoint
         self.kv_unasked_bytes = context.config.kv_unasked_bytes
         self.traffic = self.incoming.traffic
-        self.sealed_traffic = self.incoming.sealed_traffic
+        self.segment_traffic = self.incoming.segment_traffic
 
     @property
     def request_ids(self) -> Set[int]:

@@ -96,9 +96,10 @@ class PrefillRole:
             context.identity.name,
             context.plane,
             context.clock,
-            is_sealing=context.config.kv_sealing == "auto",
+            has_segments=context.config.kv_segment_port != "off",
         )
-        self.traffic, self.sealed_traffic = self.peers.traffic, self.peers.sealed_traffic
+        self._is_encrypted = context.plane.is_encrypted
+        self.traffic, self.segment_traffic = self.peers.traffic, self.peers.segment_traffic
         self.transfers = TransferCounts()
         self._prefills: dict[int, Prefill] = {}
         self.first_chunk_s = inf  # of the last prompt
@@ -284,8 +285,8 @@ class PrefillRole:
                 num_shards=getattr(self._cache, "num_shards", 1),
                 stages=getattr(self._cache, "stages", None),
                 memory=self._lender.offered,
-                key=None if peer.sealed is None else new_key(),
-                token=None if peer.sealed is None else peer.sealed.token,
+                key=new_key() if peer.segments and self._is_encrypted else None,
+                token=peer.segments.token if peer.segments else None,
                 peer=peer.name,
             )
 

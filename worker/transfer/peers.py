@@ -23,14 +23,14 @@ from wire.payloads import Credit, ErrorDetail, PeerDetail, decode_error, encode_
 from wire.process.settings import ConfigError
 from wire.process.traffic import Traffic
 from worker.environment import Plane
-from worker.transfer.sealed import SealedLink
+from worker.transfer.segment_link import SegmentLink
 
 log = structlog.get_logger("worker")
 
 # How long a link is kept that no router names and nothing needs.
 KEEP_S: Final = 60.0
 # How many such links are kept, however often decode workers come and go: each is two sockets,
-# and as many for sealed KV.
+# and one more for segments.
 MAX_KEPT: Final = 16
 
 
@@ -43,7 +43,7 @@ class Receiver(Protocol):
 
 
 class DecodePeer:
-    """A decode worker, over one link, and over a second one, `sealed`, where that is wanted."""
+    """A decode worker, over one link, and over a second one for `segments` where that is wanted."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class DecodePeer:
         plane: Plane,
         traffic: Traffic,
         now: float,
-        make_sealed: Callable[[str, Callable[[], None]], SealedLink | None],
+        *,
+        segment_traffic: Traffic | None = None,
     ) -> None:
         self.detail = detail
         self.receivers: dict[int, Receiver] = {}  # by request id, while a transfer is under way
@@ -64,7 +65,9 @@ class DecodePeer:
         self._link = plane.link(
             identity, detail.kv_endpoint, self._on_message, self._on_down, self.expected
         )
-        self.sealed = make_sealed(detail.kv_endpoint, self.fail_all)
+        self.segments: SegmentLink | None = None
+        if segment_traffic is not None and detail.kv_endpoint.startswith("tcp://"):
+            self.segments = SegmentLink(detail.kv_endpoint, segment_traffic, self.fail_all)
 
     @property
     def name(self) -> str:
@@ -101,13 +104,9 @@ class DecodePeer:
         for receiver in list(self.receivers.values()):
             receiver.fail(PeerLost(self.name))
 
-    def tick(self, now: float) -> None:
-        if self.sealed is not None:
-            self.sealed.tick(now)
-
     async def close(self) -> None:
-        if self.sealed is not None:
-            await self.sealed.close()
+        if self.segments is not None:
+            self.segments.reset()
         await self._link.close(0.5)
 
     def _on_message(self, parts: list[Buffer]) -> None:
@@ -140,15 +139,16 @@ class DecodePeer:
 
     def _on_down(self) -> None:
         log.warning("decode worker lost", peer=self.name, transfers=len(self.receivers))
-        if self.sealed is not None:
-            self.sealed.reset()
+        if self.segments is not None:
+            self.segments.reset()
         self.fail_all()
 
 
 class DecodePeers:
     """All decode workers known here; `traffic` counts the frames to and from them.
 
-    `sealed_traffic` counts those that cross as sealed segments, if `is_sealing`.
+    With `has_segments`, segments take a connection of their own where that can be, and
+    `segment_traffic` counts those.
     """
 
     def __init__(
@@ -157,10 +157,10 @@ class DecodePeers:
         plane: Plane,
         clock: Callable[[], float] = time.monotonic,
         *,
-        is_sealing: bool = True,
+        has_segments: bool = False,
     ) -> None:
-        self.traffic, self.sealed_traffic = Traffic(), Traffic()
-        self._sealed_sockets = plane.sealed if is_sealing else None
+        self.traffic, self.segment_traffic = Traffic(), Traffic()
+        self._has_segments = has_segments
         self._identity = identity
         self._plane = plane
         self._clock = clock
@@ -207,7 +207,6 @@ class DecodePeers:
         """Close links that nobody needs, and those that are dead without having closed."""
         named = self._named_endpoints()
         for endpoint, peer in list(self._peers.items()):
-            peer.tick(now)
             if endpoint in named or peer.receivers:
                 peer.needed_at = now
             if peer.is_mute or now - peer.needed_at >= KEEP_S:
@@ -240,21 +239,13 @@ class DecodePeers:
         try:
             peer = DecodePeer(
                 *(detail, self._identity, self._plane, self.traffic, self._clock()),
-                self._make_sealed,
+                segment_traffic=self.segment_traffic if self._has_segments else None,
             )
         except (OSError, ConfigError) as error:
             log.error("no way to the decode worker", rank=detail.rank, reason=str(error))
             return None
         self._peers[detail.kv_endpoint] = peer
         return peer
-
-    def _make_sealed(self, endpoint: str, on_down: Callable[[], None]) -> SealedLink | None:
-        sockets = self._sealed_sockets
-        if sockets is None or not endpoint.startswith("tcp://"):
-            return None
-        return SealedLink(
-            sockets, self._identity, endpoint, self.sealed_traffic, on_down, self._clock
-        )
 
     def _close(self, peer: DecodePeer) -> None:
         task = asyncio.create_task(peer.close())

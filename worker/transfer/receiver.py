@@ -33,10 +33,10 @@ from worker.engine.engine import Engine
 from worker.engine.outputs import Reserved
 from worker.engine.unpacking import unpack
 from worker.environment import WorkerContext
-from worker.transfer.budget import IncomingTransfer, TransferBudget
+from worker.transfer.budget import Arrival, IncomingTransfer, TransferBudget
 from worker.transfer.in_memory import fetch
 from worker.transfer.neighbours import Neighbours
-from worker.transfer.sealed import SealedHub
+from worker.transfer.segment_hub import SegmentHub
 
 log = structlog.get_logger("worker")
 
@@ -60,8 +60,8 @@ class IncomingTransfers:
     """Every KV cache that is arriving here, and the socket they arrive on.
 
     `is_asked_for(receiver)` tells whether a router has asked for what is offered, or raises
-    WireError to refuse it.  `traffic` counts the frames of the socket, and `sealed_traffic` those
-    of the socket for sealed segments.
+    WireError to refuse it.  `traffic` counts the frames of the socket, and `segment_traffic` those
+    of the connections for segments alone.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class IncomingTransfers:
         on_failed: Callable[[int, WireError], None],
     ) -> None:
         self._config = config = context.config
+        self._is_encrypted = context.plane.is_encrypted
         self.lease_s = config.lease_s or 30.0  # until the first WELCOME, before which none offers
         self.traffic = Traffic()
         self._cache = context.cache
@@ -94,14 +95,12 @@ class IncomingTransfers:
         self._hub = context.plane.hub(self._on_message, self._on_lost)
         bound = self._hub.bind(config.kv_bind)
         self.endpoint = config.kv_advertise or bound
-        self._sealed: SealedHub | None = None
-        self.sealed_traffic = Traffic()
-        sockets = context.plane.sealed if config.kv_sealing == "auto" else None
-        if sockets is not None and config.kv_bind.startswith("tcp://"):
-            self._sealed = SealedHub(
-                sockets, config.kv_bind, config.kv_sealed_port, self._on_sealed
-            )
-            self.sealed_traffic = self._sealed.traffic
+        self._segments: SegmentHub[Arrival] | None = None
+        self.segment_traffic = Traffic()
+        if config.kv_segment_port != "off" and bound.startswith("tcp://"):
+            host = bound.removeprefix("tcp://").rpartition(":")[0]
+            port = 0 if config.kv_segment_port == "auto" else int(config.kv_segment_port)
+            self._segments = SegmentHub(host, port, self)
 
     @property
     def inflight_bytes(self) -> int:
@@ -148,10 +147,9 @@ class IncomingTransfers:
         if receiver.offers_memory:
             transfer.memory = self._neighbours.memory_of(transfer.peer)
         memory_bytes = 0 if transfer.memory is None else len(transfer.memory)
-        port = 0
-        if self._sealed is not None and receiver.offers_sealing:
-            port = self._sealed.port
-        ack = receiver.accept(reserved.cached_tokens, self._clock(), memory_bytes, port)
+        ack = receiver.accept(
+            reserved.cached_tokens, self._clock(), memory_bytes, self._segment_port(receiver)
+        )
         self._answer(transfer, ack)
 
     def fail(self, request_id: int, error: WireError) -> None:
@@ -200,8 +198,8 @@ class IncomingTransfers:
         await asyncio.gather(*self._mappings, return_exceptions=True)
         while self._stores:  # one that ends may start the next
             await asyncio.gather(*self._stores, return_exceptions=True)
-        if self._sealed is not None:
-            await self._sealed.close()
+        if self._segments is not None:
+            await self._segments.close()
         await self._hub.close(0.5)
 
     # Frames of prefill workers.
@@ -238,31 +236,69 @@ class IncomingTransfers:
         else:
             self._on_segment(transfer, frame, message.payload)
 
-    def _on_sealed(self, peer: bytes, frame: KvCache, message: Message) -> None:
-        transfer = self._transfers.get(frame.request_id)
-        if transfer is None or transfer.peer != peer:
-            # It may be late: its end crossed the other socket.
-            log.debug("sealed segment of no transfer", request=frame.request_id)
-        else:
-            self._on_segment(transfer, frame, message.payload, is_sealed=True)
-
     def _on_segment(
+        self, transfer: IncomingTransfer, frame: KvCache, payload: tuple[Buffer, ...]
+    ) -> None:
+        segment = self._admit(transfer, frame, payload)
+        if segment is not None:
+            self._arrived.append((transfer, segment))
+            self._store_next()
+
+    def _admit(
         self,
         transfer: IncomingTransfer,
         frame: KvCache,
         payload: tuple[Buffer, ...],
         *,
-        is_sealed: bool = False,
-    ) -> None:
+        is_beside: bool = False,
+    ) -> Segment | None:
         try:
-            receiver, now = transfer.receiver, self._clock()
-            segment = receiver.on_segment(frame, payload, now, is_sealed=is_sealed)
+            return transfer.receiver.on_segment(frame, payload, self._clock(), is_beside=is_beside)
         except WireError as error:
             self.fail(frame.request_id, error)
-            return
-        if segment is not None:
-            self._arrived.append((transfer, segment))
-            self._store_next()
+            return None
+
+    # Segments on connections of their own (`worker.transfer.segment_hub.Taker`).
+
+    def admit(self, peer: bytes, frame: KvCache, descriptor: Buffer, kv: Buffer) -> Arrival | None:
+        self.segment_traffic.received[frame.tag] += 1
+        transfer = self._transfers.get(frame.request_id)
+        if transfer is None or transfer.peer != peer:
+            # It may be late: its end crossed the other connection.
+            log.debug("segment of no transfer", request=frame.request_id)
+            return None
+        segment = self._admit(transfer, frame, (descriptor, kv), is_beside=True)
+        if segment is None:
+            return None
+        arrival = Arrival(transfer, segment)
+        transfer.arrivals.add(arrival)
+        return arrival
+
+    def store(self, arrival: Arrival) -> Exception | None:
+        if not arrival.settle():
+            return None
+        return self._unpack([(arrival.transfer, arrival.segment)])[0]
+
+    def stored(self, arrival: Arrival, problem: Exception | None, *, is_last: bool) -> None:
+        transfer, segment = arrival.transfer, arrival.segment
+        if arrival not in transfer.arrivals:
+            return  # given up
+        transfer.arrivals.discard(arrival)
+        if problem is not None:
+            self._break(transfer, segment, problem)
+        else:
+            receiver = transfer.receiver
+            ack = receiver.stored(segment, self._clock())
+            # The sender has half of its credit left at least: it does not wait for each.
+            if ack is not None and (is_last or receiver.is_complete or transfer.is_ack_due):
+                self._answer(transfer, ack)
+        self._give_back(transfer)
+
+    def _segment_port(self, receiver: KVReceiver) -> int:
+        """Where segments of this transfer may come beside the KV socket."""
+        if self._segments is None or receiver.token is None:
+            return 0
+        return self._segments.port if receiver.offers_sealing == self._is_encrypted else 0
 
     def _on_offer(self, peer: bytes, frame: KvCache, message: Message) -> None:
         request_id = frame.request_id
@@ -287,8 +323,8 @@ class IncomingTransfers:
         receiver.check_unasked(unasked)
         transfer = IncomingTransfer(peer, receiver, self._config.credit_bytes)
         self._transfers[request_id] = transfer
-        if self._sealed is not None and offer.token is not None:
-            self._sealed.expect(peer, offer.token)
+        if self._segments is not None and offer.token is not None:
+            self._segments.expect(peer, offer.token)
         if unasked or self._neighbours.is_settled(peer, offer.memory):
             self.budget.wait(transfer)
             self._keep(transfer, unasked)
@@ -329,8 +365,8 @@ class IncomingTransfers:
             if transfer.peer == peer and not transfer.receiver.is_complete:
                 self.fail(request_id, PeerLost(transfer.receiver.peer))
         self._neighbours.forget(peer)
-        if self._sealed is not None:
-            self._sealed.forget(peer)
+        if self._segments is not None:
+            self._segments.forget(peer)
 
     # From an offer to its last byte.
 
@@ -424,6 +460,7 @@ class IncomingTransfers:
         if ack is None:
             return
         frame, credit = ack
+        transfer.acked_bytes = frame.kv_bytes
         self._send(transfer.peer, frame, credit.pack())
         if credit.ready and transfer.share_bytes:
             transfer.memory = None  # nothing is read there any more
@@ -444,6 +481,10 @@ class IncomingTransfers:
         self._note_end(transfer.receiver.request_id)
         del self._transfers[transfer.receiver.request_id]
         transfer.is_dropped = True
+        for arrival in list(transfer.arrivals):
+            if arrival.settle():  # nothing of it is written, and nothing will be
+                transfer.arrivals.discard(arrival)
+                transfer.receiver.broken(arrival.segment, PeerLost(transfer.receiver.peer))
         self.budget.end(transfer)
         self._give_back(transfer)
 

@@ -1,33 +1,35 @@
 """One request's KV on its way out: `KVSender` with a cache and a socket.
 
 `run` sends segments as long as there is one that is computed and within the credit: from where
-their bytes lie, if that is one piece of host memory, else from memory into which the transfer
-threads pack them.  So the blocks have to be held until `run` has ended, which waits until the
-socket has let go of all.  SPEC 6.
+their bytes lie, if that is one piece of host memory, else from memory into which they are packed,
+by the transfer threads, or by the thread of a connection for segments alone where there is one.  So
+the blocks have to be held until `run` has ended, which waits until the sockets have let go of all.
+SPEC 6.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from math import inf
 from typing import Final, NamedTuple
 
 import structlog
 
 from wire.aio.zmq import Sending
 from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
-from wire.frames import Cancel, KvCacheAck
+from wire.frames import Cancel, KvCache, KvCacheAck, Tag
 from wire.parts import Buffer
 from wire.payloads import Credit
-from wire.transfer import KVSender, Rectangle, segment_digest
+from wire.transfer import KVSender, Rectangle, SegmentDescriptor, segment_digest, segment_head
 from worker.engine.windows import table_of
 from worker.environment import Copying
 from worker.executor.contract import KVCache
 from worker.transfer.in_memory import find
 from worker.transfer.peers import DecodePeer
+from worker.transfer.segment_link import send_all
 
 log = structlog.get_logger("worker")
 
@@ -42,7 +44,9 @@ class Read(NamedTuple):
     kv: Buffer
     digest: int
     places: tuple[int, ...] = ()
-    is_sealed: bool = False
+
+
+Leaving = tuple[Rectangle, KvCache, SegmentDescriptor]
 
 
 class OutgoingTransfer:
@@ -71,8 +75,6 @@ class OutgoingTransfer:
         self._block_table: tuple[int, ...] = ()
         self.is_offered = False
         self._num_heard = 0  # of the peer, before the offer
-        # When sealed segments were last acknowledged, or began to wait for that.
-        self._sealed_at = inf
         self._sendings: list[Sending] = []
         self._wake = asyncio.Event()
 
@@ -123,17 +125,14 @@ class OutgoingTransfer:
     # Answers of the decode worker, and other ends.
 
     def on_ack(self, ack: KvCacheAck, credit: Credit) -> None:
-        acked_bytes = self.sender.acked_bytes
         try:
             self.sender.on_ack(ack, credit, self._clock())
         except RemoteProtocolError as error:  # the sender has failed by it
             log.warning("bad ACK", request=self.request_id, reason=error.message)
             self.peer.tell(Cancel(self.request_id, error.code))
-        if self._sealed_at < inf and self.sender.acked_bytes > acked_bytes:
-            self._sealed_at = self._clock() if self.inflight_bytes else inf
-        port = 0 if self.sender.is_in_memory else self.sender.sealed_port
-        if port and self.peer.sealed is not None:
-            self.peer.sealed.open(port, self.sender.token)
+        port = 0 if self.sender.is_in_memory else self.sender.segment_port
+        if port and self.peer.segments is not None:
+            self.peer.segments.open(port, self.sender.token)
         self._wake.set()
 
     def on_error(self, code: int, message: str) -> None:
@@ -159,8 +158,6 @@ class OutgoingTransfer:
         if self.sender.expired(now):
             self.peer.is_mute = self.peer.num_heard == self._num_heard
             self.fail(TransferFailed(self.peer.name, "no answer within the lease"))
-        elif now >= self._sealed_at + self.sender.lease_s and self.peer.sealed is not None:
-            self.peer.sealed.lose()  # it is up, and nothing comes through
         elif (keepalive := self.sender.keepalive(now)) is not None:
             self.peer.tell(keepalive)
 
@@ -195,7 +192,7 @@ class OutgoingTransfer:
             while not self.sender.is_over:
                 # One more than run at once, so that none of them has to wait for the loop.
                 while len(reading) <= self._copies.num_at_once and (batch := self._next_batch()):
-                    reading.append(asyncio.ensure_future(self._run_read(batch)))
+                    reading.append(asyncio.ensure_future(self._start(batch)))
                 if reading:
                     for read in await reading.popleft():
                         self._send_segment(read)
@@ -204,6 +201,27 @@ class OutgoingTransfer:
                     await self._wake.wait()
         finally:
             await asyncio.gather(*reading, return_exceptions=True)
+
+    def _start(self, batch: list[Rectangle]) -> Awaitable[list[Read]]:
+        """Have a batch read, and sent too where it has a connection of its own."""
+        link = None if self.sender.is_in_memory else self.peer.segments
+        if not self.sender.segment_port or link is None or not link.is_up:
+            return self._run_read(batch)
+        now = self._clock()
+        left = ((rectangle, self.sender.leave(rectangle, now)) for rectangle in batch)
+        leaving = [(rectangle, *segment) for rectangle, segment in left if segment is not None]
+        link.traffic.sent[Tag.KV_CACHE] += len(leaving)
+        num_bytes = sum(descriptor.num_bytes for _, _, descriptor in leaving)
+        return link.run(self._read_and_send, leaving, num_bytes=num_bytes)
+
+    def _read_and_send(self, connected: socket.socket, leaving: list[Leaving]) -> list[Read]:
+        for rectangle, frame, descriptor in leaving:
+            if self.sender.is_over:
+                break
+            descriptor, kv = self.sender.protect(frame, descriptor, self._kv(rectangle))
+            num_bytes = memoryview(kv).nbytes
+            send_all(connected, [segment_head(frame, descriptor, num_bytes), kv])
+        return []  # nothing is left to be sent
 
     def _next_batch(self) -> list[Rectangle]:
         """Claim what a transfer thread reads at a time: several segments if it is the only one."""
@@ -220,15 +238,9 @@ class OutgoingTransfer:
             *(read.rectangle, read.kv, self._clock()),
             digest=read.digest,
             places=read.places,
-            is_sealed=read.is_sealed,
         )
         if segment is None:
             return  # ended meanwhile
-        if read.is_sealed:
-            assert self.peer.sealed is not None
-            self.peer.sealed.send(*segment)  # what is sealed is a copy: no block has to wait for it
-            self._sealed_at = min(self._sealed_at, self._clock())
-            return
         self._keep(self.peer.send(*segment, track=True))
 
     def _keep(self, sending: Sending | None) -> None:
@@ -245,14 +257,15 @@ class OutgoingTransfer:
             if found is not None:
                 places, digest = found
                 return Read(rectangle, b"", digest, places)
+        kv = self._kv(rectangle)
+        return Read(rectangle, kv, segment_digest(self.request_id, kv))
+
+    def _kv(self, rectangle: Rectangle) -> Buffer:
+        """Return the bytes of a rectangle: where they lie if that is one piece, else packed."""
         view = getattr(self._cache, "view", _nothing)
         table = table_of(self._cache, rectangle.group, self._block_table)
-        kv = view(table, rectangle)
-        if kv is None:
-            kv = self._cache.pack(table, rectangle)
-        if self.sender.sealed_port and self.peer.sealed is not None and self.peer.sealed.is_up:
-            return Read(rectangle, self.sender.seal(rectangle, kv), 0, is_sealed=True)
-        return Read(rectangle, kv, segment_digest(self.request_id, kv))
+        kv: Buffer | None = view(table, rectangle)
+        return self._cache.pack(table, rectangle) if kv is None else kv
 
 
 def _nothing(block_table: Sequence[int], rectangle: Rectangle) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypedDict
 
-from wire.aio.tokens import Tokens
 from wire.aio.zmq import Context, Hub, Link, terminate
 from wire.parts import Buffer
 from wire.process.keys import Keys
-from wire.transfer import MAX_SEALED_BYTES, MAX_SEGMENT_BYTES, Sealing, new_key
+from wire.transfer import MAX_SEGMENT_BYTES, Sealing, new_key
 
 # Messages that libzmq may hold for one peer and direction.
 HIGH_WATER_MARK: Final = 16
@@ -21,8 +20,6 @@ HIGH_WATER_MARK: Final = 16
 MAX_QUEUE_BYTES: Final = 1 << 30
 # Bytes of a map beside its one large field, the token ids of an offer.
 MAP_BYTES: Final = 64 << 10
-
-Notice = Callable[[], None]
 
 
 class _Bounds(TypedDict):
@@ -38,7 +35,7 @@ class KVPlane:
     """Makes KV sockets.  Close them first, then this.
 
     Attributes:
-        sealed: With keys: makes the sockets for segments that are sealed.
+        is_encrypted: Whether there are keys.
     """
 
     def __init__(self, max_model_len: int, keys: Keys | None = None) -> None:
@@ -52,7 +49,9 @@ class KVPlane:
             context=Context(),
             keys=keys,
         )
-        self.sealed = None if keys is None else SealedPlane(self._bounds["max_queue_bytes"])
+        self.is_encrypted = keys is not None
+        if self.is_encrypted:
+            Sealing(new_key())  # the cipher is loaded now, not while a request waits
 
     def hub(
         self,
@@ -83,49 +82,4 @@ class KVPlane:
         return Link(identity, endpoint, on_message, on_down=on_down, server=server, **self._bounds)
 
     async def close(self) -> None:
-        if self.sealed is not None:
-            await self.sealed.close()
         await terminate(self._bounds["context"])
-
-
-class SealedPlane:
-    """Makes sockets that encrypt nothing, for segments that are sealed (SPEC 6.9)."""
-
-    def __init__(self, max_queue_bytes: int) -> None:
-        Sealing(new_key())  # the cipher is loaded now, not while a request waits
-        self._bounds = _Bounds(
-            zero_copy=True,
-            max_message_bytes=MAX_SEALED_BYTES,
-            max_queue_bytes=max_queue_bytes,
-            high_water_mark=HIGH_WATER_MARK,
-            context=Context(),
-            keys=None,
-        )
-
-    def hub(self, on_message: Callable[[bytes, list[Buffer]], None], tokens: Tokens) -> Hub:
-        """Return the socket of a decode worker, not bound yet.  It sends nothing."""
-        return Hub(on_message, tokens=tokens, **self._bounds)
-
-    def link(self, name: bytes, endpoint: str, token: bytes, on_up: Notice, on_end: Notice) -> Link:
-        """Connect a prefill worker to a decode worker; `on_end` when that is lost or refused.
-
-        Raises:
-            OSError: The endpoint, which it names, makes no sense.
-        """
-        return Link(
-            name,
-            endpoint,
-            _ignore,
-            on_up=on_up,
-            on_down=on_end,
-            on_refused=on_end,
-            token=token,
-            **self._bounds,
-        )
-
-    async def close(self) -> None:
-        await terminate(self._bounds["context"])
-
-
-def _ignore(_: list[Buffer]) -> None:
-    """Nothing comes from where nothing is sent."""

@@ -17,14 +17,54 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeVar, TypeVarTuple
 
+import structlog
+
+log = structlog.get_logger("worker")
 Args = TypeVarTuple("Args")
 R = TypeVar("R")
 
 # So much is packed, or hashed and written, in some 50 us.
 SMALL_BYTES: Final = 256 << 10
 Job = tuple["asyncio.Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class LoopCalls:
+    """Has the running loop call what other threads ask it to."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self._write_end, False)
+        self._loop.add_reader(self._read_end, self.deliver)
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have `call` run on the loop, after what was asked for before.  From any thread."""
+        self._calls.append(call)
+        with suppress(BlockingIOError):  # full: the loop will look
+            os.write(self._write_end, b"\0")
+
+    def deliver(self) -> None:
+        """Call now what has been asked for, on the loop."""
+        with suppress(BlockingIOError):
+            os.read(self._read_end, 4096)
+        while self._calls:
+            call = self._calls.popleft()
+            try:
+                call()
+            except Exception:  # what others have asked for is not lost
+                log.exception("a call from another thread failed")
+
+    def close(self) -> None:
+        """Call what has been asked for, and nothing after; every thread that asks has ended."""
+        self.deliver()
+        self._loop.remove_reader(self._read_end)
+        os.close(self._read_end)
+        os.close(self._write_end)
 
 
 class Copies:
@@ -43,12 +83,9 @@ class Copies:
         self._is_closing = False
         self._num_asked = 0
         self._jobs: deque[Job | None] = deque()  # as many as there are bytes in their pipe
-        self._ended: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self._pipe = os.pipe()
         self._loop = asyncio.get_running_loop()
-        self._job_pipe, self._end_pipe = os.pipe(), os.pipe()
-        for end in self._end_pipe:
-            os.set_blocking(end, False)
-        self._loop.add_reader(self._end_pipe[0], self._deliver)
+        self._calls = LoopCalls()
         self._threads = [
             threading.Thread(target=self._main, name=f"kv-copy_{number}", daemon=True)
             for number in range(num_at_once)
@@ -79,17 +116,16 @@ class Copies:
             self._put(None)
         for thread in self._threads:
             thread.join()
-        self._deliver()
-        self._loop.remove_reader(self._end_pipe[0])
-        for end in (*self._job_pipe, *self._end_pipe):
+        self._calls.close()
+        for end in self._pipe:
             os.close(end)
 
     def _put(self, job: Job | None) -> None:
         self._jobs.append(job)
-        os.write(self._job_pipe[1], b"\0")
+        os.write(self._pipe[1], b"\0")
 
     def _take(self) -> Job | None:
-        os.read(self._job_pipe[0], 1)
+        os.read(self._pipe[0], 1)
         return self._jobs.popleft()
 
     def _main(self) -> None:
@@ -102,21 +138,16 @@ class Copies:
                 result = copy(*args)
             except BaseException as problem:
                 error = problem
-            self._ended.append((future, result, error))
+            self._calls.post(partial(_settle, future, result, error))
             del job, future, copy, args, result, error  # what was copied is not kept until the next
-            with suppress(BlockingIOError):  # full: the loop will look
-                os.write(self._end_pipe[1], b"\0")
 
-    def _deliver(self) -> None:
-        with suppress(BlockingIOError):
-            os.read(self._end_pipe[0], 4096)
-        while self._ended:
-            future, result, error = self._ended.popleft()
-            if future.done():
-                continue  # nobody waits any more
-            if error is None:
-                future.set_result(result)
-            elif isinstance(error, asyncio.CancelledError):
-                future.cancel()
-            else:
-                future.set_exception(error)
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return  # nobody waits any more
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, asyncio.CancelledError):
+        future.cancel()
+    else:
+        future.set_exception(error)

@@ -1,0 +1,192 @@
+"""A decode worker's end of the connections for segments alone: `SegmentHub`.  SPEC 6.9.
+
+Each has a thread that sleeps on its socket.  It reads a head and has the loop admit the segment
+while the KV comes, into memory that the connection keeps; verifies it, puts it into its blocks, and
+tells the loop.  So a segment is touched by one thread, and waits for nobody.
+
+Who shows a token that a prefill worker sent in an offer is that worker; everybody else is hung up
+on before a thread is started or memory taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import threading
+from contextlib import suppress
+from functools import partial
+from hmac import compare_digest
+from queue import SimpleQueue
+from typing import Final, Generic, Protocol, TypeVar
+
+import structlog
+
+from wire.aio.listener import Acceptor, bind
+from wire.errors import PeerLost, RemoteProtocolError
+from wire.frames import KvCache
+from wire.parts import Buffer
+from wire.transfer import GREETING, HEAD_BYTES, MAX_SEALED_BYTES, TOKEN_BYTES, read_head
+from worker.transfer.thread import LoopCalls
+
+log = structlog.get_logger("worker")
+
+# Who connects shows a token within this time, and so many at once may be about to.
+GREETING_S: Final = 5.0
+MAX_GREETINGS: Final = 64
+A = TypeVar("A")
+
+
+class Taker(Protocol[A]):
+    """Takes segments in; `admit` and `stored` are called on the loop, `store` on a thread."""
+
+    def admit(self, peer: bytes, frame: KvCache, descriptor: Buffer, kv: Buffer) -> A | None:
+        """Admit a segment of which only `kv`'s length is known yet; None drops it."""
+
+    def store(self, arrival: A) -> Exception | None:
+        """Verify the KV, which is there now, and put it into its blocks; say what went wrong."""
+
+    def stored(self, arrival: A, problem: Exception | None, *, is_last: bool) -> None:
+        """Note what has become of it; `is_last` if nothing more has come yet."""
+
+
+class SegmentHub(Generic[A]):
+    """The listening socket, on a `port` of its own, and the connections made there."""
+
+    def __init__(self, host: str, port: int, taker: Taker[A]) -> None:
+        """Listen; port 0 is any free one.  Raises OSError."""
+        self._taker = taker
+        self._calls = LoopCalls()
+        # By peer: the last token it sent, None if it opened a connection.
+        self._tokens: dict[bytes, bytes | None] = {}
+        self._used: dict[bytes, bytes] = {}
+        self._readers: dict[bytes, _Reader[A]] = {}
+        self._ending: set[_Reader[A]] = set()
+        listening = bind(host.strip("[]"), port)
+        self.port = int(listening.getsockname()[1])
+        self._acceptor = Acceptor(listening, self._greet, MAX_GREETINGS)
+
+    def expect(self, peer: bytes, token: bytes) -> None:
+        """Let `peer` in once with this token, and cut what it opened with an earlier one."""
+        if not compare_digest(self._used.get(peer, b""), token):
+            self.forget(peer)
+            self._tokens[peer] = self._used[peer] = token
+
+    def forget(self, peer: bytes) -> None:
+        """Let `peer` in no more, and cut its connection."""
+        self._tokens.pop(peer, None)
+        self._used.pop(peer, None)
+        if (reader := self._readers.pop(peer, None)) is not None:
+            reader.cut()
+
+    async def close(self) -> None:
+        self._acceptor.close()
+        await self._acceptor.wait_closed()
+        for peer in list(self._readers):
+            self.forget(peer)
+        for reader in list(self._ending):
+            await reader.ended
+        self._calls.close()
+
+    async def _greet(self, client: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        greeting = b""
+        try:
+            async with asyncio.timeout(GREETING_S):
+                while missing := len(GREETING) + TOKEN_BYTES - len(greeting):
+                    data = await loop.sock_recv(client, missing)
+                    if not data:
+                        break
+                    greeting += data
+        except (OSError, TimeoutError):
+            pass  # it gets no further than who says something else
+        peer = self._admit(greeting)
+        if not peer:
+            client.close()
+            return
+        client.setblocking(True)
+        reader = _Reader(peer, client, self._taker, self._calls)
+        self._readers[peer] = reader
+        self._ending.add(reader)
+        reader.ended.add_done_callback(lambda _: self._on_ended(reader))
+
+    def _admit(self, greeting: bytes) -> bytes:
+        """Return whose token this is; nobody's is b"".  It is used up."""
+        if greeting[: len(GREETING)] != GREETING:
+            return b""
+        token = greeting[len(GREETING) :]
+        for peer, expected in self._tokens.items():
+            if expected is not None and compare_digest(expected, token):
+                self._tokens[peer] = None
+                return peer
+        log.warning("connection for segments refused: unknown token")
+        return b""
+
+    def _on_ended(self, reader: _Reader[A]) -> None:
+        self._ending.discard(reader)
+        if self._readers.get(reader.peer) is reader:
+            del self._readers[reader.peer]
+
+
+class _Reader(Generic[A]):
+    """One connection and its thread; `ended` when the thread is."""
+
+    def __init__(
+        self, peer: bytes, client: socket.socket, taker: Taker[A], calls: LoopCalls
+    ) -> None:
+        self.peer = peer
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._socket, self._taker, self._calls = client, taker, calls
+        self._answers: SimpleQueue[A | None] = SimpleQueue()  # one for each segment
+        self._poll = select.poll()
+        self._poll.register(client, select.POLLIN)
+        thread = threading.Thread(target=self._main, name="kv-segments", daemon=True)
+        thread.start()
+
+    def cut(self) -> None:
+        """End the connection; what of a segment is there already is dropped."""
+        with suppress(OSError):  # it has ended by itself
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _main(self) -> None:
+        room = memoryview(bytearray(MAX_SEALED_BYTES))
+        head = memoryview(bytearray(HEAD_BYTES))
+        try:
+            self._socket.sendall(GREETING)
+            while self._read(head):
+                frame, descriptor, num_bytes = read_head(bytes(head))
+                kv = room[:num_bytes]
+                self._calls.post(partial(self._ask, frame, descriptor, kv))
+                has_come = self._read(kv)
+                arrival = self._answers.get()
+                if arrival is None:
+                    continue
+                problem = self._taker.store(arrival) if has_come else PeerLost(self.peer.decode())
+                is_last = not self._poll.poll(0)
+                stored = partial(self._taker.stored, arrival, problem, is_last=is_last)
+                self._calls.post(stored)
+        except (OSError, RemoteProtocolError) as error:
+            reason = str(error)
+            self._calls.post(partial(log.warning, "connection for segments cut", reason=reason))
+        finally:
+            self._calls.post(self._end)
+
+    def _read(self, buffer: memoryview) -> bool:
+        """Fill `buffer`; False at the end of the stream."""
+        while len(buffer):
+            num_bytes = self._socket.recv_into(buffer, 0, socket.MSG_WAITALL)
+            if not num_bytes:
+                return False
+            buffer = buffer[num_bytes:]
+        return True
+
+    def _ask(self, frame: KvCache, descriptor: bytes, kv: memoryview) -> None:
+        answer = None
+        try:
+            answer = self._taker.admit(self.peer, frame, descriptor, kv)
+        finally:
+            self._answers.put(answer)
+
+    def _end(self) -> None:
+        self._socket.close()
+        self.ended.set_result(None)

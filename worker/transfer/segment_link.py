@@ -1,0 +1,163 @@
+"""A prefill worker's end of the connection for segments alone: `SegmentLink`.  SPEC 6.9.
+
+Plain TCP, and a thread that reads KV from where it lies and hands it to the system: no queue, no
+other thread, and no copy between.  With keys it seals what it sends.  Offers, credit and ends stay
+on the KV socket, and so do segments until this connection is up, or where it never is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final, TypeVar, TypeVarTuple
+
+import structlog
+
+from wire.errors import PeerLost
+from wire.parts import Buffer
+from wire.process.traffic import Traffic
+from wire.transfer import GREETING, new_token
+from worker.transfer.thread import Copies
+
+log = structlog.get_logger("worker")
+Args = TypeVarTuple("Args")
+R = TypeVar("R")
+
+# How long it may take to connect.
+PATIENCE_S: Final = 10.0
+# After so long without a sign that anything arrives, the system takes the connection for ended.
+SILENCE_S: Final = 30.0
+
+
+class SegmentLink:
+    """The connection to one decode worker, whose KV socket is at `kv_endpoint`.
+
+    `token` is what the next offer carries; a connection that ended needs another one.  `on_down` is
+    called when a connection that was up has ended.
+    """
+
+    def __init__(self, kv_endpoint: str, traffic: Traffic, on_down: Callable[[], None]) -> None:
+        self.token = new_token()
+        self._host = kv_endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        self._on_down, self.traffic = on_down, traffic
+        self._is_warned = False
+        self._connecting: asyncio.Task[None] | None = None
+        self._socket: socket.socket | None = None
+        self._end: select.epoll | None = None  # readable when the connection has ended
+        self._thread: Copies | None = None
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def is_up(self) -> bool:
+        return self._socket is not None
+
+    def open(self, port: int, token: bytes | None) -> None:
+        """Connect to the port that the decode worker said in answer to an offer with `token`.
+
+        Nothing happens if that has been done already, or another token is due.
+        """
+        if self._connecting is None and self._socket is None and token == self.token:
+            self._connecting = self._loop.create_task(self._connect(port))
+
+    async def run(
+        self, send: Callable[[socket.socket, *Args], R], *args: *Args, num_bytes: int
+    ) -> R:
+        """Run `send`, of so many bytes, with the socket, on the thread of this connection.
+
+        Raises:
+            PeerLost: The connection has ended.
+        """
+        thread = self._thread
+        if self._socket is None or thread is None:
+            raise PeerLost(self._host)
+        try:
+            return await thread.run(send, self._socket, *args, num_bytes=num_bytes)
+        except OSError as error:
+            if self._thread is thread:
+                self._lose()
+            raise PeerLost(self._host) from error
+        except asyncio.CancelledError:
+            if self._thread is thread:
+                raise
+            raise PeerLost(self._host) from None  # it ended before this began
+
+    def reset(self) -> None:
+        """End the connection; the next one needs the next token."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+        if self._socket is not None and self._thread is not None and self._end is not None:
+            self._loop.remove_reader(self._end)
+            self._end.close()
+            with suppress(OSError):  # it has ended by itself
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._thread.close()
+            self._socket.close()
+            self._socket = self._thread = self._end = None
+        self.token = new_token()
+
+    async def _connect(self, port: int) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                connected = await _greeted(self._loop, self._host, port, self.token)
+        except (OSError, TimeoutError) as error:
+            if not self._is_warned:
+                self._is_warned = True
+                log.warning(
+                    "no connection for segments, the KV socket takes them more slowly",
+                    to=f"{self._host}:{port}",
+                    reason=str(error) or "no answer",
+                )
+            self._connecting, self.token = None, new_token()
+            return
+        self._connecting, self._is_warned = None, False
+        self._socket, self._thread = connected, Copies()
+        # Nothing is said here any more.  By way of another descriptor, for what a loop watches, it
+        # makes nonblocking, and the thread sleeps on this one.
+        self._end = select.epoll()
+        self._end.register(connected, select.EPOLLIN)
+        self._loop.add_reader(self._end, self._lose)
+        log.info("segments have a connection of their own", to=f"{self._host}:{port}")
+
+    def _lose(self) -> None:
+        if self._socket is not None:
+            log.warning("connection for segments lost", to=self._host)
+            self.reset()
+            self._on_down()
+
+
+def send_all(connected: socket.socket, parts: Sequence[Buffer]) -> None:
+    """Send all bytes of `parts`.  Raises OSError."""
+    waiting = [memoryview(part).cast("B") for part in parts]
+    while waiting:
+        sent = connected.sendmsg(waiting)
+        while waiting and sent >= len(waiting[0]):
+            sent -= len(waiting.pop(0))
+        if sent:
+            waiting[0] = waiting[0][sent:]
+
+
+async def _greeted(
+    loop: asyncio.AbstractEventLoop, host: str, port: int, token: bytes
+) -> socket.socket:
+    """Return a blocking socket behind which this token was admitted.  Raises OSError."""
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, address = found[0]
+    connected = socket.socket(family, kind, protocol)
+    try:
+        connected.setblocking(False)
+        await loop.sock_connect(connected, address)
+        await loop.sock_sendall(connected, GREETING + token)
+        if await loop.sock_recv(connected, len(GREETING)) != GREETING:
+            raise ConnectionRefusedError("the token was refused")
+        connected.setblocking(True)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        silence_ms = int(SILENCE_S * 1000)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_ms)
+    except BaseException:
+        connected.close()
+        raise
+    return connected
