@@ -84,7 +84,7 @@ REQUEST = 1 << 32 | 1
 EPOCH = 1_760_000_000_000_000_000 >> 20 << 20
 MEMORY = "baton-8d0c5f2e"
 # A key that everybody knows protects nothing: this one is for the vectors only.
-KEY, TOKEN, SEALED_PORT = bytes(range(32)), bytes(range(32, 64)), 5601
+KEY, TOKEN, SEGMENT_PORT = bytes(range(32)), bytes(range(32, 64)), 5601
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8")
 _FULL = KVGroup(num_layers=1, num_kv_heads=2, key_dim=4, value_dim=2, dtype="uint8")
 _WINDOWED = msgspec.structs.replace(_FULL, num_layers=2, window=3)
@@ -182,7 +182,7 @@ def segment(name: str, rectangle: Rectangle, kv: bytes, idle_us: int = 0) -> dic
 
 
 def sealed_segment(rectangle: Rectangle, kv: bytes) -> dict[str, Any]:
-    """A segment as it comes to the port for sealed ones."""
+    """A segment as it comes, sealed, to the segment port."""
     descriptor = SegmentDescriptor.of(rectangle, len(kv), 0, 1500)
     header = KvCache(REQUEST, 1, 1)
     sealed = Sealing(KEY).seal(header, descriptor, kv)
@@ -325,7 +325,7 @@ def data_plane() -> list[dict[str, Any]]:
                 ("kv_cache_ack", 0, credit),
                 ("kv_cache_ack_ready", 48, Credit(48, 0, 1)),
                 ("kv_cache_ack_in_memory", 0, Credit(48, 0, 0, 1)),
-                ("kv_cache_ack_sealed_port", 0, Credit(48, 0, 0, 0, SEALED_PORT)),
+                ("kv_cache_ack_segment_port", 0, Credit(48, 0, 0, 0, SEGMENT_PORT)),
             )
         ),
         continuation("decode_request", [11, 12, 13, 17], Options(max_tokens=17)),
@@ -653,13 +653,14 @@ def transfer(
     num_shards: int = 1,
     block_size: int = 0,
     unasked_bytes: int = 0,
-    sealed_port: int = 0,
+    segment_port: int = 0,
+    is_sealed: bool = False,
 ) -> dict[str, Any]:
     """Run one transfer and write down every message; segment `spoil`, if any, arrives broken.
 
     With a `block_size` the KV lies in memory, in blocks of so many tokens, the last one first.
     With `unasked_bytes` all is computed before it is offered, and goes with the offer if it fits.
-    With a `sealed_port` every segment is sealed.
+    With a `segment_port` every segment goes there, and may be sealed.
     """
     token_ids = list(range(100, 100 + num_tokens))
     sender = KVSender(
@@ -672,8 +673,8 @@ def transfer(
         num_shards=num_shards,
         memory=MEMORY if block_size else None,
         block_size=block_size or 1,
-        key=KEY if sealed_port else None,
-        token=TOKEN if sealed_port else None,
+        key=KEY if is_sealed else None,
+        token=TOKEN if segment_port else None,
         now=0.0,
     )
     memory = _memory_of(layout, num_tokens, block_size) if block_size else b""
@@ -705,7 +706,7 @@ def transfer(
         note("decode", answer[0], *[it.pack() for it in answer[1:]])
         ack = None
     else:
-        ack = receiver.accept(cached, 0.0, len(memory), sealed_port)
+        ack = receiver.accept(cached, 0.0, len(memory), segment_port)
     sender.advance(num_tokens, 0.0)
     while ack is not None:
         note("decode", ack[0], ack[1].pack())
@@ -716,16 +717,22 @@ def transfer(
         places, kv = [], kv_of(layout, rectangle)
         if block_size and len(rectangle.tokens) == block_size:
             places = [len(memory) - len(kv) * rectangle.tokens.stop // block_size]
-        digest, is_sealed = segment_digest(REQUEST, kv), bool(sealed_port)
-        if is_sealed:
-            kv = sender.seal(rectangle, kv)
-        sent = sender.segment(rectangle, kv, 0.0, digest=digest, places=places, is_sealed=is_sealed)
-        assert sent is not None
-        kv = bytes(sent[2])
-        if spoil == sent[0].segment:
+        if segment_port:
+            header, descriptor, kv = _protected(sender, rectangle, kv)
+        else:
+            digest = segment_digest(REQUEST, kv)
+            sent = sender.segment(rectangle, kv, 0.0, digest=digest, places=places)
+            assert sent is not None
+            header, descriptor, kv = sent[0], sent[1], bytes(sent[2])
+        if spoil == header.segment:
             kv = _spoilt(kv)
-        note("prefill", sent[0], sent[1], kv)
-        segment = receiver.on_segment(sent[0], (sent[1], kv), 0.0, is_sealed=is_sealed)
+        if segment_port:
+            at_port = b"".join(stream.encode(header, descriptor, kv)).hex()
+            messages.append({"from": "prefill", "segment_port": at_port})
+        else:
+            note("prefill", header, descriptor, kv)
+        is_beside = bool(segment_port)
+        segment = receiver.on_segment(header, (descriptor, kv), 0.0, is_beside=is_beside)
         assert segment is not None
         try:
             if is_sealed:
@@ -749,11 +756,19 @@ def transfer(
         "block_size": block_size,
         "unasked_bytes": unasked_bytes,
         "memory": memory.hex(),
-        "sealed_port": sealed_port,
+        "segment_port": segment_port,
         "credit_bytes": credit_bytes,
         "messages": messages,
         "ends": receiver.state.value,
     }
+
+
+def _protected(sender: KVSender, rectangle: Rectangle, kv: bytes) -> tuple[KvCache, bytes, bytes]:
+    leaving = sender.leave(rectangle, 0.0)
+    assert leaving is not None
+    protected = sender.protect(*leaving, kv)
+    assert protected is not None
+    return leaving[0], protected[0].pack(), bytes(protected[1])
 
 
 def _spoilt(kv: bytes) -> bytes:
@@ -816,8 +831,13 @@ def transfers() -> list[dict[str, Any]]:
         transfer("with the offer, but all is held", 4, 4, 32, 1 << 20, unasked_bytes=96),
         transfer("more than goes with an offer", 4, 0, 32, 1 << 20, unasked_bytes=63),
         transfer("with the offer, and broken", 4, 0, 32, 1 << 20, spoil=2, unasked_bytes=64),
-        transfer("sealed", 5, 1, 32, 40, sealed_port=SEALED_PORT),
-        transfer("the second seal is broken", 4, 0, 32, 64, spoil=2, sealed_port=SEALED_PORT),
+        transfer("beside the KV socket", 5, 1, 32, 40, segment_port=SEGMENT_PORT),
+        transfer("sealed", 5, 1, 32, 40, segment_port=SEGMENT_PORT, is_sealed=True),
+        transfer(
+            *("the second seal is broken", 4, 0, 32, 64, 2),
+            segment_port=SEGMENT_PORT,
+            is_sealed=True,
+        ),
     ]
 
 

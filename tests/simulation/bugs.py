@@ -26,7 +26,8 @@ from worker.engine.blocks import BlockPool
 from worker.engine.engine import Engine
 from worker.roles.decode import DecodeRole
 from worker.roles.prefill import PrefillRole
-from worker.transfer.budget import IncomingTransfer, TransferBudget
+from worker.transfer.budget import TransferBudget
+from worker.transfer.incoming import IncomingTransfer
 from worker.transfer.neighbours import Neighbours
 from worker.transfer.receiver import IncomingTransfers
 from worker.transfer.sender import OutgoingTransfer

@@ -178,7 +178,7 @@ def test_a_revoked_api_key_is_refused_from_the_next_request_on(locked: Locked) -
 
 
 async def test_a_key_lets_a_prefill_worker_offer_kv_and_nobody_else(locked: Locked) -> None:
-    worker = locked.worker("decode", 2, "--keys", str(locked.keys), "--kv-sealing", "off")
+    worker = locked.worker("decode", 2, "--keys", str(locked.keys), "--kv-segment-port", "off")
     endpoint = kv_endpoint(worker)
 
     def peer(party: str, identity: bytes) -> ScriptedPrefill:
@@ -235,7 +235,7 @@ def test_an_open_port_without_keys_is_refused_and_says_what_to_do(
 
 def test_kv_is_sealed_and_is_again_when_a_worker_was_killed(tmp_path: Path) -> None:
     """A first transfer opens the connection for it, and does not wait for that."""
-    up = "sealed KV has a connection of its own"
+    up = "segments have a connection of their own"
     with Locked(tmp_path, "--worker-args=--kv-shared-memory off --kv-unasked-bytes 0") as cluster:
 
         def is_sealed(times: int) -> bool:

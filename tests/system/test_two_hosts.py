@@ -150,7 +150,7 @@ def test_the_printed_commands_make_a_cluster(tmp_path: Path, start: Start) -> No
 
     # KV takes the port of its own, once that is open: here it is.
     log = tmp_path / "prefill.log"
-    until(lambda: "sealed KV has a connection of its own" in log.read_text(), "sealed KV", START_S)
+    until(lambda: "segments have a connection of their own" in log.read_text(), "segments", START_S)
 
     # One more worker while everything runs, as the section says.
     more = re.search(r"`(scripts/keys .* decode-1)`", SECTION)

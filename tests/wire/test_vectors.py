@@ -24,7 +24,15 @@ from wire.prefix import prefix_hashes
 from wire.process.model import fingerprint
 from wire.session import ENDED, Direction, Session
 from wire.stream import StreamDecoder
-from wire.transfer import KVReceiver, KVSender, Rectangle, unasked_segments
+from wire.transfer import (
+    HEAD_BYTES,
+    KVReceiver,
+    KVSender,
+    Rectangle,
+    read_head,
+    segment_head,
+    unasked_segments,
+)
 from wire.transfer.segment import (
     SegmentDescriptor,
     pack_places,
@@ -228,10 +236,22 @@ def test_prefix_hashes(vector: dict[str, Any]) -> None:
     assert [f"{one:016x}" for one in hashes] == vector["hashes"]
 
 
+def parts_of(message: dict[str, Any]) -> list[bytes]:
+    """The parts of a message on the KV socket, or what would be those of one at the other port."""
+    if "zmq" in message:
+        return [bytes.fromhex(part) for part in message["zmq"]]
+    at_port = bytes.fromhex(message["segment_port"])
+    head = at_port[:HEAD_BYTES]
+    frame, descriptor, num_bytes = read_head(head)
+    assert len(at_port) == HEAD_BYTES + num_bytes
+    assert segment_head(frame, SegmentDescriptor.unpack(descriptor), num_bytes) == head
+    return [bytes(part) for part in parts.encode(frame, descriptor, at_port[HEAD_BYTES:])]
+
+
 @named("transfer")
 def test_the_receiver_answers_a_recorded_transfer(vector: dict[str, Any]) -> None:
     """Literal bytes of the sender in, the recorded bytes of the receiver out."""
-    messages = [(m["from"], [bytes.fromhex(p) for p in m["zmq"]]) for m in vector["messages"]]
+    messages = [(m["from"], parts_of(m)) for m in vector["messages"]]
     layout = msgspec.convert(vector["layout"], KVLayout)
     memory = bytes.fromhex(vector["memory"])
     receiver: KVReceiver | None = None
@@ -258,15 +278,15 @@ def test_the_receiver_answers_a_recorded_transfer(vector: dict[str, Any]) -> Non
                 answer = stored_with_the_offer(receiver, unasked)
                 assert parts.encode(answer[0], *[it.pack() for it in answer[1:]]) == next(answers)
                 continue
-            port = vector["sealed_port"]
+            port = vector["segment_port"]
             ack = receiver.accept(vector["cached_tokens"], 0.0, len(memory), port)
         else:
             assert receiver is not None
-            is_sealed = bool(vector["sealed_port"])
-            segment = receiver.on_segment(frame, message.payload, 0.0, is_sealed=is_sealed)
+            is_beside = bool(vector["segment_port"])
+            segment = receiver.on_segment(frame, message.payload, 0.0, is_beside=is_beside)
             assert segment is not None
             try:
-                if is_sealed:
+                if segment.is_sealed:
                     assert receiver.opened(segment).kv == kv_of(layout, segment.rectangle)
                 else:
                     kv = b"".join(segment.pieces(memory))
@@ -284,7 +304,7 @@ def test_the_receiver_answers_a_recorded_transfer(vector: dict[str, Any]) -> Non
 
 @named("transfer")
 def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
-    messages = [(m["from"], [bytes.fromhex(p) for p in m["zmq"]]) for m in vector["messages"]]
+    messages = [(m["from"], parts_of(m)) for m in vector["messages"]]
     token_ids = vector["token_ids"]
     layout, offer = msgspec.convert(vector["layout"], KVLayout), offered(messages)
     sender = KVSender(
@@ -321,17 +341,17 @@ def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
             assert rectangle is not None
             descriptor = SegmentDescriptor.unpack(recorded[2])
             places = unpack_places(recorded[3]) if descriptor.in_memory else ()
-            if is_sealed := bool(vector["sealed_port"]):
-                sealed = sender.seal(rectangle, kv_of(layout, rectangle))
+            if vector["segment_port"]:
                 assert isinstance(frame, KvCache)
+                leaving = sender.leave(rectangle, 0.0)
+                assert leaving is not None and leaving[0] == frame
+                protected = sender.protect(*leaving, kv_of(layout, rectangle))
+                assert protected is not None and protected[0] == descriptor
                 is_broken = "broken" in vector["name"] and frame.segment == 2
-                assert (sealed == recorded[3]) is not is_broken
-            sent = sender.segment(
-                *(rectangle, recorded[3], 0.0),
-                digest=descriptor.digest,
-                places=places,
-                is_sealed=is_sealed,
-            )
+                assert (protected[1] == recorded[3]) is not is_broken
+                continue
+            digest = descriptor.digest
+            sent = sender.segment(rectangle, recorded[3], 0.0, digest=digest, places=places)
             assert sent is not None
             assert parts.encode(*sent) == recorded
             kv = recorded[3]
@@ -340,7 +360,7 @@ def test_the_sender_makes_a_recorded_transfer(vector: dict[str, Any]) -> None:
                 memory = bytes.fromhex(vector["memory"])
                 kv = b"".join(memory[place : place + size] for place in places)
             is_whole = segment_digest(vector["request_id"], kv) == descriptor.digest
-            assert is_sealed or is_whole or vector["ends"] == "failed"
+            assert is_whole or vector["ends"] == "failed"
     assert sender.state.value == vector["ends"]
 
 

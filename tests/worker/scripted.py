@@ -310,9 +310,9 @@ class ScriptedDecode:
         *,
         ready: bool = False,
         in_memory: bool = False,
-        sealed_port: int = 0,
+        segment_port: int = 0,
     ) -> None:
-        granted = Credit(credit, 0, int(ready), int(in_memory), sealed_port)
+        granted = Credit(credit, 0, int(ready), int(in_memory), segment_port)
         self.send(KvCacheAck(request_id, kv_bytes), granted.pack())
 
     async def offered(self, request_id: int) -> Offer:

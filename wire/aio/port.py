@@ -75,19 +75,6 @@ def link_options(keys: Keys | None, server: str) -> Options:
     return {} if keys is None else client_options(keys.pair, keys.public_of(server))
 
 
-def token_server_options() -> Options:
-    """Options of a bound socket that admits whom the authenticator of its context knows.
-
-    Nothing that crosses it is encrypted.
-    """
-    return {"PLAIN_SERVER": 1, "ZAP_DOMAIN": ZAP_DOMAIN, "ZAP_ENFORCE_DOMAIN": 1}
-
-
-def token_options(name: bytes, token: bytes) -> Options:
-    """Options of a socket that connects under `name` by a token."""
-    return {"PLAIN_USERNAME": name, "PLAIN_PASSWORD": token}
-
-
 class Port:
     """A socket and its monitor.  `zero_copy`: large parts cross it without a copy.
 

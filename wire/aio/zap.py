@@ -1,10 +1,11 @@
-"""Admission at a bound ZeroMQ socket: ZAP (ZeroMQ RFC 27), answered by its `Door`.
+"""Admission at a bound ZeroMQ socket: ZAP (ZeroMQ RFC 27) answered from `wire.process.keys`.
 
-libzmq asks at every handshake, over an in-process socket of the same context; a socket that finds
-nobody there admits nobody (ZAP_ENFORCE_DOMAIN).  `prove` shows that before a port is opened.
+libzmq asks at every CURVE handshake, over an in-process socket of the same context; a socket that
+finds nobody there admits nobody (ZAP_ENFORCE_DOMAIN).  `prove` shows that before a port is opened.
 
 Authentication ends with the handshake, so `Gate` goes on: the first message of a peer must come
-under an identity that who was admitted may use, and who is no longer known loses its connections.
+under an identity that its key's party may use, and a key that is revoked, or another party's now,
+loses its connections.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 import zmq
@@ -31,7 +32,6 @@ from wire.aio.port import (
     Port,
     client_options,
     new_key_pair,
-    server_options,
 )
 from wire.identity import is_of_party
 from wire.process.keys import Keys
@@ -44,74 +44,20 @@ PROBE_S: Final = 5.0
 _LOG: Final = structlog.get_logger(__name__)
 
 
-class Door(Protocol):
-    """Says who may come in at one kind of socket.
-
-    Attributes:
-        mechanism: How they show who they are, as ZAP names it.
-        secret: What they need for it, in a word.
-        options: Of the bound socket.
-    """
-
-    mechanism: bytes
-    secret: str
-    options: Options
-
-    def admit(self, credentials: list[bytes]) -> str:
-        """Return under which name who shows these goes on, "" for nobody."""
-        ...
-
-    def may_speak(self, name: str, peer: bytes) -> bool:
-        """Whether who was admitted under this name may use the identity `peer`, still."""
-        ...
-
-    def refresh(self) -> None:
-        """Look again at who is known."""
-        ...
-
-    def stranger(self) -> Options:
-        """Return the options of a socket of somebody who is not known."""
-        ...
-
-
-class KeyDoor:
-    """Admits who has a key of the list."""
-
-    mechanism, secret = b"CURVE", "key"
-
-    def __init__(self, keys: Keys) -> None:
-        self.options = server_options(keys.pair)
-        self._keys = keys
-
-    def admit(self, credentials: list[bytes]) -> str:
-        self._keys.refresh()
-        public = z85.encode(credentials[0]).decode()
-        return "" if self._keys.party(public) is None else public
-
-    def may_speak(self, name: str, peer: bytes) -> bool:
-        party = self._keys.party(name)
-        return party is not None and is_of_party(peer, party)
-
-    def refresh(self) -> None:
-        self._keys.refresh()
-
-    def stranger(self) -> Options:
-        return client_options(new_key_pair(), self._keys.pair.public)
-
-
 class Authenticator:
     """Answers libzmq's questions for one context, on the running loop, until closed."""
 
     def __init__(
         self,
         context: Context,
-        door: Door,
+        keys: Keys,
         domain: bytes = ZAP_DOMAIN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_refused = 0
-        self.is_proving = False  # by `prove`: that it is refused is no news
-        self.door, self._domain, self._clock = door, domain, clock
+        # The public key that `prove` knocks with: its refusal is no news.
+        self.own_stranger: str | None = None
+        self._keys, self._domain, self._clock = keys, domain, clock
         self._quiet_until = 0.0
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -134,18 +80,21 @@ class Authenticator:
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         version, request_id, domain, address, _, mechanism, *credentials = request
-        reason, name = "", ""
+        reason, public = "", ""
         if domain != self._domain:
             reason = "wrong domain"
-        elif mechanism != self.door.mechanism or not credentials:
-            reason = f"no {self.door.mechanism.decode()}"
-        elif not (name := self.door.admit(credentials)):
-            reason = f"unknown {self.door.secret}"
+        elif mechanism != b"CURVE" or len(credentials) != 1:
+            reason = "no CURVE"
+        else:
+            self._keys.refresh()
+            public = z85.encode(credentials[0]).decode()
+            if self._keys.party(public) is None:
+                reason = "unknown key"
         if reason:
-            if not self.is_proving:
+            if public != self.own_stranger:
                 self._note(address, reason)
             return [version, request_id, b"400", b"refused", b"", b""]
-        return [version, request_id, b"200", b"OK", name.encode(), b""]
+        return [version, request_id, b"200", b"OK", public.encode(), b""]
 
     def _note(self, address: bytes, reason: str) -> None:
         """Log a refusal, at most one a second: whoever is refused must not fill the disk."""
@@ -168,21 +117,21 @@ class Gate:
     only connections of this socket may be cut.
     """
 
-    def __init__(self, context: Context, door: Door, read_events: Callable[[], None]) -> None:
-        self.authenticator = Authenticator(context, door)
-        self._door, self._read_events = door, read_events
-        # By descriptor: the name it was admitted under, and the identity it uses.
-        self._holders: dict[int, tuple[str, bytes]] = {}
+    def __init__(self, context: Context, keys: Keys, read_events: Callable[[], None]) -> None:
+        self.authenticator = Authenticator(context, keys)
+        self._keys, self._read_events = keys, read_events
+        self._holders: dict[int, tuple[str, bytes]] = {}  # descriptor -> public key, identity
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(REFRESH_S, self._on_timer)
 
-    def admit(self, peer: bytes, name: str, fd: int, *, is_live: bool) -> bool:
-        """Whether who was admitted as `name` may speak as `peer`; if not, its connection is cut."""
-        is_welcome = self._door.may_speak(name, peer)
+    def admit(self, peer: bytes, public: str, fd: int, *, is_live: bool) -> bool:
+        """Whether the holder of `public` may speak as `peer`; if not, its connection is cut."""
+        is_welcome = self._may_speak(public, peer)
         if not is_welcome:
-            _LOG.warning("identity of another", peer=repr(peer)[:64], name=name)
+            party = self._keys.party(public) or "revoked"
+            _LOG.warning("identity of another", peer=repr(peer)[:64], party=party)
         if is_live and is_welcome:
-            self._holders[fd] = name, peer
+            self._holders[fd] = public, peer
         elif is_live:
             _cut(fd)
         return is_welcome
@@ -196,25 +145,30 @@ class Gate:
         self.authenticator.close()
 
     def cut_revoked(self) -> None:
-        """Look again at who is known, and cut connections that may no longer be there."""
-        self._door.refresh()
+        """Read the list of keys again, and cut the connections that it no longer allows."""
+        self._keys.refresh()
         if self._revoked():
             self._read_events()
         for fd in self._revoked():
-            name, _ = self._holders.pop(fd)
-            _LOG.warning(f"{self._door.secret} revoked, connection cut", name=name)
+            public, _ = self._holders.pop(fd)
+            _LOG.warning("key revoked, connection cut", public_key=public)
             _cut(fd)
 
     def _revoked(self) -> list[int]:
-        return [fd for fd, its in self._holders.items() if not self._door.may_speak(*its)]
+        return [fd for fd, its in self._holders.items() if not self._may_speak(*its)]
+
+    def _may_speak(self, public: str, peer: bytes) -> bool:
+        """Whether the holder of `public` may use the identity `peer`, still."""
+        party = self._keys.party(public)
+        return party is not None and is_of_party(peer, party)
 
     def _on_timer(self) -> None:
         self._timer = self._loop.call_later(REFRESH_S, self._on_timer)
         self.cut_revoked()
 
 
-def prove(port: Port, authenticator: Authenticator, probe_s: float = PROBE_S) -> None:
-    """Make sure that `port`, not bound yet, refuses who is not known at the authenticator's door.
+def prove(port: Port, keys: Keys, authenticator: Authenticator, probe_s: float = PROBE_S) -> None:
+    """Make sure that `port`, not bound yet, refuses an unknown key.
 
     The very socket listens on a loopback port for a moment, and is asked as a stranger would.
     Blocks the loop, at start-up, for milliseconds; for `probe_s` if nobody decides.
@@ -222,20 +176,17 @@ def prove(port: Port, authenticator: Authenticator, probe_s: float = PROBE_S) ->
     Raises:
         ConfigError: The stranger was admitted, or nobody decided.
     """
+    stranger = new_key_pair()
+    authenticator.own_stranger = stranger.public
     endpoint = port.attach("bind", "tcp://127.0.0.1:*")
-    authenticator.is_proving = True
     try:
-        event = _knock(endpoint, authenticator.door.stranger(), authenticator.turn, probe_s)
+        options = client_options(stranger, keys.pair.public)
+        event = _knock(endpoint, options, authenticator.turn, probe_s)
     finally:
-        authenticator.is_proving = False
         port.socket.unbind(endpoint)
     if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        what = "admitted" if event else "did not decide on"
-        secret = authenticator.door.secret
-        raise ConfigError(
-            f"not listening: the socket {what} an unknown {secret}, "
-            f"so {secret}s would protect nothing"
-        )
+        what = "admitted an unknown key" if event else "did not decide on an unknown key"
+        raise ConfigError(f"not listening: the socket {what}, so keys would protect nothing")
 
 
 def _knock(endpoint: str, options: Options, answer: Callable[[], None], probe_s: float) -> int:

@@ -9,9 +9,8 @@ the caller's business.  A second connection with an identity already connected i
 take-over), hence identities carry the epoch of their process.
 
 With keys, a hub admits whom `wire.aio.zap` knows, and a link connects to one named party only;
-everything is encrypted then (CURVE).  With tokens (`wire.aio.tokens`) a hub admits peers in the
-same way but encrypts nothing, for messages that are encrypted already.  Sockets belong to the
-loop's thread.  The meaning of parts is not handled here.
+everything is encrypted then (CURVE).  Sockets belong to the loop's thread.  The meaning of parts is
+not handled here.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ from wire.aio.port import (
     Context,
     Port,
     link_options,
+    server_options,
     terminate,
-    token_options,
 )
 from wire.aio.pump import Pump, guarded
-from wire.aio.tokens import Tokens
-from wire.aio.zap import Door, Gate, KeyDoor, prove
+from wire.aio.zap import Gate, prove
 from wire.errors import PeerLost
 from wire.parts import Buffer
 from wire.process.keys import Keys
@@ -69,21 +67,20 @@ class Hub:
         high_water_mark: int = 1000,
         context: Context | None = None,
         keys: Keys | None = None,
-        tokens: Tokens | None = None,
     ) -> None:
         self._on_message = guarded(on_message)
-        door: Door | None = tokens if keys is None else KeyDoor(keys)
+        self._keys = keys
         self._port = Port(
             context,
             zmq.ROUTER,
             limits := Limits(max_message_bytes, max_queue_bytes),
             high_water_mark,
             zero_copy=zero_copy,
-            security={} if door is None else door.options,
+            security={} if keys is None else server_options(keys.pair),
         )
         self._gate: Gate | None = None
-        if door is not None:
-            self._gate = Gate(self._port.context, door, lambda: self._pump.read_events())
+        if keys is not None:
+            self._gate = Gate(self._port.context, keys, lambda: self._pump.read_events())
         self._peers = Peers(limits, self._port.transmit, guarded(on_lost))
         self._pump = Pump(
             self._port, self._receive, self._notice, self._peers.settle, self._peers.flush
@@ -99,10 +96,10 @@ class Hub:
 
         Raises:
             OSError: It cannot; the endpoint is named.
-            ConfigError: With keys or tokens, a stranger would be admitted.
+            ConfigError: With keys, a stranger would be admitted.
         """
-        if self._gate is not None:
-            prove(self._port, self._gate.authenticator)
+        if self._gate is not None and self._keys is not None:
+            prove(self._port, self._keys, self._gate.authenticator)
         return self._port.attach("bind", endpoint)
 
     def send(self, peer: bytes, parts: Sequence[Buffer], *, track: bool = False) -> Sending | None:
@@ -150,8 +147,8 @@ class Hub:
     def _may_speak(self, peer: bytes, frame: zmq.Frame, fd: int) -> bool:
         if self._gate is None:
             return True
-        name = str(frame.get("User-Id"))
-        return self._gate.admit(peer, name, fd, is_live=self._peers.is_live(fd))
+        public = str(frame.get("User-Id"))
+        return self._gate.admit(peer, public, fd, is_live=self._peers.is_live(fd))
 
     def _notice(self, event: tuple[int, int]) -> None:
         kind, fd = event
@@ -167,10 +164,8 @@ class Link:
     """A connected DEALER: one peer, `endpoint`, reconnected to for as long as the link is open.
 
     `on_up()` is called at each completed handshake and what it sends goes first; `on_down()` when
-    that connection ends.  `on_refused()` is called at the first refusal since a handshake, instead
-    of an error in the log; the link tries again until it is closed.  Bounds and handlers as in
-    `Hub`.  With `keys`, the other end must be the party `server`.  Raises ConfigError if its key is
-    not known.  With a `token`, `identity` is a name for which it was made (`wire.aio.tokens`).
+    that connection ends.  Bounds and handlers as in `Hub`.  With `keys`, the other end must be the
+    party `server`.  Raises ConfigError if its key is not known.
     """
 
     def __init__(
@@ -181,7 +176,6 @@ class Link:
         *,
         on_up: Callable[[], None] | None = None,
         on_down: Callable[[], None] | None = None,
-        on_refused: Callable[[], None] | None = None,
         zero_copy: bool = False,
         max_message_bytes: int = 8 << 20,
         max_queue_bytes: int = 64 << 20,
@@ -189,12 +183,10 @@ class Link:
         context: Context | None = None,
         keys: Keys | None = None,
         server: str = "router",
-        token: bytes | None = None,
     ) -> None:
         self.endpoint, self.is_up = endpoint, False
         self._on_message = guarded(on_message)
         self._on_up, self._on_down = guarded(on_up), guarded(on_down)
-        self._on_refused = guarded(on_refused or self._complain)
         self._events: list[tuple[int, int]] = []
         self._is_greeting = self._was_refused = False
         self._port = Port(
@@ -203,9 +195,7 @@ class Link:
             limits := Limits(max_message_bytes, max_queue_bytes),
             high_water_mark,
             zero_copy=zero_copy,
-            security=link_options(keys, server)
-            if token is None
-            else token_options(identity, token),
+            security=link_options(keys, server),
         )
         self._port.socket.setsockopt(zmq.ROUTING_ID, identity)
         self._port.attach("connect", endpoint)
@@ -259,10 +249,9 @@ class Link:
                 self._end()
             elif kind & REFUSED and not self._was_refused:
                 self._was_refused = True
-                self._on_refused()
-
-    def _complain(self) -> None:
-        _LOG.error("refused: are its keys and ours in both authorized_keys?", by=self.endpoint)
+                _LOG.error(
+                    "refused: are its keys and ours in both authorized_keys?", by=self.endpoint
+                )
 
     def _end(self) -> None:
         self._dial.fail()

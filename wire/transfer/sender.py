@@ -94,6 +94,7 @@ class KVSender(Transfer):
         self._memory = memory
         self.token = token
         self._key = key
+        self._is_sealing = key is not None
         self._sealing = None if key is None else Sealing(key)
         self._credit = 0
         self.went_unasked = False  # all of it, with the offer
@@ -258,14 +259,15 @@ class KVSender(Transfer):
 
     def protect(
         self, frame: KvCache, descriptor: SegmentDescriptor, kv: Buffer
-    ) -> tuple[SegmentDescriptor, Buffer]:
+    ) -> tuple[SegmentDescriptor, Buffer] | None:
         """Return what travels of a segment that leaves: sealed, or as it is with its digest.
 
-        Once for each.  May run on any thread.
+        Once for each.  None if the transfer is over: its key is gone.  May run on any thread.
         """
-        if self._sealing is not None:
-            return descriptor, self._sealing.seal(frame, descriptor, kv)
-        return descriptor._replace(digest=segment_digest(self.request_id, kv)), kv
+        if not self._is_sealing:
+            return descriptor._replace(digest=segment_digest(self.request_id, kv)), kv
+        sealing = self._sealing
+        return None if sealing is None else (descriptor, sealing.seal(frame, descriptor, kv))
 
     def keepalive(self, now: float) -> KvCache | None:
         """Return a frame to send, without payload, when nothing was sent for a third of a lease.

@@ -9,76 +9,11 @@ nobody else.  Pure.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
-from wire.parts import Buffer
-from wire.transfer import KVReceiver, Segment
 from worker.engine.reservations import Unclaimed
-
-Bytes = npt.NDArray[np.uint8]
-
-
-class Arrival:
-    """A segment that was admitted before its bytes had come.
-
-    Its blocks must not be freed while it is stored, nor stored to when they are freed: who settles
-    it first, the thread that stores it or the loop that gives it up, does so.
-    """
-
-    __slots__ = ("_settled", "segment", "transfer")
-
-    def __init__(self, transfer: IncomingTransfer, segment: Segment) -> None:
-        self.transfer, self.segment = transfer, segment
-        self._settled = threading.Lock()
-
-    def settle(self) -> bool:
-        """True once, for who asks first, on any thread."""
-        return self._settled.acquire(blocking=False)
-
-
-class IncomingTransfer:
-    """One KV cache that arrives from `peer`, until it is claimed or has failed.
-
-    At most `wanted_bytes` of it are in flight at once.  While it `is_waited_for`, equal prompts may
-    wait for its KV.
-    """
-
-    __slots__ = (
-        "acked_bytes",
-        "arrivals",
-        "block_table",
-        "is_dropped",
-        "is_waited_for",
-        "memory",
-        "peer",
-        "receiver",
-        "share_bytes",
-        "unasked",
-        "wanted_bytes",
-    )
-
-    def __init__(self, peer: bytes, receiver: KVReceiver, credit_bytes: int) -> None:
-        self.peer = peer
-        self.receiver = receiver
-        self.wanted_bytes = max(1, min(credit_bytes, receiver.total_bytes))
-        self.share_bytes = 0  # of the bytes in flight, from its turn until its last byte
-        self.acked_bytes = 0
-        self.arrivals: set[Arrival] = set()  # on connections of their own, until stored
-        self.is_dropped = False
-        self.is_waited_for = True
-        self.block_table: tuple[int, ...] = ()
-        self.memory: Bytes | None = None  # the peer's, if segments may lie there
-        self.unasked: list[tuple[Buffer, Buffer]] = []  # its KV, until there are blocks for it
-
-    @property
-    def is_ack_due(self) -> bool:
-        """Whether the sender may soon run out of credit."""
-        return 4 * (self.receiver.kv_bytes - self.acked_bytes) >= self.wanted_bytes
+from worker.transfer.incoming import IncomingTransfer
 
 
 class TransferBudget:

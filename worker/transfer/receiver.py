@@ -31,10 +31,9 @@ from wire.process.traffic import Traffic
 from wire.transfer import Ack, KVReceiver, Segment, unasked_segments
 from worker.engine.engine import Engine
 from worker.engine.outputs import Reserved
-from worker.engine.unpacking import unpack
 from worker.environment import WorkerContext
-from worker.transfer.budget import Arrival, IncomingTransfer, TransferBudget
-from worker.transfer.in_memory import fetch
+from worker.transfer.budget import TransferBudget
+from worker.transfer.incoming import Arrival, IncomingTransfer, store
 from worker.transfer.neighbours import Neighbours
 from worker.transfer.segment_hub import SegmentHub
 
@@ -277,7 +276,7 @@ class IncomingTransfers:
     def store(self, arrival: Arrival) -> Exception | None:
         if not arrival.settle():
             return None
-        return self._unpack([(arrival.transfer, arrival.segment)])[0]
+        return store(self._cache, arrival.transfer, arrival.segment)
 
     def stored(self, arrival: Arrival, problem: Exception | None, *, is_last: bool) -> None:
         transfer, segment = arrival.transfer, arrival.segment
@@ -409,7 +408,7 @@ class IncomingTransfers:
 
     async def _store(self, batch: list[tuple[IncomingTransfer, Segment]]) -> None:
         num_bytes = sum(segment.descriptor.num_bytes for _, segment in batch)
-        problems = await self._copies.run(self._unpack, batch, num_bytes=num_bytes)
+        problems = await self._copies.run(self._store_all, batch, num_bytes=num_bytes)
         acks: dict[IncomingTransfer, Ack | None] = {}  # the last one says it all
         for (transfer, segment), problem in zip(batch, problems, strict=True):
             if problem is not None:
@@ -430,31 +429,8 @@ class IncomingTransfers:
         receiver.broken(segment, error)
         self.fail(receiver.request_id, error)
 
-    def _unpack(self, batch: list[tuple[IncomingTransfer, Segment]]) -> list[Exception | None]:
-        """Verify segments and put them into their blocks; return what went wrong with each."""
-        problems: list[Exception | None] = []
-        for transfer, segment in batch:
-            problem = None
-            try:
-                self._unpack_one(transfer, segment)
-            except Exception as error:
-                problem = error
-            problems.append(problem)
-        return problems
-
-    def _unpack_one(self, transfer: IncomingTransfer, segment: Segment) -> None:
-        receiver, block_table = transfer.receiver, transfer.block_table
-        if receiver.is_over:
-            return
-        if segment.places:
-            assert transfer.memory is not None
-            fetch(self._cache, block_table, receiver, segment, transfer.memory)
-        else:
-            if segment.is_sealed:
-                segment = receiver.opened(segment)
-            else:
-                receiver.verify(segment)
-            unpack(self._cache, block_table, segment.rectangle, segment.kv, receiver.num_tokens)
+    def _store_all(self, batch: list[tuple[IncomingTransfer, Segment]]) -> list[Exception | None]:
+        return [store(self._cache, *arrived) for arrived in batch]
 
     def _answer(self, transfer: IncomingTransfer, ack: Ack | None) -> None:
         if ack is None:

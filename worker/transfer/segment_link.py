@@ -35,8 +35,8 @@ SILENCE_S: Final = 30.0
 class SegmentLink:
     """The connection to one decode worker, whose KV socket is at `kv_endpoint`.
 
-    `token` is what the next offer carries; a connection that ended needs another one.  `on_down` is
-    called when a connection that was up has ended.
+    `token` is what the next offer carries; a connection that ended needs another one.  `connecting`
+    is there while one is being made.  `on_down` is called when one that was up has ended.
     """
 
     def __init__(self, kv_endpoint: str, traffic: Traffic, on_down: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ class SegmentLink:
         self._host = kv_endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         self._on_down, self.traffic = on_down, traffic
         self._is_warned = False
-        self._connecting: asyncio.Task[None] | None = None
+        self.connecting: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
         self._end: select.epoll | None = None  # readable when the connection has ended
         self._thread: Copies | None = None
@@ -59,8 +59,8 @@ class SegmentLink:
 
         Nothing happens if that has been done already, or another token is due.
         """
-        if self._connecting is None and self._socket is None and token == self.token:
-            self._connecting = self._loop.create_task(self._connect(port))
+        if self.connecting is None and self._socket is None and token == self.token:
+            self.connecting = self._loop.create_task(self._connect(port))
 
     async def run(
         self, send: Callable[[socket.socket, *Args], R], *args: *Args, num_bytes: int
@@ -86,9 +86,9 @@ class SegmentLink:
 
     def reset(self) -> None:
         """End the connection; the next one needs the next token."""
-        if self._connecting is not None:
-            self._connecting.cancel()
-            self._connecting = None
+        if self.connecting is not None:
+            self.connecting.cancel()
+            self.connecting = None
         if self._socket is not None and self._thread is not None and self._end is not None:
             self._loop.remove_reader(self._end)
             self._end.close()
@@ -111,9 +111,9 @@ class SegmentLink:
                     to=f"{self._host}:{port}",
                     reason=str(error) or "no answer",
                 )
-            self._connecting, self.token = None, new_token()
+            self.connecting, self.token = None, new_token()
             return
-        self._connecting, self._is_warned = None, False
+        self.connecting, self._is_warned = None, False
         self._socket, self._thread = connected, Copies()
         # Nothing is said here any more.  By way of another descriptor, for what a loop watches, it
         # makes nonblocking, and the thread sleeps on this one.

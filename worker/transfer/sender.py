@@ -216,11 +216,12 @@ class OutgoingTransfer:
 
     def _read_and_send(self, connected: socket.socket, leaving: list[Leaving]) -> list[Read]:
         for rectangle, frame, descriptor in leaving:
-            if self.sender.is_over:
+            protected = self.sender.protect(frame, descriptor, self._kv(rectangle))
+            if protected is None or self.sender.is_over:
                 break
-            descriptor, kv = self.sender.protect(frame, descriptor, self._kv(rectangle))
-            num_bytes = memoryview(kv).nbytes
-            send_all(connected, [segment_head(frame, descriptor, num_bytes), kv])
+            descriptor, kv = protected
+            head = segment_head(frame, descriptor, memoryview(kv).nbytes)
+            send_all(connected, [head, kv])
         return []  # nothing is left to be sent
 
     def _next_batch(self) -> list[Rectangle]:

@@ -23,7 +23,7 @@ from wire.aio.port import (
     new_key_pair,
     server_options,
 )
-from wire.aio.zap import ENDPOINT, Authenticator, Gate, KeyDoor, prove
+from wire.aio.zap import ENDPOINT, Authenticator, Gate, prove
 from wire.aio.zmq import Hub, Link
 from wire.parts import Buffer
 from wire.process.keys import Keys
@@ -124,11 +124,11 @@ async def test_without_an_authenticator_of_its_own_a_socket_admits_nobody(
     router = context.socket(zmq.ROUTER)
     for name, value in server_options(pairs["router"]).items():
         router.setsockopt(getattr(zmq, name), value)
-    door, authenticator = KeyDoor(Keys(tmp_path, "router")), None
+    keys, authenticator = Keys(tmp_path, "router"), None
     if where == "another context":
-        authenticator = Authenticator(other, door)
+        authenticator = Authenticator(other, keys)
     elif where == "another domain":
-        authenticator = Authenticator(context, door, b"elsewhere")
+        authenticator = Authenticator(context, keys, b"elsewhere")
     router.bind(LOOPBACK)
     endpoint = bytes(router.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
     try:
@@ -155,7 +155,7 @@ async def test_a_known_key_is_none_that_was_shown_in_another_way(
     with Context() as context, context.socket(zmq.REQ) as asker:
         asker.connect(ENDPOINT)
         asker.send_multipart([b"1.0", b"7", ZAP_DOMAIN, b"127.0.0.1", b"", mechanism, shown])
-        authenticator = Authenticator(context, KeyDoor(Keys(tmp_path, "router")))
+        authenticator = Authenticator(context, Keys(tmp_path, "router"))
         authenticator.turn()
         answer = asker.recv_multipart() if asker.poll(5000) else []
         authenticator.close()
@@ -168,15 +168,14 @@ async def test_no_port_is_opened_when_nobody_decides(
 ) -> None:
     """With an authenticator of another context, and with one that does not answer."""
     write(tmp_path, "router")
-    door = KeyDoor(Keys(tmp_path, "router"))
-    port = Port(
-        None, zmq.ROUTER, Limits(1 << 10, 1 << 20), 1, zero_copy=False, security=door.options
-    )
+    keys = Keys(tmp_path, "router")
+    security = server_options(keys.pair)
+    port = Port(None, zmq.ROUTER, Limits(1 << 10, 1 << 20), 1, zero_copy=False, security=security)
     with Context() as other:
-        authenticator = Authenticator(port.context if is_there else other, door)
+        authenticator = Authenticator(port.context if is_there else other, keys)
         monkeypatch.setattr(authenticator, "turn", lambda: None)
         with pytest.raises(ConfigError, match="not listening"):
-            prove(port, authenticator, probe_s=0.3)
+            prove(port, keys, authenticator, probe_s=0.3)
         authenticator.close()
     await port.close(0.0)
 
@@ -266,7 +265,7 @@ async def test_refusals_do_not_fill_the_log(tmp_path: Path) -> None:
     now = 1000.0
     pairs = write(tmp_path, "router")
     context = Context()
-    doorkeeper = Authenticator(context, KeyDoor(Keys(tmp_path, "router")), clock=lambda: now)
+    doorkeeper = Authenticator(context, Keys(tmp_path, "router"), clock=lambda: now)
     router = context.socket(zmq.ROUTER)
     for name, value in server_options(pairs["router"]).items():
         router.setsockopt(getattr(zmq, name), value)
@@ -295,7 +294,7 @@ async def test_a_revoked_key_costs_no_one_the_connection_that_has_its_descriptor
     here, there = socket.socketpair()
     gone, other = socket.socketpair()
     with Context() as context, here, there, gone, other:
-        gate = Gate(context, KeyDoor(Keys(tmp_path, "router")), lambda: gate.leave(gone.fileno()))
+        gate = Gate(context, Keys(tmp_path, "router"), lambda: gate.leave(gone.fileno()))
         for party, its in (("prefill-0", here), ("decode-0", gone)):
             peer = f"{party}-1".encode()
             assert gate.admit(peer, pairs[party].public, its.fileno(), is_live=True)

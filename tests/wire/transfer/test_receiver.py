@@ -512,9 +512,9 @@ def test_no_segment_comes_with_an_offer_of_no_bytes() -> None:
         one.check_unasked([payload(0, 2, 0, 0)])
 
 
-# Sealed segments.
+# Segments beside the KV socket.
 
-KEY, PORT = bytes(range(32)), 5601
+KEY, TOKEN, PORT = bytes(range(32)), bytes(range(32, 64)), 5601
 
 
 def sealed(number: int = 1, of: int = 1, tokens: int = 4, **changed: int) -> tuple[bytes, bytes]:
@@ -524,18 +524,18 @@ def sealed(number: int = 1, of: int = 1, tokens: int = 4, **changed: int) -> tup
     return descriptor._replace(**changed).pack(), kv
 
 
-def sealing(sealed_port: int = PORT) -> KVReceiver:
-    one = receiver(offer(key=KEY))
-    ack = one.accept(0, 1.0, 0, sealed_port)
-    assert ack is not None and ack[1].sealed_port == sealed_port
+def sealing(segment_port: int = PORT) -> KVReceiver:
+    one = receiver(offer(key=KEY, token=TOKEN))
+    ack = one.accept(0, 1.0, 0, segment_port)
+    assert ack is not None and ack[1].segment_port == segment_port
     return one
 
 
 def test_a_sealed_segment_is_admitted_opened_and_stored() -> None:
     one = sealing()
-    segment = one.on_segment(KvCache(ID, 1, 1), sealed(), 2.0, is_sealed=True)
+    segment = one.on_segment(KvCache(ID, 1, 1), sealed(), 2.0, is_beside=True)
     assert segment is not None and one.opened(segment).kv == bytes(64)
-    assert one.on_segment(KvCache(ID, 1, 1), sealed(), 2.0, is_sealed=True) is None, "a copy"
+    assert one.on_segment(KvCache(ID, 1, 1), sealed(), 2.0, is_beside=True) is None, "a copy"
     ack = one.stored(segment, 3.0)
     assert ack == (KvCacheAck(ID, 64), Credit(64, 0, 1, 0, PORT))
 
@@ -544,7 +544,7 @@ def test_what_does_not_open_fails_closed() -> None:
     one = sealing()
     descriptor, kv = sealed()
     changed = kv[:-1] + bytes([kv[-1] ^ 1])
-    segment = one.on_segment(KvCache(ID, 1, 1), (descriptor, changed), 2.0, is_sealed=True)
+    segment = one.on_segment(KvCache(ID, 1, 1), (descriptor, changed), 2.0, is_beside=True)
     assert segment is not None
     with pytest.raises(TransferFailed, match="segment 1 is not what was sealed"):
         one.opened(segment)
@@ -552,7 +552,7 @@ def test_what_does_not_open_fails_closed() -> None:
 
 def test_a_key_is_dropped_at_the_end() -> None:
     one = sealing()
-    segment = one.on_segment(KvCache(ID, 1, 1), sealed(), 2.0, is_sealed=True)
+    segment = one.on_segment(KvCache(ID, 1, 1), sealed(), 2.0, is_beside=True)
     one.cancel()
     assert segment is not None and not one.offers_sealing
     with pytest.raises(TransferFailed, match="is over"):
@@ -562,9 +562,9 @@ def test_a_key_is_dropped_at_the_end() -> None:
 @pytest.mark.parametrize(
     ("parts", "port", "reason"),
     [
-        (sealed(), 0, "not taken here"),
+        (sealed(), 0, "where none of this transfer is taken"),
         (sealed(digest=1), PORT, "digest of a sealed segment"),
-        (sealed(in_memory=1), PORT, "in_memory and digest"),
+        (sealed(in_memory=1), PORT, "in memory belong on the KV socket"),
         ((sealed()[0], sealed()[1][:-1]), PORT, "63 bytes for"),
         ((sealed()[0], sealed()[1] + b"x"), PORT, "65 bytes for"),
         ((sealed()[0], b""), PORT, "-16 bytes for"),
@@ -575,10 +575,23 @@ def test_what_cannot_have_been_sealed_ends_the_transfer(
 ) -> None:
     one = sealing(port)
     with pytest.raises(RemoteProtocolError, match=reason):
-        one.on_segment(KvCache(ID, 1, 1), parts, 2.0, is_sealed=True)
+        one.on_segment(KvCache(ID, 1, 1), parts, 2.0, is_beside=True)
     assert one.state is TransferState.FAILED and not one.num_unpacking
 
 
-def test_a_port_answers_a_key_only() -> None:
-    with pytest.raises(LocalProtocolError, match="no key was offered"):
+def test_without_a_key_the_digest_says_what_came() -> None:
+    one = receiver(offer(token=TOKEN))
+    one.accept(0, 1.0, 0, PORT)
+    room = bytearray(64)  # the KV comes when it is admitted
+    descriptor, kv = payload(0, 2, 0, 4)
+    segment = one.on_segment(KvCache(ID, 1, 1), (descriptor, room), 2.0, is_beside=True)
+    assert segment is not None and not segment.is_sealed
+    with pytest.raises(TransferFailed, match="wrong digest"):
+        one.verify(segment)
+    room[:] = kv
+    one.verify(segment)
+
+
+def test_a_port_answers_a_token_only() -> None:
+    with pytest.raises(LocalProtocolError, match="no token was offered"):
         receiver().accept(0, 1.0, 0, PORT)

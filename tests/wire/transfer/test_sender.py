@@ -294,7 +294,7 @@ def test_our_own_mistakes() -> None:
     assert rectangle is not None
     with pytest.raises(LocalProtocolError, match="bytes for"):
         one.segment(rectangle, bytes(3), 0.0)
-    with pytest.raises(LocalProtocolError, match="bytes for"):
+    with pytest.raises(LocalProtocolError, match="is not claimed"):
         one.segment(part(LAYOUT, 0, 1, 0, 1), bytes(8), 0.0)
     with pytest.raises(LocalProtocolError, match="given to transfer"):
         one.on_ack(KvCacheAck(ID + 1, 0), Credit(64, 0, 0), 0.0)
@@ -442,76 +442,83 @@ def test_without_it_no_bytes_are_acknowledged_in_the_first_answer() -> None:
         ack(one, 64, 64, ready=1)
 
 
-# Sealed segments.
+# Segments beside the KV socket.
 
 KEY, TOKEN, PORT = bytes(range(32)), bytes(range(32, 64)), 5601
 
 
-def sealing() -> KVSender:
+def beside(key: bytes | None) -> KVSender:
     return KVSender(
         *(ID, LAYOUT, range(4)),
         max_bytes=1024,
         lease_s=LEASE_S,
         segment_bytes=32,
         now=0.0,
-        key=KEY,
+        key=key,
         token=TOKEN,
     )
 
 
-def test_what_is_sealed_opens_in_its_place() -> None:
-    one = sealing()
+def leaving(one: KVSender) -> tuple[KvCache, SegmentDescriptor]:
+    rectangle = one.next_segment()
+    assert rectangle is not None
+    leaves = one.leave(rectangle, 2.0)
+    assert leaves is not None
+    return leaves
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_what_leaves_is_sealed_for_its_place_or_has_a_digest(is_sealed: bool) -> None:
+    one = beside(KEY if is_sealed else None)
     offer = decode_map(Offer, one.offer()[1])
-    assert (offer.key, offer.token) == (KEY, TOKEN)
+    assert (offer.key, offer.token) == (KEY if is_sealed else None, TOKEN)
     assert "x00" not in repr(offer), "neither the key nor the prompt"
     one.advance(4, 0.5)
     one.on_ack(KvCacheAck(ID, 0), Credit(64, 0, 0, 0, PORT), 1.0)
-    assert one.sealed_port == PORT
-    first, second = one.next_segment(), one.next_segment()
-    assert first is not None and second is not None
-    later, kv = one.seal(second, b"2" * 32), one.seal(first, b"1" * 32)
-    sent = one.segment(first, kv, 2.0, is_sealed=True)
-    assert sent is not None
-    descriptor = SegmentDescriptor.unpack(sent[1])
-    assert (descriptor.num_bytes, descriptor.digest) == (32, 0)
-    assert Sealing(KEY).open(sent[0], descriptor, sent[2]) == b"1" * 32
-    assert Sealing(KEY).open(sent[0], descriptor, later) is None
-    assert one.segment(second, later, 2.0, is_sealed=True) is not None
-    assert one.kv_bytes == 64 and state_of(one) == "sent", "tags are not counted"
+    assert one.segment_port == PORT
+    first, second = leaving(one), leaving(one)
+    assert one.kv_bytes == 64 and state_of(one) == "sent", "before they are read"
+    later, earlier = one.protect(*second, b"2" * 32), one.protect(*first, b"1" * 32)
+    assert later is not None and earlier is not None
+    descriptor, kv = earlier
+    assert descriptor.num_bytes == 32
+    if is_sealed:
+        assert descriptor == first[1] and descriptor.digest == 0
+        assert Sealing(KEY).open(first[0], descriptor, kv) == b"1" * 32
+        assert Sealing(KEY).open(first[0], descriptor, later[1]) is None
+    else:
+        assert (descriptor.digest, kv) == (segment_digest(ID, b"1" * 32), b"1" * 32)
 
 
-def test_sealed_and_plain_are_not_taken_for_each_other() -> None:
-    one = sealing()
+def test_nothing_leaves_after_the_end_and_above_all_not_unsealed() -> None:
+    one = beside(KEY)
     one.advance(4, 0.5)
     one.on_ack(KvCacheAck(ID, 0), Credit(64, 0, 0, 0, PORT), 1.0)
-    first, second = one.next_segment(), one.next_segment()
-    assert first is not None and second is not None
-    with pytest.raises(LocalProtocolError):
-        one.segment(first, one.seal(first, bytes(32)), 2.0)
-    with pytest.raises(LocalProtocolError):
-        one.segment(second, bytes(32), 2.0, is_sealed=True)
-
-
-def test_nothing_is_sealed_after_the_end() -> None:
-    one = sealing()
-    one.advance(4, 0.5)
-    one.on_ack(KvCacheAck(ID, 0), Credit(64, 0, 0, 0, PORT), 1.0)
-    rectangle = one.next_segment()
+    left, rectangle = leaving(one), one.next_segment()
     assert rectangle is not None
     one.cancel()
-    assert one.seal(rectangle, bytes(32)) == b""
-    assert one.segment(rectangle, b"", 2.0, is_sealed=True) is None
+    assert one.protect(*left, bytes(32)) is None
+    assert one.leave(rectangle, 2.0) is None
+
+
+def test_a_segment_leaves_once() -> None:
+    one = beside(None)
+    one.advance(4, 0.5)
+    one.on_ack(KvCacheAck(ID, 0), Credit(64, 0, 0, 0, PORT), 1.0)
+    _, descriptor = leaving(one)
+    with pytest.raises(LocalProtocolError, match="is not claimed"):
+        one.leave(descriptor.rectangle, 2.0)
 
 
 @pytest.mark.parametrize(
     ("one", "credits", "reason"),
     [
-        (sender(), [Credit(64, 0, 0, 0, PORT)], "sealed_port, but no key was offered"),
-        (sealing(), [Credit(64, 0, 0, 0, PORT), Credit(64, 0, 0)], "sealed_port changed"),
-        (sealing(), [Credit(64, 0, 0), Credit(64, 0, 0, 0, PORT)], "sealed_port changed"),
+        (sender(), [Credit(64, 0, 0, 0, PORT)], "segment_port, but no token was offered"),
+        (beside(KEY), [Credit(64, 0, 0, 0, PORT), Credit(64, 0, 0)], "segment_port changed"),
+        (beside(KEY), [Credit(64, 0, 0), Credit(64, 0, 0, 0, PORT)], "segment_port changed"),
     ],
 )
-def test_where_sealed_segments_go_is_settled_once(
+def test_where_segments_go_is_settled_once(
     one: KVSender, credits: list[Credit], reason: str
 ) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):

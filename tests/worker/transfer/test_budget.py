@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from wire.layout import KVLayout
 from wire.payloads import Offer
 from wire.transfer import KVReceiver
-from worker.transfer.budget import IncomingTransfer, TransferBudget
+from worker.transfer.budget import TransferBudget
+from worker.transfer.incoming import IncomingTransfer
 
 LAYOUT = KVLayout.uniform(
     num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8"

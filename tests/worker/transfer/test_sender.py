@@ -21,7 +21,6 @@ from tests.worker.scripted import (
     running_prefill,
     scripted_router,
 )
-from wire.aio.tokens import new_token
 from wire.aio.zmq import Sending
 from wire.errors import ErrorCode
 from wire.frames import Cancel, DecodeRequest, Error, KvCache, KvCacheAck, PrefillDone, Role, Tag
@@ -33,6 +32,7 @@ from wire.transfer import (
     SegmentDescriptor,
     TransferState,
     new_key,
+    new_token,
     segment_digest,
     unasked_segments,
 )
@@ -358,6 +358,7 @@ class HoldingPeer:
     name = "decode-0"
     num_heard = 0
     is_mute, is_up = False, True
+    segments = None
 
     def __init__(self, num_expected: int = 3, kv_unasked_bytes: int = 0) -> None:
         self.detail = PeerDetail(
@@ -400,10 +401,12 @@ def test_a_peer_that_answers_others_is_not_mute(num_heard: int) -> None:
 
 
 @pytest.mark.parametrize("is_in_memory", [False, True])
-def test_no_sealed_connection_is_opened_for_what_is_read_where_it_lies(is_in_memory: bool) -> None:
+def test_what_is_read_where_it_lies_needs_no_connection_for_segments(
+    is_in_memory: bool,
+) -> None:
     peer: Any = HoldingPeer()
     opened: list[int] = []
-    peer.sealed = SimpleNamespace(open=lambda port, token: opened.append(port))
+    peer.segments = SimpleNamespace(open=lambda port, token: opened.append(port))
     key, token = new_key(), new_token()
 
     def make_sender(now: float) -> KVSender:
@@ -416,7 +419,7 @@ def test_no_sealed_connection_is_opened_for_what_is_read_where_it_lies(is_in_mem
     )
     transfer.offer(tuple(range(20)), 0, 0.0)
     transfer.sender.offer()
-    credit = Credit(TOTAL, 0, 0, in_memory=int(is_in_memory), sealed_port=5601)
+    credit = Credit(TOTAL, 0, 0, in_memory=int(is_in_memory), segment_port=5601)
     transfer.on_ack(KvCacheAck(1, 0), credit)
     assert transfer.sender.is_in_memory == is_in_memory
     assert opened == ([] if is_in_memory else [5601])
@@ -457,42 +460,6 @@ async def test_segments_are_packed_at_a_time_and_sent_in_order(num_at_once: int)
     assert await end is transfer and transfer.sender.state is TransferState.DONE
     await task
     assert numbers == [1, 2, 3]
-    copies.close()
-
-
-async def test_a_connection_that_passes_no_sealed_segment_is_taken_for_lost() -> None:
-    """The peer answers, over CURVE; but for a lease it acknowledges nothing of what was sealed."""
-    sent, lost = asyncio.Queue[int](), list[float]()
-    now, port, key = [0.0], 5601, bytes(32)
-    peer: Any = HoldingPeer()
-    peer.sealed = SimpleNamespace(
-        is_up=True,
-        open=lambda port, token: None,
-        send=lambda frame, *_: sent.put_nowait(frame.segment),
-        lose=lambda: lost.append(now[0]),
-    )
-
-    def make_sender(at: float) -> KVSender:
-        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=at, key=key, token=key)
-
-    copies = Copies()
-    transfer = OutgoingTransfer(
-        make_sender, peer, HashKVCache(20, 16), copies, lambda _: None, lambda: now[0]
-    )
-    transfer.offer(tuple(range(20)), len(PROMPT), 0.0)
-    task = asyncio.create_task(transfer.run())
-    for kv_bytes in (0, STEP):
-        transfer.on_ack(KvCacheAck(1, kv_bytes), Credit(kv_bytes + STEP, 0, 0, 0, port))
-        await asyncio.wait_for(sent.get(), 10)
-        now[0] += 29.0
-        transfer.on_ack(KvCacheAck(1, kv_bytes), Credit(kv_bytes + STEP, 0, 0, 0, port))
-        transfer.tick(now[0])
-        assert not lost
-    now[0] += 1.0
-    transfer.tick(now[0])
-    assert lost == [59.0]
-    transfer.cancel()
-    await task
     copies.close()
 
 

@@ -1,0 +1,410 @@
+"""Connections for segments, at a real decode worker: who is let in, and what is taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kv import whole
+from tests.wire.process.key_files import write
+from tests.worker.scripted import (
+    Process,
+    ScriptedPrefill,
+    ScriptedRouter,
+    running,
+    scripted_router,
+)
+from wire.errors import ErrorCode
+from wire.frames import Cancel, KvCache, Role, Tag
+from wire.options import Options
+from wire.process.keys import Keys
+from wire.stream import encode
+from wire.transfer import (
+    GREETING,
+    MAX_SEALED_BYTES,
+    Sealing,
+    SegmentDescriptor,
+    new_key,
+    new_token,
+    segment_digest,
+    segment_head,
+)
+from worker.executor.hash import LAYOUT
+
+PROMPT = [(11 * i) % 1000 for i in range(300)]
+TOTAL = len(PROMPT) * LAYOUT.token_bytes
+OPTIONS = Options(max_tokens=4, ignore_eos=True)
+PARTIES = ("router", "prefill-0", "prefill-1", "decode-0")
+WAIT_S = 10
+
+
+def prompt_of(request_id: int) -> list[int]:
+    """One of its own: equal ones wait for each other."""
+    return [request_id, *PROMPT[1:]]
+
+
+class BesidePrefill(ScriptedPrefill):
+    """A prefill worker that offers a token, with keys a key too, and sends to the segment port."""
+
+    def __init__(self, router: ScriptedRouter, keys: Path | None, rank: int = 0) -> None:
+        self.key, self.token, self.port = new_key() if keys else None, new_token(), 0
+        self._way: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        security: dict[str, Any] = {}
+        if keys is not None:
+            security = {"keys": Keys(keys, f"prefill-{rank}"), "server": "decode-0"}
+        super().__init__(router, b"prefill-%d-1" % rank, **security)
+
+    async def close(self) -> None:
+        await self.hang_up()
+        await super().close()
+
+    async def hang_up(self) -> None:
+        if self._way is not None:
+            self._way[1].close()
+            with suppress(ConnectionError):
+                await self._way[1].wait_closed()
+        self._way = None
+
+    async def accepted(self, request_id: int, **changes: Any) -> int:
+        """Offer and be granted credit; return the port for segments."""
+        self.offer(request_id, prompt_of(request_id), key=self.key, token=self.token, **changes)
+        _, credit = await self.ack()
+        self.port = credit.segment_port
+        return self.port
+
+    async def is_admitted(self, greeting: bytes = b"") -> bool:
+        """Connect to the port and say the token; whether it is answered, not hung up on."""
+        await self.hang_up()
+        self._way = await asyncio.open_connection("127.0.0.1", self.port)
+        reader, writer = self._way
+        writer.write(greeting or GREETING + self.token)
+        with suppress(ConnectionError):
+            answer = await asyncio.wait_for(reader.read(len(GREETING)), WAIT_S)
+            assert answer in (b"", GREETING)
+            return bool(answer)
+        return False
+
+    async def is_cut(self) -> bool:
+        """Wait until the connection ends; whether it said nothing more."""
+        assert self._way is not None
+        with suppress(ConnectionError):
+            return await asyncio.wait_for(self._way[0].read(1), WAIT_S) == b""
+        return True
+
+    def put(self, data: bytes) -> None:
+        assert self._way is not None
+        self._way[1].write(data)
+
+    def segment_of(
+        self, request_id: int, tokens: range = range(300), number: int = 1, num_segments: int = 1
+    ) -> tuple[KvCache, SegmentDescriptor, bytes]:
+        """A segment of zeros, sealed if there is a key."""
+        kv = bytes(len(tokens) * LAYOUT.token_bytes)
+        descriptor = SegmentDescriptor.of(whole(LAYOUT, tokens.start, len(tokens)), len(kv), 0)
+        frame = KvCache(request_id, number, num_segments)
+        if self.key is None:
+            return frame, descriptor._replace(digest=segment_digest(request_id, kv)), kv
+        return frame, descriptor, Sealing(self.key).seal(frame, descriptor, kv)
+
+    def bytes_of(self, *segment: Any) -> bytes:
+        """What travels of `segment_of`."""
+        frame, descriptor, kv = self.segment_of(*segment)
+        return segment_head(frame, descriptor, len(kv)) + kv
+
+
+Stage = tuple[ScriptedRouter, BesidePrefill, Process]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "keys"])
+def keys(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    if not request.param:
+        return None
+    write(tmp_path, *PARTIES)
+    return tmp_path
+
+
+@asynccontextmanager
+async def stage(keys: Path | None, **settings: Any) -> AsyncIterator[Stage]:
+    """A real decode worker between a router and a prefill worker of the test's."""
+    async with (
+        scripted_router(None if keys is None else Keys(keys, "router")) as router,
+        running(router, "decode", keys=keys, **settings) as process,
+        BesidePrefill(router, keys) as prefill,
+    ):
+        yield router, prefill, process
+
+
+async def test_segments_are_stored_in_any_order_by_either_way(keys: Path | None) -> None:
+    async with stage(keys) as (router, prefill, process):
+        assert await prefill.accepted(1)
+        assert await prefill.is_admitted()
+        prefill.put(prefill.bytes_of(1, range(200, 300), 3, 3))
+        assert (await prefill.ack())[0].kv_bytes == 100 * LAYOUT.token_bytes
+        prefill.segment(1, range(100, 200), 2, 3)  # over the KV socket
+        assert (await prefill.ack())[0].kv_bytes == 200 * LAYOUT.token_bytes
+        prefill.put(prefill.bytes_of(1, range(100), 1, 3))
+        ack, credit = await prefill.ack()
+        assert (ack.kv_bytes, credit.ready, credit.segment_port) == (TOTAL, 1, prefill.port)
+        router.decode(1, [*prompt_of(1), 5], 3, OPTIONS)
+        assert len(await router.tokens(3)) == 3
+        await router.receive(Tag.DECODE_DONE)
+        await router.until_free(Role.DECODE)
+        assert dict(process.worker.role.segment_traffic.received) == {Tag.KV_CACHE: 2}
+
+
+async def test_a_segment_may_come_a_byte_at_a_time(keys: Path | None) -> None:
+    async with stage(keys) as (router, prefill, _):
+        await prefill.accepted(1)
+        assert await prefill.is_admitted()
+        data = prefill.bytes_of(1)
+        for start in range(0, 200):
+            prefill.put(data[start : start + 1])
+            await asyncio.sleep(0)
+        prefill.put(data[200:])
+        assert (await prefill.ack())[1].ready
+        prefill.cancel(1)
+        await router.until_free(Role.DECODE)
+
+
+@pytest.mark.parametrize("part", ["descriptor", "kv"])
+async def test_what_was_tampered_with_fails_its_transfer_and_no_other(
+    keys: Path | None, part: str
+) -> None:
+    async with stage(keys) as (router, prefill, _):
+        for request_id in (1, 2):
+            await prefill.accepted(request_id)
+        await prefill.is_admitted()
+        frame, descriptor, kv = prefill.segment_of(1)
+        if part == "kv":
+            kv = kv[:4] + bytes([kv[4] ^ 1]) + kv[5:]
+        else:
+            descriptor = descriptor._replace(num_tokens=299)
+        prefill.put(segment_head(frame, descriptor, len(kv)) + kv)
+        request_id, code = await prefill.error()
+        assert request_id == 1 and code in (ErrorCode.TRANSFER_FAILED, ErrorCode.PROTOCOL)
+        prefill.put(prefill.bytes_of(2))
+        assert (await prefill.ack())[1].ready
+        prefill.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
+async def test_what_was_sealed_for_another_place_does_not_open(tmp_path: Path) -> None:
+    write(tmp_path, *PARTIES)
+    async with stage(tmp_path) as (router, prefill, _):
+        await prefill.accepted(1)
+        await prefill.is_admitted()
+        frame, descriptor, _ = prefill.segment_of(1, range(150), 1, 2)
+        _, _, kv = prefill.segment_of(1, range(150, 300), 2, 2)
+        prefill.put(segment_head(frame, descriptor, len(kv)) + kv)
+        assert await prefill.error() == (1, ErrorCode.TRANSFER_FAILED)
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_segment_that_is_not_sealed_is_not_taken_where_there_are_keys(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, *PARTIES)
+    async with stage(tmp_path) as (router, prefill, _):
+        await prefill.accepted(1)
+        await prefill.is_admitted()
+        prefill.key = None
+        prefill.put(prefill.bytes_of(1))
+        assert (await prefill.error())[0] == 1
+        assert await prefill.accepted(2) == 0, "no key, no port"
+        prefill.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
+async def test_copies_and_latecomers_change_nothing_and_get_no_answer(keys: Path | None) -> None:
+    async with stage(keys) as (router, prefill, _):
+        await prefill.accepted(1)
+        await prefill.is_admitted()
+        first = prefill.bytes_of(1, range(100), 1, 2)
+        prefill.put(first)
+        assert (await prefill.ack())[0].kv_bytes == 100 * LAYOUT.token_bytes
+        prefill.put(first + first + prefill.bytes_of(7))  # twice again, and of no transfer
+        prefill.put(prefill.bytes_of(1, range(100, 300), 2, 2))
+        assert (await prefill.ack())[0].kv_bytes == TOTAL
+        prefill.put(first)  # after the end
+        prefill.cancel(1)
+        await router.until_free(Role.DECODE)
+        assert prefill.is_quiet
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        encode(KvCache(1, 0, 0), bytes(96)),
+        encode(Cancel(1, 12), bytes(96)),
+        encode(KvCache(1, 1, 1), bytes(48 + MAX_SEALED_BYTES + 1)),
+        [b"GET / HTTP/1.1\r\n" * 10],
+    ],
+    ids=["a keepalive", "another frame", "too long", "HTTP"],
+)
+async def test_who_sends_no_segments_is_cut_off(keys: Path | None, what: list[bytes]) -> None:
+    async with stage(keys) as (router, prefill, _):
+        await prefill.accepted(1)
+        assert await prefill.is_admitted()
+        prefill.put(b"".join(what))
+        assert await prefill.is_cut()
+        assert prefill.is_quiet
+        prefill.segment(1, range(300))
+        assert (await prefill.ack())[1].ready, "over the KV socket it goes on"
+        prefill.cancel(1)
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_peer_does_not_send_for_another(keys: Path | None) -> None:
+    async with stage(keys) as (router, prefill, _), BesidePrefill(router, keys, 1) as other:
+        await prefill.accepted(1)
+        await other.accepted(2)
+        assert await prefill.is_admitted() and await other.is_admitted()
+        other.key = prefill.key
+        other.put(other.bytes_of(1))  # even with the right key
+        other.put(other.bytes_of(3))
+        prefill.put(prefill.bytes_of(1, range(100), 1, 2))
+        assert (await prefill.ack())[0].kv_bytes == 100 * LAYOUT.token_bytes
+        prefill.put(prefill.bytes_of(1, range(100, 300), 2, 2))
+        assert (await prefill.ack())[1].ready
+        assert other.is_quiet
+        prefill.cancel(1)
+        other.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        GREETING + b"t" * 32,
+        b"BATONKV1" + bytes(32),
+        bytes(40),
+        GREETING + bytes(32),
+        b"GET /" * 8,
+    ],
+)
+async def test_strangers_and_wrong_tokens_get_nowhere(keys: Path | None, greeting: bytes) -> None:
+    async with stage(keys) as (router, prefill, process):
+        await prefill.accepted(1)
+        for _ in range(20):
+            assert not await prefill.is_admitted(greeting)
+        assert not process.worker.role.segment_traffic.received
+        assert await prefill.is_admitted()
+        prefill.put(prefill.bytes_of(1))
+        assert (await prefill.ack())[1].ready
+        prefill.cancel(1)
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_token_lets_in_once_and_the_next_one_cuts_the_first(keys: Path | None) -> None:
+    async with stage(keys) as (router, prefill, _), BesidePrefill(router, keys, 1) as listener:
+        await prefill.accepted(1)
+        assert await prefill.is_admitted()
+        listener.port, listener.token = prefill.port, prefill.token
+        assert not await listener.is_admitted(), "it was read on the way"
+        prefill.token = new_token()
+        await prefill.accepted(2)
+        assert await prefill.is_cut()
+        assert await prefill.is_admitted()
+        prefill.put(prefill.bytes_of(2))
+        assert (await prefill.ack())[1].ready
+        prefill.cancel(1)
+        prefill.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
+async def test_who_loses_its_kv_connection_loses_the_other(keys: Path | None) -> None:
+    async with stage(keys) as (router, prefill, _):
+        await prefill.accepted(1)
+        assert await prefill.is_admitted()
+        prefill.put(prefill.bytes_of(1, range(100), 1, 2))
+        await prefill.ack()
+        prefill.put(prefill.bytes_of(1, range(100, 300), 2, 2)[:-1])  # its end never comes
+        await ScriptedPrefill.close(prefill)
+        assert await prefill.is_cut()
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_segment_that_does_not_come_holds_no_blocks(keys: Path | None) -> None:
+    """Its transfer ends, others of its peer wait behind it, and the connection goes on."""
+    async with stage(keys) as (router, prefill, _):
+        await prefill.accepted(1)
+        assert await prefill.is_admitted()
+        data = prefill.bytes_of(1)
+        prefill.put(data[:1000])
+        prefill.cancel(1)
+        await router.until_free(Role.DECODE)
+        await prefill.accepted(2)
+        prefill.put(data[1000:] + prefill.bytes_of(2))
+        assert (await prefill.ack())[1].ready
+        prefill.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_connection_that_ends_inside_a_segment_ends_its_transfer(
+    keys: Path | None,
+) -> None:
+    async with stage(keys) as (router, prefill, _):
+        await prefill.accepted(1)
+        assert await prefill.is_admitted()
+        prefill.put(prefill.bytes_of(1)[:1000])
+        await prefill.hang_up()
+        assert (await prefill.error())[0] == 1
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_revoked_key_takes_both_connections_along(tmp_path: Path) -> None:
+    """Its transfers end, those of the others go on."""
+    write(tmp_path, *PARTIES)
+    async with stage(tmp_path) as (router, prefill, _), BesidePrefill(router, tmp_path, 1) as other:
+        await other.accepted(2)
+        assert await other.is_admitted()
+        await prefill.accepted(1)
+        assert await prefill.is_admitted()
+        prefill.put(prefill.bytes_of(1, range(100), 1, 2))
+        await prefill.ack()
+        revoke(tmp_path, "prefill-0")
+        assert await prefill.is_cut()
+        assert not await prefill.is_admitted()
+        other.put(other.bytes_of(2))
+        assert (await other.ack())[1].ready
+        other.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
+def revoke(keys: Path, name: str) -> None:
+    listed = keys / "authorized_keys"
+    lines = listed.read_text().splitlines(keepends=True)
+    listed.write_text("".join(line for line in lines if not line.endswith(f" {name}\n")))
+
+
+@pytest.mark.parametrize("settings", [{"kv_segment_port": "off"}, {"kv_bind": "ipc"}])
+async def test_where_there_is_no_port_none_is_said(
+    keys: Path | None, settings: dict[str, str], tmp_path: Path
+) -> None:
+    if settings.get("kv_bind"):
+        settings = {"kv_bind": f"ipc://{tmp_path}/kv"}
+    async with stage(keys, **settings) as (_, prefill, _):
+        assert await prefill.accepted(1) == 0
+        prefill.segment(1, range(300))
+        assert (await prefill.ack())[1].ready
+
+
+async def test_without_keys_a_key_that_is_offered_is_not_used() -> None:
+    async with stage(None) as (_, prefill, _):
+        prefill.key = new_key()
+        assert await prefill.accepted(1) == 0
+
+
+async def test_a_worker_that_leaves_hangs_up_on_all(keys: Path | None) -> None:
+    async with stage(keys) as (_, prefill, process):
+        await prefill.accepted(1)
+        assert await prefill.is_admitted()
+        prefill.put(prefill.bytes_of(1)[:1000])
+        process.stop.set()
+        prefill.cancel(1)
+        assert await prefill.is_cut()

@@ -1,0 +1,282 @@
+"""The prefill worker's end of a connection for segments: how it opens, ends, and opens again."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.wire.process.key_files import write
+from tests.worker.scripted import ScriptedDecode, running, running_prefill, scripted_router
+from wire.errors import PeerLost
+from wire.frames import KvCache, Role, Tag
+from wire.options import Options
+from wire.parts import Buffer
+from wire.process.keys import Keys
+from wire.process.traffic import Traffic
+from wire.transfer import (
+    GREETING,
+    HEAD_BYTES,
+    MAX_SEALED_BYTES,
+    TOKEN_BYTES,
+    Rectangle,
+    SegmentDescriptor,
+    read_head,
+    segment_head,
+)
+from worker.executor.hash import LAYOUT, oracle
+from worker.transfer.segment_hub import SegmentHub
+from worker.transfer.segment_link import SegmentLink, send_all
+
+PROMPT = [(11 * i) % 1000 for i in range(300)]
+TOTAL = len(PROMPT) * LAYOUT.token_bytes
+OPTIONS = Options(max_tokens=4, ignore_eos=True)
+PEER, WAIT_S = b"prefill-0-1", 10
+KV_ENDPOINT = "tcp://127.0.0.1:5600"
+DESCRIPTOR = SegmentDescriptor.of(Rectangle(0, range(1), range(1), range(1)), 5, 0)
+
+
+class Taking:
+    """A `Taker` that stores nothing and tells what has come."""
+
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[tuple[int, bytes, Exception | None]] = asyncio.Queue()
+
+    def admit(
+        self, peer: bytes, frame: KvCache, descriptor: Buffer, kv: Buffer
+    ) -> tuple[int, list[bytes], Buffer]:
+        assert peer == PEER
+        return frame.segment, [], kv
+
+    def store(self, arrival: tuple[int, list[bytes], Buffer]) -> Exception | None:
+        arrival[1].append(bytes(arrival[2]))
+        return None
+
+    def stored(
+        self,
+        arrival: tuple[int, list[bytes], Buffer],
+        problem: Exception | None,
+        *,
+        is_last: bool,
+    ) -> None:
+        number, kv, _ = arrival
+        self.heard.put_nowait((number, b"".join(kv), problem))
+
+    async def next(self) -> tuple[int, bytes, Exception | None]:
+        return await asyncio.wait_for(self.heard.get(), WAIT_S)
+
+
+@asynccontextmanager
+async def hub_of(taking: Taking, host: str = "127.0.0.1") -> AsyncIterator[SegmentHub[Any]]:
+    hub = SegmentHub(host, 0, taking)
+    try:
+        yield hub
+    finally:
+        await hub.close()
+
+
+class Ends:
+    """A link whose ends are waited for."""
+
+    def __init__(self, kv_endpoint: str = KV_ENDPOINT) -> None:
+        self.down = asyncio.Event()
+        self.link = SegmentLink(kv_endpoint, Traffic(), self.down.set)
+
+    async def until_up(self, hub: SegmentHub[Any]) -> None:
+        hub.expect(PEER, self.link.token)
+        self.link.open(hub.port, self.link.token)
+        await self.connected()
+        assert self.link.is_up
+
+    async def connected(self) -> None:
+        """Wait until it is up, or will not be."""
+        assert self.link.connecting is not None
+        await asyncio.wait_for(self.link.connecting, WAIT_S)
+
+    async def send(self, number: int, kv: bytes) -> None:
+        head = segment_head(KvCache(1, number, 9), DESCRIPTOR, len(kv))
+        await self.link.run(send_all, [head, kv], num_bytes=len(kv))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_what_is_sent_arrives_in_order(host: str) -> None:
+    taking = Taking()
+    ends = Ends("tcp://[::1]:5600" if ":" in host else KV_ENDPOINT)
+    async with hub_of(taking, host) as hub:
+        await ends.until_up(hub)
+        sent = [(number, bytes([number]) * (1 << 2 * number)) for number in range(1, 10)]
+        await asyncio.gather(*(ends.send(*segment) for segment in sent))
+        assert [await taking.next() for _ in sent] == [(*segment, None) for segment in sent]
+        ends.link.reset()
+
+
+async def test_the_largest_segment_fits() -> None:
+    taking, ends = Taking(), Ends()
+    async with hub_of(taking) as hub:
+        await ends.until_up(hub)
+        await ends.send(1, bytes(MAX_SEALED_BYTES))
+        assert len((await taking.next())[1]) == MAX_SEALED_BYTES
+        ends.link.reset()
+
+
+async def test_a_connection_that_is_lost_says_so_and_the_next_has_another_token() -> None:
+    taking, ends = Taking(), Ends()
+    async with hub_of(taking) as hub:
+        first = ends.link.token
+        await ends.until_up(hub)
+        ends.link.open(hub.port, first)  # once is enough
+    await asyncio.wait_for(ends.down.wait(), WAIT_S)
+    assert not ends.link.is_up and ends.link.token != first
+    with pytest.raises(PeerLost):
+        await ends.send(1, b"hello")
+    async with hub_of(taking) as hub:
+        ends.link.open(hub.port, first)  # an answer to an offer from before
+        assert not ends.link.is_up
+        await ends.until_up(hub)
+        await ends.send(2, b"hello")
+        assert await taking.next() == (2, b"hello", None)
+        ends.link.reset()
+
+
+async def test_what_is_being_sent_when_it_is_lost_fails() -> None:
+    """The other end reads nothing, so the thread sleeps in the middle of a segment."""
+    ends = Ends()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        ends.link.open(listening.getsockname()[1], ends.link.token)
+        connecting = ends.link.connecting
+        client = await greet(listening)
+        assert connecting is not None
+        await connecting
+        loop = asyncio.get_running_loop()
+        sending = [asyncio.create_task(ends.send(n, bytes(64 << 20))) for n in (1, 2)]
+        await loop.sock_recv(client, 1)
+        client.close()
+        for error in await asyncio.gather(*sending, return_exceptions=True):
+            assert isinstance(error, PeerLost)
+        assert ends.down.is_set() and not ends.link.is_up
+
+
+async def test_a_token_that_is_refused_is_not_shown_again() -> None:
+    ends, taking = Ends(), Taking()
+    async with hub_of(taking) as hub:
+        first = ends.link.token
+        with capture_logs() as logs:
+            ends.link.open(hub.port, first)
+            await ends.connected()
+        assert ends.link.token != first and "no connection for segments" in str(logs)
+        assert not ends.down.is_set(), "nothing was on it"
+        await ends.until_up(hub)
+        ends.link.reset()
+
+
+@pytest.mark.parametrize("endpoint", [KV_ENDPOINT, "tcp://no.such.host.invalid:5600"])
+async def test_a_connection_that_never_opens_is_said_once(endpoint: str) -> None:
+    ends = Ends(endpoint)
+    with capture_logs() as logs:
+        for _ in range(3):
+            token = ends.link.token
+            ends.link.open(1, token)  # where nobody listens
+            await ends.connected()
+            assert ends.link.token != token
+    assert [line["event"].partition(",")[0] for line in logs] == ["no connection for segments"]
+
+
+async def test_reset_ends_a_connection_that_is_being_made() -> None:
+    ends = Ends()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ends.link.open(silent.getsockname()[1], first := ends.link.token)
+        await asyncio.sleep(0)
+        ends.link.reset()
+        assert ends.link.token != first and not ends.link.is_up
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+async def test_segments_take_the_kv_socket_while_there_is_no_other(
+    tmp_path: Path, has_keys: bool
+) -> None:
+    """The decode worker says a port where nobody answers."""
+    keys = tmp_path if has_keys else None
+    write(tmp_path, "router", "prefill-0", "decode-0")
+    async with (
+        scripted_router(Keys(tmp_path, "router") if keys else None) as router,
+        ScriptedDecode(keys=Keys(tmp_path, "decode-0") if keys else None) as decode,
+        running(router, "prefill", keys=keys, kv_shared_memory="off"),
+    ):
+        router.announce(decode.endpoint)
+        router.prefill(1, PROMPT, OPTIONS)
+        offer = await decode.offered(1)
+        assert offer.token and (offer.key is not None) == has_keys
+        decode.ack(1, 0, TOTAL, segment_port=1)
+        received = 0
+        while received < TOTAL:
+            received += (await decode.segment(1)).num_bytes
+        decode.ack(1, TOTAL, TOTAL, ready=True, segment_port=1)
+        await router.receive(Tag.PREFILL_DONE)
+        await router.until_free(Role.PREFILL)
+
+
+async def test_a_request_whose_segment_is_being_sent_ends_with_the_connection() -> None:
+    async with running_prefill(kv_shared_memory="off") as (router, decode):
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.setblocking(False)
+            port = listening.getsockname()[1]
+            router.prefill(1, PROMPT, OPTIONS)
+            await decode.offered(1)
+            decode.ack(1, 0, LAYOUT.token_bytes, segment_port=port)
+            client = await greet(listening)
+            await decode.segment(1)  # it did not wait for the connection
+            decode.ack(1, LAYOUT.token_bytes, TOTAL, segment_port=port)
+            head = await asyncio.get_running_loop().sock_recv(client, HEAD_BYTES)
+            assert read_head(head)[0].request_id == 1
+            client.close()
+            message = await router.receive_any()
+            while message.tag is not Tag.ERROR:
+                message = await router.receive_any()
+            await router.until_free(Role.PREFILL)
+
+
+async def greet(listening: socket.socket) -> socket.socket:
+    """Accept a connection for segments, whatever its token."""
+    loop = asyncio.get_running_loop()
+    client, _ = await loop.sock_accept(listening)
+    greeting = await loop.sock_recv(client, len(GREETING) + TOKEN_BYTES)
+    await loop.sock_sendall(client, greeting[: len(GREETING)])
+    return client
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+async def test_two_workers_use_it_and_their_logs_say_no_secret(
+    tmp_path: Path, has_keys: bool
+) -> None:
+    write(tmp_path, "router", "prefill-0", "decode-0")
+    keys = tmp_path if has_keys else None
+    with capture_logs() as logs:
+        async with (
+            scripted_router(Keys(tmp_path, "router") if keys else None) as router,
+            running(router, "decode", keys=keys, kv_unasked_bytes=0) as decode,
+            running(router, "prefill", keys=keys, kv_shared_memory="off") as prefill,
+        ):
+            request_id, traffic = 0, decode.worker.role.segment_traffic
+            while not traffic.received:  # until it is up, the KV socket is taken
+                request_id += 1
+                prompt = [request_id, *PROMPT]
+                router.prefill(request_id, prompt, OPTIONS)
+                await router.receive(Tag.PREFILL_DONE)
+                expected = oracle(prompt, 4, OPTIONS)
+                router.decode(request_id, [*prompt, expected[0]], 3, OPTIONS)
+                assert await router.tokens(3) == expected[1:]
+                await router.receive(Tag.DECODE_DONE)
+            await router.until_free(Role.PREFILL, Role.DECODE)
+            assert prefill.worker.role.segment_traffic.sent == traffic.received
+    text = str(logs)
+    assert "segments have a connection of their own" in text
+    assert "key=" not in text and "token=" not in text and "\\x" not in text
+    assert not [thread for thread in threading.enumerate() if thread.name == "kv-segments"]
