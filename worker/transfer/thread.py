@@ -58,6 +58,7 @@ class LoopCalls:
                 call()
             except Exception:  # what others have asked for is not lost
                 log.exception("a call from another thread failed")
+            del call  # what it was given is not kept until the next
 
     def close(self) -> None:
         """Call what has been asked for, and nothing after; every thread that asks has ended."""

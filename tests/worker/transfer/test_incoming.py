@@ -1,0 +1,95 @@
+"""A segment on its way into blocks: who settles what becomes of it, and what goes wrong with it."""
+
+from __future__ import annotations
+
+import threading
+
+from tests.kv import whole
+from wire.errors import ErrorCode, WireError
+from wire.frames import KvCache
+from wire.parts import Buffer
+from wire.payloads import Offer
+from wire.transfer import KVReceiver, Segment, SegmentDescriptor, segment_digest
+from worker.executor.hash import LAYOUT, HashKVCache
+from worker.transfer.incoming import Arrival, IncomingTransfer, store
+
+NUM_TOKENS = 16
+TOTAL = NUM_TOKENS * LAYOUT.token_bytes
+
+
+def accepted() -> IncomingTransfer:
+    offer = Offer(
+        layout=LAYOUT, num_tokens=NUM_TOKENS, total_bytes=TOTAL, token_ids=bytes(4 * NUM_TOKENS)
+    )
+    receiver = KVReceiver(
+        *(1, offer),
+        layout=LAYOUT,
+        max_bytes=TOTAL,
+        credit_bytes=TOTAL,
+        lease_s=30.0,
+        now=0.0,
+    )
+    receiver.accept(0, 0.0)
+    transfer = IncomingTransfer(b"prefill-0-1", receiver, TOTAL)
+    transfer.block_table = (2,)
+    return transfer
+
+
+def segment_of(transfer: IncomingTransfer, kv: Buffer) -> Segment:
+    descriptor = SegmentDescriptor.of(whole(LAYOUT, 0, NUM_TOKENS), TOTAL, segment_digest(1, kv))
+    segment = transfer.receiver.on_segment(KvCache(1, 1, 1), (descriptor.pack(), kv), 0.0)
+    assert segment is not None
+    return segment
+
+
+def test_what_came_is_in_its_blocks() -> None:
+    cache, transfer, kv = HashKVCache(4, 16), accepted(), bytes(range(256)) * (TOTAL // 256)
+    segment = segment_of(transfer, kv)
+    assert store(cache, transfer, segment) is None
+    assert bytes(cache.pack((2,), segment.rectangle)) == kv
+
+
+def test_what_is_wrong_with_it_is_returned_and_nothing_is_written() -> None:
+    cache, transfer = HashKVCache(4, 16), accepted()
+    segment = segment_of(transfer, bytes(TOTAL))
+    before = bytes(cache.pack((2,), segment.rectangle))
+    problem = store(cache, transfer, segment._replace(kv=b"\1" * TOTAL))
+    assert isinstance(problem, WireError) and problem.code == ErrorCode.TRANSFER_FAILED
+    assert bytes(cache.pack((2,), segment.rectangle)) == before
+
+
+def test_of_a_transfer_that_is_over_nothing_is_written() -> None:
+    cache, transfer = HashKVCache(4, 16), accepted()
+    segment = segment_of(transfer, b"\1" * TOTAL)
+    before = bytes(cache.pack((2,), segment.rectangle))
+    transfer.receiver.cancel()
+    assert store(cache, transfer, segment) is None
+    assert bytes(cache.pack((2,), segment.rectangle)) == before
+
+
+def test_one_of_two_settles_what_becomes_of_an_arrival() -> None:
+    transfer = accepted()
+    segment = segment_of(transfer, bytes(TOTAL))
+    for _ in range(200):
+        arrival, together = Arrival(transfer, segment), threading.Barrier(2)
+        settled: list[bool] = []
+
+        def settle(arrival: Arrival = arrival, together: threading.Barrier = together) -> None:
+            together.wait(10)
+            settled.append(arrival.settle())  # noqa: B023
+
+        other = threading.Thread(target=settle)
+        other.start()
+        settle()
+        other.join()
+        assert sorted(settled) == [False, True]
+
+
+def test_an_ack_is_due_when_a_quarter_of_what_may_be_under_way_is_stored() -> None:
+    transfer = accepted()
+    transfer.receiver.kv_bytes = TOTAL // 4 - 1
+    assert not transfer.is_ack_due
+    transfer.receiver.kv_bytes += 1
+    assert transfer.is_ack_due
+    transfer.acked_bytes = 1
+    assert not transfer.is_ack_due
