@@ -26,7 +26,14 @@ from router.api.model import ServedModel
 from router.api.responses.kept import KeptResponses
 from router.bus import Bus
 from router.config import Config, split_endpoint
-from router.core.cluster import Readiness, state_of, status_line, try_this, unready
+from router.core.cluster import (
+    ProcessState,
+    Readiness,
+    is_free,
+    state_of,
+    status_line,
+    try_this,
+)
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import REJOIN_S, Fleet
 from router.core.request import RequestEnd
@@ -45,7 +52,7 @@ from wire.aio.tcp import Limits as TcpLimits
 from wire.aio.tcp import Server
 from wire.aio.zmq import Hub
 from wire.errors import ErrorCode, WireError
-from wire.frames import MAX_TOKEN_ID, Role
+from wire.frames import MAX_TOKEN_ID
 from wire.parts import Buffer
 from wire.process.api_keys import open_api_keys
 from wire.process.keys import open_keys
@@ -150,9 +157,9 @@ class Router:
         )
 
     @property
-    def status(self) -> str:
-        """One line for systemd: how many requests there are, and ready workers."""
-        return status_line([state_of(self.fleet, self.dispatcher, time.monotonic())])
+    def state(self) -> ProcessState:
+        """How this process is; draining is no reason against it here."""
+        return state_of(self.fleet, self.dispatcher, time.monotonic())
 
     async def start(self) -> None:
         """Listen everywhere and start the local workers.  Raises OSError, naming the endpoint."""
@@ -194,12 +201,10 @@ class Router:
         self._local = LocalWorkers(
             config,
             self.endpoints["bus"],
-            lambda role, rank: self.fleet.is_free(Role[role.upper()], rank),
+            lambda role, rank: is_free([self.state], role, rank),
         )
         self._local.start()
-        if config.ready_file is not None:
-            write_whole(config.ready_file, json.dumps(self.endpoints) + "\n")
-        log.info("listening", **self.endpoints, model=config.model_name)
+        announce(config, self.endpoints)
 
     async def until_stopped(self, stop: Stop) -> bool:
         """Serve until asked to stop; False if a part of the router broke before."""
@@ -255,7 +260,7 @@ class Router:
     async def _until_joined(self) -> None:
         """Wait for the workers, but not for long: until then the other processes serve."""
         deadline = time.monotonic() + REJOIN_S
-        while unready(self.fleet, is_draining=False) and time.monotonic() < deadline:
+        while self.state.reasons and time.monotonic() < deadline:
             self.bus.tick()
             await asyncio.sleep(MAX_TICK_S)
 
@@ -267,9 +272,10 @@ class Router:
     async def _report(self) -> None:
         readiness = Readiness(self.try_this)
         while True:
-            notify(f"STATUS={self.status}")
+            state = self.state
+            notify(f"STATUS={status_line([state])}")
             if not self.application.draining:
-                readiness.on_look(unready(self.fleet, is_draining=False), time.monotonic())
+                readiness.on_look(state.reasons, time.monotonic())
             await asyncio.sleep(REPORT_S)
 
 
@@ -372,11 +378,17 @@ def named(endpoint: str) -> Iterator[None]:
         raise OSError(error.errno, f"cannot bind {endpoint}: {error.strerror}") from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write the ready file so that no reader ever sees half of it.  Raises ConfigError."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--ready-file {path}: cannot write it: {error.strerror}") from None
+def announce(config: Config, endpoints: dict[str, str]) -> None:
+    """Say where the router listens: in the log, and in `ready_file`, of which no reader sees half.
+
+    Raises:
+        ConfigError: That file cannot be written.
+    """
+    if (path := config.ready_file) is not None:
+        part = path.with_name(f"{path.name}.part")
+        try:
+            part.write_text(json.dumps(endpoints) + "\n")
+            part.replace(path)
+        except OSError as error:
+            raise ConfigError(f"--ready-file {path}: cannot write it: {error.strerror}") from None
+    log.info("listening", **endpoints, model=config.model_name, processes=config.processes)

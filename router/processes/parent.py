@@ -14,7 +14,6 @@ own, which all workers join; Linux gives it a part of the connections (SO_REUSEP
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -25,9 +24,9 @@ from typing import Any, Final
 
 import structlog
 
-from router.app import REPORT_S, named, split_address, write_whole
+from router.app import REPORT_S, announce, named, split_address
 from router.config import Config
-from router.core.cluster import ProcessState, Readiness, is_free, status_line
+from router.core.cluster import ProcessState, Readiness, is_free, reasons_of, status_line
 from router.http.server import FLUSH_S
 from router.local import HEALTHY_S, MAX_PAUSE_S, MIN_PAUSE_S, LocalWorkers
 from router.processes.channel import (
@@ -152,18 +151,14 @@ class Processes:
             self._config, buses, lambda role, rank: is_free(self._states(), role, rank)
         )
         self._local.start()
-        if self._config.ready_file is not None:
-            write_whole(self._config.ready_file, json.dumps(self._endpoints) + "\n")
-        num, name = len(self._all), self._config.model_name
-        log.info("listening", **self._endpoints, model=name, processes=num)
+        announce(self._config, self._endpoints)
         notify("READY=1")
         readiness, loop = Readiness(self._try_this), asyncio.get_running_loop()
         while True:
             await self._look()
             states = self._states()
             notify(f"STATUS={status_line(states)}")
-            reasons = [reason for state in states for reason in state.reasons]
-            readiness.on_look(list(dict.fromkeys(reasons)), loop.time())
+            readiness.on_look(reasons_of(states), loop.time())
             await asyncio.sleep(REPORT_S)
 
     async def _stop(self, drain_s: float) -> None:
