@@ -64,8 +64,8 @@ class Status:
 
     async def metrics(self, exchange: HttpExchange) -> None:
         """GET /metrics."""
-        figures = None if self._siblings is None else await self._siblings.figures()
-        body = self._statistics.render(figures)
+        processes = None if self._siblings is None else await self._siblings.metrics()
+        body = self._statistics.render(processes)
         await exchange.respond(200, body, content_type=CONTENT_TYPE)
 
     async def livez(self, exchange: HttpExchange) -> None:

@@ -33,7 +33,7 @@ from router.processes.channel import (
     Answers,
     AskAll,
     AskAssignment,
-    AskFigures,
+    AskMetrics,
     AskState,
     Assignment,
     Channel,
@@ -44,7 +44,7 @@ from router.processes.channel import (
     Question,
 )
 from router.processes.siblings import VARIABLE
-from router.processes.summed import Figures, summed, without_gauges
+from router.processes.summed import Families, summed, without_gauges
 from wire.aio.listener import reserve
 from wire.process.children import start_child
 from wire.process.lifetime import Stop, keep_watchdog, notify
@@ -73,7 +73,7 @@ class Process:
         self.heard_at = 0.0
         self.is_aborted = False
         self.state: ProcessState | None = None
-        self.figures: Figures = []
+        self.metrics: Families = []
 
     def signal(self, number: int) -> None:
         """Send it a signal if it runs."""
@@ -81,12 +81,12 @@ class Process:
             with suppress(ProcessLookupError):
                 self.child.send_signal(number)
 
-    def forget(self) -> Figures:
+    def forget(self) -> Families:
         """Take that it is gone; return its counters, which still count."""
         self.channel = self.child = self.state = None
         self.is_listening = self.is_aborted = False
         self.drained.set()
-        counters, self.figures = without_gauges(self.figures), []
+        counters, self.metrics = without_gauges(self.metrics), []
         return counters
 
 
@@ -108,7 +108,7 @@ class Processes:
         self._is_stopping = False
         self._endpoints: dict[str, str] = {}
         self._try_this = ""
-        self._ended_counters: Figures = []
+        self._ended_counters: Families = []
 
     async def serve(self, stop: Stop) -> int:
         """Run them until asked to stop; return the exit status."""
@@ -251,9 +251,9 @@ class Processes:
                 process.drained.set()
                 if self._is_stopping:  # or else only this one was asked to end, and begins again
                     await self._may_leave.wait()
-            case AskAll(AskFigures()):
-                await self._ask(AskFigures(), self._all)
-                every = [self._ended_counters, *(each.figures for each in self._all)]
+            case AskAll(AskMetrics()):
+                await self._ask(AskMetrics(), self._all)
+                every = [self._ended_counters, *(each.metrics for each in self._all)]
                 return Answers(every, is_complete=True)
             case AskAll(asked):
                 listening = [each for each in self._all if each.is_listening]
@@ -296,9 +296,9 @@ class Processes:
                     case AskState():
                         process.state = await process.channel.ask(question, ProcessState)
                         return process.state
-                    case AskFigures():
-                        process.figures = await process.channel.ask(question, Figures)
-                        return process.figures
+                    case AskMetrics():
+                        process.metrics = await process.channel.ask(question, Families)
+                        return process.metrics
                     case FindResponse() | DeleteResponse():
                         return await process.channel.ask(question, Any)
         return SILENCE
