@@ -232,7 +232,6 @@ async def is_undone(side: Side, num_fds: int, visit: Visit) -> bool:
 
 
 def main() -> None:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

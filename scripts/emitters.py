@@ -231,7 +231,6 @@ class Decode(Worker):
 
 
 async def main() -> None:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

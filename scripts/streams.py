@@ -378,7 +378,6 @@ async def run(given: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
