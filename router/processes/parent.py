@@ -20,6 +20,7 @@ import socket
 import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -28,7 +29,7 @@ from router.app import REPORT_S, announce, named, split_address
 from router.config import Config
 from router.core.cluster import ProcessState, Readiness, is_free, reasons_of, status_line
 from router.http.server import FLUSH_S
-from router.local import HEALTHY_S, MAX_PAUSE_S, MIN_PAUSE_S, LocalWorkers
+from router.local import LocalWorkers
 from router.processes.channel import (
     Answers,
     AskAll,
@@ -46,7 +47,7 @@ from router.processes.channel import (
 from router.processes.siblings import VARIABLE
 from router.processes.summed import Families, summed, without_gauges
 from wire.aio.listener import reserve
-from wire.process.children import start_child
+from wire.process.children import MIN_PAUSE_S, lives, signal_child, start_child
 from wire.process.lifetime import Stop, keep_watchdog, notify
 
 log = structlog.get_logger("router")
@@ -77,9 +78,8 @@ class Process:
 
     def signal(self, number: int) -> None:
         """Send it a signal if it runs."""
-        if self.child is not None and self.child.returncode is None:
-            with suppress(ProcessLookupError):
-                self.child.send_signal(number)
+        if self.child is not None:
+            signal_child(self.child, number)
 
     def forget(self) -> Families:
         """Take that it is gone; return its counters, which still count."""
@@ -183,26 +183,12 @@ class Processes:
 
     async def _look_after(self, process: Process) -> int:
         """Start it again whenever it dies; return its status if it never served."""
-        loop, pause_s = asyncio.get_running_loop(), MIN_PAUSE_S
-        while True:
-            started_at = loop.time()
-            try:
-                status = await self._run(process)
-            except (OSError, RuntimeError) as error:  # no memory, descriptor or thread to be had
-                log.error("cannot start router process", process=process.index, reason=str(error))
-                status = 1
+        run = partial(self._run, process)
+        async for status in lives(run, log.bind(process=process.index), MIN_PAUSE_S):
             self._ended_counters = summed([self._ended_counters, process.forget()])
             if self._is_stopping or not process.has_listened:
                 return status
-            if loop.time() - started_at > HEALTHY_S:
-                pause_s = MIN_PAUSE_S
-            log.error(
-                "router process died", process=process.index, status=status, restart_in_s=pause_s
-            )
-            await asyncio.sleep(pause_s)
-            if self._is_stopping:
-                return status
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        return 1  # not reached: there is always a next life
 
     async def _run(self, process: Process) -> int:
         ours, theirs = socket.socketpair()

@@ -162,7 +162,7 @@ async def test_one_that_cannot_be_started_again_is_tried_again_and_the_other_ser
         await until(it.ready.exists)
         with no_descriptor_left():
             os.kill(it.pids(1)[0], signal.SIGKILL)
-            await until(lambda: it.said("cannot start router process"))
+            await until(lambda: it.said("cannot start child process"))
         await until(lambda: len(it.pids(1)) == 2)
         assert len(it.pids(0)) == 1 and not it.serving.done()
     assert it.serving.result() == 0
