@@ -44,7 +44,6 @@ from router.http.origin import Origins
 from router.http.server import FLUSH_S, HttpServer
 from router.http.server import Limits as HttpLimits
 from router.local import LocalWorkers
-from router.processes.channel import Assignment
 from router.processes.siblings import Siblings
 from router.tcp import serve_clients
 from wire.aio.listener import server_context
@@ -78,18 +77,17 @@ class Router:
         model_path: Path,
         model_fingerprint: str,
         siblings: Siblings | None = None,
-        assignment: Assignment | None = None,
     ) -> None:
         self.config = config
         self.endpoints: dict[str, str] = {}
-        self._siblings, self._assignment = siblings, assignment
+        self._siblings = siblings
         self.fleet = Fleet(
             model_fingerprint=model_fingerprint,
             max_kv_transfer_bytes=config.max_kv_transfer_bytes,
             heartbeat_s=config.heartbeat_ms / 1000,
             stall_s=config.stall_ms / 1000,
-            process=assignment.index if assignment else 0,
-            num_processes=assignment.num_processes if assignment else 1,
+            process=siblings.assignment.index if siblings else 0,
+            num_processes=siblings.assignment.num_processes if siblings else 1,
         )
         self._planes = {"bus": Traffic(), "tcp": Traffic()}
         self._api_keys = open_api_keys(config.api_keys)
@@ -163,9 +161,9 @@ class Router:
 
     async def start(self) -> None:
         """Listen everywhere and start the local workers.  Raises OSError, naming the endpoint."""
-        config, is_shared = self.config, self._assignment is not None
+        config, is_shared = self.config, self._siblings is not None
         self.endpoints["bus"] = self._hub.bind(config.bus)
-        if self._assignment is not None and self._assignment.is_again:
+        if self._siblings is not None and self._siblings.assignment.is_again:
             await self._until_joined()
         with named(config.tcp):
             self._tcp = await serve_clients(
@@ -324,13 +322,12 @@ async def serve(
 ) -> int:
     """Run a router until it is asked to stop, and return the exit status."""
     allow_many_files()
-    assignment = None if siblings is None else await siblings.begin()
-    if assignment is not None:
-        config = config.for_process(
-            assignment.num_processes, http=assignment.http, tcp=assignment.tcp, bus=assignment.bus
-        )
+    if siblings is not None:
+        await siblings.begin()
+        it = siblings.assignment
+        config = config.for_process(it.num_processes, http=it.http, tcp=it.tcp, bus=it.bus)
     try:
-        router = Router(config, model_path, model_fingerprint, siblings, assignment)
+        router = Router(config, model_path, model_fingerprint, siblings)
     except ModelError as error:
         log.error("cannot serve this model", reason=str(error))
         return EX_CONFIG

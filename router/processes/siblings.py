@@ -42,14 +42,15 @@ class Siblings:
 
     def __init__(self, descriptor: int) -> None:
         self._channel = Channel(socket.socket(fileno=descriptor), self._answer)
+        self.assignment: Assignment
         self._state: Callable[[], ProcessState]
         self._metrics: Callable[[], Families]
         self._kept: KeptResponses
 
-    async def begin(self) -> Assignment:
-        """Wait until this process may begin."""
+    async def begin(self) -> None:
+        """Wait until this process may begin, and has its `assignment`."""
         await self._channel.open()
-        return await self._channel.ask(AskAssignment(), Assignment)
+        self.assignment = await self._channel.ask(AskAssignment(), Assignment)
 
     def serve(
         self,

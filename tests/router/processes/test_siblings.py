@@ -48,7 +48,8 @@ async def beside(
     parent = Channel(ours, assignment_first)
     await parent.open()
     process = Siblings(theirs.detach())
-    assert await process.begin() == ASSIGNMENT
+    await process.begin()
+    assert process.assignment == ASSIGNMENT
     kept = KeptResponses()
     kept.keep("resp_1", KEPT)
     process.serve(lambda: STATE, lambda: [FAMILY], kept)
