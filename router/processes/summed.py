@@ -67,7 +67,7 @@ def without_gauges(process: Families) -> Families:
 class Series(Collector):
     """Series of other processes, and metrics of this one, as a registry has them."""
 
-    def __init__(self, given: Families, own: Iterable[Metric] = ()) -> None:
+    def __init__(self, given: Families, own: Iterable[Metric]) -> None:
         self._given, self._own = given, own
 
     def collect(self) -> Iterator[Metric]:

@@ -21,7 +21,7 @@ def process(requests: int, running: int, lag_s: float) -> Families:
 
 
 def shown(of: Families) -> dict[str, float]:
-    text = generate_latest(Series(of)).decode()
+    text = generate_latest(Series(of, [])).decode()
     rows = [line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#"]
     found = {name: float(value) for name, value in rows if "_created" not in name}
     assert len(found) == len([name for name, _ in rows if "_created" not in name])
