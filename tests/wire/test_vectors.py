@@ -164,7 +164,7 @@ def test_frame_is_encoded_to_the_vector(vector: dict[str, Any]) -> None:
 @named("frames")
 def test_frame_is_decoded_from_the_vector(vector: dict[str, Any]) -> None:
     message = parts.decode([bytes.fromhex(part) for part in vector["zmq"]])
-    tokens = [DecodeToken(*each) for each in message.tokens]
+    tokens: list[Frame] = [DecodeToken(*each) for each in message.tokens]
     assert (tokens or [message.frame]) == frames_of(vector)
     seq_len = vector["headers"][0].get("seq_len", 0)
     content = decode_payload(vector["payload"], message.body(), seq_len)
