@@ -318,10 +318,6 @@ class Fleet:
         limit = now - MISSED_BEATS * self.heartbeat_s
         return [worker for worker in self._workers.values() if worker.last_seen < limit]
 
-    def is_free(self, role: Role, rank: int) -> bool:
-        """Tell whether no worker has this rank."""
-        return (role, rank) not in self._ranks
-
     def _fence(self, incumbent: Worker, now: float) -> None:
         """Refuse another worker the rank of one that was heard lately."""
         if now - incumbent.last_seen <= SUSPECT_BEATS * self.heartbeat_s:

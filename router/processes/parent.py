@@ -14,27 +14,27 @@ own, which all workers join; Linux gives it a part of the connections (SO_REUSEP
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import structlog
 
-from router.app import REPORT_S, named, split_address, write_whole
+from router.app import REPORT_S, announce, named, split_address
 from router.config import Config
-from router.core.cluster import ProcessState, Readiness, is_free, status_line
+from router.core.cluster import ProcessState, Readiness, is_free, reasons_of, status_line
 from router.http.server import FLUSH_S
-from router.local import HEALTHY_S, MAX_PAUSE_S, MIN_PAUSE_S, LocalWorkers
+from router.local import LocalWorkers
 from router.processes.channel import (
     Answers,
     AskAll,
     AskAssignment,
-    AskFigures,
+    AskMetrics,
     AskState,
     Assignment,
     Channel,
@@ -45,9 +45,9 @@ from router.processes.channel import (
     Question,
 )
 from router.processes.siblings import VARIABLE
-from router.processes.summed import Figures, summed, without_gauges
+from router.processes.summed import Families, summed, without_gauges
 from wire.aio.listener import reserve
-from wire.process.children import start_child
+from wire.process.children import MIN_PAUSE_S, lives, signal_child, start_child
 from wire.process.lifetime import Stop, keep_watchdog, notify
 
 log = structlog.get_logger("router")
@@ -74,20 +74,19 @@ class Process:
         self.heard_at = 0.0
         self.is_aborted = False
         self.state: ProcessState | None = None
-        self.figures: Figures = []
+        self.metrics: Families = []
 
     def signal(self, number: int) -> None:
         """Send it a signal if it runs."""
-        if self.child is not None and self.child.returncode is None:
-            with suppress(ProcessLookupError):
-                self.child.send_signal(number)
+        if self.child is not None:
+            signal_child(self.child, number)
 
-    def forget(self) -> Figures:
+    def forget(self) -> Families:
         """Take that it is gone; return its counters, which still count."""
         self.channel = self.child = self.state = None
         self.is_listening = self.is_aborted = False
         self.drained.set()
-        counters, self.figures = without_gauges(self.figures), []
+        counters, self.metrics = without_gauges(self.metrics), []
         return counters
 
 
@@ -109,7 +108,7 @@ class Processes:
         self._is_stopping = False
         self._endpoints: dict[str, str] = {}
         self._try_this = ""
-        self._ended_counters: Figures = []
+        self._ended_counters: Families = []
 
     async def serve(self, stop: Stop) -> int:
         """Run them until asked to stop; return the exit status."""
@@ -152,18 +151,14 @@ class Processes:
             self._config, buses, lambda role, rank: is_free(self._states(), role, rank)
         )
         self._local.start()
-        if self._config.ready_file is not None:
-            write_whole(self._config.ready_file, json.dumps(self._endpoints) + "\n")
-        num, name = len(self._all), self._config.model_name
-        log.info("listening", **self._endpoints, model=name, processes=num)
+        announce(self._config, self._endpoints)
         notify("READY=1")
         readiness, loop = Readiness(self._try_this), asyncio.get_running_loop()
         while True:
             await self._look()
             states = self._states()
             notify(f"STATUS={status_line(states)}")
-            reasons = [reason for state in states for reason in state.reasons]
-            readiness.on_look(list(dict.fromkeys(reasons)), loop.time())
+            readiness.on_look(reasons_of(states), loop.time())
             await asyncio.sleep(REPORT_S)
 
     async def _stop(self, drain_s: float) -> None:
@@ -188,26 +183,12 @@ class Processes:
 
     async def _look_after(self, process: Process) -> int:
         """Start it again whenever it dies; return its status if it never served."""
-        loop, pause_s = asyncio.get_running_loop(), MIN_PAUSE_S
-        while True:
-            started_at = loop.time()
-            try:
-                status = await self._run(process)
-            except (OSError, RuntimeError) as error:  # no memory, descriptor or thread to be had
-                log.error("cannot start router process", process=process.index, reason=str(error))
-                status = 1
+        run = partial(self._run, process)
+        async for status in lives(run, log.bind(process=process.index), MIN_PAUSE_S):
             self._ended_counters = summed([self._ended_counters, process.forget()])
             if self._is_stopping or not process.has_listened:
                 return status
-            if loop.time() - started_at > HEALTHY_S:
-                pause_s = MIN_PAUSE_S
-            log.error(
-                "router process died", process=process.index, status=status, restart_in_s=pause_s
-            )
-            await asyncio.sleep(pause_s)
-            if self._is_stopping:
-                return status
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        return 1  # not reached: there is always a next life
 
     async def _run(self, process: Process) -> int:
         ours, theirs = socket.socketpair()
@@ -256,9 +237,9 @@ class Processes:
                 process.drained.set()
                 if self._is_stopping:  # or else only this one was asked to end, and begins again
                     await self._may_leave.wait()
-            case AskAll(AskFigures()):
-                await self._ask(AskFigures(), self._all)
-                every = [self._ended_counters, *(each.figures for each in self._all)]
+            case AskAll(AskMetrics()):
+                await self._ask(AskMetrics(), self._all)
+                every = [self._ended_counters, *(each.metrics for each in self._all)]
                 return Answers(every, is_complete=True)
             case AskAll(asked):
                 listening = [each for each in self._all if each.is_listening]
@@ -301,9 +282,9 @@ class Processes:
                     case AskState():
                         process.state = await process.channel.ask(question, ProcessState)
                         return process.state
-                    case AskFigures():
-                        process.figures = await process.channel.ask(question, Figures)
-                        return process.figures
+                    case AskMetrics():
+                        process.metrics = await process.channel.ask(question, Families)
+                        return process.metrics
                     case FindResponse() | DeleteResponse():
                         return await process.channel.ask(question, Any)
         return SILENCE

@@ -18,7 +18,7 @@ from router.processes.channel import (
     Answers,
     AskAll,
     AskAssignment,
-    AskFigures,
+    AskMetrics,
     AskState,
     Assignment,
     Channel,
@@ -28,7 +28,7 @@ from router.processes.channel import (
     Listening,
     Question,
 )
-from router.processes.summed import Figures
+from router.processes.summed import Families
 
 # The number of the descriptor that a router process inherits.
 VARIABLE: Final = "ROUTER_CHANNEL"
@@ -42,23 +42,24 @@ class Siblings:
 
     def __init__(self, descriptor: int) -> None:
         self._channel = Channel(socket.socket(fileno=descriptor), self._answer)
-        self._state: Callable[[], ProcessState] | None = None
-        self._figures: Callable[[], Figures] | None = None
-        self._kept = KeptResponses()
+        self.assignment: Assignment
+        self._state: Callable[[], ProcessState]
+        self._metrics: Callable[[], Families]
+        self._kept: KeptResponses
 
-    async def begin(self) -> Assignment:
-        """Wait until this process may begin."""
+    async def begin(self) -> None:
+        """Wait until this process may begin, and has its `assignment`."""
         await self._channel.open()
-        return await self._channel.ask(AskAssignment(), Assignment)
+        self.assignment = await self._channel.ask(AskAssignment(), Assignment)
 
     def serve(
         self,
         state: Callable[[], ProcessState],
-        figures: Callable[[], Figures],
+        metrics: Callable[[], Families],
         kept: KeptResponses,
     ) -> None:
         """Answer the others with these."""
-        self._state, self._figures, self._kept = state, figures, kept
+        self._state, self._metrics, self._kept = state, metrics, kept
 
     async def listening(self, endpoints: dict[str, str], try_this: str) -> None:
         """Tell the parent that this process serves."""
@@ -76,9 +77,9 @@ class Siblings:
         """Return how all processes are, this one included."""
         return (await self._ask_all(AskState(), Answers[ProcessState])).given
 
-    async def figures(self) -> list[Figures]:
+    async def metrics(self) -> list[Families]:
         """Return what all processes have measured, this one and those that died included."""
-        return (await self._ask_all(AskFigures(), Answers[Figures])).given
+        return (await self._ask_all(AskMetrics(), Answers[Families])).given
 
     async def find(self, asker: str, name: str) -> KeptResponse | None:
         """Return a response that another process keeps; None if none does."""
@@ -105,9 +106,9 @@ class Siblings:
     async def _answer(self, question: Question) -> object:
         match question:
             case AskState():
-                return self._state and self._state()
-            case AskFigures():
-                return self._figures and self._figures()
+                return self._state()
+            case AskMetrics():
+                return self._metrics()
             case FindResponse(asker, name):
                 return self._kept.get(asker, name)
             case DeleteResponse(asker, name):

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from router.config import Config
 from router.processes.parent import PARENT_ONLY, Process, serve_by_several
-from router.processes.summed import figures
+from router.processes.summed import families
 from tests.scarce import no_descriptor_left
 from wire.process.lifetime import Stop
 
@@ -78,7 +78,7 @@ async def parent(directory: Path, bus: str = "tcp://127.0.0.1:0") -> AsyncIterat
 def test_what_a_process_has_counted_is_taken_over_once_when_it_is_gone() -> None:
     process, registry = Process(1, "tcp://127.0.0.1:5601"), CollectorRegistry()
     Counter("baton_requests", "Ends.", registry=registry).inc()
-    process.is_listening, process.figures = True, figures(registry.collect())
+    process.is_listening, process.metrics = True, families(registry.collect())
     assert [family.name for family in process.forget()] == ["baton_requests"]
     assert process.forget() == []
     assert not process.is_listening, "nobody is to wait for its answers"
@@ -162,7 +162,7 @@ async def test_one_that_cannot_be_started_again_is_tried_again_and_the_other_ser
         await until(it.ready.exists)
         with no_descriptor_left():
             os.kill(it.pids(1)[0], signal.SIGKILL)
-            await until(lambda: it.said("cannot start router process"))
+            await until(lambda: it.said("cannot start child process"))
         await until(lambda: len(it.pids(1)) == 2)
         assert len(it.pids(0)) == 1 and not it.serving.done()
     assert it.serving.result() == 0

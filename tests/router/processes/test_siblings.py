@@ -19,7 +19,7 @@ from router.processes.channel import (
     Answers,
     AskAll,
     AskAssignment,
-    AskFigures,
+    AskMetrics,
     AskState,
     Assignment,
     Channel,
@@ -48,7 +48,8 @@ async def beside(
     parent = Channel(ours, assignment_first)
     await parent.open()
     process = Siblings(theirs.detach())
-    assert await process.begin() == ASSIGNMENT
+    await process.begin()
+    assert process.assignment == ASSIGNMENT
     kept = KeptResponses()
     kept.keep("resp_1", KEPT)
     process.serve(lambda: STATE, lambda: [FAMILY], kept)
@@ -63,7 +64,7 @@ async def test_what_it_is_asked() -> None:
 
     async with beside(nothing) as (_, parent):
         assert await parent.ask(AskState(), ProcessState) == STATE
-        assert await parent.ask(AskFigures(), list[Family]) == [FAMILY]
+        assert await parent.ask(AskMetrics(), list[Family]) == [FAMILY]
         maybe: Any = KeptResponse | None
         for asker, name, found in (("anna", "resp_1", KEPT), ("ben", "resp_1", None)):
             assert await parent.ask(FindResponse(asker, name), maybe) == found
@@ -78,7 +79,7 @@ async def test_what_it_asks(is_complete: bool) -> None:
         match question.question:
             case AskState():
                 return Answers([STATE, STATE], is_complete=True)
-            case AskFigures():
+            case AskMetrics():
                 return Answers([[], [FAMILY]], is_complete=True)
             case FindResponse(_, name):
                 found = [None, KEPT if name == "resp_2" else None]
@@ -88,7 +89,7 @@ async def test_what_it_asks(is_complete: bool) -> None:
 
     async with beside(answer) as (process, _):
         assert await process.states() == [STATE, STATE]
-        assert await process.figures() == [[], [FAMILY]]
+        assert await process.metrics() == [[], [FAMILY]]
         assert await process.find("anna", "resp_2") == KEPT
         assert await process.delete("anna", "resp_2")
         if is_complete:
