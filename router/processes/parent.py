@@ -54,6 +54,8 @@ log = structlog.get_logger("router")
 
 # How long others wait for the answer of a process.
 ANSWER_S: Final = 1.0
+# The same where a load balancer asks whether we are ready: it gives up after a second, mostly.
+STATE_S: Final = 0.5
 SILENCE: Final = object()
 # As in the unit: an event loop that stands still for this long is broken.
 STUCK_S: Final = 15.0
@@ -295,8 +297,9 @@ class Processes:
     async def _ask_one(self, question: Question, process: Process) -> object:
         if process.channel is None or not process.is_listening:
             return SILENCE
+        patience_s = STATE_S if isinstance(question, AskState) else ANSWER_S
         with suppress(TimeoutError, ConnectionError):
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(patience_s):
                 match question:
                     case AskState():
                         process.state = await process.channel.ask(question, ProcessState)

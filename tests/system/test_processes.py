@@ -181,6 +181,29 @@ async def test_a_process_that_is_stuck_holds_up_nobody_who_asks_the_other(
         assert lines(again, requests) == lines(counted, requests)
 
 
+async def test_without_an_answer_of_the_parent_each_speaks_for_itself(cluster: Cluster) -> None:
+    async with one_each(cluster) as clients:
+        while (await clients[0].get("/readyz")).status_code != 200:
+            await asyncio.sleep(0.02)
+        cluster.router.send_signal(signal.SIGSTOP)
+        try:
+            for client, pid in zip(clients, pids(cluster).values(), strict=True):
+                for path in ("/readyz", "/load"):
+                    answer = await client.get(path)
+                    assert answer.status_code == 200, answer.text
+                processes = (await client.get("/v1/cluster")).json()["router"]["processes"]
+                assert [each["pid"] for each in processes] == [pid]
+            # Of a part of the figures nobody could tell that it is a part.
+            assert (await clients[0].get("/metrics")).status_code == 503
+            [stream] = records = streams(1)
+            await ask_http(clients[1], stream)
+            assert problems(records) == []
+        finally:
+            cluster.router.send_signal(signal.SIGCONT)
+        processes = (await clients[0].get("/v1/cluster")).json()["router"]["processes"]
+        assert len(processes) == 2
+
+
 def lines(text: str, name: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(name)]
 
