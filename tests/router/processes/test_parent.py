@@ -181,6 +181,36 @@ async def test_one_that_does_not_begin_to_serve_is_waited_for_by_nobody_and_ende
     assert it.serving.result() == 0
 
 
+async def test_the_pause_grows_until_one_has_served_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.processes.parent.MIN_PAUSE_S", 0.01)
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        for life in range(3):
+            if life == 2:
+                monkeypatch.setattr("router.processes.parent.HEALTHY_S", 0.0)
+            os.kill(it.pids(1)[life], signal.SIGKILL)
+            await until(lambda life=life: len(it.pids(1)) == life + 2)
+    assert it.said("router process died", "restart_in_s") == [0.01, 0.02, 0.01]
+
+
+async def test_none_is_started_again_while_all_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.processes.parent.MIN_PAUSE_S", 0.05)
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        os.kill(it.pids(0)[0], signal.SIGSTOP)  # so that the stop takes longer than the pause
+        os.kill(it.pids(1)[0], signal.SIGKILL)
+        await until(lambda: it.said("router process died"))
+        it.stop.set()
+        await asyncio.sleep(0.2)
+        os.kill(it.pids(0)[0], signal.SIGCONT)
+        assert await it.serving == 0
+    assert len(it.pids(1)) == 1
+
+
 async def test_one_that_cannot_be_started_again_is_tried_again_and_the_other_serves(
     tmp_path: Path,
 ) -> None:
