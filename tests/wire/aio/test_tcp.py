@@ -454,6 +454,19 @@ async def test_what_waits_for_a_client_is_bounded(house: House) -> None:
     assert most < 2 * limits.max_write_bytes, "however much is said in one turn"
 
 
+async def test_an_end_amid_more_than_may_wait_is_told_as_that(house: House) -> None:
+    def flood(told: Told, message: Message) -> None:
+        told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES))
+        told.connection.close()
+
+    server = await house.serve(
+        Limits(max_write_bytes=64 * KIB, high_water_bytes=64 << 20), answer=flood
+    )
+    with deaf_client(server.port):
+        error = await (await house.handlers.get()).closed
+        assert isinstance(error, WireError) and error.code is ErrorCode.OVERLOADED
+
+
 async def test_a_slow_client_that_reads_gets_everything(house: House) -> None:
     def flood(told: Told, message: Message) -> None:
         for i in range(64):
