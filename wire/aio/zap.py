@@ -184,7 +184,7 @@ class Gate:
         if is_live and is_welcome:
             self._holders[fd] = name, peer
         elif is_live:
-            _cut(fd)
+            cut(fd)
         return is_welcome
 
     def leave(self, fd: int) -> None:
@@ -203,7 +203,7 @@ class Gate:
         for fd in self._revoked():
             name, _ = self._holders.pop(fd)
             _LOG.warning(f"{self._door.secret} revoked, connection cut", name=name)
-            _cut(fd)
+            cut(fd)
 
     def _revoked(self) -> list[int]:
         return [fd for fd, its in self._holders.items() if not self._door.may_speak(*its)]
@@ -261,7 +261,7 @@ def _knock(endpoint: str, options: Options, answer: Callable[[], None], probe_s:
             stranger.close()
 
 
-def _cut(fd: int) -> None:
+def cut(fd: int) -> None:
     """End a connection that libzmq owns: it finds its socket shut down and lets go of it."""
     with suppress(OSError), socket.socket(fileno=os.dup(fd)) as twin:
         twin.shutdown(socket.SHUT_RDWR)
