@@ -182,9 +182,9 @@ async def test_a_process_that_is_stuck_holds_up_nobody_who_asks_the_other(
 
 
 async def test_without_an_answer_of_the_parent_each_speaks_for_itself(cluster: Cluster) -> None:
+    # Workers may have to join again the one that a test before has stopped for a while.
+    await asyncio.to_thread(until, lambda: is_ready(cluster), "ready")
     async with one_each(cluster) as clients:
-        # Workers may have to join again the one that a test before has stopped for a while.
-        await asyncio.to_thread(until, lambda: is_ready(cluster), "ready")
         cluster.router.send_signal(signal.SIGSTOP)
         try:
             for client, pid in zip(clients, pids(cluster).values(), strict=True):

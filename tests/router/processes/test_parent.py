@@ -56,6 +56,12 @@ class Parent:
             if line["event"] == "router process started" and line["process"] == index
         ]
 
+    async def die(self, index: int) -> None:
+        """Kill one of the processes, and wait for the next in its place."""
+        lives = self.pids(index)
+        os.kill(lives[-1], signal.SIGKILL)
+        await until(lambda: self.pids(index) != lives)
+
     def said(self, event: str, what: str = "process") -> list[Any]:
         return [line[what] for line in self._capture.entries if line["event"] == event]
 
@@ -127,11 +133,6 @@ async def test_counters_do_not_fall_however_often_a_process_dies(
         lines = (await ask("/metrics")).splitlines()
         return [line for line in lines if line.startswith(counter)]
 
-    async def die() -> None:
-        lives = it.pids(1)
-        os.kill(lives[-1], signal.SIGKILL)
-        await until(lambda: it.pids(1) != lives)
-
     async with parent(tmp_path) as it:
         await until(it.ready.exists)
         url = json.loads(it.ready.read_text())["http"]
@@ -139,9 +140,9 @@ async def test_counters_do_not_fall_however_often_a_process_dies(
             await ask("/v1/completions", prompt=[1, 2], max_tokens=1)
         before = await counted()
         assert [float(line.split()[-1]) for line in before] == [12.0]
-        await die()
+        await it.die(1)
         assert await counted() == before
-        await die()
+        await it.die(1)
         assert await counted() == before
 
 
@@ -191,8 +192,7 @@ async def test_the_pause_grows_until_one_has_served_for_long(
         for life in range(3):
             if life == 2:
                 monkeypatch.setattr("router.processes.parent.HEALTHY_S", 0.0)
-            os.kill(it.pids(1)[life], signal.SIGKILL)
-            await until(lambda life=life: len(it.pids(1)) == life + 2)
+            await it.die(1)
     assert it.said("router process died", "restart_in_s") == [0.01, 0.02, 0.01]
 
 
