@@ -268,6 +268,8 @@ def test_a_worker_whose_heartbeats_wait_behind_tokens_is_not_silent() -> None:
         worker = router.fleet.get(D)
         assert worker is not None and worker.is_ready
         assert worker.last_seen == beaten_at, "its figures are as old as its last heartbeat"
+    router.beat(D, load())
+    assert worker.last_seen == router.now
 
 
 def test_heartbeats_feed_the_prefix_index() -> None:

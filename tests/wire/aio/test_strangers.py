@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -25,44 +27,106 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_STRANGERS", 4)
 
 
-async def test_of_too_many_who_came_first_is_cut_and_who_has_a_key_gets_in(tmp_path: Path) -> None:
-    loop, messages = asyncio.get_running_loop(), asyncio.Queue[bytes]()
-    write(tmp_path, "router", "prefill-0", "decode-0")
+class House:
+    """A hub with keys, whose peers' names are in `messages`; `link` connects one that has a key."""
 
-    def on_message(peer: bytes, parts: list[Buffer]) -> None:
-        messages.put_nowait(peer)
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.parties = [f"decode-{rank}" for rank in range(6)]
+        write(directory, "router", *self.parties)
+        self.messages: asyncio.Queue[bytes] = asyncio.Queue()
+        self.hub = Hub(self._on_message, keys=Keys(directory, "router"))
+        self.endpoint = self.hub.bind("tcp://127.0.0.1:*")
+        self.links: list[Link] = []
+        self.events: asyncio.Queue[str] = asyncio.Queue()
 
-    async def is_cut(stranger: socket.socket) -> bool:
-        try:
-            while await loop.sock_recv(stranger, 1 << 10):
-                pass
-        except ConnectionError:
-            pass
-        return True
+    def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
+        self.messages.put_nowait(peer)
 
-    hub = Hub(on_message, keys=Keys(tmp_path, "router"))
-    endpoint = hub.bind("tcp://127.0.0.1:*")
-    keys = Keys(tmp_path, "prefill-0")
-    first = Link(b"prefill-0-1", endpoint, lambda parts: None, keys=keys)
-    first.send([b"hello"])
-    assert await messages.get() == b"prefill-0-1"
-    strangers = [socket.socket() for _ in range(12)]
-    for stranger in strangers:
-        stranger.setblocking(False)
-        await loop.sock_connect(stranger, ("127.0.0.1", int(endpoint.rpartition(":")[2])))
-        await loop.sock_sendall(stranger, GREETING + ENDLESS)
-    async with asyncio.timeout(4):  # libzmq itself would let go of them after 5 s
-        assert all([await is_cut(stranger) for stranger in strangers[:8]])
-        second = Link(b"decode-0-1", endpoint, lambda parts: None, keys=Keys(tmp_path, "decode-0"))
-        second.send([b"hello"])
-        assert await messages.get() == b"decode-0-1"
-    first.send([b"still here"])
-    assert await messages.get() == b"prefill-0-1"
-    for stranger in strangers:
-        stranger.close()
-    for link in (first, second):
-        await link.close()
-    await hub.close()
+    def link(self, party: str) -> Link:
+        link = Link(
+            f"{party}-1".encode(),
+            self.endpoint,
+            lambda parts: None,
+            on_up=lambda: self.events.put_nowait("up"),
+            on_down=lambda: self.events.put_nowait("down"),
+            keys=Keys(self._directory, party),
+        )
+        self.links.append(link)
+        return link
+
+    async def strangers(self, count: int) -> list[socket.socket]:
+        loop, port = asyncio.get_running_loop(), int(self.endpoint.rpartition(":")[2])
+        come = [socket.socket() for _ in range(count)]
+        for stranger in come:
+            stranger.setblocking(False)
+            await loop.sock_connect(stranger, ("127.0.0.1", port))
+            await loop.sock_sendall(stranger, GREETING + ENDLESS)
+        return come
+
+    async def close(self) -> None:
+        for link in self.links:
+            await link.close()
+        await self.hub.close()
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    house = House(tmp_path)
+    yield house
+    await house.close()
+
+
+async def until_cut(strangers: list[socket.socket]) -> None:
+    async with asyncio.timeout(4.5):  # libzmq itself would let go of them after 5 s
+        for stranger in strangers:
+            with contextlib.suppress(ConnectionError):
+                while await asyncio.get_running_loop().sock_recv(stranger, 1 << 10):
+                    pass
+
+
+async def test_of_too_many_who_came_first_is_cut_and_who_has_a_key_gets_in(house: House) -> None:
+    with contextlib.ExitStack() as stack:
+        for party in house.parties[:3]:  # among strangers, who is known is not one of them
+            link = house.link(party)
+            link.send([b"hello"])
+            assert await house.messages.get() == f"{party}-1".encode()
+            strangers = await house.strangers(12)
+            for stranger in strangers:
+                stack.enter_context(stranger)
+            await until_cut(strangers[:8])
+        for link in house.links:
+            link.send([b"still here"])
+            await house.messages.get()
+        assert [house.events.get_nowait() for _ in house.links] == ["up"] * 3
+        assert house.events.empty()
+
+
+async def test_who_has_a_key_may_be_silent(house: House) -> None:
+    for party in house.parties:
+        house.link(party)
+        assert await house.events.get() == "up"
+    for link in house.links:
+        link.send([b"hello"])
+    async with asyncio.timeout(10):
+        heard = {await house.messages.get() for _ in house.links}
+    assert heard == {f"{party}-1".encode() for party in house.parties}
+    assert house.events.empty()
+
+
+async def test_the_descriptor_of_one_that_left_is_another_s_by_now(house: House) -> None:
+    left = await house.strangers(4)
+    for stranger in left:
+        stranger.shutdown(socket.SHUT_WR)
+    await until_cut(left)
+    pairs = [socket.socketpair() for _ in range(6)]
+    strangers = await house.strangers(5)
+    await until_cut(strangers[:1])
+    for ours, theirs in pairs:
+        ours.send(b"x")
+        assert theirs.recv(1) == b"x"
+    for each in [*left, *strangers, *(end for pair in pairs for end in pair)]:
+        each.close()
 
 
 async def test_who_is_known_or_gone_is_no_stranger() -> None:
