@@ -259,14 +259,14 @@ def test_both_sides_beat_and_silence_is_noticed() -> None:
 def test_a_worker_whose_heartbeats_wait_behind_tokens_is_not_silent() -> None:
     router = Router()
     router.pair()
-    beaten_at = router.now
+    beaten_at, worker = router.now, router.fleet.get(D)
+    assert worker is not None
     for _ in range(2 * MISSED_BEATS):
         router.now += 1.0
         router.beat(P, load())
         router.say(D, DecodeToken(9, 7))  # whatever it is about
         router.bus.tick()
-        worker = router.fleet.get(D)
-        assert worker is not None and worker.is_ready
+        assert router.fleet.get(D) is worker and worker.is_ready
         assert worker.last_seen == beaten_at, "its figures are as old as its last heartbeat"
     router.beat(D, load())
     assert worker.last_seen == router.now
