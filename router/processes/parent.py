@@ -199,6 +199,8 @@ class Processes:
         return 1  # not reached: there is always a next life
 
     async def _run(self, process: Process) -> int:
+        if self._is_stopping:  # while it waited to be started again
+            return 0
         ours, theirs = socket.socketpair()
         process.channel = channel = Channel(ours, lambda asked: self._answer(process, asked))
         environ = {name: it for name, it in os.environ.items() if name not in PARENT_ONLY}

@@ -159,7 +159,7 @@ async def test_one_that_is_stuck_is_ended(tmp_path: Path, monkeypatch: pytest.Mo
         await until(lambda: 1 in it.said("router process is stuck"))
         os.kill(it.pids(1)[0], signal.SIGCONT)  # it can do what SIGABRT makes it do
         await until(lambda: len(it.pids(1)) == 2)
-    assert it.said("router process died", "status") == [-signal.SIGKILL, -signal.SIGABRT]
+    assert it.said("child process ended", "status") == [-signal.SIGKILL, -signal.SIGABRT]
 
 
 async def test_one_that_does_not_begin_to_serve_is_waited_for_by_nobody_and_ended(
@@ -191,9 +191,9 @@ async def test_the_pause_grows_until_one_has_served_for_long(
         await until(it.ready.exists)
         for life in range(3):
             if life == 2:
-                monkeypatch.setattr("router.processes.parent.HEALTHY_S", 0.0)
+                monkeypatch.setattr("wire.process.children.HEALTHY_S", 0.0)
             await it.die(1)
-    assert it.said("router process died", "restart_in_s") == [0.01, 0.02, 0.01]
+    assert it.said("child process ended", "restart_in_s") == [0.01, 0.02, 0.01]
 
 
 async def test_none_is_started_again_while_all_stop(
@@ -204,7 +204,7 @@ async def test_none_is_started_again_while_all_stop(
         await until(it.ready.exists)
         os.kill(it.pids(0)[0], signal.SIGSTOP)  # so that the stop takes longer than the pause
         os.kill(it.pids(1)[0], signal.SIGKILL)
-        await until(lambda: it.said("router process died"))
+        await until(lambda: it.said("child process ended"))
         it.stop.set()
         await asyncio.sleep(0.2)
         os.kill(it.pids(0)[0], signal.SIGCONT)
