@@ -23,6 +23,7 @@ from router.api.answered.pieces import Piece, joined
 from router.api.errors import Header, http_error
 from router.http.asgi import Disconnected, Push, Receive, Send
 from router.http.begun import go_on
+from router.http.middle import Middle
 from wire.aio.turns import Turns
 
 # Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
@@ -66,8 +67,11 @@ class ResponseWriter:
         self.is_gone = False
         self.is_cut = False
 
+        self._streamed: tuple[Completion, Answer] | None = None
+        # What writes instead of this while there is but text.
+        self._middle: Middle | None = None
         # What `prepare` does: nothing before somebody waits in `stream` or `collect`, or after.
-        self._advance: Callable[[], bytes] | None = None
+        self._advance: Callable[[float], bytes] | None = None
         # Whoever waits there; woken by the end, an error, and a write that is not taken at once.
         self._signal = asyncio.Event()
         self._error: Exception | None = None
@@ -91,6 +95,7 @@ class ResponseWriter:
     def disconnect(self) -> None:
         """The client is gone."""
         self.is_gone = True
+        self._end_middle()
         self._signal.set()
 
     def tick(self) -> None:
@@ -99,24 +104,26 @@ class ResponseWriter:
         if self._writing_since is not None:
             if now - self._writing_since > STALL_S:
                 self._cut()
-        elif now - self._last_write >= PING_S:
+        elif now - (self._middle.last if self._middle else self._last_write) >= PING_S:
+            self._end_middle()
             self._is_ping_due = True
             self.wake()
 
-    def prepare(self) -> bytes:
+    def prepare(self, now: float) -> bytes:
         """Take what has come, and return what is to be sent of it now."""
         if self._advance is None or self._rest is not None or self.is_gone:
             return b""
         try:
-            return self._advance()
+            return self._advance(now)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
             return b""
 
     def transmit(self, body: bytes) -> None:
         """Send as far as the server takes it at once, which is mostly all; the task of the request
         waits for the rest."""
         if self._push is not None and self._push(body):
+            self._begin_middle()
             return
         is_last = self._advance is None
         sending = self._send_events(body, is_last=is_last)
@@ -126,15 +133,36 @@ class ResponseWriter:
             if is_last:
                 self._signal.set()
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         else:
             self._writing_since = self._last_write
             self._rest = go_on(sending, awaited)
             self._signal.set()
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         self._error, self._advance = error, None
+        self._end_middle()
         self._signal.set()
+
+    def _begin_middle(self) -> None:
+        """Have the text that follows written without us, if text is all there is."""
+        if self._streamed is None or self._push is None or self._last_tokens is None:
+            return
+        completion, answer = self._streamed
+        if answer.usual is not None:
+            self._middle = Middle(
+                self,
+                self._turns,
+                completion.choices[0],
+                answer.usual,
+                self._push,
+                self._on_tokens,
+                self._last_tokens,
+            )
+
+    def _end_middle(self) -> None:
+        if self._middle is not None:
+            self._middle.end()
 
     # The request's own task.
 
@@ -146,7 +174,8 @@ class ResponseWriter:
             HttpError: It failed before anything was written.
         """
         self._is_timed = len(completion.choices) == 1
-        await self._until_over(completion, partial(self._write_events, completion, answer))
+        self._streamed = completion, answer
+        await self._until_over(completion, self._write_events)
 
     async def collect(self, completion: Completion) -> list[Piece]:
         """Wait for the end and return each choice whole.
@@ -159,7 +188,7 @@ class ResponseWriter:
         await self._until_over(completion, partial(self._collect, completion, pieces))
         return [joined(each) for each in pieces.values()]
 
-    async def _until_over(self, completion: Completion, advance: Callable[[], bytes]) -> None:
+    async def _until_over(self, completion: Completion, advance: Callable[[float], bytes]) -> None:
         self._advance = advance
         self.wake()  # something may have come already
         while not completion.is_over:
@@ -174,9 +203,14 @@ class ResponseWriter:
             if self.is_gone and not completion.is_over:
                 raise Disconnected
 
-    def _write_events(self, completion: Completion, answer: Answer) -> bytes:
+    def _write_events(self, now: float) -> bytes:
+        assert self._streamed is not None
+        completion, answer = self._streamed
+        if self._middle is not None:
+            self._middle.end()
+            self._last_write = self._last_tokens = self._middle.last
+            self._middle = None
         body = answer.take()
-        now = self._clock()
         if num_new_tokens := completion.num_new_tokens:
             if self._last_tokens is not None and self._is_timed:
                 self._on_tokens(now - self._last_tokens, num_new_tokens)
@@ -196,7 +230,9 @@ class ResponseWriter:
             self._is_ping_due = False
         return body
 
-    def _collect(self, completion: Completion, pieces: dict[Choice, list[Piece]]) -> bytes:
+    def _collect(
+        self, completion: Completion, pieces: dict[Choice, list[Piece]], now: float
+    ) -> bytes:
         for choice, taken in completion.take():
             pieces[choice] += taken
         if completion.error is not None:

@@ -20,7 +20,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import tokenizers
 from tokenizers import decoders, models
@@ -189,12 +189,13 @@ class _NoText:
 class _Pieces(dict[int, bytes]):
     """The bytes of every token met so far, and when it is asked for, of any other.
 
-    `texts` are those of whole characters, as far as they were met.
+    `texts` are those of whole characters, as far as they were met: a list, for a dict reads three
+    places of memory for every token, and mostly from afar.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, hidden: frozenset[int]) -> None:
         super().__init__()
-        self.texts: dict[int, str] = {}
+        self.texts: list[str | None] = [None] * backend.get_vocab_size()
         self._backend = backend
         self._hidden = hidden
 
@@ -215,20 +216,23 @@ class _ByteDetokenizer:
         self._is_between = True
 
     def feed(self, token_id: int) -> str:
-        if self._is_between and (text := self._texts.get(token_id)) is not None:
-            return text
-        was_between, text = self._is_between, self._utf8.decode(self._pieces[token_id])
+        texts, was_between = self._texts, self._is_between
+        if was_between and token_id < len(texts) and (known := texts[token_id]) is not None:
+            return known
+        text = self._utf8.decode(self._pieces[token_id])
         self._is_between = not self._utf8.getstate()[0]
-        if was_between and self._is_between:
-            self._texts[token_id] = text
+        if was_between and self._is_between and token_id < len(texts):
+            texts[token_id] = text
         return text
 
     def feed_all(self, token_ids: Sequence[int]) -> list[str]:
         if self._is_between:
             try:
-                return list(map(self._texts.__getitem__, token_ids))
-            except KeyError:
-                pass  # one was not met so far, or is no whole character
+                known = list(map(self._texts.__getitem__, token_ids))
+            except IndexError:
+                known = [None]
+            if None not in known:
+                return cast(list[str], known)
         return list(map(self.feed, token_ids))
 
     def flush(self) -> str:

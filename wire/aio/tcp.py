@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
         if self._unwritten_bytes > self._limits.high_water_bytes:
             self._write()
 
-    def prepare(self) -> bytes:
+    def prepare(self, now: float) -> bytes:
         unwritten, self._unwritten, self._unwritten_bytes = self._unwritten, [], 0
         return b"".join(unwritten)
 
@@ -138,7 +138,7 @@ class Connection(asyncio.Protocol):
 
     def _write(self) -> None:
         """Write what was sent in this turn before it is over."""
-        if body := self.prepare():
+        if body := self.prepare(self._loop.time()):
             self.transmit(body)
 
     def refuse(self, error: WireError) -> None:

@@ -7,14 +7,16 @@ token costs.  And who reads it, on another core, is woken once for all that is t
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 
 class Writer(Protocol):
     """Somebody who writes to one connection.  Neither method may raise."""
 
-    def prepare(self) -> bytes:
-        """Take what has come, and return what is to be sent of it now."""
+    def prepare(self, now: float, /) -> bytes:
+        """Take what has come, and return what is to be sent of it; `now` is the same for all."""
 
     def transmit(self, body: bytes, /) -> None:
         """Send that; called if there is any."""
@@ -23,7 +25,8 @@ class Writer(Protocol):
 class Turns:
     """Gives each writer that asked for it a turn, after what else is to be done now."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._due: dict[Writer, None] = {}
 
     def take(self, writer: Writer) -> None:
@@ -36,7 +39,8 @@ class Turns:
         due, self._due = self._due, {}
         # First all of the work, then all of the sending: who reads what is sent, on another core,
         # then has more to read when it is done, and need not sleep and be woken for each.
-        bodies = [writer.prepare() for writer in due]
+        now = self._clock()
+        bodies = [writer.prepare(now) for writer in due]
         for writer, body in zip(due, bodies, strict=True):
             if body:
                 writer.transmit(body)

@@ -50,9 +50,9 @@ class CompletionAnswer:
         self._shown: Counter[Choice] = Counter()
         self._begun: set[Choice] = set()
         # What stands around the text in a chunk, nothing where every chunk is rendered anew:
-        # of each choice that has gone on after its first chunk, and of the only one.
+        # of each choice that has gone on after its first chunk, and of the only one if it is plain.
         self._around: dict[Choice, Around] = {}
-        self._usual: Around = ()
+        self.usual: tuple[bytes, bytes] | None = None
 
     def entry(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """Return one entry of `choices` of a whole answer."""
@@ -80,11 +80,6 @@ class CompletionAnswer:
 
     def take(self) -> bytes:
         parts: list[bytes] = []
-        if self._usual and (texts := self._completion.take_texts()) is not None:
-            before, after = self._usual
-            for text in texts:
-                parts += (before, _encode(text), after)
-            return b"".join(parts)
         for choice, pieces in self._completion.take():
             if choice not in self._begun and pieces:
                 self._begun.add(choice)
@@ -142,7 +137,8 @@ class CompletionAnswer:
     def _around_text(self, choice: Choice) -> Around:
         if choice not in self._around:
             around = self._around[choice] = () if self._is_rich else self._render_around(choice)
-            self._usual = around if len(self._completion.choices) == 1 else ()
+            if around and choice.is_plain and len(self._completion.choices) == 1:
+                self.usual = around
         return self._around[choice]
 
     def _render_around(self, choice: Choice) -> tuple[bytes, bytes]:

@@ -55,6 +55,8 @@ class Answer(Protocol):
 
     # What is sent in a silence.
     ping: bytes
+    # What stands around the text of every further token that shows nothing else; None: it differs.
+    usual: tuple[bytes, bytes] | None
 
     def whole(self, pieces: Sequence[Piece]) -> bytes:
         """Return the body of an answer that is not streamed, of a piece for each choice."""
@@ -183,7 +185,8 @@ class Choice:
     _has_calls: bool = False
     # The text that came last is reasoning.
     _is_reasoning: bool = False
-    _is_plain: bool = field(init=False)
+    # Its tokens show nothing but their text, and nobody looks for anything in that.
+    is_plain: bool = field(init=False)
     _is_eager: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -192,7 +195,7 @@ class Choice:
         self._reader = self.asked.reader() if self.asked.reader else None
         asked, self._is_eager = self.asked, self.asked.is_eager
         has_scores = asked.has_logprobs or asked.has_prompt_logprobs
-        self._is_plain = not (asked.stops or asked.has_ids or has_scores or asked.reader)
+        self.is_plain = not (asked.stops or asked.has_ids or has_scores or asked.reader)
         self._length = len(self.prefix)
 
     @property
@@ -223,7 +226,7 @@ class Choice:
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
         pending = self._pending
         pending.append(token_id)
-        if not self._is_plain and self.asked.has_logprobs:
+        if not self.is_plain and self.asked.has_logprobs:
             self._logprobs.append(logprobs)
         # Of several tokens only the first wakes; then those that are far too many.
         if self._is_eager and not 1 < len(pending) <= MAX_PENDING_TOKENS:
@@ -256,7 +259,7 @@ class Choice:
             token_ids, self._pending = token_ids[:max_tokens], token_ids[max_tokens:]
         if self.num_tokens + len(token_ids) >= self.max_tokens and self._awaits_end:
             self._last = [token_ids.pop()]
-        if self._is_plain:
+        if self.is_plain:
             self.num_tokens += len(token_ids)
             pieces = list(map(plain, self._decoder.feed_all(token_ids)))
         else:
@@ -270,7 +273,7 @@ class Choice:
         token_ids = self._pending
         num_tokens = self.num_tokens + len(token_ids)
         is_last = num_tokens >= self.max_tokens or len(token_ids) > MAX_AT_ONCE
-        if is_last or not self._is_plain or not self._awaits_end:
+        if is_last or not self.is_plain or self.usage is not None or self.error is not None:
             return None
         self._pending, self.num_tokens = [], num_tokens
         return self._decoder.feed_all(token_ids)
@@ -437,15 +440,6 @@ class Completion:
         except BaseException:
             self.cancel()
             raise
-
-    def take_texts(self) -> Sequence[str] | None:
-        """Return the texts of the tokens that have come, if one choice is all there is to be taken,
-        and they have nothing else to show: as it mostly is.  Else take nothing."""
-        texts = self.choices[0].take_texts() if len(self.choices) == 1 else None
-        if texts is not None:
-            self._dirty.clear()
-            self.num_new_tokens = len(texts)
-        return texts
 
     def take(self) -> list[tuple[Choice, list[Piece]]]:
         """Return what the choices that moved since the last call have to show.

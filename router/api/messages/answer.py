@@ -45,6 +45,7 @@ class MessageAnswer:
     The client said `max_tokens`.
     """
 
+    usual: tuple[bytes, bytes] | None = None
     ping = event(b'{"type":"ping"}', "ping")
 
     def __init__(self, completion: Completion, head: Head, *, max_tokens: int) -> None:

@@ -32,6 +32,7 @@ class ResponseAnswer:
     """Renders the one choice of a response; `router.api.answered.completion.Answer`."""
 
     ping = PING
+    usual: tuple[bytes, bytes] | None = None
 
     def __init__(self, completion: Completion, head: Head, *, told: Told) -> None:
         self._completion = completion

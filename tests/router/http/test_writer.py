@@ -3,92 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from router.api.answered.completion import Completion, CompletionRequest, Head
 from router.api.answered.events import DONE, PING
 from router.api.errors import HttpError
-from router.api.text import TextAnswer
-from router.core.request import Request
 from router.http import writer as module
-from router.http.asgi import Disconnected, Push
-from router.http.writer import ResponseWriter, wait_for_disconnect
-from router.text.tokenizer import Tokenizer
-from tests.router.api.scripted import Core
-from tests.router.site import LETTERS, events, ids
+from router.http.asgi import Disconnected
+from router.http.writer import wait_for_disconnect
+from tests.router.http.client import Client, text_of
+from tests.router.site import events
 from wire.aio.turns import Turns
 from wire.errors import ErrorCode, WireError
-from wire.options import Options
 from wire.payloads import Usage
-
-
-class Client:
-    """One HTTP client by hand: a clock that stands still, a `send` that can be made to block."""
-
-    def __init__(
-        self,
-        *,
-        is_streamed: bool = True,
-        push: Push | None = None,
-        turns: Turns | None = None,
-        choices: int = 1,
-    ) -> None:
-        self.now = 0.0
-        self.clock: Callable[[], float] = lambda: self.now
-        self.sent: list[Any] = []
-        self.breaks = False
-        self.bodies: asyncio.Queue[bytes] = asyncio.Queue()
-        self.may_write = asyncio.Event()
-        self.may_write.set()
-        self.is_writing = asyncio.Event()
-        self.tokens: list[tuple[float, int]] = []
-        self.cuts = 0
-        self.core = Core()
-        self.writer = ResponseWriter(
-            self._send,
-            turns or Turns(),
-            find_push=lambda send: push,
-            headers=((b"x", b"y"),),
-            clock=lambda: self.clock(),
-            cut_off=self._cut,
-            on_tokens=lambda gap, count: self.tokens.append((gap, count)),
-        )
-        asked = CompletionRequest(
-            answer=TextAnswer,
-            tokenizer=Tokenizer(LETTERS),
-            requests=[(Request((8, 9), Options(), 5), "")] * choices,
-            is_streamed=is_streamed,
-        )
-        self.completion = Completion(self.core, asked, self.writer)
-        self.completion.submit()
-        self.sink = self.core.sinks[0]
-
-    def stream(self) -> asyncio.Task[None]:
-        chunks = TextAnswer(self.completion, Head("c", 1, "m"))
-        return asyncio.create_task(self.writer.stream(self.completion, chunks))
-
-    def say(self, text: str) -> None:
-        for token_id in ids(text):
-            self.sink.on_token(token_id, None)
-
-    async def _send(self, event: Any) -> None:
-        if self.breaks:
-            raise RuntimeError("the server broke")
-        self.is_writing.set()
-        await self.may_write.wait()
-        self.sent.append(event)
-        if event["type"] == "http.response.body":
-            self.bodies.put_nowait(event["body"])
-
-    def _cut(self) -> None:
-        self.cuts += 1
-
-
-def text_of(body: bytes) -> str:
-    return "".join(each["choices"][0]["text"] for each in events((body + DONE).decode()))
 
 
 async def test_a_stream_to_its_end() -> None:
@@ -110,19 +38,6 @@ async def test_a_stream_to_its_end() -> None:
     assert (start["status"], (b"x", b"y") in start["headers"]) == (200, True)
     assert [body["more_body"] for body in bodies] == [True, True, True, False]
     assert client.tokens == [(0.5, 2), (0.25, 1)]
-
-
-async def test_choices_that_come_by_turns_say_nothing_of_the_time_between_tokens() -> None:
-    client = Client(choices=2)
-    task = client.stream()
-    for now in (1.0, 2.0):
-        client.now = now
-        client.say("ab")
-        assert text_of(await client.bodies.get()) == "ab"
-    for sink in client.core.sinks:
-        sink.on_done(Usage(finish_reason="stop"))
-    await task
-    assert client.tokens == []
 
 
 async def test_nothing_is_said_before_the_first_token() -> None:
@@ -342,11 +257,6 @@ async def test_a_server_that_breaks_ends_its_own_request_only() -> None:
         await tasks[0]
     assert text_of(await sound.bodies.get()) == "a"
     tasks[1].cancel()
-    broken.breaks = False
-    broken.say("b")  # until its request is cancelled, tokens come
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert broken.sent == []
 
 
 async def test_a_write_that_waits_can_be_interrupted() -> None:

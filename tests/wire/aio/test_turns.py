@@ -14,7 +14,7 @@ class Speaker:
         self._name, self._story = name, story
         self.words: list[bytes] = []
 
-    def prepare(self) -> bytes:
+    def prepare(self, now: float) -> bytes:
         self._story.append(f"{self._name} prepares")
         said, self.words = b" ".join(self.words), []
         return said

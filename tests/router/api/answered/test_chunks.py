@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from router.api.chat import ChatAnswer
 from router.api.errors import HttpError
 from router.api.text import TextAnswer
 from router.core.request import Request
+from router.text.parts import PlainReader
+from router.text.stops import StopAutomaton
 from router.text.tokenizer import Tokenizer
 from tests.router.api.scripted import Core, Writer
 from tests.router.site import LETTERS, events, ids
@@ -138,3 +141,25 @@ def test_a_stream_that_breaks_says_so_and_ends() -> None:
     assert document["error"]["code"] == "worker_lost"
     assert json.loads(HttpError(503, "gone").body)["error"]["type"] == "server_error"
     assert not any(line.startswith("id:") for line in broken.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_usual"),
+    [
+        ({}, True),
+        ({"count": 2}, False),
+        ({"has_logprobs": True}, False),
+        ({"stops": StopAutomaton(["~"])}, False),
+        ({"reader": PlainReader}, False),
+    ],
+)
+def test_what_stands_around_a_text_is_known_where_nothing_else_is_said(
+    asked: dict[str, Any], *, is_usual: bool
+) -> None:
+    stream = Stream(**asked)
+    first, second = stream.say("a"), stream.say("bc")
+    assert len(first) + len(second) == 3
+    assert (stream.writer.usual is not None) is is_usual
+    if stream.writer.usual is not None:
+        [chunk] = events((b'"b"'.join(stream.writer.usual) + DONE).decode())
+        assert chunk == second[0]

@@ -563,15 +563,6 @@ def test_a_turn_has_a_bound_however_many_choices_there_are() -> None:
     assert sum(len(pieces) for _, pieces in subject.take()) == MAX_AT_ONCE
 
 
-def test_new_tokens_are_counted_however_they_are_taken() -> None:
-    subject, _ = started(core := Core(), 1)
-    say(core.sinks[0], "abc")
-    assert subject.take_texts() is not None and subject.num_new_tokens == 3
-    say(core.sinks[0], "de")
-    subject.take()
-    assert subject.num_new_tokens == 2
-
-
 @given(
     st.lists(st.sampled_from(["0 says", "1 says", "1 says all", "0 ends", "takes"]), max_size=40),
     st.booleans(),
@@ -590,9 +581,6 @@ def test_no_token_is_left_though_only_the_first_wakes(
         if writer.wakes == num_wakes:
             return False  # it sleeps
         num_wakes = writer.wakes
-        if (taken := subject.take_texts()) is not None:
-            shown[0] += "".join(taken)
-            return True
         for choice, pieces in subject.take():
             shown[choice.index] += "".join(piece.text for piece in pieces)
         return True

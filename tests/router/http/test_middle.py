@@ -1,0 +1,128 @@
+"""The middle of a stream is pushed; when anything else comes, the writer goes on without a loss."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from router.api.answered.events import PING
+from router.http.asgi import Disconnected
+from router.http.writer import PING_S
+from tests.router.http.client import Client, text_of
+from wire.errors import ErrorCode, WireError
+from wire.payloads import Usage
+
+
+class Pushed:
+    """A server's way past ASGI that takes what comes while `is_free`."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.is_free = True
+
+    def __call__(self, body: bytes) -> bool:
+        if self.is_free:
+            self.bodies.append(body)
+        return self.is_free
+
+    @property
+    def texts(self) -> list[str]:
+        return [text_of(body) for body in self.bodies]
+
+
+async def in_the_middle() -> tuple[Client, Pushed, asyncio.Task[None]]:
+    """A stream that has said "a", "b" and "c", one after the other: with "c" its middle begins."""
+    client = Client(push=(push := Pushed()))
+    task = client.stream()
+    client.say("a")
+    assert text_of(await client.bodies.get()) == "a"
+    for letter in "bc":
+        client.now += 1.0
+        client.say(letter)
+        await asyncio.sleep(0)
+    assert push.texts == ["b", "c"]
+    return client, push, task
+
+
+async def finish(client: Client, task: asyncio.Task[None]) -> str:
+    client.sink.on_done(Usage(finish_reason="stop"))
+    await task
+    return text_of(b"".join(each["body"] for each in client.sent[1:]).partition(b"data: [DONE]")[0])
+
+
+async def test_tokens_are_pushed_and_timed_until_the_end() -> None:
+    client, push, task = await in_the_middle()
+    client.now += 0.5
+    client.say("de")
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c", "de"]
+    assert client.tokens == [(1.0, 1), (1.0, 1), (0.5, 2)]
+    client.say("f")
+    assert await finish(client, task) == "af"
+
+
+async def test_what_is_not_taken_at_once_is_sent_by_asgi_and_the_middle_goes_on() -> None:
+    client, push, task = await in_the_middle()
+    push.is_free = False
+    client.may_write.clear()
+    client.is_writing.clear()
+    client.say("d")
+    await client.is_writing.wait()
+    client.say("e")
+    await asyncio.sleep(0)
+    push.is_free = True
+    client.may_write.set()
+    assert text_of(await client.bodies.get()) == "d"
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for letter in "fg":
+        client.say(letter)
+        await asyncio.sleep(0)
+    assert "".join(push.texts) == "bcefg"
+    assert await finish(client, task) == "ad"
+
+
+async def test_silence_in_the_middle_is_broken_by_a_comment() -> None:
+    client, push, task = await in_the_middle()
+    client.now += PING_S - 1
+    client.say("d")
+    await asyncio.sleep(0)
+    client.now += PING_S - 1
+    client.writer.tick()
+    await asyncio.sleep(0)
+    assert PING not in push.bodies
+    client.now += 1
+    client.writer.tick()
+    await asyncio.sleep(0)
+    assert push.bodies[-1] == PING
+    client.say("e")
+    await asyncio.sleep(0)
+    assert text_of(push.bodies[-1]) == "e"
+    await finish(client, task)
+
+
+async def test_who_left_is_told_nothing_more() -> None:
+    client, push, task = await in_the_middle()
+    client.say("d")
+    client.writer.disconnect()
+    with pytest.raises(Disconnected):
+        await task
+    client.say("e")
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c"]
+
+
+async def test_a_failure_in_the_middle_is_said() -> None:
+    client, _, task = await in_the_middle()
+    client.say("d")
+    client.sink.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
+    await task
+    assert b"worker_lost" in client.sent[-1]["body"] and b'"d"' in client.sent[-1]["body"]
+
+
+async def test_a_bug_in_the_middle_ends_the_stream() -> None:
+    client, _, task = await in_the_middle()
+    client.sink.on_token("no token", None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        await task
