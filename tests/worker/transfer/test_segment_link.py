@@ -12,10 +12,16 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.wire.process.key_files import write
-from tests.worker.scripted import ScriptedDecode, running, running_prefill, scripted_router
+from tests.worker.scripted import (
+    GatedExecutor,
+    ScriptedDecode,
+    running,
+    running_prefill,
+    scripted_router,
+)
 from tests.worker.transfer.segments import DESCRIPTOR, PEER, WAIT_S, Taking, greet, hub_of
-from wire.errors import PeerLost
-from wire.frames import KvCache, Role, Tag
+from wire.errors import ErrorCode, PeerLost
+from wire.frames import Cancel, KvCache, Role, Tag
 from wire.options import Options
 from wire.process.keys import Keys
 from wire.process.traffic import Traffic
@@ -155,11 +161,11 @@ async def test_a_connection_that_was_given_up_while_it_was_made_is_none() -> Non
         ends.link.open(port, ends.link.token)
         client, _ = await asyncio.get_running_loop().sock_accept(listening)
         ends.link.reset()
+        assert ends.link.connecting is None
         with client:
             client.setblocking(False)
             while await asyncio.get_running_loop().sock_recv(client, 100):
                 pass  # it is hung up
-        assert ends.link.connecting is None
         ends.link.open(port, ends.link.token)
         with await greet(listening):
             await ends.connected()
@@ -265,6 +271,32 @@ async def test_a_request_whose_segment_is_being_sent_ends_with_the_connection() 
             while message.tag is not Tag.ERROR:
                 message = await router.receive_any()
             await router.until_free(Role.PREFILL)
+
+
+async def test_blocks_are_held_while_a_segment_is_read_from_them() -> None:
+    """On the thread of the connection, though the transfer is over."""
+    executor = GatedExecutor()
+    settings: dict[str, Any] = {"kv_shared_memory": "off", "prefix_cache": False}
+    async with running_prefill(executor=executor, **settings) as (router, decode):
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.setblocking(False)
+            port = listening.getsockname()[1]
+            router.prefill(1, PROMPT, OPTIONS)
+            await decode.offered(1)
+            decode.ack(1, 0, LAYOUT.token_bytes, segment_port=port)
+            with await greet(listening):
+                await decode.segment(1)  # it did not wait for the connection
+                executor.cache.gate.clear()
+                executor.cache.is_reached.clear()
+                decode.ack(1, LAYOUT.token_bytes, TOTAL, segment_port=port)
+                await executor.cache.until_reached()
+                router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
+                cancel = await decode.receive_past_keepalives()
+                assert cancel.frame == Cancel(1, ErrorCode.CANCELLED)
+                await router.load(Role.PREFILL)
+                assert (await router.load(Role.PREFILL)).used, "they are read"
+                executor.cache.gate.set()
+                await router.until_free(Role.PREFILL)
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
