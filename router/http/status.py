@@ -107,11 +107,7 @@ class Status:
         return state_of(self._fleet, self._counts, time.monotonic(), is_draining=is_draining)
 
     async def _states(self) -> list[ProcessState]:
-        """Return how all processes of this router are; this one first.
-
-        Raises:
-            HttpError: 503; the parent does not answer.
-        """
+        """Return how the processes of this router are that say so; this one first."""
         own = self.state()
         if self._siblings is None:
             return [own]

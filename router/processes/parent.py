@@ -6,7 +6,8 @@ own, which all workers join; Linux gives it a part of the connections (SO_REUSEP
 
     start   the first process begins alone, so that what is wrong is said once, then the others
     death   the others go on; a new process gets the same bus, and clients when workers joined it
-    stuck   a process that answers nothing for `STUCK_S` is ended, with its stacks in the log
+    stuck   a process that answers nothing for `STUCK_S`, or does not serve `START_S` after its
+            start, is ended, with its stacks in the log
     stop    all processes drain and let their clients go, then the local workers end, then the
             processes
 """
@@ -54,9 +55,13 @@ log = structlog.get_logger("router")
 
 # How long others wait for the answer of a process.
 ANSWER_S: Final = 1.0
+# The same where a load balancer asks whether we are ready: it gives up after a second, mostly.
+STATE_S: Final = 0.5
 SILENCE: Final = object()
 # As in the unit: an event loop that stands still for this long is broken.
 STUCK_S: Final = 15.0
+# As in the unit: one that does not serve by then never will.
+START_S: Final = 90.0
 # Variables of systemd that are for this process alone.
 PARENT_ONLY: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
@@ -143,8 +148,11 @@ class Processes:
         return task
 
     async def _begin(self) -> None:
-        """When all serve: start local workers, say that we are ready, then look after all."""
-        await self._all_listen.wait()
+        """Look after all; when all serve, start local workers and say that we are ready."""
+        while not self._all_listen.is_set():
+            await self._look()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_listen.wait(), REPORT_S)
         buses = ",".join(process.bus for process in self._all)
         self._endpoints["bus"] = buses
         self._local = LocalWorkers(
@@ -191,6 +199,8 @@ class Processes:
         return 1  # not reached: there is always a next life
 
     async def _run(self, process: Process) -> int:
+        if self._is_stopping:  # while it waited to be started again
+            return 0
         ours, theirs = socket.socketpair()
         process.channel = channel = Channel(ours, lambda asked: self._answer(process, asked))
         environ = {name: it for name, it in os.environ.items() if name not in PARENT_ONLY}
@@ -201,6 +211,7 @@ class Processes:
                     environ | {VARIABLE: str(theirs.fileno())},
                     [theirs.fileno()],
                 )
+            process.heard_at = asyncio.get_running_loop().time()
             log.info("router process started", process=process.index, pid=child.pid)
             if self._is_stopping:  # `_stop` has signalled the others already
                 process.signal(signal.SIGKILL)
@@ -212,12 +223,13 @@ class Processes:
 
     async def _look(self) -> None:
         """Ask all how they are; end those that have said nothing for too long."""
-        asked = [process for process in self._all if process.is_listening]
-        for process, state in zip(asked, await self._ask(AskState(), asked), strict=True):
+        here = [process for process in self._all if process.child is not None]
+        for process, state in zip(here, await self._ask(AskState(), here), strict=True):
             now = asyncio.get_running_loop().time()
             if state is not SILENCE:
                 process.heard_at = now
-            if (silent_s := now - process.heard_at) > STUCK_S:
+            allowed_s = STUCK_S if process.is_listening else START_S
+            if (silent_s := now - process.heard_at) > allowed_s:
                 log.error("router process is stuck", process=process.index, for_s=round(silent_s))
                 # At first SIGABRT, for which it logs the stacks of its threads.
                 process.signal(signal.SIGKILL if process.is_aborted else signal.SIGABRT)
@@ -230,6 +242,7 @@ class Processes:
             case AskAssignment():
                 if process.index:
                     await self._first_listens.wait()
+                process.heard_at = asyncio.get_running_loop().time()
                 return self._assignment(process)
             case Listening(endpoints, try_this):
                 self._on_listening(process, endpoints, try_this)
@@ -276,8 +289,9 @@ class Processes:
     async def _ask_one(self, question: Question, process: Process) -> object:
         if process.channel is None or not process.is_listening:
             return SILENCE
+        patience_s = STATE_S if isinstance(question, AskState) else ANSWER_S
         with suppress(TimeoutError, ConnectionError):
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(patience_s):
                 match question:
                     case AskState():
                         process.state = await process.channel.ask(question, ProcessState)

@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from router.api.errors import HttpError, retry_after
@@ -34,6 +35,8 @@ from router.processes.summed import Families
 VARIABLE: Final = "ROUTER_CHANNEL"
 # For the parent's answer, which itself waits less than that for a process that is stuck.
 PATIENCE_S: Final = 5.0
+# The same for how all processes are: a load balancer that asks gives up after a second, mostly.
+STATE_PATIENCE_S: Final = 0.75
 T = TypeVar("T")
 
 
@@ -74,8 +77,13 @@ class Siblings:
         await self._channel.close()
 
     async def states(self) -> list[ProcessState]:
-        """Return how all processes are, this one included."""
-        return (await self._ask_all(AskState(), Answers[ProcessState])).given
+        """Return how those processes are that say so soon; none while the parent is silent.
+
+        Who asks is to go on by what it knows itself: clients are served without the parent.
+        """
+        with suppress(HttpError):
+            return (await self._ask_all(AskState(), Answers[ProcessState], STATE_PATIENCE_S)).given
+        return []
 
     async def metrics(self) -> list[Families]:
         """Return what all processes have measured, this one and those that died included."""
@@ -96,9 +104,11 @@ class Siblings:
             raise _not_now()
         return any(deleted.given)
 
-    async def _ask_all(self, question: Question, kind: type[T]) -> T:
+    async def _ask_all(
+        self, question: Question, kind: type[T], patience_s: float = PATIENCE_S
+    ) -> T:
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(patience_s):
                 return await self._channel.ask(AskAll(question), kind)
         except (TimeoutError, ConnectionError):
             raise _not_now() from None

@@ -103,19 +103,20 @@ async def test_what_it_asks(is_complete: bool) -> None:
 
 
 async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(siblings, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(siblings, "STATE_PATIENCE_S", 0.01)
 
     async def answer(question: object) -> object:
         await asyncio.Event().wait()
         return None
 
     async with beside(answer) as (process, parent):
-        with pytest.raises(HttpError) as caught:
-            await process.states()
-        assert (caught.value.status, caught.value.code) == (503, "overloaded")
+        assert await process.states() == [], "who asks goes on by what it knows itself"
+        metrics = asyncio.create_task(process.metrics())
         await parent.close()
-        with pytest.raises(HttpError):
-            await process.states()
+        with pytest.raises(HttpError) as caught:
+            await metrics
+        assert (caught.value.status, caught.value.code) == (503, "overloaded")
+        assert await process.states() == []
 
 
 async def test_the_line_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
