@@ -189,6 +189,22 @@ async def test_a_worker_that_will_not_end_is_killed(
     assert is_gone(pid)
 
 
+async def test_who_ends_when_asked_is_not_started_again_while_another_takes_its_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    is_up = tmp_path / "up"
+    scripts = [SILENT, STUBBORN.format(path=str(is_up))]
+    monkeypatch.setattr(
+        local, "command", lambda *its: [sys.executable, "-S", "-c", scripts[its[-1]]]
+    )
+    workers = local_workers((2, 0))
+    workers.start()
+    await until(lambda: len(workers.pids) == 2 and is_up.exists())
+    with capture_logs() as logs:
+        await workers.stop(0.3)
+    assert [line["event"] for line in logs] == ["local workers killed"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux")
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_no_worker_outlives_a_killed_router(loop: str) -> None:

@@ -441,7 +441,7 @@ class GatedCache(HashKVCache):
         self.problem: Exception | None = None
 
     def pass_gate(self) -> None:
-        if threading.current_thread().name.startswith("kv-copy"):
+        if threading.current_thread().name.startswith("kv-"):
             self.is_reached.set()
             assert self.gate.wait(PATIENCE_S)
             if self.problem is not None:

@@ -34,6 +34,10 @@ def test_the_defaults_serve_the_demo_on_this_machine() -> None:
         ({"credit_bytes": 8 << 20, "max_kv_inflight_bytes": 4 << 20}, "--max-kv-inflight-bytes"),
         ({"kv_unasked_bytes": 8 << 20, "credit_bytes": 4 << 20}, "--credit-bytes"),
         ({"kv_unasked_bytes": -1}, "kv_unasked_bytes"),
+        ({"kv_segment_port": "0"}, "neither auto, off nor a port from 1 to 65535"),
+        ({"kv_segment_port": "65536"}, "'65536' is neither auto, off nor a port"),
+        ({"kv_segment_port": "-1"}, "neither auto, off nor a port"),
+        ({"kv_segment_port": ""}, "'' is neither auto, off nor a port"),
         ({"role": "both"}, "role"),
         ({"rank": 0xFFFFFFFE}, "rank"),
         ({"lease_s": -1}, "lease_s"),
@@ -95,6 +99,11 @@ def test_processes_meet_on_this_machine_or_where_somebody_says_it_is_safe() -> N
     for rendezvous in ("file:///tmp/meet", *(f"tcp://{it}" for it in here)):
         assert Config(**TWO, rendezvous=rendezvous, process=1).process == 1
     assert Config(**TWO, rendezvous="tcp://10.0.0.5:29500", insecure=True).rendezvous
+
+
+@pytest.mark.parametrize("port", ["auto", "off", "1", "65535"])
+def test_segments_have_a_port_any_or_none(port: str) -> None:
+    assert Config(kv_segment_port=port).kv_segment_port == port
 
 
 def test_steps_are_longer_where_only_prompts_are_read() -> None:

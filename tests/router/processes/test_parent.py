@@ -86,10 +86,12 @@ def test_what_a_process_has_counted_is_taken_over_once_when_it_is_gone() -> None
     process, registry = Process(1, "tcp://127.0.0.1:5601"), CollectorRegistry()
     Counter("baton_requests", "Ends.", registry=registry).inc()
     process.is_listening, process.metrics = True, families(registry.collect())
+    process.is_aborted = True
     assert [family.name for family in process.forget()] == ["baton_requests"]
     assert process.forget() == []
     assert not process.is_listening, "nobody is to wait for its answers"
     assert process.drained.is_set(), "nor for its clients"
+    assert not process.is_aborted, "if the next one is stuck too, it shows its stacks"
 
 
 def is_gone(pid: int) -> bool:
@@ -210,6 +212,18 @@ async def test_none_is_started_again_while_all_stop(
         os.kill(it.pids(0)[0], signal.SIGCONT)
         assert await it.serving == 0
     assert len(it.pids(1)) == 1
+
+
+async def test_one_that_has_begun_to_serve_has_its_time_before_it_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    monkeypatch.setattr("router.processes.parent.notify", looks.append)
+    monkeypatch.setattr("router.processes.parent.ANSWER_S", 0.0)  # nobody answers in time
+    monkeypatch.setattr("router.processes.parent.REPORT_S", 0.01)
+    async with parent(tmp_path) as it:
+        await until(lambda: len(looks) > 4)
+        assert it.said("router process is stuck") == []
 
 
 async def test_one_that_cannot_be_started_again_is_tried_again_and_the_other_serves(

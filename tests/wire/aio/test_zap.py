@@ -163,6 +163,27 @@ async def test_a_known_key_is_none_that_was_shown_in_another_way(
     assert answer[:3] == [b"1.0", b"7", status]
 
 
+async def test_who_is_on_the_list_gets_in_from_then_on_and_not_a_refresh_later(
+    tmp_path: Path,
+) -> None:
+    pairs = write(tmp_path, "router", "prefill-0")
+    listed = tmp_path / "authorized_keys"
+    all_of_them = listed.read_text()
+    listed.write_text(f"{pairs['router'].public} router\n")
+    shown = z85.decode(pairs["prefill-0"].public.encode())
+    statuses = []
+    with Context() as context, context.socket(zmq.REQ) as asker:
+        authenticator = Authenticator(context, Keys(tmp_path, "router"))
+        asker.connect(ENDPOINT)
+        for lines in (listed.read_text(), all_of_them):
+            listed.write_text(lines)
+            asker.send_multipart([b"1.0", b"7", ZAP_DOMAIN, b"127.0.0.1", b"", b"CURVE", shown])
+            authenticator.turn()
+            statuses.append(asker.recv_multipart()[2] if asker.poll(5000) else b"")
+        authenticator.close()
+    assert statuses == [b"400", b"200"]
+
+
 @pytest.mark.parametrize("is_there", [False, True])
 async def test_no_port_is_opened_when_nobody_decides(
     tmp_path: Path, is_there: bool, monkeypatch: pytest.MonkeyPatch

@@ -44,10 +44,13 @@ async def test_a_child_that_is_gone_takes_no_signal() -> None:
     signal_child(child, signal.SIGKILL)
 
 
-async def test_a_child_lives_again_and_again_after_longer_and_longer_pauses() -> None:
+@pytest.mark.parametrize("problem", [OSError("no descriptor left"), RuntimeError("no thread")])
+async def test_a_child_lives_again_and_again_after_longer_and_longer_pauses(
+    problem: Exception,
+) -> None:
     async def run() -> int:
         if len(statuses) == 1:
-            raise OSError("no descriptor left")
+            raise problem
         child = await start_child([sys.executable, "-S", "-c", "raise SystemExit(3)"], os.environ)
         return await child.wait()
 
@@ -64,6 +67,25 @@ async def test_a_child_lives_again_and_again_after_longer_and_longer_pauses() ->
         0.02,
     ]
     assert {line["worker"] for line in lines} == {"x"}
+
+
+@pytest.mark.parametrize(
+    ("healthy_s", "pauses"), [(60.0, [0.01, 0.02, 0.03, 0.03]), (-1.0, [0.01, 0.01, 0.01, 0.01])]
+)
+async def test_pauses_have_a_bound_and_are_short_again_after_a_long_life(
+    monkeypatch: pytest.MonkeyPatch, healthy_s: float, pauses: list[float]
+) -> None:
+    monkeypatch.setattr("wire.process.children.MAX_PAUSE_S", 0.03)
+    monkeypatch.setattr("wire.process.children.HEALTHY_S", healthy_s)
+
+    async def run() -> int:
+        return 1
+
+    with capture_logs() as lines:
+        async for _ in lives(run, structlog.get_logger(), 0.01):
+            if len(lines) == len(pauses):
+                break
+    assert [line["restart_in_s"] for line in lines] == pauses
 
 
 def test_the_path_for_imports_begins_with_ours() -> None:

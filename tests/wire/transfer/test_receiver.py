@@ -592,6 +592,16 @@ def test_without_a_key_the_digest_says_what_came() -> None:
     one.verify(segment)
 
 
+@pytest.mark.parametrize("key", [None, KEY])
+def test_no_segment_beside_lies_in_memory_though_some_may(key: bytes | None) -> None:
+    """Of its places only the length is known yet."""
+    one = receiver(offer(memory="/memory", key=key, token=TOKEN))
+    one.accept(0, 1.0, 1024, PORT)
+    descriptor, _ = payload(0, 2, 0, 4, in_memory=1)
+    with pytest.raises(RemoteProtocolError, match="belong on the KV socket"):
+        one.on_segment(KvCache(ID, 1, 1), (descriptor, bytearray(8)), 2.0, is_beside=True)
+
+
 def test_a_port_answers_a_token_only() -> None:
     with pytest.raises(LocalProtocolError, match="no token was offered"):
         receiver().accept(0, 1.0, 0, PORT)

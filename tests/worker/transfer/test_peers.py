@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 from tests.wire.process.key_files import write
 from tests.worker.scripted import ScriptedDecode, running, scripted_router
+from tests.worker.transfer.segments import WAIT_S, greet
 from wire.errors import ErrorCode, PeerLost, WireError
 from wire.frames import Cancel, Error, Heartbeat, KvCache, KvCacheAck, Peers, Role, Tag
 from wire.options import Options
@@ -45,9 +49,9 @@ def detail(endpoint: str, rank: int = 0, epoch: int = 1) -> PeerDetail:
 
 
 @asynccontextmanager
-async def decode_peers() -> AsyncIterator[DecodePeers]:
+async def decode_peers(*, has_segments: bool = False) -> AsyncIterator[DecodePeers]:
     plane = KVPlane(1000)
-    peers = DecodePeers(b"prefill-0-1", plane)
+    peers = DecodePeers(b"prefill-0-1", plane, has_segments=has_segments)
     try:
         yield peers
     finally:
@@ -141,6 +145,37 @@ async def test_a_peer_that_vanishes_fails_its_transfers() -> None:
         async with ScriptedDecode(decode.endpoint) as restarted:
             peer.send(KvCache(2, 0, 0))  # the link finds its successor
             assert (await restarted.receive()).frame == KvCache(2, 0, 0)
+
+
+@pytest.mark.parametrize("end", ["the peer is lost", "nobody needs it"])
+async def test_the_connection_for_segments_ends_with_the_other(end: str) -> None:
+    async with decode_peers(has_segments=True) as peers, ScriptedDecode() as decode:
+        peers.update("a", [detail(decode.endpoint)])
+        peer = peers.find("a", 0)
+        assert peer is not None and peer.segments is not None
+        await open_transfer(peer, decode)
+        peer.receivers.clear()
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.setblocking(False)
+            peer.segments.open(listening.getsockname()[1], peer.segments.token)
+            with await greet(listening) as client:
+                assert peer.segments.connecting is not None
+                await peer.segments.connecting
+                assert peer.segments.is_up
+                if end == "the peer is lost":
+                    await decode.close()
+                else:
+                    peers.update("a", [])
+                    peers.tick(peer.needed_at + KEEP_S)
+                receiving = asyncio.get_running_loop().sock_recv(client, 1)
+                assert await asyncio.wait_for(receiving, WAIT_S) == b"", "it is hung up"
+
+
+async def test_without_segments_there_is_no_connection_for_them() -> None:
+    async with decode_peers() as peers, ScriptedDecode() as decode:
+        peers.update("a", [detail(decode.endpoint)])
+        peer = peers.find("a", 0)
+        assert peer is not None and peer.segments is None
 
 
 async def test_frames_are_counted_and_connections_that_are_up() -> None:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.kv import whole
 from tests.wire.process.key_files import write
 from tests.worker.scripted import (
+    GatedExecutor,
     Process,
     ScriptedPrefill,
     ScriptedRouter,
     running,
     scripted_router,
 )
+from tests.worker.transfer.segments import PEER, WAIT_S, Arrived, Taking, hub_of, segment
 from wire.errors import ErrorCode
 from wire.frames import Cancel, KvCache, Role, Tag
 from wire.options import Options
+from wire.parts import Buffer
+from wire.payloads import Credit
 from wire.process.keys import Keys
 from wire.stream import encode
 from wire.transfer import (
@@ -35,12 +42,12 @@ from wire.transfer import (
     segment_head,
 )
 from worker.executor.hash import LAYOUT
+from worker.transfer.segment_hub import SegmentHub
 
 PROMPT = [(11 * i) % 1000 for i in range(300)]
 TOTAL = len(PROMPT) * LAYOUT.token_bytes
 OPTIONS = Options(max_tokens=4, ignore_eos=True)
 PARTIES = ("router", "prefill-0", "prefill-1", "decode-0")
-WAIT_S = 10
 
 
 def prompt_of(request_id: int) -> list[int]:
@@ -345,6 +352,29 @@ async def test_a_segment_that_does_not_come_holds_no_blocks(keys: Path | None) -
         await router.until_free(Role.DECODE)
 
 
+async def test_blocks_are_not_given_back_while_a_segment_is_stored_in_them(
+    keys: Path | None,
+) -> None:
+    executor = GatedExecutor()
+    async with stage(keys, executor=executor, num_blocks=20) as (router, prefill, _):
+        executor.cache.gate.clear()
+        await prefill.accepted(1)
+        assert await prefill.is_admitted()
+        prefill.put(prefill.bytes_of(1))
+        await executor.cache.until_reached()
+        router.send(Role.DECODE, Cancel(1, ErrorCode.CANCELLED))
+        assert await prefill.error() == (1, ErrorCode.CANCELLED)
+        prefill.offer(2, prompt_of(2), key=prefill.key, token=prefill.token)  # the same blocks
+        router.loads.clear()
+        await router.until_joined(Role.DECODE)
+        prefill.send(KvCache(2, 0, 0))
+        assert (await prefill.ack())[1] == Credit(0, 0, 0), "it waits for them"
+        executor.cache.gate.set()
+        assert (await prefill.ack())[1].credit == TOTAL
+        prefill.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
 async def test_a_connection_that_ends_inside_a_segment_ends_its_transfer(
     keys: Path | None,
 ) -> None:
@@ -394,6 +424,16 @@ async def test_where_there_is_no_port_none_is_said(
         assert (await prefill.ack())[1].ready
 
 
+async def test_the_port_may_be_a_certain_one_on_the_host_of_the_kv_socket() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with stage(None, kv_segment_port=str(port)) as (_, prefill, _):
+        assert await prefill.accepted(1) == port
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.2", port)
+        assert await prefill.is_admitted()
+
+
 async def test_without_keys_a_key_that_is_offered_is_not_used() -> None:
     async with stage(None) as (_, prefill, _):
         prefill.key = new_key()
@@ -408,3 +448,148 @@ async def test_a_worker_that_leaves_hangs_up_on_all(keys: Path | None) -> None:
         process.stop.set()
         prefill.cancel(1)
         assert await prefill.is_cut()
+
+
+# The hub alone.
+
+
+class Guest:
+    """Somebody who connects and greets."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def hear(self, num_bytes: int) -> bytes:
+        """What is said; b"" when it is hung up on."""
+        with suppress(ConnectionError):
+            return await asyncio.wait_for(self._reader.read(num_bytes), WAIT_S)
+        return b""
+
+    def say(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def close(self) -> None:
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+@asynccontextmanager
+async def guest(hub: SegmentHub[Any], greeting: bytes, *, is_welcome: bool) -> AsyncIterator[Guest]:
+    one = Guest(*await asyncio.open_connection("127.0.0.1", hub.port))
+    one.say(greeting)
+    try:
+        assert await one.hear(len(GREETING)) == (GREETING if is_welcome else b"")
+        yield one
+    finally:
+        await one.close()
+
+
+async def turned_away(hub: SegmentHub[Any], greeting: bytes) -> None:
+    async with guest(hub, greeting, is_welcome=False):
+        pass
+
+
+async def test_who_is_forgotten_before_it_came_does_not_come_until_it_is_expected_again() -> None:
+    token = new_token()
+    async with hub_of(Taking()) as hub:
+        hub.expect(PEER, token)
+        hub.forget(PEER)
+        await turned_away(hub, GREETING + token)
+        hub.expect(PEER, token)
+        async with guest(hub, GREETING + token, is_welcome=True):
+            pass
+
+
+async def test_a_token_that_is_said_again_neither_cuts_nor_lets_in() -> None:
+    taking, token = Taking(), new_token()
+    async with hub_of(taking) as hub:
+        hub.expect(PEER, token)
+        async with guest(hub, GREETING + token, is_welcome=True) as one:
+            hub.expect(PEER, token)  # by the next offer
+            await turned_away(hub, GREETING + token)
+            one.say(segment(1, b"still"))
+            assert await taking.next() == (1, b"still", None)
+
+
+async def test_a_right_token_of_another_version_is_refused_and_not_used_up() -> None:
+    token = new_token()
+    async with hub_of(Taking()) as hub:
+        hub.expect(PEER, token)
+        await turned_away(hub, b"BATONKV1" + token)
+        async with guest(hub, GREETING + token, is_welcome=True):
+            pass
+
+
+async def test_tokens_are_not_written_down() -> None:
+    token = new_token()
+    with capture_logs() as logs:
+        async with hub_of(Taking()) as hub:
+            await turned_away(hub, GREETING + token)  # perhaps one of a moment ago
+    assert [line["event"] for line in logs] == ["connection for segments refused: unknown token"]
+    assert not [line for line in logs if set(line) - {"event", "log_level"}]
+
+
+async def test_who_does_not_finish_its_greeting_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.transfer.segment_hub.GREETING_S", 0.05)
+    token = new_token()
+    async with hub_of(Taking()) as hub:
+        hub.expect(PEER, token)
+        await turned_away(hub, GREETING + token[:-1])
+
+
+async def test_it_is_known_behind_which_segments_nothing_more_has_come() -> None:
+    taking, token = Taking(), new_token()
+    async with hub_of(taking) as hub:
+        hub.expect(PEER, token)
+        async with guest(hub, GREETING + token, is_welcome=True) as one:
+            one.say(segment(1, b"hello") + segment(2, b"there"))
+            assert [(await taking.next())[0] for _ in range(2)] == [1, 2]
+            assert taking.lasts == [2]
+
+
+async def test_a_segment_that_breaks_its_taker_is_dropped_and_the_next_one_comes() -> None:
+    class Breaking(Taking):
+        def admit(
+            self, peer: bytes, frame: KvCache, descriptor: Buffer, kv: Buffer
+        ) -> Arrived | None:
+            if frame.segment == 1:
+                raise RuntimeError("broken")
+            return super().admit(peer, frame, descriptor, kv)
+
+    taking, token = Breaking(), new_token()
+    async with hub_of(taking) as hub:
+        hub.expect(PEER, token)
+        async with guest(hub, GREETING + token, is_welcome=True) as one:
+            one.say(segment(1, b"hello") + segment(2, b"there"))
+            assert await taking.next() == (2, b"there", None)
+
+
+async def test_an_old_connection_that_ends_late_does_not_hide_the_new_one() -> None:
+    class Slow(Taking):
+        def __init__(self) -> None:
+            super().__init__()
+            self.thread, self.gate = asyncio.Queue[threading.Thread](), threading.Event()
+            self._loop = asyncio.get_running_loop()
+
+        def store(self, arrival: Arrived) -> Exception | None:
+            self._loop.call_soon_threadsafe(self.thread.put_nowait, threading.current_thread())
+            assert self.gate.wait(WAIT_S)
+            return super().store(arrival)
+
+    taking, first, second = Slow(), new_token(), new_token()
+    async with hub_of(taking) as hub:
+        hub.expect(PEER, first)
+        async with guest(hub, GREETING + first, is_welcome=True) as old:
+            old.say(segment(1, b"hello"))
+            thread = await asyncio.wait_for(taking.thread.get(), WAIT_S)
+            hub.expect(PEER, second)
+            async with guest(hub, GREETING + second, is_welcome=True) as new:
+                taking.gate.set()
+                await asyncio.to_thread(thread.join, WAIT_S)
+                new.say(segment(2, b"there"))
+                assert [(await taking.next())[0] for _ in range(2)] == [1, 2]
+                hub.forget(PEER)
+                assert await new.hear(1) == b"", "it is cut"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,72 +12,28 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.wire.process.key_files import write
-from tests.worker.scripted import ScriptedDecode, running, running_prefill, scripted_router
-from wire.errors import PeerLost
-from wire.frames import KvCache, Role, Tag
+from tests.worker.scripted import (
+    GatedExecutor,
+    ScriptedDecode,
+    running,
+    running_prefill,
+    scripted_router,
+)
+from tests.worker.transfer.segments import DESCRIPTOR, PEER, WAIT_S, Taking, greet, hub_of
+from wire.errors import ErrorCode, PeerLost
+from wire.frames import Cancel, KvCache, Role, Tag
 from wire.options import Options
-from wire.parts import Buffer
 from wire.process.keys import Keys
 from wire.process.traffic import Traffic
-from wire.transfer import (
-    GREETING,
-    HEAD_BYTES,
-    MAX_SEALED_BYTES,
-    TOKEN_BYTES,
-    Rectangle,
-    SegmentDescriptor,
-    read_head,
-    segment_head,
-)
+from wire.transfer import HEAD_BYTES, MAX_SEALED_BYTES, read_head, segment_head
 from worker.executor.hash import LAYOUT, oracle
 from worker.transfer.segment_hub import SegmentHub
-from worker.transfer.segment_link import SegmentLink, send_all
+from worker.transfer.segment_link import SILENCE_S, SegmentLink, send_all
 
 PROMPT = [(11 * i) % 1000 for i in range(300)]
 TOTAL = len(PROMPT) * LAYOUT.token_bytes
 OPTIONS = Options(max_tokens=4, ignore_eos=True)
-PEER, WAIT_S = b"prefill-0-1", 10
 KV_ENDPOINT = "tcp://127.0.0.1:5600"
-DESCRIPTOR = SegmentDescriptor.of(Rectangle(0, range(1), range(1), range(1)), 5, 0)
-
-
-class Taking:
-    """A `Taker` that stores nothing and tells what has come."""
-
-    def __init__(self) -> None:
-        self.heard: asyncio.Queue[tuple[int, bytes, Exception | None]] = asyncio.Queue()
-
-    def admit(
-        self, peer: bytes, frame: KvCache, descriptor: Buffer, kv: Buffer
-    ) -> tuple[int, list[bytes], Buffer]:
-        assert peer == PEER
-        return frame.segment, [], kv
-
-    def store(self, arrival: tuple[int, list[bytes], Buffer]) -> Exception | None:
-        arrival[1].append(bytes(arrival[2]))
-        return None
-
-    def stored(
-        self,
-        arrival: tuple[int, list[bytes], Buffer],
-        problem: Exception | None,
-        *,
-        is_last: bool,
-    ) -> None:
-        number, kv, _ = arrival
-        self.heard.put_nowait((number, b"".join(kv), problem))
-
-    async def next(self) -> tuple[int, bytes, Exception | None]:
-        return await asyncio.wait_for(self.heard.get(), WAIT_S)
-
-
-@asynccontextmanager
-async def hub_of(taking: Taking, host: str = "127.0.0.1") -> AsyncIterator[SegmentHub[Any]]:
-    hub = SegmentHub(host, 0, taking)
-    try:
-        yield hub
-    finally:
-        await hub.close()
 
 
 class Ends:
@@ -198,6 +152,82 @@ async def test_reset_ends_a_connection_that_is_being_made() -> None:
         assert ends.link.token != first and not ends.link.is_up
 
 
+async def test_a_connection_that_was_given_up_while_it_was_made_is_none() -> None:
+    """What is answered to the token of before does not count for the next."""
+    ends = Ends()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        port = listening.getsockname()[1]
+        ends.link.open(port, ends.link.token)
+        client, _ = await asyncio.get_running_loop().sock_accept(listening)
+        ends.link.reset()
+        assert ends.link.connecting is None
+        with client:
+            client.setblocking(False)
+            while await asyncio.get_running_loop().sock_recv(client, 100):
+                pass  # it is hung up
+        ends.link.open(port, ends.link.token)
+        with await greet(listening):
+            await ends.connected()
+            assert ends.link.is_up
+            ends.link.reset()
+
+
+async def test_who_is_let_in_by_nobody_waits_no_longer_than_its_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.transfer.segment_link.PATIENCE_S", 0.05)
+    ends = Ends()
+    with socket.create_server(("127.0.0.1", 0)) as silent, capture_logs() as logs:
+        ends.link.open(silent.getsockname()[1], first := ends.link.token)
+        await ends.connected()
+    assert not ends.link.is_up and ends.link.token != first
+    assert [line["reason"] for line in logs] == ["no answer"]
+
+
+async def test_reset_wakes_a_thread_that_sleeps_in_a_segment() -> None:
+    """The other end neither reads nor hangs up."""
+    ends = Ends()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        ends.link.open(listening.getsockname()[1], ends.link.token)
+        with await greet(listening) as client:
+            await ends.connected()
+            sending = asyncio.create_task(ends.send(1, bytes(64 << 20)))
+            await asyncio.get_running_loop().sock_recv(client, 1)
+            ends.link.reset()
+            with pytest.raises(PeerLost):
+                await sending
+    assert not ends.down.is_set(), "who asks for it knows"
+
+
+async def test_a_connection_sends_at_once_and_takes_silence_for_its_end() -> None:
+    ends, found = Ends(), list[int]()
+
+    def look(connected: socket.socket) -> None:
+        for option in (socket.TCP_NODELAY, socket.TCP_USER_TIMEOUT):
+            found.append(connected.getsockopt(socket.IPPROTO_TCP, option))
+
+    async with hub_of(Taking()) as hub:
+        await ends.until_up(hub)
+        await ends.link.run(look, num_bytes=1)
+        ends.link.reset()
+    assert found == [1, SILENCE_S * 1000], "in milliseconds"
+
+
+async def test_what_is_wrong_is_said_again_after_it_was_right() -> None:
+    ends = Ends()
+    with capture_logs() as logs:
+        for _ in range(2):
+            ends.link.open(1, ends.link.token)  # where nobody listens
+            await ends.connected()
+            async with hub_of(Taking()) as hub:
+                await ends.until_up(hub)
+                ends.link.reset()
+    warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
+    assert len([event for event in warnings if "no connection" in event]) == 2
+
+
 @pytest.mark.parametrize("has_keys", [False, True])
 async def test_segments_take_the_kv_socket_while_there_is_no_other(
     tmp_path: Path, has_keys: bool
@@ -243,13 +273,30 @@ async def test_a_request_whose_segment_is_being_sent_ends_with_the_connection() 
             await router.until_free(Role.PREFILL)
 
 
-async def greet(listening: socket.socket) -> socket.socket:
-    """Accept a connection for segments, whatever its token."""
-    loop = asyncio.get_running_loop()
-    client, _ = await loop.sock_accept(listening)
-    greeting = await loop.sock_recv(client, len(GREETING) + TOKEN_BYTES)
-    await loop.sock_sendall(client, greeting[: len(GREETING)])
-    return client
+async def test_blocks_are_held_while_a_segment_is_read_from_them() -> None:
+    """On the thread of the connection, though the transfer is over."""
+    executor = GatedExecutor()
+    settings: dict[str, Any] = {"kv_shared_memory": "off", "prefix_cache": False}
+    async with running_prefill(executor=executor, **settings) as (router, decode):
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.setblocking(False)
+            port = listening.getsockname()[1]
+            router.prefill(1, PROMPT, OPTIONS)
+            await decode.offered(1)
+            decode.ack(1, 0, LAYOUT.token_bytes, segment_port=port)
+            with await greet(listening):
+                await decode.segment(1)  # it did not wait for the connection
+                executor.cache.gate.clear()
+                executor.cache.is_reached.clear()
+                decode.ack(1, LAYOUT.token_bytes, TOTAL, segment_port=port)
+                await executor.cache.until_reached()
+                router.send(Role.PREFILL, Cancel(1, ErrorCode.CANCELLED))
+                cancel = await decode.receive_past_keepalives()
+                assert cancel.frame == Cancel(1, ErrorCode.CANCELLED)
+                await router.load(Role.PREFILL)
+                assert (await router.load(Role.PREFILL)).used, "they are read"
+                executor.cache.gate.set()
+                await router.until_free(Role.PREFILL)
 
 
 @pytest.mark.parametrize("has_keys", [False, True])

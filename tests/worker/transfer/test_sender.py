@@ -463,6 +463,39 @@ async def test_segments_are_packed_at_a_time_and_sent_in_order(num_at_once: int)
     copies.close()
 
 
+async def test_it_is_not_forgotten_while_a_segment_is_read_though_another_one_broke() -> None:
+    peer, copies = HoldingPeer(), Copies(2)
+    gate, is_reached = threading.Event(), threading.Event()
+
+    class Cache(HashKVCache):
+        def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
+            if rectangle.tokens.start == 0:
+                assert is_reached.wait(20)
+                raise RuntimeError("no device")
+            is_reached.set()
+            assert gate.wait(20)
+            return super().pack(block_table, rectangle)
+
+    def make_sender(now: float) -> KVSender:
+        return KVSender(1, LAYOUT, PROMPT, max_bytes=TOTAL, lease_s=30, now=now)
+
+    end = asyncio.get_running_loop().create_future()
+    transfer = OutgoingTransfer(make_sender, peer, Cache(20, 16), copies, end.set_result)  # type: ignore[arg-type]
+    transfer.offer(tuple(range(20)), len(PROMPT), time.monotonic())
+    task = asyncio.create_task(transfer.run())
+    transfer.on_ack(KvCacheAck(1, 0), Credit(STEP, 0, 0))
+    transfer.on_ack(KvCacheAck(1, 0), Credit(2 * STEP, 0, 0))
+    await asyncio.to_thread(is_reached.wait, 20)
+    await copies.run(int, num_bytes=TOTAL)  # on the thread where the first one broke
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not end.done(), "its blocks are read"
+    gate.set()
+    assert await end is transfer and transfer.sender.state is TransferState.FAILED
+    await task
+    copies.close()
+
+
 async def test_it_is_not_forgotten_before_every_buffer_is_back() -> None:
     peer, copies = HoldingPeer(), Copies()
     end = asyncio.get_running_loop().create_future()

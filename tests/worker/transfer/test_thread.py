@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
+from functools import partial
 
 import pytest
+from structlog.testing import capture_logs
 
-from worker.transfer.thread import SMALL_BYTES, Copies
+from worker.transfer.thread import SMALL_BYTES, Copies, LoopCalls
 
 LARGE = SMALL_BYTES + 1
 
@@ -102,7 +104,40 @@ async def test_results_are_not_kept_by_the_thread() -> None:
 
     class Result: ...
 
-    result = weakref.ref(await copies.run(Result, num_bytes=LARGE))
-    await asyncio.sleep(0)
-    assert result() is None
+    gone, loop = asyncio.Event(), asyncio.get_running_loop()
+    result = await copies.run(Result, num_bytes=LARGE)
+    weakref.finalize(result, loop.call_soon_threadsafe, gone.set)
+    del result
+    await asyncio.wait_for(gone.wait(), 10)  # though no other copy comes
     copies.close()
+
+
+async def test_more_calls_than_the_pipe_has_room_for_are_all_made_in_order() -> None:
+    calls, made = LoopCalls(), list[int]()
+    for number in range(70_000):  # a byte each, and a pipe holds 64 KiB
+        calls.post(partial(made.append, number))
+    assert not made, "the loop makes them"
+    await asyncio.sleep(0)
+    calls.close()
+    assert made == list(range(70_000))
+
+
+async def test_a_call_that_fails_takes_no_other_along() -> None:
+    calls, made = LoopCalls(), list[int]()
+    calls.post(lambda: made.append(1 // 0))
+    calls.post(lambda: made.append(2))
+    with capture_logs() as logs:
+        calls.close()
+    assert made == [2] and [line["log_level"] for line in logs] == ["error"]
+
+
+async def test_a_copy_that_nobody_waits_for_any_more_is_no_error() -> None:
+    copies, gate = Copies(), threading.Event()
+    running = asyncio.create_task(copies.run(gate.wait, 10, num_bytes=LARGE))
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+    gate.set()
+    with capture_logs() as logs:
+        copies.close()
+    assert running.cancelled() and not logs
