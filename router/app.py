@@ -26,7 +26,14 @@ from router.api.model import ServedModel
 from router.api.responses.kept import KeptResponses
 from router.bus import Bus
 from router.config import Config, split_endpoint
-from router.core.cluster import Readiness, state_of, status_line, try_this, unready
+from router.core.cluster import (
+    ProcessState,
+    Readiness,
+    is_free,
+    state_of,
+    status_line,
+    try_this,
+)
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import REJOIN_S, Fleet
 from router.core.request import RequestEnd
@@ -37,7 +44,6 @@ from router.http.origin import Origins
 from router.http.server import FLUSH_S, HttpServer
 from router.http.server import Limits as HttpLimits
 from router.local import LocalWorkers
-from router.processes.channel import Assignment
 from router.processes.siblings import Siblings
 from router.tcp import serve_clients
 from wire.aio.listener import server_context
@@ -45,7 +51,7 @@ from wire.aio.tcp import Limits as TcpLimits
 from wire.aio.tcp import Server
 from wire.aio.zmq import Hub
 from wire.errors import ErrorCode, WireError
-from wire.frames import MAX_TOKEN_ID, Role
+from wire.frames import MAX_TOKEN_ID
 from wire.parts import Buffer
 from wire.process.api_keys import open_api_keys
 from wire.process.keys import open_keys
@@ -71,18 +77,17 @@ class Router:
         model_path: Path,
         model_fingerprint: str,
         siblings: Siblings | None = None,
-        assignment: Assignment | None = None,
     ) -> None:
         self.config = config
         self.endpoints: dict[str, str] = {}
-        self._siblings, self._assignment = siblings, assignment
+        self._siblings = siblings
         self.fleet = Fleet(
             model_fingerprint=model_fingerprint,
             max_kv_transfer_bytes=config.max_kv_transfer_bytes,
             heartbeat_s=config.heartbeat_ms / 1000,
             stall_s=config.stall_ms / 1000,
-            process=assignment.index if assignment else 0,
-            num_processes=assignment.num_processes if assignment else 1,
+            process=siblings.assignment.index if siblings else 0,
+            num_processes=siblings.assignment.num_processes if siblings else 1,
         )
         self._planes = {"bus": Traffic(), "tcp": Traffic()}
         self._api_keys = open_api_keys(config.api_keys)
@@ -150,15 +155,15 @@ class Router:
         )
 
     @property
-    def status(self) -> str:
-        """One line for systemd: how many requests there are, and ready workers."""
-        return status_line([state_of(self.fleet, self.dispatcher, time.monotonic())])
+    def state(self) -> ProcessState:
+        """How this process is; draining is no reason against it here."""
+        return state_of(self.fleet, self.dispatcher, time.monotonic())
 
     async def start(self) -> None:
         """Listen everywhere and start the local workers.  Raises OSError, naming the endpoint."""
-        config, is_shared = self.config, self._assignment is not None
+        config, is_shared = self.config, self._siblings is not None
         self.endpoints["bus"] = self._hub.bind(config.bus)
-        if self._assignment is not None and self._assignment.is_again:
+        if self._siblings is not None and self._siblings.assignment.is_again:
             await self._until_joined()
         with named(config.tcp):
             self._tcp = await serve_clients(
@@ -194,12 +199,10 @@ class Router:
         self._local = LocalWorkers(
             config,
             self.endpoints["bus"],
-            lambda role, rank: self.fleet.is_free(Role[role.upper()], rank),
+            lambda role, rank: is_free([self.state], role, rank),
         )
         self._local.start()
-        if config.ready_file is not None:
-            write_whole(config.ready_file, json.dumps(self.endpoints) + "\n")
-        log.info("listening", **self.endpoints, model=config.model_name)
+        announce(config, self.endpoints)
 
     async def until_stopped(self, stop: Stop) -> bool:
         """Serve until asked to stop; False if a part of the router broke before."""
@@ -255,7 +258,7 @@ class Router:
     async def _until_joined(self) -> None:
         """Wait for the workers, but not for long: until then the other processes serve."""
         deadline = time.monotonic() + REJOIN_S
-        while unready(self.fleet, is_draining=False) and time.monotonic() < deadline:
+        while self.state.reasons and time.monotonic() < deadline:
             self.bus.tick()
             await asyncio.sleep(MAX_TICK_S)
 
@@ -267,9 +270,10 @@ class Router:
     async def _report(self) -> None:
         readiness = Readiness(self.try_this)
         while True:
-            notify(f"STATUS={self.status}")
+            state = self.state
+            notify(f"STATUS={status_line([state])}")
             if not self.application.draining:
-                readiness.on_look(unready(self.fleet, is_draining=False), time.monotonic())
+                readiness.on_look(state.reasons, time.monotonic())
             await asyncio.sleep(REPORT_S)
 
 
@@ -318,13 +322,12 @@ async def serve(
 ) -> int:
     """Run a router until it is asked to stop, and return the exit status."""
     allow_many_files()
-    assignment = None if siblings is None else await siblings.begin()
-    if assignment is not None:
-        config = config.for_process(
-            assignment.num_processes, http=assignment.http, tcp=assignment.tcp, bus=assignment.bus
-        )
+    if siblings is not None:
+        await siblings.begin()
+        it = siblings.assignment
+        config = config.for_process(it.num_processes, http=it.http, tcp=it.tcp, bus=it.bus)
     try:
-        router = Router(config, model_path, model_fingerprint, siblings, assignment)
+        router = Router(config, model_path, model_fingerprint, siblings)
     except ModelError as error:
         log.error("cannot serve this model", reason=str(error))
         return EX_CONFIG
@@ -372,11 +375,17 @@ def named(endpoint: str) -> Iterator[None]:
         raise OSError(error.errno, f"cannot bind {endpoint}: {error.strerror}") from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write the ready file so that no reader ever sees half of it.  Raises ConfigError."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--ready-file {path}: cannot write it: {error.strerror}") from None
+def announce(config: Config, endpoints: dict[str, str]) -> None:
+    """Say where the router listens: in the log, and in `ready_file`, of which no reader sees half.
+
+    Raises:
+        ConfigError: That file cannot be written.
+    """
+    if (path := config.ready_file) is not None:
+        part = path.with_name(f"{path.name}.part")
+        try:
+            part.write_text(json.dumps(endpoints) + "\n")
+            part.replace(path)
+        except OSError as error:
+            raise ConfigError(f"--ready-file {path}: cannot write it: {error.strerror}") from None
+    log.info("listening", **endpoints, model=config.model_name, processes=config.processes)

@@ -115,10 +115,10 @@ class Bus:
         self._on_removed(worker)
 
     def tick(self) -> None:
-        """Send heartbeats when it is time; drop workers that stopped sending theirs, or reading."""
+        """Send heartbeats when it is time; drop workers that stopped sending, or reading."""
         now = self._clock()
         for worker in self.fleet.overdue(now):
-            self.lose(worker.identity, f"no heartbeat for {now - worker.last_seen:.1f} s")
+            self.lose(worker.identity, f"silent for {now - worker.last_heard:.1f} s")
         while self._stuck:
             peer = self._stuck.pop()
             self._forget(peer)  # and with it what waits: it may stay connected and never read
@@ -138,7 +138,7 @@ class Bus:
         self.send(peer, Error(0, code), encode_map(detail))
 
     def _dispatch(self, worker: Worker, message: Message) -> None:
-        frame = message.frame
+        frame, worker.last_heard = message.frame, self._clock()
         if _ANSWERED_BY.get(frame.tag, worker.role) is not worker.role:
             raise RemoteProtocolError(f"{worker.name} is not one that sends {frame.tag.name}")
         if isinstance(frame, Heartbeat):

@@ -14,22 +14,17 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
-from typing import Final
+from functools import partial
 
 import structlog
 
 from router.config import Config
 from router.cores import plan
-from wire.process.children import start_child
+from wire.process.children import MIN_PAUSE_S, lives, signal_child, start_child
 from wire.process.cores import format_cores, nodes, own_cores, physical_cores, quota
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, SharedSettings
 
 log = structlog.get_logger("router")
-
-MIN_PAUSE_S: Final = 0.5
-MAX_PAUSE_S: Final = 30.0
-# After a worker has run for this long, the pause is short again.
-HEALTHY_S: Final = 60.0
 
 
 class LocalWorkers:
@@ -69,29 +64,23 @@ class LocalWorkers:
         """Ask all workers to end, kill those left after `drain_s`, and return when all are gone."""
         self._is_stopping = True
         for process in self._processes.values():
-            _signal(process, signal.SIGTERM)
+            signal_child(process, signal.SIGTERM)
         waits = [asyncio.create_task(process.wait()) for process in self._processes.values()]
         if waits:
             _, late = await asyncio.wait(waits, timeout=drain_s)
             if late:
                 log.warning("local workers killed", count=len(late))
             for process in self._processes.values():
-                _signal(process, signal.SIGKILL)
+                signal_child(process, signal.SIGKILL)
             await asyncio.wait(waits)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _look_after(self, role: str, rank: int) -> None:
-        loop = asyncio.get_running_loop()
-        name, pause_s = f"{role}-{rank}", self._min_pause_s
-        while not self._is_stopping:
-            started_at = loop.time()
-            try:
-                status = await self._run(role, rank)
-            except (OSError, RuntimeError) as error:  # no memory, descriptor or thread to be had
-                log.error("cannot start local worker", worker=name, reason=str(error))
-                status = 1
+        name = f"{role}-{rank}"
+        run = partial(self._run, role, rank)
+        async for status in lives(run, log.bind(worker=name), self._min_pause_s):
             if self._is_stopping:
                 return
             if status == EX_CONFIG:
@@ -99,13 +88,6 @@ class LocalWorkers:
                 return
             if status == EX_TEMPFAIL:
                 await self._until_free(role, rank)
-                pause_s = self._min_pause_s
-                continue
-            if loop.time() - started_at > HEALTHY_S:
-                pause_s = self._min_pause_s
-            log.warning("local worker died", worker=name, status=status, restart_in_s=pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _until_free(self, role: str, rank: int) -> None:
         name = f"{role}-{rank}"
@@ -120,7 +102,7 @@ class LocalWorkers:
         self._processes[role, rank] = process
         log.info("local worker started", worker=f"{role}-{rank}", pid=process.pid)
         if self._is_stopping:  # `stop` has signalled the others already.
-            _signal(process, signal.SIGKILL)
+            signal_child(process, signal.SIGKILL)
         try:
             return await process.wait()
         finally:
@@ -157,11 +139,3 @@ def environment(
     if cores:
         kept.setdefault("BATON_CORES", format_cores(cores))
     return kept
-
-
-def _signal(process: asyncio.subprocess.Process, number: int) -> None:
-    if process.returncode is None:
-        try:
-            process.send_signal(number)
-        except ProcessLookupError:
-            log.debug("local worker was gone already", pid=process.pid)

@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 from router.core.cluster import Counts
 from router.core.fleet import Fleet, WorkerState
 from router.core.request import RequestEnd
-from router.processes.summed import Figures, Series, figures, summed
+from router.processes.summed import LAG, Families, Series, families, summed
 from wire.errors import ErrorCode
 from wire.frames import Role
 from wire.process.exposition import Distribution, frames, gauge, tally
@@ -135,7 +135,7 @@ class Metrics:
         )
         self._slow_clients = self._counter("slow_clients", "Streams cut: the client did not read.")
         self._lag = Gauge(
-            "baton_event_loop_lag_seconds",
+            LAG,
             "How late the last timer of the event loop was.",
             registry=self._registry,
         )
@@ -194,11 +194,11 @@ class Metrics:
         """Take how late a timer of the event loop was."""
         self._lag.set(lag_s)
 
-    def figures(self) -> Figures:
+    def families(self) -> Families:
         """Return what this process has measured; the workers are the same to all of them."""
-        return figures(self._registry.collect())
+        return families(self._registry.collect())
 
-    def render(self, processes: Sequence[Figures] | None = None) -> bytes:
+    def render(self, processes: Sequence[Families] | None = None) -> bytes:
         """Return all series in the text format of Prometheus: of this process, or of several."""
         workers = self._workers.collect()
         if processes is None:

@@ -8,7 +8,8 @@
 Two real workers without a model, Llama-8B's KV (32 layers x 8 heads x 128, bfloat16), blocks
 wherever they lie.  First, KV is written and compared at the other end.  Then transfers are timed,
 from the offer to the last ACK, in turns with the floor: `zmq+` of `kv_floor.py`, or its `memory`.
-With keys KV is sealed over TCP (SPEC 6.9), but for `tcp+curve`, and not over ipc.  With `--split`
+Over TCP segments have a connection of their own, sealed with keys (SPEC 6.9), but for `tcp+zmq` and
+`tcp+curve`; over ipc they have none.  With `--split`
 each worker has cores of its own, as the router gives local workers where there are enough.  A
 segment is 2 MiB; CPU seconds are user and kernel, of prefill + decode worker; `switches` are
 voluntary context switches and `jobs` what the transfer threads were given, of both, a segment.
@@ -34,7 +35,7 @@ from scripts.keys import make_keys
 from scripts.kv_pair import Moved, Pair, pair
 from wire.layout import KVLayout
 
-WAYS: Final = ("tcp", "ipc", "tcp+keys", "tcp+curve", "ipc+keys", "memory")
+WAYS: Final = ("tcp", "tcp+zmq", "ipc", "tcp+keys", "tcp+curve", "ipc+keys", "memory")
 LLAMA_8B: Final = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 SMALL: Final = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 DEMO: Final = KVLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=32, dtype="bfloat16")
@@ -79,7 +80,7 @@ def settings_of(way: str) -> Iterator[dict[str, Any]]:
         endpoint = f"ipc://{directory}/kv" if way.startswith("ipc") else "tcp://127.0.0.1:0"
         settings: dict[str, Any] = {"kv_bind": endpoint, "block_size": BLOCK_SIZE}
         settings["kv_shared_memory"] = "auto" if way == "memory" else "off"
-        if way == "tcp+curve":
+        if way in ("tcp+zmq", "tcp+curve"):
             settings["kv_segment_port"] = "off"
         if way.endswith(("keys", "curve")):
             settings["keys"] = Path(directory) / "keys"

@@ -226,7 +226,6 @@ def free_port() -> int:
 
 
 def main() -> None:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

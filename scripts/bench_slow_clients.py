@@ -125,8 +125,9 @@ async def measure(
 
 
 @dataclass
-class Crowd:
-    """What the others saw of one crowd, and what it said itself: turns, and its share of a core."""
+class Visit:
+    """What the others saw of a crowd's visit, and what it said itself: turns, and its share of a
+    core."""
 
     asked: list[Asked]
     turns: dict[str, dict[str, Any]]
@@ -135,7 +136,7 @@ class Crowd:
 
 async def beside_crowd(
     clients: list[list[Ask]], face: str, side: Side, given: argparse.Namespace
-) -> Crowd:
+) -> Visit:
     """Ask while a crowd comes to that side and goes."""
     flags = ("idle", "dribbling", "interval_s", "rate")
     process = await asyncio.create_subprocess_exec(
@@ -151,7 +152,7 @@ async def beside_crowd(
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
     turns = {each["turn"]: each for each in told}
-    return Crowd(asked, turns, cpu_s / (time.monotonic() - begin))
+    return Visit(asked, turns, cpu_s / (time.monotonic() - begin))
 
 
 class Books:
@@ -167,14 +168,14 @@ class Books:
         for each in asked:
             self.parts[part].add(each.at, each.seconds, is_tried=each.side == crowded)
 
-    def enter_crowd(self, crowd: Crowd, crowded: int, cpu_s: list[float]) -> None:
+    def enter_visit(self, visit: Visit, crowded: int, cpu_s: list[float]) -> None:
         """`cpu_s` is what either router used meanwhile."""
-        there, closing = crowd.turns["connected"]["at"], crowd.turns["first closed"]["at"]
-        for each in crowd.asked:
+        there, closing = visit.turns["connected"]["at"], visit.turns["first closed"]["at"]
+        for each in visit.asked:
             is_before, is_after = each.at < there, each.at >= closing
             part = "connecting" if is_before else "closing" if is_after else "there"
             self.enter([each], crowded, part=part)
-        self.enter(crowd.asked, crowded, part="beside")
+        self.enter(visit.asked, crowded, part="beside")
         self._cpu_s.append([cpu_s[crowded], cpu_s[not crowded]])
 
     def report(self, num_connections: int) -> bool:
@@ -208,30 +209,29 @@ async def run(face: str, sides: list[Side], given: argparse.Namespace) -> bool:
         crowded = index % 2
         books.enter(await alone(given.seconds), crowded, part="control")
         num_fds, before = sides[crowded].num_fds, [side.cpu_s for side in sides]
-        crowd = await beside_crowd(clients, face, sides[crowded], given)
+        visit = await beside_crowd(clients, face, sides[crowded], given)
         used = [side.cpu_s - cpu_s for side, cpu_s in zip(sides, before, strict=True)]
-        books.enter_crowd(crowd, crowded, used)
-        is_well &= await is_undone(sides[crowded], num_fds, crowd)
+        books.enter_visit(visit, crowded, used)
+        is_well &= await is_undone(sides[crowded], num_fds, visit)
     return books.report(given.idle + given.dribbling) and is_well
 
 
-async def is_undone(side: Side, num_fds: int, crowd: Crowd) -> bool:
+async def is_undone(side: Side, num_fds: int, visit: Visit) -> bool:
     """Whether nothing of a crowd is left."""
-    end = crowd.turns["all closed"]
+    end = visit.turns["all closed"]
     for _ in range(100):  # the router closes its side a moment after ours
         if side.num_fds <= num_fds:
             break
         await asyncio.sleep(0.05)
     left = side.num_fds - num_fds
     print(
-        f"  a crowd that took {crowd.cpu_share:.1%} of a core: refused {end['refused']}, not "
+        f"  a crowd that took {visit.cpu_share:.1%} of a core: refused {end['refused']}, not "
         f"closed by the router {end['left']}, file descriptors over the baseline {left}"
     )
     return not end["left"] and not end["refused"] and left <= 0
 
 
 def main() -> None:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -112,7 +112,6 @@ def say(turn: str, **facts: int) -> None:
 
 
 def main() -> None:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

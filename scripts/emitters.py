@@ -100,7 +100,7 @@ class Running:
 
 
 @dataclass(slots=True)
-class Crowd:
+class Shared:
     """What the decode workers of several routers know of each other."""
 
     running: list[dict[int, Running]] = field(default_factory=list)
@@ -179,11 +179,11 @@ class Prefill(Worker):
 class Decode(Worker):
     """Sends a token of every running request a step."""
 
-    def __init__(self, model: Path, router: str, crowd: Crowd) -> None:
+    def __init__(self, model: Path, router: str, shared: Shared) -> None:
         super().__init__(Role.DECODE, model, router)
         self._running: dict[int, Running] = {}
-        self._crowd = crowd
-        crowd.running.append(self._running)
+        self._shared = shared
+        shared.running.append(self._running)
 
     def on_frame(self, frame: object, body: Buffer) -> None:
         if isinstance(frame, DecodeRequest):
@@ -193,7 +193,7 @@ class Decode(Worker):
             pack, request_id = DecodeToken.layout.pack, frame.request_id
             headers = [pack(request_id, token_id) for token_id in tokens]
             self._running[request_id] = Running(headers, Flow.of_seed(options.seed))
-            self._crowd.has_more.set()
+            self._shared.has_more.set()
         elif isinstance(frame, Cancel):
             self._running.pop(frame.request_id, None)
 
@@ -202,8 +202,8 @@ class Decode(Worker):
         tag = TAG.pack(Tag.DECODE_TOKEN)
         while True:
             while not (self._running and await self._may_begin()):
-                self._crowd.has_more.clear()
-                await self._crowd.has_more.wait()
+                self._shared.has_more.clear()
+                await self._shared.has_more.wait()
             while moving := list(self._running.items())[:MAX_HEADERS]:
                 self.link.send([tag, b"".join([each.headers[each.num_sent] for _, each in moving])])
                 for request_id, each in moving:
@@ -220,7 +220,7 @@ class Decode(Worker):
 
     async def _may_begin(self) -> bool:
         awaited = max([each.flow.together for each in self._running.values()], default=1)
-        if sum(map(len, self._crowd.running)) < awaited:
+        if sum(map(len, self._shared.running)) < awaited:
             return False
         await asyncio.sleep(TOGETHER_S if awaited else 0.0)
         return True
@@ -231,7 +231,6 @@ class Decode(Worker):
 
 
 async def main() -> None:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -246,8 +245,8 @@ async def main() -> None:
     given = parser.parse_args()
     model = locate(given.model)
     prefills = [Prefill(model, router, given.notes) for router in given.router]
-    crowd = Crowd()
-    decoders = [Decode(model, router, crowd) for router in given.router]
+    shared = Shared()
+    decoders = [Decode(model, router, shared) for router in given.router]
     running = [asyncio.create_task(decoder.run()) for decoder in decoders]
     while not any(task.done() for task in running):
         await asyncio.sleep(BEAT_S)

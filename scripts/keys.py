@@ -61,7 +61,6 @@ def make_api_key(path: Path) -> None:
 
 
 def main() -> None:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         prog="scripts/keys",
         description=__doc__,

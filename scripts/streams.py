@@ -264,7 +264,7 @@ class Cpu:
         return sum(clocks), sum(each.user for each in times), sum(each.system for each in times)
 
 
-class Crowd:
+class Clients:
     """All connections of this process."""
 
     def __init__(self, given: argparse.Namespace) -> None:
@@ -371,14 +371,13 @@ class Crowd:
 
 
 async def run(given: argparse.Namespace) -> int:
-    crowd = Crowd(given)
-    await crowd.connect(given.streams)
+    clients = Clients(given)
+    await clients.connect(given.streams)
     await asyncio.to_thread(sys.stdin.readline)
-    return crowd.report(await getattr(crowd, given.kind)())
+    return clients.report(await getattr(clients, given.kind)())
 
 
 def main() -> None:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -46,7 +46,7 @@ def hash_oracle(prompt: list[int], num_tokens: int, options: Options) -> list[in
 
 
 def kv_endpoint(worker: subprocess.Popen[bytes]) -> str:
-    """Where a decode worker that seals nothing takes KV in: the only port it listens on."""
+    """Where a decode worker without a segment port takes KV in: the only port it listens on."""
     import psutil  # here: a bare machine that verifies the GPU has none
 
     connections = psutil.Process(worker.pid).net_connections("tcp")

@@ -37,11 +37,6 @@ class Message(NamedTuple):
     def tag(self) -> Tag:
         return self.frame.tag
 
-    @property
-    def frames(self) -> tuple[Frame, ...]:
-        """Every header as a frame."""
-        return tuple([DecodeToken(*each) for each in self.tokens]) or (self.frame,)
-
     def body(self) -> Buffer:
         """Return the payload as one buffer; a copy only when it came in several parts."""
         if len(self.payload) == 1:

@@ -10,6 +10,7 @@ it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import numpy as np
@@ -54,40 +55,21 @@ _dots_by_two, _dots_by_one = dot_product(_MANY_DOTS, 2), dot_product(_MANY_DOTS,
 _by_vectors = pair_product(_FEW)
 
 
-class PairedWeight:
-    """A weight matrix [N, K], or a stack of E, in panels of pairs.
-
-    N is padded to whole panels, K to whole steps.
+class GateableWeight(ABC):
+    """A weight matrix [N, K], or a stack of E, whose halves may be a gate and what it gates.
 
     Attributes:
         shape: (N, K).
-        panels: [E * ceil(N / 16), ceil(K / 32), 16, 16, 2] bfloat16.
     """
 
-    __slots__ = ("panels", "shape")
+    __slots__ = ("shape",)
 
-    def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
-        """Pack a matrix; one `is_gated` has its first half and its second woven panel by panel."""
-        rows, columns = self.shape = (weight.shape[-2], weight.shape[-1])
-        weight = woven(weight, -2) if is_gated else weight
-        padded = pad(weight.bfloat16(), (0, -columns % STEP, 0, -rows % PANEL))
-        pairs = padded.view(-1, PANEL, padded.shape[-1] // STEP, STEP // 2, 2)
-        self.panels = in_large_pages(pairs.permute(0, 2, 3, 1, 4))
+    shape: tuple[int, int]
 
     @property
     def num_columns(self) -> int:
         """Columns of y: N, padded to whole panels."""
         return -(-self.shape[0] // PANEL) * PANEL
-
-    @staticmethod
-    def inputs(num_rows: int, size: int) -> torch.Tensor:
-        """Return room for x: [num_rows, size] bfloat16, with zeros up to a whole step.
-
-        A line more keeps rows from lying a power of two apart: all of a tile would fall into one
-        set of the cache.
-        """
-        stride = -(-size // STEP) * STEP + STEP
-        return torch.zeros(num_rows, stride, dtype=torch.bfloat16)[:, :size]
 
     def times(
         self,
@@ -105,12 +87,12 @@ class PairedWeight:
         `is_by_token` each row is added to that of its token instead, as much of it as its share.
 
         Args:
-            x: [T, K] of `inputs`.
+            x: [T, ...] of `inputs`.
             y: [T, num_columns] float32, contiguous.
             bias: [num_columns] float32, contiguous; of a stack [E, num_columns].
             groups: Which rows meet which matrix of a stack; None: all meet the first.
             is_by_token: Whether y has a row for each token of the groups.
-            way: One of `known_ways`; None for the best.
+            way: One of `known_ways`; None for the best there is.
         """
         assert y.shape[1] == self.num_columns and (is_by_token or len(y) == len(x))
         return self._operation(
@@ -130,14 +112,59 @@ class PairedWeight:
         """Make y = activation(gate) * up of a weight that `is_gated`: x W^T + bias is both.
 
         Args:
-            x: [T, K] of `inputs`.
-            y: [T, N / 2] of `inputs`.
+            x: See `times`.
+            y: [T, N / 2] as the next matrix takes it.
             bias: [N] float32, contiguous; of a stack [E, N].
             groups: See `times`; `way` likewise.
         """
         assert y.shape == (len(x), self.shape[0] // 2)
         bias = None if bias is None else woven(bias, -1)
         return self._operation(x, y, bias, 2, groups, way=way, activation=activation)
+
+    @abstractmethod
+    def _operation(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        bias: torch.Tensor | None,
+        together: int,
+        groups: Groups | None,
+        *,
+        is_added: bool = False,
+        is_by_token: bool = False,
+        way: Way | None,
+        activation: Activation = SILU,
+    ) -> Operation: ...
+
+
+class PairedWeight(GateableWeight):
+    """A weight matrix [N, K], or a stack of E, in panels of pairs.
+
+    N is padded to whole panels, K to whole steps.
+
+    Attributes:
+        panels: [E * ceil(N / 16), ceil(K / 32), 16, 16, 2] bfloat16.
+    """
+
+    __slots__ = ("panels",)
+
+    def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
+        """Pack a matrix; one `is_gated` has its first half and its second woven panel by panel."""
+        rows, columns = self.shape = (weight.shape[-2], weight.shape[-1])
+        weight = woven(weight, -2) if is_gated else weight
+        padded = pad(weight.bfloat16(), (0, -columns % STEP, 0, -rows % PANEL))
+        pairs = padded.view(-1, PANEL, padded.shape[-1] // STEP, STEP // 2, 2)
+        self.panels = in_large_pages(pairs.permute(0, 2, 3, 1, 4))
+
+    @staticmethod
+    def inputs(num_rows: int, size: int) -> torch.Tensor:
+        """Return room for x: [num_rows, size] bfloat16, with zeros up to a whole step.
+
+        A line more keeps rows from lying a power of two apart: all of a tile would fall into one
+        set of the cache.
+        """
+        stride = -(-size // STEP) * STEP + STEP
+        return torch.zeros(num_rows, stride, dtype=torch.bfloat16)[:, :size]
 
     def _operation(
         self,

@@ -28,7 +28,7 @@ from kernels.cpu.groups import (
     rows_of,
 )
 from kernels.cpu.large_pages import in_large_pages
-from kernels.cpu.linear_bfloat16 import woven
+from kernels.cpu.linear_bfloat16 import GateableWeight, woven
 from kernels.cpu.program import Operation
 from kernels.cpu.rows_int8 import finish_sums, gate_floats, room_for_planes
 from kernels.cpu.simd import PANEL
@@ -50,18 +50,17 @@ _by_tiles = rows_product(of_bytes=True)
 _by_vectors = byte_product(_FEW)
 
 
-class Int8Weight:
+class Int8Weight(GateableWeight):
     """A weight matrix [N, K], or a stack of E, in 8 bits.
 
     N is padded to whole panels, K to whole steps.
 
     Attributes:
-        shape: (N, K).
         panels: [E * ceil(N / 16), ceil(K / 64), 16, 16, 4] int8.
         scales: [E * ceil(N / 16) * 16] float32: what a column's integers are multiples of.
     """
 
-    __slots__ = ("panels", "scales", "shape")
+    __slots__ = ("panels", "scales")
 
     def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
         """Round and pack a matrix; one `is_gated` has its halves woven panel by panel."""
@@ -77,11 +76,6 @@ class Int8Weight:
         self.scales = pad(scales, (0, -rows % PANEL)).flatten()
 
     @property
-    def num_columns(self) -> int:
-        """Columns of y: N, padded to whole panels."""
-        return -(-self.shape[0] // PANEL) * PANEL
-
-    @property
     def nbytes(self) -> int:
         """What the matrix takes."""
         return self.panels.nbytes + self.scales.nbytes
@@ -90,56 +84,6 @@ class Int8Weight:
     def inputs(num_rows: int, size: int) -> torch.Tensor:
         """Return room for x: see `room_for_planes`."""
         return room_for_planes(num_rows, size)
-
-    def times(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        is_added: bool = False,
-        groups: Groups | None = None,
-        is_by_token: bool = False,
-        way: Way | None = None,
-    ) -> Operation:
-        """Make y = x W^T + bias, plus what y was if `is_added`.
-
-        `is_by_token` each row is added to that of its token instead, as much of it as its share.
-
-        Args:
-            x: [T, ...] of `inputs`, for K or more.
-            y: [T, num_columns] float32, contiguous.
-            bias: [num_columns] float32, contiguous; of a stack [E, num_columns].
-            groups: Which rows meet which matrix of a stack; None: all meet the first.
-            is_by_token: Whether y has a row for each token of the groups.
-            way: Tiles, or vectors of integers for any other; None for the best there is.
-        """
-        assert y.shape[1] == self.num_columns and (is_by_token or len(y) == len(x))
-        return self._operation(
-            x, y, bias, 1, groups, is_added=is_added, is_by_token=is_by_token, way=way
-        )
-
-    def times_gated(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        *,
-        activation: Activation = SILU,
-        bias: torch.Tensor | None = None,
-        groups: Groups | None = None,
-        way: Way | None = None,
-    ) -> Operation:
-        """Make y = activation(gate) * up of a weight that `is_gated`: x W^T + bias is both.
-
-        Args:
-            x: See `times`.
-            y: [T, N / 2] float32, contiguous.
-            bias: [N] float32, contiguous; of a stack [E, N].
-            groups: See `times`; `way` likewise.
-        """
-        assert y.shape == (len(x), self.shape[0] // 2)
-        bias = None if bias is None else woven(bias, -1)
-        return self._operation(x, y, bias, 2, groups, way=way, activation=activation)
 
     def _operation(
         self,

@@ -45,7 +45,7 @@ class ProcessState(Struct):
 def state_of(
     fleet: Fleet, dispatcher: Counts, now: float, *, is_draining: bool = False
 ) -> ProcessState:
-    """Return how this process is, prefill workers first.
+    """Return how this process is.
 
     The figures of a worker are those of its last heartbeat, `last_seen_s` seconds before `now`;
     only `placed`, the attempts that this router has there, is of this moment.
@@ -55,7 +55,7 @@ def state_of(
         running=dispatcher.num_running,
         waiting=dispatcher.num_waiting,
         reasons=unready(fleet, is_draining=is_draining),
-        workers=[_worker(worker, now) for worker in _in_order(fleet)],
+        workers=[_worker(worker, now) for worker in fleet],
     )
 
 
@@ -81,6 +81,11 @@ def together(states: Sequence[ProcessState], *, are_several: bool = False) -> di
     return {"workers": rows, "router": counts}
 
 
+def reasons_of(states: Sequence[ProcessState]) -> list[str]:
+    """Return the reasons why not every process can serve, each once; none if all can."""
+    return list(dict.fromkeys(reason for state in states for reason in state.reasons))
+
+
 def is_free(states: Sequence[ProcessState], role: str, rank: int) -> bool:
     """Tell whether no process knows a worker with this rank; False while none has said anything."""
     rows = [row for state in states for row in state.workers if row["state"] != "lost"]
@@ -94,10 +99,6 @@ def status_line(states: Sequence[ProcessState]) -> str:
     workers = " and ".join([f"{ready[role]} {role}" for role in ("prefill", "decode")])
     counts = now["router"]
     return f"{counts['running']} running, {counts['waiting']} waiting, {workers} workers ready"
-
-
-def _in_order(fleet: Fleet) -> list[Worker]:
-    return sorted(fleet, key=lambda worker: (worker.role, worker.rank))
 
 
 def _worker(worker: Worker, now: float) -> dict[str, Any]:
@@ -149,7 +150,7 @@ class Readiness:
         self._next_at = 0.0
 
     def on_look(self, reasons: Sequence[str], now: float) -> None:
-        """Take the reasons that `unready` returned; call it about once a second."""
+        """Take the reasons why requests cannot be served now; call it about once a second."""
         if not reasons:
             if not self._is_ready:
                 log.info(self._ready)

@@ -1,8 +1,8 @@
 """The workers this router knows: who may join, who is alive, how loaded each is.
 
 A worker joins with HELLO.  It gets requests from its first HEARTBEAT on, which says how many blocks
-are free.  It is suspect, and gets none, while its heartbeats are late or its engine stands still;
-it drains when it asks to, and is lost when its heartbeats stop or its connection closes.  A worker
+are free.  It is suspect, and gets none, after a short silence or while its engine stands still; it
+drains when it asks to, and is lost when it stays silent or its connection closes.  A worker
 that is alive keeps its role and rank, whoever else asks for them.  A limit that a worker states is
 that worker's only, never one of the whole fleet.
 
@@ -57,7 +57,9 @@ class Worker:
     rank: int
     epoch: int
     detail: HelloDetail
+    # When its last HEARTBEAT came, and when anything did: a heartbeat may wait behind tokens.
     last_seen: float
+    last_heard: float
     state: WorkerState = WorkerState.JOINING
     # Among equals, a worker with a lower one is chosen.
     turn: int = 0
@@ -253,7 +255,7 @@ class Fleet:
         if replaced is not None:
             self.lose(replaced.identity, now)
         turn = (hello.rank - self._process) % self._num_processes
-        worker = Worker(identity, *key, hello.epoch, detail, now, turn=turn)
+        worker = Worker(identity, *key, hello.epoch, detail, now, now, turn=turn)
         self._workers[identity] = self._ranks[key] = worker
         self._lost.pop(key, None)
         self._note_limits()
@@ -262,7 +264,7 @@ class Fleet:
     def heartbeat(
         self, identity: bytes, beat: Heartbeat, load: Load | None, now: float
     ) -> Worker | None:
-        """Note that a worker is alive, and how loaded it is; None if it is unknown.
+        """Note how loaded a worker is, and that it is alive; None if it is unknown.
 
         Raises:
             RemoteProtocolError: Its blocks do not add up to those it has.
@@ -277,7 +279,7 @@ class Fleet:
                 f"HEARTBEAT: used {load.used}, cached {load.cached} and free {load.free} of "
                 f"{load.total} blocks, and HELLO said {worker.detail.num_blocks}"
             )
-        worker.last_seen = now
+        worker.last_seen = worker.last_heard = now
         worker.on_beat(beat)
         if load is not None:
             worker.on_load(load)
@@ -310,21 +312,17 @@ class Fleet:
         return worker
 
     def overdue(self, now: float) -> list[Worker]:
-        """Return the workers whose heartbeats stopped; mark those whose are late as suspect."""
+        """Return the workers that have fallen silent; mark those that may have as suspect."""
         late = now - SUSPECT_BEATS * self.heartbeat_s
         for worker in self._workers.values():
-            if worker.is_ready and worker.last_seen < late:
+            if worker.is_ready and worker.last_heard < late:
                 worker.state = WorkerState.SUSPECT
         limit = now - MISSED_BEATS * self.heartbeat_s
-        return [worker for worker in self._workers.values() if worker.last_seen < limit]
-
-    def is_free(self, role: Role, rank: int) -> bool:
-        """Tell whether no worker has this rank."""
-        return (role, rank) not in self._ranks
+        return [worker for worker in self._workers.values() if worker.last_heard < limit]
 
     def _fence(self, incumbent: Worker, now: float) -> None:
         """Refuse another worker the rank of one that was heard lately."""
-        if now - incumbent.last_seen <= SUSPECT_BEATS * self.heartbeat_s:
+        if now - incumbent.last_heard <= SUSPECT_BEATS * self.heartbeat_s:
             raise WireError(
                 ErrorCode.FENCED,
                 f"{incumbent.name} is here already and alive (epoch {incumbent.epoch}): give this "

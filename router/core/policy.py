@@ -92,12 +92,10 @@ class PrefixIndex:
 
 
 class DecodeChoice(NamedTuple):
-    """A decode worker, the blocks to set aside there, the prompt tokens whose KV it holds already,
-    and the prefix hashes of the whole prompt."""
+    """A decode worker, the blocks to set aside there, and the prefix hashes of the whole prompt."""
 
     worker: Worker
     num_blocks: int
-    held_tokens: int
     hashes: list[int]
 
 
@@ -163,7 +161,7 @@ def pick_decode(
         order = worker.turn, worker.rank
         key = _differs(worker, arithmetic), cost, -worker.available_blocks, *order
         if least is None or key < least:
-            least, best = key, DecodeChoice(worker, needed, held, hashes[size])
+            least, best = key, DecodeChoice(worker, needed, hashes[size])
     return best
 
 

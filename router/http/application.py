@@ -104,7 +104,7 @@ class Application:
             siblings=siblings,
         )
         if siblings is not None:
-            siblings.serve(status.state, self.metrics.figures, self._kept)
+            siblings.serve(status.state, self.metrics.families, self._kept)
         kept_ones = ResponseHandlers(self._kept, self._threads, siblings)
         self.routes = Routes(self._table(status, kept_ones))
 

@@ -7,7 +7,8 @@ connections that answers as an API should.  `GuardedProtocol` adds them around i
                  began, from their first byte after an answer, or from the end of that answer
     framing      what two servers might read differently is answered 400
     bodies       are read by the application; what comes after its answer is thrown away
-    answers      a client that does not take the end of one is cut off
+    answers      a client that does not take the end of one is cut off; one of HTTP/1.0, which knows
+                 no chunks, gets a stream until we hang up
     connections  `max_connections`; one more gets 503 and Retry-After; as many TLS handshakes
 
 All that we know of uvicorn beyond its documentation is in this file.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, cast
@@ -28,11 +29,12 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.api.errors import Header, HttpError, retry_after
-from router.http.asgi import Push, Send
+from router.http.asgi import Event, Push, Receive, Scope, Send
 from wire.aio.listener import bind, listen
 from wire.errors import ErrorCode
 from wire.parts import Buffer
 
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MAX_HEADER_BYTES: Final = 64 << 10
 # Pieces of a body that are hardly worth a call: a body of bytes that come one by one would take the
 # loop forty times as long as the same in one piece.
@@ -154,6 +156,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._complain(f"over {MAX_PIPELINED} requests wait on this connection")
         if self.parser.get_http_version() == "1.0":
             self.expect_100_continue = False  # it would take that for the answer
+            self.app = unchunked(self.config.loaded_app)
         super().on_headers_complete()
         self._num_owed += 1
         self._is_in_headers, self._has_begun, self._is_in_body = False, False, True
@@ -306,6 +309,36 @@ class LingeringTransport:
             self._wait()
         else:
             self._transport.abort()
+
+
+class Unchunked:
+    """Answers an HTTP/1.0 request: a body of unknown length ends with the connection.
+
+    It gives uvicorn the length of each piece for that of the body.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self.transport = cycle.transport
+        self._cycle = cycle
+        self._is_endless = False
+
+    async def send(self, event: Event) -> None:
+        cycle = self._cycle
+        if event["type"] == "http.response.start":
+            self._is_endless = b"content-length" not in dict(event["headers"])
+            cycle.chunked_encoding = False if self._is_endless else None
+        elif self._is_endless:
+            cycle.expected_content_length = len(event.get("body", b""))
+        await cycle.send(cast(Any, event))
+
+
+def unchunked(app: App) -> App:
+    """Return the application for requests of HTTP/1.0."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, Unchunked(cast(Any, send).__self__).send)
+
+    return answer
 
 
 def framing_problem(headers: Sequence[Header], http_version: str) -> str:

@@ -16,7 +16,7 @@ from router.api.description.document import document
 from router.api.description.page import POLICY, page
 from router.api.errors import retry_after
 from router.api.model import ServedModel
-from router.core.cluster import Counts, ProcessState, state_of, together
+from router.core.cluster import Counts, ProcessState, reasons_of, state_of, together
 from router.core.fleet import Fleet
 from router.http.asgi import HttpExchange
 from router.processes.siblings import Siblings
@@ -64,8 +64,8 @@ class Status:
 
     async def metrics(self, exchange: HttpExchange) -> None:
         """GET /metrics."""
-        figures = None if self._siblings is None else await self._siblings.figures()
-        body = self._statistics.render(figures)
+        processes = None if self._siblings is None else await self._siblings.metrics()
+        body = self._statistics.render(processes)
         await exchange.respond(200, body, content_type=CONTENT_TYPE)
 
     async def livez(self, exchange: HttpExchange) -> None:
@@ -75,8 +75,7 @@ class Status:
     async def readyz(self, exchange: HttpExchange) -> None:
         """GET /readyz, /health and /ping: a completion could be served now, or why not."""
         # Where there are several, any of them may get the completion.
-        states = await self._states()
-        reasons = list(dict.fromkeys(reason for state in states for reason in state.reasons))
+        reasons = reasons_of(await self._states())
         if reasons:
             await exchange.reply({"status": "unready", "reasons": reasons}, 503, retry_after())
         else:
@@ -108,11 +107,7 @@ class Status:
         return state_of(self._fleet, self._counts, time.monotonic(), is_draining=is_draining)
 
     async def _states(self) -> list[ProcessState]:
-        """Return how all processes of this router are; this one first.
-
-        Raises:
-            HttpError: 503; the parent does not answer.
-        """
+        """Return how the processes of this router are that say so; this one first."""
         own = self.state()
         if self._siblings is None:
             return [own]

@@ -66,7 +66,6 @@ class ResponseWriter:
         self.is_gone = False
         self.is_cut = False
 
-        self._streamed: tuple[Completion, Answer] | None = None
         # What `prepare` does: nothing before somebody waits in `stream` or `collect`, or after.
         self._advance: Callable[[], bytes] | None = None
         # Whoever waits there; woken by the end, an error, and a write that is not taken at once.
@@ -147,8 +146,7 @@ class ResponseWriter:
             HttpError: It failed before anything was written.
         """
         self._is_timed = len(completion.choices) == 1
-        self._streamed = completion, answer
-        await self._until_over(completion, self._write_events)
+        await self._until_over(completion, partial(self._write_events, completion, answer))
 
     async def collect(self, completion: Completion) -> list[Piece]:
         """Wait for the end and return each choice whole.
@@ -176,9 +174,7 @@ class ResponseWriter:
             if self.is_gone and not completion.is_over:
                 raise Disconnected
 
-    def _write_events(self) -> bytes:
-        assert self._streamed is not None
-        completion, answer = self._streamed
+    def _write_events(self, completion: Completion, answer: Answer) -> bytes:
         body = answer.take()
         now = self._clock()
         if num_new_tokens := completion.num_new_tokens:

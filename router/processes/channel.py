@@ -55,8 +55,8 @@ class AskState(Struct, frozen=True, tag="state"):
     """How is this process?  `router.core.cluster.ProcessState`."""
 
 
-class AskFigures(Struct, frozen=True, tag="figures"):
-    """What has this process measured?  `router.processes.summed.Figures`."""
+class AskMetrics(Struct, frozen=True, tag="metrics"):
+    """What has this process measured?  `router.processes.summed.Families`."""
 
 
 class FindResponse(Struct, frozen=True, tag="find"):
@@ -73,7 +73,7 @@ class DeleteResponse(Struct, frozen=True, tag="delete"):
     name: str
 
 
-Question = AskState | AskFigures | FindResponse | DeleteResponse
+Question = AskState | AskMetrics | FindResponse | DeleteResponse
 
 
 class AskAll(Struct, frozen=True, tag="all"):

@@ -6,7 +6,8 @@ own, which all workers join; Linux gives it a part of the connections (SO_REUSEP
 
     start   the first process begins alone, so that what is wrong is said once, then the others
     death   the others go on; a new process gets the same bus, and clients when workers joined it
-    stuck   a process that answers nothing for `STUCK_S` is ended, with its stacks in the log
+    stuck   a process that answers nothing for `STUCK_S`, or does not serve `START_S` after its
+            start, is ended, with its stacks in the log
     stop    all processes drain and let their clients go, then the local workers end, then the
             processes
 """
@@ -14,27 +15,27 @@ own, which all workers join; Linux gives it a part of the connections (SO_REUSEP
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import structlog
 
-from router.app import REPORT_S, named, split_address, write_whole
+from router.app import REPORT_S, announce, named, split_address
 from router.config import Config
-from router.core.cluster import ProcessState, Readiness, is_free, status_line
+from router.core.cluster import ProcessState, Readiness, is_free, reasons_of, status_line
 from router.http.server import FLUSH_S
-from router.local import HEALTHY_S, MAX_PAUSE_S, MIN_PAUSE_S, LocalWorkers
+from router.local import LocalWorkers
 from router.processes.channel import (
     Answers,
     AskAll,
     AskAssignment,
-    AskFigures,
+    AskMetrics,
     AskState,
     Assignment,
     Channel,
@@ -45,18 +46,22 @@ from router.processes.channel import (
     Question,
 )
 from router.processes.siblings import VARIABLE
-from router.processes.summed import Figures, summed, without_gauges
+from router.processes.summed import Families, summed, without_gauges
 from wire.aio.listener import reserve
-from wire.process.children import start_child
+from wire.process.children import MIN_PAUSE_S, lives, signal_child, start_child
 from wire.process.lifetime import Stop, keep_watchdog, notify
 
 log = structlog.get_logger("router")
 
 # How long others wait for the answer of a process.
 ANSWER_S: Final = 1.0
+# The same where a load balancer asks whether we are ready: it gives up after a second, mostly.
+STATE_S: Final = 0.5
 SILENCE: Final = object()
 # As in the unit: an event loop that stands still for this long is broken.
 STUCK_S: Final = 15.0
+# As in the unit: one that does not serve by then never will.
+START_S: Final = 90.0
 # Variables of systemd that are for this process alone.
 PARENT_ONLY: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
@@ -74,20 +79,19 @@ class Process:
         self.heard_at = 0.0
         self.is_aborted = False
         self.state: ProcessState | None = None
-        self.figures: Figures = []
+        self.metrics: Families = []
 
     def signal(self, number: int) -> None:
         """Send it a signal if it runs."""
-        if self.child is not None and self.child.returncode is None:
-            with suppress(ProcessLookupError):
-                self.child.send_signal(number)
+        if self.child is not None:
+            signal_child(self.child, number)
 
-    def forget(self) -> Figures:
+    def forget(self) -> Families:
         """Take that it is gone; return its counters, which still count."""
         self.channel = self.child = self.state = None
         self.is_listening = self.is_aborted = False
         self.drained.set()
-        counters, self.figures = without_gauges(self.figures), []
+        counters, self.metrics = without_gauges(self.metrics), []
         return counters
 
 
@@ -109,7 +113,7 @@ class Processes:
         self._is_stopping = False
         self._endpoints: dict[str, str] = {}
         self._try_this = ""
-        self._ended_counters: Figures = []
+        self._ended_counters: Families = []
 
     async def serve(self, stop: Stop) -> int:
         """Run them until asked to stop; return the exit status."""
@@ -144,26 +148,25 @@ class Processes:
         return task
 
     async def _begin(self) -> None:
-        """When all serve: start local workers, say that we are ready, then look after all."""
-        await self._all_listen.wait()
+        """Look after all; when all serve, start local workers and say that we are ready."""
+        while not self._all_listen.is_set():
+            await self._look()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_listen.wait(), REPORT_S)
         buses = ",".join(process.bus for process in self._all)
         self._endpoints["bus"] = buses
         self._local = LocalWorkers(
             self._config, buses, lambda role, rank: is_free(self._states(), role, rank)
         )
         self._local.start()
-        if self._config.ready_file is not None:
-            write_whole(self._config.ready_file, json.dumps(self._endpoints) + "\n")
-        num, name = len(self._all), self._config.model_name
-        log.info("listening", **self._endpoints, model=name, processes=num)
+        announce(self._config, self._endpoints)
         notify("READY=1")
         readiness, loop = Readiness(self._try_this), asyncio.get_running_loop()
         while True:
             await self._look()
             states = self._states()
             notify(f"STATUS={status_line(states)}")
-            reasons = [reason for state in states for reason in state.reasons]
-            readiness.on_look(list(dict.fromkeys(reasons)), loop.time())
+            readiness.on_look(reasons_of(states), loop.time())
             await asyncio.sleep(REPORT_S)
 
     async def _stop(self, drain_s: float) -> None:
@@ -188,28 +191,16 @@ class Processes:
 
     async def _look_after(self, process: Process) -> int:
         """Start it again whenever it dies; return its status if it never served."""
-        loop, pause_s = asyncio.get_running_loop(), MIN_PAUSE_S
-        while True:
-            started_at = loop.time()
-            try:
-                status = await self._run(process)
-            except (OSError, RuntimeError) as error:  # no memory, descriptor or thread to be had
-                log.error("cannot start router process", process=process.index, reason=str(error))
-                status = 1
+        run = partial(self._run, process)
+        async for status in lives(run, log.bind(process=process.index), MIN_PAUSE_S):
             self._ended_counters = summed([self._ended_counters, process.forget()])
             if self._is_stopping or not process.has_listened:
                 return status
-            if loop.time() - started_at > HEALTHY_S:
-                pause_s = MIN_PAUSE_S
-            log.error(
-                "router process died", process=process.index, status=status, restart_in_s=pause_s
-            )
-            await asyncio.sleep(pause_s)
-            if self._is_stopping:
-                return status
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        return 1  # not reached: there is always a next life
 
     async def _run(self, process: Process) -> int:
+        if self._is_stopping:  # while it waited to be started again
+            return 0
         ours, theirs = socket.socketpair()
         process.channel = channel = Channel(ours, lambda asked: self._answer(process, asked))
         environ = {name: it for name, it in os.environ.items() if name not in PARENT_ONLY}
@@ -220,6 +211,7 @@ class Processes:
                     environ | {VARIABLE: str(theirs.fileno())},
                     [theirs.fileno()],
                 )
+            process.heard_at = asyncio.get_running_loop().time()
             log.info("router process started", process=process.index, pid=child.pid)
             if self._is_stopping:  # `_stop` has signalled the others already
                 process.signal(signal.SIGKILL)
@@ -231,12 +223,13 @@ class Processes:
 
     async def _look(self) -> None:
         """Ask all how they are; end those that have said nothing for too long."""
-        asked = [process for process in self._all if process.is_listening]
-        for process, state in zip(asked, await self._ask(AskState(), asked), strict=True):
+        here = [process for process in self._all if process.child is not None]
+        for process, state in zip(here, await self._ask(AskState(), here), strict=True):
             now = asyncio.get_running_loop().time()
             if state is not SILENCE:
                 process.heard_at = now
-            if (silent_s := now - process.heard_at) > STUCK_S:
+            allowed_s = STUCK_S if process.is_listening else START_S
+            if (silent_s := now - process.heard_at) > allowed_s:
                 log.error("router process is stuck", process=process.index, for_s=round(silent_s))
                 # At first SIGABRT, for which it logs the stacks of its threads.
                 process.signal(signal.SIGKILL if process.is_aborted else signal.SIGABRT)
@@ -249,6 +242,7 @@ class Processes:
             case AskAssignment():
                 if process.index:
                     await self._first_listens.wait()
+                process.heard_at = asyncio.get_running_loop().time()
                 return self._assignment(process)
             case Listening(endpoints, try_this):
                 self._on_listening(process, endpoints, try_this)
@@ -256,9 +250,9 @@ class Processes:
                 process.drained.set()
                 if self._is_stopping:  # or else only this one was asked to end, and begins again
                     await self._may_leave.wait()
-            case AskAll(AskFigures()):
-                await self._ask(AskFigures(), self._all)
-                every = [self._ended_counters, *(each.figures for each in self._all)]
+            case AskAll(AskMetrics()):
+                await self._ask(AskMetrics(), self._all)
+                every = [self._ended_counters, *(each.metrics for each in self._all)]
                 return Answers(every, is_complete=True)
             case AskAll(asked):
                 listening = [each for each in self._all if each.is_listening]
@@ -295,15 +289,16 @@ class Processes:
     async def _ask_one(self, question: Question, process: Process) -> object:
         if process.channel is None or not process.is_listening:
             return SILENCE
+        patience_s = STATE_S if isinstance(question, AskState) else ANSWER_S
         with suppress(TimeoutError, ConnectionError):
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(patience_s):
                 match question:
                     case AskState():
                         process.state = await process.channel.ask(question, ProcessState)
                         return process.state
-                    case AskFigures():
-                        process.figures = await process.channel.ask(question, Figures)
-                        return process.figures
+                    case AskMetrics():
+                        process.metrics = await process.channel.ask(question, Families)
+                        return process.metrics
                     case FindResponse() | DeleteResponse():
                         return await process.channel.ask(question, Any)
         return SILENCE

@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from router.api.errors import HttpError, retry_after
@@ -18,7 +19,7 @@ from router.processes.channel import (
     Answers,
     AskAll,
     AskAssignment,
-    AskFigures,
+    AskMetrics,
     AskState,
     Assignment,
     Channel,
@@ -28,12 +29,14 @@ from router.processes.channel import (
     Listening,
     Question,
 )
-from router.processes.summed import Figures
+from router.processes.summed import Families
 
 # The number of the descriptor that a router process inherits.
 VARIABLE: Final = "ROUTER_CHANNEL"
 # For the parent's answer, which itself waits less than that for a process that is stuck.
 PATIENCE_S: Final = 5.0
+# The same for how all processes are: a load balancer that asks gives up after a second, mostly.
+STATE_PATIENCE_S: Final = 0.75
 T = TypeVar("T")
 
 
@@ -42,23 +45,24 @@ class Siblings:
 
     def __init__(self, descriptor: int) -> None:
         self._channel = Channel(socket.socket(fileno=descriptor), self._answer)
-        self._state: Callable[[], ProcessState] | None = None
-        self._figures: Callable[[], Figures] | None = None
-        self._kept = KeptResponses()
+        self.assignment: Assignment
+        self._state: Callable[[], ProcessState]
+        self._metrics: Callable[[], Families]
+        self._kept: KeptResponses
 
-    async def begin(self) -> Assignment:
-        """Wait until this process may begin."""
+    async def begin(self) -> None:
+        """Wait until this process may begin, and has its `assignment`."""
         await self._channel.open()
-        return await self._channel.ask(AskAssignment(), Assignment)
+        self.assignment = await self._channel.ask(AskAssignment(), Assignment)
 
     def serve(
         self,
         state: Callable[[], ProcessState],
-        figures: Callable[[], Figures],
+        metrics: Callable[[], Families],
         kept: KeptResponses,
     ) -> None:
         """Answer the others with these."""
-        self._state, self._figures, self._kept = state, figures, kept
+        self._state, self._metrics, self._kept = state, metrics, kept
 
     async def listening(self, endpoints: dict[str, str], try_this: str) -> None:
         """Tell the parent that this process serves."""
@@ -73,12 +77,17 @@ class Siblings:
         await self._channel.close()
 
     async def states(self) -> list[ProcessState]:
-        """Return how all processes are, this one included."""
-        return (await self._ask_all(AskState(), Answers[ProcessState])).given
+        """Return how those processes are that say so soon; none while the parent is silent.
 
-    async def figures(self) -> list[Figures]:
+        Who asks is to go on by what it knows itself: clients are served without the parent.
+        """
+        with suppress(HttpError):
+            return (await self._ask_all(AskState(), Answers[ProcessState], STATE_PATIENCE_S)).given
+        return []
+
+    async def metrics(self) -> list[Families]:
         """Return what all processes have measured, this one and those that died included."""
-        return (await self._ask_all(AskFigures(), Answers[Figures])).given
+        return (await self._ask_all(AskMetrics(), Answers[Families])).given
 
     async def find(self, asker: str, name: str) -> KeptResponse | None:
         """Return a response that another process keeps; None if none does."""
@@ -95,9 +104,11 @@ class Siblings:
             raise _not_now()
         return any(deleted.given)
 
-    async def _ask_all(self, question: Question, kind: type[T]) -> T:
+    async def _ask_all(
+        self, question: Question, kind: type[T], patience_s: float = PATIENCE_S
+    ) -> T:
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(patience_s):
                 return await self._channel.ask(AskAll(question), kind)
         except (TimeoutError, ConnectionError):
             raise _not_now() from None
@@ -105,9 +116,9 @@ class Siblings:
     async def _answer(self, question: Question) -> object:
         match question:
             case AskState():
-                return self._state and self._state()
-            case AskFigures():
-                return self._figures and self._figures()
+                return self._state()
+            case AskMetrics():
+                return self._metrics()
             case FindResponse(asker, name):
                 return self._kept.get(asker, name)
             case DeleteResponse(asker, name):

@@ -13,8 +13,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 Labels = tuple[tuple[str, str], ...]
-# Of these gauges the highest counts; all others are added too.
-HIGHEST: Final = frozenset({"baton_event_loop_lag_seconds"})
+# The gauge of which the highest counts; all others are added too.
+LAG: Final = "baton_event_loop_lag_seconds"
 
 
 class Family(Struct):
@@ -26,10 +26,10 @@ class Family(Struct):
     samples: list[tuple[str, Labels, float]]
 
 
-Figures = list[Family]
+Families = list[Family]
 
 
-def figures(metrics: Iterable[Metric]) -> Figures:
+def families(metrics: Iterable[Metric]) -> Families:
     """Return series as they can be told to another process."""
     return [
         Family(
@@ -42,32 +42,32 @@ def figures(metrics: Iterable[Metric]) -> Figures:
     ]
 
 
-def summed(processes: Iterable[Figures]) -> Figures:
-    """Return the figures of all of them together."""
-    families: dict[str, Family] = {}
+def summed(processes: Iterable[Families]) -> Families:
+    """Return the series of all of them together."""
+    found: dict[str, Family] = {}
     values: dict[str, dict[tuple[str, Labels], float]] = {}
     for family in (each for process in processes for each in process):
-        families.setdefault(family.name, family)
-        found = values.setdefault(family.name, {})
+        found.setdefault(family.name, family)
+        series = values.setdefault(family.name, {})
         for name, labels, value in family.samples:
-            before = found.get((name, labels), 0.0)
+            before = series.get((name, labels), 0.0)
             highest = max(before, value)
-            found[name, labels] = highest if family.name in HIGHEST else before + value
+            series[name, labels] = highest if family.name == LAG else before + value
     return [
         Family(it.name, it.help, it.kind, [(*key, value) for key, value in values[name].items()])
-        for name, it in families.items()
+        for name, it in found.items()
     ]
 
 
-def without_gauges(process: Figures) -> Figures:
-    """Return what still counts of the figures of a process that has ended."""
+def without_gauges(process: Families) -> Families:
+    """Return what still counts of a process that has ended."""
     return [family for family in process if family.kind != "gauge"]
 
 
 class Series(Collector):
-    """Figures, and metrics of this process, as a registry has them."""
+    """Series of other processes, and metrics of this one, as a registry has them."""
 
-    def __init__(self, given: Figures, own: Iterable[Metric] = ()) -> None:
+    def __init__(self, given: Families, own: Iterable[Metric]) -> None:
         self._given, self._own = given, own
 
     def collect(self) -> Iterator[Metric]:

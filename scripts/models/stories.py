@@ -71,9 +71,6 @@ COLOURS = "black blue brown golden grey green pink purple red silver white yello
 PLACING = (("hid", "hide"), ("left", "leave"), ("lost", "lose"), ("put", "put"), ("found", "find"))
 GETTING = (("bought", "buy"), ("made", "make"), ("won", "win"), ("got", "get"))
 
-# What a row of words is made of; a row begins with any of them.
-WORDS = (*NAMES, *THINGS, *PETS, *FOODS, *COLOURS)
-
 TRAITS = "brave bright careful cheerful clever gentle happy kind little quiet shy young".split()
 OPENINGS = (
     "Once upon a time there was a {trait} {child} named {name}.",
@@ -163,7 +160,6 @@ STORY_REQUESTS = (
     "I want to hear a story{about}.",
 )
 READING_REQUESTS = ("Read this story.", "Here is a story.", "Story:", "Please read the story.")
-ECHO_REQUESTS = ("Say this again:", "Repeat after me:", "Repeat:", "Please say:")
 SMALL_TALK = (
     ("Hello", "Hello! Would you like to hear a story?"),
     ("Hello!", "Hello! Would you like to hear a story?"),
@@ -374,12 +370,6 @@ def chat_recall(rng: Random, stories: Sequence[Story], num_questions: int = 1) -
     first, *others = _exchanges(pick_questions(rng, stories, num_questions))
     opening = Turn("user", text + rng.choice((" ", "\n", "\n\n")) + first.content)
     return [*_system(rng), opening, *others]
-
-
-def chat_echo(rng: Random) -> list[Turn]:
-    """A request to repeat a row of words: copying from the prompt, and nothing else."""
-    row = " ".join(rng.sample(WORDS, rng.randint(6, 24)))
-    return [Turn("user", f"{rng.choice(ECHO_REQUESTS)} {row}"), Turn("assistant", row)]
 
 
 def chat_small_talk(rng: Random) -> list[Turn]:

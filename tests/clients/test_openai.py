@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -16,17 +15,6 @@ MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 # As /v1/responses takes them: without the inner object.
 FLAT: Any = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
-
-
-@pytest.fixture(scope="module")
-def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{cluster.http}/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=openai.DefaultHttpxClient(trust_env=False),
-    ) as client:
-        yield client
 
 
 def chat(client: openai.OpenAI, cluster: Cluster, **fields: Any) -> Any:

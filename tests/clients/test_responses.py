@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -16,17 +15,6 @@ CALLED: Any = {
     "tools": [{"type": "function", **tool["function"], "strict": True} for tool in TOOLS],
     "tool_choice": {"type": "function", "name": "get_weather"},
 }
-
-
-@pytest.fixture(scope="module")
-def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{cluster.http}/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=openai.DefaultHttpxClient(trust_env=False),
-    ) as client:
-        yield client
 
 
 def respond(client: openai.OpenAI, cluster: Cluster, **fields: Any) -> Any:

@@ -62,7 +62,10 @@ async def measure(
             after += [] if is_late else [wait_s]
             if len(after) == rounds:
                 return Waits(idle_s, after, chunk_s)
-        raise RuntimeError("a prompt was read before it could be cancelled, time and again")
+        raise RuntimeError(
+            "a prompt was read before it could be cancelled, time and again: this machine is too "
+            "quick for this model, give a larger one by --model DIR"
+        )
     finally:
         await tcp.close()
 

@@ -95,6 +95,7 @@ def check(
 ) -> int:
     """Run the stages, keep what they find, report."""
     print(f"seed {settings.seed}, backend {settings.backend}, findings in {trail.path}", flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     for name in ("findings.jsonl", "log.txt", "report.txt", "verified.json"):
         (args.out / name).unlink(missing_ok=True)
     deadline = time.monotonic()

@@ -49,17 +49,17 @@ def test_a_stage_that_does_not_exist_is_a_usage_error() -> None:
 def test_the_shim_runs_the_verification_and_claims_nothing(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
-    before = record.PATH.read_bytes()
+    before, out = record.PATH.read_bytes(), tmp_path / "not there yet"
     stages = ("--only", "verify attention", "--only", "bench limits")
-    done = gpu_check("--backend", "shim", "--seed", "3", "--out", str(tmp_path), *stages)
+    done = gpu_check("--backend", "shim", "--seed", "3", "--out", str(out), *stages)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOT on a GPU, seed 3" in done.stdout and "it needs a GPU" in done.stdout
-    assert (tmp_path / "report.txt").read_text() in done.stdout
-    lines = (tmp_path / "findings.jsonl").read_text().splitlines()
+    assert (out / "report.txt").read_text() in done.stdout
+    lines = (out / "findings.jsonl").read_text().splitlines()
     ended = [it for it in map(json.loads, lines) if it["state"] == "ok"]
     assert [it["part"] for it in ended] == ["tiled 64 bfloat16", "plain 24 bfloat16"]
     assert record.PATH.read_bytes() == before
-    files = {path.name for path in tmp_path.iterdir()}
+    files = {path.name for path in out.iterdir()}
     assert files == {"findings.jsonl", "log.txt", "report.txt"}  # and verified.json of a full run
 
 

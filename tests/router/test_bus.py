@@ -12,7 +12,7 @@ import pytest
 import structlog.testing
 
 from router.bus import MAX_MESSAGE_BYTES, Bus
-from router.core.fleet import WorkerState
+from router.core.fleet import MISSED_BEATS, WorkerState
 from router.core.request import Request
 from router.core.state import Limits, RequestIds
 from tests.router.scripted import (
@@ -254,6 +254,22 @@ def test_both_sides_beat_and_silence_is_noticed() -> None:
     assert router.fleet.get(P) is not None and router.fleet.get(D) is None
     assert sink.error.code is ErrorCode.WORKER_LOST
     assert [worker.state for worker in router.fleet] == [WorkerState.READY, WorkerState.LOST]
+
+
+def test_a_worker_whose_heartbeats_wait_behind_tokens_is_not_silent() -> None:
+    router = Router()
+    router.pair()
+    beaten_at, worker = router.now, router.fleet.get(D)
+    assert worker is not None
+    for _ in range(2 * MISSED_BEATS):
+        router.now += 1.0
+        router.beat(P, load())
+        router.say(D, DecodeToken(9, 7))  # whatever it is about
+        router.bus.tick()
+        assert router.fleet.get(D) is worker and worker.is_ready
+        assert worker.last_seen == beaten_at, "its figures are as old as its last heartbeat"
+    router.beat(D, load())
+    assert worker.last_seen == router.now
 
 
 def test_heartbeats_feed_the_prefix_index() -> None:

@@ -140,7 +140,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(
             workers.start()
             await until(lambda: logs)
         await until(lambda: workers.pids)
-    assert logs[0]["event"] == "cannot start local worker"
+    assert logs[0]["event"] == "cannot start child process"
     await workers.stop(20.0)
 
 

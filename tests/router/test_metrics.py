@@ -136,7 +136,7 @@ def test_of_several_processes_the_workers_are_there_once() -> None:
     metrics = served(router)
     router.pair()
     router.submit(20, new=0)
-    text = metrics.render([metrics.figures(), metrics.figures()]).decode()
+    text = metrics.render([metrics.families(), metrics.families()]).decode()
     assert "baton_requests_running 2.0" in text
     assert text.count('baton_peer_up{rank="0",role="decode"} 1.0') == 1
     assert text.count("# TYPE baton_workers gauge") == 1

@@ -79,7 +79,7 @@ def _skip_fence(sound: Callable[..., Any]) -> Callable[..., Any]:
     def hello(self: Fleet, identity: bytes, hello: Hello, *rest: Any) -> Any:
         for worker in self:
             if (worker.role, worker.rank) == (hello.role, hello.rank):
-                worker.last_seen = 0.0  # so whoever comes takes its place
+                worker.last_heard = 0.0  # so whoever comes takes its place
         return sound(self, identity, hello, *rest)
 
     return hello

@@ -92,6 +92,7 @@ def _config(name: str, routers: tuple[str, ...]) -> Config:
         rank=int(rank),
         router=routers,
         executor="hash",
+        kv_segment_port="off",  # its thread sleeps on a socket, which this network has none of
     )
 
 

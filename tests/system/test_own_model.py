@@ -74,7 +74,7 @@ def test_a_bug_of_the_model_ends_one_request_once(tmp_path: Path) -> None:
         assert len(cluster.until_idle()["workers"]) == 4
         events = [json.loads(line) for line in cluster.log().splitlines()]
     assert len([event for event in events if event["event"] == "local worker started"]) == 4
-    assert not [event for event in events if event["event"] == "local worker died"]
+    assert not [event for event in events if event["event"] == "child process ended"]
     refusals = [event for event in events if event["event"] == "request failed"]
     assert [event["stage"] for event in refusals] == ["prefill", "decode"], "tried once each"
     faults = [event for event in events if event["event"] == "a sequence cannot be computed"]

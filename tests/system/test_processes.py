@@ -181,6 +181,33 @@ async def test_a_process_that_is_stuck_holds_up_nobody_who_asks_the_other(
         assert lines(again, requests) == lines(counted, requests)
 
 
+async def test_without_an_answer_of_the_parent_each_speaks_for_itself(cluster: Cluster) -> None:
+    # Workers may have to join again the one that a test before has stopped for a while.
+    await asyncio.to_thread(until, lambda: is_ready(cluster), "ready")
+    async with one_each(cluster) as clients:
+        cluster.router.send_signal(signal.SIGSTOP)
+        try:
+            for client, pid in zip(clients, pids(cluster).values(), strict=True):
+                for path in ("/readyz", "/load"):
+                    answer = await client.get(path)
+                    assert answer.status_code == 200, answer.text
+                processes = (await client.get("/v1/cluster")).json()["router"]["processes"]
+                assert [each["pid"] for each in processes] == [pid]
+            # Of a part of the figures nobody could tell that it is a part.
+            assert (await clients[0].get("/metrics")).status_code == 503
+            [stream] = records = streams(1)
+            await ask_http(clients[1], stream)
+            assert problems(records) == []
+        finally:
+            cluster.router.send_signal(signal.SIGCONT)
+        processes = (await clients[0].get("/v1/cluster")).json()["router"]["processes"]
+        assert len(processes) == 2
+
+
+def is_ready(cluster: Cluster) -> bool:
+    return httpx.get(f"{cluster.http}/readyz", trust_env=False).is_success
+
+
 def lines(text: str, name: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(name)]
 

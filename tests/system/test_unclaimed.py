@@ -27,7 +27,14 @@ LEASE_S = 6.0
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, str]]:
     """A cluster, and where its one decode worker takes KV in."""
     with Cluster(tmp_path_factory.mktemp("unclaimed"), local="1,0", executor="hash") as cluster:
-        settings = ("--num-blocks", str(NUM_BLOCKS), "--lease-s", str(LEASE_S))
+        settings = (
+            "--num-blocks",
+            str(NUM_BLOCKS),
+            "--lease-s",
+            str(LEASE_S),
+            "--kv-segment-port",
+            "off",
+        )
         yield cluster, kv_endpoint(cluster.worker("decode", 0, *settings))
 
 

@@ -133,7 +133,7 @@ class Gate:
         if is_live and is_welcome:
             self._holders[fd] = public, peer
         elif is_live:
-            _cut(fd)
+            cut(fd)
         return is_welcome
 
     def leave(self, fd: int) -> None:
@@ -152,7 +152,7 @@ class Gate:
         for fd in self._revoked():
             public, _ = self._holders.pop(fd)
             _LOG.warning("key revoked, connection cut", public_key=public)
-            _cut(fd)
+            cut(fd)
 
     def _revoked(self) -> list[int]:
         return [fd for fd, its in self._holders.items() if not self._may_speak(*its)]
@@ -212,7 +212,7 @@ def _knock(endpoint: str, options: Options, answer: Callable[[], None], probe_s:
             stranger.close()
 
 
-def _cut(fd: int) -> None:
+def cut(fd: int) -> None:
     """End a connection that libzmq owns: it finds its socket shut down and lets go of it."""
     with suppress(OSError), socket.socket(fileno=os.dup(fd)) as twin:
         twin.shutdown(socket.SHUT_RDWR)

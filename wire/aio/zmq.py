@@ -36,7 +36,8 @@ from wire.aio.port import (
     terminate,
 )
 from wire.aio.pump import Pump, guarded
-from wire.aio.zap import Gate, prove
+from wire.aio.strangers import Strangers
+from wire.aio.zap import Gate, cut, prove
 from wire.errors import PeerLost
 from wire.parts import Buffer
 from wire.process.keys import Keys
@@ -81,6 +82,7 @@ class Hub:
         self._gate: Gate | None = None
         if keys is not None:
             self._gate = Gate(self._port.context, keys, lambda: self._pump.read_events())
+        self._strangers = Strangers(lambda: self._pump.read_events(), cut)
         self._peers = Peers(limits, self._port.transmit, guarded(on_lost))
         self._pump = Pump(
             self._port, self._receive, self._notice, self._peers.settle, self._peers.flush
@@ -147,6 +149,7 @@ class Hub:
     def _may_speak(self, peer: bytes, frame: zmq.Frame, fd: int) -> bool:
         if self._gate is None:
             return True
+        self._strangers.leave(fd)
         public = str(frame.get("User-Id"))
         return self._gate.admit(peer, public, fd, is_live=self._peers.is_live(fd))
 
@@ -154,8 +157,13 @@ class Hub:
         kind, fd = event
         if kind == zmq.EVENT_ACCEPTED:
             self._peers.open(fd)
+            if self._gate is not None:
+                self._strangers.come(fd)
+        elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._strangers.succeed()
         elif kind == zmq.EVENT_DISCONNECTED:
             self._peers.close(fd)
+            self._strangers.leave(fd)
             if self._gate is not None:
                 self._gate.leave(fd)
 

@@ -1,4 +1,4 @@
-"""Child processes: of the same release, and on Linux none outlives who started it."""
+"""Child processes: of the same release, started again; on Linux none outlives who started it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from structlog.typing import FilteringBoundLogger
+
+MIN_PAUSE_S: Final = 0.5
+MAX_PAUSE_S: Final = 30.0
+# After a child has run for this long, the pause is short again.
+HEALTHY_S: Final = 60.0
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -39,6 +46,37 @@ async def start_child(
         start_new_session=True,
         preexec_fn=die_with_parent(),
     )
+
+
+def signal_child(child: asyncio.subprocess.Process, number: int) -> None:
+    """Send a child a signal if it is not gone."""
+    with suppress(ProcessLookupError):
+        child.send_signal(number)
+
+
+async def lives(
+    run: Callable[[], Awaitable[int]], log: FilteringBoundLogger, min_pause_s: float
+) -> AsyncIterator[int]:
+    """Run a child again and again, after pauses that grow, and yield how it ended each time.
+
+    Args:
+        run: Starts it and waits for its exit status; where it cannot be started, that is 1.
+        log: Names the child.
+    """
+    loop, pause_s = asyncio.get_running_loop(), min_pause_s
+    while True:
+        started_at = loop.time()
+        try:
+            status = await run()
+        except (OSError, RuntimeError) as error:  # no memory, descriptor or thread to be had
+            log.error("cannot start child process", reason=str(error))
+            status = 1
+        yield status
+        if loop.time() - started_at > HEALTHY_S:
+            pause_s = min_pause_s
+        log.warning("child process ended", status=status, restart_in_s=pause_s)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
 def die_with_parent() -> Callable[[], None] | None:

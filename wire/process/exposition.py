@@ -33,10 +33,9 @@ class Distribution(Collector):
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count `times` observations of `value`."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self.share(value, 1)
 
     def share(self, total: float, times: int) -> None:
         """Count `times` observations that came to `total` together."""

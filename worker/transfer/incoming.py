@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wire.parts import Buffer
-from wire.transfer import KVReceiver, Segment
+from wire.transfer import MAX_SEGMENT_BYTES, KVReceiver, Segment
 from worker.engine.unpacking import unpack
 from worker.executor.contract import KVCache
 from worker.transfer.in_memory import fetch
@@ -70,8 +70,9 @@ class IncomingTransfer:
 
     @property
     def is_ack_due(self) -> bool:
-        """Whether the sender may soon run out of credit."""
-        return 4 * (self.receiver.kv_bytes - self.acked_bytes) >= self.wanted_bytes
+        """Whether the sender may soon run out of credit, or has too little for a segment."""
+        unacked_bytes = self.receiver.kv_bytes - self.acked_bytes
+        return unacked_bytes >= min(self.wanted_bytes / 4, self.wanted_bytes - MAX_SEGMENT_BYTES)
 
 
 def store(cache: KVCache, transfer: IncomingTransfer, segment: Segment) -> Exception | None:

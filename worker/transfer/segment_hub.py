@@ -57,9 +57,8 @@ class SegmentHub(Generic[A]):
         """Listen; port 0 is any free one.  Raises OSError."""
         self._taker = taker
         self._calls = LoopCalls()
-        # By peer: the last token it sent, None if it opened a connection.
-        self._tokens: dict[bytes, bytes | None] = {}
-        self._used: dict[bytes, bytes] = {}
+        self._tokens: dict[bytes, bytes] = {}  # by peer: the last that it sent
+        self._used: set[bytes] = set()  # peers whose token has let somebody in
         self._readers: dict[bytes, _Reader[A]] = {}
         self._ending: set[_Reader[A]] = set()
         listening = bind(host.strip("[]"), port)
@@ -68,14 +67,14 @@ class SegmentHub(Generic[A]):
 
     def expect(self, peer: bytes, token: bytes) -> None:
         """Let `peer` in once with this token, and cut what it opened with an earlier one."""
-        if not compare_digest(self._used.get(peer, b""), token):
+        if not compare_digest(self._tokens.get(peer, b""), token):
             self.forget(peer)
-            self._tokens[peer] = self._used[peer] = token
+            self._tokens[peer] = token
 
     def forget(self, peer: bytes) -> None:
         """Let `peer` in no more, and cut its connection."""
         self._tokens.pop(peer, None)
-        self._used.pop(peer, None)
+        self._used.discard(peer)
         if (reader := self._readers.pop(peer, None)) is not None:
             reader.cut()
 
@@ -105,7 +104,12 @@ class SegmentHub(Generic[A]):
             client.close()
             return
         client.setblocking(True)
-        reader = _Reader(peer, client, self._taker, self._calls)
+        try:
+            reader = _Reader(peer, client, self._taker, self._calls)
+        except RuntimeError as error:  # no thread is to be had
+            log.error("cannot read segments", peer=peer.decode(), reason=str(error))
+            client.close()
+            return
         self._readers[peer] = reader
         self._ending.add(reader)
         reader.ended.add_done_callback(lambda _: self._on_ended(reader))
@@ -116,10 +120,10 @@ class SegmentHub(Generic[A]):
             return b""
         token = greeting[len(GREETING) :]
         for peer, expected in self._tokens.items():
-            if expected is not None and compare_digest(expected, token):
-                self._tokens[peer] = None
+            if compare_digest(expected, token) and peer not in self._used:
+                self._used.add(peer)
                 return peer
-        log.warning("connection for segments refused: unknown token")
+        log.debug("connection for segments refused: unknown token")  # strangers fill no log
         return b""
 
     def _on_ended(self, reader: _Reader[A]) -> None:
@@ -172,13 +176,13 @@ class _Reader(Generic[A]):
             self._calls.post(self._end)
 
     def _read(self, buffer: memoryview) -> bool:
-        """Fill `buffer`; False at the end of the stream."""
-        while len(buffer):
-            num_bytes = self._socket.recv_into(buffer, 0, socket.MSG_WAITALL)
-            if not num_bytes:
-                return False
-            buffer = buffer[num_bytes:]
-        return True
+        """Fill `buffer`; False if the connection ends before."""
+        with suppress(OSError):  # however it ends
+            while num_bytes := self._socket.recv_into(buffer, 0, socket.MSG_WAITALL):
+                if num_bytes == len(buffer):
+                    return True
+                buffer = buffer[num_bytes:]
+        return False
 
     def _ask(self, frame: KvCache, descriptor: bytes, kv: memoryview) -> None:
         answer = None

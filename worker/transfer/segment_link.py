@@ -103,7 +103,8 @@ class SegmentLink:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 connected = await _greeted(self._loop, self._host, port, self.token)
-        except (OSError, TimeoutError) as error:
+            thread = Copies()
+        except (OSError, RuntimeError, UnicodeError) as error:  # of a thread, of a host's name
             if not self._is_warned:
                 self._is_warned = True
                 log.warning(
@@ -114,7 +115,7 @@ class SegmentLink:
             self.connecting, self.token = None, new_token()
             return
         self.connecting, self._is_warned = None, False
-        self._socket, self._thread = connected, Copies()
+        self._socket, self._thread = connected, thread
         # Nothing is said here any more.  By way of another descriptor, for what a loop watches, it
         # makes nonblocking, and the thread sleeps on this one.
         self._end = select.epoll()

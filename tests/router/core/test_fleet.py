@@ -134,16 +134,6 @@ def test_one_that_fell_silent_gives_way(epoch: int) -> None:
     assert [worker.epoch for worker in table] == [epoch]
 
 
-def test_a_place_is_free_when_nobody_is_there() -> None:
-    table = fleet()
-    assert table.is_free(Role.DECODE, 0)
-    identity = hello(table)
-    assert not table.is_free(Role.DECODE, 0) and table.is_free(Role.PREFILL, 0)
-    table.lose(identity, 0.0)
-    assert table.is_free(Role.DECODE, 0)
-    hello(table, epoch=2)
-
-
 @pytest.mark.parametrize(
     ("identity", "frame"),
     [

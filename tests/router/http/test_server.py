@@ -363,6 +363,34 @@ async def test_what_follows_an_upgrade_has_the_same_limits() -> None:
         assert error_of(await ask(server, connect)) == (400, "invalid_http")
 
 
+async def test_http_1_0_gets_a_stream_without_chunks() -> None:
+    async with serving(QUICK) as server:
+        for request in (b"GET", b"HEAD"):
+            answer = await ask(server, request + b" /slow HTTP/1.0\r\n\r\n")
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert b"connection: close" in head and b"transfer-encoding" not in head
+            assert body == (b"begin end" if request == b"GET" else b"")
+        whole = await ask(server, b"GET /1 HTTP/1.0\r\n\r\n")
+        assert b"content-length: 2\r\n" in whole
+        assert (await ask(server, SLOW)).count(b"transfer-encoding: chunked") == 1
+
+
+async def test_http_1_0_has_no_way_past_asgi_and_can_be_cut_off() -> None:
+    ways = list[object]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        ways.extend([find_push(send), abort(send)])
+
+    server = HttpServer(app, "127.0.0.1", 0, Limits(), None)
+    task = asyncio.create_task(server.run_on_loop())
+    with contextlib.suppress(ConnectionError):
+        await ask(server, b"GET / HTTP/1.0\r\n\r\n")
+    server.should_exit = True
+    await task
+    assert ways == [None, True]
+
+
 async def test_http_1_0_is_never_told_to_continue() -> None:
     """RFC 9110 10.1.1: such a client would take it for the answer."""
     for version, count in ((b"1.0", 0), (b"1.1", 1)):

@@ -29,7 +29,12 @@ class Client:
     """One HTTP client by hand: a clock that stands still, a `send` that can be made to block."""
 
     def __init__(
-        self, *, is_streamed: bool = True, push: Push | None = None, turns: Turns | None = None
+        self,
+        *,
+        is_streamed: bool = True,
+        push: Push | None = None,
+        turns: Turns | None = None,
+        choices: int = 1,
     ) -> None:
         self.now = 0.0
         self.clock: Callable[[], float] = lambda: self.now
@@ -54,7 +59,7 @@ class Client:
         asked = CompletionRequest(
             answer=TextAnswer,
             tokenizer=Tokenizer(LETTERS),
-            requests=[(Request((8, 9), Options(), 5), "")],
+            requests=[(Request((8, 9), Options(), 5), "")] * choices,
             is_streamed=is_streamed,
         )
         self.completion = Completion(self.core, asked, self.writer)
@@ -105,6 +110,19 @@ async def test_a_stream_to_its_end() -> None:
     assert (start["status"], (b"x", b"y") in start["headers"]) == (200, True)
     assert [body["more_body"] for body in bodies] == [True, True, True, False]
     assert client.tokens == [(0.5, 2), (0.25, 1)]
+
+
+async def test_choices_that_come_by_turns_say_nothing_of_the_time_between_tokens() -> None:
+    client = Client(choices=2)
+    task = client.stream()
+    for now in (1.0, 2.0):
+        client.now = now
+        client.say("ab")
+        assert text_of(await client.bodies.get()) == "ab"
+    for sink in client.core.sinks:
+        sink.on_done(Usage(finish_reason="stop"))
+    await task
+    assert client.tokens == []
 
 
 async def test_nothing_is_said_before_the_first_token() -> None:
@@ -324,6 +342,11 @@ async def test_a_server_that_breaks_ends_its_own_request_only() -> None:
         await tasks[0]
     assert text_of(await sound.bodies.get()) == "a"
     tasks[1].cancel()
+    broken.breaks = False
+    broken.say("b")  # until its request is cancelled, tokens come
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert broken.sent == []
 
 
 async def test_a_write_that_waits_can_be_interrupted() -> None:

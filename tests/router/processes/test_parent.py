@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from router.config import Config
 from router.processes.parent import PARENT_ONLY, Process, serve_by_several
-from router.processes.summed import figures
+from router.processes.summed import families
 from tests.scarce import no_descriptor_left
 from wire.process.lifetime import Stop
 
@@ -55,8 +56,14 @@ class Parent:
             if line["event"] == "router process started" and line["process"] == index
         ]
 
-    def said(self, event: str) -> list[int]:
-        return [line["process"] for line in self._capture.entries if line["event"] == event]
+    async def die(self, index: int) -> None:
+        """Kill one of the processes, and wait for the next in its place."""
+        lives = self.pids(index)
+        os.kill(lives[-1], signal.SIGKILL)
+        await until(lambda: self.pids(index) != lives)
+
+    def said(self, event: str, what: str = "process") -> list[Any]:
+        return [line[what] for line in self._capture.entries if line["event"] == event]
 
 
 @asynccontextmanager
@@ -78,7 +85,7 @@ async def parent(directory: Path, bus: str = "tcp://127.0.0.1:0") -> AsyncIterat
 def test_what_a_process_has_counted_is_taken_over_once_when_it_is_gone() -> None:
     process, registry = Process(1, "tcp://127.0.0.1:5601"), CollectorRegistry()
     Counter("baton_requests", "Ends.", registry=registry).inc()
-    process.is_listening, process.figures = True, figures(registry.collect())
+    process.is_listening, process.metrics = True, families(registry.collect())
     assert [family.name for family in process.forget()] == ["baton_requests"]
     assert process.forget() == []
     assert not process.is_listening, "nobody is to wait for its answers"
@@ -126,11 +133,6 @@ async def test_counters_do_not_fall_however_often_a_process_dies(
         lines = (await ask("/metrics")).splitlines()
         return [line for line in lines if line.startswith(counter)]
 
-    async def die() -> None:
-        lives = it.pids(1)
-        os.kill(lives[-1], signal.SIGKILL)
-        await until(lambda: it.pids(1) != lives)
-
     async with parent(tmp_path) as it:
         await until(it.ready.exists)
         url = json.loads(it.ready.read_text())["http"]
@@ -138,20 +140,75 @@ async def test_counters_do_not_fall_however_often_a_process_dies(
             await ask("/v1/completions", prompt=[1, 2], max_tokens=1)
         before = await counted()
         assert [float(line.split()[-1]) for line in before] == [12.0]
-        await die()
+        await it.die(1)
         assert await counted() == before
-        await die()
+        await it.die(1)
         assert await counted() == before
 
 
 async def test_one_that_is_stuck_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("STUCK_S", "REPORT_S", "ANSWER_S"):
+    for name in ("STUCK_S", "REPORT_S", "STATE_S"):
         monkeypatch.setattr(f"router.processes.parent.{name}", 0.2)
     async with parent(tmp_path) as it:
         await until(it.ready.exists)
         os.kill(it.pids(0)[0], signal.SIGSTOP)
         await until(lambda: len(it.pids(0)) == 2)
-    assert set(it.said("router process is stuck")) == {0}
+        assert set(it.said("router process is stuck")) == {0}
+        assert len(it.pids(1)) == 1
+        os.kill(it.pids(1)[0], signal.SIGSTOP)
+        await until(lambda: 1 in it.said("router process is stuck"))
+        os.kill(it.pids(1)[0], signal.SIGCONT)  # it can do what SIGABRT makes it do
+        await until(lambda: len(it.pids(1)) == 2)
+    assert it.said("child process ended", "status") == [-signal.SIGKILL, -signal.SIGABRT]
+
+
+async def test_one_that_does_not_begin_to_serve_is_waited_for_by_nobody_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.processes.parent.ANSWER_S", 60.0)
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        os.kill(it.pids(1)[0], signal.SIGKILL)
+        await until(lambda: len(it.pids(1)) == 2)
+        os.kill(hung := it.pids(1)[1], signal.SIGSTOP)
+        url = json.loads(it.ready.read_text())["http"]
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+            assert (await client.get("/metrics")).status_code == 200
+        monkeypatch.setattr("router.processes.parent.STUCK_S", 600.0)
+        monkeypatch.setattr("router.processes.parent.START_S", 0.0)
+        await until(lambda: is_gone(hung))
+        monkeypatch.undo()  # before the next one starts, after a pause
+        await until(lambda: len(it.pids(1)) == 3)
+        assert set(it.said("router process is stuck")) == {1}
+    assert it.serving.result() == 0
+
+
+async def test_the_pause_grows_until_one_has_served_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.processes.parent.MIN_PAUSE_S", 0.01)
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        for life in range(3):
+            if life == 2:
+                monkeypatch.setattr("wire.process.children.HEALTHY_S", 0.0)
+            await it.die(1)
+    assert it.said("child process ended", "restart_in_s") == [0.01, 0.02, 0.01]
+
+
+async def test_none_is_started_again_while_all_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.processes.parent.MIN_PAUSE_S", 0.05)
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        os.kill(it.pids(0)[0], signal.SIGSTOP)  # so that the stop takes longer than the pause
+        os.kill(it.pids(1)[0], signal.SIGKILL)
+        await until(lambda: it.said("child process ended"))
+        it.stop.set()
+        await asyncio.sleep(0.2)
+        os.kill(it.pids(0)[0], signal.SIGCONT)
+        assert await it.serving == 0
     assert len(it.pids(1)) == 1
 
 
@@ -162,7 +219,7 @@ async def test_one_that_cannot_be_started_again_is_tried_again_and_the_other_ser
         await until(it.ready.exists)
         with no_descriptor_left():
             os.kill(it.pids(1)[0], signal.SIGKILL)
-            await until(lambda: it.said("cannot start router process"))
+            await until(lambda: it.said("cannot start child process"))
         await until(lambda: len(it.pids(1)) == 2)
         assert len(it.pids(0)) == 1 and not it.serving.done()
     assert it.serving.result() == 0

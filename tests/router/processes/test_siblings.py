@@ -19,7 +19,7 @@ from router.processes.channel import (
     Answers,
     AskAll,
     AskAssignment,
-    AskFigures,
+    AskMetrics,
     AskState,
     Assignment,
     Channel,
@@ -48,7 +48,8 @@ async def beside(
     parent = Channel(ours, assignment_first)
     await parent.open()
     process = Siblings(theirs.detach())
-    assert await process.begin() == ASSIGNMENT
+    await process.begin()
+    assert process.assignment == ASSIGNMENT
     kept = KeptResponses()
     kept.keep("resp_1", KEPT)
     process.serve(lambda: STATE, lambda: [FAMILY], kept)
@@ -63,7 +64,7 @@ async def test_what_it_is_asked() -> None:
 
     async with beside(nothing) as (_, parent):
         assert await parent.ask(AskState(), ProcessState) == STATE
-        assert await parent.ask(AskFigures(), list[Family]) == [FAMILY]
+        assert await parent.ask(AskMetrics(), list[Family]) == [FAMILY]
         maybe: Any = KeptResponse | None
         for asker, name, found in (("anna", "resp_1", KEPT), ("ben", "resp_1", None)):
             assert await parent.ask(FindResponse(asker, name), maybe) == found
@@ -78,7 +79,7 @@ async def test_what_it_asks(is_complete: bool) -> None:
         match question.question:
             case AskState():
                 return Answers([STATE, STATE], is_complete=True)
-            case AskFigures():
+            case AskMetrics():
                 return Answers([[], [FAMILY]], is_complete=True)
             case FindResponse(_, name):
                 found = [None, KEPT if name == "resp_2" else None]
@@ -88,7 +89,7 @@ async def test_what_it_asks(is_complete: bool) -> None:
 
     async with beside(answer) as (process, _):
         assert await process.states() == [STATE, STATE]
-        assert await process.figures() == [[], [FAMILY]]
+        assert await process.metrics() == [[], [FAMILY]]
         assert await process.find("anna", "resp_2") == KEPT
         assert await process.delete("anna", "resp_2")
         if is_complete:
@@ -102,19 +103,20 @@ async def test_what_it_asks(is_complete: bool) -> None:
 
 
 async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(siblings, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(siblings, "STATE_PATIENCE_S", 0.01)
 
     async def answer(question: object) -> object:
         await asyncio.Event().wait()
         return None
 
     async with beside(answer) as (process, parent):
-        with pytest.raises(HttpError) as caught:
-            await process.states()
-        assert (caught.value.status, caught.value.code) == (503, "overloaded")
+        assert await process.states() == [], "who asks goes on by what it knows itself"
+        metrics = asyncio.create_task(process.metrics())
         await parent.close()
-        with pytest.raises(HttpError):
-            await process.states()
+        with pytest.raises(HttpError) as caught:
+            await metrics
+        assert (caught.value.status, caught.value.code) == (503, "overloaded")
+        assert await process.states() == []
 
 
 async def test_the_line_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:

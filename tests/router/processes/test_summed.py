@@ -1,13 +1,13 @@
-"""Figures of several processes: what is added, what is not, and what stays of one that died."""
+"""Series of several processes: what is added, what is not, and what stays of one that died."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from router.processes.summed import Figures, Series, figures, summed, without_gauges
+from router.processes.summed import Families, Series, families, summed, without_gauges
 
 
-def process(requests: int, running: int, lag_s: float) -> Figures:
+def process(requests: int, running: int, lag_s: float) -> Families:
     registry = CollectorRegistry()
     counter = Counter("baton_requests", "Ends.", ["outcome"], registry=registry)
     counter.labels("stop").inc(requests)
@@ -17,11 +17,11 @@ def process(requests: int, running: int, lag_s: float) -> Figures:
     Gauge("baton_event_loop_lag_seconds", "Lag.", registry=registry).set(lag_s)
     histogram = Histogram("baton_request_seconds", "Time.", buckets=(1, 2), registry=registry)
     histogram.observe(requests)
-    return figures(registry.collect())
+    return families(registry.collect())
 
 
-def shown(of: Figures) -> dict[str, float]:
-    text = generate_latest(Series(of)).decode()
+def shown(of: Families) -> dict[str, float]:
+    text = generate_latest(Series(of, [])).decode()
     rows = [line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#"]
     found = {name: float(value) for name, value in rows if "_created" not in name}
     assert len(found) == len([name for name, _ in rows if "_created" not in name])

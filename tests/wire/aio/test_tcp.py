@@ -22,6 +22,8 @@ from wire.stream import StreamDecoder, encode
 KIB = 1024
 # More than the kernel's buffers of a connection hold.
 FLOOD_BYTES = 12 << 20
+# A value of SO_LINGER: close by a reset.
+RESET = b"\1\0\0\0\0\0\0\0"
 
 
 class Told:
@@ -137,6 +139,28 @@ async def test_what_was_said_in_the_turn_of_a_clients_end_still_goes(house: Hous
         ending.setblocking(False)
         octets = await asyncio.get_running_loop().sock_recv(ending, KIB)
     assert octets == b"".join(encode(DecodeDone(1)))
+
+
+async def test_who_vanishes_in_a_turn_takes_no_ones_words_along(house: House) -> None:
+    def answer(told: Told, message: Message) -> None:
+        for each in (first, told):
+            each.connection.send(DecodeDone(1))
+
+    server = await house.serve(answer=answer)
+    address = "127.0.0.1", server.port
+    vanishing = socket.create_connection(address)
+    vanishing.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    first = await house.handlers.get()
+    with socket.create_connection(address) as other:
+        await house.handlers.get()
+        # The server reads both in one turn of its loop, in this order.
+        vanishing.close()
+        other.sendall(b"".join(encode(Cancel(1, 0))))
+        other.setblocking(False)
+        async with asyncio.timeout(10):
+            octets = await asyncio.get_running_loop().sock_recv(other, KIB)
+    assert octets == b"".join(encode(DecodeDone(1)))
+    assert first.closed.done()
 
 
 async def test_each_frame_is_counted(house: House) -> None:
@@ -454,6 +478,19 @@ async def test_what_waits_for_a_client_is_bounded(house: House) -> None:
     assert most < 2 * limits.max_write_bytes, "however much is said in one turn"
 
 
+async def test_an_end_amid_more_than_may_wait_is_told_as_that(house: House) -> None:
+    def flood(told: Told, message: Message) -> None:
+        told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES))
+        told.connection.close()
+
+    server = await house.serve(
+        Limits(max_write_bytes=64 * KIB, high_water_bytes=64 << 20), answer=flood
+    )
+    with deaf_client(server.port):
+        error = await (await house.handlers.get()).closed
+        assert isinstance(error, WireError) and error.code is ErrorCode.OVERLOADED
+
+
 async def test_a_slow_client_that_reads_gets_everything(house: House) -> None:
     def flood(told: Told, message: Message) -> None:
         for i in range(64):
@@ -482,7 +519,7 @@ async def test_connections_are_counted(house: House) -> None:
 async def test_a_client_that_vanishes_is_noticed(house: House) -> None:
     server = await house.serve()
     client = socket.create_connection(("127.0.0.1", server.port))
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close by reset
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     told = await house.handlers.get()
     client.close()
     error = await told.closed

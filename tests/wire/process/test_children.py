@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import structlog
+from structlog.testing import capture_logs
 
 import wire
-from wire.process.children import die_with_parent, same_release, start_child
+from wire.process.children import die_with_parent, lives, same_release, signal_child, start_child
 
 ROOT = str(Path(wire.__file__).parents[1])
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux")
@@ -33,6 +36,34 @@ async def test_a_child_has_no_terminal_and_no_descriptor_but_what_it_is_given() 
     assert await child.wait() == 0
     assert os.read(ours, 100) == b"%d 0" % child.pid, "it leads a session of its own"
     os.close(ours)
+
+
+async def test_a_child_that_is_gone_takes_no_signal() -> None:
+    child = await start_child([sys.executable, "-S", "-c", ""], os.environ)
+    assert await child.wait() == 0
+    signal_child(child, signal.SIGKILL)
+
+
+async def test_a_child_lives_again_and_again_after_longer_and_longer_pauses() -> None:
+    async def run() -> int:
+        if len(statuses) == 1:
+            raise OSError("no descriptor left")
+        child = await start_child([sys.executable, "-S", "-c", "raise SystemExit(3)"], os.environ)
+        return await child.wait()
+
+    statuses: list[int] = []
+    with capture_logs() as lines:
+        async for status in lives(run, structlog.get_logger().bind(worker="x"), 0.01):
+            statuses.append(status)
+            if len(statuses) == 3:
+                break
+    assert statuses == [3, 1, 3]
+    assert [line.get("restart_in_s", line["event"]) for line in lines] == [
+        0.01,
+        "cannot start child process",
+        0.02,
+    ]
+    assert {line["worker"] for line in lines} == {"x"}
 
 
 def test_the_path_for_imports_begins_with_ours() -> None:

@@ -9,7 +9,7 @@ from wire.errors import ErrorCode, WireError
 from wire.frames import KvCache
 from wire.parts import Buffer
 from wire.payloads import Offer
-from wire.transfer import KVReceiver, Segment, SegmentDescriptor, segment_digest
+from wire.transfer import MAX_SEGMENT_BYTES, KVReceiver, Segment, SegmentDescriptor, segment_digest
 from worker.executor.hash import LAYOUT, HashKVCache
 from worker.transfer.incoming import Arrival, IncomingTransfer, store
 
@@ -85,11 +85,14 @@ def test_one_of_two_settles_what_becomes_of_an_arrival() -> None:
         assert sorted(settled) == [False, True]
 
 
-def test_an_ack_is_due_when_a_quarter_of_what_may_be_under_way_is_stored() -> None:
+def test_an_ack_is_due_before_the_sender_lacks_credit() -> None:
     transfer = accepted()
-    transfer.receiver.kv_bytes = TOTAL // 4 - 1
+    transfer.wanted_bytes = 4 * MAX_SEGMENT_BYTES
+    transfer.receiver.kv_bytes = MAX_SEGMENT_BYTES - 1
     assert not transfer.is_ack_due
     transfer.receiver.kv_bytes += 1
     assert transfer.is_ack_due
     transfer.acked_bytes = 1
     assert not transfer.is_ack_due
+    transfer.wanted_bytes = MAX_SEGMENT_BYTES + 1  # what is left of it lets no large one come
+    assert transfer.is_ack_due
