@@ -378,7 +378,7 @@ async def test_a_connection_that_is_reset_inside_a_segment_ends_its_transfer(
         await prefill.ack()
         prefill.put(prefill.bytes_of(1, range(100, 300), 2, 2)[:1000])
         prefill.reset()
-        assert await prefill.error() == (1, ErrorCode.PEER_LOST)
+        assert await prefill.error() == (1, ErrorCode.WORKER_LOST)
         await router.until_free(Role.DECODE)
 
 
