@@ -103,7 +103,8 @@ async def listen(
 ) -> Listener:
     """Give each client of a listening socket a protocol, under TLS once its handshake is over.
 
-    At most `max_handshakes` may be under way, each for `handshake_s`; one more is hung up on.
+    At most `max_handshakes` may be under way, each for `handshake_s`; for one more, the eldest is
+    hung up on.
     Where no descriptor is left, the next client is accepted after `pause_s`.
     """
     if tls is not None:
@@ -116,7 +117,8 @@ async def listen(
 class Acceptor:
     """Accepts clients, one in a turn of the loop, and shakes hands with each in a task of its own.
 
-    Whom `shake_hands(client)` does not keep, it closes.
+    At most `max_handshakes` are under way: for one more, the eldest is hung up on.  Whom
+    `shake_hands(client)` does not keep, it closes.
     """
 
     def __init__(
@@ -151,10 +153,11 @@ class Acceptor:
                     _LOG.warning("cannot accept a connection", error=str(error))
                     await asyncio.sleep(self._pause_s)
                     continue
-                if len(self._handshakes) < self._max_handshakes:
-                    self._start(client)
-                else:
-                    client.close()
+                if len(self._handshakes) >= self._max_handshakes:
+                    # Who means well is done within milliseconds.
+                    eldest = next(task for task in self._handshakes if not task.cancelling())
+                    eldest.cancel()
+                self._start(client)
                 await asyncio.sleep(0)  # where many come at once, everybody else has a turn too
 
     def _start(self, client: socket.socket) -> None:

@@ -30,7 +30,7 @@ log = structlog.get_logger("worker")
 # How long a link is kept that no router names and nothing needs.
 KEEP_S: Final = 60.0
 # How many such links are kept, however often decode workers come and go: each is two sockets,
-# and one more for segments.
+# and a socket, a thread and five other descriptors for segments.
 MAX_KEPT: Final = 16
 
 
@@ -106,7 +106,7 @@ class DecodePeer:
 
     async def close(self) -> None:
         if self.segments is not None:
-            self.segments.reset()
+            await self.segments.close()
         await self._link.close(0.5)
 
     def _on_message(self, parts: list[Buffer]) -> None:

@@ -59,7 +59,7 @@ class SegmentHub(Generic[A]):
         self._calls = LoopCalls()
         self._tokens: dict[bytes, bytes] = {}  # by peer: the last that it sent
         self._used: set[bytes] = set()  # peers whose token has let somebody in
-        self._readers: dict[bytes, _Reader[A]] = {}
+        self._readers: dict[bytes, _Reader[A]] = {}  # by party: one, whatever the epoch
         self._ending: set[_Reader[A]] = set()
         listening = bind(host.strip("[]"), port)
         self.port = int(listening.getsockname()[1])
@@ -75,15 +75,16 @@ class SegmentHub(Generic[A]):
         """Let `peer` in no more, and cut its connection."""
         self._tokens.pop(peer, None)
         self._used.discard(peer)
-        if (reader := self._readers.pop(peer, None)) is not None:
+        reader = self._readers.get(_party(peer))
+        if reader is not None and reader.peer == peer:
             reader.cut()
+            del self._readers[_party(peer)]
 
     async def close(self) -> None:
         self._acceptor.close()
         await self._acceptor.wait_closed()
-        for peer in list(self._readers):
-            self.forget(peer)
         for reader in list(self._ending):
+            reader.cut()
             await reader.ended
         self._calls.close()
 
@@ -110,7 +111,9 @@ class SegmentHub(Generic[A]):
             log.error("cannot read segments", peer=peer.decode(), reason=str(error))
             client.close()
             return
-        self._readers[peer] = reader
+        if (older := self._readers.get(_party(peer))) is not None:
+            older.cut()
+        self._readers[_party(peer)] = reader
         self._ending.add(reader)
         reader.ended.add_done_callback(lambda _: self._on_ended(reader))
 
@@ -128,8 +131,13 @@ class SegmentHub(Generic[A]):
 
     def _on_ended(self, reader: _Reader[A]) -> None:
         self._ending.discard(reader)
-        if self._readers.get(reader.peer) is reader:
-            del self._readers[reader.peer]
+        if self._readers.get(_party(reader.peer)) is reader:
+            del self._readers[_party(reader.peer)]
+
+
+def _party(peer: bytes) -> bytes:
+    """Return whose identity this is: `prefill-0` of `prefill-0-<epoch>`."""
+    return peer.rpartition(b"-")[0]
 
 
 class _Reader(Generic[A]):
@@ -153,9 +161,9 @@ class _Reader(Generic[A]):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _main(self) -> None:
-        room = memoryview(bytearray(MAX_SEALED_BYTES))
-        head = memoryview(bytearray(HEAD_BYTES))
         try:
+            room = memoryview(bytearray(MAX_SEALED_BYTES))
+            head = memoryview(bytearray(HEAD_BYTES))
             self._socket.sendall(GREETING)
             while self._read(head):
                 frame, descriptor, num_bytes = read_head(bytes(head))
@@ -169,7 +177,7 @@ class _Reader(Generic[A]):
                 is_last = not self._poll.poll(0)
                 stored = partial(self._taker.stored, arrival, problem, is_last=is_last)
                 self._calls.post(stored)
-        except (OSError, RemoteProtocolError) as error:
+        except (OSError, MemoryError, RemoteProtocolError) as error:
             reason = str(error)
             self._calls.post(partial(log.warning, "connection for segments cut", reason=reason))
         finally:

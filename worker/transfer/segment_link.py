@@ -11,7 +11,7 @@ import asyncio
 import select
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Final, TypeVar, TypeVarTuple
 
 import structlog
@@ -45,21 +45,20 @@ class SegmentLink:
         self._on_down, self.traffic = on_down, traffic
         self._is_warned = False
         self.connecting: asyncio.Task[None] | None = None
-        self._socket: socket.socket | None = None
-        self._end: select.epoll | None = None  # readable when the connection has ended
-        self._thread: Copies | None = None
+        self._connection: Connection | None = None
+        self._ending: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
     @property
     def is_up(self) -> bool:
-        return self._socket is not None
+        return self._connection is not None
 
     def open(self, port: int, token: bytes | None) -> None:
         """Connect to the port that the decode worker said in answer to an offer with `token`.
 
         Nothing happens if that has been done already, or another token is due.
         """
-        if self.connecting is None and self._socket is None and token == self.token:
+        if self.connecting is None and not self.is_up and token == self.token:
             self.connecting = self._loop.create_task(self._connect(port))
 
     async def run(
@@ -70,40 +69,42 @@ class SegmentLink:
         Raises:
             PeerLost: The connection has ended.
         """
-        thread = self._thread
-        if self._socket is None or thread is None:
+        connection = self._connection
+        if connection is None:
             raise PeerLost(self._host)
         try:
-            return await thread.run(send, self._socket, *args, num_bytes=num_bytes)
+            return await connection.thread.run(send, connection.socket, *args, num_bytes=num_bytes)
         except OSError as error:
-            if self._thread is thread:
+            if self._connection is connection:
                 self._lose()
             raise PeerLost(self._host) from error
         except asyncio.CancelledError:
-            if self._thread is thread:
+            if self._connection is connection:
                 raise
             raise PeerLost(self._host) from None  # it ended before this began
 
     def reset(self) -> None:
-        """End the connection; the next one needs the next token."""
+        """End the connection, and wait for nothing; the next one needs the next token."""
         if self.connecting is not None:
             self.connecting.cancel()
             self.connecting = None
-        if self._socket is not None and self._thread is not None and self._end is not None:
-            self._loop.remove_reader(self._end)
-            self._end.close()
-            with suppress(OSError):  # it has ended by itself
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            self._thread.close()
-            self._socket.close()
-            self._socket = self._thread = self._end = None
+        if self._connection is not None:
+            self._connection.shut()
+            ending = self._loop.create_task(self._connection.close())
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            self._connection = None
         self.token = new_token()
+
+    async def close(self) -> None:
+        self.reset()
+        await asyncio.gather(*self._ending)
 
     async def _connect(self, port: int) -> None:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 connected = await _greeted(self._loop, self._host, port, self.token)
-            thread = Copies()
+            self._connection = Connection(connected, self._lose)
         except (OSError, RuntimeError, UnicodeError) as error:  # of a thread, of a host's name
             if not self._is_warned:
                 self._is_warned = True
@@ -115,19 +116,49 @@ class SegmentLink:
             self.connecting, self.token = None, new_token()
             return
         self.connecting, self._is_warned = None, False
-        self._socket, self._thread = connected, thread
-        # Nothing is said here any more.  By way of another descriptor, for what a loop watches, it
-        # makes nonblocking, and the thread sleeps on this one.
-        self._end = select.epoll()
-        self._end.register(connected, select.EPOLLIN)
-        self._loop.add_reader(self._end, self._lose)
         log.info("segments have a connection of their own", to=f"{self._host}:{port}")
 
     def _lose(self) -> None:
-        if self._socket is not None:
+        if self.is_up:
             log.warning("connection for segments lost", to=self._host)
             self.reset()
             self._on_down()
+
+
+class Connection:
+    """One that is up: its `socket`, and the `thread` that sends.
+
+    `on_end` is called when the other side ends it.  Raises OSError or RuntimeError where there is
+    no descriptor or thread.
+    """
+
+    def __init__(self, connected: socket.socket, on_end: Callable[[], None]) -> None:
+        self.socket = connected
+        self._loop = asyncio.get_running_loop()
+        with ExitStack() as undo:
+            undo.callback(connected.close)
+            # Nothing is said here any more, so it is readable when it has ended.  It is watched by
+            # way of another descriptor: a loop makes nonblocking what it watches, and the thread
+            # sleeps on this one.
+            self._end = undo.enter_context(select.epoll())
+            self._end.register(connected, select.EPOLLIN)
+            self.thread = Copies()
+            self._loop.add_reader(self._end, on_end)
+            undo.pop_all()
+
+    def shut(self) -> None:
+        """End it."""
+        self._loop.remove_reader(self._end)
+        self._end.close()
+        with suppress(OSError):  # it has ended by itself
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self.thread.stop()
+
+    async def close(self) -> None:
+        """After `shut`, wait for what is read from blocks at this moment, off the loop."""
+        await asyncio.to_thread(self.thread.join)
+        self.thread.close()
+        self.socket.close()
 
 
 def send_all(connected: socket.socket, parts: Sequence[Buffer]) -> None:

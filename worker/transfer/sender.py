@@ -175,6 +175,8 @@ class OutgoingTransfer:
         read = await self._run_read(unasked) if unasked else []
         if self.sender.is_over:
             return  # the CANCEL went first
+        if self.peer.segments is not None:
+            self.sender.token = self.peer.segments.token  # the connection may have ended meanwhile
         if not read or not self.peer.is_up:  # what waits for a connection would keep its blocks
             self.peer.tell(*self.sender.offer())
             return

@@ -84,9 +84,13 @@ class Copies:
         self._is_closing = False
         self._num_asked = 0
         self._jobs: deque[Job | None] = deque()  # as many as there are bytes in their pipe
-        self._pipe = os.pipe()
         self._loop = asyncio.get_running_loop()
         self._calls = LoopCalls()
+        try:
+            self._pipe = os.pipe()
+        except OSError:
+            self._calls.close()
+            raise
         self._threads = [
             threading.Thread(target=self._main, name=f"kv-copy_{number}", daemon=True)
             for number in range(num_at_once)
@@ -110,13 +114,22 @@ class Copies:
         finally:
             self._num_asked -= 1
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Stop after the copies that are running; those that wait are dropped."""
         self._is_closing = True
         for _ in self._threads:
             self._put(None)
+
+    def join(self) -> None:
+        """Wait until it has stopped; on any thread."""
         for thread in self._threads:
             thread.join()
+
+    def close(self) -> None:
+        """Stop, wait for that, and free what it takes."""
+        if not self._is_closing:
+            self.stop()
+        self.join()
         self._calls.close()
         for end in self._pipe:
             os.close(end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -83,6 +84,14 @@ class BesidePrefill(ScriptedPrefill):
         _, credit = await self.ack()
         self.port = credit.segment_port
         return self.port
+
+    def reset(self) -> None:
+        """End the connection by a reset, as the system does of a process that was killed."""
+        assert self._way is not None
+        connected = self._way[1].get_extra_info("socket")
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._way[1].transport.abort()
+        self._way = None
 
     async def is_admitted(self, greeting: bytes = b"") -> bool:
         """Connect to the port and say the token; whether it is answered, not hung up on."""
@@ -384,6 +393,21 @@ async def test_a_connection_that_ends_inside_a_segment_ends_its_transfer(
         prefill.put(prefill.bytes_of(1)[:1000])
         await prefill.hang_up()
         assert (await prefill.error())[0] == 1
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_connection_that_is_reset_inside_a_segment_ends_its_transfer(
+    keys: Path | None,
+) -> None:
+    """Not a lease later: its blocks do not wait for the rest."""
+    async with stage(keys) as (router, prefill, _):
+        await prefill.accepted(1)
+        assert await prefill.is_admitted()
+        prefill.put(prefill.bytes_of(1, range(100), 1, 2))
+        await prefill.ack()
+        prefill.put(prefill.bytes_of(1, range(100, 300), 2, 2)[:1000])
+        prefill.reset()
+        assert await prefill.error() == (1, ErrorCode.WORKER_LOST)
         await router.until_free(Role.DECODE)
 
 

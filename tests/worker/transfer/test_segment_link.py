@@ -118,6 +118,24 @@ async def test_what_is_being_sent_when_it_is_lost_fails() -> None:
         assert ends.down.is_set() and not ends.link.is_up
 
 
+async def test_the_loop_does_not_wait_for_what_is_being_read_when_it_is_lost() -> None:
+    """A device, or another process of the model, may take its time over a copy."""
+    ends, is_reading, is_noticed = Ends(), asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def read(_: socket.socket) -> bool:
+        loop.call_soon_threadsafe(is_reading.set)
+        return is_noticed.wait(WAIT_S / 2)
+
+    async with hub_of(Taking()) as hub:
+        await ends.until_up(hub)
+        reading = asyncio.create_task(ends.link.run(read, num_bytes=1))
+        await asyncio.wait_for(is_reading.wait(), WAIT_S)
+    await asyncio.wait_for(ends.down.wait(), WAIT_S)
+    is_noticed.set()
+    assert await asyncio.wait_for(reading, WAIT_S), "the loop stood still"
+
+
 async def test_a_token_that_is_refused_is_not_shown_again() -> None:
     ends, taking = Ends(), Taking()
     async with hub_of(taking) as hub:
