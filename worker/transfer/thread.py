@@ -1,9 +1,9 @@
 """The threads where KV is packed, digested, verified and unpacked.
 
 Neither a step nor the event loop waits for a copy that takes long.  There is one such thread where
-the host copies, and a few where a device copies and they only wait for it.  They read only blocks
-that are computed and write only blocks that are reserved.  No step writes to either, so all threads
-share the cache without a lock.
+the host copies, and a few where a device copies and they only wait for it; and one for each
+connection for segments alone.  They read only blocks that are computed and write only blocks that
+are reserved.  No step writes to either, so all threads share the cache without a lock.
 
 Loop and threads wake each other by a byte in a pipe.  A queue, or `call_soon_threadsafe`, would
 hold the GIL meanwhile: where cores are short, who is woken takes the core, then waits for the GIL.

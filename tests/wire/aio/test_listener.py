@@ -158,7 +158,7 @@ async def test_having_no_descriptor_left_is_waited_out(
 
 def test_the_same_on_the_loop_that_processes_use(made: certificate.Certificate) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(test_one_handshake_too_many_is_hung_up_on(made))
+        runner.run(test_for_one_handshake_too_many_the_eldest_is_hung_up_on(made))
         runner.run(test_a_handshake_has_its_time_and_its_form(made, b""))
         runner.run(test_closing_ends_handshakes_and_frees_the_port(made))
 

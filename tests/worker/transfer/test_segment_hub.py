@@ -59,13 +59,15 @@ def prompt_of(request_id: int) -> list[int]:
 class BesidePrefill(ScriptedPrefill):
     """A prefill worker that offers a token, with keys a key too, and sends to the segment port."""
 
-    def __init__(self, router: ScriptedRouter, keys: Path | None, rank: int = 0) -> None:
+    def __init__(
+        self, router: ScriptedRouter, keys: Path | None, rank: int = 0, epoch: int = 1
+    ) -> None:
         self.key, self.token, self.port = new_key() if keys else None, new_token(), 0
         self._way: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         security: dict[str, Any] = {}
         if keys is not None:
             security = {"keys": Keys(keys, f"prefill-{rank}"), "server": "decode-0"}
-        super().__init__(router, b"prefill-%d-1" % rank, **security)
+        super().__init__(router, b"prefill-%d-%d" % (rank, epoch), **security)
 
     async def close(self) -> None:
         await self.hang_up()
@@ -330,6 +332,21 @@ async def test_a_token_lets_in_once_and_the_next_one_cuts_the_first(keys: Path |
         assert (await prefill.ack())[1].ready
         prefill.cancel(1)
         prefill.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
+async def test_a_later_epoch_takes_the_place_of_an_earlier_one(keys: Path | None) -> None:
+    async with stage(keys) as (router, prefill, _):
+        await prefill.accepted(1)
+        assert await prefill.is_admitted()
+        async with BesidePrefill(router, keys, epoch=2) as later:
+            await later.accepted(2)
+            assert await later.is_admitted()
+            assert await prefill.is_cut()
+            later.put(later.bytes_of(2))
+            assert (await later.ack())[1].ready
+            later.cancel(2)
+        prefill.cancel(1)
         await router.until_free(Role.DECODE)
 
 

@@ -28,7 +28,7 @@ from wire.process.traffic import Traffic
 from wire.transfer import HEAD_BYTES, MAX_SEALED_BYTES, read_head, segment_head
 from worker.executor.hash import LAYOUT, oracle
 from worker.transfer.segment_hub import SegmentHub
-from worker.transfer.segment_link import SILENCE_S, SegmentLink, send_all
+from worker.transfer.segment_link import SILENCE_S, Connection, SegmentLink, send_all
 
 PROMPT = [(11 * i) % 1000 for i in range(300)]
 TOTAL = len(PROMPT) * LAYOUT.token_bytes
@@ -68,7 +68,7 @@ async def test_what_is_sent_arrives_in_order(host: str) -> None:
         sent = [(number, bytes([number]) * (1 << 2 * number)) for number in range(1, 10)]
         await asyncio.gather(*(ends.send(*segment) for segment in sent))
         assert [await taking.next() for _ in sent] == [(*segment, None) for segment in sent]
-        ends.link.reset()
+        await ends.link.close()
 
 
 async def test_the_largest_segment_fits() -> None:
@@ -77,7 +77,7 @@ async def test_the_largest_segment_fits() -> None:
         await ends.until_up(hub)
         await ends.send(1, bytes(MAX_SEALED_BYTES))
         assert len((await taking.next())[1]) == MAX_SEALED_BYTES
-        ends.link.reset()
+        await ends.link.close()
 
 
 async def test_a_connection_that_is_lost_says_so_and_the_next_has_another_token() -> None:
@@ -96,7 +96,7 @@ async def test_a_connection_that_is_lost_says_so_and_the_next_has_another_token(
         await ends.until_up(hub)
         await ends.send(2, b"hello")
         assert await taking.next() == (2, b"hello", None)
-        ends.link.reset()
+        await ends.link.close()
 
 
 async def test_what_is_being_sent_when_it_is_lost_fails() -> None:
@@ -116,6 +116,7 @@ async def test_what_is_being_sent_when_it_is_lost_fails() -> None:
         for error in await asyncio.gather(*sending, return_exceptions=True):
             assert isinstance(error, PeerLost)
         assert ends.down.is_set() and not ends.link.is_up
+    await ends.link.close()
 
 
 async def test_the_loop_does_not_wait_for_what_is_being_read_when_it_is_lost() -> None:
@@ -134,6 +135,23 @@ async def test_the_loop_does_not_wait_for_what_is_being_read_when_it_is_lost() -
     await asyncio.wait_for(ends.down.wait(), WAIT_S)
     is_noticed.set()
     assert await asyncio.wait_for(reading, WAIT_S), "the loop stood still"
+    await ends.link.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "error"), [("select.epoll", OSError), ("Copies", OSError), ("Copies", RuntimeError)]
+)
+async def test_where_no_descriptor_or_thread_is_left_there_is_no_connection(
+    what: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(f"worker.transfer.segment_link.{what}", fail)
+    ours, theirs = socket.socketpair()
+    with theirs, pytest.raises(error):
+        Connection(ours, lambda: None)
+    assert ours.fileno() == -1, "it is closed"
 
 
 async def test_a_token_that_is_refused_is_not_shown_again() -> None:
@@ -146,7 +164,7 @@ async def test_a_token_that_is_refused_is_not_shown_again() -> None:
         assert ends.link.token != first and "no connection for segments" in str(logs)
         assert not ends.down.is_set(), "nothing was on it"
         await ends.until_up(hub)
-        ends.link.reset()
+        await ends.link.close()
 
 
 @pytest.mark.parametrize("endpoint", [KV_ENDPOINT, "tcp://no.such.host.invalid:5600"])
@@ -188,7 +206,7 @@ async def test_a_connection_that_was_given_up_while_it_was_made_is_none() -> Non
         with await greet(listening):
             await ends.connected()
             assert ends.link.is_up
-            ends.link.reset()
+            await ends.link.close()
 
 
 async def test_who_is_let_in_by_nobody_waits_no_longer_than_its_patience(
@@ -217,6 +235,7 @@ async def test_reset_wakes_a_thread_that_sleeps_in_a_segment() -> None:
             with pytest.raises(PeerLost):
                 await sending
     assert not ends.down.is_set(), "who asks for it knows"
+    await ends.link.close()
 
 
 async def test_a_connection_sends_at_once_and_takes_silence_for_its_end() -> None:
@@ -229,7 +248,7 @@ async def test_a_connection_sends_at_once_and_takes_silence_for_its_end() -> Non
     async with hub_of(Taking()) as hub:
         await ends.until_up(hub)
         await ends.link.run(look, num_bytes=1)
-        ends.link.reset()
+        await ends.link.close()
     assert found == [1, SILENCE_S * 1000], "in milliseconds"
 
 
@@ -241,7 +260,7 @@ async def test_what_is_wrong_is_said_again_after_it_was_right() -> None:
             await ends.connected()
             async with hub_of(Taking()) as hub:
                 await ends.until_up(hub)
-                ends.link.reset()
+                await ends.link.close()
     warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
     assert len([event for event in warnings if "no connection" in event]) == 2
 
