@@ -471,11 +471,8 @@ async def test_what_lies_in_memory_is_read_ahead_of_the_credit_and_not_sent() ->
             return super().view(block_table, rectangle)
 
     def make_sender(now: float) -> KVSender:
-        return KVSender(
-            *(1, LAYOUT, PROMPT),
-            **{"max_bytes": TOTAL, "lease_s": 30, "now": now, "block_size": 16},
-            memory="baton-somewhere",
-        )
+        limits: dict[str, Any] = {"max_bytes": TOTAL, "lease_s": 30, "now": now, "block_size": 16}
+        return KVSender(1, LAYOUT, PROMPT, **limits, memory="baton-somewhere")
 
     transfer = OutgoingTransfer(make_sender, peer, Cache(20, 16), copies, end.set_result)  # type: ignore[arg-type]
     transfer.offer(tuple(range(20)), len(PROMPT), time.monotonic())
