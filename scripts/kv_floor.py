@@ -50,8 +50,13 @@ def measure(way: str, layout: KVLayout, num_tokens: int, block_size: int) -> flo
     if way == "memory":
         pool = Pool(layout, num_tokens, block_size)
         args = theirs, pool.path, layout, num_tokens, block_size
-        context.Process(target=_copy, args=args, daemon=True).start()
-        return num_tokens * layout.token_bytes / float(ours.recv())
+        copying = context.Process(target=_copy, args=args, daemon=True)
+        copying.start()
+        try:
+            return num_tokens * layout.token_bytes / float(ours.recv())
+        finally:
+            copying.join(10)  # to end takes it time, and whoever measures next shall not share that
+            copying.kill()
     receiving = context.Process(target=_receive, args=(theirs, way, layout, num_tokens, block_size))
     receiving.start()
     try:

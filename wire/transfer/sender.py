@@ -194,20 +194,29 @@ class KVSender(Transfer):
             if num_tokens == self.num_tokens:
                 self._end_by = now + HANDOVER_LEASES * self.lease_s
 
-    def next_segment(self) -> Rectangle | None:
-        """Claim the next rectangle that is computed and within the credit, if there is one."""
+    def next_segment(self, ahead_bytes: int = 0) -> Rectangle | None:
+        """Claim the next rectangle that is computed and within the credit, if there is one.
+
+        Args:
+            ahead_bytes: How far beyond the credit to go, for reading what is sent only when
+                `has_credit`.
+        """
         if self.state is not TransferState.SENDING or self._num_claimed == len(self.plan):
             return None
         rectangle = self.plan[self._num_claimed]
         num_bytes = rectangle.num_bytes(self.layout)
         if not self._computed_tokens or self._computed_tokens[-1] < rectangle.tokens.stop:
             return None
-        if self._claimed_bytes + num_bytes > self._credit:
+        if self._claimed_bytes + num_bytes > self._credit + ahead_bytes:
             return None
         self._num_claimed += 1
         self._claimed_bytes += num_bytes
         self._claimed[rectangle] = self._num_claimed
         return rectangle
+
+    def has_credit(self, rectangle: Rectangle) -> bool:
+        """Whether a claimed rectangle is within the credit, if it is the next to be sent."""
+        return self.kv_bytes + rectangle.num_bytes(self.layout) <= self._credit
 
     def segment(
         self,
@@ -245,6 +254,8 @@ class KVSender(Transfer):
         """
         if self.is_over:
             return None
+        if not self.has_credit(rectangle):
+            raise LocalProtocolError(f"{rectangle} is beyond the credit")
         number = self._claimed.pop(rectangle, None)
         if number is None:
             raise LocalProtocolError(f"{rectangle} is not claimed")

@@ -30,6 +30,8 @@ from worker.compute.window_blocks import WindowBlocks
 log = structlog.get_logger("worker")
 
 Bytes = npt.NDArray[np.uint8]
+# Copies each source to its target and returns the digest of the copies, seeded; None if it cannot.
+CopyDigested = Callable[[Sequence[tuple[Bytes, Bytes]], int], int | None]
 
 
 class TorchKVCache:
@@ -70,6 +72,7 @@ class TorchKVCache:
             block_size,
             device,
         )
+        self.copy_digested = None if self.memory is None else _copy_digested()
         if not layout.windows:
             self.window_pool = None
         # The pools that have layers, by whether these have a window.
@@ -227,6 +230,15 @@ def _zeros(
         for array, (shape, dtype) in zip(arrays, sizes, strict=True)
     ]
     return pools, memory
+
+
+def _copy_digested() -> CopyDigested:
+    """Return what copies from other memory into that of a cache, compiled before it is needed."""
+    # Numba is for those whose cache lies in host memory.
+    from kernels.cpu import copying
+
+    copying.prepare()
+    return copying.copy
 
 
 def _tell(staging: Staging) -> None:

@@ -2,13 +2,12 @@
 
 A block is kept as it is sent.  So of whole blocks nothing is packed: the sender only reads them,
 for their digest, and the receiver copies them out of the sender's memory straight into blocks of
-its own.  Its digest is of that copy, taken part by part while the part is in the cache.
+its own.  Its digest is of that copy, in a torch cache taken in the same pass over it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +18,6 @@ from worker.engine.windows import table_of
 from worker.executor.contract import KVCache
 
 Bytes = npt.NDArray[np.uint8]
-
-# Measured: 128 to 256 KiB are best, by a tenth.  Smaller parts are many calls, of larger ones the
-# beginning has left the cache when it is read again.
-PART_BYTES: Final = 256 << 10
 
 
 def find(
@@ -60,17 +55,27 @@ def fetch(
     is_direct = len(copies) == len(pieces)
     if not is_direct:  # our blocks are cut otherwise, or lie elsewhere
         copies = [memoryview(bytearray(len(piece))) for piece in pieces]
-    digest = running_digest(receiver.request_id)
-    for piece, copy in zip(pieces, copies, strict=True):
-        source, target = np.frombuffer(piece, np.uint8), np.frombuffer(copy, np.uint8)
-        for first in range(0, len(target), PART_BYTES):
-            part = slice(first, first + PART_BYTES)
-            target[part] = source[part]
-            digest.update(copy[part])
-    receiver.verify(segment, digest.intdigest())
+    pairs = [
+        (np.frombuffer(piece, np.uint8), np.frombuffer(copy, np.uint8))
+        for piece, copy in zip(pieces, copies, strict=True)
+    ]
+    receiver.verify(segment, _copy(cache, pairs, receiver.request_id))
     if not is_direct:
         for tokens, copy in zip(rectangle.pieces(len(pieces)), copies, strict=True):
             unpack(cache, block_table, tokens, copy, receiver.num_tokens)
+
+
+def _copy(cache: KVCache, pairs: Sequence[tuple[Bytes, Bytes]], request_id: int) -> int:
+    """Copy each piece to where it belongs; return the digest of the copies."""
+    copy = getattr(cache, "copy_digested", None)
+    found: int | None = None if copy is None else copy(pairs, request_id)
+    if found is not None:
+        return found
+    digest = running_digest(request_id)
+    for source, target in pairs:
+        target[:] = source
+        digest.update(target.data)
+    return digest.intdigest()
 
 
 def _blocks(cache: KVCache, block_table: Sequence[int], rectangle: Rectangle) -> list[memoryview]:

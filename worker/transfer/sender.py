@@ -35,6 +35,8 @@ log = structlog.get_logger("worker")
 
 # What a transfer thread reads at a time of what is sent.
 BATCH_BYTES: Final = 8 << 20
+# How much in memory is read before there is credit for it: only its digest is kept until then.
+AHEAD_BYTES: Final = 16 << 20
 
 
 class Read(NamedTuple):
@@ -197,12 +199,18 @@ class OutgoingTransfer:
                     reading.append(asyncio.ensure_future(self._start(batch)))
                 if reading:
                     for read in await reading.popleft():
+                        while not (self.sender.is_over or self.sender.has_credit(read.rectangle)):
+                            await self._woken()
                         self._send_segment(read)
                 else:
-                    self._wake.clear()
-                    await self._wake.wait()
+                    await self._woken()
         finally:
             await asyncio.gather(*reading, return_exceptions=True)
+
+    async def _woken(self) -> None:
+        """Wait for an answer, or for more KV."""
+        self._wake.clear()
+        await self._wake.wait()
 
     def _start(self, batch: list[Rectangle]) -> Awaitable[list[Read]]:
         """Have a batch read, and sent too where it has a connection of its own."""
@@ -229,9 +237,9 @@ class OutgoingTransfer:
     def _next_batch(self) -> list[Rectangle]:
         """Claim what a transfer thread reads at a time: several segments if it is the only one."""
         batch: list[Rectangle] = []
-        is_alone = self._copies.num_at_once == 1 and not self.sender.is_in_memory
-        num_bytes, most = 0, BATCH_BYTES if is_alone else 1
-        while num_bytes < most and (rectangle := self.sender.next_segment()) is not None:
+        num_bytes, most = 0, BATCH_BYTES if self._copies.num_at_once == 1 else 1
+        ahead = AHEAD_BYTES if self.sender.is_in_memory else 0
+        while num_bytes < most and (rectangle := self.sender.next_segment(ahead)) is not None:
             batch.append(rectangle)
             num_bytes += rectangle.num_bytes(self.sender.layout)
         return batch

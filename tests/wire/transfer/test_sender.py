@@ -100,6 +100,24 @@ def test_a_segment_needs_a_credit_and_computed_tokens() -> None:
     assert late.next_segment() == whole(LAYOUT, 2, 2)
 
 
+def test_what_is_read_ahead_of_the_credit_waits_for_it() -> None:
+    one = sender()
+    one.advance(6, 0.5)
+    ack(one, 0, 32)
+    first, second = one.next_segment(32), one.next_segment(32)
+    assert first is not None and second is not None
+    assert one.next_segment(32) is None, "64 bytes are claimed"
+    assert one.has_credit(first)
+    send(one, first)
+    assert not one.has_credit(second)
+    with pytest.raises(LocalProtocolError, match="beyond the credit"):
+        send(one, second)
+    ack(one, 32, 64)
+    assert one.has_credit(second)
+    send(one, second)
+    assert one.kv_bytes == 64
+
+
 def test_a_receiver_cannot_keep_the_blocks_with_words() -> None:
     one = sender()
     ack(one, 0, 0)

@@ -30,6 +30,8 @@ from worker.executor.hostcache import HostKVCache
 from worker.transfer.in_memory import fetch, find
 
 LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float16")
+# Blocks of 4 tokens are whole blocks of the digest: a torch cache copies and digests in one pass.
+WIDE = KVLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=16, dtype="float16")
 ID = 7 << 32 | 5
 NUM_TOKENS = 24
 
@@ -76,18 +78,19 @@ def table_of(block_size: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("make", [torch_cache, host_cache])
 @pytest.mark.parametrize("block_size", [4, 8, 2, 3])
+@pytest.mark.parametrize("layout", [LAYOUT, WIDE])
 def test_one_copy_brings_kv_from_cache_to_cache(
-    make: Callable[[KVLayout, int], Any], block_size: int
+    make: Callable[[KVLayout, int], Any], block_size: int, layout: KVLayout
 ) -> None:
-    ours, theirs = make(LAYOUT, 4), make(LAYOUT, block_size)
-    tokens = whole(LAYOUT, 8, 16)
+    ours, theirs = make(layout, 4), make(layout, block_size)
+    tokens = whole(layout, 8, 16)
     table, other = table_of(4, 1), table_of(block_size, 2)
-    kv = np.random.default_rng(0).integers(0, 256, tokens.num_bytes(LAYOUT), np.uint8).tobytes()
+    kv = np.random.default_rng(0).integers(0, 256, tokens.num_bytes(layout), np.uint8).tobytes()
     ours.unpack(table, tokens, kv)
     assert ours.memory is not None
     found = find(ours, table, tokens, ID)
     assert found is not None and len(found[0]) == 4
-    one = receiver(LAYOUT, ours.memory)
+    one = receiver(layout, ours.memory)
     fetch(theirs, other, one, admitted(one, tokens, *found), map_memory(ours.memory.descriptor))
     assert bytes(theirs.pack(other, tokens)) == kv
 
@@ -116,24 +119,30 @@ def test_what_fills_no_block_has_to_be_packed() -> None:
     assert find(cache, table, state, ID) is None
 
 
-def test_memory_that_changes_under_way_is_not_what_was_sent() -> None:
-    ours, theirs = host_cache(LAYOUT, 4), host_cache(LAYOUT, 4)
+@pytest.mark.parametrize("make", [torch_cache, host_cache])
+def test_memory_that_changes_under_way_is_not_what_was_sent(
+    make: Callable[[KVLayout, int], Any],
+) -> None:
+    ours, theirs = make(WIDE, 4), make(WIDE, 4)
     assert ours.memory is not None
-    tokens, table = whole(LAYOUT, 0, 8), table_of(4, 1)
+    tokens, table = whole(WIDE, 0, 8), table_of(4, 1)
     found = find(ours, table, tokens, ID)
     assert found is not None
     ours.memory.bytes[found[0][1]] ^= 1
-    one = receiver(LAYOUT, ours.memory)
+    one = receiver(WIDE, ours.memory)
     segment = admitted(one, tokens, *found)
     with pytest.raises(TransferFailed, match="digest"):
         fetch(theirs, table, one, segment, map_memory(ours.memory.descriptor))
 
 
-def test_what_is_verified_is_the_copy_whatever_happens_to_the_memory() -> None:
+@pytest.mark.parametrize("make", [torch_cache, host_cache])
+def test_what_is_verified_is_the_copy_whatever_happens_to_the_memory(
+    make: Callable[[KVLayout, int], Any],
+) -> None:
     """Of a byte that never rests, what was copied is either what was sent or refused."""
-    ours, theirs = host_cache(LAYOUT, 4), host_cache(LAYOUT, 4)
+    ours, theirs = make(WIDE, 4), make(WIDE, 4)
     assert ours.memory is not None
-    tokens, table = whole(LAYOUT, 0, 16), table_of(4, 1)
+    tokens, table = whole(WIDE, 0, 16), table_of(4, 1)
     found = find(ours, table, tokens, ID)
     assert found is not None
     kv, last, is_over = bytes(ours.pack(table, tokens)), found[0][-1] + 5, threading.Event()
@@ -147,7 +156,7 @@ def test_what_is_verified_is_the_copy_whatever_happens_to_the_memory() -> None:
     writer.start()
     memory, num_refused = map_memory(ours.memory.descriptor), 0
     for _ in range(300):
-        one = receiver(LAYOUT, ours.memory)
+        one = receiver(WIDE, ours.memory)
         try:
             fetch(theirs, table, one, admitted(one, tokens, *found), memory)
         except TransferFailed:

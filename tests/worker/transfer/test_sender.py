@@ -463,6 +463,37 @@ async def test_segments_are_packed_at_a_time_and_sent_in_order(num_at_once: int)
     copies.close()
 
 
+async def test_what_lies_in_memory_is_read_ahead_of_the_credit_and_not_sent() -> None:
+    peer, copies, loop = HoldingPeer(), Copies(), asyncio.get_running_loop()
+    read, end = asyncio.Event(), loop.create_future()
+
+    class Cache(HashKVCache):
+        def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
+            if rectangle.tokens.stop == len(PROMPT):
+                loop.call_soon_threadsafe(read.set)
+            return super().view(block_table, rectangle)
+
+    def make_sender(now: float) -> KVSender:
+        limits: dict[str, Any] = {"max_bytes": TOTAL, "lease_s": 30, "now": now, "block_size": 16}
+        return KVSender(1, LAYOUT, PROMPT, **limits, memory="baton-somewhere")
+
+    transfer = OutgoingTransfer(make_sender, peer, Cache(20, 16), copies, end.set_result)  # type: ignore[arg-type]
+    transfer.offer(tuple(range(20)), len(PROMPT), time.monotonic())
+    task = asyncio.create_task(transfer.run())
+    transfer.on_ack(KvCacheAck(1, 0), Credit(STEP, 0, 0, in_memory=1))
+    await asyncio.wait_for(read.wait(), 20)
+    assert transfer.sender.kv_bytes <= STEP
+    transfer.on_ack(KvCacheAck(1, 0), Credit(TOTAL, 0, 0, in_memory=1))
+    await asyncio.wait_for(peer.has_all.wait(), 20)
+    assert transfer.sender.kv_bytes == TOTAL
+    transfer.on_ack(KvCacheAck(1, TOTAL), Credit(TOTAL, 0, 1, in_memory=1))
+    assert await end is transfer
+    for sending in peer.sendings:
+        sending.drop()
+    await task
+    copies.close()
+
+
 async def test_it_is_not_forgotten_while_a_segment_is_read_though_another_one_broke() -> None:
     peer, copies = HoldingPeer(), Copies(2)
     gate, is_reached = threading.Event(), threading.Event()

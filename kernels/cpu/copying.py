@@ -1,0 +1,182 @@
+"""Copies memory and digests the copy in one pass: XXH3-64 of what is in a register on its way.
+
+What is written is not read again soon, so it goes past the caches: no line is fetched only to be
+overwritten, and reading, writing and digesting overlap.  Two passes take half as long again.
+
+Source: the specification of XXH3 for inputs of more than 240 bytes (xxHash, doc/xxhash_spec.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+
+from kernels.cpu.intrinsics import instruction, write_prefetch
+from kernels.cpu.simd import i64
+from kernels.cpu.tasks import CACHE_LINE, record_of
+from kernels.cpu.threads import native
+
+Bytes = npt.NDArray[np.uint8]
+
+# A stripe is mixed with 64 bytes of the secret, the next one with those 8 bytes further on.  Where
+# the secret ends, so does a block, and the sums are scrambled.
+_STRIPE, _STEP, _SECRET_BYTES = 64, 8, 192
+BLOCK_BYTES: Final = (_SECRET_BYTES - _STRIPE) // _STEP * _STRIPE
+# How far ahead memory is asked for what is read: the processor does not look past a page by itself.
+_AHEAD = 4096
+_BITS = (1 << 64) - 1
+_PRIMES_32 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_PRIMES_64 = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+_LAST_PRIME = 0x165667919E3779F9
+_FIRST_SUMS = _PRIMES_32[2], *_PRIMES_64[:4], _PRIMES_32[1], _PRIMES_64[4], _PRIMES_32[0]
+_SECRET: Final = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_LANES = ir.VectorType(ir.IntType(64), 8)
+
+
+class _Arguments(NamedTuple):
+    source: int
+    target: int
+    num_blocks: int
+    is_last: bool  # the last of these blocks ends the input
+    sums: int
+    secret: int
+
+
+def prepare() -> None:
+    """Compile what `copy` runs, if it is not yet."""
+    native(_copy)
+
+
+def copy(pairs: Sequence[tuple[Bytes, Bytes]], seed: int) -> int | None:
+    """Copy each source to its target, of the same size; return the digest of all that was written.
+
+    The sources may change meanwhile.  None, and nothing is copied, if a target is not whole blocks
+    of `BLOCK_BYTES`, or does not begin at a cache line.
+    """
+    targets = [target for _, target in pairs]
+    if not all(len(it) and len(it) % BLOCK_BYTES == 0 == _misplaced(it) for it in targets):
+        return None
+    secret, sums = _secret_of(seed), np.array(_FIRST_SUMS, np.uint64)
+    for index, (source, target) in enumerate(pairs):
+        assert len(source) == len(target)
+        arguments = record_of(
+            _Arguments(
+                *(source.ctypes.data, target.ctypes.data, len(target) // BLOCK_BYTES),
+                *(index == len(pairs) - 1, sums.ctypes.data, secret.ctypes.data),
+            )
+        )
+        native(_copy)(arguments.ctypes.data, 0)
+    return _merged(sums, secret.tobytes(), sum(map(len, targets)))
+
+
+def _misplaced(target: Bytes) -> int:
+    """Return how far behind a cache line it begins."""
+    return target.ctypes.data % CACHE_LINE
+
+
+def _copy(a: _Arguments, _thread: int) -> None:
+    for block in range(a.num_blocks - a.is_last):
+        offset = block * BLOCK_BYTES
+        _copy_block(a.source + offset, a.target + offset, a.sums, a.secret)
+    if a.is_last:
+        offset = (a.num_blocks - 1) * BLOCK_BYTES
+        _copy_last_block(a.source + offset, a.target + offset, a.sums, a.secret)
+    _order_writes()
+
+
+@instruction(types.void, *[types.int64] * 4)
+def _copy_block(b: ir.IRBuilder, source: Any, target: Any, sums: Any, secret: Any) -> None:
+    """Copy a block, add its stripes to the sums, and scramble these."""
+    total = _load(b, sums)
+    for number in range(BLOCK_BYTES // _STRIPE):
+        total = _add_stripe(b, total, source, target, secret, number, number * _STEP)
+    key = _load(b, _at(b, secret, _SECRET_BYTES - _STRIPE))
+    total = b.xor(b.xor(total, b.lshr(total, _all(47))), key)
+    _store(b, b.mul(total, _all(_PRIMES_32[0])), sums)
+
+
+@instruction(types.void, *[types.int64] * 4)
+def _copy_last_block(b: ir.IRBuilder, source: Any, target: Any, sums: Any, secret: Any) -> None:
+    """Copy the block that the input ends with; the last stripe has a key of its own."""
+    total = _load(b, sums)
+    last = BLOCK_BYTES // _STRIPE - 1
+    for number in range(last):
+        total = _add_stripe(b, total, source, target, secret, number, number * _STEP)
+    own = _SECRET_BYTES - _STRIPE - 7
+    _store(b, _add_stripe(b, total, source, target, secret, last, own), sums)
+
+
+def _add_stripe(
+    b: ir.IRBuilder, total: Any, source: Any, target: Any, secret: Any, number: int, key_at: int
+) -> Any:
+    """Write the copy of a stripe, and its sum: each lane's product, and its neighbour."""
+    place = number * _STRIPE
+    write_prefetch(b, _at(b, source, place + _AHEAD))
+    stripe = _load(b, _at(b, source, place))
+    copied = b.store(stripe, b.inttoptr(_at(b, target, place), _LANES.as_pointer()), align=64)
+    copied.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+    mixed = b.xor(stripe, _load(b, _at(b, secret, key_at)))
+    product = b.mul(b.and_(mixed, _all((1 << 32) - 1)), b.lshr(mixed, _all(32)))
+    swapped = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
+    return b.add(total, b.add(product, b.shuffle_vector(stripe, stripe, swapped)))
+
+
+@instruction(types.void)
+def _order_writes(b: ir.IRBuilder) -> None:
+    """Let what was written past the caches be seen before anything that is written later."""
+    b.fence("seq_cst")
+
+
+def _secret_of(seed: int) -> npt.NDArray[np.uint64]:
+    """Return the secret with the seed added to every even word, and taken from every odd one."""
+    words = np.frombuffer(_SECRET, "<u8").astype(np.uint64)
+    words[0::2] += np.uint64(seed & _BITS)
+    words[1::2] -= np.uint64(seed & _BITS)
+    return words
+
+
+def _merged(sums: npt.NDArray[np.uint64], secret: bytes, num_bytes: int) -> int:
+    """Return the digest that the sums come to."""
+    keys = np.frombuffer(secret, "<u8", 8, offset=11)
+    lanes = [int(word) for word in sums ^ keys]
+    digest = num_bytes * _PRIMES_64[0]
+    for first, second in zip(lanes[0::2], lanes[1::2], strict=True):
+        product = first * second
+        digest += (product & _BITS) ^ (product >> 64)
+    digest &= _BITS
+    digest = (digest ^ digest >> 37) * _LAST_PRIME & _BITS
+    return digest ^ digest >> 32
+
+
+def _at(b: ir.IRBuilder, address: Any, offset: int) -> Any:
+    return b.add(address, i64(offset))
+
+
+def _all(number: int) -> ir.Constant:
+    return ir.Constant(_LANES, [number] * _LANES.count)
+
+
+def _load(b: ir.IRBuilder, address: Any) -> Any:
+    return b.load(b.inttoptr(address, _LANES.as_pointer()), align=8)
+
+
+def _store(b: ir.IRBuilder, value: Any, address: Any) -> None:
+    b.store(value, b.inttoptr(address, _LANES.as_pointer()), align=8)
