@@ -425,6 +425,27 @@ def test_what_is_read_where_it_lies_needs_no_connection_for_segments(
     assert opened == ([] if is_in_memory else [5601])
 
 
+async def test_an_offer_has_the_token_that_is_in_force_when_it_is_sent() -> None:
+    """The connection may have ended while the offer waited for blocks."""
+    peer, copies, told = HoldingPeer(), Copies(), list[Any]()
+    now = new_token()
+    peer.segments = SimpleNamespace(token=now, is_up=False)  # type: ignore[assignment]
+    peer.tell = lambda *message: told.append(message)  # type: ignore[method-assign]
+
+    def make_sender(at: float) -> KVSender:
+        limits: dict[str, Any] = {"max_bytes": TOTAL, "lease_s": 30, "now": at}
+        return KVSender(1, LAYOUT, PROMPT, **limits, token=new_token())
+
+    transfer = OutgoingTransfer(make_sender, peer, HashKVCache(20, 16), copies, lambda _: None)  # type: ignore[arg-type]
+    transfer.offer(tuple(range(20)), 0, time.monotonic())
+    task = asyncio.create_task(transfer.run())
+    await asyncio.sleep(0)
+    assert decode_map(Offer, told[0][1]).token == now
+    transfer.cancel()
+    await task
+    copies.close()
+
+
 @pytest.mark.parametrize("num_at_once", [1, 3])
 async def test_segments_are_packed_at_a_time_and_sent_in_order(num_at_once: int) -> None:
     peer, copies, numbers = HoldingPeer(), Copies(num_at_once), list[int]()
