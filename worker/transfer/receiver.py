@@ -288,7 +288,7 @@ class IncomingTransfers:
         else:
             receiver = transfer.receiver
             ack = receiver.stored(segment, self._clock())
-            # The sender has half of its credit left at least: it does not wait for each.
+            # While more comes, the sender has credit left: it waits for no ACK before one is due.
             if ack is not None and (is_last or receiver.is_complete or transfer.is_ack_due):
                 self._answer(transfer, ack)
         self._give_back(transfer)
