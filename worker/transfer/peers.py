@@ -9,6 +9,7 @@ closed before another is made.  SPEC 5.4.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -160,7 +161,8 @@ class DecodePeers:
         has_segments: bool = False,
     ) -> None:
         self.traffic, self.segment_traffic = Traffic(), Traffic()
-        self._has_segments = has_segments
+        # Elsewhere there is no epoll to watch them by: the KV socket takes all.
+        self._has_segments = has_segments and sys.platform == "linux"
         self._identity = identity
         self._plane = plane
         self._clock = clock

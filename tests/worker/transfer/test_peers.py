@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -171,8 +172,12 @@ async def test_the_connection_for_segments_ends_with_the_other(end: str) -> None
                 assert await asyncio.wait_for(receiving, WAIT_S) == b"", "it is hung up"
 
 
-async def test_without_segments_there_is_no_connection_for_them() -> None:
-    async with decode_peers() as peers, ScriptedDecode() as decode:
+@pytest.mark.parametrize(("has_segments", "platform"), [(False, "linux"), (True, "darwin")])
+async def test_where_there_is_no_connection_for_segments(
+    has_segments: bool, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.transfer.peers.sys", SimpleNamespace(platform=platform))
+    async with decode_peers(has_segments=has_segments) as peers, ScriptedDecode() as decode:
         peers.update("a", [detail(decode.endpoint)])
         peer = peers.find("a", 0)
         assert peer is not None and peer.segments is None
