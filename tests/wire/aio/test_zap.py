@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from tests.wire.aio.house import LOOPBACK, House
 from tests.wire.process.key_files import write
 from wire.aio.outbox import Limits
 from wire.aio.port import (
@@ -25,46 +26,12 @@ from wire.aio.port import (
     server_options,
 )
 from wire.aio.zap import ENDPOINT, Authenticator, Gate, prove
-from wire.aio.zmq import Hub, Link
-from wire.parts import Buffer
+from wire.aio.zmq import Hub
 from wire.process.keys import Keys
 from wire.process.settings import ConfigError
 
-LOOPBACK = "tcp://127.0.0.1:*"
 ADMITTED, REFUSED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_AUTH
 MISMATCH, CUT = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_DISCONNECTED
-
-
-class House:
-    """A router's hub with keys, and the directory they are in."""
-
-    def __init__(self, directory: Path, *parties: str) -> None:
-        self.directory = directory
-        self.pairs = write(directory, "router", *(parties or ("prefill-0", "decode-0")))
-        self.messages: asyncio.Queue[tuple[bytes, list[Buffer]]] = asyncio.Queue()
-        self.lost: asyncio.Queue[bytes] = asyncio.Queue()
-        self.hub = Hub(
-            lambda peer, parts: self.messages.put_nowait((peer, parts)),
-            on_lost=self.lost.put_nowait,
-            keys=Keys(directory, "router"),
-        )
-        self.endpoint = self.hub.bind(LOOPBACK)
-        self.links: list[Link] = []
-
-    def link(self, name: str, identity: bytes, **changes: object) -> Link:
-        keys = Keys(self.directory, name)
-        link = Link(identity, self.endpoint, lambda parts: None, keys=keys, **changes)  # type: ignore[arg-type]
-        self.links.append(link)
-        return link
-
-    def authorize(self, *names: str) -> None:
-        lines = [f"{self.pairs[name].public} {name}\n" for name in names]
-        (self.directory / "authorized_keys").write_text("".join(lines))
-
-    async def close(self) -> None:
-        for link in self.links:
-            await link.close()
-        await self.hub.close()
 
 
 @pytest.fixture

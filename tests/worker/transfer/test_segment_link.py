@@ -15,6 +15,7 @@ from tests.wire.process.key_files import write
 from tests.worker.scripted import (
     GatedExecutor,
     ScriptedDecode,
+    ScriptedRouter,
     running,
     running_prefill,
     scripted_router,
@@ -290,16 +291,24 @@ async def test_segments_take_the_kv_socket_while_there_is_no_other(
         await router.until_free(Role.PREFILL)
 
 
+async def offered_beside(
+    router: ScriptedRouter, decode: ScriptedDecode, listening: socket.socket
+) -> socket.socket:
+    """Ask for the prompt as request 1, and return the connection for all segments but the first."""
+    router.prefill(1, PROMPT, OPTIONS)
+    await decode.offered(1)
+    decode.ack(1, 0, LAYOUT.token_bytes, segment_port=listening.getsockname()[1])
+    client = await greet(listening)
+    await decode.segment(1)  # it did not wait for the connection
+    return client
+
+
 async def test_a_request_whose_segment_is_being_sent_ends_with_the_connection() -> None:
     async with running_prefill(kv_shared_memory="off") as (router, decode):
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setblocking(False)
             port = listening.getsockname()[1]
-            router.prefill(1, PROMPT, OPTIONS)
-            await decode.offered(1)
-            decode.ack(1, 0, LAYOUT.token_bytes, segment_port=port)
-            client = await greet(listening)
-            await decode.segment(1)  # it did not wait for the connection
+            client = await offered_beside(router, decode, listening)
             decode.ack(1, LAYOUT.token_bytes, TOTAL, segment_port=port)
             head = await asyncio.get_running_loop().sock_recv(client, HEAD_BYTES)
             assert read_head(head)[0].request_id == 1
@@ -318,11 +327,7 @@ async def test_blocks_are_held_while_a_segment_is_read_from_them() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setblocking(False)
             port = listening.getsockname()[1]
-            router.prefill(1, PROMPT, OPTIONS)
-            await decode.offered(1)
-            decode.ack(1, 0, LAYOUT.token_bytes, segment_port=port)
-            with await greet(listening):
-                await decode.segment(1)  # it did not wait for the connection
+            with await offered_beside(router, decode, listening):
                 executor.cache.gate.clear()
                 executor.cache.is_reached.clear()
                 decode.ack(1, LAYOUT.token_bytes, TOTAL, segment_port=port)
