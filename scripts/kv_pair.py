@@ -13,7 +13,7 @@ import multiprocessing as mp
 import resource
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from wire.aio.zmq import Hub, Link, Sending
+from wire.errors import PeerLost
 from wire.frames import (
     DecodeDone,
     DecodeRequest,
@@ -303,10 +304,10 @@ class Pair:
         match frame := message.frame:
             case Hello():
                 self._on_hello(peer, frame, message)
-            case Heartbeat():
-                self._hub.send(peer, encode(Heartbeat(0, 0, 0)))
-            case Drain():
-                self._hub.send(peer, encode(frame))
+            case Heartbeat() | Drain():
+                answer = Heartbeat(0, 0, 0) if isinstance(frame, Heartbeat) else frame
+                with suppress(PeerLost):  # it may have ended meanwhile
+                    self._hub.send(peer, encode(answer))
             case DecodeToken():
                 self._tokens.update(message.tokens)
             case DecodeDone():
