@@ -238,6 +238,7 @@ class Dispatcher:
             self._requeue(state)
         elif num_left is not None and attempt.decode is not None:
             state.phase, state.due = Phase.DECODE, state.deadline
+            attempt.num_due = num_left
             self._send(
                 attempt.decode.identity,
                 DecodeRequest(attempt.request_id, num_left),

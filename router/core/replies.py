@@ -190,7 +190,7 @@ class Replies:
     def _on_tokens(self, peer: bytes, message: Message) -> None:
         """Take the tokens of a step.  Whatever is done here is done for every token there is."""
         tokens, logprobs = message.tokens, _scores(message)
-        find, vocab_size, decoding = self._requests.attempts.get, self._vocab_size, Phase.DECODE
+        find, vocab_size = self._requests.attempts.get, self._vocab_size
         for i, (request_id, token_id) in enumerate(tokens):
             attempt = find(request_id)
             if attempt is None:
@@ -201,30 +201,27 @@ class Replies:
                 self.dropped["wrong_worker"] += 1
                 continue
             scores = None if logprobs is None else logprobs[i]
-            generated = state.generated
-            is_due = state.phase is decoding and len(generated) <= (state.new_tokens or 0)
-            if not is_due or token_id >= vocab_size or scores is not None:
+            if not attempt.num_due or token_id >= vocab_size or scores is not None:
                 try:
-                    self._check_token(state, token_id, scores, is_due=is_due)
+                    self._check_token(attempt, token_id, scores)
                 except RemoteProtocolError as error:
                     self._on_breach(attempt, decode, error)
                     continue
             if attempt.prefill is not None:
                 # A token proves that the KV is there: the transfer has ended.
                 self._requests.release_prefill(attempt)
-            generated.append(token_id)
+            attempt.num_due -= 1
+            state.generated.append(token_id)
             try:
                 state.sink.on_token(token_id, scores)
             except Exception:
                 self._requests.drop_sink(state)
 
-    def _check_token(
-        self, state: RequestState, token_id: int, scores: Logprobs | None, *, is_due: bool
-    ) -> None:
-        if not is_due:
+    def _check_token(self, attempt: Attempt, token_id: int, scores: Logprobs | None) -> None:
+        if not attempt.num_due:
             raise RemoteProtocolError("a token that was not asked for")
         _check_vocabulary(token_id, self._vocab_size)
-        _check_logprobs(scores, state.request.options.logprobs, self._vocab_size)
+        _check_logprobs(scores, attempt.state.request.options.logprobs, self._vocab_size)
 
     def _on_breach(self, attempt: Attempt, worker: Worker, error: RemoteProtocolError) -> None:
         """Fail an attempt whose worker broke the protocol.

@@ -84,6 +84,7 @@ class Attempt:
         decode: The worker that generates; None if the first token is also the last.
         num_generated: Tokens that earlier attempts had generated when this one began.
         is_reading: Whether PREFILL_DONE is still to come.
+        num_due: Tokens that the decode worker may still send: none before it is asked.
     """
 
     request_id: int
@@ -92,6 +93,7 @@ class Attempt:
     decode: Worker | None
     num_generated: int = 0
     is_reading: bool = True
+    num_due: int = 0
 
     @property
     def seq_len(self) -> int:

@@ -19,7 +19,8 @@ import structlog
 
 from router import metrics
 from router.api import chat, text
-from router.api.answered.completion import Completion, CompletionRequest, Head
+from router.api.answered.answer import Head
+from router.api.answered.completion import Completion, CompletionRequest
 from router.api.answered.logprobs import size_of_scores
 from router.api.errors import HttpError, http_error
 from router.api.messages.body import count_tokens

@@ -1,53 +1,50 @@
 """The middle of a stream: tokens of one choice that show nothing but their text.
 
-That is what a router does all day, so it has a way of its own from the choice to the connection,
-past `Completion`, `Answer` and `ResponseWriter`.  When a stream has a token every 10 ms, half of
-what one costs is the interpreter with cold caches, so every call and every object counts.  At the
+That is what a router does all day, so it has a way of its own from the core to the connection, past
+`Choice`, `Completion`, `Answer` and `ResponseWriter`.  When a stream has a token every 10 ms, half
+of what one costs is the interpreter with cold caches, so every call and every object counts: a
+token is made an event where it comes in, and written when the turn of the event loop ends.  At the
 first sign of anything else, an end or a client that lags, the writer goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Protocol
-
-import msgspec
 
 from router.api.answered.completion import Choice
 from router.http.asgi import Push
 from wire.aio.turns import Turns, Writer
-
-_encode: Final = msgspec.json.Encoder().encode
-
-
-class GeneralWriter(Writer, Protocol):
-    """Who writes whatever is not text alone."""
-
-    def fail(self, error: Exception) -> None:
-        """The stream cannot go on."""
+from wire.payloads import Logprobs
 
 
 class Middle:
     """Writes the texts of `choice`, each between the two of `around`, until `end`.
 
-    `last` is when it wrote last.
+    Attributes:
+        body: The events that are not written yet, of `num_tokens` tokens.
+        last: When it wrote last.
     """
 
     __slots__ = (
-        "_around",
+        "_after",
+        "_before",
         "_choice",
+        "_json_of",
+        "_num_lent",
+        "_num_taken",
         "_on_tokens",
         "_push",
         "_turns",
-        "_wake",
         "_writer",
+        "body",
         "is_over",
         "last",
+        "num_tokens",
     )
 
     def __init__(
         self,
-        writer: GeneralWriter,
+        writer: Writer,
         turns: Turns,
         choice: Choice,
         around: tuple[bytes, bytes],
@@ -55,35 +52,36 @@ class Middle:
         on_tokens: Callable[[float, int], None],
         last: float,
     ) -> None:
-        self._writer, self._turns = writer, turns
-        self._choice, self._around = choice, around
+        self._writer, self._turns, self._choice = writer, turns, choice
+        self._before, self._after = around
         self._push, self._on_tokens = push, on_tokens
+        self.body, self.num_tokens = b"", 0
         self.last, self.is_over = last, False
-        self._wake, choice.wake = choice.wake, self.wake
+        self._num_taken, self._num_lent = 0, choice.num_lendable
+        self._json_of = choice.lend(self.on_token, self._on_other)
 
-    def wake(self, choice: Choice) -> None:
-        self._turns.take(self)
+    def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
+        """Take a token, as the choice would."""
+        if self._num_taken == self._num_lent:
+            self.end()
+            self._choice.on_token(token_id, logprobs)
+            return
+        event = self._before + self._json_of(token_id) + self._after
+        self._num_taken += 1
+        self.num_tokens += 1
+        if self.body:
+            self.body += event
+        else:
+            self.body = event
+            self._turns.take(self)
 
     def prepare(self, now: float) -> bytes:
-        if self.is_over:
+        if self.is_over:  # the writer has what was left
             return b""
-        try:
-            texts = self._choice.take_texts()
-        except Exception as error:
-            self.end()
-            self._writer.fail(error)
-            return b""
-        if texts is None:
-            self.end()
-            return self._writer.prepare(now)
-        if not texts:
-            return b""
-        self._on_tokens(now - self.last, len(texts))
+        self._on_tokens(now - self.last, self.num_tokens)
+        body, self.body, self.num_tokens = self.body, b"", 0
         self.last = now
-        before, after = self._around
-        if len(texts) == 1:
-            return before + _encode(texts[0]) + after
-        return b"".join([before + _encode(text) + after for text in texts])
+        return body
 
     def transmit(self, body: bytes) -> None:
         if self.is_over or not self._push(body):
@@ -91,7 +89,10 @@ class Middle:
             self._writer.transmit(body)
 
     def end(self) -> None:
-        """Leave the rest to the writer, which is woken; idempotent."""
+        """Leave the rest to the choice and the writer; idempotent."""
         if not self.is_over:
-            self.is_over, self._choice.wake = True, self._wake
-            self._wake(self._choice)
+            self.is_over = True
+            self._choice.take_back(self._num_taken)
+
+    def _on_other(self, choice: Choice) -> None:
+        self.end()

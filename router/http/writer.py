@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
-from router.api.answered.completion import Answer, Choice, Completion
+from router.api.answered.answer import Answer
+from router.api.answered.completion import Choice, Completion
 from router.api.answered.events import HEADERS
 from router.api.answered.pieces import Piece, joined
 from router.api.errors import Header, http_error
@@ -149,7 +150,7 @@ class ResponseWriter:
         if self._streamed is None or self._push is None or self._last_tokens is None:
             return
         completion, answer = self._streamed
-        if answer.usual is not None:
+        if answer.usual is not None and completion.choices[0].num_lendable > 0:
             self._middle = Middle(
                 self,
                 self._turns,
@@ -206,12 +207,14 @@ class ResponseWriter:
     def _write_events(self, now: float) -> bytes:
         assert self._streamed is not None
         completion, answer = self._streamed
-        if self._middle is not None:
-            self._middle.end()
-            self._last_write = self._last_tokens = self._middle.last
+        body, num_new_tokens = b"", 0
+        if (middle := self._middle) is not None:
+            middle.end()
+            body, num_new_tokens = middle.body, middle.num_tokens
+            self._last_write = self._last_tokens = middle.last
             self._middle = None
-        body = answer.take()
-        if num_new_tokens := completion.num_new_tokens:
+        body += answer.take()
+        if num_new_tokens := num_new_tokens + completion.num_new_tokens:
             if self._last_tokens is not None and self._is_timed:
                 self._on_tokens(now - self._last_tokens, num_new_tokens)
             self._last_tokens = now

@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
+import msgspec
 import tokenizers
 from tokenizers import decoders, models
 
@@ -35,6 +36,7 @@ CONTEXT_TOKENS: Final = 6
 MAX_HELD_TOKENS: Final = 8
 # Composing Unicode makes one character of at most four (U+1F82 is one of them).
 MAX_COMPOSED: Final = 4
+_encode: Final = msgspec.json.Encoder().encode
 
 
 class Detokenizer(Protocol):
@@ -45,6 +47,9 @@ class Detokenizer(Protocol):
 
     def feed_all(self, token_ids: Sequence[int]) -> Sequence[str]:
         """Feed several tokens, and return the text of each."""
+
+    def feed_json(self, token_id: int) -> bytes:
+        """Feed a token, and return its text as a string in JSON."""
 
     def flush(self) -> str:
         """Return the rest, an unfinished character as U+FFFD; the stream has ended."""
@@ -182,6 +187,9 @@ class _NoText:
     def feed_all(self, token_ids: Sequence[int]) -> list[str]:
         return [""] * len(token_ids)
 
+    def feed_json(self, token_id: int) -> bytes:
+        return b'""'
+
     def flush(self) -> str:
         return ""
 
@@ -189,13 +197,14 @@ class _NoText:
 class _Pieces(dict[int, bytes]):
     """The bytes of every token met so far, and when it is asked for, of any other.
 
-    `texts` are those of whole characters, as far as they were met: a list, for a dict reads three
-    places of memory for every token, and mostly from afar.
+    `texts` are those of whole characters, as far as they were met, and `jsons` the same in JSON:
+    lists, for a dict reads three places of memory for every token, and mostly from afar.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, hidden: frozenset[int]) -> None:
         super().__init__()
         self.texts: list[str | None] = [None] * backend.get_vocab_size()
+        self.jsons: list[bytes | None] = [None] * len(self.texts)
         self._backend = backend
         self._hidden = hidden
 
@@ -208,10 +217,10 @@ class _Pieces(dict[int, bytes]):
 class _ByteDetokenizer:
     """Between two characters a token's text depends on nothing before it, so it is looked up."""
 
-    __slots__ = ("_is_between", "_pieces", "_texts", "_utf8")
+    __slots__ = ("_is_between", "_jsons", "_pieces", "_texts", "_utf8")
 
     def __init__(self, pieces: _Pieces) -> None:
-        self._pieces, self._texts = pieces, pieces.texts
+        self._pieces, self._texts, self._jsons = pieces, pieces.texts, pieces.jsons
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_between = True
 
@@ -234,6 +243,15 @@ class _ByteDetokenizer:
             if None not in known:
                 return cast(list[str], known)
         return list(map(self.feed, token_ids))
+
+    def feed_json(self, token_id: int) -> bytes:
+        jsons, was_between = self._jsons, self._is_between
+        if was_between and token_id < len(jsons) and (known := jsons[token_id]) is not None:
+            return known
+        json_text = _encode(self.feed(token_id))
+        if was_between and self._is_between and token_id < len(jsons):
+            jsons[token_id] = json_text
+        return json_text
 
     def flush(self) -> str:
         self._is_between = True
@@ -267,6 +285,9 @@ class _WindowDetokenizer:
 
     def feed_all(self, token_ids: Sequence[int]) -> list[str]:
         return list(map(self.feed, token_ids))
+
+    def feed_json(self, token_id: int) -> bytes:
+        return _encode(self.feed(token_id))
 
     def flush(self) -> str:
         return self._advance(self._decode(self._window))

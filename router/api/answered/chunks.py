@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
-from router.api.answered.completion import Choice, Completion, Head
+from router.api.answered.answer import Head
+from router.api.answered.completion import Choice, Completion
 from router.api.answered.events import DONE, PING, event
 from router.api.answered.logprobs import Render
 from router.api.answered.pieces import Piece

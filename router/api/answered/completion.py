@@ -18,13 +18,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from msgspec import structs
 
+from router.api.answered.answer import Answer, Head
 from router.api.answered.pieces import Piece, ScoredToken, joined, plain, scored_prompt
 from router.api.asked.structures import Wanted
-from router.api.errors import HttpError
 from router.core.request import Request, RequestEnd
 from router.log import facts
 from router.text.parts import CallStart, Part, Reader, Reasoning
@@ -41,36 +41,7 @@ NO_TEXT: Final = Tokenizer(None)
 # Tokens that are taken before others have their turn: some milliseconds, with their scores.
 MAX_AT_ONCE: Final = 64
 
-
-class Head(NamedTuple):
-    """What every answer says of itself."""
-
-    request_id: str
-    created: int
-    model: str
-
-
-class Answer(Protocol):
-    """Makes bytes of a completion, whole or as events; one for each HTTP request."""
-
-    # What is sent in a silence.
-    ping: bytes
-    # What stands around the text of every further token that shows nothing else; None: it differs.
-    usual: tuple[bytes, bytes] | None
-
-    def whole(self, pieces: Sequence[Piece]) -> bytes:
-        """Return the body of an answer that is not streamed, of a piece for each choice."""
-
-    def take(self) -> bytes:
-        """Return the events of everything that moved since the last call; often just one."""
-
-    def end(self) -> bytes:
-        """Return what follows the last of them."""
-
-    def failure(self, error: HttpError) -> bytes:
-        """Return the end of a stream that broke."""
-
-
+OnToken = Callable[[int, Logprobs | None], None]
 NewAnswer = Callable[["Completion", Head], Answer]
 
 
@@ -147,7 +118,10 @@ class CompletionRequest:
 
 @dataclass(eq=False, slots=True)
 class Choice:
-    """The sink of one request.  `wake` is called when `take` has something to do."""
+    """The sink of one request.  `wake` is called when `take` has something to do.
+
+    Its tokens may be lent to somebody with a shorter way for them: `lend`.
+    """
 
     index: int
     prompt: Sequence[int]
@@ -188,8 +162,12 @@ class Choice:
     # Its tokens show nothing but their text, and nobody looks for anything in that.
     is_plain: bool = field(init=False)
     _is_eager: bool = field(init=False)
+    on_token: OnToken = field(init=False)
+    # `wake`, while the tokens are lent.
+    _lender: Callable[[Choice], None] | None = None
 
     def __post_init__(self) -> None:
+        self.on_token = self._note
         self._decoder = self._detokenizer()
         self._stops = StopMatcher(self.asked.stops) if self.asked.stops else None
         self._reader = self.asked.reader() if self.asked.reader else None
@@ -223,7 +201,7 @@ class Choice:
             self.is_stopped_at_once = self._stops_at(result.token_id)
             self.on_token(result.token_id, result.logprobs)
 
-    def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
+    def _note(self, token_id: int, logprobs: Logprobs | None) -> None:
         pending = self._pending
         pending.append(token_id)
         if not self.is_plain and self.asked.has_logprobs:
@@ -268,15 +246,25 @@ class Choice:
             self._end(pieces, self.usage)
         return pieces
 
-    def take_texts(self) -> Sequence[str] | None:
-        """Return the texts of what `take` would make pieces of that show no more, if it is all."""
-        token_ids = self._pending
-        num_tokens = self.num_tokens + len(token_ids)
-        is_last = num_tokens >= self.max_tokens or len(token_ids) > MAX_AT_ONCE
-        if is_last or not self.is_plain or self.usage is not None or self.error is not None:
-            return None
-        self._pending, self.num_tokens = [], num_tokens
-        return self._decoder.feed_all(token_ids)
+    @property
+    def num_lendable(self) -> int:
+        """How many tokens, from the next on, show nothing but their text; the last is none."""
+        is_idle = self.is_plain and self._awaits_end and not self._pending
+        return self.max_tokens - self.num_tokens - 1 if is_idle else 0
+
+    def lend(self, on_token: OnToken, on_other: Callable[[Choice], None]) -> Callable[[int], bytes]:
+        """Have `on_token` take the next `num_lendable` tokens, and `on_other` called when anything
+        else comes.  Return what says the text of each, as a string in JSON."""
+        self._lender = self.wake
+        self.on_token, self.wake = on_token, on_other
+        return self._decoder.feed_json
+
+    def take_back(self, num_taken: int) -> None:
+        """Go on by oneself, after so many tokens."""
+        assert self._lender is not None
+        self.num_tokens += num_taken
+        self.on_token, self.wake = self._note, self._lender
+        self.wake(self)
 
     def _take(self, token_ids: list[int]) -> list[Piece]:
         """The pieces of tokens that have more to show than text, or are looked at for stops."""

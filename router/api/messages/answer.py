@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
-from router.api.answered.completion import Completion, Head
+from router.api.answered.answer import Head
+from router.api.answered.completion import Completion
 from router.api.answered.events import event
 from router.api.answered.pieces import Piece
 from router.api.answered.usage import usage_body

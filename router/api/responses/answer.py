@@ -7,7 +7,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from router.api.answered.completion import Choice, Completion, Head
+from router.api.answered.answer import Head
+from router.api.answered.completion import Choice, Completion
 from router.api.answered.events import PING
 from router.api.answered.logprobs import chat_logprobs, encoded
 from router.api.answered.pieces import Piece

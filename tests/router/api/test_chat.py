@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from router.api.answered.completion import Choice, Completion, CompletionRequest, Head
+from router.api.answered.answer import Head
+from router.api.answered.completion import Choice, Completion, CompletionRequest
 from router.api.answered.pieces import Piece, ScoredToken, joined
 from router.api.chat import ChatAnswer, ChatBody
 from router.api.errors import HttpError

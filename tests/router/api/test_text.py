@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.api.answered.completion import Choice, Completion, CompletionRequest, Head
+from router.api.answered.answer import Head
+from router.api.answered.completion import Choice, Completion, CompletionRequest
 from router.api.answered.pieces import Piece
 from router.api.chat import ChatBody
 from router.api.model import ServedModel

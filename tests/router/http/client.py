@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from router.api.answered.completion import Completion, CompletionRequest, Head
+from router.api.answered.answer import Head
+from router.api.answered.completion import Completion, CompletionRequest
 from router.api.answered.events import DONE
 from router.api.text import TextAnswer
 from router.core.request import Request

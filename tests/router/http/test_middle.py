@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
 
@@ -31,9 +32,12 @@ class Pushed:
         return [text_of(body) for body in self.bodies]
 
 
-async def in_the_middle() -> tuple[Client, Pushed, asyncio.Task[None]]:
+async def in_the_middle(
+    max_tokens: int = sys.maxsize,
+) -> tuple[Client, Pushed, asyncio.Task[None]]:
     """A stream that has said "a", "b" and "c", one after the other: with "c" its middle begins."""
     client = Client(push=(push := Pushed()))
+    client.sink.max_tokens = max_tokens
     task = client.stream()
     client.say("a")
     assert text_of(await client.bodies.get()) == "a"
@@ -102,6 +106,29 @@ async def test_silence_in_the_middle_is_broken_by_a_comment() -> None:
     await finish(client, task)
 
 
+async def test_the_last_token_waits_for_the_end() -> None:
+    client, push, task = await in_the_middle(max_tokens=6)
+    client.say("de")
+    await asyncio.sleep(0)
+    client.say("f")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c", "de"]
+    assert await finish(client, task) == "af"
+
+
+async def test_what_the_middle_has_not_written_goes_before_all_that_follows() -> None:
+    client, push, task = await in_the_middle()
+    client.now += 2.0
+    client.say("d")
+    client.writer.wake()
+    client.sink.on_done(Usage(finish_reason="length"))
+    await task
+    assert text_of(client.sent[-1]["body"].partition(b"data: [DONE]")[0]) == "d"
+    assert client.tokens[-1] == (2.0, 1)
+    assert push.texts == ["b", "c"]
+
+
 async def test_who_left_is_told_nothing_more() -> None:
     client, push, task = await in_the_middle()
     client.say("d")
@@ -121,8 +148,11 @@ async def test_a_failure_in_the_middle_is_said() -> None:
     assert b"worker_lost" in client.sent[-1]["body"] and b'"d"' in client.sent[-1]["body"]
 
 
-async def test_a_bug_in_the_middle_ends_the_stream() -> None:
-    client, _, task = await in_the_middle()
-    client.sink.on_token("no token", None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        await task
+async def test_what_is_no_token_disturbs_no_other() -> None:
+    client, push, task = await in_the_middle()
+    with pytest.raises(TypeError):  # The core ends the request then.
+        client.sink.on_token("no token", None)  # type: ignore[arg-type]
+    client.say("d")
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c", "d"]
+    await finish(client, task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import sys
 import threading
 from pathlib import Path
@@ -71,6 +72,8 @@ TEXTS = st.text(alphabet="the cat é日🎉\n", max_size=20)
 def streamed(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None = None) -> str:
     detokenizer = tokenizer.detokenizer(prompt or [])
     text = "".join([*map(detokenizer.feed, token_ids), detokenizer.flush()])
+    in_json = map(tokenizer.detokenizer(prompt or []).feed_json, token_ids)
+    assert text.startswith("".join(map(json.loads, in_json)))
     together = tokenizer.detokenizer(prompt or [])
     half = len(token_ids) // 2
     texts = [*together.feed_all(token_ids[:half]), *together.feed_all(token_ids[half:])]
@@ -96,10 +99,11 @@ OFTEN = BYTE_BACKEND.encode("🎉ht", add_special_tokens=False).ids
 TOKENS = st.lists(st.sampled_from(OFTEN) | st.integers(0, 301), max_size=5)
 
 
-@given(st.lists(TOKENS, max_size=8), st.booleans())
-@example([[OFTEN[2], OFTEN[0]], [OFTEN[2]]], False)  # one that was met, after half a character
+@given(st.lists(TOKENS, max_size=8), st.booleans(), st.booleans())
+@example([[OFTEN[2], OFTEN[0]], [OFTEN[2]]], False, False)  # one met, after half a character
+@example([[OFTEN[2], OFTEN[0]], [], [OFTEN[2]]], False, True)
 def test_the_text_of_each_token_is_what_its_bytes_make_certain(
-    runs: list[list[int]], is_met: bool
+    runs: list[list[int]], is_met: bool, is_in_json: bool
 ) -> None:
     """Though it is looked up where that can be done: after a flush too, and whatever was met."""
     tokenizer = BYTE_LEVEL if is_met else Tokenizer(BYTE_BACKEND)
@@ -108,7 +112,12 @@ def test_the_text_of_each_token_is_what_its_bytes_make_certain(
     for turn, run in enumerate(runs):
         hidden = tokenizer.special_ids
         parts = [b"" if each in hidden else tokenizer.token_bytes(each) for each in run]
-        texts = detokenizer.feed_all(run) if turn % 2 else [detokenizer.feed(each) for each in run]
+        if turn % 2:
+            texts = detokenizer.feed_all(run)
+        elif is_in_json:
+            texts = [json.loads(detokenizer.feed_json(each)) for each in run]
+        else:
+            texts = [detokenizer.feed(each) for each in run]
         assert list(texts) == [utf8.decode(part) for part in parts]
         if turn % 3 == 2:
             assert detokenizer.flush() == utf8.decode(b"", True)

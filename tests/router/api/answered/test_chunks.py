@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.answered.completion import Completion, CompletionRequest, Head
+from router.api.answered.answer import Head
+from router.api.answered.completion import Completion, CompletionRequest
 from router.api.answered.events import DONE
 from router.api.chat import ChatAnswer
 from router.api.errors import HttpError

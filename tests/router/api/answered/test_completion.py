@@ -90,34 +90,40 @@ def test_half_a_character_waits_for_the_other_half(stops: tuple[str, ...]) -> No
     assert subject.take() == [Piece("é", [second], [])]
 
 
-def test_tokens_that_show_nothing_but_text_are_taken_as_texts() -> None:
-    subject = choice()
-    say(subject, "ab")
-    assert subject.take_texts() == ["a", "b"]
-    assert subject.take_texts() == []
+def test_tokens_that_show_nothing_but_text_can_be_lent() -> None:
+    subject, lent, woken = choice(), list[int](), list[Choice]()
+    subject.max_tokens = 5
+    say(subject, "a")
+    assert subject.num_lendable == 0, "one is to be taken first"
+    subject.take()
+    assert subject.num_lendable == 3, "the last one goes with the end"
+    json_of = subject.lend(lambda token_id, logprobs: lent.append(token_id), woken.append)
+    say(subject, "bé")
+    assert b"".join(json_of(token_id) for token_id in lent) == '"b""""é"'.encode()
+    assert (subject.lag, woken) == (0, [])
+    done(subject)
+    assert woken == [subject], "an end is no token"
+    subject.take_back(3)
+    assert (texts(subject.take()), subject.num_tokens) == ([("", "stop")], 5)
+
+
+def test_tokens_that_were_taken_back_are_not_lent() -> None:
+    subject, lent = choice(), list[int]()
+    subject.lend(lambda token_id, logprobs: lent.append(token_id), lambda choice: None)
+    subject.take_back(0)
     say(subject, "c")
-    assert (texts(subject.take()), subject.num_tokens) == ([("c", None)], 3)
+    assert (texts(subject.take()), lent) == ([("c", None)], [])
 
 
 @pytest.mark.parametrize("output", [{"has_ids": True}, {"has_logprobs": True}])
-def test_tokens_that_show_more_are_not_taken_as_texts(output: dict[str, Any]) -> None:
-    subject = choice(**output)
-    say(subject, "a")
-    assert (subject.take_texts(), subject.lag) == (None, 1)
+def test_tokens_that_show_more_are_not_lent(output: dict[str, Any]) -> None:
+    assert choice(**output).num_lendable == 0
 
 
-def test_the_end_is_not_taken_as_text() -> None:
+def test_after_the_end_there_is_nothing_to_lend() -> None:
     subject = choice()
-    say(subject, "a")
     done(subject)
-    assert subject.take_texts() is None
-    assert texts(subject.take()) == [("a", "stop")]
-
-
-def test_more_than_a_turn_has_is_not_taken_as_texts() -> None:
-    subject = choice()
-    say(subject, "a" * (MAX_AT_ONCE + 1))
-    assert (subject.take_texts(), subject.lag) == (None, MAX_AT_ONCE + 1)
+    assert subject.num_lendable == 0
 
 
 def test_half_a_character_at_the_end_is_shown_broken() -> None:
@@ -254,7 +260,7 @@ def test_the_last_token_is_not_lost_when_an_error_comes_for_the_end() -> None:
     subject = choice()
     subject.max_tokens = 2
     say(subject, "ab")
-    assert subject.take_texts() is None, "the last one waits for the end"
+    assert subject.num_lendable == 0, "the last one waits for the end"
     assert texts(subject.take()) == [("a", None)]
     subject.on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
     assert texts(subject.take()) == [("b", None)]

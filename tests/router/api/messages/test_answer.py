@@ -10,7 +10,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.answered.completion import Completion, CompletionRequest, Head
+from router.api.answered.answer import Head
+from router.api.answered.completion import Completion, CompletionRequest
 from router.api.answered.pieces import joined
 from router.api.errors import HttpError
 from router.api.messages.answer import MessageAnswer

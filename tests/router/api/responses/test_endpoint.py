@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from router.api.answered.completion import Completion, CompletionRequest, Head
+from router.api.answered.answer import Head
+from router.api.answered.completion import Completion, CompletionRequest
 from router.api.answered.pieces import Piece
 from router.api.asked.values import MAX_OBJECTS
 from router.api.errors import HttpError
