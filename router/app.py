@@ -50,7 +50,7 @@ from wire.aio.listener import server_context
 from wire.aio.tcp import Limits as TcpLimits
 from wire.aio.tcp import Server
 from wire.aio.zmq import Hub
-from wire.errors import ErrorCode, WireError
+from wire.errors import ErrorCode
 from wire.frames import MAX_TOKEN_ID
 from wire.parts import Buffer
 from wire.process.api_keys import open_api_keys
@@ -93,11 +93,14 @@ class Router:
         self._api_keys = open_api_keys(config.api_keys)
         self._tls = server_context(config.tls_cert, config.tls_key)
         self._hub = Hub(
-            self._on_message, on_lost=self._on_lost, keys=open_keys(config.keys, "router")
+            self._on_message,
+            on_lost=self._on_lost,
+            keys=open_keys(config.keys, "router"),
+            traffic=self._planes["bus"],
         )
         self.bus = Bus(
             self.fleet,
-            transmit=self._transmit,
+            transmit=self._hub.send,
             forget=self._hub.forget,
             limits=limits(config, vocab_size(model_path)),
             lease_ms=config.lease_ms,
@@ -240,16 +243,7 @@ class Router:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._hub.close(FLUSH_S)
 
-    def _transmit(self, peer: bytes, parts: list[Buffer]) -> None:
-        try:
-            self._hub.send(peer, parts)
-        except WireError as error:
-            self._planes["bus"].drop(error)
-            raise
-        self._planes["bus"].say(parts)
-
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
-        self._planes["bus"].hear(parts)
         self.bus.on_message(peer, parts)
 
     def _on_lost(self, peer: bytes) -> None:

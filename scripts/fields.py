@@ -6,6 +6,7 @@ usage: .venv/bin/python scripts/fields.py [--check]
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -64,7 +65,9 @@ def rows(kind: str) -> list[tuple[str, str, Any]]:
 
 
 def main() -> int:
-    if sys.argv[1:] == ["--check"]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+    if parser.parse_args().check:
         if WRITTEN.read_text() == document():
             return 0
         print(f"{WRITTEN} is not what the code says: run scripts/fields.py", file=sys.stderr)

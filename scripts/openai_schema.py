@@ -5,8 +5,8 @@ usage: .venv/bin/python scripts/openai_schema.py openapi.yaml
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +30,9 @@ WORDS: Final = {
 
 
 def main() -> None:
-    document = yaml.load(Path(sys.argv[1]).read_text(), Loader=yaml.CSafeLoader)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("openapi", type=Path, help="the description, openapi.yaml")
+    document = yaml.load(parser.parse_args().openapi.read_text(), Loader=yaml.CSafeLoader)
     schemas: dict[str, Any] = document["components"]["schemas"]
     found: dict[str, Any] = {}
     waiting = list(ROOTS)

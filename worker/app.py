@@ -101,11 +101,12 @@ class Worker:
         )
         make_role = PrefillRole if role is Role.PREFILL else DecodeRole
         self.role: PrefillRole | DecodeRole = make_role(context)
-        kv, segments = self.role.traffic, self.role.segment_traffic
-        planes = {"bus": Traffic(), "kv": kv, "kv_segments": segments}
-        detail, connect = self._detail(info), partial(outside.connect, keys=keys)
+        segments, bus = self.role.segment_traffic, Traffic()
+        planes = {"bus": bus, "kv": self._plane.traffic, "kv_segments": segments}
+        detail = self._detail(info)
+        connect = partial(outside.connect, keys=keys, traffic=bus)
         self.routers = [
-            RouterLink(endpoint, identity, detail, self.role, self._on_link, connect, planes["bus"])
+            RouterLink(endpoint, identity, detail, self.role, self._on_link, connect)
             for endpoint in config.router
         ]
         self._metrics = Metrics(self._engine, self.role, config, planes, self._peers_up)

@@ -17,6 +17,7 @@ from wire.aio.zmq import Link, Sending
 from wire.identity import Identity
 from wire.parts import Buffer
 from wire.process.keys import Keys
+from wire.process.traffic import Traffic
 from worker.config import Config
 from worker.engine.engine import Engine
 from worker.engine.outputs import Output
@@ -57,11 +58,14 @@ class Connect(Protocol):
         on_up: Callable[[], None],
         on_down: Callable[[], None],
         keys: Keys | None = None,
+        traffic: Traffic | None = None,
     ) -> Connection: ...
 
 
 class Plane(Protocol):
     """Where KV travels (`worker.transfer.sockets.KVPlane`)."""
+
+    traffic: Traffic
 
     @property
     def is_encrypted(self) -> bool: ...

@@ -10,7 +10,7 @@ lost wants nothing any more of what it asked for, so we end that.  SPEC 5.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
@@ -41,7 +41,6 @@ from wire.payloads import (
     decode_map,
     encode_map,
 )
-from wire.process.traffic import Traffic
 from worker.environment import Connect, Connection
 
 log = structlog.get_logger("worker")
@@ -106,7 +105,6 @@ class RouterLink:
     requests: Requests
     on_state: Callable[[RouterLink], None]
     connect: Connect = Link
-    traffic: Traffic = field(default_factory=Traffic)  # one for all routers of a worker
     state: LinkState = LinkState.JOINING
     epoch: int = 0
     heartbeat_s: float = 1.0
@@ -169,19 +167,15 @@ class RouterLink:
         if self._is_stuck:
             return  # a frame is missing already: nothing may follow it
         assert self._link is not None, "open comes first"
-        parts = encode(frames, *payload)
         try:
-            self._link.send(parts)
+            self._link.send(encode(frames, *payload))
         except WireError as error:
-            self.traffic.drop(error)
             if isinstance(error, PeerLost):
                 log.debug("router is away, frame dropped", router=self.endpoint)
             elif error.code is ErrorCode.OVERLOADED:
                 self._is_stuck = True
             else:
                 raise
-        else:
-            self.traffic.say(parts)
 
     def refuse(self, request_id: int, error: WireError, stage: str) -> None:
         """End a request with ERROR; the text is for the client."""
@@ -236,7 +230,6 @@ class RouterLink:
     # Frames of the router.
 
     def _on_message(self, parts: list[Buffer]) -> None:
-        self.traffic.hear(parts)
         self._silent_s = 0.0
         try:
             self._dispatch(decode(parts))

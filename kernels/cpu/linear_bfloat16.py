@@ -35,7 +35,7 @@ from kernels.cpu.large_pages import in_large_pages
 from kernels.cpu.program import Operation
 from kernels.cpu.rows_bfloat16 import gate_pair
 from kernels.cpu.simd import PANEL, pair_product
-from kernels.cpu.tasks import allocate, give_back, inner
+from kernels.cpu.tasks import Task, allocate, give_back, inner
 from kernels.cpu.tiles import TWO_TILES, num_together, rows_product
 from kernels.cpu.ways import Way, known_way
 
@@ -60,11 +60,15 @@ class GateableWeight(ABC):
 
     Attributes:
         shape: (N, K).
+        panels: As each kind packs them: [E * panels of a matrix, steps of K, ...].
+        scales: What a column's numbers are multiples of; None: they are what they say.
     """
 
-    __slots__ = ("shape",)
+    __slots__ = ("panels", "scales", "shape")
 
     shape: tuple[int, int]
+    panels: torch.Tensor
+    scales: torch.Tensor | None
 
     @property
     def num_columns(self) -> int:
@@ -121,50 +125,18 @@ class GateableWeight(ABC):
         bias = None if bias is None else woven(bias, -1)
         return self._operation(x, y, bias, 2, groups, way=way, activation=activation)
 
+    @property
+    def nbytes(self) -> int:
+        """What the matrix takes."""
+        return self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
     @abstractmethod
-    def _operation(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        bias: torch.Tensor | None,
-        together: int,
-        groups: Groups | None,
-        *,
-        is_added: bool = False,
-        is_by_token: bool = False,
-        way: Way | None,
-        activation: Activation = SILU,
-    ) -> Operation: ...
+    def _rows_in_block(self, x: torch.Tensor) -> int:
+        """Return how many rows of x stay in the second cache while a chunk's panels pass by."""
 
-
-class PairedWeight(GateableWeight):
-    """A weight matrix [N, K], or a stack of E, in panels of pairs.
-
-    N is padded to whole panels, K to whole steps.
-
-    Attributes:
-        panels: [E * ceil(N / 16), ceil(K / 32), 16, 16, 2] bfloat16.
-    """
-
-    __slots__ = ("panels",)
-
-    def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
-        """Pack a matrix; one `is_gated` has its first half and its second woven panel by panel."""
-        rows, columns = self.shape = (weight.shape[-2], weight.shape[-1])
-        weight = woven(weight, -2) if is_gated else weight
-        padded = pad(weight.bfloat16(), (0, -columns % STEP, 0, -rows % PANEL))
-        pairs = padded.view(-1, PANEL, padded.shape[-1] // STEP, STEP // 2, 2)
-        self.panels = in_large_pages(pairs.permute(0, 2, 3, 1, 4))
-
-    @staticmethod
-    def inputs(num_rows: int, size: int) -> torch.Tensor:
-        """Return room for x: [num_rows, size] bfloat16, with zeros up to a whole step.
-
-        A line more keeps rows from lying a power of two apart: all of a tile would fall into one
-        set of the cache.
-        """
-        stride = -(-size // STEP) * STEP + STEP
-        return torch.zeros(num_rows, stride, dtype=torch.bfloat16)[:, :size]
+    @abstractmethod
+    def _task(self, way: Way) -> Task:
+        """Return what threads run."""
 
     def _operation(
         self,
@@ -180,23 +152,22 @@ class PairedWeight(GateableWeight):
         activation: Activation = SILU,
     ) -> Operation:
         num_units, num_steps = self.num_columns // PANEL // together, self.panels.shape[1]
-        assert x.shape[1] == self.shape[1] and x.dtype is torch.bfloat16
-        assert x.stride(0) >= num_steps * STEP and x.stride(1) == 1
         num_threads = torch.get_num_threads()
         address = self.panels.data_ptr()
         rows = groups or Groups(len(x))
-        arguments = _Arguments(
+        arguments = Arguments(
             groups=rows.address,
             num_units=num_units,
             together=together,
             num_threads=num_threads,
             weight=address,
+            scales=0 if self.scales is None else self.scales.data_ptr(),
             num_steps=num_steps,
             x=x.data_ptr(),
             x_stride=x.stride(0) * x.itemsize,
             y=y.data_ptr(),
             y_stride=y.stride(0) * y.itemsize,
-            block=max(TWO_TILES, _BLOCK_BYTES // (x.stride(0) * 2) // TWO_TILES * TWO_TILES),
+            block=self._rows_in_block(x),
             is_added=is_added,
             is_by_token=is_by_token,
             bias=0 if bias is None else bias.data_ptr(),
@@ -207,8 +178,46 @@ class PairedWeight(GateableWeight):
             tiles=amx.configurations().ctypes.data,
         )
         weights = first_weights(address, num_units, num_threads, together * num_steps * STEP_BYTES)
-        task, kept = _TASKS[known_way(way)], (x, self.panels, y, bias, rows)
-        return Operation(task, arguments, kept, None if groups else weights)
+        kept = (x, self.panels, self.scales, y, bias, rows)
+        return Operation(self._task(known_way(way)), arguments, kept, None if groups else weights)
+
+
+class PairedWeight(GateableWeight):
+    """A weight matrix [N, K], or a stack of E, in panels of pairs.
+
+    N is padded to whole panels, K to whole steps.
+
+    Attributes:
+        panels: [E * ceil(N / 16), ceil(K / 32), 16, 16, 2] bfloat16.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
+        """Pack a matrix; one `is_gated` has its first half and its second woven panel by panel."""
+        rows, columns = self.shape = (weight.shape[-2], weight.shape[-1])
+        weight = woven(weight, -2) if is_gated else weight
+        padded = pad(weight.bfloat16(), (0, -columns % STEP, 0, -rows % PANEL))
+        pairs = padded.view(-1, PANEL, padded.shape[-1] // STEP, STEP // 2, 2)
+        self.panels, self.scales = in_large_pages(pairs.permute(0, 2, 3, 1, 4)), None
+
+    @staticmethod
+    def inputs(num_rows: int, size: int) -> torch.Tensor:
+        """Return room for x: [num_rows, size] bfloat16, with zeros up to a whole step.
+
+        A line more keeps rows from lying a power of two apart: all of a tile would fall into one
+        set of the cache.
+        """
+        stride = -(-size // STEP) * STEP + STEP
+        return torch.zeros(num_rows, stride, dtype=torch.bfloat16)[:, :size]
+
+    def _rows_in_block(self, x: torch.Tensor) -> int:
+        assert x.shape[1] == self.shape[1] and x.dtype is torch.bfloat16
+        assert x.stride(0) >= self.panels.shape[1] * STEP and x.stride(1) == 1
+        return max(TWO_TILES, _BLOCK_BYTES // (x.stride(0) * 2) // TWO_TILES * TWO_TILES)
+
+    def _task(self, way: Way) -> Task:
+        return _TASKS[way]
 
 
 def woven(rows: torch.Tensor, axis: int) -> torch.Tensor:
@@ -222,18 +231,21 @@ def woven(rows: torch.Tensor, axis: int) -> torch.Tensor:
     return panels.transpose(at, at + 1).reshape(rows.shape)
 
 
-class _Arguments(NamedTuple):
+class Arguments(NamedTuple):
+    """What the threads of one product read."""
+
     groups: int
     num_units: int  # of a matrix: what threads take: a panel, or one of the gate with that of up
     together: int  # panels of a unit; where they are two, y is gated
     num_threads: int
     weight: int
+    scales: int  # 0 for none
     num_steps: int
     x: int
     x_stride: int
     y: int
     y_stride: int
-    block: int  # rows that are multiplied with a chunk before the next ones are
+    block: int  # rows, or planes of them, that are multiplied with a chunk before the next ones are
     is_added: bool
     is_by_token: bool
     bias: int  # 0 for none
@@ -248,7 +260,7 @@ class _Arguments(NamedTuple):
     taken: int = 0  # units, see `threads.next_chunk`
 
 
-def _multiply_by_tiles(a: _Arguments, thread: int) -> None:
+def _multiply_by_tiles(a: Arguments, thread: int) -> None:
     num_steps, x_stride = a.num_steps, a.x_stride
     panel_bytes = num_steps * STEP_BYTES
     parts = -(-num_steps // _NEAR_STEPS)
@@ -284,7 +296,7 @@ def _multiply_by_tiles(a: _Arguments, thread: int) -> None:
     give_back(sums)
 
 
-def _multiply_by_dots(a: _Arguments, thread: int) -> None:
+def _multiply_by_dots(a: Arguments, thread: int) -> None:
     x_stride, panel_bytes = a.x_stride, a.num_steps * STEP_BYTES
     sums = allocate(max(a.block * 2, _FEW_DOTS * 4) * PANEL * 4)
     group, unit, count = 0, 0, 0
@@ -317,7 +329,7 @@ def _multiply_by_dots(a: _Arguments, thread: int) -> None:
 
 @inner
 def _dots(
-    a: _Arguments,
+    a: Arguments,
     width: int,
     w: int,
     x: int,
@@ -337,7 +349,7 @@ def _dots(
         _dots_by_one(w, x, x_stride, y, y_stride, steps, rows, has_sums, panel_bytes, later)
 
 
-def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
+def _multiply_by_vectors(a: Arguments, thread: int) -> None:
     num_steps, x_stride, width = a.num_steps, a.x_stride, a.together
     sums = allocate(a.block * 2 * PANEL * 4)
     group, unit, count = 0, 0, 0
@@ -362,7 +374,7 @@ def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
 
 @inner
 def _begin(
-    a: _Arguments, panel: int, width: int, begin: int, end: int, sums: int
+    a: Arguments, panel: int, width: int, begin: int, end: int, sums: int
 ) -> tuple[int, int, int]:
     """Return where the sums of rows [begin, end) with so many panels go, and what is there.
 
@@ -383,7 +395,7 @@ def _begin(
 
 
 @inner
-def _end(a: _Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
+def _end(a: Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
     """Write what `sums` come to where y is gated, or add it where y has rows of tokens."""
     if a.is_by_token:
         column = panel % a.num_units * PANEL

@@ -10,32 +10,26 @@ who shares the batch, nor on the processor.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch.nn.functional import pad
 
-from kernels.contract import SILU, Activation
 from kernels.cpu import amx
 from kernels.cpu.amx import BYTES_STEP, CONFIGURATION_BYTES, STEP_BYTES
 from kernels.cpu.groups import (
-    Groups,
     add_to_tokens,
     coming_weights,
-    first_weights,
     in_stack,
     next_units,
     rows_of,
 )
 from kernels.cpu.large_pages import in_large_pages
-from kernels.cpu.linear_bfloat16 import GateableWeight, woven
-from kernels.cpu.program import Operation
+from kernels.cpu.linear_bfloat16 import Arguments, GateableWeight, woven
 from kernels.cpu.rows_int8 import finish_sums, gate_floats, room_for_planes
 from kernels.cpu.simd import PANEL
 from kernels.cpu.simd_int8 import QUAD, byte_product
-from kernels.cpu.tasks import allocate, give_back, inner
+from kernels.cpu.tasks import Task, allocate, give_back, inner
 from kernels.cpu.tiles import TWO_TILES, num_together, rows_product
-from kernels.cpu.ways import Way, known_way
+from kernels.cpu.ways import Way
 
 # The most inputs whose sum of products, 127 * 127 each, is an int32.
 MAX_INPUTS = (1 << 31) // 127**2
@@ -60,7 +54,7 @@ class Int8Weight(GateableWeight):
         scales: [E * ceil(N / 16) * 16] float32: what a column's integers are multiples of.
     """
 
-    __slots__ = ("panels", "scales")
+    __slots__ = ()
 
     def __init__(self, weight: torch.Tensor, *, is_gated: bool = False) -> None:
         """Round and pack a matrix; one `is_gated` has its halves woven panel by panel."""
@@ -75,95 +69,22 @@ class Int8Weight(GateableWeight):
         self.panels = in_large_pages(quads.permute(0, 2, 3, 1, 4))
         self.scales = pad(scales, (0, -rows % PANEL)).flatten()
 
-    @property
-    def nbytes(self) -> int:
-        """What the matrix takes."""
-        return self.panels.nbytes + self.scales.nbytes
-
     @staticmethod
     def inputs(num_rows: int, size: int) -> torch.Tensor:
         """Return room for x: see `room_for_planes`."""
         return room_for_planes(num_rows, size)
 
-    def _operation(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        bias: torch.Tensor | None,
-        together: int,
-        groups: Groups | None,
-        *,
-        is_added: bool = False,
-        is_by_token: bool = False,
-        way: Way | None,
-        activation: Activation = SILU,
-    ) -> Operation:
-        num_units, num_steps = self.num_columns // PANEL // together, self.panels.shape[1]
-        x_stride = x.stride(0)
-        assert x.dtype is torch.int8 and y.dtype is torch.float32
-        assert x_stride >= 2 * (num_steps + 1) * BYTES_STEP
-        assert y.is_contiguous()
-        num_threads = torch.get_num_threads()
-        address = self.panels.data_ptr()
-        block = -(-min(2 * len(x), 2 * _BLOCK_BYTES // x_stride) // TWO_TILES) * TWO_TILES
-        rows = groups or Groups(len(x))
-        arguments = _Arguments(
-            groups=rows.address,
-            num_units=num_units,
-            together=together,
-            num_threads=num_threads,
-            weight=address,
-            scales=self.scales.data_ptr(),
-            num_steps=num_steps,
-            x=x.data_ptr(),
-            x_stride=x_stride,
-            y=y.data_ptr(),
-            y_stride=y.shape[1] * 4,
-            block=max(TWO_TILES, block),
-            is_added=is_added,
-            is_by_token=is_by_token,
-            bias=0 if bias is None else bias.data_ptr(),
-            linear=activation.linear,
-            cubic=activation.cubic,
-            limit=activation.limit,
-            shift=activation.shift,
-            tiles=amx.configurations().ctypes.data,
-        )
-        weights = first_weights(address, num_units, num_threads, together * num_steps * STEP_BYTES)
-        is_tiled = known_way(way) is Way.TILES
-        task = _multiply_by_tiles if is_tiled else _multiply_by_vectors
-        kept = (x, self.panels, self.scales, y, bias, rows)
-        return Operation(task, arguments, kept, None if groups else weights)
+    def _rows_in_block(self, x: torch.Tensor) -> int:
+        stride = x.stride(0)
+        assert x.dtype is torch.int8 and stride >= 2 * (self.panels.shape[1] + 1) * BYTES_STEP
+        planes = min(2 * len(x), 2 * _BLOCK_BYTES // stride)
+        return max(TWO_TILES, -(-planes // TWO_TILES) * TWO_TILES)
+
+    def _task(self, way: Way) -> Task:
+        return _multiply_by_tiles if way is Way.TILES else _multiply_by_vectors
 
 
-class _Arguments(NamedTuple):
-    groups: int
-    num_units: int  # of a matrix: what threads take: a panel, or one of the gate with that of up
-    together: int  # panels of a unit; where they are two, y is gated
-    num_threads: int
-    weight: int
-    scales: int
-    num_steps: int
-    x: int
-    x_stride: int  # of a row: of two planes
-    y: int
-    y_stride: int
-    block: int  # planes that are multiplied with a chunk before the next ones are
-    is_added: bool
-    is_by_token: bool
-    bias: int  # 0 for none
-    linear: float  # of the activation, where y is gated; likewise the next three
-    cubic: float
-    limit: float
-    shift: float
-    tiles: int  # see `amx.configurations`
-    # Where panels lie that threads of even and of odd numbers take first in the next product.
-    next_even: int = 0
-    next_odd: int = 0
-    taken: int = 0  # units, see `threads.next_chunk`
-
-
-def _multiply_by_tiles(a: _Arguments, thread: int) -> None:
+def _multiply_by_tiles(a: Arguments, thread: int) -> None:
     num_steps, x_stride = a.num_steps, a.x_stride // 2
     panel_bytes = num_steps * STEP_BYTES
     parts = -(-num_steps // _NEAR_STEPS)
@@ -199,7 +120,7 @@ def _multiply_by_tiles(a: _Arguments, thread: int) -> None:
     give_back(sums)
 
 
-def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
+def _multiply_by_vectors(a: Arguments, thread: int) -> None:
     num_steps, x_stride, width = a.num_steps, a.x_stride // 2, a.together
     panel_bytes, stride = num_steps * STEP_BYTES, width * PANEL * 4
     sums = allocate(a.block * 2 * PANEL * 4)
@@ -229,7 +150,7 @@ def _multiply_by_vectors(a: _Arguments, thread: int) -> None:
 
 
 @inner
-def _finish(a: _Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
+def _finish(a: Arguments, panel: int, width: int, begin: int, end: int, sums: int) -> None:
     """Write what the sums of planes [begin, end) with so many panels come to."""
     stride, at = width * PANEL * 4, panel * PANEL * 4
     column = panel % (a.num_units * a.together) * PANEL * 4

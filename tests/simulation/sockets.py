@@ -11,6 +11,7 @@ from tests.simulation.network import Network
 from wire.aio.outbox import Sending
 from wire.errors import PeerLost
 from wire.parts import Buffer
+from wire.process.traffic import Traffic
 
 RECONNECT_S: Final = (0.1, 2.0)
 OnMessage = Callable[[list[Buffer]], None]
@@ -87,6 +88,7 @@ class Link:
         on_up: Callable[[], None] | None = None,
         on_down: Callable[[], None] | None = None,
         keys: None = None,
+        traffic: Traffic | None = None,
         is_kv: bool = False,
     ) -> None:
         self.network, self.process, self.identity = network, process, identity
@@ -167,7 +169,7 @@ class Plane:
     is_encrypted = False
 
     def __init__(self, network: Network, process: Process) -> None:
-        self._network, self._process = network, process
+        self._network, self._process, self.traffic = network, process, Traffic()
 
     def hub(
         self, on_message: Callable[[bytes, list[Buffer]], None], on_lost: Callable[[bytes], None]

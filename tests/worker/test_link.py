@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from wire.payloads import (
     decode_prefill_result,
     encode_map,
 )
+from wire.process.traffic import Traffic
 from worker.executor.hash import LAYOUT
 from worker.link import (
     FENCED_TRIES,
@@ -74,7 +76,11 @@ class Stage:
         self.role = Recorder()
         self._states: asyncio.Queue[LinkState] = asyncio.Queue()
         identity = Identity(Role.PREFILL, 0, 5)
-        self.link = RouterLink(router.endpoint, identity, DETAIL, self.role, self._on_state)
+        self.traffic = Traffic()
+        self.link = RouterLink(
+            *(router.endpoint, identity, DETAIL, self.role, self._on_state),
+            connect=partial(Link, traffic=self.traffic),
+        )
         self.link.open()
 
     def _on_state(self, link: RouterLink) -> None:
@@ -128,10 +134,10 @@ async def test_the_way_to_a_router_is_counted() -> None:
         assert await alone.state() is LinkState.READY
         link.send(Cancel(7, 0))
         rows = {("hello", "sent", 1), ("cancel", "sent", 1), ("welcome", "received", 1)}
-        assert set(link.traffic.rows()) == rows
+        assert set(alone.traffic.rows()) == rows
         await link.close(0)
         link.send(Cancel(8, 0))
-        assert (set(link.traffic.rows()), link.traffic.dropped) == (rows, {"worker_lost": 1})
+        assert (set(alone.traffic.rows()), alone.traffic.dropped) == (rows, {"worker_lost": 1})
 
 
 async def test_an_unknown_peer_says_hello_once_and_its_requests_have_ended() -> None:

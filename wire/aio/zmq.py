@@ -38,9 +38,10 @@ from wire.aio.port import (
 from wire.aio.pump import Pump, guarded
 from wire.aio.strangers import Strangers
 from wire.aio.zap import Gate, cut, prove
-from wire.errors import PeerLost
+from wire.errors import PeerLost, WireError
 from wire.parts import Buffer
 from wire.process.keys import Keys
+from wire.process.traffic import Traffic
 
 __all__ = ["Context", "Hub", "Link", "Sending", "terminate"]
 
@@ -54,7 +55,7 @@ class Hub:
     `max_message_bytes` bounds one part, `max_queue_bytes` what waits for one peer here; libzmq may
     hold `high_water_mark` messages more per peer and direction.  With `zero_copy`, parts from
     `ZERO_COPY_BYTES` on arrive as memoryviews of libzmq's memory and leave from the caller's.
-    A message of more than 64 parts arrives as [].
+    A message of more than 64 parts arrives as [].  `traffic` counts what comes and goes.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class Hub:
         high_water_mark: int = 1000,
         context: Context | None = None,
         keys: Keys | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
+        self._traffic = traffic or Traffic()
         self._on_message = guarded(on_message)
         self._keys = keys
         self._port = Port(
@@ -113,7 +116,13 @@ class Hub:
             LocalProtocolError: A part is over `max_message_bytes`.
         """
         self._pump.wake()
-        return self._peers.send(peer, parts, track=track)
+        try:
+            sending = self._peers.send(peer, parts, track=track)
+        except WireError as error:
+            self._traffic.drop(error)
+            raise
+        self._traffic.say(parts)
+        return sending
 
     def queued_bytes(self, peer: bytes) -> int:
         """Bytes that wait here for `peer`, 0 for an unknown one."""
@@ -143,6 +152,7 @@ class Hub:
                 return self._port.read(frame)[1]
             self._peers.meet(peer, fd)
         parts, num_bytes = self._port.read(frame)
+        self._traffic.hear(parts)
         self._on_message(peer, parts)
         return num_bytes
 
@@ -191,7 +201,9 @@ class Link:
         context: Context | None = None,
         keys: Keys | None = None,
         server: str = "router",
+        traffic: Traffic | None = None,
     ) -> None:
+        self._traffic = traffic or Traffic()
         self.endpoint, self.is_up = endpoint, False
         self._on_message = guarded(on_message)
         self._on_up, self._on_down = guarded(on_up), guarded(on_down)
@@ -223,11 +235,17 @@ class Link:
         Raises:
             PeerLost: The link is closed.  Else as `Hub.send`.
         """
-        if self._pump.is_closed:
-            raise PeerLost(self.endpoint)
-        self._pump.wake()
-        now = self.is_up and (not self._outbox or self._is_greeting)
-        return self._outbox.send(parts, track=track, now=now)
+        try:
+            if self._pump.is_closed:
+                raise PeerLost(self.endpoint)
+            self._pump.wake()
+            now = self.is_up and (not self._outbox or self._is_greeting)
+            sending = self._outbox.send(parts, track=track, now=now)
+        except WireError as error:
+            self._traffic.drop(error)
+            raise
+        self._traffic.say(parts)
+        return sending
 
     async def close(self, linger_s: float = 0.0) -> None:
         """As `Hub.close`."""
@@ -242,6 +260,7 @@ class Link:
         except zmq.Again:
             return None
         parts, num_bytes = self._port.read(frame)
+        self._traffic.hear(parts)
         self._on_message(parts)
         return num_bytes
 

@@ -113,7 +113,6 @@ class DecodeRole:
         )
         self.kv_endpoint = self.incoming.endpoint
         self.kv_unasked_bytes = context.config.kv_unasked_bytes
-        self.traffic = self.incoming.traffic
         self.segment_traffic = self.incoming.segment_traffic
 
     @property

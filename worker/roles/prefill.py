@@ -99,7 +99,7 @@ class PrefillRole:
             has_segments=context.config.kv_segment_port != "off",
         )
         self._is_encrypted = context.plane.is_encrypted
-        self.traffic, self.segment_traffic = self.peers.traffic, self.peers.segment_traffic
+        self.segment_traffic = self.peers.segment_traffic
         self.transfers = TransferCounts()
         self._prefills: dict[int, Prefill] = {}
         self.first_chunk_s = inf  # of the last prompt

@@ -51,7 +51,6 @@ class DecodePeer:
         detail: PeerDetail,
         identity: bytes,
         plane: Plane,
-        traffic: Traffic,
         now: float,
         *,
         segment_traffic: Traffic | None = None,
@@ -62,7 +61,6 @@ class DecodePeer:
         self.is_mute = False  # a whole lease passed and it said nothing at all
         self.needed_at = now
         self.expected = self.name
-        self._traffic = traffic
         self._link = plane.link(
             identity, detail.kv_endpoint, self._on_message, self._on_down, self.expected
         )
@@ -84,14 +82,7 @@ class DecodePeer:
         Raises:
             WireError: Too much waits for this peer already, or the link is closed.
         """
-        parts = encode(frame, *payload)
-        try:
-            sending = self._link.send(parts, track=track)
-        except WireError as error:
-            self._traffic.drop(error)
-            raise
-        self._traffic.say(parts)
-        return sending
+        return self._link.send(encode(frame, *payload), track=track)
 
     def tell(self, frame: Frame, *payload: Buffer) -> None:
         """Send a frame that may get lost: the peer's lease ends the transfer without it."""
@@ -111,7 +102,6 @@ class DecodePeer:
         await self._link.close(0.5)
 
     def _on_message(self, parts: list[Buffer]) -> None:
-        self._traffic.hear(parts)
         self.num_heard += 1
         self.is_mute = False
         try:
@@ -146,7 +136,7 @@ class DecodePeer:
 
 
 class DecodePeers:
-    """All decode workers known here; `traffic` counts the frames to and from them.
+    """All decode workers known here.
 
     With `has_segments`, segments take a connection of their own where that can be, and
     `segment_traffic` counts those.
@@ -160,11 +150,11 @@ class DecodePeers:
         *,
         has_segments: bool = False,
     ) -> None:
-        self.traffic, self.segment_traffic = Traffic(), Traffic()
+        self.segment_traffic = Traffic()
         # Elsewhere there is no epoll to watch them by: the KV socket takes all.
         self._has_segments = has_segments and sys.platform == "linux"
         self._identity = identity
-        self._plane = plane
+        self.plane = plane
         self._clock = clock
         self._named: dict[str, list[PeerDetail]] = {}  # by router endpoint
         self._peers: dict[str, DecodePeer] = {}  # by KV endpoint
@@ -240,7 +230,7 @@ class DecodePeers:
             self._close(self._peers.pop(detail.kv_endpoint))
         try:
             peer = DecodePeer(
-                *(detail, self._identity, self._plane, self.traffic, self._clock()),
+                *(detail, self._identity, self.plane, self._clock()),
                 segment_traffic=self.segment_traffic if self._has_segments else None,
             )
         except (OSError, ConfigError) as error:

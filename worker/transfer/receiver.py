@@ -59,8 +59,8 @@ class IncomingTransfers:
     """Every KV cache that is arriving here, and the socket they arrive on.
 
     `is_asked_for(receiver)` tells whether a router has asked for what is offered, or raises
-    WireError to refuse it.  `traffic` counts the frames of the socket, and `segment_traffic` those
-    of the connections for segments alone.
+    WireError to refuse it.  `segment_traffic` counts the frames of the connections for segments
+    alone.
     """
 
     def __init__(
@@ -73,7 +73,6 @@ class IncomingTransfers:
         self._config = config = context.config
         self._is_encrypted = context.plane.is_encrypted
         self.lease_s = config.lease_s or 30.0  # until the first WELCOME, before which none offers
-        self.traffic = Traffic()
         self._cache = context.cache
         self._engine = context.engine
         self._copies = context.copies
@@ -204,7 +203,6 @@ class IncomingTransfers:
     # Frames of prefill workers.
 
     def _on_message(self, peer: bytes, parts: list[Buffer]) -> None:
-        self.traffic.hear(parts)
         request_id = 0
         try:
             if Identity.parse(peer).role is not Role.PREFILL:
@@ -479,14 +477,10 @@ class IncomingTransfers:
         self._send(peer, Error(request_id, error.code), encode_map(detail))
 
     def _send(self, peer: bytes, frame: Frame, payload: bytes) -> None:
-        parts = encode(frame, payload)
         try:
-            self._hub.send(peer, parts)
+            self._hub.send(peer, encode(frame, payload))
         except WireError as error:
-            self.traffic.drop(error)
             log.debug("frame dropped", tag=frame.tag.name, reason=error.message)
-        else:
-            self.traffic.say(parts)
 
 
 def unknown() -> WireError:

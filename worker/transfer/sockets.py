@@ -12,6 +12,7 @@ from typing import Final, TypedDict
 from wire.aio.zmq import Context, Hub, Link, terminate
 from wire.parts import Buffer
 from wire.process.keys import Keys
+from wire.process.traffic import Traffic
 from wire.transfer import MAX_SEGMENT_BYTES, Sealing, new_key
 
 # Messages that libzmq may hold for one peer and direction.
@@ -29,6 +30,7 @@ class _Bounds(TypedDict):
     high_water_mark: int
     context: Context
     keys: Keys | None
+    traffic: Traffic
 
 
 class KVPlane:
@@ -36,11 +38,13 @@ class KVPlane:
 
     Attributes:
         is_encrypted: Whether there are keys.
+        traffic: The frames of all of them.
     """
 
     def __init__(self, max_model_len: int, keys: Keys | None = None) -> None:
         # The largest part is a segment, or the offer of the longest prompt.
         part_bytes = max(MAX_SEGMENT_BYTES, 4 * max_model_len) + MAP_BYTES
+        self.traffic = Traffic()
         self._bounds = _Bounds(
             zero_copy=True,
             max_message_bytes=part_bytes,
@@ -48,6 +52,7 @@ class KVPlane:
             high_water_mark=HIGH_WATER_MARK,
             context=Context(),
             keys=keys,
+            traffic=self.traffic,
         )
         self.is_encrypted = keys is not None
         if self.is_encrypted:

@@ -21,6 +21,7 @@ from router.config import Config
 from router.processes.parent import PARENT_ONLY, Process, serve_by_several
 from router.processes.summed import families
 from tests.scarce import no_descriptor_left
+from wire.process.children import lives
 from wire.process.lifetime import Stop
 
 FLAGS = ("--processes", "2", "--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--log-level")
@@ -201,6 +202,14 @@ async def test_the_pause_grows_until_one_has_served_for_long(
 async def test_none_is_started_again_while_all_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ends: list[int] = []
+
+    async def told(*of: Any) -> AsyncIterator[int]:
+        async for status in lives(*of):
+            ends.append(status)
+            yield status
+
+    monkeypatch.setattr("router.processes.parent.lives", told)
     monkeypatch.setattr("router.processes.parent.MIN_PAUSE_S", 0.05)
     async with parent(tmp_path) as it:
         await until(it.ready.exists)
@@ -208,7 +217,7 @@ async def test_none_is_started_again_while_all_stop(
         os.kill(it.pids(1)[0], signal.SIGKILL)
         await until(lambda: it.said("child process ended"))
         it.stop.set()
-        await asyncio.sleep(0.2)
+        await until(lambda: len(ends) == 2)  # its pause is over, and nothing was started
         os.kill(it.pids(0)[0], signal.SIGCONT)
         assert await it.serving == 0
     assert len(it.pids(1)) == 1

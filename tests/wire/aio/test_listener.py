@@ -131,7 +131,7 @@ async def test_closing_ends_handshakes_and_frees_the_port(made: certificate.Cert
     async with listening(context_of(made)) as port:
         reader, writer = await silent(port)
         await asyncio.sleep(0)
-    assert await reader.read() == b""
+    assert await asyncio.wait_for(reader.read(), 5) == b""
     writer.close()
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)

@@ -193,11 +193,12 @@ async def test_frames_are_counted_and_connections_that_are_up() -> None:
         await recorder.hear()
         assert peers.num_up == 1
         rows = {("kv_cache", "sent", 1), ("kv_cache_ack", "received", 1)}
-        assert set(peers.traffic.rows()) == rows
+        traffic = peers.plane.traffic
+        assert set(traffic.rows()) == rows
         await peers.close()
         with suppress(PeerLost):
             peer.send(Cancel(9, 0))
-        assert (set(peers.traffic.rows()), peers.traffic.dropped) == (rows, {"worker_lost": 1})
+        assert (set(traffic.rows()), traffic.dropped) == (rows, {"worker_lost": 1})
         assert peers.num_up == 0
 
 

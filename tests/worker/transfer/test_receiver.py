@@ -127,7 +127,7 @@ async def test_frames_are_counted_and_those_for_a_peer_that_is_gone() -> None:
         assert await prefill.error() == (3, ErrorCode.UNKNOWN_REQUEST)
     await asyncio.wait_for(failed.wait(), 10)
     counts = {("kv_cache", "received", 3), ("error", "sent", 2)}
-    traffic = transfers.traffic
+    traffic = plane.traffic
     assert (set(traffic.rows()), traffic.dropped) == (counts, {"worker_lost": 1})
     await transfers.close()
     await plane.close()
