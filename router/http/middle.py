@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.api.answered.completion import Choice
+from router.api.answered.completion import MAX_AT_ONCE, Choice
 from router.http.asgi import Push
 from wire.aio.turns import Turns, Writer
 from wire.payloads import Logprobs
@@ -20,9 +20,7 @@ from wire.payloads import Logprobs
 class Middle:
     """Writes the texts of `choice`, each between the two of `around`, until `end`.
 
-    Attributes:
-        body: The events that are not written yet, of `num_tokens` tokens.
-        last: When it wrote last.
+    `last` is when it wrote last.
     """
 
     __slots__ = (
@@ -30,16 +28,15 @@ class Middle:
         "_before",
         "_choice",
         "_json_of",
+        "_num_left",
         "_num_lent",
-        "_num_taken",
         "_on_tokens",
+        "_parts",
         "_push",
         "_turns",
         "_writer",
-        "body",
         "is_over",
         "last",
-        "num_tokens",
     )
 
     def __init__(
@@ -55,31 +52,34 @@ class Middle:
         self._writer, self._turns, self._choice = writer, turns, choice
         self._before, self._after = around
         self._push, self._on_tokens = push, on_tokens
-        self.body, self.num_tokens = b"", 0
+        self._parts: list[bytes] = []  # three of every event that is not written yet
         self.last, self.is_over = last, False
-        self._num_taken, self._num_lent = 0, choice.num_lendable
+        self._num_left = self._num_lent = choice.num_lendable
         self._json_of = choice.lend(self.on_token, self._on_other)
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
         """Take a token, as the choice would."""
-        if self._num_taken == self._num_lent:
+        parts = self._parts
+        if not self._num_left or len(parts) == 3 * MAX_AT_ONCE:
             self.end()
             self._choice.on_token(token_id, logprobs)
             return
-        event = self._before + self._json_of(token_id) + self._after
-        self._num_taken += 1
-        self.num_tokens += 1
-        if self.body:
-            self.body += event
-        else:
-            self.body = event
+        text = self._json_of(token_id)
+        self._num_left -= 1
+        if not parts:
             self._turns.take(self)
+        parts += (self._before, text, self._after)
+
+    def take(self) -> tuple[bytes, int]:
+        """Return the events that are not written yet, and of how many tokens they are."""
+        parts, self._parts = self._parts, []
+        return b"".join(parts), len(parts) // 3
 
     def prepare(self, now: float) -> bytes:
         if self.is_over:  # the writer has what was left
             return b""
-        self._on_tokens(now - self.last, self.num_tokens)
-        body, self.body, self.num_tokens = self.body, b"", 0
+        body, num_tokens = self.take()
+        self._on_tokens(now - self.last, num_tokens)
         self.last = now
         return body
 
@@ -92,7 +92,7 @@ class Middle:
         """Leave the rest to the choice and the writer; idempotent."""
         if not self.is_over:
             self.is_over = True
-            self._choice.take_back(self._num_taken)
+            self._choice.take_back(self._num_lent - self._num_left)
 
     def _on_other(self, choice: Choice) -> None:
         self.end()

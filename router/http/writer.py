@@ -210,7 +210,7 @@ class ResponseWriter:
         body, num_new_tokens = b"", 0
         if (middle := self._middle) is not None:
             middle.end()
-            body, num_new_tokens = middle.body, middle.num_tokens
+            body, num_new_tokens = middle.take()
             self._last_write = self._last_tokens = middle.last
             self._middle = None
         body += answer.take()

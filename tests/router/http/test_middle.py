@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from router.api.answered.completion import MAX_AT_ONCE
 from router.api.answered.events import PING
 from router.http.asgi import Disconnected
 from router.http.writer import PING_S
@@ -115,6 +116,17 @@ async def test_the_last_token_waits_for_the_end() -> None:
     await asyncio.sleep(0)
     assert push.texts == ["b", "c", "de"]
     assert await finish(client, task) == "af"
+
+
+async def test_more_tokens_than_a_turn_has_are_left_to_the_next() -> None:
+    client, push, task = await in_the_middle()
+    client.say("d" * MAX_AT_ONCE + "e" * MAX_AT_ONCE + "f")
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c", "d" * MAX_AT_ONCE + "e" * MAX_AT_ONCE]
+    await asyncio.sleep(0)
+    assert push.texts[3:] == ["f"]
+    assert client.tokens[2:] == [(0.0, 2 * MAX_AT_ONCE), (0.0, 1)]
+    assert await finish(client, task) == "a"
 
 
 async def test_what_the_middle_has_not_written_goes_before_all_that_follows() -> None:
