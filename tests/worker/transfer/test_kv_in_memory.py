@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
+import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -181,10 +183,20 @@ async def test_memory_that_could_be_taken_away_is_not_read() -> None:
 
 async def test_an_offer_that_is_withdrawn_while_memory_is_asked_for_leaves_nothing() -> None:
     async with lending() as (router, prefill):
-        prefill.offer(1, PROMPT, memory=prefill.lent)
-        prefill.cancel(1)
-        prefill.offer(2, PROMPT, memory=prefill.lent)
-        ack, credit = await prefill.ack()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("\0" + (name := f"baton-{secrets.token_hex(16)}"))
+            listener.listen()
+            prefill.offer(1, PROMPT, memory=name)
+            prefill.cancel(1)
+            prefill.offer(2, PROMPT, memory=name)
+            prefill.offer(3, PROMPT)
+            ack, _ = await prefill.ack()
+            assert ack.request_id == 3, "all before it has come, and waits for the memory"
+            prefill.cancel(3)
+            connection, _ = listener.accept()
+            with connection:
+                socket.send_fds(connection, [NAME], [prefill.memory.descriptor])
+                ack, credit = await prefill.ack()
         assert (ack.request_id, credit.in_memory) == (2, 1)
         prefill.cancel(2)
         await router.until_free(Role.DECODE)
