@@ -136,7 +136,7 @@ class ResponseWriter:
         except Exception as error:
             self.fail(error)
         else:
-            self._writing_since = self._last_write
+            self._writing_since = self._clock()
             self._rest = go_on(sending, awaited)
             self._signal.set()
 
