@@ -98,6 +98,16 @@ async def test_one_answer_over_http_and_one_over_tcp(tmp_path: Path) -> None:
             await cluster.answer([6, 7])
             frames = [await next_frame(client) for _ in range(3)]
             assert frames == [PrefillDone(5, 0), DecodeToken(5, 7), DecodeDone(5)]
+        async with httpx.AsyncClient(base_url=endpoints["http"]) as client:
+            lines = (await client.get("/metrics")).text.splitlines()
+        for plane, tag, direction, count in (
+            ("bus", "prefill_request", "sent", 2),
+            ("bus", "prefill_done", "received", 2),
+            ("tcp", "prefill_request", "received", 1),
+            ("tcp", "prefill_done", "sent", 1),
+        ):
+            labels = f'direction="{direction}",plane="{plane}",tag="{tag}"'
+            assert f"baton_frames_total{{{labels}}} {count}.0" in lines
 
 
 async def next_frame(client: object) -> Frame:

@@ -80,6 +80,20 @@ async def test_a_worker_says_who_it_is_and_how_it_is() -> None:
         assert (load.total, load.free, load.used) == (64, 64, 0)
 
 
+async def test_frames_to_and_from_routers_are_counted_and_as_those_of_the_bus() -> None:
+    async with (
+        scripted_router() as router,
+        running(router, "decode", metrics="127.0.0.1:0") as process,
+    ):
+        async with httpx.AsyncClient(trust_env=False) as client:
+            answer = await client.get(f"http://127.0.0.1:{process.worker.scrape.port}/metrics")
+    lines = answer.text.splitlines()
+    for tag, direction in (("hello", "sent"), ("welcome", "received")):
+        labels = f'direction="{direction}",plane="bus",tag="{tag}"'
+        assert f"baton_frames_total{{{labels}}} 1.0" in lines
+    assert 'plane="kv"' not in answer.text
+
+
 async def test_no_router_knows_a_worker_before_its_warmup_is_over() -> None:
     executor = Waiting()
     async with scripted_router() as router:

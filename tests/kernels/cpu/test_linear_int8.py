@@ -129,6 +129,12 @@ def test_gate_and_up_in_one(is_biased: bool, way: Way) -> None:
             assert torch.equal(alone[0], out[row])
 
 
+def test_a_product_keeps_all_that_its_threads_read() -> None:
+    packed, x, y = Int8Weight(torch.randn(48, 64)), planes(torch.randn(2, 64)), torch.empty(2, 48)
+    kept = list(map(id, packed.times(x, y, bias=(bias := torch.randn(48))).kept))
+    assert all(id(each) in kept for each in (packed.panels, packed.scales, x, y, bias))
+
+
 @pytest.mark.skipif(Way.TILES not in WAYS, reason="this processor has no AMX")
 @pytest.mark.parametrize("rows", [0, 1, 16, 20])
 def test_a_product_leaves_no_tiles_behind(rows: int) -> None:

@@ -385,6 +385,22 @@ def test_frames_of_another_worker_change_nothing(router: Router) -> None:
     assert router.dispatcher.num_running == 1 and router.forgotten == []
 
 
+def test_a_token_that_is_no_bodys_keeps_none_of_its_step_from_the_others(router: Router) -> None:
+    other = router.join(Role.DECODE, 1)
+    sinks, ids = [], []
+    for _ in range(2):
+        sinks.append(router.submit()[1])
+        ids.append(router.prefill_id())
+        router.say(P, PrefillDone(ids[-1], 0), first())
+    by_peer = dict(router.take(Tag.DECODE_REQUEST))
+    mine = by_peer[other].frame.request_id  # type: ignore[attr-defined]
+    [not_mine] = [request_id for request_id in ids if request_id != mine]
+    router.say(other, [DecodeToken(each, 3) for each in (not_mine, 9, mine)])
+    heard = {request_id: sink.kinds for request_id, sink in zip(ids, sinks, strict=True)}
+    assert heard == {not_mine: ["prefill"], mine: ["prefill", "token"]}
+    assert router.dispatcher.dropped == {"wrong_worker": 1, "unknown_request": 1}
+
+
 def test_frames_of_the_other_role_drop_the_worker_that_sends_them(router: Router) -> None:
     for peer, frame, payload in (
         (P, DecodeToken, b""),
@@ -474,6 +490,7 @@ def test_a_sink_may_cancel_and_submit_while_it_is_told(router: Router) -> None:
     router.say(P, PrefillDone(request_id, 0), first())
     router.say(D, [DecodeToken(request_id, i) for i in range(4)])
     assert sink.kinds == ["prefill", "token", "token"]
+    assert [end.completion_tokens for end in router.ends.ends] == [3], "what it heard counts"
     assert router.dispatcher.num_running == 1
 
 

@@ -83,6 +83,21 @@ def test_a_decode_worker_lost_in_the_middle_is_followed_by_another(router: Route
     router.assert_idle()
 
 
+def test_the_next_worker_may_send_what_is_left_and_no_more(router: Router) -> None:
+    _, sink = router.submit(new=3)
+    request_id = router.prefill_id()
+    router.say(P, PrefillDone(request_id, 0), first(100))
+    router.say(D, [DecodeToken(request_id, 101)])
+    router.bus.on_lost(D)
+    peer, again, _, _ = asked(router)
+    router.say(peer, PrefillDone(again.request_id, 0), first(102))
+    router.say(D1, [DecodeToken(again.request_id, token_id) for token_id in range(103, 107)])
+    assert tokens(sink) == [101, 102, 103]
+    assert (sink.usage.completion_tokens, sink.usage.finish_reason) == (4, "length")
+    assert router.dispatcher.dropped == {"protocol": 1, "unknown_request": 2}
+    router.assert_idle()
+
+
 def test_a_prefill_worker_lost_before_the_first_token_costs_the_client_nothing(
     router: Router,
 ) -> None:

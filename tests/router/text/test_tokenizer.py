@@ -174,6 +174,9 @@ def test_special_tokens_that_are_shown(backend: tokenizers.Tokenizer) -> None:
     assert shown == every.replace("[ARGS]", "")
     assert "[CALL]" in shown
     assert streamed(tokenizer, token_ids) == tokenizer.decode(token_ids)
+    again = tokenizer.detokenizer((), frozenset(marks.values()))
+    in_json = [json.loads(again.feed_json(token_id)) for token_id in token_ids]
+    assert "".join([*in_json, again.flush()]) == shown, "though it was hidden meanwhile"
 
 
 def test_a_special_token_after_half_a_character() -> None:

@@ -107,6 +107,18 @@ def test_tokens_that_show_nothing_but_text_can_be_lent() -> None:
     assert (texts(subject.take()), subject.num_tokens) == ([("", "stop")], 5)
 
 
+def test_half_a_character_may_be_lent_without_the_other_half() -> None:
+    first, second = ids("é")
+    subject = choice()
+    subject.on_token(first, None)
+    assert texts(subject.take()) == [("", None)]
+    json_of = subject.lend(lambda token_id, logprobs: None, lambda choice: None)
+    assert [json_of(second), json_of(first)] == ['"é"'.encode(), b'""']
+    subject.take_back(2)
+    subject.on_token(second, None)
+    assert texts(subject.take()) == [("é", None)]
+
+
 def test_tokens_that_were_taken_back_are_not_lent() -> None:
     subject, lent = choice(), list[int]()
     subject.lend(lambda token_id, logprobs: lent.append(token_id), lambda choice: None)
