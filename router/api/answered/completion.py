@@ -179,7 +179,7 @@ class Choice:
     @property
     def is_over(self) -> bool:
         """Nothing more will come out of `take`."""
-        return self.finish_reason is not None or self.error is not None
+        return self.finish_reason is not None or (self.error is not None and not self._pending)
 
     @property
     def lag(self) -> int:

@@ -573,6 +573,21 @@ def test_very_much_is_taken_in_parts_and_nothing_is_lost() -> None:
     assert subject.take() == []
 
 
+def test_what_came_before_an_error_is_shown_though_it_is_very_much() -> None:
+    subject, writer = started(core := Core(), 1)
+    for token_id in ids("ab") * MAX_AT_ONCE:
+        core.sinks[0].on_token(token_id, None)
+    core.sinks[0].on_error(WireError(ErrorCode.WORKER_LOST, "gone"))
+    shown, wakes = "", 0
+    while writer.wakes > wakes:
+        assert not subject.is_over
+        wakes = writer.wakes
+        for _, pieces in subject.take():
+            shown += "".join(piece.text for piece in pieces)
+    assert shown == "ab" * MAX_AT_ONCE
+    assert subject.is_over and subject.outcome == "worker_lost"
+
+
 def test_a_turn_has_a_bound_however_many_choices_there_are() -> None:
     subject, _ = started(core := Core(), 3)
     for sink in core.sinks:
