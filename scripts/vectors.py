@@ -3,7 +3,7 @@
 
 Every byte comes from `wire`; the tests read the file as data, so a change of the code that changes
 a byte on the wire shows up as a difference in this file, never silently.  What the vectors are of
-stands in `vector_rooms`.
+stands in `vector_cases`.
 
 usage: .venv/bin/python scripts/vectors.py [--check]
 """
@@ -18,12 +18,12 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.vector_rooms.control_plane import control_plane
-from scripts.vector_rooms.data_plane import data_plane
-from scripts.vector_rooms.digests import fingerprints, prefixes
-from scripts.vector_rooms.malformed import malformed
-from scripts.vector_rooms.session import sessions
-from scripts.vector_rooms.transfer import transfers
+from scripts.vector_cases.control_plane import control_plane
+from scripts.vector_cases.data_plane import data_plane
+from scripts.vector_cases.digests import fingerprints, prefixes
+from scripts.vector_cases.malformed import malformed
+from scripts.vector_cases.session import sessions
+from scripts.vector_cases.transfer import transfers
 from wire.frames import VERSION
 
 PATH: Final = Path(__file__).resolve().parent.parent / "wire" / "vectors.json"

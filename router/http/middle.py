@@ -84,7 +84,7 @@ class Middle:
         return body
 
     def transmit(self, body: bytes) -> None:
-        if self.is_over or not self._push(body):
+        if not self._push(body):
             self.end()
             self._writer.transmit(body)
 

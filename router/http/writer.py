@@ -142,7 +142,6 @@ class ResponseWriter:
 
     def fail(self, error: Exception) -> None:
         self._error, self._advance = error, None
-        self._end_middle()
         self._signal.set()
 
     def _begin_middle(self) -> None:

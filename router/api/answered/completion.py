@@ -162,9 +162,10 @@ class Choice:
     # Its tokens show nothing but their text, and nobody looks for anything in that.
     is_plain: bool = field(init=False)
     _is_eager: bool = field(init=False)
+    # `_note`, or who the tokens are lent to.
     on_token: OnToken = field(init=False)
-    # `wake`, while the tokens are lent.
-    _lender: Callable[[Choice], None] | None = None
+    # `wake`, as it was before they were lent.
+    _own_wake: Callable[[Choice], None] | None = None
 
     def __post_init__(self) -> None:
         self.on_token = self._note
@@ -255,15 +256,15 @@ class Choice:
     def lend(self, on_token: OnToken, on_other: Callable[[Choice], None]) -> Callable[[int], bytes]:
         """Have `on_token` take the next `num_lendable` tokens, and `on_other` called when anything
         else comes.  Return what says the text of each, as a string in JSON."""
-        self._lender = self.wake
+        self._own_wake = self.wake
         self.on_token, self.wake = on_token, on_other
         return self._decoder.feed_json
 
     def take_back(self, num_taken: int) -> None:
         """Go on by oneself, after so many tokens."""
-        assert self._lender is not None
+        assert self._own_wake is not None
         self.num_tokens += num_taken
-        self.on_token, self.wake = self._note, self._lender
+        self.on_token, self.wake = self._note, self._own_wake
         self.wake(self)
 
     def _take(self, token_ids: list[int]) -> list[Piece]:

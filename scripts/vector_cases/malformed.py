@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from scripts.vector_rooms.given import FULL, LAYOUT, REQUEST, STATE
+from scripts.vector_cases.given import FULL, LAYOUT, REQUEST, STATE
 from wire import parts
 from wire.frames import DecodeToken
 from wire.payloads import Offer, encode_map

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from scripts.vector_rooms.given import (
+from scripts.vector_cases.given import (
     EVERY_KIND,
     KEY,
     LAYOUT,

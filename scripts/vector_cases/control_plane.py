@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from scripts.vector_rooms.envelopes import frame, mapped
-from scripts.vector_rooms.given import EPOCH, EVERY_KIND, LAYOUT, REQUEST
+from scripts.vector_cases.envelopes import frame, mapped
+from scripts.vector_cases.given import EPOCH, EVERY_KIND, LAYOUT, REQUEST
 from wire.errors import ErrorCode
 from wire.frames import Cancel, Drain, Error, Heartbeat, Hello, Peers, Role, Welcome
 from wire.payloads import ErrorDetail, HelloDetail, Load, PeerDetail, WelcomeDetail

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from scripts.vector_rooms.envelopes import frame, mapped
-from scripts.vector_rooms.given import KEY, LAYOUT, MEMORY, REQUEST, SEGMENT_PORT, TOKEN
+from scripts.vector_cases.envelopes import frame, mapped
+from scripts.vector_cases.given import KEY, LAYOUT, MEMORY, REQUEST, SEGMENT_PORT, TOKEN
 from wire.frames import (
     ANY_RANK,
     AS_MANY_AS_FIT,
@@ -153,6 +153,12 @@ def data_plane() -> list[dict[str, Any]]:
         total_bytes=3 * LAYOUT.token_bytes,
         token_ids=struct.pack("<3I", 11, 12, 13),
     )
+    offered = {
+        "layout": msgspec.to_builtins(LAYOUT),
+        "num_tokens": 3,
+        "total_bytes": offer.total_bytes,
+        "token_ids": [11, 12, 13],
+    }
     all_rows = Rectangle(0, range(2), range(1), range(3))
     two_blocks = Rectangle(0, range(2), range(1), range(4))
     share = Rectangle(1, range(1, 2), range(1, 2), range(3, 5))
@@ -183,12 +189,7 @@ def data_plane() -> list[dict[str, Any]]:
             KvCache(REQUEST, 0, 0),
             [encode_map(offer)],
             kind="Offer",
-            content={
-                "layout": msgspec.to_builtins(LAYOUT),
-                "num_tokens": 3,
-                "total_bytes": offer.total_bytes,
-                "token_ids": [11, 12, 13],
-            },
+            content=offered,
         ),
         frame(
             "kv_cache_offer_memory",
@@ -196,10 +197,7 @@ def data_plane() -> list[dict[str, Any]]:
             [encode_map(msgspec.structs.replace(offer, memory=MEMORY))],
             kind="Offer",
             content={
-                "layout": msgspec.to_builtins(LAYOUT),
-                "num_tokens": 3,
-                "total_bytes": offer.total_bytes,
-                "token_ids": [11, 12, 13],
+                **offered,
                 "memory": MEMORY,
             },
         ),
@@ -209,10 +207,7 @@ def data_plane() -> list[dict[str, Any]]:
             [encode_map(msgspec.structs.replace(offer, key=KEY, token=TOKEN))],
             kind="Offer",
             content={
-                "layout": msgspec.to_builtins(LAYOUT),
-                "num_tokens": 3,
-                "total_bytes": offer.total_bytes,
-                "token_ids": [11, 12, 13],
+                **offered,
                 "key": KEY.hex(),
                 "token": TOKEN.hex(),
             },
