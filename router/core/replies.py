@@ -196,7 +196,7 @@ class Replies:
             if attempt is None:
                 self.dropped["unknown_request"] += 1
                 continue
-            decode, state = attempt.decode, attempt.state
+            decode = attempt.decode
             if decode is None or decode.identity != peer:
                 self.dropped["wrong_worker"] += 1
                 continue
@@ -211,11 +211,11 @@ class Replies:
                 # A token proves that the KV is there: the transfer has ended.
                 self._requests.release_prefill(attempt)
             attempt.num_due -= 1
-            state.generated.append(token_id)
+            attempt.generated.append(token_id)
             try:
-                state.sink.on_token(token_id, scores)
+                attempt.sink.on_token(token_id, scores)
             except Exception:
-                self._requests.drop_sink(state)
+                self._requests.drop_sink(attempt.state)
 
     def _check_token(self, attempt: Attempt, token_id: int, scores: Logprobs | None) -> None:
         if not attempt.num_due:

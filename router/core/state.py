@@ -85,6 +85,7 @@ class Attempt:
         num_generated: Tokens that earlier attempts had generated when this one began.
         is_reading: Whether PREFILL_DONE is still to come.
         num_due: Tokens that the decode worker may still send: none before it is asked.
+        generated, sink: Those of its request: for every token, nothing further away is read.
     """
 
     request_id: int
@@ -94,6 +95,11 @@ class Attempt:
     num_generated: int = 0
     is_reading: bool = True
     num_due: int = 0
+    generated: list[int] = field(init=False)
+    sink: Sink = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generated, self.sink = self.state.generated, self.state.sink
 
     @property
     def seq_len(self) -> int:
