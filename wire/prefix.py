@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from struct import Struct
+from struct import error as StructError
 
 from xxhash import xxh3_64_intdigest
 
@@ -24,9 +25,10 @@ def prefix_hashes(token_ids: Sequence[int], block_size: int) -> list[int]:
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}, not 1 or more")
     num_tokens = len(token_ids) // block_size * block_size
-    if any(not 0 <= token_id < 2**32 for token_id in token_ids[:num_tokens]):
-        raise ValueError("a token id is no u32")
-    packed = memoryview(Struct(f"<{num_tokens}I").pack(*token_ids[:num_tokens]))
+    try:
+        packed = memoryview(Struct(f"<{num_tokens}I").pack(*token_ids[:num_tokens]))
+    except StructError as no_u32:
+        raise ValueError("a token id is no u32") from no_u32
     hashes: list[int] = []
     block_hash = 0
     for start in range(0, 4 * num_tokens, 4 * block_size):

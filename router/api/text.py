@@ -54,7 +54,7 @@ class CompletionBody(Sampled, kw_only=True):
         """
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if all(isinstance(item, int) for item in self.prompt) and self.prompt:
+        if set(map(type, self.prompt)) == {int}:
             return [tuple(self.prompt)]  # type: ignore[arg-type]
         prompts: list[Prompt] = []
         for index, item in enumerate(self.prompt):

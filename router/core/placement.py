@@ -45,7 +45,7 @@ class Placement:
                 or OUT_OF_BLOCKS.
         """
         options = state.request.options
-        seq_len = len(state.token_ids)
+        seq_len = state.seq_len
         if seq_len == 0:
             raise WireError(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
         if options.generated_tokens:
@@ -150,7 +150,7 @@ class Placement:
         None of them if that would not help, or if enough have ended already and the next heartbeat
         will show it.  The caller ends those that are returned.
         """
-        seq_len, num_left = len(state.token_ids), state.num_left
+        seq_len, num_left = state.seq_len, state.num_left
         prefills = self._candidates(Role.PREFILL, state)
         if pick_prefill(prefills, seq_len, self._max_running) is None:
             return []
@@ -196,7 +196,7 @@ class Placement:
         workers = [worker for worker in self._fleet.ready(role) if _takes(worker, state)]
         if not state.avoided:
             return workers
-        seq_len = len(state.token_ids)
+        seq_len = state.seq_len
         others = [
             worker
             for worker in workers
@@ -252,5 +252,5 @@ def _takes(worker: Worker, state: RequestState) -> bool:
     of making every request fail.
     """
     detail = worker.detail
-    kv_bytes = 0 if state.num_left == 1 else detail.layout.transfer_bytes(len(state.token_ids))
+    kv_bytes = 0 if state.num_left == 1 else detail.layout.transfer_bytes(state.seq_len)
     return state.total_tokens <= detail.max_model_len and kv_bytes <= detail.max_kv_transfer_bytes

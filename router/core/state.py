@@ -159,7 +159,13 @@ class RequestState:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The prompt and what was generated: what another attempt would read."""
-        return (*self.request.token_ids, *self.generated)
+        prompt = self.request.token_ids
+        return (*prompt, *self.generated) if self.generated else prompt
+
+    @property
+    def seq_len(self) -> int:
+        """How many these are."""
+        return len(self.request.token_ids) + len(self.generated)
 
     @property
     def is_parked(self) -> bool:
