@@ -75,8 +75,6 @@ class CompletionBody(Sampled, kw_only=True):
             raise invalid("best_of", f"must equal n, which is {self.num_choices}")
         if self.max_tokens == 0 and not self.echo:
             raise invalid("max_tokens", "must be at least 1 without echo")
-        if len(self.prompts) * self.num_choices > MAX_CHOICES:
-            raise invalid("prompt", f"times n is over {MAX_CHOICES} choices")
 
 
 def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
@@ -88,8 +86,10 @@ def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
     body = parse(CompletionBody, raw, COMPLETIONS)
     model.check_name(body.model)
     special = body.add_special_tokens is not False
+    if len(asked := body.prompts) * body.num_choices > MAX_CHOICES:
+        raise invalid("prompt", f"times n is over {MAX_CHOICES} choices")
     prompts = []
-    for prompt in body.prompts:
+    for prompt in asked:
         token_ids = model.prompt(prompt, body, asker, add_special_tokens=special)
         prompts.append((token_ids, _echo(model, body, prompt, token_ids)))
     return model.request(body, prompts, asker, TextAnswer).held_to(body.wanted)

@@ -11,6 +11,7 @@ from router.api.answered.answer import Head
 from router.api.answered.completion import Choice, Completion, CompletionRequest
 from router.api.answered.pieces import Piece
 from router.api.chat import ChatBody
+from router.api.errors import HttpError
 from router.api.model import ServedModel
 from router.api.text import CompletionBody, TextAnswer
 from router.text.tokenizer import Tokenizer
@@ -87,13 +88,19 @@ def test_the_shapes_of_a_prompt(prompt: Any, prompts: Any) -> None:
     assert completion(prompt=prompt).prompts == prompts
 
 
-@pytest.mark.parametrize("prompt", [[1, "a"], [[]], ["a", ""], [["a"]], [-1], [2**31]])
-def test_prompts_that_are_none(prompt: Any) -> None:
-    assert (refusal(CompletionBody, prompt=prompt).param or "").startswith("prompt")
+@pytest.mark.parametrize("prompt", [[], [1, "a"], [[]], ["a", ""], [["a"]], [-1], [2**31]])
+def test_prompts_that_are_none(model: ServedModel, prompt: Any) -> None:
+    with pytest.raises(HttpError) as refused:
+        complete(model, prompt=prompt)
+    assert refused.value.status == 400
+    assert (refused.value.param or "").startswith("prompt")
 
 
-def test_too_many_choices_at_once() -> None:
-    assert refusal(CompletionBody, prompt=["a"] * 65, n=2).param == "prompt"
+def test_too_many_choices_at_once(model: ServedModel) -> None:
+    with pytest.raises(HttpError) as refused:
+        complete(model, prompt=["a"] * 65, n=2)
+    assert (refused.value.status, refused.value.param) == (400, "prompt")
+    assert len(complete(model, prompt=["a"] * 64, n=2).requests) == 128
 
 
 def test_best_of_n_is_n() -> None:
