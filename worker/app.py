@@ -27,12 +27,13 @@ from wire.process.scrape import ScrapePort
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
 from wire.process.traffic import Traffic
 from worker.assembly import make_engine
+from worker.compute.contract import KVCache
 from worker.config import Config
 from worker.engine.measured import measured
 from worker.engine.outputs import Output
 from worker.engine.thread import Pulse, Standstill, Warmup
 from worker.environment import Copying, Environment, WorkerContext
-from worker.executor.contract import Executor, KVCache, ModelInfo
+from worker.executor.contract import Executor, ModelInfo
 from worker.link import LinkState, RouterLink
 from worker.metrics import Metrics
 from worker.roles.decode import DecodeRole
@@ -330,7 +331,4 @@ class Worker:
 
 
 def _copies(outside: Environment, cache: KVCache) -> Copying:
-    at_once = getattr(cache, "copies_at_once", 1)
-    # Where blocks are seen where they lie, a copy waits for no device and no other process.
-    is_near = at_once == 1 and hasattr(cache, "view")
-    return outside.make_copies(at_once, SMALL_BYTES if is_near else 0)
+    return outside.make_copies(cache.copies_at_once, 0 if cache.copies_wait else SMALL_BYTES)

@@ -18,11 +18,11 @@ from wire.identity import Identity
 from wire.parts import Buffer
 from wire.process.keys import Keys
 from wire.process.traffic import Traffic
+from worker.compute.contract import KVCache
 from worker.config import Config
 from worker.engine.engine import Engine
 from worker.engine.outputs import Output
 from worker.engine.thread import Call, EngineThread
-from worker.executor.contract import KVCache
 from worker.transfer.sockets import KVPlane
 from worker.transfer.thread import Copies
 

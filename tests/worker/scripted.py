@@ -431,7 +431,7 @@ class ScriptedPrefill:
 class GatedCache(HashKVCache):
     """Copies wait at a gate, and say that they have come to it."""
 
-    copies_at_once = 2  # as of a device: else small copies run on the loop
+    copies_at_once, copies_wait = 2, True  # as of a device
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)

@@ -376,7 +376,7 @@ class Stuck(hash.HashExecutor):
                 threading.Event().wait()
             return pack(*args)
 
-        cache.pack, cache.copies_at_once = stuck, 2  # with one, small copies run on the loop
+        cache.pack, cache.copies_wait = stuck, True  # else small copies run on the loop
         return cache
 
 def create(**settings):

@@ -22,6 +22,7 @@ from kernels.cuda.staging import Staging, Table, staging_of
 from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
+from worker.compute.contract import KVCache
 from worker.compute.pool_shape import PoolShape
 from worker.compute.shared_memory import SharedMemory, zeros
 from worker.compute.state_slots import StateSlots
@@ -34,7 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 CopyDigested = Callable[[Sequence[tuple[Bytes, Bytes]], int], int | None]
 
 
-class TorchKVCache:
+class TorchKVCache(KVCache):
     """Blocks of KV on one device: `pool` is [num_blocks, L, 2, Hkv, block_size, D].
 
     Those of layers with a window are in `window_pool`, of as many blocks as `window_blocks` has;
@@ -72,7 +73,7 @@ class TorchKVCache:
             block_size,
             device,
         )
-        self.copy_digested = None if self.memory is None else _copy_digested()
+        self._copy_digested = None if self.memory is None else _copy_digested()
         if not layout.windows:
             self.window_pool = None
         # The pools that have layers, by whether these have a window.
@@ -97,7 +98,8 @@ class TorchKVCache:
         }
         # Copies by the host take cores from a step, so there is one at a time; those by a device
         # only have to be waited for.
-        self.copies_at_once = IN_FLIGHT if self._stagings else 1
+        self.copies_wait = bool(self._stagings)
+        self.copies_at_once = IN_FLIGHT if self.copies_wait else 1
         for staging in self._stagings.values():
             _tell(staging)
 
@@ -115,6 +117,10 @@ class TorchKVCache:
         """Return a rectangle's bytes where they lie, or None if they do not lie in one piece."""
         whole = self._whole(block_table, rectangle)
         return None if whole is None else whole.reshape(-1).data
+
+    def copy_digested(self, pairs: Sequence[tuple[Bytes, Bytes]], seed: int) -> int | None:
+        """See `worker.compute.contract.KVCache`."""
+        return None if self._copy_digested is None else self._copy_digested(pairs, seed)
 
     def _whole(self, block_table: Sequence[int], rectangle: Rectangle) -> Bytes | None:
         """Return the memory of a rectangle that is one block of some layers, in host memory."""

@@ -23,20 +23,14 @@ import structlog
 
 from wire.errors import ErrorCode
 from wire.options import Options
+from worker.compute.contract import KVCache
 from worker.engine.batch import Chunk, build
 from worker.engine.blocks import BlockPool
 from worker.engine.sequence import Sequence, Status
 from worker.engine.states import states_of
 from worker.engine.windows import windows_of
 from worker.executor.batch import Batch, BatchType
-from worker.executor.contract import (
-    Executor,
-    KVCache,
-    SampledToken,
-    Scorer,
-    SequenceFailed,
-    Structurer,
-)
+from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFailed, Structurer
 from worker.executor.metrics import Metrics, Stopwatch
 
 log = structlog.get_logger("worker")

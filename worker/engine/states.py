@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from worker.compute.contract import KVCache
 from worker.compute.state_slots import StateSlots
-from worker.executor.contract import KVCache
 
 # Where a state is to lie: a block table, and how many tokens come before.
 Place = tuple[Sequence[int], int]

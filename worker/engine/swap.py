@@ -32,9 +32,9 @@ import numpy as np
 
 from wire.layout import KVGroup
 from wire.transfer import Rectangle, plan
+from worker.compute.contract import KVCache
 from worker.engine.sequence import Sequence
 from worker.engine.unpacking import unpack
-from worker.executor.contract import KVCache
 
 # Assumed until something was measured: a slow copy and a fast model.
 COPY_BYTES_PER_S: Final = 1e9

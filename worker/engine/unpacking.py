@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from wire.layout import KVGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
+from worker.compute.contract import KVCache
 from worker.engine.windows import table_of
-from worker.executor.contract import KVCache
 
 
 def unpack(

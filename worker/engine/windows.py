@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from wire.layout import KVGroup
+from worker.compute.contract import KVCache
 from worker.compute.window_blocks import WindowBlocks
-from worker.executor.contract import KVCache, blocks_of_window
+from worker.executor.contract import blocks_of_window
 
 
 class Windows:

@@ -9,7 +9,6 @@ and `worker.engine.measured` adds it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Protocol, runtime_checkable
@@ -19,11 +18,8 @@ import msgspec
 from wire.errors import ErrorCode
 from wire.layout import KVLayout, layer_bytes
 from wire.options import Structure
-from wire.parts import Buffer
 from wire.payloads import Logprobs
-from wire.transfer import Rectangle
-from worker.compute.state_slots import StateSlots
-from worker.compute.window_blocks import WindowBlocks
+from worker.compute.contract import KVCache
 from worker.executor.batch import Batch
 from worker.executor.structure import Structured
 
@@ -266,62 +262,6 @@ class SequenceFailed(Exception):
         self.message = message[: self.MAX_MESSAGE]
         self.code = code
         super().__init__(self.message)
-
-
-class KVCache(Protocol):
-    """The paged KV of one worker.
-
-    `pack` and `unpack` are called from several threads, perhaps at the same moment: the transfer
-    thread takes KV from and to other workers while steps run, and the engine's thread swaps KV out
-    and in between two steps.  So each call needs buffers of its own, and a lock around what calls
-    share.  If there is an attribute `copies_at_once`, it is the number of transfer threads; else
-    there is one, and where there is a `view` too, small copies run on the event loop.  Attributes
-    `num_shards` and `stages` say in which places heads and layers are, so that no segment comes
-    from two: see `wire.transfer.plan`.
-
-    KV of layers with a window lies beside the blocks that it still reaches, in blocks of their own
-    (`worker.compute.window_blocks`).  `pack` and `unpack` are given those for such layers.
-
-    A state lies with the block of the last token before it, in a slot
-    (`worker.compute.state_slots`).  When a sequence goes on behind a full block, the state that is
-    there stays as long as the engine wants: others may share the block and go on from it.
-
-    The callers keep apart who uses a block: what one call or step writes, no other reads or writes
-    meanwhile.
-
-    If there is a method `view`, of the arguments of `pack`, a segment may be sent without a copy:
-    it returns the bytes where they lie, or None if they do not lie in one piece of host memory.
-    The blocks are held until the socket has let go of them.  If such bytes lie in memory that other
-    processes can read, an attribute `memory` is that (`worker.compute.shared_memory`), and a decode
-    worker on the same machine copies them out itself.
-    """
-
-    num_blocks: int
-    block_size: int
-    layout: KVLayout
-
-    @property
-    def state_slots(self) -> StateSlots:
-        """Where states lie; asked for only if the layout has states."""
-
-    @property
-    def window_blocks(self) -> WindowBlocks:
-        """Where KV of layers with a window lies; asked for only if there are such layers."""
-
-    def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
-        """Copy a rectangle of a sequence's KV out.
-
-        Returns:
-            Contiguous bytes in the wire's order, [layer][k|v][kv_head][token][dim], or of a state
-            [layer][head]; the view keeps its memory alive and nobody writes to it again.
-        """
-
-    def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
-        """Copy a segment in the wire's order into a sequence's blocks.
-
-        Raises:
-            ValueError: The segment's size does not fit the rectangle.
-        """
 
 
 class Executor(Protocol):

@@ -125,7 +125,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 class HashKVCache(HostKVCache):
-    """Paged KV as bytes; implements `worker.executor.contract.KVCache`.
+    """Paged KV as bytes.
 
     Attributes:
         kv: uint8 [num_blocks, num_layers, k|v, kv_heads, block_size, head_dim].

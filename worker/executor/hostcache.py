@@ -15,6 +15,7 @@ import numpy.typing as npt
 from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
+from worker.compute.contract import KVCache
 from worker.compute.pool_shape import PoolShape
 from worker.compute.shared_memory import zeros
 from worker.compute.state_slots import StateSlots
@@ -24,8 +25,8 @@ Items = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 
-class HostKVCache:
-    """Blocks of KV; implements `worker.executor.contract.KVCache`.
+class HostKVCache(KVCache):
+    """Blocks of KV in host memory.
 
     Attributes:
         items: [num_blocks, num_layers, k|v, kv_heads, block_size] items of the layers that see
@@ -34,6 +35,8 @@ class HostKVCache:
         memory: What both lie in, if others can read it.
         states: By group, uint8 [num_states, num_layers, heads, head_bytes].
     """
+
+    copies_wait = False
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from kernels.delta_rule import plan_runs
 from wire.errors import ErrorCode
 from wire.layout import Group, KVGroup, KVLayout, StateGroup
 from wire.options import Structure
+from worker.compute.contract import KVCache
 from worker.compute.device import find_device
 from worker.compute.graphs import DecodeGraphs, graphs_of
 from worker.compute.kv_cache import TorchKVCache
@@ -31,7 +32,6 @@ from worker.executor.batch import Batch, rows_of
 from worker.executor.contract import (
     Attention,
     Capabilities,
-    KVCache,
     MemoryRequirements,
     ModelInfo,
     SampledToken,

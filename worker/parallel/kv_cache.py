@@ -11,6 +11,7 @@ import numpy.typing as npt
 from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
+from worker.compute.contract import KVCache
 from worker.compute.kv_cache import TorchKVCache
 from worker.parallel.parts import Part
 
@@ -28,8 +29,8 @@ class Copying(Protocol):
     def unpack(self, places: Sequence[int], share: Rectangle, segment: Buffer) -> None: ...
 
 
-class ShardedKVCache:
-    """Implements `worker.executor.contract.KVCache` over all parts.
+class ShardedKVCache(KVCache):
+    """The KV of a model that is in several processes, over all parts.
 
     What is sent is cut so that each segment is in one part, which packs it: `num_shards` and
     `stages` say how, see `wire.transfer.plan`.  What comes from others may be cut in any way.
@@ -52,7 +53,7 @@ class ShardedKVCache:
         ]
 
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
-        """Copy a rectangle of a sequence's KV out; see `worker.executor.contract.KVCache`.
+        """Copy a rectangle of a sequence's KV out; see `worker.compute.contract.KVCache`.
 
         Raises:
             ValueError: There is no such state.

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from wire.transfer import KVReceiver, Rectangle, Segment, running_digest
+from worker.compute.contract import KVCache
 from worker.engine.unpacking import unpack
 from worker.engine.windows import table_of
-from worker.executor.contract import KVCache
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,7 +33,8 @@ def find(
     digest = running_digest(request_id)
     for block in blocks:
         digest.update(block)
-    start = cache.memory.bytes.ctypes.data  # type: ignore[attr-defined]
+    assert cache.memory is not None
+    start = cache.memory.bytes.ctypes.data
     places = tuple(np.frombuffer(block, np.uint8).ctypes.data - start for block in blocks)
     return places, digest.intdigest()
 
@@ -67,9 +68,7 @@ def fetch(
 
 def _copy(cache: KVCache, pairs: Sequence[tuple[Bytes, Bytes]], request_id: int) -> int:
     """Copy each piece to where it belongs; return the digest of the copies."""
-    copy = getattr(cache, "copy_digested", None)
-    found: int | None = None if copy is None else copy(pairs, request_id)
-    if found is not None:
+    if (found := cache.copy_digested(pairs, request_id)) is not None:
         return found
     digest = running_digest(request_id)
     for source, target in pairs:
@@ -81,9 +80,9 @@ def _copy(cache: KVCache, pairs: Sequence[tuple[Bytes, Bytes]], request_id: int)
 def _blocks(cache: KVCache, block_table: Sequence[int], rectangle: Rectangle) -> list[memoryview]:
     """Return the bytes of a rectangle where they lie in memory, if that is whole blocks."""
     number, rest = divmod(len(rectangle.tokens), cache.block_size)
-    if rest or not number or getattr(cache, "memory", None) is None:
+    if rest or not number or cache.memory is None:
         return []
-    view = cache.view  # type: ignore[attr-defined]
     table = table_of(cache, rectangle.group, block_table)
-    blocks = [view(table, piece) for piece in rectangle.pieces(number)]
-    return [] if None in blocks else blocks
+    views = (cache.view(table, piece) for piece in rectangle.pieces(number))
+    blocks = [view for view in views if view is not None]
+    return blocks if len(blocks) == number else []

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from wire.parts import Buffer
 from wire.transfer import MAX_SEGMENT_BYTES, KVReceiver, Segment
+from worker.compute.contract import KVCache
 from worker.engine.unpacking import unpack
-from worker.executor.contract import KVCache
 from worker.transfer.in_memory import fetch
 
 Bytes = npt.NDArray[np.uint8]

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from worker.compute.shared_memory import SharedMemory, map_memory
+from worker.compute.contract import KVCache
+from worker.compute.shared_memory import map_memory
 from worker.environment import Fetch, MakePort, Port
-from worker.executor.contract import KVCache
 
 Bytes = npt.NDArray[np.uint8]
 log = structlog.get_logger("worker")
@@ -37,13 +37,12 @@ class Lender:
     ) -> None:
         self._port: Port | None = None
         self.offered: str | None = None
-        memory: SharedMemory | None = getattr(cache, "memory", None)
         try:
             if not is_on:
                 raise OSError("--kv-shared-memory is off")
-            if memory is None:
+            if cache.memory is None:
                 raise OSError("it lies on a GPU, or where no other process can read")
-            self._port = make_port(memory.descriptor, identity)
+            self._port = make_port(cache.memory.descriptor, identity)
         except OSError as error:
             log.info("KV is sent as bytes", reason=str(error))
         else:

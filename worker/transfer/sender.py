@@ -13,7 +13,7 @@ import asyncio
 import socket
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
 import structlog
@@ -24,9 +24,9 @@ from wire.frames import Cancel, KvCache, KvCacheAck, Tag
 from wire.parts import Buffer
 from wire.payloads import Credit
 from wire.transfer import KVSender, Rectangle, SegmentDescriptor, segment_digest, segment_head
+from worker.compute.contract import KVCache
 from worker.engine.windows import table_of
 from worker.environment import Copying
-from worker.executor.contract import KVCache
 from worker.transfer.in_memory import find
 from worker.transfer.peers import DecodePeer
 from worker.transfer.segment_link import send_all
@@ -273,11 +273,6 @@ class OutgoingTransfer:
 
     def _kv(self, rectangle: Rectangle) -> Buffer:
         """Return the bytes of a rectangle: where they lie if that is one piece, else packed."""
-        view = getattr(self._cache, "view", _nothing)
         table = table_of(self._cache, rectangle.group, self._block_table)
-        kv: Buffer | None = view(table, rectangle)
+        kv = self._cache.view(table, rectangle)
         return self._cache.pack(table, rectangle) if kv is None else kv
-
-
-def _nothing(block_table: Sequence[int], rectangle: Rectangle) -> None:
-    """Say that a rectangle does not lie in one piece."""

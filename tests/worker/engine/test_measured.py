@@ -14,12 +14,13 @@ from tests.worker.executor.forward_pair import pair
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.layout import KVLayout
 from wire.options import Options
+from worker.compute.contract import KVCache
 from worker.engine.engine import Engine
 from worker.engine.measured import Direct, MeasuredExecutor, State, measured
 from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence, Status
 from worker.executor.batch import Batch
-from worker.executor.contract import Executor, KVCache, SampledToken, Scorer, SequenceFailed
+from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFailed
 from worker.executor.hash import MIXED, HashExecutor, create, create_mixed, oracle
 from worker.executor.metrics import Latency
 from worker.executor.torch import TorchExecutor

@@ -11,6 +11,7 @@ from wire.layout import KVGroup, KVLayout
 from wire.options import Options
 from wire.parts import Buffer
 from wire.transfer import Rectangle
+from worker.compute.contract import KVCache
 from worker.compute.state_slots import StateSlots
 from worker.compute.window_blocks import WindowBlocks
 from worker.engine.engine import Engine
@@ -53,7 +54,7 @@ def test_it_comes_back_as_it_left(cached: int) -> None:
     assert (swap.num_bytes, swap.num_tokens(1), len(swap)) == (0, 0, 0)
 
 
-class Uneven:
+class Uneven(KVCache):
     """A cache of keys and values of different sizes, as another executor may have one.
 
     Every byte says where it belongs.
@@ -62,7 +63,7 @@ class Uneven:
     layout = KVLayout(
         groups=(KVGroup(num_layers=2, num_kv_heads=2, key_dim=3, value_dim=1, dtype="uint8"),)
     )
-    num_blocks, block_size, copies_at_once = 8, 4, 1
+    num_blocks, block_size = 8, 4
     state_slots, window_blocks = StateSlots(0, 4), WindowBlocks(8, 4)
 
     def __init__(self) -> None:

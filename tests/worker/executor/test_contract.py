@@ -12,13 +12,8 @@ from hypothesis import given, settings
 from tests.kv import part, whole
 from wire.layout import KVGroup, StateGroup
 from wire.transfer import Rectangle, plan
-from worker.executor.contract import (
-    Attention,
-    Capabilities,
-    Executor,
-    KVCache,
-    MemoryRequirements,
-)
+from worker.compute.contract import KVCache
+from worker.executor.contract import Attention, Capabilities, Executor, MemoryRequirements
 from worker.executor.hash import LAYOUT, MIXED
 from worker.executor.registry import create
 

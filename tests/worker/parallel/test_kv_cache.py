@@ -97,6 +97,7 @@ def test_it_says_what_the_engine_and_the_transfers_ask(model: Divided) -> None:
     cache = empty(model).sharded
     assert (cache.num_blocks, cache.block_size) == (NUM_BLOCKS, BLOCK_SIZE)
     assert cache.layout == model.layout and cache.copies_at_once == 1
+    assert cache.stages is not None and cache.copies_wait
     assert cache.num_shards == min(model.size, model.config.num_kv_heads)
     for group, stages in zip(model.layout.groups, cache.stages, strict=True):
         assert [layer for stage in stages for layer in stage] == [*range(group.num_layers)]

@@ -1,0 +1,82 @@
+"""What the engine and transfers ask of a KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from wire.layout import KVLayout
+from wire.parts import Buffer
+from wire.transfer import Rectangle
+from worker.compute.shared_memory import Bytes, SharedMemory
+from worker.compute.state_slots import StateSlots
+from worker.compute.window_blocks import WindowBlocks
+
+
+class KVCache(Protocol):
+    """The paged KV of one worker.  A cache inherits from this what it has no own of.
+
+    `pack` and `unpack` are called from several threads, perhaps at the same moment: the transfer
+    thread takes KV from and to other workers while steps run, and the engine's thread swaps KV out
+    and in between two steps.  So each call needs buffers of its own, and a lock around what calls
+    share.
+
+    KV of layers with a window lies beside the blocks that it still reaches, in blocks of their own
+    (`worker.compute.window_blocks`).  `pack` and `unpack` are given those for such layers.
+
+    A state lies with the block of the last token before it, in a slot
+    (`worker.compute.state_slots`).  When a sequence goes on behind a full block, the state that is
+    there stays as long as the engine wants: others may share the block and go on from it.
+
+    The callers keep apart who uses a block: what one call or step writes, no other reads or writes
+    meanwhile.
+
+    Attributes:
+        state_slots: Where states lie; asked for only if the layout has states.
+        window_blocks: Where KV of layers with a window lies; only if there are such layers.
+        num_shards, stages: In which places heads and layers are, so that no segment comes from two:
+            see `wire.transfer.plan`.
+        copies_at_once: How many transfer threads there are.
+        copies_wait: Whether a copy waits for a device or another process.  Where none does, small
+            ones run on the event loop.
+        memory: That of `view`, if other processes can read it: a decode worker on the same machine
+            copies blocks out itself.
+    """
+
+    num_blocks: int
+    block_size: int
+    layout: KVLayout
+    state_slots: StateSlots
+    window_blocks: WindowBlocks
+    num_shards: int = 1
+    stages: Sequence[Sequence[range]] | None = None
+    copies_at_once: int = 1
+    copies_wait: bool = True
+    memory: SharedMemory | None = None
+
+    def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
+        """Copy a rectangle of a sequence's KV out.
+
+        Returns:
+            Contiguous bytes in the wire's order, [layer][k|v][kv_head][token][dim], or of a state
+            [layer][head]; the view keeps its memory alive and nobody writes to it again.
+        """
+
+    def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
+        """Copy a segment in the wire's order into a sequence's blocks.
+
+        Raises:
+            ValueError: The segment's size does not fit the rectangle.
+        """
+
+    def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
+        """Return the bytes of `pack` where they lie; None if that is not one piece of host memory.
+
+        The blocks are held until the socket has let go of them.
+        """
+        return None
+
+    def copy_digested(self, pairs: Sequence[tuple[Bytes, Bytes]], seed: int) -> int | None:
+        """Copy each source to its target, which is of this cache; return the seeded digest of all
+        that was written.  None, and nothing is copied, where that cannot be done in one go."""
+        return None
