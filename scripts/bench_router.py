@@ -22,9 +22,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, Final
@@ -85,6 +86,10 @@ ROWS: Final = {
 def brief(row: Row) -> Row:
     """Return the same with little to do."""
     return replace(row, streams=min(row.streams, 8), tokens=min(row.tokens, 40), requests=20)
+
+
+# What is made once in a router is made by these streams, before anything is measured.
+WARM: Final = brief(ROWS["saturated"])
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,14 @@ def measure(row: Row, router: Running) -> dict[str, Any]:
     return measured
 
 
+def by_a_new(start: Callable[[], AbstractContextManager[Running]], row: Row) -> dict[str, Any]:
+    """Measure a router that has done nothing else: memory of streams that have ended is used again,
+    and so weighs nothing."""
+    with start() as router:
+        measure(WARM, router)
+        return measure(row, router)
+
+
 def hold(stdin: IO[str], stdout: IO[str], row: Row, router: Running) -> dict[str, Any]:
     """Weigh the router with connections, and with a stream open on each."""
     process = psutil.Process(router.pid)
@@ -242,19 +255,22 @@ def main() -> None:
     rows = [brief(ROWS[name]) if given.brief else ROWS[name] for name in given.rows]
     flags = shlex.split(given.router_args)
     with ExitStack() as stack:
-        routers = {
-            f"router x {num}": stack.enter_context(ours([*flags, "--processes", str(num)]))
+        starts = {
+            f"router x {num}": partial(ours, [*flags, "--processes", str(num)])
             for num in sorted({1, given.processes})
         }
+        routers = {who: stack.enter_context(start()) for who, start in starts.items()}
         for router in routers.values():
-            measure(brief(ROWS["saturated"]), router)  # what is made once is made now
+            measure(WARM, router)
         for _ in range(given.rounds):
             for row in rows:
                 is_compared = given.peers is not None and row.is_compared
                 if is_compared:
                     print(floor(given.peers, row), flush=True)
-                for who, router in routers.items():
-                    print(said(row, who, measure(row, router)), flush=True)
+                for who, start in starts.items():
+                    is_weighed = row.kind == "hold"
+                    measured = by_a_new(start, row) if is_weighed else measure(row, routers[who])
+                    print(said(row, who, measured), flush=True)
                 if is_compared and given.sglang is not None:
                     with sglang(given.sglang, given.peers, row) as peer:
                         print(said(row, "sglang", measure(row, peer)), flush=True)
