@@ -180,14 +180,20 @@ def by_a_new(start: Callable[[], AbstractContextManager[Running]], row: Row) -> 
 
 def hold(stdin: IO[str], stdout: IO[str], row: Row, router: Running) -> dict[str, Any]:
     """Weigh the router with connections, and with a stream open on each."""
-    process = psutil.Process(router.pid)
-    before = process.memory_full_info().uss
+    before = own_bytes(router.pid)
     print("go", file=stdin, flush=True)
     stdout.readline()
-    grown = process.memory_full_info().uss - before
+    grown = own_bytes(router.pid) - before
     print("enough", file=stdin, flush=True)
     stdout.read()
     return {"bytes": grown / row.streams}
+
+
+def own_bytes(pid: int) -> int:
+    """Return what a process has in memory without files: those are its own or not as others come
+    and go that use them, too."""
+    memory = psutil.Process(pid).memory_info()
+    return int(memory.rss - memory.shared)
 
 
 def said(row: Row, who: str, measured: dict[str, Any]) -> str:

@@ -35,6 +35,8 @@ from wire.process.model import fingerprint, vocab_size
 # Variables of a chat template by which reasoning is switched off, and how much there is of it.
 SWITCHES: Final = ("enable_thinking", "thinking")
 _EFFORT: Final = "reasoning_effort"
+# One for all requests: Python makes a new one of 216 bytes each time.
+_NO_IDS: Final = frozenset[int]()
 # Variables of a chat template that only the router sets.
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -264,9 +266,9 @@ class ServedModel:
             fingerprint=self._fingerprint,
             stops=StopAutomaton(body.stops) if body.stops else None,
             min_tokens=body.min_tokens or 0,
-            stop_token_ids=frozenset(body.stop_token_ids or ()),
+            stop_token_ids=frozenset(body.stop_token_ids) if body.stop_token_ids else _NO_IDS,
             has_stop_text=bool(body.include_stop_str_in_output),
-            shown=self.tokenizer.special_ids if body.skip_special_tokens is False else frozenset(),
+            shown=self.tokenizer.special_ids if body.skip_special_tokens is False else _NO_IDS,
             is_streamed=bool(body.stream),
             is_echo_only=body.token_limit == 0,
             has_logprobs=body.num_logprobs is not None,

@@ -147,7 +147,7 @@ class RequestState:
     phase: Phase = Phase.WAITING
     attempt: Attempt | None = None
     num_attempts: int = 0
-    avoided: set[bytes] = field(default_factory=set)
+    avoided: frozenset[bytes] = frozenset()
     arithmetic: str = ""
     trouble: WireError | None = None
     generated: list[int] = field(default_factory=list)
