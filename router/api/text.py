@@ -86,9 +86,9 @@ def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
     body = parse(CompletionBody, raw, COMPLETIONS)
     model.check_name(body.model)
     special = body.add_special_tokens is not False
-    if len(asked := body.prompts) * body.num_choices > MAX_CHOICES:
+    asked, prompts = body.prompts, []
+    if len(asked) * body.num_choices > MAX_CHOICES:
         raise invalid("prompt", f"times n is over {MAX_CHOICES} choices")
-    prompts = []
     for prompt in asked:
         token_ids = model.prompt(prompt, body, asker, add_special_tokens=special)
         prompts.append((token_ids, _echo(model, body, prompt, token_ids)))
