@@ -190,10 +190,11 @@ def hold(stdin: IO[str], stdout: IO[str], row: Row, router: Running) -> dict[str
 
 
 def own_bytes(pid: int) -> int:
-    """Return what a process has in memory without files: those are its own or not as others come
-    and go that use them, too."""
-    memory = psutil.Process(pid).memory_info()
-    return int(memory.rss - memory.shared)
+    """Return what a process and its children have in memory without files: those are its own or not
+    as others come and go that use them, too."""
+    process = psutil.Process(pid)
+    memories = [each.memory_info() for each in (process, *process.children(recursive=True))]
+    return sum([int(memory.rss - memory.shared) for memory in memories])
 
 
 def said(row: Row, who: str, measured: dict[str, Any]) -> str:
