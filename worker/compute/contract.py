@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -38,7 +39,7 @@ class KVCache(Protocol):
             see `wire.transfer.plan`.
         copies_at_once: How many transfer threads there are.
         copies_wait: Whether a copy waits for a device or another process.  Where none does, small
-            ones run on the event loop.
+            ones run on the event loop, however many threads there are.
         memory: That of `view`, if other processes can read it: a decode worker on the same machine
             copies blocks out itself.
     """
@@ -54,6 +55,7 @@ class KVCache(Protocol):
     copies_wait: bool = True
     memory: SharedMemory | None = None
 
+    @abstractmethod
     def pack(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview:
         """Copy a rectangle of a sequence's KV out.
 
@@ -62,6 +64,7 @@ class KVCache(Protocol):
             [layer][head]; the view keeps its memory alive and nobody writes to it again.
         """
 
+    @abstractmethod
     def unpack(self, block_table: Sequence[int], rectangle: Rectangle, segment: Buffer) -> None:
         """Copy a segment in the wire's order into a sequence's blocks.
 

@@ -98,8 +98,8 @@ class TorchKVCache(KVCache):
         }
         # Copies by the host take cores from a step, so there is one at a time; those by a device
         # only have to be waited for.
-        self.copies_wait = bool(self._stagings)
-        self.copies_at_once = IN_FLIGHT if self.copies_wait else 1
+        self.copies_wait = device.type != "cpu" or bool(self._stagings)
+        self.copies_at_once = IN_FLIGHT if self._stagings else 1
         for staging in self._stagings.values():
             _tell(staging)
 

@@ -129,3 +129,8 @@ def test_a_text_choice_echoes_and_names_tokens_when_asked() -> None:
     plain = entry(choice(), Piece("ab", [A, B], (), "stop"))
     assert "token_ids" not in plain
     assert plain["prompt_token_ids"] is None and plain["prompt_logprobs"] is None
+
+
+def test_stop_token_ids_are_those_of_the_request(model: ServedModel) -> None:
+    assert complete(model, prompt="a", stop_token_ids=[1, 2]).stop_token_ids == {1, 2}
+    assert not complete(model, prompt="a").stop_token_ids

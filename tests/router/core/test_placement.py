@@ -55,6 +55,19 @@ def placed(placement: Placement, each: RequestState | None = None) -> Attempt:
     return attempt
 
 
+@pytest.mark.parametrize("num_generated", [0, 3])
+def test_the_limit_of_a_transfer_is_of_what_was_generated_too(num_generated: int) -> None:
+    table, placement = cluster(Role.PREFILL)
+    each = state()
+    each.generated.extend(range(num_generated))
+    enough = detail().layout.transfer_bytes(40 + num_generated)
+    for rank, most in enumerate((enough - 1, enough)):
+        identity = Identity(Role.DECODE, rank, 1).name
+        table.hello(identity, Hello(1, rank, Role.DECODE), detail(max_kv_transfer_bytes=most), 0.0)
+        table.heartbeat(identity, Heartbeat(0, 0, 0), load(), 0.0)
+        assert (placement.place(each) is None) == (most < enough)
+
+
 def test_what_fits_is_what_the_context_leaves_after_the_first_token() -> None:
     _, placement = cluster(Role.PREFILL, Role.DECODE)
     assert placement.num_that_fit(state(3)) == 996

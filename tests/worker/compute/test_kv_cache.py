@@ -137,6 +137,7 @@ def test_a_pool_that_the_host_cannot_read_goes_through_staging() -> None:
         make_staging=lambda pool: Staging(pool, lane, (512, 2048)),
     )
     assert (plain.copies_at_once, staged.copies_at_once) == (1, IN_FLIGHT)
+    assert (plain.copies_wait, staged.copies_wait) == (False, True)
     assert len(lane.moved) > 0  # it was measured when the cache was made
     rectangle = part(LAYOUT, 1, 2, 7, 26)
     for heads in (range(1, 2), range(2)):

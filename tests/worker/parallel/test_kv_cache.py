@@ -103,6 +103,18 @@ def test_it_says_what_the_engine_and_the_transfers_ask(model: Divided) -> None:
         assert [layer for stage in stages for layer in stage] == [*range(group.num_layers)]
 
 
+@given(divided())
+def test_it_has_as_many_threads_as_each_of_its_parts(model: Divided) -> None:
+    own = cache_of(model.parts[0].layout)
+    own.copies_at_once = 4  # as on a GPU
+    assert (
+        ShardedKVCache(
+            model.layout, own, [(model.parts[0], Own(own, model.parts[0]))]
+        ).copies_at_once
+        == 4
+    )
+
+
 @pytest.mark.parametrize("more", [-1, 1])
 def test_a_segment_of_another_size_is_refused_before_any_part_has_it(more: int) -> None:
     caches = filled(model_of([None, 3], size=2, stages=2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -180,3 +180,16 @@ def test_the_digest_is_that_of_the_pieces_one_after_the_other() -> None:
     assert places == (9 * size, 3 * size)
     kv = b"".join(cache.memory.bytes[place : place + size].tobytes() for place in places)
     assert digest == segment_digest(ID, kv)
+
+
+class Halved(HostKVCache):
+    """A cache of which only the first block is seen where it lies."""
+
+    def view(self, block_table: Sequence[int], rectangle: Rectangle) -> memoryview | None:
+        return None if rectangle.tokens.start else super().view(block_table, rectangle)
+
+
+def test_what_is_seen_in_part_is_sent() -> None:
+    cache = Halved(LAYOUT, 40, 4)
+    assert find(cache, (5, 6), whole(LAYOUT, 0, 4), ID) is not None
+    assert find(cache, (5, 6), whole(LAYOUT, 0, 8), ID) is None
