@@ -88,7 +88,7 @@ def brief(row: Row) -> Row:
     return replace(row, streams=min(row.streams, 8), tokens=min(row.tokens, 40), requests=20)
 
 
-# What is made once in a router is made by these streams, before anything is measured.
+# Streams before anything is measured: a router makes some things only once.
 WARM: Final = brief(ROWS["saturated"])
 
 
@@ -170,9 +170,9 @@ def measure(row: Row, router: Running) -> dict[str, Any]:
     return measured
 
 
-def by_a_new(start: Callable[[], AbstractContextManager[Running]], row: Row) -> dict[str, Any]:
-    """Measure a router that has done nothing else: memory of streams that have ended is used again,
-    and so weighs nothing."""
+def measure_new(start: Callable[[], AbstractContextManager[Running]], row: Row) -> dict[str, Any]:
+    """Measure a router that has done nothing else: one that has would use the memory of ended
+    streams again, and seem to need none."""
     with start() as router:
         measure(WARM, router)
         return measure(row, router)
@@ -190,8 +190,8 @@ def hold(stdin: IO[str], stdout: IO[str], row: Row, router: Running) -> dict[str
 
 
 def own_bytes(pid: int) -> int:
-    """Return what a process and its children have in memory without files: those are its own or not
-    as others come and go that use them, too."""
+    """Return the memory of a process and its children, but for that of files: whether it counts as
+    theirs depends on who else has the same files open."""
     process = psutil.Process(pid)
     memories = [each.memory_info() for each in (process, *process.children(recursive=True))]
     return sum([int(memory.rss - memory.shared) for memory in memories])
@@ -276,7 +276,7 @@ def main() -> None:
                     print(floor(given.peers, row), flush=True)
                 for who, start in starts.items():
                     is_weighed = row.kind == "hold"
-                    measured = by_a_new(start, row) if is_weighed else measure(row, routers[who])
+                    measured = measure_new(start, row) if is_weighed else measure(row, routers[who])
                     print(said(row, who, measured), flush=True)
                 if is_compared and given.sglang is not None:
                     with sglang(given.sglang, given.peers, row) as peer:

@@ -85,7 +85,7 @@ class Attempt:
         num_generated: Tokens that earlier attempts had generated when this one began.
         is_reading: Whether PREFILL_DONE is still to come.
         num_due: Tokens that the decode worker may still send: none before it is asked.
-        generated, sink: Those of its request: for every token, nothing further away is read.
+        generated, sink: Those of its request, kept here too because every token needs them.
     """
 
     request_id: int
@@ -164,7 +164,7 @@ class RequestState:
 
     @property
     def seq_len(self) -> int:
-        """How many these are."""
+        """How many tokens another attempt would read."""
         return len(self.request.token_ids) + len(self.generated)
 
     @property

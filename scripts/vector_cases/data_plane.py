@@ -196,21 +196,14 @@ def data_plane() -> list[dict[str, Any]]:
             KvCache(REQUEST, 0, 0),
             [encode_map(msgspec.structs.replace(offer, memory=MEMORY))],
             kind="Offer",
-            content={
-                **offered,
-                "memory": MEMORY,
-            },
+            content={**offered, "memory": MEMORY},
         ),
         frame(
             "kv_cache_offer_sealing",
             KvCache(REQUEST, 0, 0),
             [encode_map(msgspec.structs.replace(offer, key=KEY, token=TOKEN))],
             kind="Offer",
-            content={
-                **offered,
-                "key": KEY.hex(),
-                "token": TOKEN.hex(),
-            },
+            content={**offered, "key": KEY.hex(), "token": TOKEN.hex()},
         ),
         frame("kv_cache_keepalive", KvCache(REQUEST, 0, 0)),
         segment("kv_cache_segment", all_rows, bytes(range(48)), 1500),

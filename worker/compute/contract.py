@@ -15,7 +15,8 @@ from worker.compute.window_blocks import WindowBlocks
 
 
 class KVCache(Protocol):
-    """The paged KV of one worker.  A cache inherits from this what it has no own of.
+    """The paged KV of one worker.  Caches inherit from this class, and may leave out what has a
+    default.
 
     `pack` and `unpack` are called from several threads, perhaps at the same moment: the transfer
     thread takes KV from and to other workers while steps run, and the engine's thread swaps KV out

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 import torch
 
@@ -24,13 +23,12 @@ from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.compute.contract import KVCache
 from worker.compute.pool_shape import PoolShape
-from worker.compute.shared_memory import SharedMemory, zeros
+from worker.compute.shared_memory import Bytes, SharedMemory, zeros
 from worker.compute.state_slots import StateSlots
 from worker.compute.window_blocks import WindowBlocks
 
 log = structlog.get_logger("worker")
 
-Bytes = npt.NDArray[np.uint8]
 # Copies each source to its target and returns the digest of the copies, seeded; None if it cannot.
 CopyDigested = Callable[[Sequence[tuple[Bytes, Bytes]], int], int | None]
 
@@ -73,7 +71,7 @@ class TorchKVCache(KVCache):
             block_size,
             device,
         )
-        self._copy_digested = None if self.memory is None else _copy_digested()
+        self._copy = None if self.memory is None else _compiled_copy()
         if not layout.windows:
             self.window_pool = None
         # The pools that have layers, by whether these have a window.
@@ -120,7 +118,7 @@ class TorchKVCache(KVCache):
 
     def copy_digested(self, pairs: Sequence[tuple[Bytes, Bytes]], seed: int) -> int | None:
         """See `worker.compute.contract.KVCache`."""
-        return None if self._copy_digested is None else self._copy_digested(pairs, seed)
+        return None if self._copy is None else self._copy(pairs, seed)
 
     def _whole(self, block_table: Sequence[int], rectangle: Rectangle) -> Bytes | None:
         """Return the memory of a rectangle that is one block of some layers, in host memory."""
@@ -238,7 +236,7 @@ def _zeros(
     return pools, memory
 
 
-def _copy_digested() -> CopyDigested:
+def _compiled_copy() -> CopyDigested:
     """Return what copies from other memory into that of a cache, compiled before it is needed."""
     # Numba is for those whose cache lies in host memory.
     from kernels.cpu import copying

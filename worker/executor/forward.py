@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wire.layout import KVLayout
-from worker.executor.hostcache import Bytes
+from worker.compute.shared_memory import Bytes
 from worker.executor.stepwise import MAX_MODEL_LEN, Answer, StepwiseExecutor, describe
 
 Float32 = npt.NDArray[np.float32]

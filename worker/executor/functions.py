@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wire.layout import KVLayout
-from worker.executor.hostcache import Bytes
+from worker.compute.shared_memory import Bytes
 from worker.executor.stepwise import MAX_MODEL_LEN, Answer, StepwiseExecutor, describe
 
 PrefillFn = Callable[[bytes, int], tuple[bytes, bytes]]

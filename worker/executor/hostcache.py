@@ -17,12 +17,11 @@ from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.compute.contract import KVCache
 from worker.compute.pool_shape import PoolShape
-from worker.compute.shared_memory import zeros
+from worker.compute.shared_memory import Bytes, zeros
 from worker.compute.state_slots import StateSlots
 from worker.compute.window_blocks import WindowBlocks
 
 Items = npt.NDArray[Any]
-Bytes = npt.NDArray[np.uint8]
 
 
 class HostKVCache(KVCache):

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from wire.errors import ErrorCode
 from wire.layout import KVLayout
+from worker.compute.shared_memory import Bytes
 from worker.executor.batch import Batch
 from worker.executor.contract import (
     Attention,
@@ -27,7 +28,7 @@ from worker.executor.contract import (
     SampledToken,
     SequenceFailed,
 )
-from worker.executor.hostcache import Bytes, HostKVCache
+from worker.executor.hostcache import HostKVCache
 
 MAX_MODEL_LEN: Final = 32_768
 

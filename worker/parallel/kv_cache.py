@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from wire.layout import KVLayout, StateGroup
 from wire.parts import Buffer
 from wire.transfer import Rectangle
 from worker.compute.contract import KVCache
 from worker.compute.kv_cache import TorchKVCache
+from worker.compute.shared_memory import Bytes
 from worker.parallel.parts import Part
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class Copying(Protocol):

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from wire.transfer import KVReceiver, Rectangle, Segment, running_digest
 from worker.compute.contract import KVCache
+from worker.compute.shared_memory import Bytes
 from worker.engine.unpacking import unpack
 from worker.engine.windows import table_of
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def find(

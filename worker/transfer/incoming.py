@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
-import numpy.typing as npt
-
 from wire.parts import Buffer
 from wire.transfer import MAX_SEGMENT_BYTES, KVReceiver, Segment
 from worker.compute.contract import KVCache
+from worker.compute.shared_memory import Bytes
 from worker.engine.unpacking import unpack
 from worker.transfer.in_memory import fetch
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class Arrival:

@@ -11,15 +11,12 @@ import asyncio
 import os
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 
 from worker.compute.contract import KVCache
-from worker.compute.shared_memory import map_memory
+from worker.compute.shared_memory import Bytes, map_memory
 from worker.environment import Fetch, MakePort, Port
 
-Bytes = npt.NDArray[np.uint8]
 log = structlog.get_logger("worker")
 
 # Peers whose memory may be mapped at a time: more prefill workers than a machine has room for.

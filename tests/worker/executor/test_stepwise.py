@@ -13,6 +13,7 @@ from tests.worker.executor.forward_pair import ForwardModel, pair
 from wire.errors import ErrorCode
 from wire.layout import KVLayout
 from wire.options import Options
+from worker.compute.shared_memory import Bytes
 from worker.engine.engine import Engine
 from worker.engine.measured import Direct
 from worker.engine.outputs import Failed, Token
@@ -20,7 +21,6 @@ from worker.engine.sequence import Sequence
 from worker.executor.contract import SequenceFailed
 from worker.executor.forward import Float32, GetKV
 from worker.executor.functions import serve_functions
-from worker.executor.hostcache import Bytes
 from worker.executor.stepwise import Answer, StepwiseExecutor, describe
 
 

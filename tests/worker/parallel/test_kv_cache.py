@@ -107,12 +107,8 @@ def test_it_says_what_the_engine_and_the_transfers_ask(model: Divided) -> None:
 def test_it_has_as_many_threads_as_each_of_its_parts(model: Divided) -> None:
     own = cache_of(model.parts[0].layout)
     own.copies_at_once = 4  # as on a GPU
-    assert (
-        ShardedKVCache(
-            model.layout, own, [(model.parts[0], Own(own, model.parts[0]))]
-        ).copies_at_once
-        == 4
-    )
+    parts = [(model.parts[0], Own(own, model.parts[0]))]
+    assert ShardedKVCache(model.layout, own, parts).copies_at_once == 4
 
 
 @pytest.mark.parametrize("more", [-1, 1])
