@@ -132,10 +132,11 @@ class Config(SharedSettings):
     credit_bytes: int = Field(
         default=16 * MIB,
         ge=4 * MIB,
-        description="bytes one transfer may have under way unacknowledged",
+        description="bytes one transfer may have under way unacknowledged; 32 MiB where its KV is "
+        "read in shared memory, if that is more",
     )
     max_kv_inflight_bytes: int = Field(
-        default=256 * MIB,
+        default=512 * MIB,
         ge=4 * MIB,
         description="bytes all transfers to a decode worker may have under way",
     )

@@ -31,6 +31,7 @@ from wire.session import SESSION, Direction, mermaid
 from wire.stream import DEFAULT_MAX_FRAME_BYTES, MAX_SMALL_FRAME_BYTES, StreamDecoder
 from wire.transfer.segment import (
     DESCRIPTOR,
+    MAX_READ_BYTES,
     MAX_SEGMENT_BYTES,
     MAX_SEGMENTS,
     MAX_UNASKED_SEGMENTS,
@@ -207,6 +208,7 @@ def test_the_limits_are_the_constants() -> None:
     per_layer = limits["a layer of a group, of one token or state"]
     assert per_layer == f"{layout.MAX_LAYER_BYTES >> 20} MiB"
     assert limits["segment"] == f"{MAX_SEGMENT_BYTES >> 20} MiB"
+    assert limits["segment in memory"] == f"{MAX_READ_BYTES >> 20} MiB"
     assert limits["segments of a transfer"] == str(MAX_SEGMENTS)
     with_offer = f"kv_unasked_bytes of the decode worker, {MAX_UNASKED_SEGMENTS} segments"
     assert limits["KV with an offer"] == with_offer

@@ -31,6 +31,7 @@ from wire.transfer.lease import TransferState
 from wire.transfer.receiver import Ack, KVReceiver, Segment
 from wire.transfer.sealing import MAX_SEALED_BYTES, TAG_BYTES, Sealing, new_key
 from wire.transfer.segment import (
+    MAX_READ_BYTES,
     MAX_SEGMENT_BYTES,
     Rectangle,
     SegmentDescriptor,
@@ -45,6 +46,7 @@ from wire.transfer.sender import KVSender
 __all__ = [
     "GREETING",
     "HEAD_BYTES",
+    "MAX_READ_BYTES",
     "MAX_SEALED_BYTES",
     "MAX_SEGMENT_BYTES",
     "TAG_BYTES",

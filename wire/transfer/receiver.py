@@ -27,6 +27,7 @@ from wire.payloads import Credit, Offer
 from wire.transfer.lease import Transfer, TransferState
 from wire.transfer.sealing import TAG_BYTES, Sealing
 from wire.transfer.segment import (
+    MAX_READ_BYTES,
     MAX_SEGMENT_BYTES,
     MAX_SEGMENTS,
     Coverage,
@@ -123,7 +124,7 @@ class KVReceiver(Transfer):
         self.cached_tokens = 0
         self.kv_bytes = 0  # stored
         self.transfer_s = 0.0
-        self._credit_bytes = credit_bytes
+        self.credit_bytes = credit_bytes  # may still be changed before `accept`
         self.offers_memory = offer.memory is not None
         self.token = offer.token  # opens a connection for segments
         self._sealing = None if offer.key is None else Sealing(offer.key)
@@ -185,7 +186,7 @@ class KVReceiver(Transfer):
     @property
     def granted_bytes(self) -> int:
         """The credit: KV bytes that may have been sent in all."""
-        return min(self.kv_bytes + self._credit_bytes, self._expected_bytes)
+        return min(self.kv_bytes + self.credit_bytes, self._expected_bytes)
 
     def accept(
         self, cached_tokens: int, now: float, memory_bytes: int = 0, segment_port: int = 0
@@ -377,7 +378,8 @@ class KVReceiver(Transfer):
         in_memory = segment.descriptor.in_memory
         tag_bytes = TAG_BYTES * segment.is_sealed
         num_bytes = wanted if in_memory else memoryview(segment.kv).nbytes - tag_bytes
-        if not num_bytes == segment.descriptor.num_bytes == wanted <= MAX_SEGMENT_BYTES:
+        most_bytes = MAX_READ_BYTES if in_memory else MAX_SEGMENT_BYTES
+        if not num_bytes == segment.descriptor.num_bytes == wanted <= most_bytes:
             raise RemoteProtocolError(f"KV_CACHE: {num_bytes} bytes for {segment.rectangle}")
         if in_memory:
             self._check_places(segment)

@@ -26,6 +26,9 @@ MIB: Final = 1 << 20
 # Measured on loopback: 256 KiB messages lose a third of the bandwidth, 32 MiB more than half.
 DEFAULT_SEGMENT_BYTES: Final = 2 * MIB
 MAX_SEGMENT_BYTES: Final = 4 * MIB
+# Of one in memory, which nobody buffers.  With a quarter of it a transfer is a quarter slower: both
+# ends are woken four times as often.
+MAX_READ_BYTES: Final = 16 * MIB
 # A block from this size on is sent alone: packing several costs more than a segment more does.
 ALONE_BYTES: Final = MIB // 2
 # 64 GiB in segments of 1 MiB; bounds what a receiver remembers of one transfer.
@@ -205,7 +208,7 @@ def plan(
     num_shards: int = 1,
     stages: Sequence[Sequence[range]] | None = None,
     block_size: int = 1,
-    alone_bytes: int = ALONE_BYTES,
+    read_bytes: int = 0,
 ) -> list[Rectangle]:
     """Cut what is sent of `num_tokens` into rectangles of at most `segment_bytes`.
 
@@ -215,7 +218,8 @@ def plan(
 
     Args:
         block_size: Tokens of the sender's blocks.
-        alone_bytes: From which size on a block is a segment of its own.
+        read_bytes: Of whole blocks that the receiver reads where they lie, how much is in one
+            rectangle, which has no part of a block besides; 0 where all is sent.
         num_shards: In how many places side by side the heads of a layer are.
         stages: Of each group, which of its layers are in one place; None: all of them.
 
@@ -235,18 +239,18 @@ def plan(
         layers = [range(group.num_layers)] if stages is None else stages[index]
         tokens = group.sent(cached_tokens, num_tokens)
         cuts.append(
-            _Cut.of(
-                index, group, layers, tokens, segment_bytes, num_shards, block_size, alone_bytes
-            )
+            _Cut.of(index, group, layers, tokens, segment_bytes, num_shards, block_size, read_bytes)
         )
     num_segments = sum(cut.num_segments for cut in cuts)
     if num_segments > MAX_SEGMENTS:
         raise LocalProtocolError(f"{num_segments} segments of {segment_bytes} bytes are too many")
     rectangles = [rectangle for cut in cuts for rectangle in cut.rectangles()]
+    if read_bytes:
+        rectangles = _apart(rectangles, block_size)
     return sorted(rectangles, key=lambda rectangle: rectangle.tokens.stop)
 
 
-def apart(rectangles: Sequence[Rectangle], block_size: int) -> list[Rectangle]:
+def _apart(rectangles: Sequence[Rectangle], block_size: int) -> list[Rectangle]:
     """Cut off the tokens before the first whole block of each rectangle, and those behind its last.
 
     It takes a few more segments, but only whole blocks can be read in memory.
@@ -263,8 +267,7 @@ def apart(rectangles: Sequence[Rectangle], block_size: int) -> list[Rectangle]:
             parted += [rectangle._replace(tokens=run) for run in runs if run]
         else:
             parted.append(rectangle)
-    parted.sort(key=lambda rectangle: rectangle.tokens.stop)
-    return parted if len(parted) <= MAX_SEGMENTS else list(rectangles)
+    return parted
 
 
 class _Cut(NamedTuple):
@@ -288,20 +291,24 @@ class _Cut(NamedTuple):
         segment_bytes: int,
         num_shards: int,
         block_size: int,
-        alone_bytes: int,
+        read_bytes: int,
     ) -> _Cut:
         shares, longest = _shares(group.num_heads, num_shards), max(map(len, stages))
         piece_bytes = max(map(len, shares)) * group.head_bytes
         is_kv = isinstance(group, KVGroup)
         if not is_kv or block_size * piece_bytes > segment_bytes:
-            block_size = 1
+            block_size, read_bytes = 1, 0  # no rectangle has whole blocks
         most_layers = segment_bytes // (block_size * piece_bytes)
         num_layers = -(-longest // -(-longest // most_layers))
         layers = [piece for stage in stages for piece in _pieces(stage, num_layers)]
         block_bytes = block_size * longest * piece_bytes
-        num_blocks = 1 if block_bytes >= alone_bytes else max(1, segment_bytes // block_bytes)
+        if read_bytes or block_bytes < ALONE_BYTES:
+            num_blocks = max(1, (read_bytes or segment_bytes) // block_bytes)
+        else:
+            num_blocks = 1
         num_tokens, first = num_blocks * block_size, tokens.start // block_size * block_size
-        token_pieces = -(-(tokens.stop - first) // num_tokens) if tokens else 0
+        num_parts = 2 if read_bytes else 0  # of a block, before and behind whole ones
+        token_pieces = -(-(tokens.stop - first) // num_tokens) + num_parts if tokens else 0
         num_segments = len(shares) * len(layers) * (token_pieces if is_kv else 1)
         return cls(index, layers, tokens, shares, num_tokens, first, num_segments)
 

@@ -21,13 +21,12 @@ from wire.payloads import Credit, Offer, encode_map
 from wire.transfer.lease import Transfer, TransferState
 from wire.transfer.sealing import Sealing
 from wire.transfer.segment import (
-    ALONE_BYTES,
     DEFAULT_SEGMENT_BYTES,
+    MAX_READ_BYTES,
     MAX_SEGMENT_BYTES,
     MAX_UNASKED_SEGMENTS,
     Rectangle,
     SegmentDescriptor,
-    apart,
     pack_places,
     plan,
     segment_digest,
@@ -144,7 +143,7 @@ class KVSender(Transfer):
         if not is_computed or self.total_bytes > most_bytes:
             return []
         segment_bytes = max(self._segment_bytes, self.layout.piece_bytes)
-        rectangles = self._cut(0, segment_bytes, ALONE_BYTES)
+        rectangles = self._cut(0, segment_bytes)
         return rectangles if len(rectangles) <= MAX_UNASKED_SEGMENTS else []
 
     def offer_with(
@@ -329,24 +328,22 @@ class KVSender(Transfer):
         self.segment_port = credit.segment_port
         if credit.ready:
             return
-        segment_bytes = self._segment_bytes
+        segment_bytes, read_bytes = self._segment_bytes, 0
         if self.is_in_memory:  # nothing is buffered, so what counts is that there are few
             segment_bytes = min(MAX_SEGMENT_BYTES, max(segment_bytes, credit.credit // 4))
+            read_bytes = min(MAX_READ_BYTES, max(segment_bytes, credit.credit // 2), credit.credit)
         segment_bytes = min(max(segment_bytes, self.layout.piece_bytes), credit.credit)
         try:
-            alone_bytes = MAX_SEGMENT_BYTES if self.is_in_memory else ALONE_BYTES
-            self.plan = self._cut(self.skipped_tokens, segment_bytes, alone_bytes)
+            self.plan = self._cut(self.skipped_tokens, segment_bytes, read_bytes)
         except LocalProtocolError as error:
             sentence = f"KV_CACHE_ACK: credit {credit.credit} is too small: {error.message}"
             raise self._violated(sentence) from error
-        if self.is_in_memory:
-            self.plan = apart(self.plan, self._block_size)
         self._move(TransferState.SENDING)
 
-    def _cut(self, cached_tokens: int, segment_bytes: int, alone_bytes: int) -> list[Rectangle]:
+    def _cut(self, cached_tokens: int, segment_bytes: int, read_bytes: int = 0) -> list[Rectangle]:
         return plan(
             *(self.layout, cached_tokens, self.num_tokens, segment_bytes),
-            *(self._num_shards, self._stages, self._block_size, alone_bytes),
+            *(self._num_shards, self._stages, self._block_size, read_bytes),
         )
 
     def _idle_us(self, rectangle: Rectangle) -> int:

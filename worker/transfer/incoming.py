@@ -33,8 +33,7 @@ class Arrival:
 class IncomingTransfer:
     """One KV cache that arrives from `peer`, until it is claimed or has failed.
 
-    At most `wanted_bytes` of it are in flight at once.  While it `is_waited_for`, equal prompts may
-    wait for its KV.
+    While it `is_waited_for`, equal prompts may wait for its KV.
     """
 
     __slots__ = (
@@ -48,13 +47,11 @@ class IncomingTransfer:
         "receiver",
         "share_bytes",
         "unasked",
-        "wanted_bytes",
     )
 
-    def __init__(self, peer: bytes, receiver: KVReceiver, credit_bytes: int) -> None:
+    def __init__(self, peer: bytes, receiver: KVReceiver) -> None:
         self.peer = peer
         self.receiver = receiver
-        self.wanted_bytes = max(1, min(credit_bytes, receiver.total_bytes))
         self.share_bytes = 0  # of the bytes in flight, from its turn until its last byte
         self.acked_bytes = 0
         self.arrivals: set[Arrival] = set()  # on connections of their own, until stored
@@ -63,6 +60,11 @@ class IncomingTransfer:
         self.block_table: tuple[int, ...] = ()
         self.memory: Bytes | None = None  # the peer's, if segments may lie there
         self.unasked: list[tuple[Buffer, Buffer]] = []  # its KV, until there are blocks for it
+
+    @property
+    def wanted_bytes(self) -> int:
+        """How much of it is in flight at once, at most."""
+        return max(1, min(self.receiver.credit_bytes, self.receiver.total_bytes))
 
     @property
     def is_ack_due(self) -> bool:

@@ -28,7 +28,7 @@ from wire.identity import Identity
 from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
 from wire.process.traffic import Traffic
-from wire.transfer import Ack, KVReceiver, Segment, unasked_segments
+from wire.transfer import MAX_READ_BYTES, Ack, KVReceiver, Segment, unasked_segments
 from worker.engine.engine import Engine
 from worker.engine.outputs import Reserved
 from worker.environment import WorkerContext
@@ -42,6 +42,8 @@ log = structlog.get_logger("worker")
 # What a transfer thread takes at a time, and what one ACK acknowledges: half of the credit, so that
 # the sender does not run out of it.
 BATCH_BYTES: Final = 8 << 20
+# Credit of a transfer whose KV is read in memory: one segment is read while the next one comes.
+READ_CREDIT_BYTES: Final = 2 * MAX_READ_BYTES
 # Ids of ended transfers that are remembered: more than can end while an offer is on its way.  Each
 # takes 100 bytes.
 MAX_ENDED: Final = 4096
@@ -142,8 +144,6 @@ class IncomingTransfers:
         if unasked and not reserved.cached_tokens:
             self._store_unasked(transfer, unasked)
             return
-        if receiver.offers_memory:
-            transfer.memory = self._neighbours.memory_of(transfer.peer)
         memory_bytes = 0 if transfer.memory is None else len(transfer.memory)
         ack = receiver.accept(
             reserved.cached_tokens, self._clock(), memory_bytes, self._segment_port(receiver)
@@ -318,12 +318,12 @@ class IncomingTransfers:
         if self._is_asked_for(receiver):
             receiver.claim(self._clock())
         receiver.check_unasked(unasked)
-        transfer = IncomingTransfer(peer, receiver, self._config.credit_bytes)
+        transfer = IncomingTransfer(peer, receiver)
         self._transfers[request_id] = transfer
         if self._segments is not None and offer.token is not None:
             self._segments.expect(peer, offer.token)
         if unasked or self._neighbours.is_settled(peer, offer.memory):
-            self.budget.wait(transfer)
+            self._wait(transfer)
             self._keep(transfer, unasked)
         else:
             assert offer.memory is not None
@@ -340,7 +340,16 @@ class IncomingTransfers:
         """See whether its KV can be read where it lies, before anything waits for it."""
         await self._neighbours.settle(transfer.peer, memory)
         if not transfer.is_dropped:
-            self.budget.wait(transfer)
+            self._wait(transfer)
+
+    def _wait(self, transfer: IncomingTransfer) -> None:
+        """Have it wait for its share of the bytes in flight, a larger one if it is in memory."""
+        receiver, limit = transfer.receiver, self._config.max_kv_inflight_bytes
+        if receiver.offers_memory:
+            transfer.memory = self._neighbours.memory_of(transfer.peer)
+        if transfer.memory is not None:
+            receiver.credit_bytes = max(receiver.credit_bytes, min(READ_CREDIT_BYTES, limit))
+        self.budget.wait(transfer)
 
     def _check_room(self, peer: bytes, num_tokens: int) -> None:
         """Refuse more offers than a peer may have; one alone may be of any length."""

@@ -24,6 +24,7 @@ from wire.transfer import TransferState
 from wire.transfer.receiver import KVReceiver, Segment
 from wire.transfer.sealing import Sealing
 from wire.transfer.segment import (
+    MAX_READ_BYTES,
     MAX_SEGMENT_BYTES,
     MAX_SEGMENTS,
     SegmentDescriptor,
@@ -449,6 +450,19 @@ def test_places_that_cannot_be_end_the_transfer(parts: tuple[bytes, bytes], reas
     with pytest.raises(RemoteProtocolError, match=reason):
         one.on_segment(KvCache(ID, 1, 2), parts, 2.0)
     assert one.state is TransferState.FAILED and one.num_unpacking == 0
+
+
+def test_a_segment_in_memory_may_be_larger_than_one_that_is_buffered() -> None:
+    most_tokens = MAX_READ_BYTES // 16
+    for num_tokens in (most_tokens, most_tokens + 1):
+        one = receiver(offer(num_tokens, memory="baton-1"), credit_bytes=1 << 30, max_bytes=1 << 30)
+        one.accept(0, 1.0, 16 * num_tokens)
+        segment = KvCache(ID, 1, 1), places(0, tokens=num_tokens), 2.0
+        if num_tokens == most_tokens:
+            assert one.on_segment(*segment) is not None
+        else:
+            with pytest.raises(RemoteProtocolError, match="16777232 bytes for"):
+                one.on_segment(*segment)
 
 
 def test_memory_that_is_not_read_here_is_no_place_for_segments() -> None:

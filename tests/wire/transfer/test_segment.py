@@ -22,7 +22,6 @@ from wire.transfer.segment import (
     Coverage,
     Rectangle,
     SegmentDescriptor,
-    apart,
     pack_places,
     plan,
     running_digest,
@@ -171,8 +170,15 @@ def test_cuts_are_at_the_ends_of_blocks_where_blocks_fit() -> None:
 
 def test_a_large_block_is_sent_alone() -> None:
     layout = KVLayout.uniform(num_layers=32, num_kv_heads=4, head_dim=64, dtype="bfloat16")
-    rectangles = plan(layout, 0, 40, 4 << 20, block_size=16)  # 1 MiB a block
+    rectangles = plan(layout, 0, 40, 4 << 20, block_size=16)  # 512 KiB a block
     assert rectangles == [whole(layout, 0, 16), whole(layout, 16, 16), whole(layout, 32, 8)]
+
+
+def test_blocks_that_are_read_where_they_lie_are_joined_but_for_their_parts() -> None:
+    layout = KVLayout.uniform(num_layers=32, num_kv_heads=4, head_dim=64, dtype="bfloat16")
+    rectangles = plan(layout, 10, 100, 2 << 20, block_size=16, read_bytes=3 << 19)
+    starts = [10, 16, 48, 96, 100]  # three blocks, but for those before the first cut
+    assert rectangles == [whole(layout, a, b - a) for a, b in pairwise(starts)]
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
@@ -345,19 +351,21 @@ def test_the_digest_is_seeded_with_the_request() -> None:
 def test_whole_blocks_part_from_what_is_before_and_behind_them(
     layout: KVLayout, cached: int, more: int, extra_bytes: int, block_size: int
 ) -> None:
-    num_tokens = cached + more
-    planned = plan(
-        layout, cached, num_tokens, layout.piece_bytes + extra_bytes, block_size=block_size
+    num_tokens, segment_bytes = cached + more, layout.piece_bytes + extra_bytes
+    read_bytes = 3 * segment_bytes
+    rectangles = plan(
+        layout, cached, num_tokens, segment_bytes, block_size=block_size, read_bytes=read_bytes
     )
-    parted = apart(planned, block_size)
     coverage = Coverage(layout, cached, num_tokens)
-    for rectangle in parted:
+    for rectangle in rectangles:
         coverage.admit(rectangle)
         start, end = rectangle.tokens.start, rectangle.tokens.stop
         first_whole, behind = -(-start // block_size), end // block_size
-        is_whole = start % block_size == 0 and end % block_size == 0
+        is_whole = start < end and start % block_size == 0 and end % block_size == 0
         assert is_whole or first_whole >= behind, "a whole block is not with others of its kind"
-    found = [cells(layout, rectangle) for rectangle in parted]
+        num_bytes = rectangle.num_bytes(layout)
+        assert num_bytes <= (read_bytes if is_whole else segment_bytes), "it may have to be sent"
+    found = [cells(layout, rectangle) for rectangle in rectangles]
     assert set().union(*found) == everything(layout, cached, num_tokens)
 
 

@@ -35,7 +35,7 @@ def transfer(
     )
     if is_claimed:
         receiver.claim(0.0)
-    return IncomingTransfer(peer, receiver, CREDIT)
+    return IncomingTransfer(peer, receiver)
 
 
 def test_each_waits_for_its_share_and_none_overtakes() -> None:

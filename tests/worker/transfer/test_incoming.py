@@ -30,7 +30,7 @@ def accepted() -> IncomingTransfer:
         now=0.0,
     )
     receiver.accept(0, 0.0)
-    transfer = IncomingTransfer(b"prefill-0-1", receiver, TOTAL)
+    transfer = IncomingTransfer(b"prefill-0-1", receiver)
     transfer.block_table = (2,)
     return transfer
 
@@ -87,12 +87,14 @@ def test_one_of_two_settles_what_becomes_of_an_arrival() -> None:
 
 def test_an_ack_is_due_before_the_sender_lacks_credit() -> None:
     transfer = accepted()
-    transfer.wanted_bytes = 4 * MAX_SEGMENT_BYTES
+    transfer.receiver.total_bytes = transfer.receiver.credit_bytes = 4 * MAX_SEGMENT_BYTES
     transfer.receiver.kv_bytes = MAX_SEGMENT_BYTES - 1
     assert not transfer.is_ack_due
     transfer.receiver.kv_bytes += 1
     assert transfer.is_ack_due
     transfer.acked_bytes = 1
     assert not transfer.is_ack_due
-    transfer.wanted_bytes = MAX_SEGMENT_BYTES + 1  # what is left of it lets no large one come
+    transfer.receiver.credit_bytes = (
+        MAX_SEGMENT_BYTES + 1
+    )  # what is left of it lets no large one come
     assert transfer.is_ack_due

@@ -29,7 +29,7 @@ from wire.options import Options
 from wire.transfer import SegmentDescriptor, pack_places, segment_digest
 from wire.transfer.segment import unpack_places
 from worker.compute.shared_memory import SharedMemory, map_memory
-from worker.executor.hash import LAYOUT, oracle
+from worker.executor.hash import LAYOUT, create, oracle
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has such memory")
 BLOCK = 16 * LAYOUT.token_bytes
@@ -90,6 +90,19 @@ async def lending(**settings: Any) -> AsyncIterator[tuple[ScriptedRouter, Lendin
         LendingPrefill(router, greeting) as prefill,
     ):
         yield router, prefill
+
+
+@pytest.mark.parametrize(("is_lent", "credit"), [(True, 6 << 20), (False, 4 << 20)])
+async def test_more_may_be_under_way_in_memory_but_no_more_than_in_all(
+    is_lent: bool, credit: int
+) -> None:
+    executor = create(max_model_len=200_000)
+    limits = {"credit_bytes": 4 << 20, "max_kv_inflight_bytes": 6 << 20, "num_blocks": 8000}
+    async with lending(executor=executor, **limits) as (router, prefill):
+        prefill.offer(1, PROMPT * 1875, memory=prefill.lent if is_lent else None)  # 7.3 MiB
+        assert (await prefill.ack())[1].credit == credit
+        prefill.cancel(1)
+        await router.until_free(Role.DECODE)
 
 
 @pytest.mark.parametrize("block_size", [16, 8, 12])
