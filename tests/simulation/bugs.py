@@ -303,7 +303,7 @@ CAUGHT_BY: dict[str, int] = {
     "skip-fence": 13,
     "keep-unasked": 0,
     "never-again": 91,
-    "free-early": 37,
+    "free-early": 456,
     "reuse-id": 0,
     "spare-decode": 1,
     "keep-promise": 1,

@@ -19,7 +19,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from wire.errors import LocalProtocolError, RemoteProtocolError
 from wire.frames import KvCache
-from wire.layout import Group, KVGroup, KVLayout
+from wire.layout import Group, KVGroup, KVLayout, layer_bytes
 from wire.parts import Buffer
 
 MIB: Final = 1 << 20
@@ -227,17 +227,19 @@ def plan(
         LocalProtocolError: Not even one layer at one position fits, or it takes over
             `MAX_SEGMENTS`.
     """
-    if segment_bytes < layout.piece_bytes:
-        raise LocalProtocolError(
-            f"a segment of {segment_bytes} bytes is too small for one layer of one token or state "
-            f"({layout.piece_bytes} bytes)"
-        )
     if cached_tokens == num_tokens:
         return []
     cuts = []
     for index, group in enumerate(layout.groups):
-        layers = [range(group.num_layers)] if stages is None else stages[index]
         tokens = group.sent(cached_tokens, num_tokens)
+        if isinstance(group, KVGroup) and not tokens:
+            continue  # a window of one position: no token sees another
+        if segment_bytes < layer_bytes(group):
+            raise LocalProtocolError(
+                f"a segment of {segment_bytes} bytes is too small for one layer of one token or "
+                f"state ({layer_bytes(group)} bytes)"
+            )
+        layers = [range(group.num_layers)] if stages is None else stages[index]
         cuts.append(
             _Cut.of(index, group, layers, tokens, segment_bytes, num_shards, block_size, read_bytes)
         )
@@ -245,29 +247,7 @@ def plan(
     if num_segments > MAX_SEGMENTS:
         raise LocalProtocolError(f"{num_segments} segments of {segment_bytes} bytes are too many")
     rectangles = [rectangle for cut in cuts for rectangle in cut.rectangles()]
-    if read_bytes:
-        rectangles = _apart(rectangles, block_size)
     return sorted(rectangles, key=lambda rectangle: rectangle.tokens.stop)
-
-
-def _apart(rectangles: Sequence[Rectangle], block_size: int) -> list[Rectangle]:
-    """Cut off the tokens before the first whole block of each rectangle, and those behind its last.
-
-    It takes a few more segments, but only whole blocks can be read in memory.
-    """
-    parted = []
-    for rectangle in rectangles:
-        tokens = rectangle.tokens
-        #   tokens.start      first               end      tokens.stop
-        #        |  of a block  |  whole blocks    |  of a block  |
-        first = -(-tokens.start // block_size) * block_size
-        end = tokens.stop // block_size * block_size
-        runs = [range(tokens.start, first), range(first, end), range(end, tokens.stop)]
-        if first < end:
-            parted += [rectangle._replace(tokens=run) for run in runs if run]
-        else:
-            parted.append(rectangle)
-    return parted
 
 
 class _Cut(NamedTuple):
@@ -275,11 +255,10 @@ class _Cut(NamedTuple):
 
     group: int
     layers: list[range]
-    tokens: range
     shares: list[range]  # of the heads
+    runs: list[range]  # of tokens; each is cut by itself
     num_tokens: int
-    first: int  # where the first piece would begin if it were a whole one
-    num_segments: int
+    block_size: int  # cuts are at multiples of it
 
     @classmethod
     def of(
@@ -295,8 +274,7 @@ class _Cut(NamedTuple):
     ) -> _Cut:
         shares, longest = _shares(group.num_heads, num_shards), max(map(len, stages))
         piece_bytes = max(map(len, shares)) * group.head_bytes
-        is_kv = isinstance(group, KVGroup)
-        if not is_kv or block_size * piece_bytes > segment_bytes:
+        if not isinstance(group, KVGroup) or block_size * piece_bytes > segment_bytes:
             block_size, read_bytes = 1, 0  # no rectangle has whole blocks
         most_layers = segment_bytes // (block_size * piece_bytes)
         num_layers = -(-longest // -(-longest // most_layers))
@@ -306,21 +284,41 @@ class _Cut(NamedTuple):
             num_blocks = max(1, (read_bytes or segment_bytes) // block_bytes)
         else:
             num_blocks = 1
-        num_tokens, first = num_blocks * block_size, tokens.start // block_size * block_size
-        num_parts = 2 if read_bytes else 0  # of a block, before and behind whole ones
-        token_pieces = -(-(tokens.stop - first) // num_tokens) + num_parts if tokens else 0
-        num_segments = len(shares) * len(layers) * (token_pieces if is_kv else 1)
-        return cls(index, layers, tokens, shares, num_tokens, first, num_segments)
+        runs = _whole_apart(tokens, block_size) if read_bytes else [tokens]
+        return cls(index, layers, shares, runs, num_blocks * block_size, block_size)
+
+    @property
+    def num_segments(self) -> int:
+        pieces = (-(-(run.stop - self._first(run)) // self.num_tokens) for run in self.runs)
+        return len(self.shares) * len(self.layers) * sum(max(1, number) for number in pieces)
 
     def rectangles(self) -> list[Rectangle]:
-        if not self.num_segments:
-            return []  # a window of one position: no token sees another
         return [
             Rectangle(self.group, layers, heads, tokens)
-            for tokens in _pieces(self.tokens, self.num_tokens, self.first)
+            for run in self.runs
+            for tokens in _pieces(run, self.num_tokens, self._first(run))
             for heads in self.shares
             for layers in self.layers
         ]
+
+    def _first(self, run: range) -> int:
+        """Where the first piece of a run would begin if it were a whole one."""
+        return run.start // self.block_size * self.block_size
+
+
+def _whole_apart(tokens: range, block_size: int) -> list[range]:
+    """Return the whole blocks, and what is before and behind them; nothing if it is empty.
+
+    Only whole blocks can be read in memory.
+    """
+    #   tokens.start      first               end      tokens.stop
+    #        |  of a block  |  whole blocks    |  of a block  |
+    first = -(-tokens.start // block_size) * block_size
+    end = tokens.stop // block_size * block_size
+    if first > end:
+        return [tokens]  # of one block
+    runs = [range(tokens.start, first), range(first, end), range(end, tokens.stop)]
+    return [run for run in runs if run]
 
 
 def _shares(num_heads: int, num_shards: int) -> list[range]:

@@ -15,7 +15,7 @@ from typing import Final
 
 from wire.errors import LocalProtocolError, TransferTooLarge
 from wire.frames import KvCache, KvCacheAck
-from wire.layout import KVLayout
+from wire.layout import KVLayout, layer_bytes
 from wire.parts import Buffer
 from wire.payloads import Credit, Offer, encode_map
 from wire.transfer.lease import Transfer, TransferState
@@ -139,8 +139,7 @@ class KVSender(Transfer):
 
         All of it goes, or nothing: what is not computed yet, or more than `most_bytes`, does not.
         """
-        is_computed = self._computed_tokens[-1:] == [self.num_tokens]
-        if not is_computed or self.total_bytes > most_bytes:
+        if self._num_computed < self.num_tokens or self.total_bytes > most_bytes:
             return []
         segment_bytes = max(self._segment_bytes, self.layout.piece_bytes)
         rectangles = self._cut(0, segment_bytes)
@@ -187,9 +186,12 @@ class KVSender(Transfer):
         """Note that the KV of the first `num_tokens` tokens exists."""
         if num_tokens > self.num_tokens:
             raise LocalProtocolError(f"{num_tokens} tokens computed of {self.num_tokens}")
-        if not self._computed_tokens or num_tokens > self._computed_tokens[-1]:
+        if num_tokens > self._num_computed:
             self._computed_tokens.append(num_tokens)
             self._computed_at.append(now)
+            is_first = len(self._computed_tokens) == 1
+            if is_first and self.is_in_memory and self.state is TransferState.SENDING:
+                self._make_plan(self._credit)  # now that it is known how much is computed at a time
             if num_tokens == self.num_tokens:
                 self._end_by = now + HANDOVER_LEASES * self.lease_s
 
@@ -204,7 +206,7 @@ class KVSender(Transfer):
             return None
         rectangle = self.plan[self._num_claimed]
         num_bytes = rectangle.num_bytes(self.layout)
-        if not self._computed_tokens or self._computed_tokens[-1] < rectangle.tokens.stop:
+        if self._num_computed < rectangle.tokens.stop:
             return None
         if self._claimed_bytes + num_bytes > self._credit + ahead_bytes:
             return None
@@ -328,17 +330,34 @@ class KVSender(Transfer):
         self.segment_port = credit.segment_port
         if credit.ready:
             return
-        segment_bytes, read_bytes = self._segment_bytes, 0
-        if self.is_in_memory:  # nothing is buffered, so what counts is that there are few
-            segment_bytes = min(MAX_SEGMENT_BYTES, max(segment_bytes, credit.credit // 4))
-            read_bytes = min(MAX_READ_BYTES, max(segment_bytes, credit.credit // 2), credit.credit)
-        segment_bytes = min(max(segment_bytes, self.layout.piece_bytes), credit.credit)
         try:
-            self.plan = self._cut(self.skipped_tokens, segment_bytes, read_bytes)
+            self._make_plan(credit.credit)
         except LocalProtocolError as error:
             sentence = f"KV_CACHE_ACK: credit {credit.credit} is too small: {error.message}"
             raise self._violated(sentence) from error
         self._move(TransferState.SENDING)
+
+    def _make_plan(self, credit_bytes: int) -> None:
+        segment_bytes, read_bytes = self._segment_bytes, 0
+        if self.is_in_memory:  # nothing is buffered, so what counts is that there are few
+            segment_bytes = min(MAX_SEGMENT_BYTES, max(segment_bytes, credit_bytes // 4))
+            read_bytes = min(MAX_READ_BYTES, credit_bytes // 2, self._ready_bytes)
+            read_bytes = min(max(read_bytes, self._segment_bytes), credit_bytes)
+        segment_bytes = min(max(segment_bytes, self.layout.piece_bytes), credit_bytes)
+        self.plan = self._cut(self.skipped_tokens, segment_bytes, read_bytes)
+
+    @property
+    def _num_computed(self) -> int:
+        return self._computed_tokens[-1] if self._computed_tokens else 0
+
+    @property
+    def _ready_bytes(self) -> int:
+        """How much of one group can be sent already, at least.
+
+        Of a prompt that is read slowly, the first of segments that are larger would come late.
+        """
+        sizes = [group.num_layers * layer_bytes(group) for group in self.layout.kv_groups]
+        return (self._num_computed - self.skipped_tokens) * min(sizes, default=0)
 
     def _cut(self, cached_tokens: int, segment_bytes: int, read_bytes: int = 0) -> list[Rectangle]:
         return plan(

@@ -177,8 +177,25 @@ def test_a_large_block_is_sent_alone() -> None:
 def test_blocks_that_are_read_where_they_lie_are_joined_but_for_their_parts() -> None:
     layout = KVLayout.uniform(num_layers=32, num_kv_heads=4, head_dim=64, dtype="bfloat16")
     rectangles = plan(layout, 10, 100, 2 << 20, block_size=16, read_bytes=3 << 19)
-    starts = [10, 16, 48, 96, 100]  # three blocks, but for those before the first cut
+    starts = [10, 16, 64, 96, 100]  # three blocks at a time
     assert rectangles == [whole(layout, a, b - a) for a, b in pairwise(starts)]
+
+
+def test_parts_of_two_blocks_are_not_joined_for_they_have_to_be_sent() -> None:
+    layout = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype="float32")
+    rectangles = plan(layout, 1, 31, 4 << 20, block_size=16, read_bytes=16 << 20)
+    assert rectangles == [whole(layout, 1, 15), whole(layout, 16, 15)]
+
+
+def test_a_group_of_which_nothing_is_sent_needs_no_room() -> None:
+    groups = [
+        KVGroup(
+            num_layers=1, num_kv_heads=1, key_dim=dim, value_dim=0, dtype="uint8", window=window
+        )
+        for dim, window in ((1, None), (9, 1))
+    ]
+    layout = KVLayout(groups=tuple(groups))
+    assert plan(layout, 0, 4, layout.transfer_bytes(4)) == [whole(layout, 0, 4)]
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -355,6 +355,19 @@ def test_where_kv_lies_is_sent_instead_of_it() -> None:
     assert one.kv_bytes == 112 and state_of(one) == "sent"
 
 
+@pytest.mark.parametrize(("computed", "largest"), [(1, 64), (6, 96), (16, 128)])
+def test_no_more_is_read_at_a_time_than_was_computed_first(computed: int, largest: int) -> None:
+    before, after = lending(16), lending(16)
+    before.advance(computed, 0.5)
+    for one in (before, after):
+        one.on_ack(KvCacheAck(ID, 0), Credit(256, 0, 0, 1), 1.0)
+    after.advance(computed, 1.5)
+    assert max(rectangle.num_bytes(LAYOUT) for rectangle in before.plan) == largest
+    assert after.plan == before.plan
+    after.advance(16, 2.0)
+    assert after.plan == before.plan, "a plan is for all segments"
+
+
 def test_places_are_for_who_reads_them() -> None:
     one = lending()
     one.advance(7, 0.5)
