@@ -11,6 +11,7 @@ from wire.layout import KVLayout, StateGroup
 from wire.payloads import Credit, Offer, decode_map
 from wire.transfer.sealing import Sealing
 from wire.transfer.segment import (
+    MAX_READ_BYTES,
     MAX_SEGMENT_BYTES,
     MAX_UNASKED_SEGMENTS,
     Rectangle,
@@ -366,6 +367,34 @@ def test_no_more_is_read_at_a_time_than_was_computed_first(computed: int, larges
     assert after.plan == before.plan
     after.advance(16, 2.0)
     assert after.plan == before.plan, "a plan is for all segments"
+
+
+@pytest.mark.parametrize(
+    ("block_size", "most_bytes"), [(16, MAX_READ_BYTES), (1 << 20, MAX_SEGMENT_BYTES)]
+)
+def test_however_large_the_credit_no_segment_is_larger_than_any_may_be(
+    block_size: int, most_bytes: int
+) -> None:
+    """Of the larger blocks not one layer fits: they are sent."""
+    num_tokens = 1 << 22
+    one = KVSender(
+        *(ID, LAYOUT, range(num_tokens)),
+        max_bytes=1 << 30,
+        lease_s=LEASE_S,
+        block_size=block_size,
+        memory=MEMORY,
+        now=0.0,
+    )
+    one.advance(num_tokens, 0.5)
+    one.on_ack(KvCacheAck(ID, 0), Credit(1 << 26, 0, 0, 1), 1.0)
+    assert max(it.num_bytes(LAYOUT) for it in one.plan) == most_bytes
+
+
+def test_no_segment_in_memory_is_larger_than_the_credit() -> None:
+    one = lending(16)
+    one.advance(16, 0.5)
+    one.on_ack(KvCacheAck(ID, 0), Credit(48, 0, 0, 1), 1.0)
+    assert max(it.num_bytes(LAYOUT) for it in one.plan) <= 48
 
 
 def test_places_are_for_who_reads_them() -> None:

@@ -253,6 +253,16 @@ def test_copies_are_measured() -> None:
     assert swap.costs.copy_bytes_per_s == pytest.approx(expected)
 
 
+def test_of_what_is_shared_no_copy_is_measured() -> None:
+    now = iter((0.0, 0.0, 0.0, 0.5))
+    swap = SwapSpace(HashKVCache(16, 4), 100 * TOKEN_BYTES, lambda: next(now))
+    swap.costs = Costs(copy_bytes_per_s=0.0)
+    swap.hold(1, 10)
+    swap.carry_out([Swap(Sequence(1, range(11)), (3, 9, 5), 0, 10)])
+    swap.carry_in([Swap(Sequence(1, range(11)), (1, 2, 4), 8, 2)])
+    assert swap.costs.copy_bytes_per_s == 2 * TOKEN_BYTES
+
+
 def test_what_is_held_for_nobody_is_noticed() -> None:
     swap, _ = space()
     swap.hold(1, 4)

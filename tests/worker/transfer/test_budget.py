@@ -95,6 +95,34 @@ def test_what_a_router_has_asked_for_goes_first_and_has_half_of_the_bytes() -> N
     assert started == [*silent[:2], asked, silent[3]]
 
 
+def test_of_a_long_one_that_nobody_asked_for_only_its_share_counts() -> None:
+    started: list[IncomingTransfer] = []
+    budget = TransferBudget(BUDGET, started.append)
+    long, other = transfer(90, is_claimed=False), transfer(14, is_claimed=False)
+    long.receiver.credit_bytes = 10
+    for each in (long, other):
+        budget.wait(each)
+    assert started == [long, other]
+
+
+def test_what_was_asked_for_meanwhile_makes_room_for_another() -> None:
+    started: list[IncomingTransfer] = []
+    budget = TransferBudget(BUDGET, started.append)
+    silent = [transfer(14, is_claimed=False) for _ in range(5)]
+    for each in silent:
+        budget.wait(each)
+    assert started == silent[:2]
+    silent[0].receiver.claim(0.0)
+    budget.claim(silent[0])
+    assert started == silent[:3]
+
+
+def test_what_has_no_bytes_has_a_share_all_the_same() -> None:
+    budget = TransferBudget(BUDGET, lambda each: None)
+    budget.wait(empty := transfer(0))
+    assert empty.share_bytes, "without one its end is not noticed"
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 45)), max_size=40))
 def test_no_byte_is_lost_or_given_twice(steps: list[tuple[bool, int]]) -> None:
     budget, all_of_them = TransferBudget(BUDGET, lambda each: None), list[IncomingTransfer]()

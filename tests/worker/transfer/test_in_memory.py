@@ -14,6 +14,7 @@ from tests.kv import part, whole
 from wire.errors import TransferFailed
 from wire.frames import KvCache
 from wire.layout import KVLayout
+from wire.parts import Buffer
 from wire.payloads import Offer
 from wire.transfer import (
     KVReceiver,
@@ -21,6 +22,7 @@ from wire.transfer import (
     Segment,
     SegmentDescriptor,
     pack_places,
+    running_digest,
     segment_digest,
 )
 from worker.compute.kv_cache import TorchKVCache
@@ -154,18 +156,47 @@ def test_what_is_verified_is_the_copy_whatever_happens_to_the_memory(
 
     writer = threading.Thread(target=write)
     writer.start()
-    memory, num_refused = map_memory(ours.memory.descriptor), 0
-    for _ in range(300):
-        one = receiver(WIDE, ours.memory)
-        try:
-            fetch(theirs, table, one, admitted(one, tokens, *found), memory)
-        except TransferFailed:
-            num_refused += 1
-        else:
-            assert bytes(theirs.pack(table, tokens)) == kv
-    is_over.set()
-    writer.join()
-    assert num_refused
+    memory, num_tried, num_refused = map_memory(ours.memory.descriptor), 0, 0
+    try:
+        while num_tried < 300 or not num_refused:
+            num_tried += 1
+            one = receiver(WIDE, ours.memory)
+            try:
+                fetch(theirs, table, one, admitted(one, tokens, *found), memory)
+            except TransferFailed:
+                num_refused += 1
+            else:
+                assert bytes(theirs.pack(table, tokens)) == kv
+    finally:
+        is_over.set()
+        writer.join()
+
+
+def test_memory_that_changes_behind_the_copy_is_not_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = host_cache(WIDE, 4), host_cache(WIDE, 4)
+    tokens, table = whole(WIDE, 0, 4), table_of(4, 1)
+    kv, found = bytes(ours.pack(table, tokens)), find(ours, table, tokens, ID)
+    assert found is not None and ours.memory is not None
+    bytes_of, (place,) = ours.memory.bytes, found[0]
+
+    class Late:
+        """A digest before which the memory changes."""
+
+        def __init__(self, request_id: int) -> None:
+            self._digest = running_digest(request_id)
+            self.intdigest = self._digest.intdigest
+
+        def update(self, copied: Buffer) -> None:
+            bytes_of[place] ^= 1
+            self._digest.update(copied)
+
+    monkeypatch.setattr("worker.transfer.in_memory.running_digest", Late)
+    one = receiver(WIDE, ours.memory)
+    segment = admitted(one, tokens, *found)
+    fetch(theirs, table, one, segment, map_memory(ours.memory.descriptor))
+    assert bytes(theirs.pack(table, tokens)) == kv != bytes(ours.pack(table, tokens))
 
 
 def test_the_digest_is_that_of_the_pieces_one_after_the_other() -> None:

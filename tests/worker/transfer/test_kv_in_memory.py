@@ -92,16 +92,31 @@ async def lending(**settings: Any) -> AsyncIterator[tuple[ScriptedRouter, Lendin
         yield router, prefill
 
 
-@pytest.mark.parametrize(("is_lent", "credit"), [(True, 6 << 20), (False, 4 << 20)])
-async def test_more_may_be_under_way_in_memory_but_no_more_than_an_eighth_of_all(
-    is_lent: bool, credit: int
+@pytest.mark.parametrize(
+    ("settings", "credit"),
+    [
+        ({}, 6 << 20),  # an eighth of all that may be in flight
+        ({"credit_bytes": 7 << 20}, 7 << 20),
+        ({"kv_shared_memory": "off"}, 4 << 20),
+    ],
+)
+async def test_more_may_be_under_way_of_what_is_read_in_memory(
+    settings: dict[str, Any], credit: int
 ) -> None:
-    executor = create(max_model_len=200_000)
     limits = {"credit_bytes": 4 << 20, "max_kv_inflight_bytes": 48 << 20, "num_blocks": 8000}
-    async with lending(executor=executor, **limits) as (router, prefill):
-        prefill.offer(1, PROMPT * 1875, memory=prefill.lent if is_lent else None)  # 7.3 MiB
+    executor = create(max_model_len=200_000)
+    async with lending(executor=executor, **limits | settings) as (router, prefill):
+        prefill.offer(1, PROMPT * 1875, memory=prefill.lent)  # 7.3 MiB
         assert (await prefill.ack())[1].credit == credit
         prefill.cancel(1)
+        await router.until_free(Role.DECODE)
+
+
+async def test_memory_is_read_for_later_offers_too() -> None:
+    async with lending() as (router, prefill):
+        for request_id in (1, 2):
+            assert await prefill.offer_memory(request_id) == 1
+            prefill.cancel(request_id)
         await router.until_free(Role.DECODE)
 
 
