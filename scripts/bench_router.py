@@ -194,7 +194,7 @@ def own_bytes(pid: int) -> int:
     theirs depends on who else has the same files open."""
     process = psutil.Process(pid)
     memories = [each.memory_info() for each in (process, *process.children(recursive=True))]
-    return sum([int(memory.rss - memory.shared) for memory in memories])
+    return sum(int(memory.rss - memory.shared) for memory in memories)
 
 
 def said(row: Row, who: str, measured: dict[str, Any]) -> str:

@@ -132,8 +132,9 @@ class Config(SharedSettings):
     credit_bytes: int = Field(
         default=16 * MIB,
         ge=4 * MIB,
-        description="bytes one transfer may have under way unacknowledged; 32 MiB where its KV is "
-        "read in shared memory, if that is more",
+        description="bytes one transfer may have under way unacknowledged; if its KV is read in "
+        "shared memory up to 32 MiB, but beyond this value no more than an eighth of "
+        "--max-kv-inflight-bytes",
     )
     max_kv_inflight_bytes: int = Field(
         default=512 * MIB,

@@ -280,17 +280,16 @@ class _Cut(NamedTuple):
         num_layers = -(-longest // -(-longest // most_layers))
         layers = [piece for stage in stages for piece in _pieces(stage, num_layers)]
         block_bytes = block_size * longest * piece_bytes
-        if read_bytes or block_bytes < ALONE_BYTES:
-            num_blocks = max(1, (read_bytes or segment_bytes) // block_bytes)
-        else:
-            num_blocks = 1
+        joined_bytes = read_bytes or (segment_bytes if block_bytes < ALONE_BYTES else 0)
+        num_blocks = max(1, joined_bytes // block_bytes)
         runs = _whole_apart(tokens, block_size) if read_bytes else [tokens]
         return cls(index, layers, shares, runs, num_blocks * block_size, block_size)
 
     @property
     def num_segments(self) -> int:
-        pieces = (-(-(run.stop - self._first(run)) // self.num_tokens) for run in self.runs)
-        return len(self.shares) * len(self.layers) * sum(max(1, number) for number in pieces)
+        numbers = (-(-(run.stop - self._first(run)) // self.num_tokens) for run in self.runs)
+        num_pieces = sum(max(1, number) for number in numbers)  # a state has no tokens, and is one
+        return len(self.shares) * len(self.layers) * num_pieces
 
     def rectangles(self) -> list[Rectangle]:
         return [
@@ -307,7 +306,7 @@ class _Cut(NamedTuple):
 
 
 def _whole_apart(tokens: range, block_size: int) -> list[range]:
-    """Return the whole blocks, and what is before and behind them; nothing if it is empty.
+    """Return what is before the whole blocks, these, and what is behind them; leave out empty ones.
 
     Only whole blocks can be read in memory.
     """

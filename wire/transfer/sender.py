@@ -352,9 +352,9 @@ class KVSender(Transfer):
 
     @property
     def _ready_bytes(self) -> int:
-        """How much of one group can be sent already, at least.
+        """Bytes that are computed and not held by the receiver, of the group that has the fewest.
 
-        Of a prompt that is read slowly, the first of segments that are larger would come late.
+        A first segment of more would wait for the next chunk: of a slow prompt, for too long.
         """
         sizes = [group.num_layers * layer_bytes(group) for group in self.layout.kv_groups]
         return (self._num_computed - self.skipped_tokens) * min(sizes, default=0)

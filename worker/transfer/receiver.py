@@ -347,7 +347,7 @@ class IncomingTransfers:
         receiver, limit = transfer.receiver, self._config.max_kv_inflight_bytes
         if receiver.offers_memory:
             transfer.memory = self._neighbours.memory_of(transfer.peer)
-        if transfer.memory is not None:  # few such shares shall not be all there are
+        if transfer.memory is not None:  # a few of these shares must leave some for others
             read_bytes = min(READ_CREDIT_BYTES, limit // 8)
             receiver.credit_bytes = max(receiver.credit_bytes, read_bytes)
         self.budget.wait(transfer)
