@@ -27,7 +27,6 @@ from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT
 
 HEARTBEAT_S: Final = 0.4
 LEASE_S: Final = 2.0
-DEADLINE_S: Final = 7.0
 TICK_S: Final = 0.1
 INFO: Final = ModelInfo(
     name="hash",
@@ -64,7 +63,7 @@ class RouterProcess:
                 max_running_per_worker=scenario.max_running,
                 queue_timeout_s=4.0,
                 lease_s=LEASE_S,
-                deadline_s=DEADLINE_S,
+                deadline_s=scenario.deadline_s,
             ),
             lease_ms=round(LEASE_S * 1000),
             request_ids=RequestIds(epoch, key=b"the same each time"),
@@ -155,10 +154,10 @@ class WorkerProcess:
         return self.thread.engine.pool.is_used(block)
 
     def _make_thread(self, *args: Any) -> EventThread:
-        network = self._network
-        self.thread = EventThread(
-            network.timeline, self.process, network.random, self._scenario.step_s, *args
-        )
+        network, scenario = self._network, self._scenario
+        reads = self.config.role == "prefill" and scenario.reading_s
+        step_s = reads or scenario.step_s
+        self.thread = EventThread(network.timeline, self.process, network.random, step_s, *args)
         return self.thread
 
     def _exited(self, task: asyncio.Task[int]) -> None:

@@ -30,6 +30,9 @@ class FaultKind(StrEnum):
 
 
 SHORT_COPIES_S: Final = ((0.0, 0.001), (0.001, 0.03))
+# Every so many seeds nothing goes wrong, but prompts take leases to read.
+SLOW_EVERY: Final = 16
+SLOW_READING_S: Final = (0.2, 0.5)
 # Of a KV cache in one segment, or there would be time for nothing else.
 LONG_COPIES_S: Final = (0.02, 0.15)
 WHOLE: Final = 2 << 20
@@ -51,6 +54,8 @@ class Scenario:
     """`settings` go to every worker; ranges are (least, most) seconds.
 
     `is_late`: what is copied out of the memory of others is in its blocks at the end of the copy.
+    `reading_s`: of the steps of prefill workers, if they are not like all others.  `deadline_s`: of
+    requests that have no shorter one.
     """
 
     num_routers: int
@@ -69,6 +74,8 @@ class Scenario:
     cancels: float
     layout: KVLayout
     is_late: bool = False
+    reading_s: tuple[float, float] | None = None
+    deadline_s: float = 7.0
     jobs: list[Job] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -92,7 +99,7 @@ class Scenario:
         return not self.faults and not self.corrupt and self.queue_bytes >= 1 << 20
 
 
-def draw(random: Random) -> Scenario:
+def draw(random: Random, seed: int) -> Scenario:
     """Make the scenario of a seed."""
     choice = random.choice
     num_faults = choice((0, 1, 1, 2, 3, 5))
@@ -124,7 +131,22 @@ def draw(random: Random) -> Scenario:
     scenario.jobs.extend(_job(random, name, bursts, scenario) for name in range(num_jobs))
     scenario.faults.extend(_fault(random, kinds, bursts, scenario) for _ in range(num_faults))
     scenario.settings["kv_shared_memory"] = choice(("auto", "auto", "off"))
-    return replace(scenario, is_late=choice((True, False)))
+    scenario = replace(scenario, is_late=choice((True, False)))
+    return _slowly_read(scenario) if seed % SLOW_EVERY == SLOW_EVERY - 2 else scenario
+
+
+def _slowly_read(scenario: Scenario) -> Scenario:
+    """Return it with prompts that are read in chunks for several leases, and no faults."""
+    settings = {**scenario.settings, "max_ubatch_tokens": 8}
+    return replace(
+        scenario,
+        settings=settings,
+        reading_s=SLOW_READING_S,
+        deadline_s=120.0,
+        queue_bytes=1 << 24,
+        corrupt=0.0,
+        faults=[],
+    )
 
 
 def _settings(random: Random) -> dict[str, Any]:

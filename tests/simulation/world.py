@@ -12,7 +12,7 @@ from xxhash import xxh3_64
 
 from router.core.request import Request
 from tests.simulation import invariants
-from tests.simulation.cluster import DEADLINE_S, RouterProcess, WorkerProcess
+from tests.simulation.cluster import RouterProcess, WorkerProcess
 from tests.simulation.faults import Faults
 from tests.simulation.loop import Process, State, Timeline
 from tests.simulation.mischief import Mischief
@@ -38,7 +38,7 @@ class World:
 
     def __init__(self, seed: int, *, keep_trace: bool = False) -> None:
         random = Random(seed)
-        self.scenario: Scenario = draw(random)
+        self.scenario: Scenario = draw(random, seed)
         self.timeline = Timeline()
         self.random = random
         self.trace: deque[str] = deque(maxlen=None if keep_trace else 1)
@@ -79,7 +79,8 @@ class World:
             self._run_until(CALM_S, lambda: False)
             self.note("calm")
             self.faults.heal()
-            self._run_until(CALM_S + DEADLINE_S + 1.0, lambda: all(c.end for c in self.clients))
+            ended_s = CALM_S + self.scenario.deadline_s + 1.0
+            self._run_until(ended_s, lambda: all(c.end for c in self.clients))
             self._run_until(self.timeline.now + REST_S, lambda: not invariants.left_over(self))
             if problems := invariants.left_over(self) or invariants.unserved(self):
                 raise Violation("at rest: " + "; ".join(problems))
@@ -177,7 +178,8 @@ class World:
 
     def _submit(self, job: Job) -> None:
         router = self.routers[f"router-{job.router}"]
-        deadline_s = min(job.deadline_s or DEADLINE_S, DEADLINE_S)
+        longest_s = self.scenario.deadline_s
+        deadline_s = min(job.deadline_s or longest_s, longest_s)
         client = Client(job, self.timeline.now + deadline_s, self.violate)
         self.clients.append(client)
         if router.process.state is State.DEAD:

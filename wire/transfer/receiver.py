@@ -40,10 +40,6 @@ from wire.transfer.segment import (
 
 Ack = tuple[KvCacheAck, Credit]
 
-# How long the blocks of a granted transfer wait for its first segment: 10 s of a lease of 30 s.  A
-# sender that keeps SPEC 6.6 offers when its first chunk is computed, or when it expects that within
-# a tenth of this time.
-FIRST_SEGMENT_LEASES: Final = 1 / 3
 # How long a transfer waits for a router to ask for it.  A router asks when the whole prompt is
 # read, and gives a request 600 s unless told otherwise: 20 leases of 30 s.  Prompts that take
 # longer to read need a longer lease.
@@ -165,8 +161,6 @@ class KVReceiver(Transfer):
         """Say what did not happen in time, when `expired` is true."""
         if self.is_complete:
             return "nobody claimed it for a lease"
-        if self.state is TransferState.RECEIVING and not self._admitted_bytes:
-            return "its first segment did not come in time"
         if self._deadline == self._claim_by:
             return f"nobody claimed it for {UNCLAIMED_LEASES} leases"
         return "silence for a lease"
@@ -213,11 +207,9 @@ class KVReceiver(Transfer):
         self._expected_bytes = self.layout.transfer_bytes(self.num_tokens, cached_tokens)
         self._coverage = Coverage(self.layout, cached_tokens, self.num_tokens)
         self.accepted_at = self._heard_at = now
-        if self.is_claimed:
-            self._renew(now)
-        else:
+        if not self.is_claimed:
             self._claim_by = now + UNCLAIMED_LEASES * self.lease_s
-            self._deadline = now + FIRST_SEGMENT_LEASES * self.lease_s
+        self._renew(now)
         self._move(TransferState.RECEIVING)
         self._finish_if_complete(now)
         return self._ack()
@@ -260,14 +252,10 @@ class KVReceiver(Transfer):
             self._renew(now)
 
     def on_keepalive(self, now: float) -> Ack | None:
-        """Take a KV_CACHE without payload, or the offer again: answer with where we are.
-
-        A keepalive does not prolong the wait for the first segment: blocks are held for bytes only.
-        """
+        """Take a KV_CACHE without payload, or the offer again: answer with where we are."""
         if self.is_over:
             return None
-        if self.is_claimed or self._admitted_bytes or self.state is TransferState.OFFERED:
-            self._renew(now)
+        self._renew(now)
         return self._ack()
 
     def on_segment(

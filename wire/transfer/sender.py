@@ -15,7 +15,7 @@ from typing import Final
 
 from wire.errors import LocalProtocolError, TransferTooLarge
 from wire.frames import KvCache, KvCacheAck
-from wire.layout import KVLayout, layer_bytes
+from wire.layout import KVLayout
 from wire.parts import Buffer
 from wire.payloads import Credit, Offer, encode_map
 from wire.transfer.lease import Transfer, TransferState
@@ -189,9 +189,6 @@ class KVSender(Transfer):
         if num_tokens > self._num_computed:
             self._computed_tokens.append(num_tokens)
             self._computed_at.append(now)
-            is_first = len(self._computed_tokens) == 1
-            if is_first and self.is_in_memory and self.state is TransferState.SENDING:
-                self._make_plan(self._credit)  # now that it is known how much is computed at a time
             if num_tokens == self.num_tokens:
                 self._end_by = now + HANDOVER_LEASES * self.lease_s
 
@@ -341,23 +338,13 @@ class KVSender(Transfer):
         segment_bytes, read_bytes = self._segment_bytes, 0
         if self.is_in_memory:  # nothing is buffered, so what counts is that there are few
             segment_bytes = min(MAX_SEGMENT_BYTES, max(segment_bytes, credit_bytes // 4))
-            read_bytes = min(MAX_READ_BYTES, credit_bytes // 2, self._ready_bytes)
-            read_bytes = min(max(read_bytes, self._segment_bytes), credit_bytes)
+            read_bytes = min(MAX_READ_BYTES, credit_bytes, max(segment_bytes, credit_bytes // 2))
         segment_bytes = min(max(segment_bytes, self.layout.piece_bytes), credit_bytes)
         self.plan = self._cut(self.skipped_tokens, segment_bytes, read_bytes)
 
     @property
     def _num_computed(self) -> int:
         return self._computed_tokens[-1] if self._computed_tokens else 0
-
-    @property
-    def _ready_bytes(self) -> int:
-        """Bytes that are computed and not held by the receiver, of the group that has the fewest.
-
-        A first segment of more would wait for the next chunk: of a slow prompt, for too long.
-        """
-        sizes = [group.num_layers * layer_bytes(group) for group in self.layout.kv_groups]
-        return (self._num_computed - self.skipped_tokens) * min(sizes, default=0)
 
     def _cut(self, cached_tokens: int, segment_bytes: int, read_bytes: int = 0) -> list[Rectangle]:
         return plan(

@@ -36,8 +36,8 @@ from worker.transfer.sender import OutgoingTransfer
 log = structlog.get_logger("worker")
 
 # KV is offered before its first chunk is computed if the last prompt's first chunk took less than
-# so many leases: 1 s with a lease of 30 s, a tenth of what a decode worker waits for a segment
-# (SPEC 6.6).  It saves waiting for a step of the decode worker: little beside a slower chunk.
+# so many leases: 1 s with a lease of 30 s (SPEC 6.6).  It saves waiting for a step of the decode
+# worker: little beside a slower chunk, for which blocks would be held there in vain.
 EARLY_OFFER_LEASES: Final = 1 / 30
 # Measured: from an offer of KV to the ACK.  What is computed sooner need not be offered before.
 ROUND_TRIP_S: Final = 0.002

@@ -323,16 +323,21 @@ def test_every_frame_renews_the_lease_and_so_does_the_last_byte() -> None:
     assert not one.expired(28.9) and one.expired(29.0), "nobody came to decode"
 
 
-def test_the_first_segment_has_a_time_of_its_own_that_words_do_not_prolong() -> None:
+def test_a_prompt_may_be_read_for_leases_before_its_first_segment() -> None:
     one = receiver()
     for now in range(0, 100, 5):  # it waits for blocks, and holds none
         assert not one.expired(now) and one.on_keepalive(now)
     one.accept(0, 100.0)
-    one.on_keepalive(102.0)
-    assert not one.expired(102.9) and one.expired(103.0)
-    assert one.overdue == "its first segment did not come in time"
-    one.claim(102.5)
-    assert not one.expired(111.4) and one.expired(111.5) and one.overdue != "silence for a lease"
+    for now in range(103, 276, 4):
+        assert not one.expired(now) and one.on_keepalive(now)
+    assert one.expired(280.0) and one.overdue == "nobody claimed it for 20 leases"
+    one.claim(279.5)
+    assert not one.expired(288.4) and one.expired(288.5) and one.overdue == "silence for a lease"
+
+
+def test_a_sender_that_says_nothing_has_a_lease_for_its_first_segment() -> None:
+    one = accepted()  # at 1.0
+    assert not one.expired(9.9) and one.expired(10.0) and one.overdue == "silence for a lease"
 
 
 def test_kv_that_is_never_claimed_has_twenty_leases_whatever_is_said() -> None:
