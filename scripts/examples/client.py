@@ -10,6 +10,8 @@ import sys
 from typing import Any
 from urllib.request import Request, urlopen
 
+if len(sys.argv) != 5:
+    sys.exit(__doc__)
 HTTP, TCP = sys.argv[1], (sys.argv[2], int(sys.argv[3]))
 
 
