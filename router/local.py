@@ -1,4 +1,4 @@
-"""Workers on this machine as child processes: `--local P,D`.
+"""`--local P,D`: workers on this machine as child processes, started again when they die.
 
 Each is started again when it dies, after a pause that grows.  One that ends because its settings
 are wrong (exit status 78) is not started again; one that found its rank taken (75) is, as soon as

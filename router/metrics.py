@@ -1,4 +1,4 @@
-"""GET /metrics: what the router measures, for Prometheus.
+"""`GET /metrics`: what the router measures, for Prometheus.
 
 How series are named is said in `wire.process.exposition`.  What the core counts anyway (workers,
 queues, dropped frames) is read when Prometheus asks.  The rest is counted as it happens; tokens in

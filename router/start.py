@@ -1,4 +1,4 @@
-"""What `python -m router` does once everything is imported."""
+"""What `python -m router` does once everything is imported: finds and checks the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The envelope on ZeroMQ: one multipart message is one `Message`.  SPEC 2.1.
+"""The envelope on ZeroMQ: a multipart message is headers and payload parts.  SPEC 2.1.
 
     [tag u32] [headers: n x 16 bytes] [payload part]*
 

@@ -1,4 +1,4 @@
-"""The prefix hash chain: one u64 names a block of tokens and everything before it.  SPEC 5.3.
+"""Prefix hashes: one u64 names a block of tokens and everything before it.  SPEC 5.3.
 
 Workers index their cached blocks by it and report it in HEARTBEAT; the router computes it for a
 prompt and sees who holds how much of it.  Only full blocks have a hash.  Two texts may have the

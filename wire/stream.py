@@ -1,4 +1,4 @@
-"""The envelope on raw TCP: ``tag u32, length u32``, then header and payload.  SPEC 2.2.
+"""The envelope on raw TCP: tag, length, header, payload; bytes in, messages out.  SPEC 2.2.
 
 `StreamDecoder` turns any chunking of the byte stream into messages.  It refuses a bad tag or length
 from the 8-byte prefix alone, so a peer can make it hold at most one message of `max_frame_bytes`.

@@ -1,4 +1,4 @@
-"""Compiled tasks one after another, in one native call.
+"""A list of compiled tasks, one after another in one native call: a whole step.
 
 A step of a transformer is some three hundred loops, of a few microseconds each when it decodes;
 calling them one by one from Python takes as long as they do.  A program is the list of them,

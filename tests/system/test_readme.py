@@ -113,12 +113,17 @@ def test_every_test_they_name_is_there() -> None:
 
 
 @pytest.mark.parametrize("package", ["wire", "router", "worker", "kernels"])
-def test_a_floor_plan_names_every_room_once(package: str) -> None:
+def test_a_floor_plan_names_every_room_once_in_its_own_words(package: str) -> None:
     folder = ROOT / package
-    rows = re.findall(r"^\| \[`[\w.]+`\]\(([\w./]+)\) \|", (folder / "README.md").read_text(), re.M)
+    row = r"^\| \[`[\w.]+`\]\(([\w./]+)\) \| (.+) \|$"
+    rows = re.findall(row, (folder / "README.md").read_text(), re.M)
     rooms = [path for kind in ("py", "cu", "cuh") for path in folder.rglob(f"*.{kind}")]
     names = [str(path.relative_to(folder)) for path in rooms if path.name != "__init__.py"]
-    assert sorted(rows) == sorted(names)
+    assert sorted(name for name, _ in rows) == sorted(names)
+    for name, says in rows:
+        if name.endswith(".py"):
+            docstring = ast.get_docstring(ast.parse((folder / name).read_text())) or ""
+            assert says == docstring.splitlines()[0], name
 
 
 @pytest.mark.parametrize(("package", "most"), [("router", 16), ("worker", 19)])

@@ -1,4 +1,4 @@
-"""Raw TCP: a server of `Connection`s, speaking `wire.stream`.  SPEC 2.2.
+"""The raw TCP server: connections that speak `wire.stream`, with their limits.  SPEC 2.2.
 
 A client can cost no more than the limits: connections are counted, a message must arrive at a
 minimum rate, what it does not read is bounded in bytes and in time.  Whoever breaks the protocol

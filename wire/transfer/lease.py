@@ -1,4 +1,4 @@
-"""The life both ends of a KV transfer share: a state, a lease, an end.  SPEC 6.6.
+"""What both ends of a transfer share: its state, its lease, its one end.  SPEC 6.6.
 
 Every frame of the peer renews the lease.  Nothing here sends or frees anything: the owner asks
 `expired` now and then and calls `fail`.

@@ -1,4 +1,4 @@
-"""The decode worker's end of a KV transfer.  SPEC 6.
+"""The decode worker's end of a transfer: credit, checks, acknowledgement, claim.  SPEC 6.
 
 Blocks are reserved before a byte is let in, and the credit says how many bytes may come: a window
 beyond what is stored.  Each segment is checked against the offer, the credit and everything

@@ -1,4 +1,4 @@
-"""The prefill worker's end of a KV transfer.  SPEC 6.
+"""The prefill worker's end of a transfer: offer, segments within the credit, keepalives.  SPEC 6.
 
 The offer goes out first.  The first ACK fixes the plan: which tokens the receiver holds already,
 and how large a segment its credit allows.  A segment leaves when its tokens are computed and its
