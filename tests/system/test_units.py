@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -22,8 +23,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+import router.config
+import worker.config
 from tests.cluster import ROOT, until
 from tests.faults.ports import free_port
+from wire.process.settings import Settings
 
 UNITS = ROOT / "scripts" / "systemd"
 PLUGIN = """
@@ -94,6 +98,20 @@ def test_security(root: Path, tmp_path: Path, name: str, gpu: bool, threshold: i
     path = instance(root, tmp_path, name, gpu=gpu)
     found = analyze("security", "--offline=yes", f"--threshold={threshold}", "--no-pager", path)
     assert found.returncode == 0, found.stdout[-300:]
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("router.env", router.config.Config),
+        ("prefill.env", worker.config.Config),
+        ("decode.env", worker.config.Config),
+    ],
+)
+def test_what_the_files_of_settings_name_are_settings(file: str, kind: type[Settings]) -> None:
+    """Those that are commented out, too."""
+    named = re.findall(r"^#?BATON_(\w+)=", (UNITS / file).read_text(), re.MULTILINE)
+    assert named and {name.lower() for name in named} <= set(kind.model_fields)
 
 
 def test_a_dry_run_changes_nothing_and_uninstall_leaves_the_settings(tmp_path: Path) -> None:
