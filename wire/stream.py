@@ -17,7 +17,7 @@ from wire.parts import Buffer, Message, message_of
 PREFIX: Final = Struct("<II")
 # A whole DECODE_TOKEN: its prefix, and `DecodeToken.layout`.
 _TOKEN: Final = Struct("<IIQq")
-# A prompt of a million tokens is 4 MiB, and options are 64 KiB at most.
+# A prompt of a million tokens is 4 MiB, and options are 256 KiB at most.
 DEFAULT_MAX_FRAME_BYTES: Final = 8 * 1024 * 1024
 # Everything that carries no prompt and no KV fits in this.
 MAX_SMALL_FRAME_BYTES: Final = 1024 * 1024
