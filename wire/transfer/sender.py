@@ -172,6 +172,7 @@ class KVSender(Transfer):
             return
         self._check_ack(ack, credit)
         self._deadline = min(now + self.lease_s, self._end_by)
+        self._keepalive_at = now + self.lease_s / 3
         if credit.credit == 0 and not credit.ready:
             return  # the offer waits for blocks
         if self.accepted_at is None:
@@ -261,7 +262,6 @@ class KVSender(Transfer):
         descriptor = SegmentDescriptor.of(rectangle, num_bytes, 0, self._idle_us(rectangle))
         self.kv_bytes += num_bytes
         self._free_at = now
-        self._keepalive_at = now + self.lease_s / 3
         if self.kv_bytes == self.total_bytes - self.skipped_bytes:
             self._move(TransferState.SENT)
         return KvCache(self.request_id, number, len(self.plan)), descriptor
@@ -279,10 +279,10 @@ class KVSender(Transfer):
         return None if sealing is None else (descriptor, sealing.seal(frame, descriptor, kv))
 
     def keepalive(self, now: float) -> KvCache | None:
-        """Return a frame to send, without payload, when nothing was sent for a third of a lease.
+        """Return a frame to send, without payload, when nothing was heard for a third of a lease.
 
-        The receiver answers with an ACK, so both leases are renewed while a prompt is computed or
-        an offer waits for blocks.
+        The receiver answers with an ACK, so both leases are renewed while a prompt is computed, an
+        offer waits for blocks, or ACKs of segments are held back.
         """
         if self.is_over or now < self._keepalive_at:
             return None

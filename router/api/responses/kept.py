@@ -92,8 +92,8 @@ class KeptResponses:
         return HttpError(
             404,
             f"Response with id {shown(name)} not found: it was made with store false, or by "
-            "somebody else, was deleted, or gave way to later ones (this router keeps "
-            f"{self._max_responses} in {self._max_bytes} bytes, and none when it starts again)",
+            "somebody else, was deleted, or gave way to later ones (--max-kept-responses, "
+            "--max-kept-bytes); a router that starts again has none",
             code="response_not_found",
             param=param,
         )
