@@ -116,18 +116,8 @@ def tile_product(
     multiply = "tdpbssd" if of_bytes else "tdpbf16ps"
 
     @instruction(types.void, *[types.int64] * 9)
-    def product(
-        b: ir.IRBuilder,
-        w: Any,
-        x: Any,
-        x_stride: Any,
-        y: Any,
-        y_stride: Any,
-        num_steps: Any,
-        is_added: Any,
-        panel_stride: Any,
-        later: Any,
-    ) -> None:
+    def product(b: ir.IRBuilder, *operands: Any) -> None:
+        w, x, x_stride, y, y_stride, num_steps, is_added, panel_stride, later = operands
         tiles, panels = range(num_tiles), range(num_panels)
         cells = [(2 * r + p, r, p) for r in tiles for p in panels]
         x_rows = [b.add(x, b.mul(x_stride, i64(TILE_ROWS * r))) for r in tiles]

@@ -12,7 +12,7 @@ Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from llvmlite import ir
@@ -44,36 +44,18 @@ def dot_product(max_rows: int, num_panels: int) -> Callable[..., Any]:
     """
 
     @instruction(types.void, *[types.int64] * 10)
-    def product(
-        b: ir.IRBuilder,
-        w: Any,
-        x: Any,
-        x_stride: Any,
-        y: Any,
-        y_stride: Any,
-        num_steps: Any,
-        rows: Any,
-        is_added: Any,
-        panel_stride: Any,
-        later: Any,
-    ) -> None:
+    def product(b: ir.IRBuilder, *operands: Any) -> None:
         # Loops that may use it are compiled for other processors as well, and never reach it.
         if not available():
             return
+        w, *lines, num_steps, rows, is_added, panel_stride, later = operands
         starts = [b.mul(panel_stride, i64(p)) for p in range(num_panels)]
         panels = [b.add(w, start) for start in starts]
         fetched = [b.add(later, start) for start in starts]
         num_pairs = b.mul(num_steps, i64(PAIRS))
         has_sums = b.icmp_signed("!=", is_added, i64(0))
-
-        def write(num_rows: int) -> None:
-            x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(num_rows)]
-            y_rows = [b.add(y, b.mul(y_stride, i64(r))) for r in range(num_rows)]
-            _product(b, panels, fetched, x_rows, y_rows, num_pairs, has_sums)
-
-        end = b.append_basic_block("end")
-        write_each_size(b, rows, max_rows, end, write)
-        b.position_at_end(end)
+        write = partial(_product, b, panels, fetched, num_pairs, has_sums)
+        write_each_size(b, rows, max_rows, lines, write)
 
     return product
 
@@ -82,10 +64,10 @@ def _product(
     b: ir.IRBuilder,
     panels: list[Any],
     fetched: list[Any],
-    x_rows: list[Any],
-    y_rows: list[Any],
     num_pairs: Any,
     has_sums: Any,
+    x_rows: list[Any],
+    y_rows: list[Any],
 ) -> None:
     """Write the loop of `dot_product` for these panels and rows."""
     cells = [

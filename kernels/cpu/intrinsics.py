@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable
 from functools import cache, wraps
 from hashlib import sha256
+from inspect import Parameter, Signature
 from typing import Any
 
 import numpy as np
@@ -52,9 +53,11 @@ def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
     What is decorated takes the builder, then the arguments' LLVM values, and returns the result's.
     """
     signature = result(*arguments)
+    # Numba wants a parameter for each argument; `write` may take them as `*operands`.
+    names = ("context", *(f"operand{number}" for number in range(len(arguments))))
+    parameters = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in names]
 
     def declared(write: Callable[..., Any]) -> Callable[..., Any]:
-        # Numba takes the names of the arguments from `write`: `wraps` makes them visible.
         @wraps(write)
         def typed(_context: Any, *_arguments: Any) -> Any:
             def generate(context: Any, b: ir.IRBuilder, _signature: Any, values: Any) -> Any:
@@ -63,6 +66,7 @@ def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
 
             return signature, generate
 
+        typed.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         function: Callable[..., Any] = intrinsic(typed)
         return function
 

@@ -58,36 +58,24 @@ def panel_product(
     """
 
     @instruction(types.void, *[types.int64] * 13)
-    def product(
-        b: ir.IRBuilder,
-        element: Any,
-        w: Any,
-        w_stride: Any,
-        x: Any,
-        x_stride: Any,
-        y: Any,
-        y_stride: Any,
-        depth: Any,
-        rows: Any,
-        is_added: Any,
-        panel_stride: Any,
-        later: Any,
-        later_stride: Any,
-    ) -> None:
-        operands = (w, w_stride, x, x_stride, y, y_stride, depth)
+    def product(b: ir.IRBuilder, *operands: Any) -> None:
+        element, w, w_stride, *lines = operands[:7]
+        depth, rows, is_added, panel_stride, *later = operands[7:]
         has_sums = b.icmp_signed("!=", is_added, i64(0))
-        fetched = (later, later_stride) if prefetch else None
-
-        def write(kind: str, num_rows: int) -> None:
-            _product(b, kind, (num_rows, num_panels), operands, has_sums, panel_stride, fetched)
-
-        _write_each(b, element, rows, max_rows, write)
+        weights = (w, w_stride, panel_stride, depth)
+        write = partial(_product, b, num_panels, weights, has_sums, later if prefetch else None)
+        _write_each(b, element, rows, max_rows, lines, write)
 
     return product
 
 
 def _write_each(
-    b: ir.IRBuilder, element: Any, rows: Any, max_rows: int, write: Callable[[str, int], None]
+    b: ir.IRBuilder,
+    element: Any,
+    rows: Any,
+    max_rows: int,
+    lines: list[Any],
+    write: Callable[[str, list[Any], list[Any]], None],
 ) -> None:
     """Write a loop for each kind of element and number of rows, and the way to the right one."""
     end = b.append_basic_block("end")
@@ -96,42 +84,54 @@ def _write_each(
     for code, (kind, block) in enumerate(zip(ELEMENTS, kinds, strict=True)):
         to_kind.add_case(i64(code), block)
         b.position_at_end(block)
-        write_each_size(b, rows, max_rows, end, partial(write, kind))
+        write_each_size(b, rows, max_rows, lines, partial(write, kind))
+        b.branch(end)
     b.position_at_end(end)
 
 
 def write_each_size(
-    b: ir.IRBuilder, rows: Any, max_rows: int, end: ir.Block, write: Callable[[int], None]
+    b: ir.IRBuilder,
+    rows: Any,
+    max_rows: int,
+    lines: list[Any],
+    write: Callable[[list[Any], list[Any]], None],
 ) -> None:
-    """Write a loop for each number of rows, and from each the way to `end`."""
+    """Write a loop for each number of rows, given where they begin, and the way to the right one.
+
+    Args:
+        lines: x, from row to row of x, y, from row to row of y.
+    """
+    x, x_stride, y, y_stride = lines
+    end = b.append_basic_block("end")
     sizes = [b.append_basic_block(f"rows{index + 1}") for index in range(max_rows)]
     to_size = b.switch(rows, sizes[-1])
     for index, size in enumerate(sizes):
         if size is not sizes[-1]:
             to_size.add_case(i64(index + 1), size)
         b.position_at_end(size)
-        write(index + 1)
+        x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(index + 1)]
+        y_rows = [b.add(y, b.mul(y_stride, i64(r))) for r in range(index + 1)]
+        write(x_rows, y_rows)
         b.branch(end)
+    b.position_at_end(end)
 
 
 def _product(
     b: ir.IRBuilder,
-    element: str,
-    size: tuple[int, int],
+    num_panels: int,
     operands: Any,
     has_sums: Any,
-    panel_stride: Any,
-    fetched: tuple[Any, Any] | None,
+    fetched: list[Any] | None,
+    element: str,
+    x_rows: list[Any],
+    y_rows: list[Any],
 ) -> None:
-    """Write the loop of `panel_product` for one size: (rows, panels)."""
-    w, w_stride, x, x_stride, y, y_stride, depth = operands
-    num_rows, num_panels = size
+    """Write the loop of `panel_product` for these rows."""
+    w, w_stride, panel_stride, depth = operands
     # A vector at a time: LLVM loads what it splits whole, and takes it apart in each round.
     lanes = PANEL if "+avx512f" in target_features() else WIDTH
     of_panel = PANEL // lanes
-    cells = [(r, c) for r in range(num_rows) for c in range(num_panels * of_panel)]
-    x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(num_rows)]
-    y_rows = [b.add(y, b.mul(y_stride, i64(r))) for r in range(num_rows)]
+    cells = [(r, c) for r in range(len(x_rows)) for c in range(num_panels * of_panel)]
     panels = [b.add(w, b.mul(panel_stride, i64(p))) for p in range(num_panels)]
     befores = [_load(b, y_rows[r], c, lanes=lanes) for r, c in cells]
     starts = [b.select(has_sums, before, _zero(lanes)) for before in befores]
@@ -164,31 +164,16 @@ def pair_product(max_rows: int) -> Callable[..., Any]:
     """
 
     @instruction(types.void, *[types.int64] * 8)
-    def product(
-        b: ir.IRBuilder,
-        w: Any,
-        x: Any,
-        x_stride: Any,
-        y: Any,
-        y_stride: Any,
-        num_steps: Any,
-        rows: Any,
-        is_added: Any,
-    ) -> None:
-        def write(num_rows: int) -> None:
-            x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(num_rows)]
-            y_rows = [b.add(y, b.mul(y_stride, i64(r))) for r in range(num_rows)]
-            _pair_product(b, w, x_rows, y_rows, num_steps, is_added)
-
-        end = b.append_basic_block("end")
-        write_each_size(b, rows, max_rows, end, write)
-        b.position_at_end(end)
+    def product(b: ir.IRBuilder, *operands: Any) -> None:
+        w, *lines, num_steps, rows, is_added = operands
+        write = partial(_pair_product, b, w, num_steps, is_added)
+        write_each_size(b, rows, max_rows, lines, write)
 
     return product
 
 
 def _pair_product(
-    b: ir.IRBuilder, w: Any, x_rows: list[Any], y_rows: list[Any], num_steps: Any, is_added: Any
+    b: ir.IRBuilder, w: Any, num_steps: Any, is_added: Any, x_rows: list[Any], y_rows: list[Any]
 ) -> None:
     """Write the loops of `pair_product` for these rows."""
     cells = [(r, c) for r in range(len(x_rows)) for c in range(PANEL // WIDTH)]
@@ -250,34 +235,18 @@ def key_dots(max_rows: int) -> Callable[..., Any]:
     """
 
     @instruction(types.void, *[types.int64] * 11)
-    def dots(
-        b: ir.IRBuilder,
-        element: Any,
-        w0: Any,
-        w1: Any,
-        w2: Any,
-        w3: Any,
-        x: Any,
-        x_stride: Any,
-        y: Any,
-        y_stride: Any,
-        depth: Any,
-        rows: Any,
-    ) -> None:
-        operands = (w0, w1, w2, w3, x, x_stride, y, y_stride, depth)
-
-        def write(kind: str, num_rows: int) -> None:
-            _dots(b, kind, num_rows, operands)
-
-        _write_each(b, element, rows, max_rows, write)
+    def dots(b: ir.IRBuilder, *operands: Any) -> None:
+        element, *keys = operands[:5]
+        *lines, depth, rows = operands[5:]
+        _write_each(b, element, rows, max_rows, lines, partial(_dots, b, keys, depth))
 
     return dots
 
 
-def _dots(b: ir.IRBuilder, element: str, num_rows: int, operands: Any) -> None:
-    """Write the loop of `key_dots` for one number of rows."""
-    *keys, x, x_stride, y, y_stride, depth = operands
-    x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(num_rows)]
+def _dots(
+    b: ir.IRBuilder, keys: list[Any], depth: Any, element: str, x_rows: list[Any], y_rows: list[Any]
+) -> None:
+    """Write the loop of `key_dots` for these rows."""
     loop = Loop(b, depth, WIDTH)
     sums = [[loop.carry(_zero()) for _ in keys] for _ in x_rows]
     step, offset = (b.mul(loop.index, i64(size)) for size in (ELEMENT_BYTES[element], 4))
@@ -288,9 +257,8 @@ def _dots(b: ir.IRBuilder, element: str, num_rows: int, operands: Any) -> None:
         for value, row in zip(values, sums, strict=True)
     ]
     loop.end([total for row in totals for total in row])
-    for r, row in enumerate(totals):
-        at = b.inttoptr(b.add(y, b.mul(y_stride, i64(r))), _QUAD.as_pointer())
-        b.store(_sums(b, row), at, align=4)
+    for y, row in zip(y_rows, totals, strict=True):
+        b.store(_sums(b, row), b.inttoptr(y, _QUAD.as_pointer()), align=4)
 
 
 @instruction(types.void, types.int64, types.int64, types.int64, types.int64)

@@ -8,7 +8,7 @@ instructions take one side without a sign: x gives its own to w.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from llvmlite import ir
@@ -47,25 +47,10 @@ def byte_product(max_rows: int, way: str | None = None) -> Callable[..., Any]:
     """
 
     @instruction(types.void, *[types.int64] * 8)
-    def product(
-        b: ir.IRBuilder,
-        w: Any,
-        x: Any,
-        x_stride: Any,
-        y: Any,
-        y_stride: Any,
-        num_steps: Any,
-        rows: Any,
-        later: Any,
-    ) -> None:
-        def write(num_rows: int) -> None:
-            x_rows = [b.add(x, b.mul(x_stride, i64(r))) for r in range(num_rows)]
-            y_rows = [b.add(y, b.mul(y_stride, i64(r))) for r in range(num_rows)]
-            _product(b, way or ways()[0], w, x_rows, y_rows, num_steps, later)
-
-        end = b.append_basic_block("end")
-        write_each_size(b, rows, max_rows, end, write)
-        b.position_at_end(end)
+    def product(b: ir.IRBuilder, *operands: Any) -> None:
+        w, *lines, num_steps, rows, later = operands
+        write = partial(_product, b, way or ways()[0], w, num_steps, later)
+        write_each_size(b, rows, max_rows, lines, write)
 
     return product
 
@@ -74,10 +59,10 @@ def _product(
     b: ir.IRBuilder,
     way: str,
     w: Any,
-    x_rows: list[Any],
-    y_rows: list[Any],
     num_steps: Any,
     later: Any,
+    x_rows: list[Any],
+    y_rows: list[Any],
 ) -> None:
     """Write the loop of `byte_product` for these rows."""
     vectors = range(PANEL // WIDTH)
