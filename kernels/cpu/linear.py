@@ -208,29 +208,15 @@ def _begin_with_bias(
 
 
 @inner
-def _multiply(
-    width: int,
-    element: int,
-    w: int,
-    w_stride: int,
-    x: int,
-    x_stride: int,
-    y: int,
-    y_stride: int,
-    depth: int,
-    rows: int,
-    has_sums: int,
-    later: int,
-) -> None:
+def _multiply(width: int, *operands: int) -> None:
     """Multiply rows of x with so many panels, and ask for those at `later` meanwhile."""
+    element, w, w_stride, x, x_stride, y, y_stride, depth, rows, has_sums, later = operands
     panel_bytes = depth * w_stride
-    sizes = (depth, rows, has_sums, panel_bytes, later, w_stride)
-    operands = (element, w, w_stride, x, x_stride, y, y_stride, *sizes)
     if width == 4:
-        _product_of_one(*operands)
+        _product_of_one(*operands[:-1], panel_bytes, later, w_stride)
         return
     if width == 2:
-        _product_of_two(*operands)
+        _product_of_two(*operands[:-1], panel_bytes, later, w_stride)
         return
     # One panel, in groups of rows of one size or one less.
     groups = -(-rows // MAX_ROWS)
@@ -240,19 +226,7 @@ def _multiply(
     for group in range(groups):
         count = (rows - row) // (groups - group)
         part = later + panel_bytes // parts * min(group, parts - 1)
-        _product(
-            element,
-            w,
-            w_stride,
-            x + row * x_stride,
-            x_stride,
-            y + row * y_stride,
-            y_stride,
-            depth,
-            count,
-            has_sums,
-            panel_bytes,
-            part,
-            w_stride // parts,
-        )
+        lines = (w, w_stride, x + row * x_stride, x_stride, y + row * y_stride, y_stride)
+        coming = (panel_bytes, part, w_stride // parts)
+        _product(element, *lines, depth, count, has_sums, *coming)
         row += count

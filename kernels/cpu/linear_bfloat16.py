@@ -86,16 +86,10 @@ class GateableWeight(ABC):
         is_by_token: bool = False,
         way: Way | None = None,
     ) -> Operation:
-        """Make y = x W^T + bias, plus what y was if `is_added`.
-
-        `is_by_token` each row is added to that of its token instead, as much of it as its share.
+        """Make y as `PackedWeight.times` does.
 
         Args:
             x: [T, ...] of `inputs`.
-            y: [T, num_columns] float32, contiguous.
-            bias: [num_columns] float32, contiguous; of a stack [E, num_columns].
-            groups: Which rows meet which matrix of a stack; None: all meet the first.
-            is_by_token: Whether y has a row for each token of the groups.
             way: One of `known_ways`; None for the best there is.
         """
         assert y.shape[1] == self.num_columns and (is_by_token or len(y) == len(x))
@@ -171,10 +165,7 @@ class GateableWeight(ABC):
             is_added=is_added,
             is_by_token=is_by_token,
             bias=0 if bias is None else bias.data_ptr(),
-            linear=activation.linear,
-            cubic=activation.cubic,
-            limit=activation.limit,
-            shift=activation.shift,
+            **activation._asdict(),
             tiles=amx.configurations().ctypes.data,
         )
         weights = first_weights(address, num_units, num_threads, together * num_steps * STEP_BYTES)
@@ -328,18 +319,9 @@ def _multiply_by_dots(a: Arguments, thread: int) -> None:
 
 
 @inner
-def _dots(
-    a: Arguments,
-    width: int,
-    w: int,
-    x: int,
-    y: int,
-    y_stride: int,
-    rows: int,
-    has_sums: int,
-    later: int,
-) -> None:
+def _dots(a: Arguments, width: int, *operands: int) -> None:
     """Multiply up to _MANY_DOTS rows with so many panels."""
+    w, x, y, y_stride, rows, has_sums, later = operands
     x_stride, steps, panel_bytes = a.x_stride, a.num_steps, a.num_steps * STEP_BYTES
     if width == 4:
         _dots_by_four(w, x, x_stride, y, y_stride, steps, rows, has_sums, panel_bytes, later)

@@ -142,10 +142,7 @@ def gate(gate_up: torch.Tensor, out: torch.Tensor, activation: Activation) -> Op
         size=out.shape[1],
         gate_up=gate_up.data_ptr(),
         out=out.data_ptr(),
-        linear=activation.linear,
-        cubic=activation.cubic,
-        limit=activation.limit,
-        shift=activation.shift,
+        **activation._asdict(),
     )
     return Operation(_gate, arguments, (gate_up, out))
 

@@ -35,19 +35,8 @@ def rows_product(*, of_bytes: bool) -> Callable[..., None]:
     one_tile, two_tiles = _one_tile(of_bytes=of_bytes), _two_tiles(of_bytes=of_bytes)
 
     @inner
-    def product(
-        num_panels: int,
-        w: int,
-        x: int,
-        x_stride: int,
-        y: int,
-        y_stride: int,
-        rows: int,
-        num_steps: int,
-        near: int,
-        is_added: int,
-        later: int,
-    ) -> None:
+    def product(num_panels: int, *operands: int) -> None:
+        w, x, x_stride, y, y_stride, rows, num_steps, near, is_added, later = operands
         panel_bytes = num_steps * STEP_BYTES
         lots = -(-rows // TWO_TILES)
         parts = 4 if lots >= 4 else 2 if lots >= 2 else 1
@@ -61,11 +50,11 @@ def rows_product(*, of_bytes: bool) -> Callable[..., None]:
                 coming = later + start + lot * steps * (STEP_BYTES // parts)
                 lines = (x + row * x_stride + step * ROW_BYTES, x_stride)
                 sums = (y + row * y_stride, y_stride)
-                operands = (w + start, *lines, *sums, steps, has_sums, panel_bytes, coming)
+                lot_of = (w + start, *lines, *sums, steps, has_sums, panel_bytes, coming)
                 if rows <= TILE_ROWS:
-                    one_tile(num_panels, operands)
+                    one_tile(num_panels, lot_of)
                 else:
-                    two_tiles(num_panels, parts if lot < parts else 0, operands)
+                    two_tiles(num_panels, parts if lot < parts else 0, lot_of)
 
     return product
 
