@@ -4,6 +4,7 @@ Strategy of attention: sequences of similar length are gathered out of their blo
 a time, into one padded tensor.  Slots past a sequence's end may hold NaN, so they are zeroed in the
 gathered copy besides being masked.  Row numbers and masks depend on the step, not on the layer:
 they are planned once a step and kept in the batch.  16-bit values are widened: sums are float32.
+What each operator computes, and of what, `kernels` says.
 """
 
 from __future__ import annotations
@@ -79,7 +80,6 @@ def append_kv(
     batch: PagedBatch,
     rotation: torch.Tensor | None = None,
 ) -> None:
-    """See `kernels.append_kv`."""
     if rotation is not None:
         key_value = torch.stack((rotated(key_value[:, 0], rotation), key_value[:, 1]), dim=1)
     _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
@@ -116,7 +116,6 @@ def paged_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `kernels.paged_attention`."""
     softmax = Softmax(scale, cap, sinks)
     plans = batch.scratch.of(StepPlan).groups
     if window not in plans:
@@ -136,19 +135,16 @@ def paged_attention(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `kernels.rms_norm`."""
     return torch_rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
 
 
 def add_rms_norm(
     x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """See `kernels.add_rms_norm`."""
     return rms_norm(x.add_(added), weight, eps)
 
 
 def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """See `kernels.gate`."""
     linear, cubic, limit, shift = activation
     x, up = gate_up.float().clamp(max=limit).chunk(2, dim=-1)
     steep = x * (linear + cubic * x * x)
@@ -158,7 +154,6 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 def route(
     logits: torch.Tensor, top_k: int, is_normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.route`."""
     shares, experts = logits.float().softmax(dim=-1).topk(top_k, dim=-1)
     if is_normalized:
         shares = shares / shares.sum(dim=-1, keepdim=True)
@@ -174,7 +169,6 @@ def expert_mlp(
     activation: Activation,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """See `kernels.expert_mlp`."""
     order = experts.flatten().argsort(stable=True)
     rows = x[order // experts.shape[1]]
     # How many rows each expert has is waited for: on a GPU this cannot be part of a graph.
@@ -194,7 +188,6 @@ def expert_mlp(
 
 
 def argmax(logits: torch.Tensor) -> list[int]:
-    """See `kernels.argmax`."""
     return logits.argmax(dim=-1).tolist()
 
 
@@ -203,7 +196,6 @@ def sample(
     settings: npt.NDArray[np.void],
     allowed: npt.NDArray[np.int32] | None = None,
 ) -> list[int]:
-    """See `kernels.sample`."""
     if allowed is not None:
         logits = logits.masked_fill(~_bits(allowed, logits), -torch.inf)
     temperature, min_p, uniform = (
@@ -245,7 +237,6 @@ def pack_kv(
     dtype: torch.dtype,
     heads: range,
 ) -> torch.Tensor:
-    """See `kernels.pack_kv`."""
     shape = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
     segment = torch.empty(shape, dtype=dtype, device=pool.device)
     source, target = _sliced(pool, segment)
@@ -263,7 +254,6 @@ def unpack_kv(
     segment: torch.Tensor,
     heads: range,
 ) -> None:
-    """See `kernels.unpack_kv`."""
     target, source = _sliced(pool, segment)
     for index, inside, outside in _pieces(tokens, pool.shape[4]):
         block = target[block_table[index], layers.start : layers.stop, :, heads.start : heads.stop]

@@ -13,35 +13,19 @@ from kernels.contract import PagedBatch
 from kernels.cpu.attention import attend
 from kernels.cpu.linear import ELEMENTS
 from kernels.cpu.program import Program
-from kernels.cpu.sampling import argmax, sample
+from kernels.cpu.sampling import argmax as argmax
+from kernels.cpu.sampling import sample as sample
 from kernels.cpu.simd import PANEL
 from kernels.cpu.work_items import WorkItems
-from kernels.reference import (
-    add_rms_norm,
-    append_kv,
-    check_pool,
-    expert_mlp,
-    gate,
-    pack_kv,
-    rms_norm,
-    route,
-    unpack_kv,
-)
-
-__all__ = [
-    "add_rms_norm",
-    "append_kv",
-    "argmax",
-    "check_pool",
-    "expert_mlp",
-    "gate",
-    "pack_kv",
-    "paged_attention",
-    "rms_norm",
-    "route",
-    "sample",
-    "unpack_kv",
-]
+from kernels.reference import add_rms_norm as add_rms_norm
+from kernels.reference import append_kv as append_kv
+from kernels.reference import check_pool as check_pool
+from kernels.reference import expert_mlp as expert_mlp
+from kernels.reference import gate as gate
+from kernels.reference import pack_kv as pack_kv
+from kernels.reference import rms_norm as rms_norm
+from kernels.reference import route as route
+from kernels.reference import unpack_kv as unpack_kv
 
 
 class StepItems(dict[int, WorkItems]):
@@ -58,7 +42,6 @@ def paged_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `kernels.paged_attention`."""
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     if head_dim % PANEL or pool.dtype not in ELEMENTS:
         return reference.paged_attention(query, pool, layer, batch, scale, window, cap, sinks)

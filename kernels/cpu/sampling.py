@@ -59,7 +59,6 @@ def sample(
     settings: npt.NDArray[np.void],
     allowed: npt.NDArray[np.int32] | None = None,
 ) -> list[int]:
-    """See `kernels.sample`."""
     settings = np.ascontiguousarray(settings)
     bits = _ALL if allowed is None else np.ascontiguousarray(allowed)
     logits = logits.float()

@@ -17,25 +17,12 @@ import torch
 
 from kernels.contract import Activation, KernelError, PagedBatch
 from kernels.cuda import launch
-from kernels.cuda.launch import Launch, check_pool
-from kernels.reference import argmax, expert_mlp, route, sample
-
-__all__ = [
-    "add_rms_norm",
-    "append_kv",
-    "argmax",
-    "check_pool",
-    "expert_mlp",
-    "gate",
-    "pack_kv",
-    "paged_attention",
-    "require_device",
-    "rms_norm",
-    "route",
-    "sample",
-    "start",
-    "unpack_kv",
-]
+from kernels.cuda.launch import Launch
+from kernels.cuda.launch import check_pool as check_pool
+from kernels.reference import argmax as argmax
+from kernels.reference import expert_mlp as expert_mlp
+from kernels.reference import route as route
+from kernels.reference import sample as sample
 
 # mma.sync with bf16 and cp.async are of Ampere.
 MIN_CAPABILITY = (8, 0)
@@ -73,7 +60,6 @@ def append_kv(
     batch: PagedBatch,
     rotation: torch.Tensor | None = None,
 ) -> None:
-    """See `kernels.append_kv`."""
     start(pool.device, launch.append(pool, layer, key_value, batch, rotation))
 
 
@@ -87,7 +73,6 @@ def paged_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `kernels.paged_attention`."""
     query, out = query.contiguous(), torch.empty_like(query, memory_format=torch.contiguous_format)
     launches = launch.attention(
         query,
@@ -113,7 +98,6 @@ def pack_kv(
     dtype: torch.dtype,
     heads: range,
 ) -> torch.Tensor:
-    """See `kernels.pack_kv`."""
     shape = (len(layers), 2, len(heads), len(tokens), pool.shape[5])
     segment = torch.empty(shape, dtype=dtype, device=pool.device)
     rectangle = (layers, heads, tokens)
@@ -129,14 +113,12 @@ def unpack_kv(
     segment: torch.Tensor,
     heads: range,
 ) -> None:
-    """See `kernels.unpack_kv`."""
     segment = segment.to(pool.device).contiguous()
     rectangle = (layers, heads, tokens)
     start(pool.device, launch.move(pool, block_table, *rectangle, segment, into_pool=True))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `kernels.rms_norm`."""
     x = x.contiguous()
     out = torch.empty_like(x)
     start(x.device, launch.norm(x, weight, eps, out))
@@ -146,14 +128,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """See `kernels.add_rms_norm`."""
     out = torch.empty_like(x)
     start(x.device, launch.norm(x, weight, eps, out, added.contiguous()))
     return out
 
 
 def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """See `kernels.gate`."""
     gate_up = gate_up.contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     blocks = multiprocessors(gate_up.device.index or 0) * GATE_BLOCKS_PER_MULTIPROCESSOR
