@@ -172,6 +172,7 @@ class Fleet:
         self._workers: dict[bytes, Worker] = {}
         # The largest KV cache that a worker takes, of each role that is here.
         self._kv_bytes: list[int] = []
+        self._looked_at: float | None = None  # when `overdue` was asked last
         self._ranks: dict[tuple[Role, int], Worker] = {}
         self._lost: OrderedDict[tuple[Role, int], Worker] = OrderedDict()
 
@@ -312,7 +313,16 @@ class Fleet:
         return worker
 
     def overdue(self, now: float) -> list[Worker]:
-        """Return the workers that have fallen silent; mark those that may have as suspect."""
+        """Return the workers that have fallen silent; mark those that may have as suspect.
+
+        Ask several times a heartbeat: a longer time in which nobody did is this process's own
+        pause, and what was said in it is still to be read.
+        """
+        pause_s = 0.0 if self._looked_at is None else now - self._looked_at
+        self._looked_at = now
+        if pause_s > self.heartbeat_s:
+            for worker in self._workers.values():
+                worker.last_heard = min(now, worker.last_heard + pause_s)
         late = now - SUSPECT_BEATS * self.heartbeat_s
         for worker in self._workers.values():
             if worker.is_ready and worker.last_heard < late:

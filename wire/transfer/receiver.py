@@ -159,10 +159,10 @@ class KVReceiver(Transfer):
     @property
     def overdue(self) -> str:
         """Say what did not happen in time, when `expired` is true."""
-        if self.is_complete:
-            return "nobody claimed it for a lease"
         if self._deadline == self._claim_by:
             return f"nobody claimed it for {UNCLAIMED_LEASES} leases"
+        if self.is_complete:
+            return "nobody claimed it for a lease"
         return "silence for a lease"
 
     @property
@@ -424,7 +424,9 @@ class KVReceiver(Transfer):
         if self.kv_bytes == self._expected_bytes:
             self._move(TransferState.DONE)
             self.finished_at = now
-            self._deadline = now + self.lease_s
+            # Where nothing had to be sent, no last byte says that the prompt is read.
+            is_read = self.is_claimed or self._expected_bytes > 0
+            self._deadline = now + self.lease_s if is_read else self._claim_by
             self._count_time(now, 0)
 
     def _ack(self) -> Ack:

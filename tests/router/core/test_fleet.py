@@ -187,7 +187,18 @@ def test_missed_heartbeats_make_a_worker_overdue() -> None:
     table.heartbeat(first, BEAT, load(), 1.0)
     late = 0.5 * MISSED_BEATS + 0.1
     assert [worker.identity for worker in table.overdue(late)] == [second]
+    assert len(table.overdue(late + 0.5)) == 1
     assert len(table.overdue(late + 1.0)) == 2
+
+
+def test_a_pause_of_the_router_is_not_taken_for_silence_of_its_workers() -> None:
+    table = fleet(heartbeat_s=0.5)
+    identity = hello(table)
+    for look in range(5):
+        assert table.overdue(0.1 * look) == []
+    assert table.overdue(5.0) == [], "what was said meanwhile is not read yet"
+    looks = [table.overdue(5.0 + 0.1 * look) for look in range(1, 20)]
+    assert looks[0] == [] and [worker.identity for worker in looks[-1]] == [identity]
 
 
 def test_a_worker_that_is_in_one_step_for_too_long_is_suspect() -> None:

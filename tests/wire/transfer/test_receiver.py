@@ -335,6 +335,13 @@ def test_a_prompt_may_be_read_for_leases_before_its_first_segment() -> None:
     assert not one.expired(288.4) and one.expired(288.5) and one.overdue == "silence for a lease"
 
 
+def test_kv_that_is_all_held_waits_for_its_prompt_to_be_read() -> None:
+    one = accepted(4, cached=4)  # at 1.0, after the first chunk; a lease is 9 s
+    assert one.is_complete
+    assert not one.expired(180.9), "the prefill worker, which held none of it, still reads"
+    assert one.expired(181.0) and one.overdue == "nobody claimed it for 20 leases"
+
+
 def test_a_sender_that_says_nothing_has_a_lease_for_its_first_segment() -> None:
     one = accepted()  # at 1.0
     assert not one.expired(9.9) and one.expired(10.0) and one.overdue == "silence for a lease"
