@@ -50,11 +50,11 @@ def rows_product(*, of_bytes: bool) -> Callable[..., None]:
                 coming = later + start + lot * steps * (STEP_BYTES // parts)
                 lines = (x + row * x_stride + step * ROW_BYTES, x_stride)
                 sums = (y + row * y_stride, y_stride)
-                lot_of = (w + start, *lines, *sums, steps, has_sums, panel_bytes, coming)
+                of_lot = (w + start, *lines, *sums, steps, has_sums, panel_bytes, coming)
                 if rows <= TILE_ROWS:
-                    one_tile(num_panels, lot_of)
+                    one_tile(num_panels, of_lot)
                 else:
-                    two_tiles(num_panels, parts if lot < parts else 0, lot_of)
+                    two_tiles(num_panels, parts if lot < parts else 0, of_lot)
 
     return product
 
