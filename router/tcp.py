@@ -130,8 +130,6 @@ class Client:
             raise WireError(ErrorCode.UNAUTHORIZED, "say HELLO with an API key first")
         if not isinstance(frame, PrefillRequest | DecodeRequest | Cancel):
             raise RemoteProtocolError(f"a client does not send {frame.tag.name}")
-        if frame.request_id == 0:
-            raise RemoteProtocolError("request_id 0 names the connection, not a request")
         if isinstance(frame, PrefillRequest):
             self._check_key()
             self._on_prefill_request(frame, message)

@@ -96,14 +96,18 @@ class Frame:
         return frame
 
     def check(self) -> None:
-        """Refuse reserved fields that are not zero; frames with more to refuse override this.
+        """Refuse reserved fields that are not zero, and a request_id that names no request.
+
+        Frames with more to refuse override this.
 
         Raises:
             RemoteProtocolError: As above.
         """
-        reserved = getattr(self, "zero", 0)
-        if reserved:
+        if reserved := getattr(self, "zero", 0):
             raise RemoteProtocolError(f"{self.tag.name}: the reserved field is {reserved}, not 0")
+        # In ERROR it names the connection.
+        if getattr(self, "request_id", 1) == 0 and self.tag is not Tag.ERROR:
+            raise RemoteProtocolError(f"{self.tag.name}: request_id is 0, not 1 to 2^64 - 1")
 
 
 @cache
@@ -181,6 +185,7 @@ class DecodeToken(Frame):
     token_id: int
 
     def check(self) -> None:
+        Frame.check(self)
         if not 0 <= self.token_id <= MAX_TOKEN_ID:
             raise RemoteProtocolError(f"DECODE_TOKEN: token_id {self.token_id} is no u32")
 
@@ -196,6 +201,7 @@ class DecodeDone(Frame):
     token_id: int = END_OF_GENERATION
 
     def check(self) -> None:
+        Frame.check(self)
         if self.token_id != END_OF_GENERATION:
             raise RemoteProtocolError(f"DECODE_DONE: token_id is {self.token_id}, not -1")
 

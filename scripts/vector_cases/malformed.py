@@ -17,7 +17,7 @@ from wire.payloads import Offer, encode_map
 def malformed() -> list[dict[str, Any]]:
     """Bytes that must be refused with RemoteProtocolError, and why."""
     token = parts.encode(DecodeToken(REQUEST, 19))
-    two = bytes(token[1]) * 2
+    one = bytes(token[1])
 
     def tcp(tag: int, body: bytes, length: int | None = None) -> str:
         return (struct.pack("<II", tag, len(body) if length is None else length) + body).hex()
@@ -39,12 +39,14 @@ def malformed() -> list[dict[str, Any]]:
         {"zmq": zmq(b"\x2c\x00", bytes(16)), "why": "the tag is not 4 bytes"},
         {"zmq": zmq(u32(44), bytes(15)), "why": "the header is not 16 bytes"},
         {"zmq": zmq(u32(44), bytes(32)), "why": "two headers, and it is not DECODE_TOKEN"},
-        {"zmq": zmq(u32(35), two + b"\x00"), "why": "headers and a stray byte"},
+        {"zmq": zmq(u32(35), one * 2 + b"\x00"), "why": "headers and a stray byte"},
         {"zmq": zmq(u32(37), bytes(16)), "why": "unknown tag 37"},
         {"zmq": zmq(u32(0), bytes(16)), "why": "unknown tag 0"},
         {"zmq": zmq(u32(34), struct.pack("<QII", 1, 1, 1)), "why": "reserved field not zero"},
         {"zmq": zmq(u32(35), struct.pack("<Qq", 1, -1)), "why": "a token id below zero"},
         {"zmq": zmq(u32(36), struct.pack("<Qq", 1, 5)), "why": "DECODE_DONE without -1"},
+        {"zmq": zmq(u32(44), struct.pack("<QII", 0, 12, 0)), "why": "request_id 0 in CANCEL"},
+        {"zmq": zmq(u32(35), one + struct.pack("<Qq", 0, 5)), "why": "request_id 0 in a step"},
         {"zmq": zmq(u32(40), struct.pack("<QIBBH", 1, 0, 9, 1, 0)), "why": "no such role"},
         {"zmq": zmq(u32(40), struct.pack("<QIBBH", 1, 0, 0, 1, 7)), "why": "reserved field"},
         {"tcp": tcp(44, bytes(16), 15), "why": "length below a header"},
@@ -53,6 +55,7 @@ def malformed() -> list[dict[str, Any]]:
         {"tcp": tcp(36, b"", 2**20 + 1), "why": "length over 1 MiB for a small frame"},
         {"tcp": tcp(47, b"", 16), "why": "unknown tag 47, known from 8 bytes"},
         {"tcp": tcp(46, struct.pack("<QII", 1, 1, 1)), "why": "reserved field not zero"},
+        {"tcp": tcp(30, struct.pack("<QII", 0, 0, 2**32 - 1)), "why": "request_id 0"},
         payload("prompt:2", u32(11), "fewer token ids than seq_len"),
         payload("prompt:1", u32(11) + b"\x90", "options are no map"),
         payload("prompt:1", u32(11) + b"\x81\xa4temp\x00", "unknown option"),

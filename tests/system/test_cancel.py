@@ -94,8 +94,8 @@ async def test_tcp_client_cancels_one_request_and_keeps_the_other(slow_cluster: 
 
 async def test_tcp_client_gone_in_the_middle(slow_cluster: Cluster) -> None:
     client = await connect(*slow_cluster.tcp)
-    for request_id in range(5):
-        prompt = [request_id] * (LONG if request_id == 0 else 50)
+    for request_id in range(1, 6):
+        prompt = [request_id] * (LONG if request_id == 1 else 50)
         frame = PrefillRequest(request_id, len(prompt), ANY_RANK)
         client.send(frame, encode_prompt(prompt, OPTIONS))
         client.send(DecodeRequest(request_id, 1000))

@@ -77,6 +77,7 @@ def test_the_data_plane_is_the_seeds(frame: Frame, header: bytes) -> None:
         (37, bytes(16), "unknown tag 37"),
         (30, bytes(15), "15 bytes, not 16"),
         (30, bytes(17), "17 bytes, not 16"),
+        (30, pack("<QII", 0, 3, 3), r"PREFILL_REQUEST: request_id is 0, not 1 to 2\^64 - 1"),
         (34, pack("<QII", 1, 1, 1), "reserved field is 1"),
         (35, pack("<Qq", 1, -1), "no u32"),
         (35, pack("<Qq", 1, 2**32), "no u32"),

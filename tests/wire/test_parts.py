@@ -13,7 +13,7 @@ from wire.frames import Cancel, DecodeToken, KvCache, Tag
 from wire.parts import MAX_HEADERS, Message, decode, encode
 
 TOKENS = st.lists(
-    st.builds(DecodeToken, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)),
+    st.builds(DecodeToken, st.integers(1, 2**64 - 1), st.integers(0, 2**32 - 1)),
     min_size=1,
     max_size=9,
 )
@@ -70,6 +70,9 @@ def test_near_misses_too(tag: bytes, headers: bytes) -> None:
         ([pack("<I", 44), bytes(32)], "only DECODE_TOKEN may"),
         ([pack("<I", 99), bytes(16)], "unknown tag 99"),
         ([pack("<I", 35), bytes(16 * (MAX_HEADERS + 1))], "not n x 16"),
+        ([pack("<I", 35), pack("<QqQq", 1, 5, 0, 5)], "request_id is 0, not 1 to"),
+        ([pack("<I", 35), pack("<QqQq", 1, 5, 1, -7)], "token_id -7 is no u32"),
+        ([pack("<I", 35), pack("<QqQq", 1, 5, 1, 2**32)], "token_id 4294967296 is no u32"),
     ],
 )
 def test_what_is_no_message_is_refused(parts: list[bytes], reason: str) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from wire import layout, payloads
-from wire.errors import ErrorCode
+from wire.errors import ErrorCode, RemoteProtocolError
 from wire.frames import FRAMES, Tag
 from wire.logprobs import MAX_PROMPT_LOGPROBS_BYTES
 from wire.options import (
@@ -25,7 +25,7 @@ from wire.options import (
     MAX_TOP_LOGPROBS,
     Options,
 )
-from wire.parts import MAX_HEADERS, decode
+from wire.parts import MAX_HEADERS, decode, message_of
 from wire.payloads import CREDIT
 from wire.session import SESSION, Direction, mermaid
 from wire.stream import DEFAULT_MAX_FRAME_BYTES, MAX_SMALL_FRAME_BYTES, StreamDecoder
@@ -112,6 +112,17 @@ def test_the_header_table_is_the_layout(tag: Tag) -> None:
     header = tables(sections()[SECTION_OF[tag]], OFFSETS)[0]
     assert fields_of(header) == layout_of(frame.layout, tuple(frame.__slots__))
     assert sum(size for _, size, _, _ in fields_of(header)) == 16
+
+
+@pytest.mark.parametrize("tag", list(Tag), ids=lambda tag: tag.name)
+def test_request_id_0_is_refused_wherever_it_names_a_request(tag: Tag) -> None:
+    rows = tables(sections()[SECTION_OF[tag]], OFFSETS)[0]
+    ranges = {row[2]: row[4] for row in rows}
+    if ranges.get("request_id", "0:").startswith("0:"):
+        message_of(tag, bytes(16), ())
+        return
+    with pytest.raises(RemoteProtocolError, match=f"{tag.name}: request_id is 0, not 1 to"):
+        message_of(tag, bytes(16), ())
 
 
 def test_the_other_fixed_layouts_are_right_too() -> None:

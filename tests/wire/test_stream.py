@@ -23,9 +23,9 @@ from wire.stream import (
 
 MAX = 200
 FRAME_STRATEGY = st.one_of(
-    st.builds(PrefillRequest, *[st.integers(0, 2**32 - 1)] * 3),
-    st.builds(DecodeToken, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)),
-    st.builds(Cancel, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)),
+    st.builds(PrefillRequest, *[st.integers(1, 2**32 - 1)] * 3),
+    st.builds(DecodeToken, st.integers(1, 2**64 - 1), st.integers(0, 2**32 - 1)),
+    st.builds(Cancel, st.integers(1, 2**64 - 1), st.integers(0, 2**32 - 1)),
 )
 MESSAGES = st.lists(st.tuples(FRAME_STRATEGY, st.binary(max_size=64)), max_size=6)
 # Bytes that look like frames more often than chance would have it.

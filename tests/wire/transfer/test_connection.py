@@ -23,7 +23,7 @@ from wire.transfer.sealing import MAX_SEALED_BYTES
 DESCRIPTOR = SegmentDescriptor.of(Rectangle(0, range(2), range(1), range(3)), 48, 7)
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(1, 2**32 - 1), st.integers(1, MAX_SEALED_BYTES))
+@given(st.integers(1, 2**64 - 1), st.integers(1, 2**32 - 1), st.integers(1, MAX_SEALED_BYTES))
 def test_a_head_says_what_follows(request_id: int, number: int, num_bytes: int) -> None:
     frame = KvCache(request_id, number, 2**32 - 1)
     head = segment_head(frame, DESCRIPTOR, num_bytes)
@@ -43,11 +43,12 @@ def test_a_segment_is_enveloped_as_on_raw_tcp() -> None:
     [
         bytes(HEAD_BYTES),
         segment_head(KvCache(1, 0, 0), DESCRIPTOR, 48),
+        segment_head(KvCache(0, 1, 1), DESCRIPTOR, 48),
         segment_head(KvCache(1, 1, 1), DESCRIPTOR, 0),
         segment_head(KvCache(1, 1, 1), DESCRIPTOR, MAX_SEALED_BYTES + 1),
         b"".join(encode(Cancel(1, 12), bytes(96)))[:HEAD_BYTES],
     ],
-    ids=["zeros", "segment 0", "no KV", "too much KV", "another tag"],
+    ids=["zeros", "segment 0", "request_id 0", "no KV", "too much KV", "another tag"],
 )
 def test_what_is_no_segment_is_refused_by_its_head(head: bytes) -> None:
     with pytest.raises(RemoteProtocolError):

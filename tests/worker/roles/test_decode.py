@@ -78,9 +78,9 @@ async def test_blocks_that_are_held_already_are_not_sent() -> None:
 
 
 async def test_choices_of_one_prompt_share_one_transfer_and_its_blocks() -> None:
-    choices = [Options(max_tokens=20, ignore_eos=True, choice=choice) for choice in range(4)]
+    choices = {n: Options(max_tokens=20, ignore_eos=True, choice=n) for n in range(1, 5)}
     async with pair() as router:
-        for choice, options in enumerate(choices):
+        for choice, options in choices.items():
             router.prefill(choice, PROMPT, options)
         skipped: list[int] = []
         while len(skipped) < len(choices):
@@ -135,15 +135,15 @@ async def test_an_eos_token_ends_the_text_and_is_not_sent() -> None:
 
 async def test_tokens_of_one_step_leave_in_one_message() -> None:
     async with pair(decode={"step_delay_s": 0.02}) as router:
-        prompts = [[start] * 20 for start in range(8)]
-        tokens = [await first_token(router, i, prompt) for i, prompt in enumerate(prompts)]
-        for i, prompt in enumerate(prompts):
+        prompts = {i: [i] * 20 for i in range(1, 9)}
+        tokens = {i: await first_token(router, i, prompt) for i, prompt in prompts.items()}
+        for i, prompt in prompts.items():
             router.decode(i, [*prompt, tokens[i]], 10, OPTIONS)
         message = await router.receive(Tag.DECODE_TOKEN)
         while len(message.tokens) < len(prompts):
             message = await router.receive(Tag.DECODE_TOKEN)
-        assert {request_id for request_id, _ in message.tokens} == set(range(8))
-        for request_id in range(8):
+        assert {request_id for request_id, _ in message.tokens} == set(prompts)
+        for request_id in prompts:
             router.send(Role.DECODE, Cancel(request_id, ErrorCode.CANCELLED))
         await router.until_free(Role.DECODE)
 
@@ -272,8 +272,8 @@ async def test_a_prompt_too_large_for_the_decode_worker_fails_on_both_sides() ->
 async def test_many_transfers_share_a_small_budget() -> None:
     budget = {"credit_bytes": 4 << 20, "max_kv_inflight_bytes": 4 << 20, "num_blocks": 4000}
     async with pair(prefill={"num_blocks": 4000}, decode=budget) as router:
-        prompts = [[start] * 2000 for start in range(20)]
-        for request_id, prompt in enumerate(prompts):
+        prompts = {i: [i] * 2000 for i in range(1, 21)}
+        for request_id, prompt in prompts.items():
             router.prefill(request_id, prompt, OPTIONS)
         num_done = 0
         while num_done < len(prompts):
@@ -341,14 +341,14 @@ async def test_kv_of_other_tokens_than_those_asked_for_is_not_used(tokens: list[
 
 
 async def test_a_text_that_is_preempted_goes_on_as_if_it_had_not_been() -> None:
-    prompts = [[start] * 64 for start in range(1, 5)]
+    prompts = {i: [i] * 64 for i in range(1, 5)}
     options = Options(max_tokens=60, ignore_eos=True)
     async with pair(decode={"num_blocks": 22, "prefix_cache": False}) as router:
         texts: dict[int, list[int]] = {}
-        for i, prompt in enumerate(prompts):
+        for i, prompt in prompts.items():
             texts[i] = oracle(prompt, 1, options)
             router.decode(i, [*prompt, *texts[i]], 59, options)
-        for i, prompt in enumerate(prompts):
+        for i, prompt in prompts.items():
             router.prefill(i, prompt, options)
         num_done = 0
         while num_done < len(prompts):
@@ -358,7 +358,7 @@ async def test_a_text_that_is_preempted_goes_on_as_if_it_had_not_been() -> None:
             if message.tag is Tag.DECODE_TOKEN:
                 for request_id, token_id in message.tokens:
                     texts[request_id].append(token_id)
-        for i, prompt in enumerate(prompts):
+        for i, prompt in prompts.items():
             assert texts[i] == oracle(prompt, 60, options)
         await router.until_free(Role.DECODE)
         assert router.loads_by_role[Role.DECODE].preemptions > 0

@@ -471,17 +471,17 @@ async def test_a_peer_may_have_so_many_offers_at_a_time() -> None:
         stage(**blocks) as (router, prefill),
         ScriptedPrefill(router, b"prefill-1-1") as other,
     ):
-        for request_id in range(MAX_OFFERS):
+        for request_id in range(1, MAX_OFFERS + 1):
             prefill.offer(request_id, [request_id])
         for _ in range(MAX_OFFERS):
             await prefill.ack()
-        last, next_ = MAX_OFFERS, MAX_OFFERS + 1
+        last, next_ = MAX_OFFERS + 1, MAX_OFFERS + 2
         prefill.offer(last, PROMPT)
         assert await prefill.error() == (last, ErrorCode.OVERLOADED)
         await accepted(other, last)
-        prefill.cancel(0)
+        prefill.cancel(1)
         await accepted(prefill, next_)
-        for request_id in (*range(1, MAX_OFFERS), next_):
+        for request_id in (*range(2, MAX_OFFERS + 1), next_):
             prefill.cancel(request_id)
         other.cancel(last)
         await until_free_without_a_trace(router)
