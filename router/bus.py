@@ -20,7 +20,15 @@ from router.core.state import Limits, RequestIds
 from wire.errors import ErrorCode, PeerLost, RemoteProtocolError, WireError
 from wire.frames import Drain, Error, Frame, Heartbeat, Hello, Peers, Role, Tag, Welcome
 from wire.parts import Buffer, Message, decode, encode
-from wire.payloads import ErrorDetail, HelloDetail, Load, WelcomeDetail, decode_map, encode_map
+from wire.payloads import (
+    ErrorDetail,
+    HelloDetail,
+    Load,
+    WelcomeDetail,
+    decode_error,
+    decode_map,
+    encode_map,
+)
 
 log = structlog.get_logger("router")
 
@@ -150,12 +158,11 @@ class Bus:
             log.info("worker drains", worker=worker.name, requests=len(worker.attempts))
             self.dispatcher.let_go(worker)
         elif isinstance(frame, Error) and frame.request_id == 0:
-            detail = decode_map(ErrorDetail, message.body()) if message.payload else None
             log.warning(
                 "error from worker",
                 worker=_name(worker.identity),
                 code=frame.code,
-                reason=detail.message[:MAX_LOGGED] if detail else "",
+                reason=decode_error(message.body()).message[:MAX_LOGGED],
             )
         else:
             self.dispatcher.on_message(worker.identity, message)
@@ -205,11 +212,9 @@ class Bus:
             )
 
     def _on_heartbeat(self, worker: Worker, beat: Heartbeat, body: Buffer) -> None:
-        load = decode_map(Load, body) if len(body) else None
+        load = decode_map(Load, body)
         peer, was_stalled = worker.identity, worker.is_stalled
         self.fleet.heartbeat(peer, beat, load, self._clock())
-        if load is None:
-            return
         if worker.is_stalled and not was_stalled:
             log.warning("worker stands still", worker=worker.name, step_ms=load.step_ms)
             self.dispatcher.on_lost(peer)

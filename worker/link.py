@@ -245,12 +245,17 @@ class RouterLink:
             case Cancel():
                 self.requests.on_cancel(frame.request_id)
             case Heartbeat():
-                pass
+                if frame.step or frame.waiting:
+                    said = f"step is {frame.step} and waiting {frame.waiting}, not 0"
+                    raise RemoteProtocolError(f"HEARTBEAT of a router: {said}")
             case Peers():
                 self._on_peers(frame, decode_map(list[PeerDetail], message.body()))
             case Welcome():
                 self._on_welcome(frame, decode_map(WelcomeDetail, message.body()))
             case Drain():
+                if frame.epoch != self.identity.epoch:
+                    said = f"epoch is {frame.epoch}, not {self.identity.epoch}"
+                    raise RemoteProtocolError(f"DRAIN: {said}")
                 self.is_drained = True
                 self.on_state(self)
             case Error():

@@ -262,9 +262,7 @@ class Fleet:
         self._note_limits()
         return Joined(worker, replaced)
 
-    def heartbeat(
-        self, identity: bytes, beat: Heartbeat, load: Load | None, now: float
-    ) -> Worker | None:
+    def heartbeat(self, identity: bytes, beat: Heartbeat, load: Load, now: float) -> Worker | None:
         """Note how loaded a worker is, and that it is alive; None if it is unknown.
 
         Raises:
@@ -273,20 +271,17 @@ class Fleet:
         worker = self._workers.get(identity)
         if worker is None:
             return None
-        if load is not None and not (
-            max(load.used, load.cached, load.free) <= load.total == worker.detail.num_blocks
-        ):
+        if not max(load.used, load.cached, load.free) <= load.total == worker.detail.num_blocks:
             raise RemoteProtocolError(
                 f"HEARTBEAT: used {load.used}, cached {load.cached} and free {load.free} of "
                 f"{load.total} blocks, and HELLO said {worker.detail.num_blocks}"
             )
         worker.last_seen = worker.last_heard = now
         worker.on_beat(beat)
-        if load is not None:
-            worker.on_load(load)
-            worker.is_stalled = load.step_ms >= self.stall_s * 1000
-            if worker.state is not WorkerState.DRAINING:
-                worker.state = WorkerState.SUSPECT if worker.is_stalled else WorkerState.READY
+        worker.on_load(load)
+        worker.is_stalled = load.step_ms >= self.stall_s * 1000
+        if worker.state is not WorkerState.DRAINING:
+            worker.state = WorkerState.SUSPECT if worker.is_stalled else WorkerState.READY
         return worker
 
     def drain(self, identity: bytes) -> Worker | None:

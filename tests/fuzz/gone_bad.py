@@ -227,7 +227,7 @@ def feeds() -> dict[str, tuple[Callable[[bytes], None], list[bytes]]]:
     """Return a target for every frame of a worker, and inputs that are good, by its name."""
     said: dict[Tag, list[tuple[Frame, bytes]]] = {
         Tag.HELLO: [(Hello(NEW.epoch, NEW.rank, NEW.role), encode_map(DETAIL))],
-        Tag.HEARTBEAT: [(Heartbeat(5, 1, 2), encode_map(LOAD)), (Heartbeat(5, 1, 2), b"")],
+        Tag.HEARTBEAT: [(Heartbeat(5, 1, 2), encode_map(LOAD))],
         Tag.PREFILL_DONE: [
             (PrefillDone(OPEN, 64), encode_prefill_result(PrefillResult(**fields)))
             for fields in (

@@ -200,9 +200,11 @@ def test_a_worker_that_plays_the_router_is_forgotten() -> None:
 def test_a_bad_heartbeat_or_hello_is_a_breach() -> None:
     router = Router()
     router.pair()
+    router.say(D, Error(0, ErrorCode.INTERNAL), b"")  # which may say nothing
     router.say(D, Heartbeat(1, 0, 0), b"\xc1")
+    router.say(P, Heartbeat(1, 0, 0))
     router.say(b"x", Hello(1, 5, Role.DECODE), b"\xc1")
-    assert router.forgotten == [D, b"x"]
+    assert router.forgotten == [D, P, b"x"]
 
 
 @pytest.mark.parametrize("version", [1, 3])

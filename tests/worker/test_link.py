@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from tests.worker.scripted import PATIENCE_S, ScriptedRouter, pair, scripted_router
 from wire.aio.zmq import Link
 from wire.errors import ErrorCode
-from wire.frames import Cancel, DecodeToken, Drain, Error, Peers, Role, Tag, Welcome
+from wire.frames import Cancel, DecodeToken, Drain, Error, Heartbeat, Peers, Role, Tag, Welcome
 from wire.identity import Identity
 from wire.options import Options
 from wire.parts import Message
@@ -161,6 +161,10 @@ async def test_garbage_is_answered_and_survived(role: Role) -> None:
             (Peers(1, 1), b"\xc1"),
             (Error(0, 2), b"\xc1"),
             (DecodeToken(1, 1), b""),
+            (Cancel(0, ErrorCode.CANCELLED), b""),
+            (Heartbeat(1, 0, 0), b""),
+            (Heartbeat(0, 0, 1), b""),
+            (Drain(77, 0), b""),  # another process of this rank
         ):
             router.send(role, frame, payload)
             assert (await router.receive(Tag.ERROR)).frame == Error(0, ErrorCode.PROTOCOL)

@@ -12,7 +12,7 @@ from collections.abc import Set
 import structlog
 
 from wire.errors import ErrorCode, RemoteProtocolError, TransferFailed, WireError
-from wire.frames import DecodeDone, DecodeRequest, DecodeToken, Frame
+from wire.frames import AS_MANY_AS_FIT, DecodeDone, DecodeRequest, DecodeToken, Frame
 from wire.options import Options
 from wire.parts import MAX_HEADERS, Message
 from wire.payloads import STOP, Logprobs, PeerDetail, Usage, decode_continuation, encode_map
@@ -148,6 +148,8 @@ class DecodeRole:
         frame = message.frame
         if not isinstance(frame, DecodeRequest):
             raise RemoteProtocolError("a decode worker takes DECODE_REQUEST only")
+        if frame.max_new_tokens == AS_MANY_AS_FIT:
+            raise RemoteProtocolError(f"max_new_tokens is {AS_MANY_AS_FIT}, which is for clients")
         if frame.request_id in self._generations:
             log.warning("request id used twice, frame dropped", request=frame.request_id)
             return

@@ -223,9 +223,10 @@ class IncomingTransfers:
             self._refuse(peer, request_id, error)
 
     def _on_kv_cache(self, peer: bytes, frame: KvCache, message: Message) -> None:
-        transfer = self._transfers.get(frame.request_id)
+        transfer, most_bytes = self._transfers.get(frame.request_id), self._config.kv_unasked_bytes
+        unasked = [] if frame.segment else unasked_segments(frame, message.payload, most_bytes)
         if transfer is None and frame.segment == 0 and message.payload:
-            self._on_offer(peer, frame, message)
+            self._on_offer(peer, frame.request_id, message, unasked)
         elif transfer is None or transfer.peer != peer:
             raise unknown()
         elif frame.segment == 0:
@@ -297,12 +298,11 @@ class IncomingTransfers:
             return 0
         return self._segments.port if receiver.offers_sealing == self._is_encrypted else 0
 
-    def _on_offer(self, peer: bytes, frame: KvCache, message: Message) -> None:
-        request_id = frame.request_id
+    def _on_offer(
+        self, peer: bytes, request_id: int, message: Message, unasked: list[tuple[Buffer, Buffer]]
+    ) -> None:
         if request_id in self._ended or request_id >> 32 in self.lost_epochs.values():
             raise unknown()
-        most_bytes = self._config.kv_unasked_bytes
-        unasked = unasked_segments(frame, message.payload, most_bytes)
         offer = decode_map(Offer, message.payload[0] if unasked else message.body())
         self._check_room(peer, offer.num_tokens)
         receiver = KVReceiver(

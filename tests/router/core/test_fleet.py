@@ -34,7 +34,6 @@ def test_a_worker_is_ready_from_its_first_load_on() -> None:
     worker = table.get(identity)
     assert worker is not None and worker.state is WorkerState.JOINING
     assert worker.available_blocks == 0
-    table.heartbeat(identity, BEAT, None, 1.0)
     assert table.ready(Role.DECODE) == []
     table.heartbeat(identity, BEAT, load(64, used=10, cached=4), 1.0)
     assert table.ready(Role.DECODE) == [worker] and table.ready(Role.PREFILL) == []

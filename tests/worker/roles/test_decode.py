@@ -9,6 +9,7 @@ import pytest
 from tests.worker.scripted import EPOCH, ScriptedRouter, pair, running, scripted_router
 from wire.errors import ErrorCode
 from wire.frames import (
+    AS_MANY_AS_FIT,
     Cancel,
     DecodeDone,
     DecodeRequest,
@@ -389,4 +390,10 @@ async def test_an_id_used_twice_is_one_text() -> None:
 async def test_a_frame_for_the_other_role_is_refused() -> None:
     async with pair() as router:
         router.send(Role.DECODE, PrefillRequest(1, 1, 0), encode_prompt([1], OPTIONS))
+        assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.PROTOCOL)
+
+
+async def test_a_router_says_how_many_tokens_there_may_be() -> None:
+    async with pair() as router:
+        router.decode(1, [*PROMPT, 5], AS_MANY_AS_FIT, OPTIONS)
         assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.PROTOCOL)

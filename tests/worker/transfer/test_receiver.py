@@ -263,6 +263,8 @@ async def test_frames_of_unknown_transfers_are_answered() -> None:
         assert await prefill.error() == (0, ErrorCode.PROTOCOL)
         prefill.send(Heartbeat(0, 0, 0))  # not of this plane
         assert await prefill.error() == (0, ErrorCode.PROTOCOL)
+        prefill.send(KvCache(5, 0, 2))  # a keepalive has no segments
+        assert await prefill.error() == (5, ErrorCode.PROTOCOL)
         prefill.send(KvCache(8, 0, 0), b"\xc1")
         assert await prefill.error() == (8, ErrorCode.PROTOCOL)
         await accepted(prefill, 9)
