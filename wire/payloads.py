@@ -12,7 +12,7 @@ from typing import Annotated, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.errors import MAX_SHOWN, LocalProtocolError, RemoteProtocolError
 from wire.frames import MAX_TOKEN_ID
 from wire.layout import KVLayout
 from wire.logprobs import Logprobs as Logprobs
@@ -44,14 +44,17 @@ MAX_HASHES: Final = 1024
 Hashes = Annotated[tuple[U64, ...], msgspec.Meta(max_length=MAX_HASHES)]
 # A host's name or address with a port, or the path of a socket file.  Characters with a meaning of
 # their own to libzmq or a shell (`;`, `*`, spaces) are refused.
-Endpoint = Annotated[
-    str,
-    msgspec.Meta(
-        max_length=256,
-        pattern=r"^(tcp://([A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\])"
-        r":[1-9][0-9]{0,4}|ipc://[A-Za-z0-9_./@+-]+)?\Z",
-    ),
-]
+_PORT: Final = (
+    "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+)
+_ENDPOINT: Final = (
+    r"(tcp://([A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\])"
+    rf":{_PORT}|ipc://[A-Za-z0-9_./@+-]+)"
+)
+Endpoint = Annotated[str, msgspec.Meta(max_length=256, pattern=rf"^{_ENDPOINT}\Z")]
+EndpointOrNone = Annotated[str, msgspec.Meta(max_length=256, pattern=rf"^{_ENDPOINT}?\Z")]
+# Where a request failed.
+Stage = Annotated[str, msgspec.Meta(pattern=r"^(router|prefill|transfer|decode)\Z")]
 
 # PREFILL_DONE: the request ended on a stop token before any text.
 NO_TOKEN: Final = -1
@@ -74,7 +77,7 @@ class HelloDetail(Map, frozen=True, kw_only=True):
     max_kv_transfer_bytes: Size
     arithmetic: Name
     threads: Annotated[int, msgspec.Meta(ge=1, le=2**16 - 1)]
-    kv_endpoint: Endpoint = ""
+    kv_endpoint: EndpointOrNone = ""
     cores: Cores = ""
     kv_unasked_bytes: Size = 0
     shards: Processes = 1
@@ -161,7 +164,7 @@ class ErrorDetail(Map, frozen=True, kw_only=True):
 
     message: Text
     param: Name | None = None
-    stage: Name | None = None
+    stage: Stage | None = None
     worker: Name | None = None
     retry_after_s: Seconds | None = None
 
@@ -190,9 +193,11 @@ def decode_map(kind: type[_M], buffer: Buffer) -> _M:
         check_keys(buffer, *NESTED.get(kind, ()))
         return decoded  # type: ignore[no-any-return]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
-        # An unknown key is quoted in the message: cut it, the peer chose its length.
+        # The field first: the end is cut, for a key that is unknown is quoted at any length.
+        what, _, where = str(problem).rpartition(" - at ")
+        said = f"{where}: {what}" if what else where
         name = getattr(kind, "__name__", kind)
-        raise RemoteProtocolError(f"{name}: {problem}"[:300]) from problem
+        raise RemoteProtocolError(f"{name}: {said}"[:MAX_SHOWN]) from problem
 
 
 def encode_prefill_result(result: PrefillResult) -> bytes:

@@ -9,7 +9,7 @@ from typing import Final, Literal, Self
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
-from wire.payloads import Endpoint
+from wire.payloads import EndpointOrNone
 from wire.process.cores import format_cores, parse_cores
 from wire.process.keys import credential
 from wire.process.settings import SharedSettings
@@ -212,7 +212,7 @@ class Config(SharedSettings):
     @classmethod
     def _check_kv_advertise(cls, endpoint: str) -> str:
         try:  # What HELLO may say, so that the router does not refuse it.
-            return msgspec.convert(endpoint, Endpoint)
+            return msgspec.convert(endpoint, EndpointOrNone)
         except msgspec.ValidationError:
             raise ValueError(
                 f"{endpoint!r} is nowhere to connect to: give tcp://HOST:PORT with a host, no "

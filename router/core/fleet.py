@@ -401,13 +401,13 @@ def check_version(hello: Hello) -> None:
 
 
 def _is_reachable(endpoint: str) -> bool:
-    """Tell whether prefill workers can connect there: no wildcard, no multicast, a valid port."""
+    """Tell whether prefill workers can connect there: no wildcard, no multicast."""
     if not endpoint.startswith("tcp://"):
         return bool(endpoint)
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
     try:
         address = ip_address(host.strip("[]"))
     except ValueError:
-        return int(port) < 1 << 16  # A name.
+        return True  # A name.
     is_group = address.is_multicast or address == ip_address("255.255.255.255")
-    return int(port) < 1 << 16 and not (address.is_unspecified or is_group)
+    return not (address.is_unspecified or is_group)

@@ -31,6 +31,9 @@ def malformed() -> list[dict[str, Any]]:
     def payload(kind: str, wire: bytes, why: str) -> dict[str, Any]:
         return {"payload": kind, "wire": wire.hex(), "why": why}
 
+    def peers(endpoint: str) -> bytes:
+        return msgspec.msgpack.encode([{"rank": 3, "epoch": 1, "kv_endpoint": endpoint}])
+
     short_key = encode_map(
         Offer(layout=LAYOUT, num_tokens=1, total_bytes=16, token_ids=u32(1), key=bytes(31))
     )
@@ -123,6 +126,9 @@ def malformed() -> list[dict[str, Any]]:
             "a key twice in a map of an array",
         ),
         payload("ErrorDetail", b"\xc1", "no msgpack at all"),
+        payload("ErrorDetail", b"\x82\xa7message\xa0\xa5stage\xa6engine", "a stage there is not"),
+        payload("PeerDetail[]", peers("tcp://a:65536"), "a port over 65535"),
+        payload("PeerDetail[]", peers(""), "no endpoint"),
         payload("Load", b"\xdd\xff\xff\xff\xff", "an array of four billion that is not there"),
         payload("Logprobs[]", b"\x91\x01", "no map and no nil"),
     ]

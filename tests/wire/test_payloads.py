@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wire import payloads
-from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.errors import MAX_SHOWN, LocalProtocolError, RemoteProtocolError
 from wire.layout import KVLayout
 from wire.options import Options
 from wire.payloads import (
     NO_TOKEN,
     STOP,
     Credit,
+    Endpoint,
     HelloDetail,
     Load,
     Logprobs,
@@ -149,7 +150,7 @@ def test_any_bytes_give_a_map_or_a_remote_protocol_error(kind: Any, buffer: byte
     try:
         decode_map(kind, buffer)
     except RemoteProtocolError as error:
-        assert len(error.message) <= 300
+        assert len(error.message) <= MAX_SHOWN
 
 
 @pytest.mark.parametrize("kind", MAPS)
@@ -197,7 +198,6 @@ for kind, lead in ((Load, b"\\x81\\xa6stored"), (list[Logprobs | None], b"")):
 @pytest.mark.parametrize(
     "endpoint",
     [
-        "",
         "tcp://127.0.0.1:5600",
         "tcp://node-3.example.org:65535",
         "tcp://[::1]:1",
@@ -213,12 +213,31 @@ def test_where_a_kv_socket_may_be(endpoint: str) -> None:
     assert decode_map(PeerDetail, msgspec.msgpack.encode(about)).epoch == 2**64 - 1
 
 
+def test_a_kv_socket_has_every_port_there_is() -> None:
+    def is_taken(port: int) -> bool:
+        try:
+            return bool(msgspec.convert(f"tcp://node-1:{port}", Endpoint))
+        except msgspec.ValidationError:
+            return False
+
+    assert [port for port in range(100_001) if is_taken(port)] == [*range(1, 65_536)]
+
+
+def test_only_a_worker_without_a_kv_socket_may_leave_it_out() -> None:
+    assert decode_map(HelloDetail, msgspec.msgpack.encode(HELLO | {"kv_endpoint": ""}))
+    about = {"rank": 0, "epoch": 1, "kv_endpoint": ""}
+    with pytest.raises(RemoteProtocolError, match="kv_endpoint"):
+        decode_map(list[PeerDetail], msgspec.msgpack.encode([about]))
+
+
 @pytest.mark.parametrize(
     "endpoint",
     [
         "tcp://*:5600",
         "tcp://127.0.0.1",
         "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:99999",
         "tcp://127.0.0.1:*",
         "tcp://:5600",
         "tcp://eth0;10.0.0.1:5600",
@@ -276,6 +295,8 @@ def test_maps_come_back_as_they_were() -> None:
         (payloads.PrefillRest, {"prompt_logprobs": bytes(983_045)}, "prompt_logprobs"),
         (payloads.ErrorDetail, {"message": "", "retry_after_s": nan}, "retry_after_s"),
         (payloads.ErrorDetail, {"message": "x" * 4097}, "message"),
+        (payloads.ErrorDetail, {"message": "", "stage": "engine"}, "stage"),
+        (payloads.ErrorDetail, {"message": "", "stage": "router\n"}, "stage"),
         (Logprobs, {"logprob": nan}, "logprob"),
         (Logprobs, {"logprob": -inf}, "logprob"),
         (Logprobs, {"logprob": 1.0}, "logprob"),
@@ -296,6 +317,12 @@ def test_maps_come_back_as_they_were() -> None:
 def test_a_value_out_of_range_is_refused_by_name(kind: Any, content: Any, field: str) -> None:
     with pytest.raises(RemoteProtocolError, match=field):
         decode_map(kind, msgspec.msgpack.encode(content))
+
+
+def test_of_an_unknown_key_so_much_is_quoted() -> None:
+    with pytest.raises(RemoteProtocolError, match="unknown field `xxx") as caught:
+        decode_map(Load, msgspec.msgpack.encode(LOAD | {"x" * 4096: 1}))
+    assert len(caught.value.message) == MAX_SHOWN
 
 
 @given(st.binary(max_size=20))

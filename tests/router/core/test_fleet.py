@@ -52,7 +52,6 @@ def test_a_worker_is_ready_from_its_first_load_on() -> None:
         (Hello(1, 0, Role.DECODE), detail(kv_endpoint="tcp://0.0.0.0:1"), "--kv-advertise"),
         (Hello(1, 0, Role.DECODE), detail(kv_endpoint="tcp://[::]:1"), "--kv-advertise"),
         (Hello(1, 0, Role.DECODE), detail(kv_endpoint="tcp://224.0.0.1:1"), "--kv-advertise"),
-        (Hello(1, 0, Role.DECODE), detail(kv_endpoint="tcp://node-1:65536"), "--kv-advertise"),
         (Hello(1, 0, Role.DECODE), detail(num_blocks=0), "--num-blocks"),
         (
             Hello(1, 0, Role.DECODE),
