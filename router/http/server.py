@@ -36,6 +36,7 @@ from wire.parts import Buffer
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MAX_HEADER_BYTES: Final = 64 << 10
+_TOO_LARGE: Final = (431, f"the headers are over {MAX_HEADER_BYTES} bytes", "headers_too_large")
 # Pieces of a body that are hardly worth a call: a body of bytes that come one by one would take the
 # loop forty times as long as the same in one piece.
 SMALL_PIECE, MAX_SMALL_PIECES = 64, 4096
@@ -96,7 +97,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_headers, self._has_begun = True, False
         self._is_in_body = False
         self._header_bytes = self._num_small = 0
-        self._complaint = "this is not HTTP/1.1"
+        self._complaint = (400, "this is not HTTP/1.1", "invalid_http")
         # The error to answer with once nothing is owed.  When it is set, nothing more is read.
         self._refusal: HttpError | None = None
 
@@ -123,7 +124,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._header_bytes += len(data)
         super().data_received(data)
         if self._is_in_headers and self._header_bytes > MAX_HEADER_BYTES:
-            self._refuse(431, f"the headers are over {MAX_HEADER_BYTES} bytes", "headers_too_large")
+            self._refuse(*_TOO_LARGE)
         if not self._num_owed and self._is_in_headers and self._timer is None:
             self._arm()
 
@@ -158,17 +159,21 @@ class GuardedProtocol(HttpToolsProtocol):
         # A trailer: nobody asks for it, so it is counted and not kept.
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > MAX_HEADER_BYTES:
-            self._complain(f"the trailers are over {MAX_HEADER_BYTES} bytes")
+            self._complain(400, f"the trailers are over {MAX_HEADER_BYTES} bytes")
 
     def on_headers_complete(self) -> None:
         if self._is_resuming:
             self._is_resuming = False
             return
         self._disarm()
+        # Of the read in which they end, only the parser knows how much is theirs.
+        lines_bytes = sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if len(self.url) + lines_bytes > MAX_HEADER_BYTES:
+            self._complain(*_TOO_LARGE)
         if problem := framing_problem(self.headers, self.parser.get_http_version()):
-            self._complain(problem)
+            self._complain(400, problem)
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._complain(f"over {MAX_PIPELINED} requests wait on this connection")
+            self._complain(400, f"over {MAX_PIPELINED} requests wait on this connection")
         if self.parser.get_http_version() == "1.0":
             self.expect_100_continue = False  # it would take that for the answer
             self.app = unchunked(self.config.loaded_app)
@@ -180,7 +185,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._num_small += len(body) < SMALL_PIECE
         if self._num_small > MAX_SMALL_PIECES:
-            self._complain(f"the body has over {MAX_SMALL_PIECES} pieces of under {SMALL_PIECE} B")
+            self._complain(
+                400, f"the body has over {MAX_SMALL_PIECES} pieces of under {SMALL_PIECE} B"
+            )
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -208,11 +215,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, self._complaint, "invalid_http")
+        self._refuse(*self._complaint)
 
-    def _complain(self, problem: str) -> NoReturn:
-        """Make the parser stop, which makes uvicorn send a 400."""
-        self._complaint = problem
+    def _complain(self, status: int, problem: str, code: str = "invalid_http") -> NoReturn:
+        """Make the parser stop, which makes uvicorn call `send_400_response`."""
+        self._complaint = (status, problem, code)
         raise ValueError(problem)
 
     def _refuse(self, status: int, message: str, code: str) -> None:

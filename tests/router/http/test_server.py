@@ -164,6 +164,17 @@ async def test_headers_have_a_limit() -> None:
         assert error_of(await ask(server, data)) == (431, "headers_too_large")
 
 
+async def test_headers_that_come_in_one_read_have_the_same_limit() -> None:
+    get = b"GET /1 HTTP/1.1\r\nhost: x\r\nconnection: close\r\na: %b\r\n\r\n"
+    most = MAX_HEADER_BYTES - len("/1" + "host: x\r\n" + "connection: close\r\n" + "a: \r\n")
+    async with serving() as server:
+        for before in (b"", POST + b"content-length: 9\r\n\r\n123456789"):
+            answer = await ask(server, before + get % (b"x" * most))
+            assert answer.endswith(b"\r\n\r\n/1")
+            answer = await ask(server, before + get % (b"x" * (most + 1)))
+            assert error_of(answer[answer.rfind(b"HTTP/1.1 ") :]) == (431, "headers_too_large")
+
+
 async def test_a_large_body_is_no_large_header() -> None:
     async with serving() as server:
         size = 4 * MAX_HEADER_BYTES
