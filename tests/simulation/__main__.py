@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from tests.simulation.bugs import BUGS, CAUGHT_BY, hunt, planted
+from tests.simulation.bugs import BUGS, CAUGHT_BY, BrokenPlant, hunt, planted
 from tests.simulation.seeds import Outcome, quiet, run_seed
 
 
@@ -81,23 +81,28 @@ def _run_one(seed: int, *, bug: str | None, is_traced: bool) -> Outcome:
 
 
 def _all_caught(seeds: dict[str, Iterable[int]]) -> int:
-    escaped = 0
+    caught = 0
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(_hunt_one, seeds, seeds.values())
         for name, outcome in zip(seeds, found, strict=True):
-            escaped += outcome is None
+            caught += isinstance(outcome, Outcome)
             if outcome is None:
                 print(f"{name}: ESCAPED", flush=True)
+            elif isinstance(outcome, BrokenPlant):
+                print(f"{name}: BROKEN PLANT, not caught: {outcome}", flush=True)
             else:
                 seen = f"seed {outcome.seed}: {outcome.problem[:110]}"
                 print(f"{name}: caught by {seen}", flush=True)
-    print(f"{len(seeds) - escaped} of {len(seeds)} planted bugs caught")
-    return 1 if escaped else 0
+    print(f"{caught} of {len(seeds)} planted bugs caught")
+    return 0 if caught == len(seeds) else 1
 
 
-def _hunt_one(name: str, seeds: Iterable[int]) -> Outcome | None:
-    with quiet():
-        return hunt(name, seeds)
+def _hunt_one(name: str, seeds: Iterable[int]) -> Outcome | BrokenPlant | None:
+    try:
+        with quiet():
+            return hunt(name, seeds)
+    except BrokenPlant as broken:
+        return broken
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Bugs to plant, each one line of carelessness: the checks must catch every one of them.
 
-A bug replaces one method for as long as it is planted.
+A bug replaces one method for as long as it is planted.  One that names what is there no more fails
+for the name, whatever the checks are worth: such a plant is broken, and has caught nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
@@ -41,14 +43,28 @@ class Bug(NamedTuple):
     make: Callable[[Any], Any]
 
 
+# What Python says of a name that is not there, or is something else now.
+_BROKEN: Final = re.compile(r"\b(AttributeError|NameError|TypeError)\b")
+
+
+class BrokenPlant(Exception):
+    """A planted bug does not fit the code any more: mend it in this file."""
+
+
 @contextmanager
 def planted(name: str | None) -> Iterator[None]:
-    """Run with a bug, or for None without."""
+    """Run with a bug, or for None without.
+
+    Raises:
+        BrokenPlant: What it replaces is not there.
+    """
     if name is None:
         yield
         return
     bug = BUGS[name]
-    sound = bug.owner.__dict__[bug.name]
+    if bug.name not in vars(bug.owner):
+        raise BrokenPlant(f"{bug.owner.__name__} has no {bug.name} of its own")
+    sound = vars(bug.owner)[bug.name]
     setattr(bug.owner, bug.name, bug.make(sound))
     try:
         yield
@@ -57,10 +73,17 @@ def planted(name: str | None) -> Iterator[None]:
 
 
 def hunt(name: str, seeds: Iterable[int]) -> Outcome | None:
-    """Return the first seed that catches a bug; None when it escapes all of them."""
+    """Return the first seed that catches a bug; None when it escapes all of them.
+
+    Raises:
+        BrokenPlant: As `planted`; or what went wrong is that the bug, or who calls it, names what
+            is not there.
+    """
     with planted(name):
         for seed in seeds:
             outcome = run_seed(seed)
+            if _BROKEN.search(outcome.problem):
+                raise BrokenPlant(f"seed {seed}: {outcome.problem}")
             if outcome.problem:
                 return outcome
     return None

@@ -7,11 +7,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.simulation.bugs import BUGS, CAUGHT_BY, hunt
+from router.core.fleet import Fleet
+from router.core.replies import Replies
+from tests.simulation.bugs import BUGS, CAUGHT_BY, BrokenPlant, Bug, hunt
 from tests.simulation.seeds import Outcome, quiet, run_seed
+from wire.transfer import KVReceiver
+from worker.engine.engine import Engine
+from worker.roles.prefill import PrefillRole
 
 ROOT = Path(__file__).resolve().parents[2]
 # Histories that once broke an invariant, and why.
@@ -57,6 +63,35 @@ def test_requests_survive_what_happens_to_them() -> None:
 
 def test_every_planted_bug_has_its_seed() -> None:
     assert CAUGHT_BY.keys() == BUGS.keys()
+
+
+def _names_what_is_gone(sound: Any) -> Any:
+    return lambda self, *args: self.gone
+
+
+def _is_called_otherwise(sound: Any) -> Any:
+    return lambda self: None
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        Bug(KVReceiver, "gone", _names_what_is_gone),
+        Bug(KVReceiver, "verify", _names_what_is_gone),
+        Bug(KVReceiver, "verify", _is_called_otherwise),
+        Bug(Fleet, "overdue", _names_what_is_gone),
+        Bug(Engine, "step", _names_what_is_gone),
+        Bug(PrefillRole, "_send", _is_called_otherwise),
+        Bug(Replies, "_on_tokens", lambda sound: None),
+    ],
+    ids=lambda bug: f"{bug.name}-{bug.make.__name__}",
+)
+def test_a_plant_that_fits_no_more_has_caught_nothing(
+    bug: Bug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BUGS, "broken", bug)
+    with pytest.raises(BrokenPlant):
+        hunt("broken", range(4))
 
 
 @pytest.mark.parametrize(("name", "seed"), CAUGHT_BY.items(), ids=str)
