@@ -287,6 +287,14 @@ def _miss_wake(sound: Callable[..., Any]) -> Callable[..., Any]:
     return on_ack
 
 
+def _blame_others(sound: Callable[..., Any]) -> Callable[..., Any]:
+    def overdue(self: Fleet, now: float) -> Any:
+        self._looked_at = now  # nobody stood still
+        return sound(self, now)
+
+    return overdue
+
+
 BUGS: dict[str, Bug] = {
     "drop-credit": Bug(KVReceiver, "granted_bytes", _drop_credit),
     "skip-fence": Bug(Fleet, "hello", _skip_fence),
@@ -315,6 +323,7 @@ BUGS: dict[str, Bug] = {
     "forget-tokens": Bug(RequestState, "token_ids", _forget_tokens),
     "keep-attempt": Bug(Dispatcher, "_abandon", _keep_attempt),
     "miss-wake": Bug(OutgoingTransfer, "on_ack", _miss_wake),
+    "blame-others": Bug(Fleet, "overdue", _blame_others),
     # Found here, and put back to see that it would be found again.
     "cancelled-by-nobody": Bug(
         link, "BETWEEN_WORKERS", lambda sound: sound - {ErrorCode.CANCELLED}
@@ -350,5 +359,6 @@ CAUGHT_BY: dict[str, int] = {
     "forget-tokens": 0,
     "keep-attempt": 0,
     "miss-wake": 0,
+    "blame-others": 7,
     "cancelled-by-nobody": 209,
 }

@@ -9,10 +9,11 @@ from functools import cache, partial
 from typing import Any, Final
 
 from router.bus import Bus
-from router.core.fleet import Fleet
+from router.core.fleet import MISSED_BEATS, Fleet
+from router.core.fleet import Worker as FleetWorker
 from router.core.state import Limits, RequestIds
 from tests.simulation import memory
-from tests.simulation.loop import new_process
+from tests.simulation.loop import Process, new_process
 from tests.simulation.network import Network
 from tests.simulation.scenario import Scenario
 from tests.simulation.sockets import Hub, Link, Plane
@@ -42,13 +43,41 @@ def endpoint_of(router: str) -> str:
     return f"tcp://{router}:5570"
 
 
+class WatchedFleet(Fleet):
+    """A router's fleet that may not call a worker silent while it is the router that stands still.
+
+    `heard_at` is when the router read the last message of each peer.
+    """
+
+    def __init__(self, process: Process, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.heard_at: dict[bytes, float] = {}
+        self._own = process
+
+    def overdue(self, now: float) -> list[FleetWorker]:
+        late = super().overdue(now)
+        for worker in late:
+            heard = self.heard_at[worker.identity]
+            stood = (
+                end - max(start, heard)
+                for start, end in self._own.stops
+                if end > heard and end - start > self.heartbeat_s
+            )
+            waited_s = now - heard - sum(stood)
+            if waited_s < MISSED_BEATS * self.heartbeat_s - 1e-6:  # sums are rounded
+                what = f"{worker.name} is lost after {waited_s:.2f} s of listening"
+                self._own.problems.append(f"{self._own.name}: {what}")
+        return late
+
+
 class RouterProcess:
     """The bus and all behind it, as `router.app` puts them together, without HTTP and raw TCP."""
 
     def __init__(self, name: str, epoch: int, network: Network, scenario: Scenario) -> None:
         self.name = name
         self.process = new_process(network.timeline, name)
-        self.fleet = Fleet(
+        self.fleet = WatchedFleet(
+            self.process,
             model_fingerprint=INFO.fingerprint,
             max_kv_transfer_bytes=1 << 30,
             heartbeat_s=HEARTBEAT_S,
@@ -73,6 +102,7 @@ class RouterProcess:
         network.timeline.after(0.0, self.process, self._tick)
 
     def _on_message(self, peer: bytes, parts: list[Any]) -> None:
+        self.fleet.heard_at[peer] = self.process.time()
         self.bus.on_message(peer, parts)
 
     def _on_lost(self, peer: bytes) -> None:

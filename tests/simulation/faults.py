@@ -27,6 +27,7 @@ class Faults:
                 one.thread.slowness = 1.0
         world.network.heal()
         for name in world.scenario.routers:
+            world.routers[name].process.go_on()
             self._revive_router(name)
         for name in world.scenario.workers:
             self._revive_worker(name)
@@ -38,6 +39,10 @@ class Faults:
             if world.routers[target].process.state is not State.DEAD:
                 world.kill(world.routers[target])
             self._later(fault, self._revive_router, target)
+        elif kind is FaultKind.STOP_ROUTER:
+            process = world.routers[target].process
+            process.stop_running()
+            self._later(fault, process.go_on)
         elif kind is FaultKind.CUT:
             world.network.cut(target)
         elif kind is FaultKind.CUT_BETWEEN:

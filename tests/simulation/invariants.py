@@ -44,10 +44,11 @@ def check(world: World, process: Process) -> None:
 def check_deadlines(world: World) -> None:
     """Now and then: every request ends in time; what is promised is somebody's."""
     for client in world.clients:
-        if client.end is None and world.timeline.now > client.deadline + SLACK_S:
-            world.violate(
-                f"request {client.job.name} is {world.timeline.now - client.deadline:.2f} s late"
-            )
+        process = world.routers[f"router-{client.job.router}"].process
+        woke_s = process.stops[-1][1] if process.stops else 0.0
+        late_s = world.timeline.now - max(client.deadline, woke_s)
+        if client.end is None and process.state is not State.STOPPED and late_s > SLACK_S:
+            world.violate(f"request {client.job.name} is {late_s:.2f} s late")
     for router in world.routers.values():
         for worker in router.fleet:
             if worker.promised_blocks != sum(worker.promised.values()) or worker.num_active < 0:

@@ -86,7 +86,9 @@ class Process(asyncio.AbstractEventLoop):
         self.name = name
         self.state = State.RUNNING
         self.problems: list[str] = []
+        self.stops: list[tuple[float, float]] = []  # that are over: from when until when
         self._timeline = timeline
+        self._stopped_s = 0.0
         self._ready: deque[Turn] = deque()
         self._late: list[Callable[[], object]] = []
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -107,12 +109,13 @@ class Process(asyncio.AbstractEventLoop):
     def stop_running(self) -> None:
         """As SIGSTOP does: from now on events wait."""
         if self.state is State.RUNNING:
-            self.state = State.STOPPED
+            self.state, self._stopped_s = State.STOPPED, self._timeline.now
 
     def go_on(self) -> None:
         """As SIGCONT does: what waited happens now, late."""
         if self.state is State.STOPPED:
             self.state = State.RUNNING
+            self.stops.append((self._stopped_s, self._timeline.now))
             late, self._late = self._late, []
             for call in late:
                 self._timeline.after(0.0, self, call)

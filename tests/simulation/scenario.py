@@ -27,17 +27,21 @@ class FaultKind(StrEnum):
     ONE_WAY = "one way"  # nothing from one process reaches the other
     PARTITION = "partition"  # nothing in either direction
     SLOW = "slow"  # an engine
+    STOP_ROUTER = "stop router"  # as by SIGSTOP, for longer than a silent worker is given
 
 
 SHORT_COPIES_S: Final = ((0.0, 0.001), (0.001, 0.03))
 # Every so many seeds nothing goes wrong, but prompts take leases to read.
 SLOW_EVERY: Final = 16
 SLOW_READING_S: Final = (0.2, 0.5)
+# On as many others a router stands still, besides all else; workers give it up after 3 s.
+STOP_ROUTER_S: Final = ((1.3, 2.4), (2.4, 4.0))
 # Of a KV cache in one segment, or there would be time for nothing else.
 LONG_COPIES_S: Final = (0.02, 0.15)
 WHOLE: Final = 2 << 20
 # Faults that everybody they concern hears of at once.
 CLEAR: Final = (FaultKind.KILL, FaultKind.KILL_ROUTER, FaultKind.DRAIN)
+ANY: Final = tuple(kind for kind in FaultKind if kind is not FaultKind.STOP_ROUTER)
 
 
 @dataclass(frozen=True)
@@ -127,12 +131,27 @@ def draw(random: Random, seed: int) -> Scenario:
     # Requests come in bursts, and faults just then.
     bursts = [random.uniform(BEGIN_S, 0.6 * CALM_S) for _ in range(random.randint(1, 3))]
     num_jobs = random.randint(4, 20)
-    kinds = choice((CLEAR, tuple(FaultKind)))
+    kinds = choice((CLEAR, ANY))
     scenario.jobs.extend(_job(random, name, bursts, scenario) for name in range(num_jobs))
     scenario.faults.extend(_fault(random, kinds, bursts, scenario) for _ in range(num_faults))
     scenario.settings["kv_shared_memory"] = choice(("auto", "auto", "off"))
     scenario = replace(scenario, is_late=choice((True, False)))
-    return _slowly_read(scenario) if seed % SLOW_EVERY == SLOW_EVERY - 2 else scenario
+    if seed % SLOW_EVERY == SLOW_EVERY - 2:
+        return _slowly_read(scenario)
+    if seed % SLOW_EVERY == SLOW_EVERY // 2 - 1:
+        # Of draws of its own: those of the other seeds, and of this one, stay what they were.
+        scenario.faults.append(_router_stop(Random(f"router stop {seed}"), bursts, scenario))
+    return scenario
+
+
+def _router_stop(random: Random, bursts: list[float], scenario: Scenario) -> Fault:
+    return Fault(
+        at_s=random.choice(bursts) + random.choice((0.05, 0.3)) * random.random(),
+        kind=FaultKind.STOP_ROUTER,
+        target=random.choice(scenario.routers),
+        other="",
+        duration_s=random.uniform(*random.choice(STOP_ROUTER_S)),
+    )
 
 
 def _slowly_read(scenario: Scenario) -> Scenario:

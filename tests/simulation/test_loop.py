@@ -49,6 +49,7 @@ def test_who_is_stopped_is_late_and_nobody_else() -> None:
     timeline.at(7.0, None, process.go_on)
     run(timeline, 100.0)
     assert woke == [7.0, 8.0] and woke_other == [1.0, 2.0]
+    assert process.stops == [(0.5, 7.0)]
 
 
 def test_who_is_killed_leaves_no_task_and_does_nothing_more() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from random import Random
 from typing import Final
 
@@ -91,11 +92,11 @@ class Client:
     """A `router.core.request.Sink` that compares everything with what must come.
 
     `end` is None while the request is open, then "done", "cancelled", "router lost", or the label
-    of an error.
+    of an error.  Its `deadline` counts from when the router reads it.
     """
 
-    def __init__(self, job: Job, deadline: float, violate: Callable[[str], None]) -> None:
-        self.job, self.deadline = job, deadline
+    def __init__(self, job: Job, violate: Callable[[str], None]) -> None:
+        self.job, self.deadline = job, inf
         self.end: str | None = None
         self.tokens: list[int] = []
         self.is_begun = False

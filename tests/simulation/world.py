@@ -151,8 +151,8 @@ class World:
         one.process.kill()
         self.network.lose(one.process)
         if isinstance(one, RouterProcess):
-            for client, (router, _) in list(self.handles.items()):
-                if router is one and client.end is None:
+            for client in self.clients:
+                if client.end is None and one.name == f"router-{client.job.router}":
                     client.finish("router lost")
 
     def _on_exit(self, one: WorkerProcess) -> None:
@@ -178,9 +178,7 @@ class World:
 
     def _submit(self, job: Job) -> None:
         router = self.routers[f"router-{job.router}"]
-        longest_s = self.scenario.deadline_s
-        deadline_s = min(job.deadline_s or longest_s, longest_s)
-        client = Client(job, self.timeline.now + deadline_s, self.violate)
+        client = Client(job, self.violate)
         self.clients.append(client)
         if router.process.state is State.DEAD:
             client.finish("router lost")
@@ -188,7 +186,8 @@ class World:
             self.timeline.after(0.0, router.process, self._send, router, client)
 
     def _send(self, router: RouterProcess, client: Client) -> None:
-        job, now = client.job, self.timeline.now
+        job, now, longest_s = client.job, self.timeline.now, self.scenario.deadline_s
+        client.deadline = now + min(job.deadline_s or longest_s, longest_s)
         options = structs.replace(
             VARIANTS[job.variant],
             max_tokens=job.max_tokens if job.decode_after_s is None else None,
