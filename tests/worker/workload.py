@@ -21,7 +21,7 @@ from wire.options import Options
 from wire.transfer import Rectangle, plan
 from worker.engine.draft_model import ModelDrafter
 from worker.engine.engine import Engine
-from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
+from worker.engine.outputs import Computed, Displaced, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.engine.speculation import Drafter
 from worker.engine.unpacking import unpack
@@ -40,6 +40,8 @@ from worker.executor.hash import (
 VOCAB_SIZE = 6
 MAX_MODEL_LEN = 48
 MAX_STEPS = 3000
+# So long after it is offered, KV is asked for.
+CLAIMED_AFTER = 3
 
 
 # The hash executor's two layers, alike and not, and with a state; the windows are short enough that
@@ -244,12 +246,19 @@ class Workload:
                         transfer=is_transfer,
                     )
                 )
+        if request.kind == "reserved" and step == request.arrival + CLAIMED_AFTER:
+            engine.claim(request_id)
         if step == request.cancel_at and request.end is None:
             engine.cancel(request_id)
             self._end(request, "cancelled", step)
 
     def _hear(self, output: Output, step: int) -> None:
         request = self.requests[output.request_id]
+        if isinstance(output, Displaced):
+            if request.end is None and not request.text:  # else its router asked for it meanwhile
+                self.engine.cancel(request.request_id)
+                self.engine.reserve(request.request_id, request.prompt)
+            return
         if request.end == "cancelled" and isinstance(output, Failed):
             return  # refused before the cancel came, told after it
         assert request.end is None, "something follows the end"

@@ -56,6 +56,13 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
+class Displaced:
+    """A reservation has to end, unless it is claimed meanwhile: a claimed one needs its blocks."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The sequence ended without success and holds nothing any more."""
 
@@ -72,4 +79,4 @@ class Failed:
         return WireError(self.code, self.message)
 
 
-Output = Started | Computed | Token | Reserved | Failed
+Output = Started | Computed | Token | Reserved | Displaced | Failed

@@ -7,7 +7,9 @@ longer, came first, and its KV comes from the same peer.
 
 A reservation is claimed when a router has asked for it.  Until then the KV may be anything that a
 peer chose to send: no other sequence shares it, claimed ones get blocks first, and unclaimed ones
-hold a part of the pool at most, by peer and in all (SPEC 6.2).
+hold a part of the pool at most, by peer and in all (SPEC 6.2).  One that exceeds its peer's part is
+let in all the same, and has to end when a claimed sequence waits.  Once that has happened, no such
+one is let in any more before it is claimed: so nobody is displaced again and again.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class Reservations:
         self._waiting: deque[Sequence] = deque()
         self._arriving: dict[int, Sequence] = {}
         self.unclaimed = Unclaimed(pool.num_blocks)
+        self._has_displaced = False  # ever
 
     def __len__(self) -> int:
         """How many wait for blocks."""
@@ -45,8 +48,7 @@ class Reservations:
         claimed = (s for s in self._waiting if s.is_claimed and not self._is_on_its_way(s))
         if (sequence := next(claimed, None)) is not None:
             return sequence
-        may_hold = self.unclaimed.may_hold
-        unclaimed = (s for s in self._waiting if not s.is_claimed and may_hold(s.offered_by))
+        unclaimed = (s for s in self._waiting if not s.is_claimed and self._may_hold(s))
         return next((s for s in unclaimed if not self._is_on_its_way(s)), None)
 
     def grant(self, sequence: Sequence) -> None:
@@ -61,6 +63,12 @@ class Reservations:
         """Enter that a router has asked for it."""
         sequence.is_claimed = True
         self.unclaimed.release(sequence.request_id)
+
+    def displace(self) -> list[int]:
+        """Return the requests that have to end, once: a claimed sequence waits for their blocks."""
+        displaced = self.unclaimed.displace()
+        self._has_displaced = self._has_displaced or bool(displaced)
+        return displaced
 
     def let_others_pass(self, sequence: Sequence) -> None:
         """Have no sequence wait to share it: its KV is here, but no router has asked for it."""
@@ -77,17 +85,24 @@ class Reservations:
         if self._arriving.pop(sequence.request_id, None) is None and sequence in self._waiting:
             self._waiting.remove(sequence)
 
-    def _amount(self, sequence: Sequence) -> int:
-        """Return how many blocks it holds, less shared ones.
+    def _may_hold(self, sequence: Sequence) -> bool:
+        amount = self._amount(sequence) if self._has_displaced else 0
+        return self.unclaimed.may_hold(sequence.offered_by, amount)
 
-        Or the same part of the pool as it holds of that of layers with a window, if that is more.
+    def _amount(self, sequence: Sequence) -> int:
+        """Return how many blocks it needs, or the same part of the pool as it needs of what else
+        sequences hold, if that is more: blocks of layers with a window, and states.
+
+        Blocks that it shares count too: while it holds them nobody gets them, whoever ends.
         """
-        num_shared = sequence.num_cached_tokens // self.pool.block_size
-        num_blocks = len(sequence.block_table) - num_shared
-        if (windows := self.pool.windows) is None:
-            return num_blocks
-        reached = sequence.window_end - max(sequence.window_start, num_shared)
-        return max(num_blocks, -(-reached * self.pool.num_blocks // windows.blocks.num_blocks))
+        pool, num_tokens = self.pool, sequence.num_tokens
+        num_blocks = amount = pool.blocks_for(num_tokens + 1)
+        if (windows := pool.windows) is not None:
+            reached = num_blocks - windows.first_seen(num_tokens) // pool.block_size
+            amount = max(amount, -(-reached * pool.num_blocks // windows.blocks.num_blocks))
+        if pool.states is not None:
+            amount = max(amount, -(-2 * pool.num_blocks // pool.states.slots.num_slots))
+        return amount
 
     def _is_on_its_way(self, sequence: Sequence) -> bool:
         """Whether KV arrives from the same peer for tokens that the sequence begins with."""
@@ -116,10 +131,10 @@ class Unclaimed:
     def num_held(self) -> int:
         return self.held_by.total()
 
-    def may_hold(self, peer: Hashable) -> bool:
-        """Whether one more transfer of `peer` may hold something."""
-        is_over = PEER_PART * self.held_by[peer] >= self._total
-        return not is_over and PART_OF_ALL * self.num_held < self._total
+    def may_hold(self, peer: Hashable, amount: int = 0) -> bool:
+        """Whether one more transfer of `peer` may hold something: anything, or this amount."""
+        is_over = PEER_PART * (self.held_by[peer] + amount) >= self._total
+        return not is_over and PART_OF_ALL * (self.num_held + amount) < self._total
 
     def hold(self, request_id: int, peer: Hashable, amount: int) -> None:
         self._held[request_id] = peer, amount
@@ -132,6 +147,15 @@ class Unclaimed:
             self.held_by[peer] -= amount
             if not self.held_by[peer]:
                 del self.held_by[peer]
+
+    def displace(self) -> list[int]:
+        """Forget the youngest transfers of each peer that holds more than its part; return them."""
+        displaced = []
+        for request_id, (peer, _) in reversed(list(self._held.items())):
+            if PEER_PART * self.held_by[peer] > self._total:
+                displaced.append(request_id)
+                self.release(request_id)
+        return displaced
 
 
 def _begins_with(token_ids: list[int], other: Sequence) -> bool:

@@ -57,6 +57,7 @@ class Plan:
         started: Run for the first time.
         reserved: Reservations that got their blocks.
         failed: Do not fit the pool, even alone; their blocks are free.
+        displaced: Unclaimed reservations that a sequence waits for; their transfers have to end.
         filled: The first block that each chunk of `prefill` makes full; who needs it waits.
         overdue: Passed their deadline.  Their blocks are free, except of one whose KV may be on
             its way to another worker: it keeps them until that has ended.
@@ -71,6 +72,7 @@ class Plan:
     reserved: list[Sequence] = field(default_factory=list)
     failed: list[Sequence] = field(default_factory=list)
     overdue: list[Sequence] = field(default_factory=list)
+    displaced: list[int] = field(default_factory=list)
     filled: set[Place] = field(default_factory=set)
 
     @property
@@ -309,6 +311,8 @@ class Scheduler:
                 num_tokens = sequence.num_tokens
                 room = (num_tokens + 1, num_tokens, later)
                 if not self._allocate(sequence, *room, next_token=num_tokens):
+                    if sequence.is_claimed:
+                        plan.displaced = self.reserving.displace()
                     return
                 if self.pool.windows is not None:
                     sequence.whole_from = self.pool.windows.whole_from(num_tokens)
@@ -331,6 +335,7 @@ class Scheduler:
                 continue
             max_cached_tokens = sequence.max_cached_tokens
             if not self._allocate(sequence, sequence.num_tokens, max_cached_tokens, later):
+                plan.displaced = self.reserving.displace()
                 return
             self.waiting.remove(sequence)
             self.run(sequence)
@@ -355,7 +360,8 @@ class Scheduler:
         reserving = self.reserving.head()
         if reserving is None or waiting is None:
             return reserving or waiting
-        was_first = waiting.num_preemptions and waiting.arrival < reserving.arrival
+        was_before = waiting.arrival < reserving.arrival or not reserving.is_claimed
+        was_first = waiting.num_preemptions and was_before
         ahead = reserving.arrival_s - self.config.ageing_s * RESERVATION_PRIORITY
         return waiting if was_first or self._order(waiting) < (ahead, 0) else reserving
 

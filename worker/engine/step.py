@@ -10,7 +10,7 @@ from itertools import islice
 
 from worker.engine.batch import Chunk
 from worker.engine.blocks import BlockPool
-from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
+from worker.engine.outputs import Computed, Displaced, Failed, Output, Reserved, Started, Token
 from worker.engine.scheduler import Plan
 from worker.engine.sequence import Sequence, overdue
 from worker.engine.speculation import accepted
@@ -20,9 +20,10 @@ from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFai
 
 
 def tell(plan: Plan, pool: BlockPool) -> list[Output]:
-    """Return the outputs of a plan: who got blocks and who failed while it was made."""
+    """Return the outputs of a plan: who got blocks, gives way or failed while it was made."""
     outputs: list[Output] = [Started(*_allocation(sequence)) for sequence in plan.started]
     outputs += [Reserved(*_allocation(sequence)) for sequence in plan.reserved]
+    outputs += [Displaced(request_id) for request_id in plan.displaced]
     outputs += [Failed(s.request_id, *s.out_of_blocks(pool)) for s in plan.failed]
     outputs += [Failed(s.request_id, *overdue(s.options)) for s in plan.overdue]
     return outputs

@@ -18,7 +18,7 @@ from wire.parts import MAX_HEADERS, Message
 from wire.payloads import STOP, Logprobs, PeerDetail, Usage, decode_continuation, encode_map
 from wire.transfer import KVReceiver
 from worker.engine.engine import Engine
-from worker.engine.outputs import Failed, Output, Reserved, Token
+from worker.engine.outputs import Displaced, Failed, Output, Reserved, Token
 from worker.engine.sequence import overdue
 from worker.environment import WorkerContext
 from worker.link import RouterLink
@@ -164,6 +164,9 @@ class DecodeRole:
                 self.incoming.fail(frame.request_id, error)
                 return
             self.incoming.claim(frame.request_id)
+        elif self.incoming.has_ended(frame.request_id):
+            gone = TransferFailed("the prefill worker", "its KV has gone")
+            self._refuse(frame.request_id, gone, "transfer")  # its transfer was counted
         self._begin_if_ready(frame.request_id)
 
     def on_cancel(self, request_id: int) -> None:
@@ -201,6 +204,9 @@ class DecodeRole:
                         self._on_token(generation, output, step)
                 case Reserved():
                     self.incoming.on_reserved(output)
+                case Displaced():
+                    if output.request_id not in self._generations:  # or a router asks for it now
+                        self.incoming.fail(output.request_id, displaced())
                 case Failed():
                     self._on_failed(output.request_id, output.for_peers())
         for router, step in steps.items():
@@ -267,6 +273,11 @@ class DecodeRole:
             code = ErrorCode(error.code)
             log.warning("request failed", request=request_id, stage=stage, code=code.label)
             generation.router.refuse(request_id, error, stage)
+
+
+def displaced() -> WireError:
+    message = "it holds more than its peer's share, and others that are asked for wait"
+    return WireError(ErrorCode.OVERLOADED, message)
 
 
 class Step:

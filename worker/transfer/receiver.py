@@ -145,9 +145,8 @@ class IncomingTransfers:
             self._store_unasked(transfer, unasked)
             return
         memory_bytes = 0 if transfer.memory is None else len(transfer.memory)
-        ack = receiver.accept(
-            reserved.cached_tokens, self._clock(), memory_bytes, self._segment_port(receiver)
-        )
+        port = self._segment_port(receiver)
+        ack = receiver.accept(reserved.cached_tokens, self._clock(), memory_bytes, port)
         self._answer(transfer, ack)
 
     def fail(self, request_id: int, error: WireError) -> None:
@@ -155,6 +154,10 @@ class IncomingTransfers:
         if transfer := self._transfers.get(request_id):
             self._refuse(transfer.peer, request_id, error)
             self._end(transfer, error)
+
+    def has_ended(self, request_id: int) -> bool:
+        """Whether a transfer of this id ended lately, before it was taken: none can follow."""
+        return request_id in self._ended
 
     def cancel(self, request_id: int) -> None:
         """End a transfer because nobody wants it; if it is offered only later, refuse it then."""

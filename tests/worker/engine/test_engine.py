@@ -26,7 +26,7 @@ from wire.options import Options, Structure
 from wire.prefix import prefix_hashes
 from wire.process.structure import StructureError
 from worker.engine.engine import Engine
-from worker.engine.outputs import Computed, Failed, Output, Reserved, Started, Token
+from worker.engine.outputs import Computed, Displaced, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch, BatchType
 from worker.executor.hash import LAYOUT, oracle
@@ -606,6 +606,7 @@ class Client:
     num_computed: int = 0
     num_held: int = 0
     is_asked: bool = False
+    is_claimed: bool = False
     is_decoding: bool = False
 
 
@@ -658,6 +659,9 @@ class EngineMachine(RuleBasedStateMachine):
         if client.source_table and not client.is_asked:
             client.is_asked = True
             self.decode.reserve(request_id, client.prompt)
+        if client.is_asked and client.tokens:
+            client.is_claimed = True
+            self.decode.claim(request_id)
         if client.target_table is None:
             return
         num_tokens = min(num_tokens, client.num_computed - client.num_held)
@@ -708,6 +712,10 @@ class EngineMachine(RuleBasedStateMachine):
             case Reserved():
                 client.target_table = output.block_table
                 client.num_held = output.cached_tokens
+            case Displaced():  # it is offered again
+                if not client.is_claimed:
+                    self.decode.cancel(output.request_id)
+                    client.is_asked, client.target_table, client.num_held = False, None, 0
             case Failed():
                 self._check_failure(client, output)
                 self._end(output.request_id, "failed")

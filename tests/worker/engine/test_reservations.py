@@ -19,7 +19,7 @@ def reservation(request_id: int, token_ids: list[int], peer: str = "prefill-0-1"
 
 def arriving(reservations: Reservations, sequence: Sequence, pool: BlockPool) -> Sequence:
     reservations.add(sequence)
-    sequence.block_table.extend(pool.allocate(pool.blocks_for(sequence.num_tokens)))
+    sequence.block_table.extend(pool.allocate(pool.blocks_for(sequence.num_tokens + 1)))
     reservations.grant(sequence)
     return sequence
 
@@ -89,7 +89,7 @@ def test_nobody_waits_for_the_text_of_another_peer() -> None:
 
 def held(reservations: Reservations, pool: BlockPool, peer: str, count: int) -> list[Sequence]:
     """KV of `count` texts arrives from a peer, 3 blocks each."""
-    texts = ([hash(peer) % 1000, number, *PROMPT] for number in range(count))
+    texts = ([hash(peer) % 1000, number, *PROMPT[1:]] for number in range(count))
     sequences = [reservation(number, text, peer) for number, text in enumerate(texts, len(peer))]
     return [arriving(reservations, sequence, pool) for sequence in sequences]
 
@@ -106,15 +106,31 @@ def test_a_peer_holds_a_quarter_of_the_pool_unclaimed_and_one_offer_more() -> No
     assert reservations.head() is more
 
 
-def test_blocks_that_were_shared_already_are_not_held_by_a_peer() -> None:
+def test_who_was_displaced_waits_until_a_router_asks() -> None:
+    pool = BlockPool(36, 4)
+    reservations = Reservations(pool)
+    (small,) = held(reservations, pool, "prefill-0-1", 1)
+    large = arriving(reservations, reservation(10, [1] * 40), pool)
+    assert reservations.displace() == [10] and reservations.displace() == []
+    reservations.remove(large)
+    assert reservations.unclaimed.num_held == len(small.block_table)
+    reservations.add(again := reservation(11, [1] * 40))
+    reservations.add(more := reservation(12, [7, 8, 9]))
+    assert reservations.head() is more, "this is within the part"
+    reservations.claim(again)
+    assert reservations.head() is again
+
+
+def test_blocks_that_are_shared_are_held_by_a_peer_too() -> None:
+    """Nobody else gets them either, when those end who had them before."""
     pool = BlockPool(36, 4)
     reservations = Reservations(pool)
     for number in range(3):
         sequence = reservation(number, [number, *PROMPT])
         sequence.num_cached_tokens = 8  # 2 blocks of 3
         arriving(reservations, sequence, pool)
-    reservations.add(more := reservation(10, [7, 8, 9]))
-    assert reservations.head() is more, "it holds 3 blocks, and may hold 9"
+    reservations.add(reservation(10, [7, 8, 9]))
+    assert reservations.head() is None
 
 
 def test_all_peers_hold_half_of_the_pool_unclaimed() -> None:
@@ -155,7 +171,7 @@ def test_the_counts_of_unclaimed_blocks_are_those_of_what_arrives(
             reservations.add(sequence)
             waiting.add(i)
         elif move == "g" and i in waiting:
-            sequence.block_table.extend(pool.allocate(pool.blocks_for(sequence.num_tokens)))
+            sequence.block_table.extend(pool.allocate(pool.blocks_for(sequence.num_tokens + 1)))
             reservations.grant(sequence)
             waiting.remove(i)
             arrived.add(i)
@@ -186,6 +202,14 @@ def test_a_peer_has_a_quarter_and_all_have_half() -> None:
     assert unclaimed.may_hold("a") and unclaimed.may_hold("c")
 
 
+def test_so_much_may_be_held_as_stays_within_both_parts() -> None:
+    unclaimed = Unclaimed(TOTAL)
+    unclaimed.hold(1, "a", 5)
+    assert unclaimed.may_hold("a", 4) and not unclaimed.may_hold("a", 5)
+    unclaimed.hold(2, "b", 9)
+    assert unclaimed.may_hold("c", 5) and not unclaimed.may_hold("c", 6)
+
+
 def test_the_only_one_may_be_of_any_size() -> None:
     assert Unclaimed(1).may_hold("a")
 
@@ -205,6 +229,9 @@ def test_what_is_held_is_the_sum_and_bounded(moves: list[tuple[int, int]]) -> No
             assert of_peer < TOTAL / PEER_PART + amount
             assert sum(held.values()) < TOTAL / PART_OF_ALL + amount
         assert unclaimed.num_held == sum(held.values())
+    displaced = unclaimed.displace()
+    assert all(PEER_PART * count <= TOTAL for count in unclaimed.held_by.values())
+    assert unclaimed.num_held == sum(held[each] for each in held.keys() - set(displaced))
     for request_id in range(10):
         unclaimed.release(request_id)
         unclaimed.release(request_id)

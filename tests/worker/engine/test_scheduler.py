@@ -59,12 +59,12 @@ class Queue:
             )
         )
 
-    def reserve(self, request_id: int, num_tokens: int) -> Sequence:
-        """Queue for KV that a router has asked for."""
+    def reserve(self, request_id: int, num_tokens: int, *, is_claimed: bool = True) -> Sequence:
+        """Queue for KV, by default what a router has asked for."""
         sequence = Sequence(
             request_id, self._prompt(request_id, num_tokens), status=Status.RESERVING
         )
-        sequence.is_claimed = True
+        sequence.is_claimed = is_claimed
         return self.enqueue(sequence)
 
     def _prompt(self, request_id: int, num_tokens: int) -> list[int]:
@@ -292,6 +292,40 @@ def test_a_reservation_waits_behind_older_work_that_was_preempted() -> None:
     queue.scheduler.finish(queue.sequences[1])
     plan = queue.step()
     assert sizes(plan)[1] == [(2, 5)] and plan.reserved == [reservation]
+
+
+def test_unclaimed_kv_gives_way_to_what_was_asked_for() -> None:
+    queue = Queue(num_blocks=8)
+    large = queue.reserve(1, 20, is_claimed=False)
+    assert queue.step().reserved == [large]
+    asked = queue.reserve(2, 15)
+    assert queue.step().displaced == [1]
+    assert queue.step().displaced == [], "it is said once"
+    queue.scheduler.finish(large)
+    assert queue.step().reserved == [asked]
+
+
+def test_unclaimed_kv_that_waits_lets_what_was_preempted_pass() -> None:
+    queue = Queue(num_blocks=8)
+    first = queue.add(1, 7)
+    queue.step()
+    queue.reserve(2, 30, is_claimed=False)
+    second = queue.reserve(3, 15)
+    assert queue.step().reserved == [second]
+    queue.begin(second)
+    while second.status is Status.RUNNING:
+        queue.step()
+    queue.scheduler.finish(first)
+    assert second in [chunk.sequence for chunk in queue.step().prefill]
+
+
+def test_a_preempted_sequence_takes_the_place_of_unclaimed_kv() -> None:
+    queue = Queue(num_blocks=8)
+    running, large = queue.add(1, 11), queue.reserve(2, 15, is_claimed=False)
+    assert queue.step().reserved == [large]
+    while not (plan := queue.step()).preempted:
+        assert not plan.displaced
+    assert plan.preempted == [running] and plan.displaced == [2]
 
 
 def test_of_what_is_computed_again_layers_with_a_window_lack_nothing() -> None:

@@ -84,7 +84,7 @@ def owner() -> Iterator[Owner]:
 
 def test_a_deadline_wakes_an_engine_that_waits_for_blocks(owner: Owner) -> None:
     owner.thread.start()
-    owner.ask(lambda engine: engine.reserve(1, range(64 * 4 - 1)))
+    owner.ask(lambda engine: engine.reserve(1, range(64 * 4 - 1), is_claimed=True))
     late = Sequence(2, [5] * 9, Options(deadline_ms=30))
     owner.thread.post(lambda engine: engine.add(late))
     outputs = [owner.outputs.get(timeout=TIMEOUT_S) for _ in range(2)]

@@ -264,7 +264,7 @@ def test_a_reservation_counts_for_the_part_of_windows_that_it_holds() -> None:
     (reserved,) = of_kind(run(engine), Reserved)
     assert reserved.cached_tokens == 12
     held = engine.scheduler.reserving.unclaimed.held_by["somebody"]
-    assert held == -(-1 * 200 // (2 * MOST + OF_STEP)), "three of its four blocks are shared"
+    assert held == -(-4 * 200 // (2 * MOST + OF_STEP)), "those that are shared too"
 
 
 def test_too_few_for_one_sequence_are_refused() -> None:

@@ -6,7 +6,14 @@ from typing import Any, cast
 
 import pytest
 
-from tests.worker.scripted import EPOCH, ScriptedRouter, pair, running, scripted_router
+from tests.worker.scripted import (
+    EPOCH,
+    ScriptedPrefill,
+    ScriptedRouter,
+    pair,
+    running,
+    scripted_router,
+)
 from wire.errors import ErrorCode
 from wire.frames import (
     AS_MANY_AS_FIT,
@@ -183,6 +190,21 @@ async def test_kv_that_never_comes_ends_the_request() -> None:
         message = await router.receive(Tag.ERROR)
         assert message.frame == Error(1, ErrorCode.TRANSFER_FAILED)
         assert decode_map(ErrorDetail, message.body()).stage == "transfer"
+
+
+async def test_a_request_whose_kv_has_gone_ends_at_once() -> None:
+    async with (
+        scripted_router() as router,
+        running(router, "decode"),
+        ScriptedPrefill(router) as prefill,
+    ):
+        prefill.offer(1, PROMPT)
+        await prefill.ack()
+        prefill.cancel(1)
+        await router.until_free(Role.DECODE)
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        frame = (await router.receive(Tag.ERROR)).frame
+        assert (frame.request_id, frame.code) == (1, ErrorCode.TRANSFER_FAILED)  # type: ignore[attr-defined]
 
 
 async def test_a_text_may_take_longer_than_a_lease() -> None:

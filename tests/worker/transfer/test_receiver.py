@@ -437,6 +437,39 @@ async def test_an_offer_that_waits_for_blocks_has_them_as_soon_as_a_router_asks(
         await router.until_free(Role.DECODE)
 
 
+async def test_a_peer_over_its_share_gives_way_to_what_a_router_asks_for() -> None:
+    """It holds 136 of 144 blocks, sends nothing but keepalives, and loses only what is too much."""
+    executor = GatedExecutor(max_model_len=4000)
+    async with (
+        stage(num_blocks=144, executor=executor) as (router, bad),
+        ScriptedPrefill(router, b"prefill-1-1") as other,
+    ):
+        large = [3] * 1630  # 102 blocks
+        for request_id, prompt in ((1, [1] * 270), (2, [2] * 270), (3, large)):
+            bad.offer(request_id, prompt)
+            assert (await bad.ack())[0].request_id == request_id
+        other.offer(9, PROMPT)
+        await heard(router)
+        assert bad.is_quiet and other.is_quiet, "nobody has asked for it"
+        router.decode(9, [*PROMPT, 5], 3, OPTIONS)
+        assert await bad.error() == (3, ErrorCode.OVERLOADED)
+        assert (await other.ack())[0].request_id == 9
+        other.segment(9, WHOLE)
+        assert len(await router.tokens(3)) == 3
+        await router.receive(Tag.DECODE_DONE)
+
+        bad.offer(4, large)
+        for number in (1, 2):
+            bad.send(KvCache(number, 0, 0))
+            assert (await bad.ack())[0].request_id == number, "these were not too much"
+        assert (await router.load(Role.DECODE)).used == 2 * 17
+        router.decode(4, [*large, 5], 3, OPTIONS)
+        assert (await bad.ack())[0].request_id == 4, "it waited until a router asked"
+        for request_id in (1, 2, 4):
+            bad.cancel(request_id)
+        await router.until_free(Role.DECODE)
+
+
 async def test_an_offer_that_was_asked_for_before_does_not_wait() -> None:
     async with stage(num_blocks=80) as (router, prefill):
         router.decode(3, [3, *PROMPT, 5], 1, OPTIONS)
