@@ -61,10 +61,13 @@ BETWEEN_WORKERS: Final = frozenset(
 # A router that is silent for three heartbeats is lost, but not before so many seconds: it may miss
 # quick ones while it reads a huge prompt.  A connection that closes is noticed at once.
 MIN_SILENCE_S: Final = 3.0
-# A HELLO without an answer is said again, then said on another connection: a router never hears
-# the second connection of one identity, and needs 25 to 30 s to see that a vanished one is gone.
+# A HELLO without an answer is said again, and on another connection: a router never hears the
+# second connection of one identity.  One that stood still finds the second before it has read the
+# end of the first, and hears the third.  One that was cut off needs 25 to 30 s to see that the
+# first is gone.  A connection costs it a handshake, 1 ms with keys, and all workers may come at
+# once: so each connection gets more time than the one before.
 HELLO_AGAIN_S: Final = 3.0
-REOPEN_S: Final = 10.0
+REOPEN_S: Final = (3.0, 6.0, 10.0)
 # A router that cannot be reached is named this often.
 UNREACHED_AGAIN_S: Final = 5.0
 HINT: Final = "is it running, is --router its --bus, do --keys fit? trying on"
@@ -115,6 +118,7 @@ class RouterLink:
     is_drained: bool = False
     _silent_s: float = 0.0
     _hello_due_s: float = 0.0
+    _num_unheard: int = 0  # connections since the last WELCOME that were made anew
     _fenced_s: float | None = None  # what is left of waiting for a dead worker to be noticed
     _is_stuck: bool = False
     _link: Connection | None = None
@@ -127,7 +131,7 @@ class RouterLink:
             self.identity.name,
             self.endpoint,
             self._on_message,
-            on_up=self._say_hello,
+            on_up=self._on_up,
             on_down=self._on_down,
         )
 
@@ -152,7 +156,8 @@ class RouterLink:
         elif self.state is LinkState.JOINING and self._link is not None:
             if not self._link.is_up:
                 self._complain()
-            elif self._silent_s > REOPEN_S:
+            elif self._silent_s > REOPEN_S[min(self._num_unheard, len(REOPEN_S) - 1)]:
+                self._num_unheard += 1
                 await self._reopen()
             elif self._hello_due_s <= 0:
                 if self._fenced_s is None:
@@ -192,6 +197,10 @@ class RouterLink:
             self.send(Drain(self.identity.epoch, int(deadline_s * 1000)))
 
     # The connection.
+
+    def _on_up(self) -> None:
+        self._silent_s = 0.0
+        self._say_hello()
 
     def _say_hello(self) -> None:
         if self.state is LinkState.REFUSED and not self.is_fenced:
@@ -280,6 +289,7 @@ class RouterLink:
         if self.epoch not in (0, frame.epoch):
             self.requests.on_router_lost(self)
         self.epoch, self._fenced_s, self.is_fenced = frame.epoch, None, False
+        self._num_unheard = 0
         self.heartbeat_s = frame.heartbeat_ms / 1000
         self.lease_s = frame.lease_ms / 1000
         log.info("registered", router=self.endpoint, max_kv=detail.max_kv_transfer_bytes)

@@ -337,7 +337,7 @@ CAUGHT_BY: dict[str, int] = {
     "keep-unasked": 0,
     "no-keepalive": 286,
     "never-again": 91,
-    "free-early": 456,
+    "free-early": 541,
     "reuse-id": 0,
     "spare-decode": 1,
     "keep-promise": 1,

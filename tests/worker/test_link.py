@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -77,11 +77,15 @@ class Stage:
         self._states: asyncio.Queue[LinkState] = asyncio.Queue()
         identity = Identity(Role.PREFILL, 0, 5)
         self.traffic = Traffic()
+        self.links: list[Link] = []  # one for each connection that was made anew
         self.link = RouterLink(
-            *(router.endpoint, identity, DETAIL, self.role, self._on_state),
-            connect=partial(Link, traffic=self.traffic),
+            *(router.endpoint, identity, DETAIL, self.role, self._on_state), connect=self._connect
         )
         self.link.open()
+
+    def _connect(self, *args: Any, **settings: Any) -> Link:
+        self.links.append(Link(*args, **{**settings, "traffic": self.traffic}))
+        return self.links[-1]
 
     def _on_state(self, link: RouterLink) -> None:
         self._states.put_nowait(link.state)
@@ -122,7 +126,7 @@ async def test_time_may_pass_before_it_is_opened() -> None:
     async with scripted_router() as router:
         identity = Identity(Role.PREFILL, 0, 5)
         link = RouterLink(router.endpoint, identity, DETAIL, Recorder(), lambda link: None)
-        await link.tick(REOPEN_S + 1)
+        await link.tick(REOPEN_S[-1] + 1)
         link.drain(1.0)
         assert link.is_drained  # nobody has anything here
         await link.close(0)
@@ -210,9 +214,49 @@ async def test_a_connection_that_is_not_heard_is_made_anew() -> None:
         async with stage(router) as alone:
             await zombie.close()
             while alone.link.state is not LinkState.READY:  # until the router notices the close
-                await alone.link.tick(REOPEN_S + 1)
+                await alone.link.tick(REOPEN_S[-1] + 1)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(alone.state(), 0.2)
+
+
+async def test_each_connection_gets_more_time_to_be_heard() -> None:
+    async with scripted_router() as router, stage(router) as alone:
+        assert await alone.state() is LinkState.READY
+        router.is_welcoming = False
+        await alone.link.tick(MIN_SILENCE_S + 0.1)
+        for count, limit_s in enumerate([*REOPEN_S, REOPEN_S[-1]], start=2):
+            await alone.until(lambda: alone.links[-1].is_up)
+            await alone.link.tick(limit_s)
+            assert len(alone.links) == count
+            await alone.link.tick(0.1)
+            assert len(alone.links) == count + 1
+        await alone.until(lambda: alone.links[-1].is_up)
+        router.is_welcoming = True
+        await alone.link.tick(HELLO_AGAIN_S)
+        states = [await alone.state() for _ in range(2)]
+        assert states == [LinkState.JOINING, LinkState.READY]
+        router.is_welcoming = False
+        for count in (6, 7):
+            await alone.link.tick(MIN_SILENCE_S + 0.1)
+            assert len(alone.links) == count + 1, "it begins anew"
+            await alone.until(lambda: alone.links[-1].is_up)
+
+
+async def test_only_the_time_since_it_is_there_counts_for_a_router(tmp_path: Path) -> None:
+    endpoint, identity = f"ipc://{tmp_path}/router", Identity(Role.PREFILL, 0, 5)
+    link = RouterLink(endpoint, identity, DETAIL, Recorder(), lambda link: None)
+    link.open()
+    await link.tick(REOPEN_S[-1] + 1)
+    router = ScriptedRouter(endpoint)
+    router.is_welcoming = False
+    try:
+        await router.until(lambda: len(router.hellos) == 1)
+        with capture_logs() as lines:
+            await link.tick(REOPEN_S[0])
+        assert "connecting to the router anew" not in {line["event"] for line in lines}
+    finally:
+        await link.close(0)
+        await router.close()
 
 
 async def test_a_silent_router_is_lost() -> None:
