@@ -2,7 +2,8 @@
 
 A prefill worker lends the memory its KV lies in to processes of its own user.  A decode worker
 maps it when that peer first offers KV, once for all transfers, until the peer is lost.  Where that
-cannot be, KV is sent as bytes, and the log says once why.
+cannot be, KV is sent as bytes, and the log says once why.  A peer that does not answer in time is
+asked again at its next offer: it stood still, but not for long if it offers.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ class Neighbours:
             reason = str(error) or "the peer does not answer"
             if isinstance(error, ConnectionRefusedError):
                 reason = "the peer is on another machine, or in another network namespace"
+            if isinstance(error, TimeoutError):
+                self._mappings.pop(peer, None)
             if reason not in self._reasons:
                 self._reasons.add(reason)
                 log.info("KV comes as bytes", peer=peer.decode(), reason=reason)

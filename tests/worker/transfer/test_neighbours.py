@@ -87,6 +87,26 @@ async def test_the_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> Non
     one.close()
 
 
+async def test_who_answers_late_is_asked_again_at_its_next_offer() -> None:
+    cache, answers = HashKVCache(20, 16), [TimeoutError("it says nothing"), None]
+    one = lender(cache)
+    assert one.offered is not None
+
+    async def fetch(name: str, greeting: bytes) -> int:
+        if (error := answers.pop(0)) is not None:
+            raise error
+        return await fetch_descriptor(name, greeting)
+
+    ours = Neighbours(fetch, is_on=True)
+    for is_mapped in (False, True):
+        assert not ours.is_settled(PEER, one.offered)
+        await ours.settle(PEER, one.offered)
+        assert (ours.memory_of(PEER) is not None) is is_mapped
+    assert ours.is_settled(PEER, one.offered)
+    ours.close()
+    one.close()
+
+
 async def test_who_shall_not_map_asks_nobody() -> None:
     async def fetch(name: str, greeting: bytes) -> int:
         raise AssertionError("nobody may be asked")
