@@ -22,6 +22,7 @@ import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import Any, Final
 
 import structlog
@@ -113,6 +114,7 @@ class Processes:
         self._is_stopping = False
         self._endpoints: dict[str, str] = {}
         self._try_this = ""
+        self._looked_at = inf
         self._ended_counters: Families = []
 
     async def serve(self, stop: Stop) -> int:
@@ -222,12 +224,20 @@ class Processes:
             await channel.close()
 
     async def _look(self) -> None:
-        """Ask all how they are; end those that have said nothing for too long."""
+        """Ask all how they are; end those that have said nothing for too long.
+
+        Where looks are further apart than they should be, the time between was this process's own
+        pause, and perhaps the whole machine's.
+        """
         here = [process for process in self._all if process.child is not None]
-        for process, state in zip(here, await self._ask(AskState(), here), strict=True):
-            now = asyncio.get_running_loop().time()
+        states = await self._ask(AskState(), here)
+        now = asyncio.get_running_loop().time()
+        pause_s, self._looked_at = now - self._looked_at, now
+        for process, state in zip(here, states, strict=True):
             if state is not SILENCE:
                 process.heard_at = now
+            elif pause_s > 2 * (REPORT_S + STATE_S):
+                process.heard_at = min(now, process.heard_at + pause_s)
             allowed_s = STUCK_S if process.is_listening else START_S
             if (silent_s := now - process.heard_at) > allowed_s:
                 log.error("router process is stuck", process=process.index, for_s=round(silent_s))

@@ -18,7 +18,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter
 
 from router.config import Config
-from router.processes.parent import PARENT_ONLY, Process, serve_by_several
+from router.processes.parent import PARENT_ONLY, STUCK_S, Process, serve_by_several
 from router.processes.summed import families
 from tests.scarce import no_descriptor_left
 from wire.process.children import lives
@@ -163,6 +163,23 @@ async def test_one_that_is_stuck_is_ended(tmp_path: Path, monkeypatch: pytest.Mo
         os.kill(it.pids(1)[0], signal.SIGCONT)  # it can do what SIGABRT makes it do
         await until(lambda: len(it.pids(1)) == 2)
     assert it.said("child process ended", "status") == [-signal.SIGKILL, -signal.SIGABRT]
+
+
+async def test_a_pause_of_the_parent_is_not_the_silence_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    monkeypatch.setattr("router.processes.parent.notify", looks.append)
+    monkeypatch.setattr("router.processes.parent.REPORT_S", 0.01)
+    async with parent(tmp_path) as it:
+        await until(it.ready.exists)
+        os.kill(it.pids(1)[0], signal.SIGSTOP)
+        loop, count = asyncio.get_running_loop(), len(looks)
+        time = loop.time
+        monkeypatch.setattr(loop, "time", lambda: time() + 4 * STUCK_S)
+        await until(lambda: len(looks) > count + 3)
+        os.kill(it.pids(1)[0], signal.SIGCONT)
+        assert it.said("router process is stuck") == []
 
 
 async def test_one_that_does_not_begin_to_serve_is_waited_for_by_nobody_and_ended(
