@@ -188,7 +188,12 @@ class Router:
             bounds = HttpLimits(config.max_connections, config.grace_s, config.idle_s)
             address = split_address(config.http)
             self._http = HttpServer(
-                self.application, *address, bounds, self._tls, is_shared=is_shared
+                self.application,
+                *address,
+                bounds,
+                self._tls,
+                is_shared=is_shared,
+                on_slow_client=self.application.metrics.on_slow_client,
             )
         self.endpoints["http"] = self._http.url
         self._tasks = [

@@ -49,7 +49,7 @@ from wire.process.traffic import Traffic
 
 log = structlog.get_logger("router")
 
-# Silent streams are kept alive, and clients that do not read are looked for, this often.
+# Silent streams are looked for, and kept alive, this often.
 TICK_S: Final = 1.0
 # What is logged when the client left before its answer (nginx began this number; never sent).
 CLIENT_CLOSED: Final = 499
@@ -301,7 +301,6 @@ class Application:
         task = asyncio.current_task()
         assert task is not None
         task.uncancel()
-        self.metrics.on_slow_client()
         if abort(exchange.send):
             await watch  # The server has to see its connection gone before this returns.
 

@@ -7,8 +7,8 @@ connections that answers as an API should.  `GuardedProtocol` adds them around i
                  began, from their first byte after an answer, or from the end of that answer
     framing      what two servers might read differently is answered 400
     bodies       are read by the application; what comes after its answer is thrown away
-    answers      a client that does not take the end of one is cut off; one of HTTP/1.0, which knows
-                 no chunks, gets a stream until we hang up
+    answers      a client that does not read them is cut off (`wire.aio.unread`); one of HTTP/1.0,
+                 which knows no chunks, gets a stream until we hang up
     connections  `max_connections`; one more gets 503 and Retry-After; as many TLS handshakes
 
 All that we know of uvicorn beyond its documentation is in this file.
@@ -31,6 +31,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from router.api.errors import Header, HttpError, retry_after
 from router.http.asgi import Event, Push, Receive, Scope, Send
 from wire.aio.listener import bind, listen
+from wire.aio.unread import Unread
 from wire.errors import ErrorCode
 from wire.parts import Buffer
 
@@ -42,7 +43,7 @@ _TOO_LARGE: Final = (431, f"the headers are over {MAX_HEADER_BYTES} bytes", "hea
 SMALL_PIECE, MAX_SMALL_PIECES = 64, 4096
 # When the router stops, what was written has this long to be sent.
 FLUSH_S: Final = 2.0
-# A client that takes nothing of the end of its answer for this long is cut off.
+# A client that reads too little of its answer for this long is cut off.
 STALL_S: Final = 10.0
 # Requests that may wait for the answers of those before them, on one connection.
 MAX_PIPELINED: Final = 64
@@ -54,7 +55,7 @@ class Limits:
 
     `idle_s` is between two requests.  It is longer than clients keep an idle connection (5 s, say
     httpx and openai): who hangs up first must not be us, just as they send the next request.
-    `flush_s` and `stall_s` are for hanging up: `LingeringTransport`.
+    `stall_s` is for clients that do not read, `flush_s` for hanging up: `LingeringTransport`.
     """
 
     max_connections: int = 4096
@@ -86,6 +87,7 @@ class GuardedProtocol(HttpToolsProtocol):
         "_timer",
     )
     limits = Limits()
+    on_slow_client: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -110,8 +112,16 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        cast(LingeringTransport, self.transport).forget()
+        cast(LingeringTransport, self.transport).unread.forget()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        cast(LingeringTransport, self.transport).unread.watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        cast(LingeringTransport, self.transport).unread.relax()
 
     @property
     def may_have_unread(self) -> bool:
@@ -283,17 +293,16 @@ class LingeringTransport:
 
     Closing a socket with bytes unread resets the connection, and the client may never see the
     answer that was written before.  So our side is ended first, and what comes is thrown away until
-    the client ends its own, for `flush_s`; what waits to be sent has `stall_s` for its next byte.
+    the client ends its own, for `flush_s` after it took what waited.
     """
 
-    __slots__ = ("_is_closing", "_protocol", "_timer", "_unsent_bytes", "inner")
+    __slots__ = ("_is_closing", "_protocol", "inner", "unread")
 
     def __init__(self, transport: asyncio.Transport, protocol: GuardedProtocol) -> None:
         self.inner = transport
         self._protocol = protocol
         self._is_closing = False
-        self._unsent_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self.unread = Unread(transport, protocol.limits.stall_s, protocol.on_slow_client)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -306,7 +315,7 @@ class LingeringTransport:
         if self.is_closing():
             return
         self._is_closing = True
-        self._wait()
+        self.unread.hang_up(self._protocol.limits.flush_s)
         if not (self._protocol.may_have_unread and self.inner.can_write_eof()):
             self.inner.close()
             return
@@ -314,23 +323,6 @@ class LingeringTransport:
             self.inner.write_eof()
             self._protocol.flow.resume_reading()
         except (OSError, RuntimeError):  # it is gone already
-            self.inner.abort()
-
-    def forget(self) -> None:
-        """The connection is gone."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _wait(self) -> None:
-        self._unsent_bytes = self.inner.get_write_buffer_size()
-        limits = self._protocol.limits
-        allowed_s = limits.stall_s if self._unsent_bytes else limits.flush_s
-        self._timer = self._protocol.loop.call_later(allowed_s, self._on_timer)
-
-    def _on_timer(self) -> None:
-        if self.inner.get_write_buffer_size() < self._unsent_bytes:
-            self._wait()
-        else:
             self.inner.abort()
 
 
@@ -392,8 +384,10 @@ class HttpServer(uvicorn.Server):
         tls: ssl.SSLContext | None,
         *,
         is_shared: bool = False,
+        on_slow_client: Callable[[], object] = lambda: None,
     ) -> None:
-        guarded = type("Guarded", (GuardedProtocol,), {"limits": limits})
+        settings = {"limits": limits, "on_slow_client": staticmethod(on_slow_client)}
+        guarded = type("Guarded", (GuardedProtocol,), settings)
         super().__init__(
             uvicorn.Config(
                 cast(Any, app),
@@ -441,14 +435,13 @@ class HttpServer(uvicorn.Server):
 def abort(send: Send) -> bool:
     """Drop the connection, unsent bytes included; False when this server gives no way to.
 
-    ASGI has no word for it: a response cut short is closed only after its buffer was sent, and a
-    client that does not read would keep it forever.  uvicorn's `send` is a method of the cycle that
-    holds the transport.
+    ASGI has no word for it: a response cut short is closed only after its buffer was sent.
+    uvicorn's `send` is a method of the cycle that holds the transport.
     """
     transport = getattr(getattr(send, "__self__", None), "transport", None)
-    if transport is None:
+    if not isinstance(transport, LingeringTransport):
         return False
-    transport.abort()
+    transport.unread.cut()
     return True
 
 

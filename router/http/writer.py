@@ -1,8 +1,8 @@
-"""Writes the answer to one HTTP client, as a stream or whole, and cuts one that does not read.
+"""Writes the answer to one HTTP client, as a stream or whole.
 
 The response begins with the first thing to say, so whatever goes wrong before the first token still
 has an HTTP status of its own.  A client that leaves is noticed while nothing is written; one that
-stays but does not read is cut off, by `tick` or by the tokens that pile up.
+stays but does not read is cut off, by the server or because too many tokens pile up.
 
 Tokens are the router's bulk, so they are written without a task waking up for them: all writers
 with something to write have their turn in one pass (`wire.aio.turns`), and what a server takes at
@@ -29,14 +29,12 @@ from wire.aio.turns import Turns
 
 # Silence after which a comment is sent; proxies tend to give up at 30 or 60 s.
 PING_S: Final = 10.0
-# A write that takes longer than this has a client that does not read.
-STALL_S: Final = 10.0
 
 
 class ResponseWriter:
     """Sends the answer to one HTTP request.
 
-    `cut_off` is called once when the client does not read; it must interrupt the write under way.
+    `cut_off` is called once when too much waits for the client; it must end the write under way.
     `on_tokens` is told the time since the tokens before and the number of the new ones, where the
     request has one choice.  `find_push` gives the server's way past ASGI, if it has one, for what
     comes between the first and the last events: a call that says whether it could take a piece of
@@ -78,7 +76,6 @@ class ResponseWriter:
         self._error: Exception | None = None
         # What is left of such a write.
         self._rest: Awaitable[None] | None = None
-        self._writing_since: float | None = None
         self._is_ping_due = False
         self._last_write = clock()
         self._last_tokens: float | None = None
@@ -90,8 +87,10 @@ class ResponseWriter:
         self._turns.take(self)
 
     def overrun(self) -> None:
-        if self._writing_since is not None:
-            self._cut()
+        if self._rest is not None and not self.is_cut:
+            self.is_cut = True
+            self._cut_off()
+            self.disconnect()
 
     def disconnect(self) -> None:
         """The client is gone."""
@@ -100,12 +99,9 @@ class ResponseWriter:
         self._signal.set()
 
     def tick(self) -> None:
-        """Keep a silent stream alive and end a stalled one; call it about once a second."""
-        now = self._clock()
-        if self._writing_since is not None:
-            if now - self._writing_since > STALL_S:
-                self._cut()
-        elif now - (self._middle.last if self._middle else self._last_write) >= PING_S:
+        """Keep a silent stream alive; call it about once a second."""
+        last = self._middle.last if self._middle else self._last_write
+        if self._rest is None and self._clock() - last >= PING_S:
             self._end_middle()
             self._is_ping_due = True
             self.wake()
@@ -136,7 +132,6 @@ class ResponseWriter:
         except Exception as error:
             self.fail(error)
         else:
-            self._writing_since = self._clock()
             self._rest = go_on(sending, awaited)
             self._signal.set()
 
@@ -198,7 +193,7 @@ class ResponseWriter:
                 raise self._error
             if self._rest is not None:
                 await self._rest
-                self._rest = self._writing_since = None
+                self._rest = None
                 self.wake()
             if self.is_gone and not completion.is_over:
                 raise Disconnected
@@ -251,12 +246,6 @@ class ResponseWriter:
             await self._send(start)
             self._push = self._find_push(self._send)
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
-
-    def _cut(self) -> None:
-        if not self.is_cut:
-            self.is_cut = True
-            self._cut_off()
-            self.disconnect()
 
 
 async def wait_for_disconnect(receive: Receive, writer: ResponseWriter) -> None:

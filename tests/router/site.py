@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,12 +13,12 @@ from typing import Any
 
 import httpx
 import tokenizers
-import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from router.api.model import ServedModel
 from router.bus import Bus
 from router.core.state import Limits, RequestIds
+from router.http import server
 from router.http.application import Application
 from tests.router.scripted import EPOCH, detail, fleet, load
 from wire.errors import ErrorCode
@@ -230,17 +229,13 @@ def events(body: str) -> list[Any]:
 
 
 @asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[tuple[str, int]]:
-    """The application on a real uvicorn, as router.app runs it."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    settings = uvicorn.Config(
-        app, http="httptools", lifespan="on", log_level="warning", access_log=False
-    )
-    server = uvicorn.Server(settings)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
+async def listening(app: Application) -> AsyncIterator[tuple[str, int]]:
+    """The application on its server, as router.app runs it."""
+    limits, on_slow_client = server.Limits(), app.metrics.on_slow_client
+    serving = server.HttpServer(app, "127.0.0.1", 0, limits, None, on_slow_client=on_slow_client)
+    task = asyncio.create_task(serving.run_on_loop())
     try:
-        yield listener.getsockname()[:2]
+        yield "127.0.0.1", serving.port
     finally:
-        server.should_exit = True
+        serving.should_exit = True
         await task
-        listener.close()

@@ -18,6 +18,7 @@ import structlog
 
 from wire.aio.listener import Listener, bind, listen
 from wire.aio.turns import Turns
+from wire.aio.unread import Unread
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Error, Frame, Tag
 from wire.parts import Buffer, Message
@@ -34,8 +35,9 @@ MAX_AT_ONCE: Final = 64
 class Limits:
     """What one client may cost.
 
-    At most `max_write_bytes` wait for a client to read them, and more than `high_water_bytes` for
-    `stall_s` at most.  A message must be complete `message_s` after its first byte, plus its
+    At most `max_write_bytes` wait for a client to read them; while more than `high_water_bytes` do,
+    it must read at a least rate in each `stall_s` (`wire.aio.unread`).  A message must be complete
+    `message_s` after its first byte, plus its
     size at `min_bytes_per_s`; the first one must begin within `message_s` of the connection, and so
     must a TLS handshake be over.  A client with nothing open may be silent for `idle_s`.  After our
     last byte it has `hang_up_s` to hang up, before we do.
@@ -91,10 +93,10 @@ class Connection(asyncio.Protocol):
         self._decoder = StreamDecoder(max_frame_bytes=limits.max_frame_bytes)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
+        self._unread: Unread
         self._message_began_at: float | None = None
         self._active_at = self._loop.time()
         self._read_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
 
     @property
     def buffered_bytes(self) -> int:
@@ -134,7 +136,8 @@ class Connection(asyncio.Protocol):
         self._active_at = self._loop.time()
         self._transport.write(body)
         if self.buffered_bytes > self._limits.max_write_bytes:
-            self.abort(WireError(ErrorCode.OVERLOADED, f"{self.peer_name} does not read"))
+            self._end(WireError(ErrorCode.OVERLOADED, f"{self.peer_name} does not read"))
+            self._unread.cut()
 
     def _write(self) -> None:
         """Write what was sent in this turn before it is over."""
@@ -152,11 +155,7 @@ class Connection(asyncio.Protocol):
             return
         self._write()
         self._end(error)
-        stall_s = self._limits.stall_s if self.buffered_bytes else 0.0
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-        allowed_s = max(self._limits.hang_up_s, stall_s)
-        self._write_timer = self._loop.call_later(allowed_s, self._transport.abort)
+        self._unread.hang_up(self._limits.hang_up_s)
         if not self._transport.can_write_eof():  # TLS says good-bye by itself
             self._transport.close()
             return
@@ -166,9 +165,9 @@ class Connection(asyncio.Protocol):
         except (OSError, RuntimeError):  # it is gone already
             self._transport.abort()
 
-    def abort(self, error: Exception | None = None) -> None:
+    def abort(self) -> None:
         """Cut the connection; what waits is lost."""
-        self._end(error)
+        self._end(None)
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -176,6 +175,7 @@ class Connection(asyncio.Protocol):
         address = transport.get_extra_info("peername") or ("unknown", 0)
         self.peer_name = f"{address[0]}:{address[1]}"
         self._transport.set_write_buffer_limits(high=self._limits.high_water_bytes)
+        self._unread = Unread(self._transport, self._limits.stall_s, self._on_cut)
         self._connections.add(self)
         if len(self._connections) > self._limits.max_connections:
             self.refuse(WireError(ErrorCode.OVERLOADED, "too many connections"))
@@ -220,23 +220,20 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         self._write()
         self._end(None)
+        self._unread.hang_up(self._limits.hang_up_s)
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(exc)
         self._connections.discard(self)
         self.closed.set_result(None)
-        if self._write_timer is not None:
-            self._write_timer.cancel()
+        self._unread.forget()
 
     def pause_writing(self) -> None:
-        if self._write_timer is None:
-            self._write_timer = self._loop.call_later(self._limits.stall_s, self._on_stall)
+        self._unread.watch()
 
     def resume_writing(self) -> None:
-        if self._write_timer is not None and not self.is_closing:
-            self._write_timer.cancel()
-            self._write_timer = None
+        self._unread.relax()
 
     def _watch_rate(self) -> None:
         if self._read_timer is not None:
@@ -266,8 +263,8 @@ class Connection(asyncio.Protocol):
         else:
             self.refuse(WireError(ErrorCode.DEADLINE_EXCEEDED, "idle for too long"))
 
-    def _on_stall(self) -> None:
-        self.abort(WireError(ErrorCode.DEADLINE_EXCEEDED, f"{self.peer_name} does not read"))
+    def _on_cut(self) -> None:
+        self._end(WireError(ErrorCode.DEADLINE_EXCEEDED, f"{self.peer_name} does not read"))
 
     def _end(self, error: Exception | None) -> None:
         if self.is_closing:

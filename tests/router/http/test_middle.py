@@ -10,7 +10,7 @@ import pytest
 from router.api.answered.completion import MAX_AT_ONCE
 from router.api.answered.events import PING
 from router.http.asgi import Disconnected
-from router.http.writer import PING_S, STALL_S
+from router.http.writer import PING_S
 from tests.router.http.client import Client, text_of
 from wire.errors import ErrorCode, WireError
 from wire.payloads import Usage
@@ -136,25 +136,6 @@ async def test_silence_is_counted_from_what_the_middle_wrote_though_it_is_over()
     await asyncio.sleep(0)
     assert push.texts == ["b", "c", "e"]
     assert await finish(client, task) == "ad"
-
-
-async def test_a_client_that_lags_after_a_long_middle_has_all_the_time_there_is() -> None:
-    client, push, task = await in_the_middle()
-    client.now += STALL_S + 1
-    push.is_free = False
-    client.may_write.clear()
-    client.is_writing.clear()
-    client.say("d")
-    await client.is_writing.wait()
-    client.now += STALL_S
-    client.writer.tick()
-    assert not client.writer.is_cut
-    client.now += 0.1
-    client.writer.tick()
-    assert client.writer.is_cut
-    client.may_write.set()
-    with pytest.raises(Disconnected):
-        await task
 
 
 async def test_the_last_token_waits_for_the_end() -> None:

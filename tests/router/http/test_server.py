@@ -9,9 +9,8 @@ import itertools
 import json
 import shutil
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -34,6 +33,8 @@ from tests.router.http.asgi_wire import Wire
 from wire.aio.listener import server_context
 
 GET = b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n"
+LARGE = b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n"
+LARGE_BYTES = 30_000_000
 PUSHED = bytes(1 << 15)
 POST = b"POST /read HTTP/1.1\r\nhost: x\r\n"
 
@@ -65,15 +66,17 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
         return
     if scope["path"] == "/read":
         await read_body(scope, receive)
-    size = 30_000_000 if scope["path"] == "/large" else 0
+    size = LARGE_BYTES if scope["path"] == "/large" else 0
     await respond(send, 200, scope["path"].encode() + bytes(size))
 
 
 @asynccontextmanager
 async def serving(
-    limits: Limits | None = None, tls: ssl.SSLContext | None = None
+    limits: Limits | None = None,
+    tls: ssl.SSLContext | None = None,
+    on_slow_client: Callable[[], object] = lambda: None,
 ) -> AsyncIterator[HttpServer]:
-    server = HttpServer(app, "127.0.0.1", 0, limits or Limits(), tls)
+    server = HttpServer(app, "127.0.0.1", 0, limits or Limits(), tls, on_slow_client=on_slow_client)
     task = asyncio.create_task(server.run_on_loop())
     try:
         yield server
@@ -212,14 +215,33 @@ async def test_connections_have_a_limit() -> None:
         writer.close()
 
 
-async def test_a_client_that_does_not_take_its_answer_is_cut_off() -> None:
-    async with serving(replace(QUICK, stall_s=0.05)) as server:
+@pytest.mark.parametrize("idle_s", [0.05, 60.0])
+async def test_a_client_that_does_not_take_its_answer_is_cut_off(idle_s: float) -> None:
+    """Whether we are about to hang up, or would take another request."""
+    is_cut = asyncio.Event()
+    limits = Limits(idle_s=idle_s, stall_s=0.05)
+    async with serving(limits, on_slow_client=is_cut.set) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
-        writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(LARGE)
         await reader.readuntil(b"\r\n")
-        while server.server_state.connections:  # noqa: ASYNC110 (uvicorn has no event for it)
-            await asyncio.sleep(0.01)
-        writer.transport.abort()
+        await is_cut.wait()
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+
+
+async def test_a_client_that_took_its_answer_late_may_ask_again_later() -> None:
+    is_cut = asyncio.Event()
+    async with serving(Limits(stall_s=0.5), on_slow_client=is_cut.set) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
+        writer.write(LARGE)
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.2)
+        await reader.readexactly(len(b"/large") + LARGE_BYTES)
+        await asyncio.sleep(0.6)
+        writer.write(GET % 1)
+        assert await reader.readuntil(b"/1")
+        assert not is_cut.is_set()
+        writer.close()
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")

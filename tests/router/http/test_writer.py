@@ -115,24 +115,6 @@ async def test_a_client_that_leaves() -> None:
     assert client.sent == []
 
 
-async def test_a_write_that_stalls_is_cut() -> None:
-    client = Client()
-    client.may_write.clear()
-    task = client.stream()
-    client.say("a")
-    await client.is_writing.wait()
-    client.now = module.STALL_S
-    client.writer.tick()
-    assert not client.writer.is_cut
-    client.now += 0.1
-    client.writer.tick()
-    client.writer.tick()
-    assert (client.writer.is_cut, client.cuts) == (True, 1)
-    client.may_write.set()
-    with pytest.raises(Disconnected):
-        await task
-
-
 async def test_a_client_that_read_late_once_is_not_cut_for_it_later() -> None:
     client = Client()
     client.may_write.clear()
@@ -143,8 +125,6 @@ async def test_a_client_that_read_late_once_is_not_cut_for_it_later() -> None:
     assert text_of(await client.bodies.get()) == "a"
     client.say("b")
     assert text_of(await client.bodies.get()) == "b"
-    client.now = module.STALL_S + 1
-    client.writer.tick()
     client.writer.overrun()
     assert not client.writer.is_cut
     client.sink.on_done(Usage(finish_reason="stop"))

@@ -1,0 +1,97 @@
+"""What waits for a client to read it: one that takes too little of it in its time is cut off.
+
+A client may be slow, and a write buffer that is full says nothing of it: the kernel takes more only
+when a third of its own buffer is free, which on a slow network is a minute's worth.  So what counts
+is how much the client has acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from typing import Final
+
+# The least that a client reads while more waits for it than may: a tenth of what the slowest of
+# networks brings, but who reads a byte now and then does not hold our memory.
+MIN_BYTES_PER_S: Final = 8 << 10
+# In Linux's `struct tcp_info`, which is only ever added to: tcpi_bytes_acked, a u64 at 120.
+_INFO_BYTES: Final = 128
+_ACKED_AT: Final = 120
+# SO_LINGER on, for 0 s: closing resets.
+_RESET: Final = struct.pack("ii", 1, 0)
+
+
+class Unread:
+    """Watches one connection while more waits for its client than may, and when it ends.
+
+    A client that takes less than `MIN_BYTES_PER_S` in `stall_s` is cut off, and `on_cut` is called.
+    """
+
+    __slots__ = ("_hang_up_s", "_on_cut", "_stall_s", "_taken_bytes", "_timer", "_transport")
+
+    def __init__(
+        self, transport: asyncio.Transport, stall_s: float, on_cut: Callable[[], object]
+    ) -> None:
+        self._transport = transport
+        self._stall_s = stall_s
+        self._on_cut = on_cut
+        self._timer: asyncio.TimerHandle | None = None
+        # Once we have said our last: how long the client may wait with hanging up.
+        self._hang_up_s: float | None = None
+        self._taken_bytes = 0
+
+    def watch(self) -> None:
+        """More waits than may."""
+        if self._timer is None:
+            self._arm()
+
+    def relax(self) -> None:
+        """The client has caught up."""
+        if self._hang_up_s is None:
+            self.forget()
+
+    def hang_up(self, after_s: float) -> None:
+        """Our last byte is written: once it is taken, the client has `after_s`, then we abort."""
+        self.forget()
+        self._hang_up_s = after_s
+        self._arm()
+
+    def cut(self) -> None:
+        """Reset the connection, so that the kernel keeps nothing of what waits either."""
+        sock = self._transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._on_cut()
+        self._transport.abort()
+
+    def forget(self) -> None:
+        """End the watch."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        self._taken_bytes = _taken_bytes(self._transport)
+        loop = asyncio.get_running_loop()
+        if self._hang_up_s is None or self._transport.get_write_buffer_size():
+            self._timer = loop.call_later(self._stall_s, self._look)
+        else:
+            self._timer = loop.call_later(self._hang_up_s, self._transport.abort)
+
+    def _look(self) -> None:
+        taken_bytes = _taken_bytes(self._transport) - self._taken_bytes
+        is_all_taken = not self._transport.get_write_buffer_size()
+        if is_all_taken or taken_bytes >= MIN_BYTES_PER_S * self._stall_s:
+            self._arm()
+        else:
+            self.cut()
+
+
+def _taken_bytes(transport: asyncio.Transport) -> int:
+    """Return a number that grows by each byte the client takes."""
+    if not hasattr(socket, "TCP_INFO"):  # not Linux: what we still hold has to do
+        return -transport.get_write_buffer_size()
+    sock = transport.get_extra_info("socket")
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    return int.from_bytes(info[_ACKED_AT:_INFO_BYTES], "little")
