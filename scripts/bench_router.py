@@ -9,7 +9,8 @@ A real router process, workers that compute nothing (`scripts/emitters.py`) and 
 every token (`scripts/streams.py`), each in processes of their own.  `--peers` is a directory with
 the programs of those it is compared with, which run by turns with ours in every round: the floor,
 `relay_floor.py` (one ZeroMQ message a step in, 64 chunks out, and nothing else), and with
-`--sglang`, a Python that has it, sglang-router before `mock_worker.py`.
+`--sglang`, a Python that has it, sglang-router before `mock_worker.py`.  The time to a first token
+is beside that by `bare_router.py`, which only passes on.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.sides import ROOT, START_S, ended, listening
+from scripts.sides import ROOT, START_S, Listening, ended, listening, started
 
 # sglang-router tells nobody when it is ready.
 PEER_START_S: Final = 6.0
@@ -71,7 +72,7 @@ ROWS: Final = {
         Row("saturated", tokens=4000),
         Row("paced", pace_us=10_000),
         Row("saturated-1", streams=1, tokens=20_000),
-        Row("saturated-512", streams=512, tokens=500),
+        Row("saturated-512", streams=512, tokens=4000),
         Row("paced-512", streams=512, tokens=200, pace_us=80_000),
         Row("chat", face="chat", tokens=4000),
         Row("chat-paced", face="chat", pace_us=10_000),
@@ -107,11 +108,20 @@ class Running:
         return [host, str(port)]
 
 
-@contextmanager
-def ours(flags: list[str]) -> Iterator[Running]:
+def ours(flags: list[str]) -> AbstractContextManager[Running]:
     """The router of this checkout and its emitters."""
     limits = ["--max-running-per-worker", "4096", "--max-requests-per-connection", "64"]
-    served = listening([*limits, *flags])
+    return emitting(listening([*limits, *flags]))
+
+
+def bare() -> AbstractContextManager[Running]:
+    """One that only passes on, and its emitters."""
+    return emitting(started(["scripts.bare_router"]))
+
+
+@contextmanager
+def emitting(served: AbstractContextManager[Listening]) -> Iterator[Running]:
+    """A router with emitters of its own."""
     with served as (addresses, pid, buses), TemporaryDirectory() as directory:
         notes = Path(directory) / "notes"
         emitters = [sys.executable, "-m", "scripts.emitters", *buses, "--notes", str(notes)]
@@ -271,6 +281,9 @@ def main() -> None:
             measure(WARM, router)
         for _ in range(given.rounds):
             for row in rows:
+                if row.kind == "arrivals":
+                    with bare() as least:
+                        print(said(row, "bare", measure(row, least)), flush=True)
                 is_compared = given.peers is not None and row.is_compared
                 if is_compared:
                     print(floor(given.peers, row), flush=True)

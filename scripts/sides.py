@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -56,16 +56,23 @@ def router(face: str, grace_s: float) -> Iterator[Side]:
         yield Side(*addresses[face], pid)
 
 
+# Where clients reach a router, by face, its process, and its buses.
+Listening = tuple[dict[str, tuple[str, int]], int, list[str]]
+
+
+def listening(flags: list[str]) -> AbstractContextManager[Listening]:
+    """A router's process."""
+    endpoints = ["--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0"]
+    return started(["router", "--log-level", "error", *endpoints, *flags])
+
+
 @contextmanager
-def listening(
-    flags: list[str],
-) -> Iterator[tuple[dict[str, tuple[str, int]], int, list[str]]]:
-    """A router's process: where clients reach it, by face, its id, and its buses."""
+def started(module: list[str]) -> Iterator[Listening]:
+    """A module and its flags, as a process that takes `--ready-file` as a router does."""
     with tempfile.TemporaryDirectory() as directory:
         ready = Path(directory) / "ready"
-        endpoints = ["--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0"]
-        command = [sys.executable, "-m", "router", "--log-level", "error", *endpoints, *flags]
-        with ended(subprocess.Popen([*command, "--ready-file", str(ready)], cwd=ROOT)) as process:
+        command = [sys.executable, "-m", *module, "--ready-file", str(ready)]
+        with ended(subprocess.Popen(command, cwd=ROOT)) as process:
             deadline = time.monotonic() + START_S
             while not ready.exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
