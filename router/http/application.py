@@ -38,7 +38,7 @@ from router.http.limits import ORDINARY_BYTES, Bodies, Threads
 from router.http.origin import Origins, preflight
 from router.http.responses import ResponseHandlers
 from router.http.routes import Handler, Route, Routes
-from router.http.server import abort, find_push
+from router.http.server import cut, find_push
 from router.http.status import Status
 from router.http.writer import ResponseWriter, wait_for_disconnect
 from router.processes.siblings import Siblings
@@ -258,11 +258,6 @@ class Application:
         self._writers.add(writer)
         try:
             await self._deliver(exchange, completion, writer)
-        except asyncio.CancelledError:
-            if not writer.is_cut:
-                raise
-            await self._drop_slow_client(exchange, watch)
-            raise Disconnected from None
         finally:
             self._writers.discard(writer)
             watch.cancel()
@@ -285,24 +280,15 @@ class Application:
         await exchange.respond(200, await self._threads.run(size, render))
 
     def _writer(self, exchange: HttpExchange) -> ResponseWriter:
-        task = asyncio.current_task()
-        assert task is not None
         return ResponseWriter(
             exchange.send,
             self._turns,
             find_push=find_push,
             headers=exchange.headers,
             clock=time.monotonic,
-            cut_off=task.cancel,
+            cut_off=partial(cut, exchange.send),
             on_tokens=self.metrics.on_tokens,
         )
-
-    async def _drop_slow_client(self, exchange: HttpExchange, watch: asyncio.Task[None]) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        task.uncancel()
-        if abort(exchange.send):
-            await watch  # The server has to see its connection gone before this returns.
 
     def _start_ticking(self) -> None:
         if self._tick_due is None:

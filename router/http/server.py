@@ -432,17 +432,15 @@ class HttpServer(uvicorn.Server):
         await self.serve(sockets=[self._socket])
 
 
-def abort(send: Send) -> bool:
-    """Drop the connection, unsent bytes included; False when this server gives no way to.
+def cut(send: Send) -> None:
+    """Reset the connection, unsent bytes included; nothing happens where this is not the server.
 
     ASGI has no word for it: a response cut short is closed only after its buffer was sent.
     uvicorn's `send` is a method of the cycle that holds the transport.
     """
     transport = getattr(getattr(send, "__self__", None), "transport", None)
-    if not isinstance(transport, LingeringTransport):
-        return False
-    transport.unread.cut()
-    return True
+    if isinstance(transport, LingeringTransport):
+        transport.unread.cut()
 
 
 def find_push(send: Send) -> Push | None:

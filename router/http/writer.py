@@ -34,7 +34,7 @@ PING_S: Final = 10.0
 class ResponseWriter:
     """Sends the answer to one HTTP request.
 
-    `cut_off` is called once when too much waits for the client; it must end the write under way.
+    `cut_off` is called once, when too much waits for the client; it must end the write under way.
     `on_tokens` is told the time since the tokens before and the number of the new ones, where the
     request has one choice.  `find_push` gives the server's way past ASGI, if it has one, for what
     comes between the first and the last events: a call that says whether it could take a piece of
@@ -64,7 +64,6 @@ class ResponseWriter:
 
         self.is_started = False
         self.is_gone = False
-        self.is_cut = False
 
         self._streamed: tuple[Completion, Answer] | None = None
         # What writes instead of this while there is but text.
@@ -87,8 +86,7 @@ class ResponseWriter:
         self._turns.take(self)
 
     def overrun(self) -> None:
-        if self._rest is not None and not self.is_cut:
-            self.is_cut = True
+        if self._rest is not None and not self.is_gone:
             self._cut_off()
             self.disconnect()
 

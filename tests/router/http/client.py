@@ -35,7 +35,7 @@ class Client:
         self.may_write.set()
         self.is_writing = asyncio.Event()
         self.tokens: list[tuple[float, int]] = []
-        self.cuts = 0
+        self.cuts: list[Client] = []
         self.core = Core()
         self.writer = ResponseWriter(
             self._send,
@@ -74,7 +74,7 @@ class Client:
             self.bodies.put_nowait(event["body"])
 
     def _cut(self) -> None:
-        self.cuts += 1
+        self.cuts.append(self)
 
 
 def text_of(body: bytes) -> str:
