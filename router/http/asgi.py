@@ -25,6 +25,8 @@ Send = Callable[[Event], Awaitable[None]]
 Push = Callable[[bytes], bool]
 
 JSON: Final = b"application/json"
+# Of a whole answer; so much more than the server lets wait may wait for a client that is slow.
+PIECE_BYTES: Final = 256 << 10
 # Request ids come from outside and go into our logs.
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9_.:=+/-]{1,128}")
 # W3C Trace Context: version, trace, parent and flags.  Later versions may say more after them.
@@ -107,7 +109,12 @@ async def respond(
         *headers,
     ]
     await send({"type": "http.response.start", "status": status, "headers": described})
-    await send({"type": "http.response.body", "body": body})
+    # In pieces, of which the server takes the next when the client has taken those before.
+    last = max(len(body) - 1, 0) // PIECE_BYTES * PIECE_BYTES
+    for start in range(0, last, PIECE_BYTES):
+        piece = body[start : start + PIECE_BYTES]
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": body[last:]})
 
 
 @dataclass(eq=False, slots=True)

@@ -133,7 +133,8 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._header_bytes += len(data)
         super().data_received(data)
-        if self._is_in_headers and self._header_bytes > MAX_HEADER_BYTES:
+        is_too_large = self._is_in_headers and self._header_bytes > MAX_HEADER_BYTES
+        if is_too_large and self._refusal is None:
             self._refuse(*_TOO_LARGE)
         if not self._num_owed and self._is_in_headers and self._timer is None:
             self._arm()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import socket
 import zlib
 from typing import Any, Final, cast
 
@@ -46,10 +47,11 @@ class Refused(Exception):
 
 
 class Pipe(asyncio.Transport):
-    """A transport that keeps what is written."""
+    """A transport that keeps what is written, over a socket that leads nowhere."""
 
-    def __init__(self) -> None:
-        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+    def __init__(self, sock: socket.socket) -> None:
+        names = {"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)}
+        super().__init__(names | {"socket": sock})
         self.written = bytearray()
         self._is_closing = False
 
@@ -87,6 +89,7 @@ class Framing:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._socket = socket.socket()
         self._problems: list[dict[str, Any]] = []
         self._loop.set_exception_handler(lambda _, context: self._problems.append(context))
         self._config = uvicorn.Config(
@@ -109,7 +112,7 @@ class Framing:
 
     def _statuses(self, pieces: list[bytes]) -> list[int]:
         """What one connection is answered."""
-        pipe = Pipe()
+        pipe = Pipe(self._socket)
         self._loop.run_until_complete(self._connection(pieces, pipe))
         assert not self._problems, self._problems.pop()
         statuses = [int(status) for status in _ANSWERS.findall(pipe.written)]

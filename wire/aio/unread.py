@@ -29,7 +29,15 @@ class Unread:
     A client that takes less than `MIN_BYTES_PER_S` in `stall_s` is cut off, and `on_cut` is called.
     """
 
-    __slots__ = ("_hang_up_s", "_on_cut", "_stall_s", "_taken_bytes", "_timer", "_transport")
+    __slots__ = (
+        "_hang_up_s",
+        "_is_over",
+        "_on_cut",
+        "_stall_s",
+        "_taken_bytes",
+        "_timer",
+        "_transport",
+    )
 
     def __init__(
         self, transport: asyncio.Transport, stall_s: float, on_cut: Callable[[], object]
@@ -41,6 +49,7 @@ class Unread:
         # Once we have said our last: how long the client may wait with hanging up.
         self._hang_up_s: float | None = None
         self._taken_bytes = 0
+        self._is_over = False
 
     def watch(self) -> None:
         """More waits than may."""
@@ -50,23 +59,32 @@ class Unread:
     def relax(self) -> None:
         """The client has caught up."""
         if self._hang_up_s is None:
-            self.forget()
+            self._disarm()
 
     def hang_up(self, after_s: float) -> None:
         """Our last byte is written: once it is taken, the client has `after_s`, then we abort."""
-        self.forget()
-        self._hang_up_s = after_s
+        # Over TLS what waits cannot be seen: it is in the buffer of the transport below.
+        is_sealed = self._transport.get_extra_info("sslcontext") is not None
+        self._hang_up_s = self._stall_s if is_sealed else after_s
+        self._disarm()
         self._arm()
 
     def cut(self) -> None:
         """Reset the connection, so that the kernel keeps nothing of what waits either."""
+        if self._is_over:
+            return
+        self.forget()
         sock = self._transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._on_cut()
         self._transport.abort()
 
     def forget(self) -> None:
-        """End the watch."""
+        """The connection is gone."""
+        self._is_over = True
+        self._disarm()
+
+    def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -77,21 +95,31 @@ class Unread:
         if self._hang_up_s is None or self._transport.get_write_buffer_size():
             self._timer = loop.call_later(self._stall_s, self._look)
         else:
-            self._timer = loop.call_later(self._hang_up_s, self._transport.abort)
+            self._timer = loop.call_later(self._hang_up_s, self._end, self._hang_up_s)
 
     def _look(self) -> None:
-        taken_bytes = _taken_bytes(self._transport) - self._taken_bytes
-        is_all_taken = not self._transport.get_write_buffer_size()
-        if is_all_taken or taken_bytes >= MIN_BYTES_PER_S * self._stall_s:
+        if self._is_read(self._stall_s) or not self._transport.get_write_buffer_size():
             self._arm()
         else:
             self.cut()
 
+    def _end(self, waited_s: float) -> None:
+        if self._is_read(waited_s):
+            self._arm()
+        else:
+            self._transport.abort()
+
+    def _is_read(self, waited_s: float) -> bool:
+        taken_bytes = _taken_bytes(self._transport) - self._taken_bytes
+        return taken_bytes >= MIN_BYTES_PER_S * waited_s
+
 
 def _taken_bytes(transport: asyncio.Transport) -> int:
     """Return a number that grows by each byte the client takes."""
-    if not hasattr(socket, "TCP_INFO"):  # not Linux: what we still hold has to do
-        return -transport.get_write_buffer_size()
-    sock = transport.get_extra_info("socket")
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    return int.from_bytes(info[_ACKED_AT:_INFO_BYTES], "little")
+    acked = 0
+    if hasattr(socket, "TCP_INFO"):
+        sock = transport.get_extra_info("socket")
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        acked = int.from_bytes(info[_ACKED_AT:_INFO_BYTES], "little")
+    # Other systems than Linux do not tell: what we still hold has to do.
+    return acked or -transport.get_write_buffer_size()

@@ -11,6 +11,7 @@ import shutil
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -178,6 +179,30 @@ async def test_headers_that_come_in_one_read_have_the_same_limit() -> None:
             assert error_of(answer[answer.rfind(b"HTTP/1.1 ") :]) == (431, "headers_too_large")
 
 
+@pytest.mark.parametrize(
+    ("begun", "code"),
+    [
+        (POST + b"a: " + b"x" * MAX_HEADER_BYTES + b"\r\n\r\n", "headers_too_large"),
+        (bytes(2 * MAX_HEADER_BYTES), "invalid_http"),
+    ],
+)
+async def test_who_is_refused_in_one_read_and_goes_on_sending_is_told(
+    begun: bytes, code: str
+) -> None:
+    problems = list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(begun)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        for _ in range(8):
+            writer.write(bytes(1 << 16))
+            await writer.drain()
+        assert error_of(answer + await reader.read())[1] == code
+        writer.close()
+    assert not problems
+
+
 async def test_a_large_body_is_no_large_header() -> None:
     async with serving() as server:
         size = 4 * MAX_HEADER_BYTES
@@ -242,6 +267,32 @@ async def test_a_client_that_took_its_answer_late_may_ask_again_later() -> None:
         assert await reader.readuntil(b"/1")
         assert not is_cut.is_set()
         writer.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
+async def test_over_tls_who_reads_slowly_gets_all_and_who_does_not_read_is_cut(
+    tmp_path: Path,
+) -> None:
+    made = certificate.make(tmp_path)
+    trusted = ssl.create_default_context(cafile=made.cert)
+    is_cut = asyncio.Event()
+    limits = Limits(flush_s=0.05, stall_s=0.5)
+    tls = server_context(made.cert, made.key)
+    async with serving(limits, tls, is_cut.set) as server:
+        connect = partial(asyncio.open_connection, "127.0.0.1", server.port, ssl=trusted)
+        reader, writer = await connect(limit=1 << 16)
+        writer.write(LARGE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+        await reader.readuntil(b"\r\n\r\n")
+        left = len(b"/large") + LARGE_BYTES
+        while left and (part := await reader.read(LARGE_BYTES // 40)):
+            left -= len(part)
+            await asyncio.sleep(0.02)
+        assert not left and not is_cut.is_set()
+        writer.close()
+        reader, writer = await connect(limit=1024)
+        writer.write(LARGE)
+        await is_cut.wait()
+        writer.transport.abort()
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")

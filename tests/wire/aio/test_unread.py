@@ -117,6 +117,14 @@ async def test_who_does_not_or_trickles_is_cut(hangs_up: bool, at_once: int) -> 
                 pass
 
 
+async def test_who_is_gone_is_not_cut() -> None:
+    async with flooded() as (flood, client):
+        client.close()
+        await flood.lost
+        flood.unread.cut()
+        assert not flood.cuts
+
+
 async def test_who_catches_up_is_watched_no_longer() -> None:
     async with flooded() as (flood, client):
         await read(client, 1 << 20, MANY_BYTES, 0)
