@@ -6,8 +6,9 @@ stays but does not read is cut off, by the server or because too many tokens pil
 
 Tokens are the router's bulk, so they are written without a task waking up for them: all writers
 with something to write have their turn in one pass (`wire.aio.turns`), and what a server takes at
-once costs one call.  Only where it does not, because the client is slow to read, does the task of
-the request wait for it; meanwhile its tokens pile up, and go out together.
+once costs one call.  The first of an answer alone is written where it comes in: somebody waits for
+it.  Only where the server does not take it all, because the client is slow to read, does the task
+of the request wait for it; meanwhile its tokens pile up, and go out together.
 """
 
 from __future__ import annotations
@@ -84,6 +85,10 @@ class ResponseWriter:
 
     def wake(self) -> None:
         self._turns.take(self)
+
+    def write(self) -> None:
+        if body := self.prepare(self._clock()):
+            self.transmit(body)
 
     def overrun(self) -> None:
         if self._rest is not None and not self.is_gone:

@@ -188,6 +188,11 @@ class Choice:
         return len(self._pending)
 
     @property
+    def is_begun(self) -> bool:
+        """Whether there is one token, the first, and more are to come."""
+        return not self.num_tokens and self.lag == 1 and self._awaits_end
+
+    @property
     def _awaits_end(self) -> bool:
         return self.usage is None and self.error is None and not self.is_stopped_at_once
 
@@ -380,6 +385,9 @@ class Writer(Protocol):
     def wake(self) -> None:
         """There is something to take."""
 
+    def write(self) -> None:
+        """There is something to take that somebody waits for: it is taken and sent at once."""
+
     def overrun(self) -> None:
         """A choice has more untaken tokens than anyone should let pile up."""
 
@@ -480,4 +488,5 @@ class Completion:
                 self._writer.overrun()
         elif choice.finish_reason is None:  # else these tokens come after a stop string
             self._dirty[choice] = None
-            self._writer.wake()
+            # The first token goes out before the core asks a decode worker for the next.
+            (self._writer.write if choice.is_begun else self._writer.wake)()

@@ -47,6 +47,9 @@ class Writer:
     def wake(self) -> None:
         self.wakes += 1
 
+    def write(self) -> None:
+        self.wakes += 1
+
     def overrun(self) -> None:
         self.overruns += 1
 

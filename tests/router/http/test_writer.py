@@ -13,10 +13,10 @@ from router.http import writer as module
 from router.http.asgi import Disconnected
 from router.http.writer import wait_for_disconnect
 from tests.router.http.client import Client, text_of
-from tests.router.site import events
+from tests.router.site import events, ids
 from wire.aio.turns import Turns
 from wire.errors import ErrorCode, WireError
-from wire.payloads import Usage
+from wire.payloads import PrefillResult, Usage
 
 
 async def test_a_stream_to_its_end() -> None:
@@ -38,6 +38,19 @@ async def test_a_stream_to_its_end() -> None:
     assert (start["status"], (b"x", b"y") in start["headers"]) == (200, True)
     assert [body["more_body"] for body in bodies] == [True, True, True, False]
     assert client.tokens == [(0.5, 2), (0.25, 1)]
+
+
+async def test_the_first_token_does_not_wait_for_the_end_of_the_turn() -> None:
+    client = Client()
+    task = client.stream()
+    await asyncio.sleep(0)  # it is ready to write
+    client.sink.on_prefill(PrefillResult(token_id=ids("a")[0]), 0)
+    assert text_of(client.bodies.get_nowait()) == "a"
+    client.say("b")
+    assert client.bodies.empty()
+    assert text_of(await client.bodies.get()) == "b"
+    client.sink.on_done(Usage(finish_reason="stop"))
+    await task
 
 
 async def test_nothing_is_said_before_the_first_token() -> None:
