@@ -328,8 +328,9 @@ class Dispatcher:
             WireError: It can never be served; or too many wait already: OVERLOADED, or NO_WORKER if
                 they wait because there is no worker.
         """
-        self._placement.check(state, self._clock())
+        self._placement.check(state)
         if self._waiting.is_behind(state) or not self._place(state):
+            self._placement.check_workers(state, self._clock())
             self._make_room(state)
             self._waiting.add(state)
         self._open[state.handle] = state
@@ -466,7 +467,8 @@ class Dispatcher:
         if state.num_attempts >= self._limits.max_attempts:
             return "" if self._limits.max_attempts == 1 else "no more are made"
         try:
-            self._placement.check(state, now)
+            self._placement.check(state)
+            self._placement.check_workers(state, now)
         except WireError as problem:
             if problem.code is not ErrorCode.NO_WORKER:
                 return problem.message

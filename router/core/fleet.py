@@ -200,7 +200,8 @@ class Fleet:
 
     def ready(self, role: Role) -> list[Worker]:
         """Return the workers of a role that requests may be placed on."""
-        return [worker for worker in self.live(role) if worker.is_ready]
+        ready = WorkerState.READY
+        return [it for it in self._workers.values() if it.role is role and it.state is ready]
 
     @property
     def layout(self) -> KVLayout | None:

@@ -1,8 +1,8 @@
 """Puts requests on workers and takes them off again, and keeps count of what is on each worker.
 
-`check` refuses what can never be served, before anything is sent.  `place` picks two workers
-(`router.core.policy`) and counts the request there; only `release_prefill` and `release_decode`
-take it off again.  Pure.
+`check` refuses what can never be served, before anything is sent, and `check_workers` what nobody
+here will ever have room for.  `place` picks two workers (`router.core.policy`) and counts the
+request there; only `release_prefill` and `release_decode` take it off again.  Pure.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ class Placement:
         self._vocab_size = limits.vocab_size
         self._request_ids = request_ids
 
-    def check(self, state: RequestState, now: float) -> None:
-        """Refuse what no worker here can ever serve.
+    def check(self, state: RequestState) -> None:
+        """Refuse what can never be served, whichever workers are here.
 
         Raises:
-            WireError: INVALID_REQUEST, CONTEXT_LENGTH_EXCEEDED, KV_TRANSFER_TOO_LARGE, NO_WORKER
-                or OUT_OF_BLOCKS.
+            WireError: INVALID_REQUEST, CONTEXT_LENGTH_EXCEEDED or KV_TRANSFER_TOO_LARGE.
         """
         options = state.request.options
         seq_len = state.seq_len
@@ -64,14 +63,19 @@ class Placement:
                 ErrorCode.INVALID_REQUEST,
                 f"token id {largest} is not in the model's vocabulary, 0 to {self._vocab_size - 1}",
             )
-        has_transfer = state.num_left != 1
-        layout = self._fleet.layout
-        if layout is not None and has_transfer:
-            size, limit = layout.transfer_bytes(seq_len), self._fleet.max_kv_transfer_bytes
-            if size > limit:
-                raise TransferTooLarge(size, limit)
+        size, limit = self._transfer_bytes(state), self._fleet.max_kv_transfer_bytes
+        if size > limit:
+            raise TransferTooLarge(size, limit)
+
+    def check_workers(self, state: RequestState, now: float) -> None:
+        """Refuse what could not be placed if no worker here will ever have room for it.
+
+        Raises:
+            WireError: NO_WORKER or OUT_OF_BLOCKS.
+        """
+        seq_len = state.seq_len
         self._check_role(Role.PREFILL, seq_len, now)
-        if has_transfer:
+        if state.num_left != 1:
             self._check_role(Role.DECODE, seq_len, now)
 
     def check_length(self, state: RequestState) -> None:
@@ -192,8 +196,18 @@ class Placement:
 
     def _candidates(self, role: Role, state: RequestState) -> list[Worker]:
         """Return the ready workers whose limits allow this request, without those that failed it
-        unless no other could ever serve it."""
-        workers = [worker for worker in self._fleet.ready(role) if _takes(worker, state)]
+        unless no other could ever serve it.
+
+        Each worker is asked, not the least limit of all compared: one odd worker gets nothing,
+        instead of making every request fail.
+        """
+        num_tokens, kv_bytes = state.total_tokens, self._transfer_bytes(state)
+        workers = [
+            worker
+            for worker in self._fleet.ready(role)
+            if num_tokens <= worker.detail.max_model_len
+            and kv_bytes <= worker.detail.max_kv_transfer_bytes
+        ]
         if not state.avoided:
             return workers
         seq_len = state.seq_len
@@ -233,6 +247,11 @@ class Placement:
             attempt.decode = None
         return worker
 
+    def _transfer_bytes(self, state: RequestState) -> int:
+        """Return how many bytes of KV the decode worker of a request gets at most."""
+        layout = self._fleet.layout
+        return 0 if layout is None or state.num_left == 1 else layout.transfer_bytes(state.seq_len)
+
     def _check_role(self, role: Role, seq_len: int, now: float) -> None:
         workers = self._fleet.expected(role, now)
         if not workers:
@@ -243,14 +262,3 @@ class Placement:
                 f"no {role.name.lower()} worker has KV blocks for {seq_len + 1} tokens; "
                 "shorten the prompt or raise --num-blocks of the workers",
             )
-
-
-def _takes(worker: Worker, state: RequestState) -> bool:
-    """Tell whether a request is within the limits that this worker stated.
-
-    Each worker is asked, not the least limit of all compared: one odd worker gets nothing, instead
-    of making every request fail.
-    """
-    detail = worker.detail
-    kv_bytes = 0 if state.num_left == 1 else detail.layout.transfer_bytes(state.seq_len)
-    return state.total_tokens <= detail.max_model_len and kv_bytes <= detail.max_kv_transfer_bytes

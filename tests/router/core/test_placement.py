@@ -119,17 +119,17 @@ def test_no_room_charges_no_one() -> None:
 
 def test_what_can_never_be_served_is_refused() -> None:
     _, placement = cluster(Role.PREFILL, Role.DECODE)
-    placement.check(state(991), 0.0)
+    placement.check(state(991))
     for each, code in (
         (state(0), ErrorCode.INVALID_REQUEST),
         (state(992), ErrorCode.CONTEXT_LENGTH_EXCEEDED),
     ):
         with pytest.raises(WireError) as caught:
-            placement.check(each, 0.0)
+            placement.check(each)
         assert caught.value.code is code
     _, placement = cluster(Role.DECODE)
     with pytest.raises(WireError, match="no prefill worker"):
-        placement.check(state(), 0.0)
+        placement.check_workers(state(), 0.0)
 
 
 def test_a_promise_ends_with_the_heartbeat_after_the_first_token() -> None:
@@ -148,7 +148,7 @@ def test_logprobs_of_a_prompt_must_fit_a_frame() -> None:
     asked = state(6000)
     asked.request = replace(asked.request, options=Options(prompt_logprobs=20))
     with pytest.raises(WireError, match="prompt_logprobs 20 of 6000 tokens") as caught:
-        placement.check(asked, 0.0)
+        placement.check(asked)
     assert caught.value.code is ErrorCode.INVALID_REQUEST
 
 
@@ -161,14 +161,14 @@ def test_one_odd_worker_gets_nothing_and_spoils_nothing(role: Role, odd: dict[st
     table.heartbeat(peer, Heartbeat(0, 0, 0), load(), 0.0)
     for _ in range(5):  # more than would make the other one the more loaded
         each = state()
-        placement.check(each, 0.0)
+        placement.check(each)
         attempt = placed(placement, each)
         assert attempt.prefill is not None and attempt.decode is not None
         assert peer not in (attempt.prefill.identity, attempt.decode.identity)
     other = {"max_model_len": 2**31 - 1, "max_kv_transfer_bytes": 2**63 - 1}
     table.hello(peer, Hello(1, 9, role), detail(**other), 0.0)
     with pytest.raises(WireError) as caught:
-        placement.check(state(990, 100), 0.0)
+        placement.check(state(990, 100))
     assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
 
 
@@ -177,7 +177,7 @@ def test_what_is_not_handed_over_is_within_any_limit_of_kv() -> None:
     peer = Identity(Role.PREFILL, 0, 1).name
     table.hello(peer, Hello(1, 0, Role.PREFILL), detail(max_kv_transfer_bytes=64), 0.0)
     table.heartbeat(peer, Heartbeat(0, 0, 0), load(), 0.0)
-    placement.check(state(new=0), 0.0)
+    placement.check(state(new=0))
     assert placed(placement, state(new=0)).prefill is table.get(peer)
 
 
@@ -185,7 +185,7 @@ def test_a_token_that_the_model_lacks_is_refused_before_a_worker_sees_it() -> No
     table, _ = cluster(Role.PREFILL, Role.DECODE)
     limits = Limits(vocab_size=40)
     placement = Placement(table, PrefixIndex(), limits=limits, request_ids=RequestIds(EPOCH))
-    placement.check(state(40), 0.0)
+    placement.check(state(40))
     with pytest.raises(WireError, match=r"token id 40 .* 0 to 39") as caught:
-        placement.check(state(41), 0.0)
+        placement.check(state(41))
     assert caught.value.code is ErrorCode.INVALID_REQUEST
