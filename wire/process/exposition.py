@@ -6,6 +6,7 @@ Base units, prefix ``baton_``, bounded labels, never a request id.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
@@ -21,6 +22,22 @@ from prometheus_client.registry import Collector
 from wire.process.traffic import Traffic
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class Totals(Collector):
+    """A counter by the values of `labels`; whoever counts adds to `counts`, which takes no call."""
+
+    def __init__(self, name: str, help_text: str, *labels: str) -> None:
+        self._name, self._help, self._labels = name, help_text, labels
+        self.counts: Counter[tuple[str, ...]] = Counter()
+        if not labels:
+            self.counts[()] = 0
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(self._name, self._help, labels=self._labels)
+        for values, count in tuple(self.counts.items()):
+            family.add_metric(values, count)
+        yield family
 
 
 class Distribution(Collector):
