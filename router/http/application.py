@@ -322,13 +322,16 @@ class Application:
         previous_of: PreviousOf | None = None,
     ) -> T:
         """Return what `read` makes of the body: in a thread where it works on many bytes."""
-        async with self._bodies.of(exchange) as raw:
+        raw = await self._bodies.read(exchange)
+        try:
             size = len(raw)
             if previous_of is not None:
                 previous = await previous_of(exchange.asker, raw)
                 size += previous.size if previous else 0
                 read = partial(read, previous=previous)
             return await self._threads.run(size, partial(read, raw))
+        finally:
+            self._bodies.let_go(raw)
 
 
 async def _in_version(handler: Handler, exchange: HttpExchange) -> None:

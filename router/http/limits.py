@@ -12,9 +12,8 @@ bodies do not wait behind the largest.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
 from router.api.errors import Header, HttpError
@@ -64,9 +63,8 @@ class Bodies:
         self._max_total_bytes = max_total_bytes
         self.total_bytes = 0
 
-    @asynccontextmanager
-    async def of(self, exchange: HttpExchange) -> AsyncIterator[bytes]:
-        """The body of a request; its bytes count until the block ends.
+    async def read(self, exchange: HttpExchange) -> bytes:
+        """Return the body of a request; its bytes count until `let_go`.
 
         Raises:
             HttpError: 400, 408, 413 or 415.
@@ -85,10 +83,15 @@ class Bodies:
 
         try:
             raw = await self._read(exchange, hold)
-            exchange.is_body_read = True
-            yield raw
-        finally:
+        except BaseException:
             self.total_bytes -= held
+            raise
+        exchange.is_body_read = True
+        return raw
+
+    def let_go(self, raw: bytes) -> None:
+        """What `read` returned is understood, or refused."""
+        self.total_bytes -= len(raw)
 
     async def _read(self, exchange: HttpExchange, hold: Callable[[int], None]) -> bytes:
         timer: asyncio.Timeout | None = None
