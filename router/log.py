@@ -20,7 +20,7 @@ def facts(ends: Sequence[RequestEnd]) -> dict[str, int | float]:
     if not ends:
         return {}
     sums = {
-        name: sum(getattr(end, name) for end in ends)
+        name: sum([getattr(end, name) for end in ends])
         for name in (
             "prompt_tokens",
             "cached_tokens",
@@ -29,10 +29,10 @@ def facts(ends: Sequence[RequestEnd]) -> dict[str, int | float]:
             "kv_skipped_tokens",
         )
     }
-    times = {"kv_s": max(end.kv_seconds for end in ends) or None}
+    times = {"kv_s": max([end.kv_seconds for end in ends]) or None}
     for name in ("queue_s", "ttft_s", "decode_s"):
         reached = [value for end in ends if (value := getattr(end, name)) is not None]
         times[name] = max(reached, default=None)
-    attempts = max(end.num_attempts for end in ends)
+    attempts = max([end.num_attempts for end in ends])
     known = {name: round(value, 6) for name, value in times.items() if value is not None}
     return {"attempts": attempts, **sums, **known}

@@ -37,6 +37,7 @@ MAX_HELD_TOKENS: Final = 8
 # Composing Unicode makes one character of at most four (U+1F82 is one of them).
 MAX_COMPOSED: Final = 4
 _encode: Final = msgspec.json.Encoder().encode
+_utf8_decoder: Final = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
@@ -221,7 +222,7 @@ class _ByteDetokenizer:
 
     def __init__(self, pieces: _Pieces) -> None:
         self._pieces, self._texts, self._jsons = pieces, pieces.texts, pieces.jsons
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _utf8_decoder("replace")
         self._is_between = True
 
     def feed(self, token_id: int) -> str:

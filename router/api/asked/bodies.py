@@ -7,7 +7,7 @@ default.  A number may come as text, as JSON libraries of some languages write i
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final, Literal, Protocol, TypeVar
+from typing import Annotated, Final, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -40,6 +40,15 @@ from wire.options import (
 
 MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 16
+# What the model's defaults stand in for, beside `top_k`, in which 0 and -1 are the same.
+SAMPLING: Final = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -169,7 +178,9 @@ class Sampled(Struct, kw_only=True):
         Raises:
             HttpError: 400; names the keys that are no token ids.
         """
-        biases = self.logit_bias or {}
+        biases = self.logit_bias
+        if not biases:
+            return ()
         bad = [key for key in biases if not (key.isascii() and key.isdigit() and len(key) < 10)]
         if bad:
             raise invalid("logit_bias", f"expected token ids as keys, not {listed(bad)}")
@@ -177,19 +188,13 @@ class Sampled(Struct, kw_only=True):
 
     def options(self, *, seed: int, max_tokens: int, defaults: Defaults = NEUTRAL) -> Options:
         """Return what the workers are told; `seed` is used when the client gave none."""
-
-        def given(name: str) -> Any:
-            value = getattr(self, name)
-            return getattr(defaults, name) if value is None else value
-
+        sampling = {
+            name: getattr(defaults, name) if (value := getattr(self, name)) is None else value
+            for name in SAMPLING
+        }
         return Options(
-            temperature=given("temperature"),
-            top_p=given("top_p"),
-            top_k=max(given("top_k"), 0),
-            min_p=given("min_p"),
-            repetition_penalty=given("repetition_penalty"),
-            presence_penalty=given("presence_penalty"),
-            frequency_penalty=given("frequency_penalty"),
+            **sampling,
+            top_k=max(defaults.top_k if self.top_k is None else self.top_k, 0),
             logit_bias=self.biases,
             seed=(seed if self.seed is None else self.seed) & (2**63 - 1),
             max_tokens=max_tokens,
