@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -176,7 +175,7 @@ class ServedModel:
         has_tools = bool(conversation.callable_tools)
         echo = conversation.continued if conversation.is_echoed else ""
         asked = self.request(body, [(token_ids, echo)], asker, answer)
-        asked = replace(asked, shows_reasoning=conversation.shows_reasoning)
+        asked = structs.replace(asked, shows_reasoning=conversation.shows_reasoning)
         if has_tools or self._syntax.has_reasoning:
             reader = partial(
                 self._syntax.reader,
@@ -185,7 +184,7 @@ class ServedModel:
                 max_calls=None if conversation.has_parallel_calls else 1,
             )
             shown = asked.shown | self._syntax.shown(has_tools=has_tools)
-            asked = replace(asked, reader=reader, shown=shown)
+            asked = structs.replace(asked, reader=reader, shown=shown)
         return asked.held_to(wanted)
 
     def prompt(

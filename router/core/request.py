@@ -6,16 +6,16 @@ HTTP (`router.http`) and raw TCP (`router.tcp`) make a `Request`, give it to `Di
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from wire.errors import ErrorCode, WireError
 from wire.options import Options
 from wire.payloads import Logprobs, PrefillResult, Usage
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """One prompt that gets one answer.
 
     `max_new_tokens` counts the tokens after the first; None means that DECODE_REQUEST will say how
@@ -29,8 +29,7 @@ class Request:
     client: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestEnd:
+class RequestEnd(Struct, frozen=True, kw_only=True):
     """How an accepted request ended and what it took; times in seconds, None if it got not so far.
 
     `outcome` is the finish reason (``stop``, ``length``) or the label of `code`.  `queue_s` is from

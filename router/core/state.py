@@ -15,7 +15,8 @@ from enum import Enum, auto
 from hashlib import blake2b
 from typing import Final, Protocol
 
-from msgspec import structs
+import msgspec
+from msgspec import Struct, structs
 
 from router.core.fleet import Worker
 from router.core.request import Request, RequestEnd, Sink
@@ -121,8 +122,7 @@ class Attempt:
         return structs.replace(options, **changes) if changes else options
 
 
-@dataclass(eq=False, slots=True)
-class RequestState:
+class RequestState(Struct, eq=False):
     """One request between `submit` and its end.
 
     Attributes:
@@ -150,7 +150,7 @@ class RequestState:
     avoided: frozenset[bytes] = frozenset()
     arithmetic: str = ""
     trouble: WireError | None = None
-    generated: list[int] = field(default_factory=list)
+    generated: list[int] = msgspec.field(default_factory=list)
     first: PrefillResult | None = None
     kv_bytes: int = 0
     placed_at: float | None = None

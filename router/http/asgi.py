@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
+from msgspec import Struct, field
 
 from router.api.errors import ErrorBody, Header, HttpError, openai_error
 from wire.process.api_keys import ApiKeys, bearer, digest, name_of
@@ -117,8 +117,7 @@ async def respond(
     await send({"type": "http.response.body", "body": body[last:]})
 
 
-@dataclass(eq=False, slots=True)
-class HttpExchange:
+class HttpExchange(Struct, eq=False):
     """A request and what became of it; `started_at` is on the monotonic clock.
 
     `key_name` names its API key, where there are keys; `status`, `outcome` and `facts` are for its

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from router.api.answered.answer import Answer, Head
 from router.api.answered.pieces import Piece, ScoredToken, joined, plain, scored_prompt
@@ -45,8 +45,7 @@ OnToken = Callable[[int, Logprobs | None], None]
 NewAnswer = Callable[["Completion", Head], Answer]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRequest:
+class CompletionRequest(Struct, frozen=True, kw_only=True):
     """One HTTP request, understood: what to ask the core, and what to show of its answers.
 
     `requests` are for `num_choices` choices of each prompt, in that order, each with the text to
@@ -96,14 +95,14 @@ class CompletionRequest:
 
     def held_to(self, wanted: Wanted | None) -> CompletionRequest:
         """Return this request with answers that are held to something, once `hold` is called."""
-        return self if wanted is None else replace(self, hold=partial(self._hold, wanted))
+        return self if wanted is None else structs.replace(self, hold=partial(self._hold, wanted))
 
     def _hold(self, wanted: Wanted) -> CompletionRequest:
         structure, requests = wanted.settle(), list[tuple[Request, str]]()
         for request, echo in self.requests:
             options = structs.replace(request.options, structure=structure)
-            requests.append((replace(request, options=options), echo))
-        return replace(self, requests=requests, hold=None)
+            requests.append((structs.replace(request, options=options), echo))
+        return structs.replace(self, requests=requests, hold=None)
 
     @property
     def names(self) -> Tokenizer:

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec import structs
 
 from router.core.fleet import Fleet
 from router.core.placement import Placement
@@ -146,7 +145,7 @@ def test_a_promise_ends_with_the_heartbeat_after_the_first_token() -> None:
 def test_logprobs_of_a_prompt_must_fit_a_frame() -> None:
     _, placement = cluster(Role.PREFILL, Role.DECODE)
     asked = state(6000)
-    asked.request = replace(asked.request, options=Options(prompt_logprobs=20))
+    asked.request = structs.replace(asked.request, options=Options(prompt_logprobs=20))
     with pytest.raises(WireError, match="prompt_logprobs 20 of 6000 tokens") as caught:
         placement.check(asked)
     assert caught.value.code is ErrorCode.INVALID_REQUEST

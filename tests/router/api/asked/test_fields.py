@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from router.api import tokenize
 from router.api.answered.completion import CompletionRequest
@@ -234,7 +234,7 @@ def settled(asked: CompletionRequest) -> object:
     """A request with its structure, and with its reader as what that was made with."""
     asked = asked if asked.hold is None else asked.hold()
     made_with = asked.reader.keywords if isinstance(asked.reader, partial) else None
-    return replace(asked, reader=None), made_with
+    return structs.replace(asked, reader=None), made_with
 
 
 def respond(model: ServedModel, /, **fields: Any) -> object:
@@ -242,7 +242,7 @@ def respond(model: ServedModel, /, **fields: Any) -> object:
     asked = endpoint.read(KeptResponses(), model, raw(**{"input": "hi"} | fields), ASKER)
     assert isinstance(asked.answer, partial)
     echo = {name: bytes(said) for name, said in asked.answer.keywords["told"].echo.items()}
-    return settled(replace(asked, answer=ChatAnswer)), echo
+    return settled(structs.replace(asked, answer=ChatAnswer)), echo
 
 
 @pytest.mark.parametrize("kind", KINDS)
