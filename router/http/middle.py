@@ -52,7 +52,7 @@ class Middle:
         self._writer, self._turns, self._choice = writer, turns, choice
         self._before, self._after = around
         self._push, self._on_tokens = push, on_tokens
-        self._parts: list[bytes] = []  # three of every event that is not written yet
+        self._parts: list[bytes] | None = None  # three of every event that is not written yet
         self.last, self.is_over = last, False
         self._num_left = self._num_lent = choice.num_lendable
         self._json_of = choice.lend(self.on_token, self._on_other)
@@ -60,19 +60,21 @@ class Middle:
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
         """Take a token, as the choice would."""
         parts = self._parts
-        if not self._num_left or len(parts) == 3 * MAX_AT_ONCE:
+        if not self._num_left or (parts and len(parts) == 3 * MAX_AT_ONCE):
             self.end()
             self._choice.on_token(token_id, logprobs)
             return
         text = self._json_of(token_id)
         self._num_left -= 1
-        if not parts:
+        if parts:
+            parts += (self._before, text, self._after)
+        else:
+            self._parts = [self._before, text, self._after]
             self._turns.take(self)
-        parts += (self._before, text, self._after)
 
     def take(self) -> tuple[bytes, int]:
         """Return the events that are not written yet, and of how many tokens they are."""
-        parts, self._parts = self._parts, []
+        parts, self._parts = self._parts or (), None
         return b"".join(parts), len(parts) // 3
 
     def prepare(self, now: float) -> bytes:

@@ -22,6 +22,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NoReturn, cast
 
 import httptools
@@ -456,17 +457,17 @@ def find_push(send: Send) -> Push | None:
     transport = cycle.transport
     if isinstance(transport, LingeringTransport):
         transport = transport.inner  # by whose methods a token costs one call less each
+    return partial(_push, transport)
 
-    def push(body: bytes) -> bool:
-        if transport.get_write_buffer_size():
-            return False
-        try:
-            transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-        except RuntimeError:  # it is closed
-            return False
-        return True
 
-    return push
+def _push(transport: asyncio.Transport, body: bytes) -> bool:
+    if transport.get_write_buffer_size():
+        return False
+    try:
+        transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    except RuntimeError:  # it is closed
+        return False
+    return True
 
 
 def _response(error: HttpError) -> bytes:
