@@ -23,7 +23,7 @@ from worker.engine.sequence import overdue
 from worker.environment import WorkerContext
 from worker.link import RouterLink
 from worker.metrics import TransferCounts
-from worker.transfer.receiver import IncomingTransfers, unknown
+from worker.transfer.receiver import IncomingTransfers
 
 log = structlog.get_logger("worker")
 
@@ -234,8 +234,6 @@ class DecodeRole:
         generation = self._generations.get(receiver.request_id)
         if generation is None:
             return False
-        if generation.receiver is not None:
-            raise unknown()  # its KV is here, whoever offers it again
         generation.check(receiver)
         return True
 

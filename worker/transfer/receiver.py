@@ -127,7 +127,11 @@ class IncomingTransfers:
         self._engine.post(lambda engine: engine.claim(request_id))
 
     def take(self, request_id: int) -> KVReceiver:
-        """Take a complete transfer out; its blocks belong to the engine's sequence from now on."""
+        """Take a complete transfer out; its blocks belong to the engine's sequence from now on.
+
+        An offer of it that is still on its way, as one that was repeated, is refused.
+        """
+        self._note_end(request_id)
         return self._transfers.pop(request_id).receiver
 
     def get(self, request_id: int) -> KVReceiver | None:
@@ -156,7 +160,7 @@ class IncomingTransfers:
             self._end(transfer, error)
 
     def has_ended(self, request_id: int) -> bool:
-        """Whether a transfer of this id ended lately, before it was taken: none can follow."""
+        """Whether a transfer of this id was taken or ended lately: none can follow."""
         return request_id in self._ended
 
     def cancel(self, request_id: int) -> None:

@@ -777,6 +777,20 @@ async def test_kv_with_the_offer_of_a_prompt_that_is_held_is_dropped() -> None:
         await router.until_free(Role.DECODE)
 
 
+async def test_kv_of_a_request_that_is_over_is_not_taken_again() -> None:
+    """Nobody would ask for it, and its blocks would be held for a lease."""
+    async with stage() as (router, prefill):
+        prefill.offer_with_kv(1, PROMPT, WHOLE)
+        _, credit = await prefill.ack()
+        assert credit.ready
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        assert len(await router.tokens(3)) == 3
+        await router.receive(Tag.DECODE_DONE)
+        prefill.offer_with_kv(1, PROMPT, WHOLE)
+        assert (await prefill.receive()).frame == Error(1, ErrorCode.UNKNOWN_REQUEST)
+        await router.until_free(Role.DECODE)
+
+
 async def test_kv_with_the_offer_is_sent_once_however_often_the_offer_comes() -> None:
     async with stage() as (router, prefill):
         for _ in range(2):
