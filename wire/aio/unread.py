@@ -13,8 +13,8 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
-# The least that a client reads while more waits for it than may: a tenth of what the slowest of
-# networks brings, but who reads a byte now and then does not hold our memory.
+# The least that a client reads while more waits for it than may.  Any network brings as much; but
+# who reads a byte now and then does not hold our memory with it.
 MIN_BYTES_PER_S: Final = 8 << 10
 # In Linux's `struct tcp_info`, which is only ever added to: tcpi_bytes_acked, a u64 at 120.
 _INFO_BYTES: Final = 128
@@ -63,6 +63,8 @@ class Unread:
 
     def hang_up(self, after_s: float) -> None:
         """Our last byte is written: once it is taken, the client has `after_s`, then we abort."""
+        if self._is_over:
+            return
         # Over TLS what waits cannot be seen: it is in the buffer of the transport below.
         is_sealed = self._transport.get_extra_info("sslcontext") is not None
         self._hang_up_s = self._stall_s if is_sealed else after_s
