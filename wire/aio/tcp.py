@@ -293,10 +293,6 @@ class Server:
     def num_connections(self) -> int:
         return len(self._connections)
 
-    def stop_accepting(self) -> None:
-        """Refuse new connections; those there are go on."""
-        self._listener.close()
-
     async def close(self, grace_s: float = 0.0) -> None:
         """Stop accepting, close every connection, and cut those that linger after `grace_s`."""
         self._listener.close()
