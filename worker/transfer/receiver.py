@@ -127,11 +127,8 @@ class IncomingTransfers:
         self._engine.post(lambda engine: engine.claim(request_id))
 
     def take(self, request_id: int) -> KVReceiver:
-        """Take a complete transfer out; its blocks belong to the engine's sequence from now on.
-
-        An offer of it that is still on its way, as one that was repeated, is refused.
-        """
-        self._note_end(request_id)
+        """Take a complete transfer out; its blocks belong to the engine's sequence from now on."""
+        self._note_end(request_id)  # its offer may have been said twice
         return self._transfers.pop(request_id).receiver
 
     def get(self, request_id: int) -> KVReceiver | None:
@@ -436,13 +433,12 @@ class IncomingTransfers:
             self._give_back(transfer)
 
     def _break(self, transfer: IncomingTransfer, segment: Segment, problem: Exception) -> None:
-        receiver, error = transfer.receiver, problem
+        request_id, error = transfer.receiver.request_id, problem
         if not isinstance(error, WireError):
-            request_id = receiver.request_id
             log.error("a segment could not be unpacked", request=request_id, exc_info=problem)
             error = WireError(ErrorCode.INTERNAL, "the KV could not be unpacked")
-        receiver.broken(segment, error)
-        self.fail(receiver.request_id, error)
+        transfer.receiver.broken(segment, error)
+        self.fail(request_id, error)
 
     def _store_all(self, batch: list[tuple[IncomingTransfer, Segment]]) -> list[Exception | None]:
         return [store(self._cache, *arrived) for arrived in batch]
