@@ -11,7 +11,7 @@ connections that answers as an API should.  `GuardedProtocol` adds them around i
                  which knows no chunks, gets a stream until we hang up
     connections  `max_connections`; one more gets 503 and Retry-After; as many TLS handshakes
 
-All that we know of uvicorn beyond its documentation is in this file.
+All that we know of uvicorn beyond its documentation is in this file and in `router.http.framing`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,14 +29,14 @@ import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from router.api.errors import Header, HttpError, retry_after
-from router.http.asgi import Event, Push, Receive, Scope, Send
+from router.api.errors import HttpError, retry_after
+from router.http.asgi import Push, Send
+from router.http.framing import Beginning, framing_problem, unchunked
 from wire.aio.listener import bind, listen
 from wire.aio.unread import Unread
 from wire.errors import ErrorCode
 from wire.parts import Buffer
 
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MAX_HEADER_BYTES: Final = 64 << 10
 _TOO_LARGE: Final = (431, f"the headers are over {MAX_HEADER_BYTES} bytes", "headers_too_large")
 # Pieces of a body that are hardly worth a call: a body of bytes that come one by one would take the
@@ -190,6 +190,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self.expect_100_continue = False  # it would take that for the answer
             self.app = unchunked(self.config.loaded_app)
         super().on_headers_complete()
+        if self.scope["method"] != "HEAD":  # whose answer is but a head
+            self.cycle.transport = cast(asyncio.Transport, Beginning(self.cycle))
         self._num_owed += 1
         self._is_in_headers, self._has_begun, self._is_in_body = False, False, True
         self._header_bytes = self._num_small = 0
@@ -328,52 +330,6 @@ class LingeringTransport:
             self.inner.abort()
 
 
-class Unchunked:
-    """Answers an HTTP/1.0 request: a body of unknown length ends with the connection.
-
-    It gives uvicorn the length of each piece for that of the body.
-    """
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self.transport = cycle.transport
-        self._cycle = cycle
-        self._is_endless = False
-
-    async def send(self, event: Event) -> None:
-        cycle = self._cycle
-        if event["type"] == "http.response.start":
-            self._is_endless = b"content-length" not in dict(event["headers"])
-            cycle.chunked_encoding = False if self._is_endless else None
-        elif self._is_endless:
-            cycle.expected_content_length = len(event.get("body", b""))
-        await cycle.send(cast(Any, event))
-
-
-def unchunked(app: App) -> App:
-    """Return the application for requests of HTTP/1.0."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        await app(scope, receive, Unchunked(cast(Any, send).__self__).send)
-
-    return answer
-
-
-def framing_problem(headers: Sequence[Header], http_version: str) -> str:
-    """Say what in these headers two servers might read differently; empty when nothing is.
-
-    RFC 9112: a request has one Host (3.2), and chunked is the only transfer coding read here (6.1).
-    """
-    hosts = [value for name, value in headers if name == b"host"]
-    if len(hosts) > 1:
-        return "there are two Host headers"
-    if not hosts and http_version != "1.0":
-        return "there is no Host header"
-    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
-    if codings and (codings != [b"chunked"] or http_version == "1.0"):
-        return "the only Transfer-Encoding taken is chunked, in HTTP/1.1"
-    return ""
-
-
 class HttpServer(uvicorn.Server):
     """uvicorn on our loop: the socket is bound at once, signals are the process's business."""
 
@@ -441,7 +397,7 @@ def cut(send: Send) -> None:
     uvicorn's `send` is a method of the cycle that holds the transport.
     """
     transport = getattr(getattr(send, "__self__", None), "transport", None)
-    if isinstance(transport, LingeringTransport):
+    if isinstance(transport, (LingeringTransport, Beginning)):
         transport.unread.cut()
 
 

@@ -247,8 +247,9 @@ class ResponseWriter:
             self.is_started = True
             start = {"type": "http.response.start", "status": 200, "headers": self._headers}
             await self._send(start)
-            self._push = self._find_push(self._send)
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        if self._push is None and not is_last:
+            self._push = self._find_push(self._send)
 
 
 async def wait_for_disconnect(receive: Receive, writer: ResponseWriter) -> None:

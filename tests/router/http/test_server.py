@@ -27,7 +27,6 @@ from router.http.server import (
     Limits,
     cut,
     find_push,
-    framing_problem,
 )
 from tests import certificate
 from tests.router.http.asgi_wire import Wire
@@ -391,15 +390,6 @@ async def test_framings_that_two_servers_might_read_differently(headers: bytes) 
 async def test_one_host_is_enough_and_http_1_0_needs_none() -> None:
     async with serving() as server:
         assert (await ask(server, b"GET /1 HTTP/1.0\r\n\r\n")).endswith(b"/1")
-
-
-def test_chunked_is_the_only_coding_in_any_spelling() -> None:
-    def problem(*codings: bytes) -> str:
-        headers = [(b"host", b"x"), *((b"transfer-encoding", coding) for coding in codings)]
-        return framing_problem(headers, "1.1")
-
-    assert not problem() and not problem(b"chunked") and not problem(b" Chunked ")
-    assert problem(b"gzip") and problem(b"gzip", b"chunked") and problem(b"chunked", b"chunked")
 
 
 UPGRADES = [
