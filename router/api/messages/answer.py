@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
+from pydantic_core import from_json
 
 from router.api.answered.answer import Head
 from router.api.answered.completion import Completion
@@ -18,7 +19,6 @@ from router.api.answered.events import event
 from router.api.answered.pieces import Piece
 from router.api.answered.usage import usage_body
 from router.api.errors import HttpError
-from router.api.messages.arguments import read_arguments
 from router.api.messages.errors import message_error
 from router.text.parts import CallArguments, CallStart, Content, Part, Reasoning, joined
 
@@ -168,6 +168,19 @@ def blocks_of(parts: Iterable[Part]) -> list[dict[str, Any]]:
             block[block["type"]] = part.text
         blocks.append(block)
     return blocks
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """Return what the JSON text of a call says: of one that is cut short the values that are whole.
+
+    By the parser with which Anthropic's client reads a stream that ends there.  Text that is no
+    object says nothing.
+    """
+    try:
+        read = from_json(text, allow_inf_nan=False, allow_partial=True)
+    except (ValueError, TypeError):  # the latter of half a surrogate pair
+        return {}
+    return read if isinstance(read, dict) else {}
 
 
 def empty_block(part: Part) -> dict[str, Any]:

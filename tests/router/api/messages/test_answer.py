@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import jiter
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +16,7 @@ from router.api.answered.answer import Head
 from router.api.answered.completion import Completion, CompletionRequest
 from router.api.answered.pieces import joined
 from router.api.errors import HttpError
-from router.api.messages.answer import MessageAnswer
+from router.api.messages.answer import MessageAnswer, read_arguments
 from router.core.request import Request
 from router.text.parts import CallArguments, CallStart, Content, Part, Reasoning
 from router.text.stops import StopAutomaton
@@ -25,6 +27,11 @@ from wire.options import Options
 from wire.payloads import PrefillResult, Usage
 
 HEAD = Head("r-1", 7, "m")
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(),
+    lambda values: st.lists(values, max_size=4) | st.dictionaries(st.text(), values, max_size=4),
+    max_leaves=12,
+)
 
 
 class Dictated:
@@ -243,3 +250,33 @@ def test_an_answer_cut_short_is_the_same_streamed_and_whole(
     text = "x" * len(short)
     streamed = message_of(Said(text, short).events([2, 2], "length"))
     assert without_ids(streamed) == without_ids(Said(text, short).whole("length"))
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=5))
+def test_arguments_that_are_complete_are_read_as_they_are(value: dict[str, Any]) -> None:
+    assert read_arguments(json.dumps(value)) == value
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=5), st.data(), st.sampled_from([None, 1]))
+def test_arguments_cut_short_are_read_as_the_official_client_reads_them(
+    value: dict[str, Any], data: st.DataObject, indent: int | None
+) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    cut = text[: data.draw(st.integers(1, len(text)))]
+    assert read_arguments(cut) == jiter.from_json(cut.encode(), partial_mode=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "[1, 2", "7", '"a', "{'a': 1}", '{"a": 1,}', "}" * 9, "}{", "\ud800"]
+)
+def test_arguments_that_are_no_object_say_nothing(text: str) -> None:
+    assert read_arguments(text) == {}
+
+
+def test_arguments_too_deep_to_read_say_nothing() -> None:
+    assert read_arguments('{"a":' * 100_000) == {}
+
+
+@given(st.text('{}[]",:\\ 1tru\n'))
+def test_any_text_can_be_read_as_arguments(text: str) -> None:
+    assert isinstance(read_arguments(text), dict)
