@@ -7,7 +7,7 @@
 
 A flag beats the environment, the environment beats a systemd credential, that beats the default.
 A bad value ends the process with one line and status 78 (EX_CONFIG), which systemd does not
-restart.  Secrets (SecretStr) have no flag: others on the machine can read a command line.
+restart.  A secret is never a setting, only the path of its file is: a command line can be read.
 
 pydantic-settings reads the environment and pydantic validates; the flags are argparse's, because
 the library's own command line names neither flag nor range in its errors and exits with 2 or 1.
@@ -20,13 +20,12 @@ import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
-from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Field, SecretBytes, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -34,6 +33,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 EX_CONFIG: Final = 78
 # Of a worker whose rank another one has: its settings may be right, and the place become free.
 EX_TEMPFAIL: Final = 75
+# What every variable begins with.
+PREFIX: Final = "BATON_"
 
 _S = TypeVar("_S", bound=BaseSettings)
 
@@ -46,7 +47,7 @@ class Settings(BaseSettings):
     """A frozen declaration; sequences are written with commas (``--local 2,2``)."""
 
     model_config = SettingsConfigDict(
-        env_prefix="BATON_",
+        env_prefix=PREFIX,
         frozen=True,
         env_ignore_empty=True,
         enable_decoding=False,
@@ -100,7 +101,6 @@ class SharedSettings(Settings):
 def parse(
     kind: type[_S],
     argv: Sequence[str],
-    prefix: str = "BATON_",
     *,
     beside: str = "",
     environ: Mapping[str, str] = os.environ,
@@ -117,17 +117,16 @@ def parse(
     Raises:
         SystemExit: 78 after one line on stderr for a bad setting, 0 after --help.
     """
-    parser = _Parser(kind, prefix)
+    parser = _Parser(kind)
     try:
-        flags = parser.read(argv)
-        config = _validate(kind, flags, prefix)
+        config = _validate(kind, parser.read(argv))
     except ConfigError as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")
         raise SystemExit(EX_CONFIG) from None
-    known = _variables(kind, prefix)
-    given = [name for name in sorted(environ) if name.startswith(prefix)]
+    known = _variables(kind)
+    given = [name for name in sorted(environ) if name.startswith(PREFIX)]
     if beside and not known.issuperset(map(str.upper, given)):
-        known |= _variables(import_module(beside).Config, prefix)
+        known |= _variables(import_module(beside).Config)
     for variable in given:
         if variable.upper() not in known:
             hint = _suggest(variable, known)
@@ -136,27 +135,19 @@ def parse(
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, kind: type[BaseSettings], prefix: str) -> None:
+    def __init__(self, kind: type[BaseSettings]) -> None:
         super().__init__(
             prog=f"python -m {kind.__module__.partition('.')[0]}",
             description=kind.__doc__,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self._flags: dict[str, str] = {}
         for name, field in kind.model_fields.items():
-            variable = _variable(name, prefix)
-            if {SecretStr, SecretBytes} & _types(field):
-                self.epilog = f"{self.epilog or 'Only from the environment:'}\n  {variable}  " + (
-                    field.description or ""
-                )
-                self._flags[_flag(name)] = f"is a secret: set {variable} instead"
-            else:
-                self._add(name, field, variable)
+            self._add(name, field)
 
-    def _add(self, name: str, field: FieldInfo, variable: str) -> None:
-        default = "required" if field.is_required() else f"default {_text(field.default)}"
-        text = f"{field.description or ''} [{default}; {variable}]".strip().replace("%", "%%")
+    def _add(self, name: str, field: FieldInfo) -> None:
+        origin = f"[default {_text(field.default)}; {_variable(name)}]"
+        text = f"{field.description or ''} {origin}".strip().replace("%", "%%")
         flag, missing = _flag(name), argparse.SUPPRESS
         if bool in _types(field):
             self.add_argument(
@@ -172,59 +163,49 @@ class _Parser(argparse.ArgumentParser):
         known, rest = self.parse_known_args(argv)
         if rest:
             flag = rest[0].partition("=")[0]
-            reason = self._flags.get(flag)
-            if reason is None:
-                reason = f"is not a flag{_suggest(flag, self._option_string_actions)}"
-            raise ConfigError(f"{flag} {reason}")
+            hint = _suggest(flag, self._option_string_actions)
+            raise ConfigError(f"{flag} is not a flag{hint}")
         return vars(known)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
 
 
-def _validate(kind: type[_S], flags: dict[str, str], prefix: str) -> _S:
+def _validate(kind: type[_S], flags: dict[str, str]) -> _S:
     credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
-    values: dict[str, Any] = {"_env_prefix": prefix, **flags}
+    values: dict[str, Any] = {**flags}
     if credentials and Path(credentials).is_dir():
         values["_secrets_dir"] = credentials
     try:
         return kind(**values)
     except ValidationError as error:
-        lines = [_explain(kind, dict(item), flags, prefix) for item in error.errors()]
-        raise ConfigError(lines[0]) from None
+        raise ConfigError(_explain(kind, dict(error.errors()[0]), flags)) from None
 
 
-def _explain(
-    kind: type[BaseSettings], error: dict[str, Any], flags: dict[str, str], prefix: str
-) -> str:
+def _explain(kind: type[BaseSettings], error: dict[str, Any], flags: dict[str, str]) -> str:
     reason = str(error["msg"]).removeprefix("Value error, ")
     field = kind.model_fields.get(str(error["loc"][0])) if error["loc"] else None
     if field is None:  # a validator of the whole declaration; it names the settings itself
         return reason
     name = str(error["loc"][0])
-    variable = _variable(name, prefix)
-    is_secret = bool({SecretStr, SecretBytes} & _types(field))
-    setting = variable if is_secret else f"{_flag(name)} ({variable})"
-    allowed = _allowed(field)
-    if error["type"] == "missing" and len(error["loc"]) == 1:
-        return f"{setting} is required" + (f": {allowed}" if allowed else "")
+    variable, allowed = _variable(name), _allowed(field)
     given = flags.get(name, os.environ.get(variable, error["input"]))
-    value = "(hidden)" if is_secret else repr(given)
+    setting = f"{_flag(name)} ({variable}) = {given!r}"
     if error["type"] == "value_error" or not allowed:
-        return f"{setting} = {value}: {reason}"
-    return f"{setting} = {value}: must be {allowed}"
+        return f"{setting}: {reason}"
+    return f"{setting}: must be {allowed}"
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _variable(name: str, prefix: str) -> str:
-    return prefix + name.upper()
+def _variable(name: str) -> str:
+    return PREFIX + name.upper()
 
 
-def _variables(kind: type[BaseSettings], prefix: str) -> set[str]:
-    return {_variable(name, prefix) for name in kind.model_fields}
+def _variables(kind: type[BaseSettings]) -> set[str]:
+    return set(map(_variable, kind.model_fields))
 
 
 def _suggest(name: str, known: Collection[str]) -> str:
@@ -235,8 +216,6 @@ def _suggest(name: str, known: Collection[str]) -> str:
 def _text(value: object) -> str:
     if isinstance(value, tuple | list):
         return ",".join(map(_text, value)) or "none"
-    if isinstance(value, Enum):
-        return str(value.value)
     return "none" if value in (None, "") else str(value)
 
 
@@ -256,8 +235,6 @@ def _choices(field: FieldInfo) -> list[str]:
     for item in _walk(field.annotation):
         if get_origin(item) is Literal:
             return [_text(choice) for choice in get_args(item)]
-        if isinstance(item, type) and issubclass(item, Enum):
-            return [_text(member) for member in item]
     return []
 
 
