@@ -100,16 +100,3 @@ class Session:
             raise RemoteProtocolError(sentence)
         self.state = state
         return state
-
-
-def mermaid(table: Table = SESSION) -> str:
-    """Draw the table as a mermaid state diagram; SPEC 7 shows it, and a test compares the two."""
-    lines = ["stateDiagram-v2", f"    [*] --> {SessionState.IDLE.value}"]
-    for state, row in table.items():
-        lines += [
-            f"    {state.value} --> {after.value}: {'→' if direction is _ASK else '←'} {tag.name}"
-            for (direction, tag), after in row.items()
-            if after is not state or state not in ENDED
-        ]
-        lines += [f"    {state.value} --> [*]"] if state in ENDED else []
-    return "\n".join(lines)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from wire.errors import LocalProtocolError, RemoteProtocolError
 from wire.frames import Tag
-from wire.session import ENDED, SESSION, Direction, Session, SessionState, mermaid
+from wire.session import ENDED, SESSION, Direction, Session, SessionState
 
 REQUEST, RESPONSE = Direction.REQUEST, Direction.RESPONSE
 EVENTS = st.lists(st.tuples(st.sampled_from(Direction), st.sampled_from(Tag)), max_size=12)
@@ -89,12 +89,3 @@ def test_the_one_who_broke_it_is_named() -> None:
         Session(RESPONSE).on(Tag.DECODE_TOKEN, RESPONSE)
     with pytest.raises(RemoteProtocolError, match="DECODE_TOKEN as a response while idle"):
         Session(REQUEST).on(Tag.DECODE_TOKEN, RESPONSE)
-
-
-def test_the_diagram_draws_every_transition_that_changes_something() -> None:
-    drawn = mermaid()
-    assert "    idle --> prefilling: → PREFILL_REQUEST" in drawn
-    assert "    decoding --> decoding: ← DECODE_TOKEN" in drawn
-    assert drawn.count("-->") == 1 + len(ENDED) + sum(
-        len(row) for state, row in SESSION.items() if state not in ENDED
-    )
