@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.paired import Pairs
 from scripts.sides import ROOT, START_S, Side, router, share_cores
-from wire.aio.tcp_client import connect
+from scripts.tcp_client import connect
 from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, PrefillRequest
 from wire.options import Options
 from wire.payloads import encode_prompt

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import httpx
 
-from wire.aio.tcp_client import Client, connect
+from scripts.tcp_client import Client, connect
 from wire.errors import ErrorCode
 from wire.frames import (
     ANY_RANK,

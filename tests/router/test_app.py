@@ -18,9 +18,9 @@ import pytest
 from router.app import Router, serve
 from router.config import Config, split_endpoint
 from router.core.request import Request
+from scripts.tcp_client import connect
 from tests.router.scripted import RecordingSink, ScriptedWorker, first, usage
 from tests.router.site import ids, write_model
-from wire.aio.tcp_client import connect
 from wire.errors import ErrorCode, WireError
 from wire.frames import (
     ANY_RANK,

@@ -11,9 +11,9 @@ import pytest
 
 from router.core.state import Limits
 from router.tcp import MAX_ENDED, serve_clients
+from scripts.tcp_client import Client, connect
 from tests.router.scripted import Router, first, usage
 from wire.aio.tcp import Limits as TcpLimits
-from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode
 from wire.frames import (
     ANY_RANK,

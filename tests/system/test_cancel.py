@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from scripts.tcp_client import connect
 from tests.cluster import Cluster, hash_oracle, until
-from wire.aio.tcp_client import connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, Cancel, DecodeRequest, PrefillRequest, Tag
 from wire.options import Options

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import httpx
 
+from scripts.tcp_client import connect
 from tests.cluster import Cluster
-from wire.aio.tcp_client import connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeRequest, Error, PrefillRequest
 from wire.options import Options

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from scripts.tcp_client import connect
 from tests.cluster import ROOT, Cluster, until
 from tests.poisoned_model import POISON
-from wire.aio.tcp_client import connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, PrefillRequest
 from wire.options import Options

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from scripts.tcp_client import connect
 from tests.cluster import Cluster, hash_oracle, until
 from tests.system.figures import Figures
-from wire.aio.tcp_client import connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeRequest, Error, PrefillRequest
 from wire.options import Options

@@ -20,11 +20,11 @@ import msgspec
 import pytest
 import zmq
 
+from scripts.tcp_client import Client, connect
 from tests.cluster import hash_oracle, until
 from tests.scripts.key_script import keys as scripts_keys
 from tests.system.locked import Locked
 from wire.aio.port import client_options
-from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode
 from wire.frames import (
     ANY_RANK,

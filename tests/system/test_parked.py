@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from scripts.tcp_client import Client, connect
 from tests.cluster import Cluster
-from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, PrefillDone, PrefillRequest
 from wire.options import Options

@@ -16,11 +16,11 @@ import psutil
 import pytest
 import zmq
 
+from scripts.tcp_client import Client, connect
 from tests.cluster import ROOT, START_S, Cluster, hash_oracle, kv_endpoint, until
 from tests.system.locked import Locked
 from tests.worker.scripted import ScriptedPrefill
 from wire.aio.port import client_options, new_key_pair
-from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, Hello, PrefillRequest
 from wire.options import Options

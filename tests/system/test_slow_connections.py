@@ -14,8 +14,8 @@ import httpx
 import psutil
 import pytest
 
+from scripts.tcp_client import connect
 from tests.cluster import ROOT, Cluster, until
-from wire.aio.tcp_client import connect
 from wire.frames import NO_RANK, PrefillDone, PrefillRequest
 from wire.options import Options
 from wire.payloads import encode_prompt

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from scripts.tcp_client import connect
 from tests.cluster import Cluster, hash_oracle, kv_endpoint
 from tests.worker.scripted import ScriptedPrefill
-from wire.aio.tcp_client import connect
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, DecodeToken, Error, PrefillRequest
 from wire.options import Options

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from scripts.tcp_client import Client, connect
 from wire.aio.tcp import MAX_AT_ONCE, Connection, Limits, Server, serve
-from wire.aio.tcp_client import Client, connect
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Cancel, DecodeDone, DecodeToken, Error, Tag
 from wire.parts import Message

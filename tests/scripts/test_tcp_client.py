@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.tcp_client import connect
 from tests import certificate
 from wire.aio.listener import server_context
 from wire.aio.tcp import Connection, Limits, serve
-from wire.aio.tcp_client import connect
 from wire.errors import RemoteProtocolError
 from wire.frames import Cancel, DecodeDone, DecodeToken
 from wire.parts import Message
