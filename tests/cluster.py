@@ -14,9 +14,10 @@ from typing import Any, Self
 
 import httpx
 
+from tests.oracle import oracle
 from wire.options import Options
 from wire.process.model import locate
-from worker.executor.hash import create, oracle
+from worker.executor.hash import create
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 120.0  # four workers import torch at once, on two cores

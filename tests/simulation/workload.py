@@ -14,11 +14,11 @@ from random import Random
 from typing import Final
 
 from router.core.request import RequestEnd
+from tests.oracle import oracle
 from wire.errors import ErrorCode, WireError
 from wire.layout import KVLayout
 from wire.options import Options
 from wire.payloads import Logprobs, PrefillResult, Usage
-from worker.executor.hash import oracle
 
 # So small that guesses from the text so far (--speculate) often hit.
 VOCAB_SIZE: Final = 12

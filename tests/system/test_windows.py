@@ -17,9 +17,10 @@ import torch
 
 from scripts.models.make_model import make_model
 from tests.cluster import Cluster
+from tests.oracle import oracle
 from wire.options import Options
 from wire.process.model import locate
-from worker.executor.hash import MIXED, create, oracle
+from worker.executor.hash import MIXED, create
 
 WINDOW = 40
 VOCAB_SIZE = 512

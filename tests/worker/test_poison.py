@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tests.oracle import oracle
 from tests.worker.engine.hashed import GREEDY, run
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from tests.worker.scripted import pair
@@ -16,7 +17,6 @@ from worker.embedded.serving import ServingEngine
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
-from worker.executor.hash import oracle
 
 GREEDY_9 = Options(ignore_eos=True, max_tokens=9)
 PROMPTS = [[seed + 20, 5, 6, 7, 8, seed + 30] for seed in range(4)]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
+from tests.oracle import oracle
 from wire.errors import ErrorCode
 from wire.layout import KVGroup, KVLayout, StateGroup
 from wire.options import Options
@@ -26,15 +27,7 @@ from worker.engine.sequence import Sequence
 from worker.engine.speculation import Drafter
 from worker.engine.unpacking import unpack
 from worker.executor.contract import ModelInfo
-from worker.executor.hash import (
-    EOS_TOKEN_IDS,
-    LAYOUT,
-    MIXED,
-    HashExecutor,
-    kv_words,
-    oracle,
-    state_after,
-)
+from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, MIXED, HashExecutor, kv_words, state_after
 
 # So few that n-grams recur and guesses are right now and then.
 VOCAB_SIZE = 6

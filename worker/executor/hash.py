@@ -2,7 +2,7 @@
 
 The KV of a token is a function of its id, its position, the layer, k or v, and the head.  The next
 token is a function of all KV bytes of the sequence in the wire's order, so a byte that is lost,
-stale, mixed up or another request's changes the text, and `oracle` says what the text must be.
+stale, mixed up or another request's changes the text; `tests.oracle` says what the text must be.
 NumPy only.
 
 `create_mixed` makes one whose second layer has a window and that keeps a state besides: its next
@@ -35,7 +35,7 @@ from wire.options import Options
 from wire.payloads import Logprobs
 from wire.process.model import read_json
 from wire.transfer import Rectangle
-from worker.executor.batch import Batch, Row, Sampling, Scoring, rows_of
+from worker.executor.batch import Batch, Row, Scoring, rows_of
 from worker.executor.contract import Capabilities, MemoryRequirements, ModelInfo, SampledToken
 from worker.executor.hostcache import HostKVCache
 
@@ -213,14 +213,14 @@ class HashExecutor:
         ]
 
     def sample(self, logits: list[int], batch: Batch) -> list[SampledToken]:
-        vocabulary = _Vocabulary(self.info.vocab_size, self.info.eos_token_ids)
+        vocabulary = Vocabulary(self.info.vocab_size, self.info.eos_token_ids)
         return [
             vocabulary.draw(digest, row)
             for digest, row in zip(logits, rows_of(batch.samplings), strict=True)
         ]
 
     def score(self, logits: list[int], batch: Batch) -> list[bytes]:
-        vocabulary = _Vocabulary(self.info.vocab_size, self.info.eos_token_ids)
+        vocabulary = Vocabulary(self.info.vocab_size, self.info.eos_token_ids)
         return [vocabulary.score(scoring) for scoring in batch.scorings]
 
     def shutdown(self) -> None:
@@ -228,7 +228,9 @@ class HashExecutor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Vocabulary:
+class Vocabulary:
+    """How a hash becomes a token, see the module; `eos_token_ids` are among its `size` tokens."""
+
     size: int
     eos_token_ids: frozenset[int]
 
@@ -294,47 +296,3 @@ def state_after(words: _U64, before: _U64 | int = 0) -> _U64:
         state = (state ^ word) * np.uint64(0xBF58476D1CE4E5B9)
         state ^= state >> np.uint64(29)
     return state
-
-
-def _digest(token_ids: Sequence[int], layout: KVLayout) -> int:
-    """Hash what the last of these tokens sees, as a cache without blocks would have it."""
-    words = kv_words(np.array(token_ids, np.int32), np.arange(len(token_ids), dtype=np.int32))
-    digest, first_layer = 0, 0
-    for group in layout.groups:
-        if isinstance(group, StateGroup):
-            seen = state_after(words)
-        else:
-            layers = words[:, first_layer : first_layer + group.num_layers]
-            first_layer += group.num_layers
-            seen = layers[-(group.window or 0) :].transpose(1, 2, 3, 0)
-        digest = xxh3_64_intdigest(seen.tobytes(), seed=digest)
-    return digest
-
-
-def oracle(
-    prompt: Sequence[int],
-    num_tokens: int,
-    options: Options | None = None,
-    vocab_size: int = VOCAB_SIZE,
-    *,
-    eos_token_ids: frozenset[int] = EOS_TOKEN_IDS,
-    max_model_len: int = MAX_MODEL_LEN,
-    layout: KVLayout = LAYOUT,
-) -> list[int]:
-    """Return the text of a fault-free run: at most `num_tokens`, without the token that ends it.
-
-    Shorter than `num_tokens` exactly when the reason is "stop" or the context is full.
-    """
-    options = options or Options()
-    vocabulary = _Vocabulary(vocab_size, eos_token_ids)
-    stop_ids = set(options.stop_token_ids) | (set() if options.ignore_eos else eos_token_ids)
-    token_ids, prompt_len = list(prompt), len(prompt)
-    while len(token_ids) < min(prompt_len + num_tokens, max_model_len):
-        position = len(token_ids)
-        digest = _digest(token_ids, layout)
-        row = Row(0, Sampling(0, options, position, prompt_len, token_ids), 0)
-        token_id = vocabulary.draw(digest, row).token_id
-        if token_id in stop_ids and position - prompt_len >= options.min_tokens:
-            break
-        token_ids.append(token_id)
-    return token_ids[prompt_len:]

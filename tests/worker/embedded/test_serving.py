@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.oracle import oracle
 from wire.errors import ErrorCode, LocalProtocolError, WireError
 from wire.options import Options
 from worker.embedded.ledger import TokenOutput
@@ -18,7 +19,7 @@ from worker.engine.measured import State
 from worker.engine.sequence import Sequence
 from worker.engine.speculation import NgramDrafter
 from worker.executor.batch import Batch
-from worker.executor.hash import HashExecutor, create, oracle
+from worker.executor.hash import HashExecutor, create
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = Options(ignore_eos=True, max_tokens=9)

@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from scripts.models.make_model import make_model
+from tests.oracle import oracle
 from tests.worker.engine.hashed import GREEDY, run, text
 from tests.worker.executor.structures import (
     EOS,
@@ -26,7 +27,7 @@ from worker.engine.engine import Engine
 from worker.engine.sequence import MAX_DRAFTS, Sequence
 from worker.executor.batch import Batch
 from worker.executor.contract import ModelInfo, SampledToken, SequenceFailed
-from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor, create, oracle
+from worker.executor.hash import EOS_TOKEN_IDS, LAYOUT, HashExecutor, create
 from worker.executor.occurrences import Occurrences
 from worker.executor.torch import TorchExecutor
 

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.kv import part, whole
+from tests.oracle import oracle
 from tests.worker.engine.hashed import (
     GREEDY,
     MAX_MODEL_LEN,
@@ -29,7 +30,7 @@ from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Displaced, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch, BatchType
-from worker.executor.hash import LAYOUT, oracle
+from worker.executor.hash import LAYOUT
 from worker.executor.structure import Structured
 
 

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from scripts.examples import own_model
 from scripts.models.make_model import make_model
 from tests.kv import part
+from tests.oracle import oracle
 from tests.worker.executor.forward_pair import pair
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.layout import KVLayout
@@ -21,7 +22,7 @@ from worker.engine.outputs import Token
 from worker.engine.sequence import Sequence, Status
 from worker.executor.batch import Batch
 from worker.executor.contract import Executor, SampledToken, Scorer, SequenceFailed
-from worker.executor.hash import MIXED, HashExecutor, create, create_mixed, oracle
+from worker.executor.hash import MIXED, HashExecutor, create, create_mixed
 from worker.executor.metrics import Latency
 from worker.executor.torch import TorchExecutor
 

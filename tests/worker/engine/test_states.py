@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.oracle import oracle
 from tests.worker.engine.hashed import of_kind, run, text
 from wire.options import Options
 from worker.compute.state_slots import StateSlots
@@ -14,7 +15,7 @@ from worker.engine.sequence import Sequence
 from worker.engine.states import States
 from worker.executor.batch import Batch
 from worker.executor.contract import SampledToken, SequenceFailed
-from worker.executor.hash import MIXED, HashExecutor, create_mixed, oracle
+from worker.executor.hash import MIXED, HashExecutor, create_mixed
 
 ENDLESS = Options(ignore_eos=True)
 BLOCK_SIZE = 4

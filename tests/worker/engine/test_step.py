@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.oracle import oracle
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.errors import ErrorCode
 from wire.options import Options
@@ -16,7 +17,6 @@ from worker.engine.stats import Counters
 from worker.engine.step import commit, compute, tell
 from worker.executor.batch import Batch, BatchType
 from worker.executor.contract import SampledToken, SequenceFailed
-from worker.executor.hash import oracle
 
 GREEDY = Options(ignore_eos=True, prompt_logprobs=1)
 

@@ -13,13 +13,14 @@ from queue import Queue
 import pytest
 from structlog.testing import capture_logs
 
+from tests.oracle import oracle
 from wire.options import Options
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.engine.thread import EngineThread, Pulse, Standstill, Warmup, is_computing
 from worker.executor.batch import Batch
-from worker.executor.hash import HashExecutor, create, oracle
+from worker.executor.hash import HashExecutor, create
 
 TIMEOUT_S = 20.0
 GREEDY = Options(ignore_eos=True)

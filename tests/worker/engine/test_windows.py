@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from tests.oracle import oracle
 from tests.worker.engine.hashed import of_kind, text
 from tests.worker.engine.windowed import windows_over
 from wire.layout import KVLayout
@@ -23,7 +24,7 @@ from worker.engine.unpacking import unpack
 from worker.engine.windows import Windows, table_of, windows_of
 from worker.executor.batch import Batch
 from worker.executor.contract import SampledToken, SequenceFailed, blocks_of_window
-from worker.executor.hash import MIXED, HashExecutor, HashKVCache, create_mixed, oracle
+from worker.executor.hash import MIXED, HashExecutor, HashKVCache, create_mixed
 
 BLOCK_SIZE, CHUNK, WINDOW = 4, 16, 13
 # Without states, so that there may be drafts.

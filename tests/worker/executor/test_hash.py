@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.oracle import oracle
 from wire.options import Options
 from worker.engine.batch import Chunk, build
 from worker.engine.sequence import Sequence
@@ -21,7 +22,6 @@ from worker.executor.hash import (
     HashKVCache,
     create,
     create_mixed,
-    oracle,
 )
 
 PROMPT = list(range(10, 21))

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.oracle import oracle
 from tests.worker.scripted import (
     EPOCH,
     ScriptedPrefill,
@@ -40,7 +41,7 @@ from wire.payloads import (
 )
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Token
-from worker.executor.hash import EOS_TOKEN_IDS, create, oracle
+from worker.executor.hash import EOS_TOKEN_IDS, create
 from worker.link import RouterLink
 from worker.roles.decode import Generation, Step
 

@@ -9,6 +9,7 @@ from math import inf
 
 import pytest
 
+from tests.oracle import oracle
 from tests.worker.scripted import PATIENCE_S, ScriptedDecode, pair, running, scripted_router
 from wire.errors import ErrorCode
 from wire.frames import (
@@ -24,7 +25,7 @@ from wire.frames import (
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_map, decode_prefill_result, encode_prompt
 from worker.executor.batch import Batch
-from worker.executor.hash import EOS_TOKEN_IDS, HashExecutor, create, oracle
+from worker.executor.hash import EOS_TOKEN_IDS, HashExecutor, create
 from worker.roles.prefill import ROUND_TRIP_S, PrefillRole
 
 PROMPT = [(7 * i) % 1000 for i in range(300)]

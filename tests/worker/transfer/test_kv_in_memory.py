@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.kv import whole
+from tests.oracle import oracle
 from tests.worker.scripted import (
     ScriptedPrefill,
     ScriptedRouter,
@@ -29,7 +30,7 @@ from wire.options import Options
 from wire.transfer import SegmentDescriptor, pack_places, segment_digest
 from wire.transfer.segment import unpack_places
 from worker.compute.shared_memory import SharedMemory, map_memory
-from worker.executor.hash import LAYOUT, create, oracle
+from worker.executor.hash import LAYOUT, create
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has such memory")
 BLOCK = 16 * LAYOUT.token_bytes

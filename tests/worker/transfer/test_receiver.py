@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.oracle import oracle
 from tests.worker.scripted import (
     EPOCH,
     GatedExecutor,
@@ -46,7 +47,7 @@ from wire.payloads import (
 from worker.config import Config
 from worker.engine.thread import Call
 from worker.environment import WorkerContext
-from worker.executor.hash import LAYOUT, create, oracle
+from worker.executor.hash import LAYOUT, create
 from worker.transfer.receiver import (
     MAX_ENDED,
     MAX_OFFERED_TOKENS,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tests.oracle import oracle
 from tests.wire.process.key_files import write
 from tests.worker.scripted import (
     GatedExecutor,
@@ -27,7 +28,7 @@ from wire.options import Options
 from wire.process.keys import Keys
 from wire.process.traffic import Traffic
 from wire.transfer import HEAD_BYTES, MAX_SEALED_BYTES, read_head, segment_head
-from worker.executor.hash import LAYOUT, oracle
+from worker.executor.hash import LAYOUT
 from worker.transfer.segment_hub import SegmentHub
 from worker.transfer.segment_link import SILENCE_S, Connection, SegmentLink, send_all
 
