@@ -7,7 +7,6 @@ What the tiles do not cover (a pool that `launch.check_pool` refuses) is a Kerne
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module, resources
@@ -205,8 +204,3 @@ def source_text(source: str) -> str:
     folder = resources.files("kernels") / "csrc"
     header = (folder / "prims.cuh").read_text().replace("#pragma once\n", "")
     return (folder / f"{source}.cu").read_text().replace('#include "prims.cuh"\n', header)
-
-
-def source_hash(source: str) -> str:
-    """Return a short digest of everything that a kernel file is compiled from."""
-    return hashlib.sha256(source_text(source).encode()).hexdigest()[:16]

@@ -59,7 +59,7 @@ GATE = struct("gate_up out", "rows size", "linear cubic limit shift")
 # The launch bounds of rowwise.cu.
 MAX_NORM_THREADS = 512
 MAX_GATE_THREADS = 256
-_WIDE_BYTES = 16
+WIDE_BYTES = 16
 _WARP = 32
 
 
@@ -104,30 +104,6 @@ class OnDevice:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     works: dict[tuple[int | None, int], list[Planned]] = field(default_factory=dict)
-
-
-def attention_kernels(dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Return every instantiation that attention of this dtype and head size can ask for."""
-    name = DTYPE_NAMES[dtype]
-    if not is_tiled(dtype, head_dim):
-        return [f"attend_plain<{name}>"]
-    found = []
-    for tile in (tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)):
-        found += [_attend_name(name, head_dim, tile), f"merge<{name},{tile.rows}>"]
-    return found
-
-
-def kv_kernels(pool: torch.dtype, wire: torch.dtype) -> list[str]:
-    """Return the instantiations that keep a pool of one dtype and a wire of another."""
-    held, sent = DTYPE_NAMES[pool], DTYPE_NAMES[wire]
-    return [f"append<{held}>", f"move<{held},{sent},false>", f"move<{held},{sent},true>"]
-
-
-def rowwise_kernels(dtype: torch.dtype) -> list[str]:
-    """Return every instantiation that rows of this dtype can ask for."""
-    widths = (_WIDE_BYTES // dtype.itemsize, 1)
-    names = ("rms_norm", "gate")
-    return [f"{name}<{DTYPE_NAMES[dtype]},{width}>" for name in names for width in widths]
 
 
 def check_pool(pool: torch.Tensor) -> None:
@@ -241,7 +217,7 @@ def attention(
         mine = arguments.copy()
         point(mine, work=items, merges=merges, parts=parts, logs=logs)
         num_kv_heads, keep = pool.shape[3], (*own, items, merges, parts, logs)
-        kernel, shared = _attend_name(name, head_dim, tile), tile.shared_bytes(head_dim)
+        kernel, shared = attend_name(name, head_dim, tile), tile.shared_bytes(head_dim)
         grid = (len(work.items), num_kv_heads)
         launches.append(Launch("attention", kernel, grid, tile.threads, shared, mine, keep))
         if len(work.merges):
@@ -356,7 +332,8 @@ def is_tiled(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype in TILED_DTYPES and head_dim in TILED_HEAD_DIMS
 
 
-def _attend_name(dtype: str, head_dim: int, tile: tiling.Tile) -> str:
+def attend_name(dtype: str, head_dim: int, tile: tiling.Tile) -> str:
+    """Return the instantiation for a tile, as C++ names it."""
     return f"attend<{dtype},{head_dim},{','.join(map(str, tile))}>"
 
 
@@ -386,8 +363,8 @@ def _on_device(
 
 def _width(size: int, *tensors: torch.Tensor) -> int:
     """Return how many values every row of every tensor lets a thread load at once."""
-    width = _WIDE_BYTES // tensors[0].itemsize
-    aligned = all(tensor.data_ptr() % _WIDE_BYTES == 0 for tensor in tensors)
+    width = WIDE_BYTES // tensors[0].itemsize
+    aligned = all(tensor.data_ptr() % WIDE_BYTES == 0 for tensor in tensors)
     return width if aligned and size % width == 0 else 1
 
 

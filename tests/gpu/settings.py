@@ -13,6 +13,7 @@ from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from kernels.cuda.lane import Lane, SideStream
 from tests.gpu.trail import Figures
+from tests.kernels.instances import kv_kernels
 
 Part = Callable[[], Figures]
 
@@ -71,6 +72,6 @@ def all_moves() -> dict[str, list[str]]:
         name
         for held in launch.POOL_DTYPES
         for sent in launch.DTYPE_NAMES
-        for name in launch.kv_kernels(held, sent)
+        for name in kv_kernels(held, sent)
     ]
     return {"kv": list(dict.fromkeys(names))}

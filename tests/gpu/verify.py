@@ -15,6 +15,7 @@ from tests.gpu.inputs import TOLERANCE, Shape, error, formula, lengths, paged
 from tests.gpu.settings import Part, Settings, all_moves, kernels_of, lane_of
 from tests.gpu.timing import spend
 from tests.gpu.trail import Figures
+from tests.kernels.instances import attention_kernels, rowwise_kernels
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TILED = [(head_dim, dtype) for head_dim in launch.TILED_HEAD_DIMS for dtype in (BF16, FP16)]
@@ -66,7 +67,7 @@ def staging_parts(settings: Settings) -> dict[str, Part]:
 
 def _attention(settings: Settings, head_dim: int, dtype: torch.dtype, longest: int) -> Figures:
     draw = settings.random(f"attention {head_dim} {dtype}")
-    it = kernels_of(settings, {"attention": launch.attention_kernels(dtype, head_dim)})
+    it = kernels_of(settings, {"attention": attention_kernels(dtype, head_dim)})
     worst, num_cases = 0.0, 2 if settings.is_small else 10
     tolerance = TOLERANCE[dtype] * max(1.0, head_dim / 64)
     for number in range(num_cases):
@@ -129,7 +130,7 @@ def _rotated(
 def _rows(settings: Settings, dtype: torch.dtype) -> Figures:
     """Norms, with and without something to add, and gates, of any width."""
     draw = settings.random(f"rows {dtype}")
-    it = kernels_of(settings, {"rowwise": launch.rowwise_kernels(dtype)})
+    it = kernels_of(settings, {"rowwise": rowwise_kernels(dtype)})
     sizes = [1, 7, 576, 4096, draw.randint(1, 9000)]
     for size in sizes:
         num_rows = draw.randint(1 if size >= 7 else 12, 40)

@@ -13,6 +13,7 @@ from kernels import GELU_TANH, SILU, KernelError, reference
 from kernels.contract import Backend
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
+from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.rowwise_scenes import CLAMPED, clamped
 from tests.kernels.scenes import Scene, check, check_moves, fresh, scene, sinks_of
 from tests.kernels.shim.backend import Shim, why_not
@@ -40,9 +41,9 @@ BATCHES = {
 @cache
 def shim(head_dim: int, dtype: torch.dtype, order: int = 2, late: bool = True) -> Shim:
     names = {
-        "attention": launch.attention_kernels(dtype, head_dim),
-        "kv": launch.kv_kernels(dtype, dtype),
-        "rowwise": launch.rowwise_kernels(dtype),
+        "attention": attention_kernels(dtype, head_dim),
+        "kv": kv_kernels(dtype, dtype),
+        "rowwise": rowwise_kernels(dtype),
     }
     return Shim(names, order=order, late=late)
 
@@ -194,7 +195,7 @@ def _converting() -> Shim:
         name
         for held in launch.POOL_DTYPES
         for sent in launch.DTYPE_NAMES
-        for name in launch.kv_kernels(held, sent)
+        for name in kv_kernels(held, sent)
     ]
     return Shim({"kv": list(dict.fromkeys(names))})
 

@@ -15,8 +15,8 @@ import kernels
 from kernels import reference
 from kernels.contract import Backend
 from kernels.cuda import backend as cuda
-from kernels.cuda import launch
 from scripts.models.make_model import make_model
+from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.shim.backend import Shim, why_not
 from tests.kv import whole
 from tests.worker.paged import Text, advance
@@ -94,9 +94,9 @@ def test_logits_are_those_of_the_reference(name: str, served_by: Any, tmp_path: 
     want, sent = run(path, dtype)
     kind, head_dim = getattr(torch, dtype), CASES[name].get("head_dim", 16)
     needed = {
-        "attention": launch.attention_kernels(kind, head_dim),
-        "kv": launch.kv_kernels(kind, kind),
-        "rowwise": launch.rowwise_kernels(kind),
+        "attention": attention_kernels(kind, head_dim),
+        "kv": kv_kernels(kind, kind),
+        "rowwise": rowwise_kernels(kind),
     }
     served_by(Shim(needed))
     got, segment = run(path, dtype)

@@ -7,7 +7,7 @@ import multiprocessing
 import pytest
 import torch
 
-from kernels.cuda import launch
+from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.scenes import check, check_moves, scene, sinks_of
 from tests.kernels.shim.backend import CSRC, Shim, why_not
@@ -148,7 +148,7 @@ MUTATIONS = {
 
 
 def check_attention(text: str) -> None:
-    names = launch.attention_kernels(torch.bfloat16, 64)
+    names = attention_kernels(torch.bfloat16, 64)
     it = Shim({"attention": names}, texts={"attention": text})
     # The last two are of several tiles of many rows, whose keys are split.
     crowds = (
@@ -171,14 +171,14 @@ def check_attention(text: str) -> None:
 
 
 def check_kv(text: str) -> None:
-    names = launch.kv_kernels(torch.bfloat16, torch.bfloat16)
+    names = kv_kernels(torch.bfloat16, torch.bfloat16)
     it = Shim({"kv": names}, texts={"kv": text})
     for is_far in (False, True):
         check_moves(it, torch.bfloat16, is_far=is_far)
 
 
 def check_rowwise(text: str) -> None:
-    it = Shim({"rowwise": launch.rowwise_kernels(torch.bfloat16)}, texts={"rowwise": text})
+    it = Shim({"rowwise": rowwise_kernels(torch.bfloat16)}, texts={"rowwise": text})
     for size in (7, 576, 4104):
         check_all(it, torch.bfloat16, size)
 

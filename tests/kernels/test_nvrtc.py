@@ -16,6 +16,7 @@ import torch
 
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
+from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.shim.backend import cuda_headers
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
@@ -70,7 +71,7 @@ def check_resources(log: str, num_kernels: int) -> None:
 def test_attention_compiles(architecture: str, pytestconfig: pytest.Config) -> None:
     shapes = TILED if pytestconfig.getoption("--full") else DEFAULT
     for head_dim, dtype in shapes:
-        kernels = launch.attention_kernels(dtype, head_dim)
+        kernels = attention_kernels(dtype, head_dim)
         ptx, log = compile_for(architecture, "attention", kernels)
         check_resources(log, len(kernels))
         kind = b"bf16" if "bf16" in launch.DTYPE_NAMES[dtype] else b"f16"
@@ -87,14 +88,14 @@ def test_the_rest_compiles(architecture: str) -> None:
     kernels = [f"attend_plain<{launch.DTYPE_NAMES[dtype]}>" for dtype in launch.POOL_DTYPES]
     check_resources(compile_for(architecture, "attention", kernels)[1], len(kernels))
     pairs = product(launch.POOL_DTYPES, launch.DTYPE_NAMES)
-    names = list(dict.fromkeys(name for pair in pairs for name in launch.kv_kernels(*pair)))
+    names = list(dict.fromkeys(name for pair in pairs for name in kv_kernels(*pair)))
     check_resources(compile_for(architecture, "kv", names)[1], len(names))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", launch.POOL_DTYPES, ids=str)
 def test_rowwise_compiles(architecture: str, dtype: torch.dtype) -> None:
-    kernels = launch.rowwise_kernels(dtype)
+    kernels = rowwise_kernels(dtype)
     ptx, log = compile_for(architecture, "rowwise", kernels)
     check_resources(log, len(kernels))
     # Two blocks of 512 threads, at least, on the 65536 registers of a multiprocessor.

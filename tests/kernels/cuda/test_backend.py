@@ -30,8 +30,7 @@ def test_torch_s_stream_becomes_cupy_s_without_a_warning() -> None:
     assert cupy.cuda.Stream.from_external(cuda.ExternalStream(12345)).ptr == 12345
 
 
-def test_a_source_holds_its_header_once_and_has_a_hash() -> None:
+def test_a_source_holds_its_header_once() -> None:
     for source in ("attention", "kv", "rowwise"):
         text = cuda.source_text(source)
         assert "prims.cuh" not in text and text.count("PRIM void copies_commit") == 1
-        assert len(cuda.source_hash(source)) == 16

@@ -11,6 +11,7 @@ import torch
 from kernels import GELU_TANH, SILU, KernelError
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
+from tests.kernels.instances import rowwise_kernels
 from tests.kernels.rowwise_scenes import SIZES, Rowwise, check_all, compare
 from tests.kernels.shim.backend import Shim, why_not
 
@@ -60,7 +61,7 @@ def test_the_structs_have_the_fields_of_the_source(source: str, name: str, struc
 
 @cache
 def shim(order: int = 2) -> Shim:
-    names = [name for dtype in launch.POOL_DTYPES for name in launch.rowwise_kernels(dtype)]
+    names = [name for dtype in launch.POOL_DTYPES for name in rowwise_kernels(dtype)]
     return Shim({"rowwise": names}, order=order)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from kernels import KernelError
 from kernels.cuda import launch
+from tests.kernels.instances import kv_kernels
 from tests.kernels.shim.backend import Shim
 
 
@@ -43,7 +44,7 @@ class CpuLane:
         self._num_pinned = num_pinned
         self._obstacle = obstacle
         self._lock = Lock()
-        self._shim = Shim({"kv": launch.kv_kernels(dtype, dtype)})
+        self._shim = Shim({"kv": kv_kernels(dtype, dtype)})
 
     def compute(self, call: Callable[[], object]) -> None:
         """Ask for something on the stream that computes."""

@@ -17,9 +17,9 @@ import torch
 import kernels
 from kernels import PagedBatch
 from kernels.contract import Scratch, Windowed
-from kernels.cuda import launch
 from kernels.cuda.launch import Launch
 from scripts.models.make_model import make_model
+from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.shim.backend import WANTED_BLOCKS, Shim, why_not
 from worker.compute import graphs
 from worker.compute.graphs import DecodeGraphs, Step
@@ -43,9 +43,9 @@ class Watched(Shim):
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
         super().__init__(
             {
-                "attention": launch.attention_kernels(dtype, head_dim),
-                "kv": launch.kv_kernels(dtype, dtype),
-                "rowwise": launch.rowwise_kernels(dtype),
+                "attention": attention_kernels(dtype, head_dim),
+                "kv": kv_kernels(dtype, dtype),
+                "rowwise": rowwise_kernels(dtype),
             }
         )
         self.started: list[tuple[str, tuple[int, int]]] = []

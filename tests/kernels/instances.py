@@ -1,0 +1,32 @@
+"""Every instantiation of the CUDA kernels that `kernels.cuda.launch` can ask for, by its sizes."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cuda import tiling
+from kernels.cuda.launch import DTYPE_NAMES, WIDE_BYTES, attend_name, is_tiled
+
+
+def attention_kernels(dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Return those of attention of this dtype and head size."""
+    name = DTYPE_NAMES[dtype]
+    if not is_tiled(dtype, head_dim):
+        return [f"attend_plain<{name}>"]
+    found = []
+    for tile in (tiling.few_rows_tile(head_dim), tiling.many_rows_tile(head_dim)):
+        found += [attend_name(name, head_dim, tile), f"merge<{name},{tile.rows}>"]
+    return found
+
+
+def kv_kernels(pool: torch.dtype, wire: torch.dtype) -> list[str]:
+    """Return those that keep a pool of one dtype and a wire of another."""
+    held, sent = DTYPE_NAMES[pool], DTYPE_NAMES[wire]
+    return [f"append<{held}>", f"move<{held},{sent},false>", f"move<{held},{sent},true>"]
+
+
+def rowwise_kernels(dtype: torch.dtype) -> list[str]:
+    """Return those of rows of this dtype."""
+    widths = (WIDE_BYTES // dtype.itemsize, 1)
+    names = ("rms_norm", "gate")
+    return [f"{name}<{DTYPE_NAMES[dtype]},{width}>" for name in names for width in widths]
