@@ -12,16 +12,8 @@ from collections import Counter as Tally
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
-from prometheus_client import (
-    CollectorRegistry,
-    Gauge,
-    generate_latest,
-)
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    Metric,
-)
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.core.cluster import Counts
@@ -30,62 +22,17 @@ from router.core.request import RequestEnd
 from router.processes.summed import LAG, Families, Series, families, summed
 from wire.errors import ErrorCode
 from wire.frames import Role
-from wire.process.exposition import Distribution, Totals, frames, gauge, tally
+from wire.process.exposition import LATENCY_S, Distribution, Totals, frames, gauge, tally
 from wire.process.traffic import Traffic
 
-# Bounds of histograms, in seconds: from a small model on one machine to a large one far away.
-FIRST_TOKEN_S: Final = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.08,
-    0.16,
-    0.32,
-    0.64,
-    1.28,
-    2.5,
-    5,
-    10,
-    40,
-)
+# Bounds of histograms, in seconds, beside those in `wire.process.exposition`.
 TOKEN_S: Final = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    1,
-    2.5,
-    10,
+    *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10),
 )
 REQUEST_S: Final = (
-    0.01,
-    0.05,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    20,
-    40,
-    60,
-    120,
-    240,
-    600,
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8),
+    *(1, 1.5, 2, 2.5, 5, 10, 20, 40, 60, 120, 240, 600),
 )
 
 # Finish reasons come from workers; what is none of these counts as "other", so that labels are few.
@@ -143,12 +90,12 @@ class Metrics:
             registry=self._registry,
         )
         blocks.set_function(sys.getallocatedblocks)
-        self._queue = self._distribution("queue", "Wait for a worker with room.", FIRST_TOKEN_S)
+        self._queue = self._distribution("queue", "Wait for a worker with room.", LATENCY_S)
         self._first_token = self._distribution(
-            "time_to_first_token", "From acceptance to the first token.", FIRST_TOKEN_S
+            "time_to_first_token", "From acceptance to the first token.", LATENCY_S
         )
         self._prefill = self._distribution(
-            "prefill", "From the first placement to the first token.", FIRST_TOKEN_S
+            "prefill", "From the first placement to the first token.", LATENCY_S
         )
         # Told of tokens of one stream that came together: the time since the last, how many.
         self.on_tokens = self._distribution(
@@ -156,7 +103,7 @@ class Metrics:
         ).share
         self._request = self._distribution("request", "From acceptance to the end.", REQUEST_S)
         self._kv_seconds = self._distribution(
-            "kv_transfer", "From the accepted offer to the last byte.", FIRST_TOKEN_S
+            "kv_transfer", "From the accepted offer to the last byte.", LATENCY_S
         )
         self._registry.register(_CoreCollector(core, planes or {}))
         self._workers = _FleetCollector(fleet)

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Protocol
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from wire.process.exposition import Distribution, counter, frames, gauge, histogram, tally
+from wire.process.exposition import (
+    LATENCY_S,
+    Distribution,
+    counter,
+    frames,
+    gauge,
+    histogram,
+    tally,
+)
 from wire.process.traffic import Traffic
 from worker.config import Config
 from worker.engine.stats import STEP_S, Slots, Stats
-
-# From a few blocks within one machine to a long prompt over a slow network.
-TRANSFER_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 40)
 
 
 class TransferCounts:
@@ -38,7 +43,7 @@ class TransferCounts:
         self.kv_bytes = 0
         self.skipped_bytes = 0
         self.seconds = Distribution(
-            "baton_kv_transfer_seconds", "From the accepted offer to the end.", TRANSFER_S
+            "baton_kv_transfer_seconds", "From the accepted offer to the end.", LATENCY_S
         )
 
     def end(self, how: str, kv_bytes: int, skipped_bytes: int, seconds: float | None) -> None:

@@ -21,6 +21,9 @@ from prometheus_client.registry import Collector
 
 from wire.process.traffic import Traffic
 
+# Bounds of histograms, in seconds: from a small model, or a few blocks within one machine, to a
+# large model far away, or a long prompt over a slow network.
+LATENCY_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 40)
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
