@@ -55,7 +55,7 @@ from wire.frames import MAX_TOKEN_ID
 from wire.parts import Buffer
 from wire.process.api_keys import open_api_keys
 from wire.process.keys import open_keys
-from wire.process.lifetime import Stop, keep_watchdog, notify
+from wire.process.lifetime import keep_watchdog, notify
 from wire.process.model import ModelError, vocab_size
 from wire.process.settings import EX_CONFIG, ConfigError
 from wire.process.traffic import Traffic
@@ -212,7 +212,7 @@ class Router:
         self._local.start()
         announce(config, self.endpoints)
 
-    async def until_stopped(self, stop: Stop) -> bool:
+    async def until_stopped(self, stop: asyncio.Event) -> bool:
         """Serve until asked to stop; False if a part of the router broke before."""
         stopped = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -316,7 +316,7 @@ async def serve(
     config: Config,
     model_path: Path,
     model_fingerprint: str,
-    stop: Stop,
+    stop: asyncio.Event,
     siblings: Siblings | None = None,
 ) -> int:
     """Run a router until it is asked to stop, and return the exit status."""

@@ -57,7 +57,7 @@ from wire.payloads import (
 )
 from wire.process.cores import format_cores, own_cores, parse_cores, run_on
 from wire.process.keys import Keys, open_keys
-from wire.process.lifetime import Stop, run
+from wire.process.lifetime import run
 from wire.process.log import configure
 from worker.app import Worker
 from worker.compute.kv_cache import TorchKVCache
@@ -184,7 +184,7 @@ def serve(pipe: Pipe, layout: KVLayout, settings: dict[str, Any]) -> None:
     if config.cores:
         run_on(parse_cores(config.cores))
 
-    def answer(stop: Stop) -> None:
+    def answer(stop: asyncio.Event) -> None:
         try:
             pipe.recv()
         except EOFError:  # who started us is gone
@@ -195,7 +195,7 @@ def serve(pipe: Pipe, layout: KVLayout, settings: dict[str, Any]) -> None:
         cpu_s = used.ru_utime + used.ru_stime
         pipe.send({"cpu_s": cpu_s, "switches": used.ru_nvcsw, "jobs": Counted.num_jobs})
 
-    async def live(stop: Stop) -> int:
+    async def live(stop: asyncio.Event) -> int:
         asyncio.get_running_loop().add_reader(pipe.fileno(), answer, stop)
         environment = Environment(make_plane=partial(Watched, pipe.send), make_copies=Counted)
         executor = Still(layout, config.role, config.max_model_len)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import sys
@@ -12,7 +13,7 @@ import structlog
 
 from wire.errors import WireError
 from wire.process.cores import best_threads, format_cores, parse_cores, run_on
-from wire.process.lifetime import Stop, end_at_once, run, set_stack_size, slow_start
+from wire.process.lifetime import end_at_once, run, set_stack_size, slow_start
 from wire.process.log import configure
 from wire.process.model import check_files, check_weights, fingerprint, locate, vocab_size
 from wire.process.settings import EX_CONFIG, parse
@@ -115,7 +116,9 @@ def _create(config: Config, model: str, ranks: Ranks | None = None, **settings: 
     return executor
 
 
-async def serve(config: Config, executor: Executor, draft: Executor | None, stop: Stop) -> int:
+async def serve(
+    config: Config, executor: Executor, draft: Executor | None, stop: asyncio.Event
+) -> int:
     try:
         try:
             worker = Worker(config, executor, draft=draft)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -22,7 +22,7 @@ from wire.payloads import MAX_CORES_LENGTH, HelloDetail, encode_map
 from wire.process.api_keys import open_api_keys
 from wire.process.cores import format_cores, own_cores
 from wire.process.keys import open_keys
-from wire.process.lifetime import Stop, bounded, extend_start, keep_watchdog, notify
+from wire.process.lifetime import bounded, extend_start, keep_watchdog, notify
 from wire.process.scrape import ScrapePort
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
 from wire.process.traffic import Traffic
@@ -142,7 +142,7 @@ class Worker:
             cores=cores if len(cores) <= MAX_CORES_LENGTH else "",
         )
 
-    async def run(self, stop: Stop) -> int:
+    async def run(self, stop: asyncio.Event) -> int:
         """Serve until told to stop, refused by every router, or broken; return the exit status.
 
         Raises:
@@ -161,7 +161,7 @@ class Worker:
             with bounded(CLOSE_S, "a copy of KV or a process of its model is stuck", EXIT_CRASHED):
                 await self._close()
 
-    async def _serve(self, stop: Stop) -> int:
+    async def _serve(self, stop: asyncio.Event) -> int:
         if self._config.metrics:
             await self.scrape.listen(self._config.metrics)
         self._thread.start()
@@ -199,7 +199,7 @@ class Worker:
             log.warning("not drained in time", unfinished=self.role.num_unfinished)
         return 0
 
-    async def _wait_for_change(self, *others: asyncio.Task[None]) -> None:
+    async def _wait_for_change(self, *others: asyncio.Task[Any]) -> None:
         self._changed.clear()
         changed = asyncio.create_task(self._changed.wait())
         try:

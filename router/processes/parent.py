@@ -50,7 +50,7 @@ from router.processes.siblings import VARIABLE
 from router.processes.summed import Families, summed, without_gauges
 from wire.aio.listener import reserve
 from wire.process.children import MIN_PAUSE_S, lives, signal_child, start_child
-from wire.process.lifetime import Stop, keep_watchdog, notify
+from wire.process.lifetime import keep_watchdog, notify
 
 log = structlog.get_logger("router")
 
@@ -117,7 +117,7 @@ class Processes:
         self._looked_at = inf
         self._ended_counters: Families = []
 
-    async def serve(self, stop: Stop) -> int:
+    async def serve(self, stop: asyncio.Event) -> int:
         """Run them until asked to stop; return the exit status."""
         loops = [self._start(self._look_after(process)) for process in self._all]
         stopped, begun = self._start(stop.wait()), self._start(self._begin())
@@ -314,7 +314,7 @@ class Processes:
         return SILENCE
 
 
-async def serve_by_several(config: Config, argv: Sequence[str], stop: Stop) -> int:
+async def serve_by_several(config: Config, argv: Sequence[str], stop: asyncio.Event) -> int:
     """Run the processes of a router until asked to stop, and return the exit status."""
     try:
         processes = Processes(config, argv)

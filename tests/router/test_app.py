@@ -38,7 +38,6 @@ from wire.frames import (
 from wire.options import Options
 from wire.parts import Message
 from wire.payloads import encode_prompt
-from wire.process.lifetime import Stop
 from wire.process.model import fingerprint
 
 OPEN = {"http": "127.0.0.1:0", "tcp": "127.0.0.1:0", "bus": "tcp://127.0.0.1:0"}
@@ -176,11 +175,11 @@ async def test_a_taken_port_is_named(tmp_path: Path) -> None:
                 await router.start()
             await router.close()
         config = Config(**OPEN | {"model": str(model), "tcp": endpoint})  # type: ignore[arg-type]
-        assert await serve(config, model, "f00d", Stop()) == 1
+        assert await serve(config, model, "f00d", asyncio.Event()) == 1
 
 
 async def test_serve_runs_until_it_is_told_to_stop(tmp_path: Path) -> None:
-    model, stop = write_model(tmp_path), Stop()
+    model, stop = write_model(tmp_path), asyncio.Event()
     config = Config(**OPEN | {"model": str(model)})  # type: ignore[arg-type]
     serving = asyncio.create_task(serve(config, model, "f00d", stop))
     stop.set()
@@ -192,7 +191,7 @@ async def test_a_part_that_breaks_ends_the_router(
 ) -> None:
     async with running(tmp_path) as cluster:
         monkeypatch.setattr(cluster.router.bus, "tick", lambda: 1 / 0)
-        assert not await cluster.router.until_stopped(Stop())
+        assert not await cluster.router.until_stopped(asyncio.Event())
 
 
 def test_the_process_serves_and_drains_on_sigterm(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from tests.simulation.scenario import Scenario
 from tests.simulation.sockets import Hub, Link, Plane
 from tests.simulation.threads import EventCopies, EventThread, SlowExecutor
 from tests.simulation.workload import MAX_PROMPT, MAX_TOKENS, VOCAB_SIZE
-from wire.process.lifetime import Stop
 from worker.app import Worker
 from worker.config import Config
 from worker.environment import Environment
@@ -157,7 +156,7 @@ class WorkerProcess:
         info = replace(INFO, layout=self._scenario.layout)
         is_late = self._scenario.is_late and config.role == "decode"
         self.executor = SlowExecutor(info, is_late=is_late)
-        self._stop = Stop()
+        self._stop = asyncio.Event()
         self.config = config
         self.worker = Worker(config, self.executor, self._environment())
         self.task = self.process.create_task(self.worker.run(self._stop))

@@ -24,7 +24,7 @@ SLACK_S: Final = 0.3
 # How long what was cancelled may go on: a message, a copy and a step, with room to spare.
 CANCEL_S: Final = 1.0
 # The tasks of a worker that has nothing to do; run, beat, tick, and what `run` waits with.
-RESTING_TASKS: Final = frozenset({"Worker.run", "Worker._watched", "Stop.wait", "Event.wait"})
+RESTING_TASKS: Final = frozenset({"Worker.run", "Worker._watched", "Event.wait"})
 
 
 def check(world: World, process: Process) -> None:

@@ -48,7 +48,6 @@ from wire.payloads import (
     encode_prompt,
 )
 from wire.process.keys import Keys
-from wire.process.lifetime import Stop
 from wire.transfer import SegmentDescriptor, segment_digest
 from worker.app import Worker
 from worker.config import Config
@@ -210,7 +209,7 @@ class Process:
         executor, draft = settings.pop("executor", None), settings.pop("draft", None)
         executor = executor or create(step_delay_s=settings.pop("step_delay_s", 0.0))
         settings = {"num_blocks": 256, "router": (router.endpoint,), **settings}
-        self.stop = Stop()
+        self.stop = asyncio.Event()
         self.worker = Worker(Config(role=cast(Any, role), **settings), executor, draft=draft)
         self.task = asyncio.create_task(self.worker.run(self.stop))
 

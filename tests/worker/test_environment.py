@@ -8,7 +8,6 @@ import time
 from tests.worker.scripted import PATIENCE_S, scripted_router
 from wire.aio.zmq import Link
 from wire.frames import Role
-from wire.process.lifetime import Stop
 from worker.app import Worker
 from worker.config import Config
 from worker.engine.thread import EngineThread
@@ -34,7 +33,7 @@ async def test_a_worker_takes_its_epoch_and_its_time_from_them() -> None:
 
     async with scripted_router() as router:
         config = Config(role="prefill", num_blocks=16, router=(router.endpoint,))
-        stop = Stop()
+        stop = asyncio.Event()
         worker = Worker(config, create(), Environment(clock=clock, epoch=lambda: 7))
         task = asyncio.create_task(worker.run(stop))
         await router.until_joined(Role.PREFILL)

@@ -1,6 +1,6 @@
 """The life of a process: uvloop, signals, exit status, and what systemd wants to be told.
 
-    async def main(stop: Stop) -> int:
+    async def main(stop: asyncio.Event) -> int:
         ...start...
         notify("READY=1", "STATUS=serving")
         await stop.wait()
@@ -9,9 +9,9 @@
 
     sys.exit(run(main))
 
-The first SIGTERM or SIGINT asks `main` to drain, a second one cancels it, and if that does not end
-the process within `FORCE_S` it is ended.  Exit status: what `main` returns; 78 for a `ConfigError`,
-which systemd does not restart; 1 for a bug; 128 + the signal when forced.
+The first SIGTERM or SIGINT sets `stop`: `main` is to drain.  A second one cancels it, and if that
+does not end the process within `FORCE_S` it is ended.  Exit status: what `main` returns; 78 for a
+`ConfigError`, which systemd does not restart; 1 for a bug; 128 + the signal when forced.
 """
 
 from __future__ import annotations
@@ -44,25 +44,10 @@ STACK_BYTES: Final = 8 * 1024 * 1024
 _LOG = structlog.get_logger(__name__)
 
 
-class Stop:
-    """Set when the process is to drain and end."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    @property
-    def is_set(self) -> bool:
-        return self._event.is_set()
-
-    async def wait(self) -> None:
-        await self._event.wait()
-
-    def set(self) -> None:
-        """Ask for the drain, as the first signal does."""
-        self._event.set()
+Main = Callable[[asyncio.Event], Awaitable[int]]
 
 
-def run(main: Callable[[Stop], Awaitable[int]]) -> int:
+def run(main: Main) -> int:
     """Run `main` to its end and return the exit status.  Call it once, from the main thread."""
     faulthandler.enable()
     set_stack_size()
@@ -98,14 +83,14 @@ class _Force:
             self._timer.cancel()
 
 
-async def _live(main: Callable[[Stop], Awaitable[int]], force: _Force) -> int:
+async def _live(main: Main, force: _Force) -> int:
     loop = asyncio.get_running_loop()
     catch_all(loop)
-    stop = Stop()
+    stop = asyncio.Event()
     task = asyncio.ensure_future(main(stop))
 
     def on_signal(number: signal.Signals) -> None:
-        if stop.is_set:
+        if stop.is_set():
             _LOG.warning("forced to end", signal=number.name)
             force.arm(128 + number)
             task.cancel()

@@ -22,7 +22,6 @@ from router.processes.parent import PARENT_ONLY, STUCK_S, Process, serve_by_seve
 from router.processes.summed import families
 from tests.scarce import no_descriptor_left
 from wire.process.children import lives
-from wire.process.lifetime import Stop
 
 FLAGS = ("--processes", "2", "--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--log-level")
 ARGV = (*FLAGS, "error", "--bus")
@@ -41,7 +40,7 @@ class Parent:
     """`serve_by_several` in this process, and what it has logged."""
 
     def __init__(self, directory: Path, bus: str, capture: structlog.testing.LogCapture) -> None:
-        self.stop = Stop()
+        self.stop = asyncio.Event()
         self.ready = directory / "ready"
         config = Config(
             processes=2, http="127.0.0.1:0", tcp="127.0.0.1:0", bus=bus, ready_file=self.ready
@@ -278,7 +277,7 @@ async def test_what_cannot_begin_ends_the_whole(tmp_path: Path) -> None:
 async def test_an_address_that_somebody_has(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = Config(processes=2, http=f"127.0.0.1:{taken.getsockname()[1]}")
-        assert await serve_by_several(config, [], Stop()) == 1
+        assert await serve_by_several(config, [], asyncio.Event()) == 1
 
 
 async def test_a_stop_before_anybody_serves(tmp_path: Path) -> None:

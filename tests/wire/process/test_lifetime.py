@@ -26,9 +26,9 @@ class Process:
         program = (
             "import asyncio, sys, time, uvloop\n"
             "from wire.process.log import configure\n"
-            "from wire.process.lifetime import Stop, bounded, end_at_once, run\n"
+            "from wire.process.lifetime import bounded, end_at_once, run\n"
             "from wire.process.settings import ConfigError\n"
-            "async def main(stop: Stop) -> int:\n"
+            "async def main(stop: asyncio.Event) -> int:\n"
             "    print('ready', flush=True)\n"
             f"{textwrap.indent(body, '    ')}\n"
             "configure()\n"
@@ -65,7 +65,7 @@ print("draining", flush=True)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_main_says_how_it_ended(number: signal.Signals) -> None:
-    status, out, _ = Process(DRAIN + "print(stop.is_set)\nreturn 5").end(number)
+    status, out, _ = Process(DRAIN + "print(stop.is_set())\nreturn 5").end(number)
     assert (status, out.splitlines()) == (5, ["draining", "True"])
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from scripts.examples import own_model
 from tests.worker.executor.byte_model import LAYOUT, decode_step, prefill
-from wire.process.lifetime import Stop
 from worker.app import EXIT_CRASHED, Worker
 from worker.config import Config
 from worker.engine.measured import Direct
@@ -91,4 +90,4 @@ async def test_a_worker_finds_out_in_its_warmup() -> None:
     settings: dict[str, Any] = {"router": ("tcp://127.0.0.1:9",), "num_blocks": 8}
     worker = Worker(Config(role="prefill", **settings), broken)
     async with asyncio.timeout(20):
-        assert await worker.run(Stop()) == EXIT_CRASHED
+        assert await worker.run(asyncio.Event()) == EXIT_CRASHED
