@@ -189,7 +189,8 @@ def test_a_draft_model(model: Model, plain: dict[int, list[int]]) -> None:
         pytest.skip("a state cannot go back: such a model drafts nothing")
     drafter: Drafter = ModelDrafter(executor(model), 3, num_blocks=128, block_size=8)
     found, engine = texts(model, speculate=drafter)
-    assert found == plain and engine.stats().acceptance_rate > 0.9
+    counters = engine.stats().counters
+    assert found == plain and counters.accepted_tokens > 0.9 * counters.drafted_tokens > 0
 
 
 def test_everything_at_once(model: Model, plain: dict[int, list[int]]) -> None:

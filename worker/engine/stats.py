@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Final
+from typing import Final
 
 from wire.payloads import Load
 from worker.engine.blocks import BlockPool
@@ -121,29 +121,6 @@ class Stats:
             copy_bytes_per_s=swap.costs.copy_bytes_per_s,
             prefill_tokens_per_s=swap.costs.prefill_tokens_per_s,
         )
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted drafts as a share of those verified, 0 if there were none."""
-        return self.counters.accepted_tokens / max(1, self.counters.drafted_tokens)
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Tokens found in the prefix cache as a share of those found and those computed."""
-        found = self.counters.cached_tokens
-        return found / max(1, found + self.counters.prefill_tokens)
-
-    @property
-    def overhead_ms(self) -> float:
-        """Mean time of a step outside the executor."""
-        return 1000 * self.counters.overhead_s / max(1, self.counters.steps)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything flat, for logs; the histogram is for metrics only."""
-        figures = asdict(self)
-        counters = figures.pop("counters")
-        del counters["step_counts"]
-        return {**counters, **figures}
 
 
 class SlotState(StrEnum):

@@ -122,11 +122,10 @@ def test_accepted_drafts_save_steps_and_are_counted() -> None:
     engine = fortunate()
     engine.add(Sequence(1, [3, 4], GREEDY, 25))
     run(engine)
-    counters, stats = engine.stats().counters, engine.stats()
+    counters = engine.stats().counters
     assert counters.steps < 20 and counters.decode_tokens == 25
     assert 0 < counters.accepted_tokens < counters.drafted_tokens
     assert counters.accepted_tokens + counters.steps == 25, "a step is a token and its drafts"
-    assert stats.acceptance_rate == counters.accepted_tokens / counters.drafted_tokens
 
 
 def test_rejected_drafts_never_enter_the_prefix_cache() -> None:
