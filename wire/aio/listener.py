@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 import structlog
 
-from wire.process.keys import read_secret
+from wire.process.keys import read_text
 from wire.process.settings import ConfigError
 
 BACKLOG: Final = 1024
@@ -49,7 +49,8 @@ def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None
     """
     if cert is None or key is None:
         return None
-    read_secret(key)  # only for its errors, which say in words what is wrong with the file
+    # Only for its errors, which say in words what is wrong with the file.
+    read_text(key, is_secret=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:

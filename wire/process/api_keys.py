@@ -14,7 +14,7 @@ from typing import Final
 
 import structlog
 
-from wire.process.keys import credential, read_secret
+from wire.process.keys import credential, read_text, version_of
 from wire.process.settings import ConfigError
 
 log = structlog.get_logger(__name__)
@@ -32,7 +32,7 @@ class ApiKeys:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen = self._version()
+        self._seen = version_of(self._path)
         self._digests = _read(path)
 
     def allow(self, given: bytes) -> bool:
@@ -42,7 +42,7 @@ class ApiKeys:
         return any(matches)
 
     def _refresh(self) -> None:
-        version = self._version()
+        version = version_of(self._path)
         if version == self._seen:
             return
         self._seen = version
@@ -52,13 +52,6 @@ class ApiKeys:
         except ConfigError as error:
             self._digests = ()
             log.error("no API key is valid now", reason=str(error))
-
-    def _version(self) -> tuple[int, int, int] | None:
-        try:
-            status = self._path.stat()
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def digest(key: bytes) -> bytes:
@@ -85,7 +78,7 @@ def open_api_keys(path: Path | None) -> ApiKeys | None:
 
 
 def _read(path: Path) -> tuple[bytes, ...]:
-    lines = [line.strip() for line in read_secret(path).splitlines()]
+    lines = [line.strip() for line in read_text(path, is_secret=True).splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ConfigError(f"{path} holds no API key: scripts/keys --api-key {path} adds one")

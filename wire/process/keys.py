@@ -53,7 +53,7 @@ class Keys:
         self.name = name
         self.pair = read_key_pair(directory / f"{name}.key")
         self._path = directory / AUTHORIZED
-        self._seen = _version(self._path)
+        self._seen = version_of(self._path)
         self._parties = _read_parties(self._path)
 
     def party(self, public: str) -> str | None:
@@ -76,7 +76,7 @@ class Keys:
 
     def refresh(self) -> bool:
         """Read the list again if its file changed; whether it did."""
-        version = _version(self._path)
+        version = version_of(self._path)
         if version == self._seen:
             return False
         self._seen = version
@@ -96,28 +96,38 @@ def is_party(name: str) -> bool:
 
 def read_key_pair(path: Path) -> KeyPair:
     """Read a `.key` file.  Raises ConfigError, which names the file and never what is in it."""
-    lines = dict(line.split(" ", 1) for line in read_secret(path).splitlines() if " " in line)
+    text = read_text(path, is_secret=True)
+    lines = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
     public, secret = lines.get("public", ""), lines.get("secret", "")
     if not (_KEY.fullmatch(public) and _KEY.fullmatch(secret)):
         raise ConfigError(f"{path} is no key file: make one with scripts/keys")
     return KeyPair(public, secret)
 
 
-def read_secret(path: Path) -> str:
-    """Return the text of a file that not everybody may read.
+def read_text(path: Path, *, is_secret: bool) -> str:
+    """Return the text of a file; of a secret, one that not everybody may read.
 
     Raises:
-        ConfigError: It cannot be read, or anybody can.
+        ConfigError: It cannot be read, or is a secret that anybody can read.
     """
     try:
         # systemd's credentials are readable for a group, whose members are chosen by an ACL.
-        if path.stat().st_mode & 0o007:
+        if is_secret and path.stat().st_mode & 0o007:
             raise ConfigError(f"{path} is a secret that everybody here can read: chmod 600 {path}")
         return path.read_text(encoding="ascii")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not plain text") from None
+
+
+def version_of(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when the file does; None while there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def credential(name: str) -> Path | None:
@@ -136,13 +146,7 @@ def open_keys(directory: Path | None, name: str) -> Keys | None:
 
 def _read_parties(path: Path) -> dict[str, str]:
     parties: dict[str, str] = {}
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not plain text") from None
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path, is_secret=False).splitlines(), start=1):
         if not line.strip() or line.startswith("# "):
             continue
         public, _, name = line.strip().partition(" ")
@@ -153,11 +157,3 @@ def _read_parties(path: Path) -> dict[str, str]:
                 "line ignored: it must be a public key and a name", path=str(path), line=number
             )
     return parties
-
-
-def _version(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
