@@ -131,6 +131,23 @@ class Scan:
             yield None
         return self.held_from(begin)
 
+    def name(self) -> Steps[str]:
+        """Hold the name of a function or of an argument, and return it."""
+        return self.word(lambda char: char.isalnum() or char in "_-.")
+
+    def listed(self, read: Callable[[Scan], Steps[bool]]) -> Steps[None]:
+        """Read a list in brackets, each entry with `read`; it ends where that says it breaks."""
+        yield from self.space()
+        separator = "["
+        while (yield from self.literal(separator)):
+            yield from self.space()
+            if not (yield from read(self)):
+                return
+            yield from self.space()
+            separator = ","
+        if (yield from self.literal("]")):
+            self.drop()
+
     def until(self, *marks: str) -> Steps[str]:
         """Give content up to one of `marks`; hold and return that, or "" at the end of the text.
 

@@ -21,25 +21,13 @@ def read(scan: Scan) -> Steps[None]:
     while (yield from scan.until(MARK)):
         yield from scan.space()
         if scan.char == "[":
-            yield from _list(scan)
+            yield from scan.listed(json_call)
         else:
             yield from _named(scan)
 
 
-def _list(scan: Scan) -> Steps[None]:
-    separator = "["
-    while (yield from scan.literal(separator)):
-        yield from scan.space()
-        if not (yield from json_call(scan)):
-            return
-        yield from scan.space()
-        separator = ","
-    if (yield from scan.literal("]")):
-        scan.drop()
-
-
 def _named(scan: Scan) -> Steps[None]:
-    name = yield from scan.word(_is_of_name)
+    name = yield from scan.name()
     yield from scan.space()
     if (yield from scan.literal("[")):
         if scan.char == CALL_ID[1]:
@@ -51,10 +39,6 @@ def _named(scan: Scan) -> Steps[None]:
         yield from scan.space()
     if name and scan.char == "{":
         yield from named_call(scan, name)
-
-
-def _is_of_name(char: str) -> bool:
-    return char.isalnum() or char in "_-."
 
 
 def grammar(wanted: Wanted) -> str:

@@ -43,36 +43,23 @@ _SHARED: Final = '"\\bfnrtu'
 
 def read(scan: Scan) -> Steps[None]:
     if scan.is_blank:
-        yield from _calls(scan)
+        yield from scan.listed(_call)
     while mark := (yield from scan.until(OPEN, CLOSE)):
         if mark == OPEN:
-            yield from _calls(scan)
+            yield from scan.listed(_call)
         elif scan.is_after_call:
             scan.drop()
 
 
-def _calls(scan: Scan) -> Steps[None]:
-    yield from scan.space()
-    separator = "["
-    while (yield from scan.literal(separator)):
-        yield from scan.space()
-        if not (yield from _call(scan)):
-            return
-        yield from scan.space()
-        separator = ","
-    if (yield from scan.literal("]")):
-        scan.drop()
-
-
 def _call(scan: Scan) -> Steps[bool]:
     """Read a call; False where there is none, or where it breaks."""
-    name = yield from scan.word(_is_of_name)
+    name = yield from scan.name()
     if not name or not (yield from scan.literal("(")):
         return False
     yield from scan.space()
     before = "{"
     while scan.char != ")":
-        key = yield from scan.word(_is_of_name)
+        key = yield from scan.name()
         yield from scan.space()
         if not key or not (yield from scan.literal("=")):
             return False
@@ -196,10 +183,6 @@ def _escape(scan: Scan) -> Steps[bool]:
 def _in_json(text: str) -> str:
     """`text` inside a string of JSON."""
     return json.dumps(text, ensure_ascii=not text.isprintable())[1:-1]
-
-
-def _is_of_name(char: str) -> bool:
-    return char.isalnum() or char in "_-."
 
 
 def grammar(wanted: Wanted) -> str:
