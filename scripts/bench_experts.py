@@ -46,7 +46,7 @@ from worker.compute.packed import (
     in_one_call,
 )
 from worker.model.families import Experts
-from worker.model.weights import ExpertMLP, GatedMLP, Linear
+from worker.model.weights import ExpertMLP, GatedMLP, Linear, widen
 
 EPS = 1e-6
 KINDS: dict[str, Packed] = {"float32": PackedWeight, "bfloat16": PairedWeight, "int8": Int8Weight}
@@ -140,7 +140,7 @@ def measure(layer: Layer, kind: str, all_tokens: list[int], rounds: int) -> None
     )
     panels = [experts.gate_up.weight.panels, experts.down.weight.panels]
     wide = deepcopy(layer.experts)
-    wide.widen()
+    widen(wide)
     flat = panels[0].view(-1).view(torch.int64)
     for tokens in all_tokens:
         x = torch.randn(tokens, layer.hidden)

@@ -119,7 +119,7 @@ class Worker:
         self._is_beat_due = asyncio.Event()
         self._was_busy = False
         self._is_announced = False
-        self._pulse = Pulse(self._thread)
+        self._pulse = Pulse(self._thread.post)
         self._standstill = Standstill()
 
     def _detail(self, info: ModelInfo) -> HelloDetail:

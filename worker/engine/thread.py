@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Final
 
 import structlog
 
@@ -161,12 +161,6 @@ class Warmup:
             self._on_end()
 
 
-class TakesCalls(Protocol):
-    """What `Pulse` uses of a thread."""
-
-    def post(self, call: Callable[[Any], object]) -> None: ...
-
-
 class Pulse:
     """Whether the thread still takes calls: posts one that does nothing, and looks for its end.
 
@@ -174,8 +168,8 @@ class Pulse:
     as steps end, of an idle engine too.  systemd's watchdog is fed with this.
     """
 
-    def __init__(self, thread: TakesCalls) -> None:
-        self._thread = thread
+    def __init__(self, post: Callable[[Call], None]) -> None:
+        self._post = post
         self._is_answered = True
 
     def is_felt(self) -> bool:
@@ -183,7 +177,7 @@ class Pulse:
         if not self._is_answered:
             return False
         self._is_answered = False
-        self._thread.post(self._answer)
+        self._post(self._answer)
         return True
 
     def _answer(self, _: object) -> None:

@@ -6,7 +6,7 @@ Projections that read the same input are stored as one matrix (query, key and va
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 from torch.nn.functional import linear
@@ -67,11 +67,6 @@ class Linear:
         assert self.bias is not None
         return {name: self.weight.transpose(1, 2), f"{name}_bias": self.bias}
 
-    def widen(self) -> None:
-        """Make the tensors float32."""
-        self.weight = self.weight.float()
-        self.bias = None if self.bias is None else self.bias.float()
-
     def _named(self, prefix: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Tensors:
         tensors: Tensors = {}
         start = 0
@@ -81,6 +76,16 @@ class Linear:
                 tensors[f"{prefix}{part}.bias"] = bias[start : start + rows]
             start += rows
         return tensors
+
+
+def widen(part: object) -> None:
+    """Make every matrix of a layer, or of a part of one, float32."""
+    if isinstance(part, Linear):
+        part.weight = part.weight.float()
+        part.bias = None if part.bias is None else part.bias.float()
+    elif is_dataclass(part):
+        for its in fields(part):
+            widen(getattr(part, its.name))
 
 
 @dataclass(slots=True)
@@ -99,11 +104,6 @@ class GatedMLP:
         """Return the checkpoint's names and the rows each fills."""
         return self.gate_up.named(prefix) | self.down.named(prefix)
 
-    def widen(self) -> None:
-        """Make the tensors float32."""
-        self.gate_up.widen()
-        self.down.widen()
-
 
 @dataclass(slots=True)
 class SharedMLP:
@@ -119,11 +119,6 @@ class SharedMLP:
     def named(self, prefix: str) -> Tensors:
         """Return the checkpoint's names and the rows each fills."""
         return self.mlp.named(prefix + "shared_expert.") | self.gate.named(prefix)
-
-    def widen(self) -> None:
-        """Make the tensors float32."""
-        self.mlp.widen()
-        self.gate.widen()
 
 
 @dataclass(slots=True)
@@ -167,13 +162,6 @@ class ExpertMLP:
             for tensor in (self.gate_up.weight, self.gate_up.bias):
                 for rows in () if tensor is None else tensor:
                     rows.copy_(torch.cat((rows[::2], rows[1::2])))
-
-    def widen(self) -> None:
-        """Make the tensors float32."""
-        for matrices in (self.router, self.gate_up, self.down):
-            matrices.widen()
-        if self.shared is not None:
-            self.shared.widen()
 
 
 @dataclass(slots=True)
@@ -227,11 +215,6 @@ class Attention:
             if self.qk_norm is not None:
                 self.qk_norm.copy_(self.qk_norm[:, rope.order])
 
-    def widen(self) -> None:
-        """Make the tensors float32."""
-        self.qkv.widen()
-        self.o.widen()
-
 
 def _gates_last(heads: torch.Tensor, num_heads: int) -> None:
     """Put the gates, of which each lies behind its head's query, behind keys and values."""
@@ -281,11 +264,6 @@ class DeltaNet:
         rows = [torch.unflatten(part, 0, (heads.num_heads, -1)) for part in parts]
         self.convolution = torch.cat(rows, dim=1)
         self.decay = -self.decay.exp()
-
-    def widen(self) -> None:
-        """Make the tensors float32."""
-        self.inputs.widen()
-        self.out.widen()
 
 
 @dataclass(slots=True)
@@ -392,8 +370,7 @@ class Weights:
     def widen(self) -> None:
         """Make every matrix float32, as norms and sinks are."""
         for layer in self.layers:
-            layer.attention.widen()
-            layer.mlp.widen()
+            widen(layer)
         is_tied = self.head is self.embed
         self.embed = self.embed.float()
         self.head = self.embed if is_tied else self.head.float()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from queue import Queue
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -295,15 +296,15 @@ class Hung:
     """A thread that keeps what it is asked until it is let go."""
 
     def __init__(self) -> None:
-        self.calls: list[Callable[[object], object]] = []
+        self.calls: list[Callable[[Any], object]] = []
 
-    def post(self, call: Callable[[object], object]) -> None:
+    def post(self, call: Callable[[Any], object]) -> None:
         self.calls.append(call)
 
 
 def test_a_pulse_is_lost_until_the_thread_answers() -> None:
     thread = Hung()
-    pulse = Pulse(thread)
+    pulse = Pulse(thread.post)
     assert pulse.is_felt()
     assert not pulse.is_felt()
     assert not pulse.is_felt()
@@ -315,7 +316,7 @@ def test_a_pulse_is_lost_until_the_thread_answers() -> None:
 def test_the_pulse_of_a_real_engine_that_hangs_in_a_call_and_comes_back() -> None:
     engine = Engine(create(model_path=None), num_blocks=8, block_size=16)
     thread = EngineThread(engine, lambda outputs: None, lambda error: None)
-    pulse = Pulse(thread)
+    pulse = Pulse(thread.post)
     hanging, go_on, idle = threading.Event(), threading.Event(), threading.Event()
 
     def hang(_: Engine) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from worker.model.weights import Linear
+from worker.model.weights import Linear, widen
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_each_expert_has_a_matrix_of_its_own(bias: bool) -> None:
         tensor.copy_(torch.randn(tensor.shape))
     parts = [torch.cat((named[f"x.{i}.a.weight"], named[f"x.{i}.b.weight"])) for i in range(3)]
     assert torch.equal(stack.weight, torch.stack(parts))
-    stack.widen()
+    widen(stack)
     assert torch.equal(stack.weight, torch.stack(parts).float())
     assert (stack.bias is not None) is bias
     assert stack.bias is None or stack.bias.shape == (3, 32)
