@@ -16,7 +16,6 @@ from router.text.tokenizer import Tokenizer
 from router.text.tools import families
 from router.text.tools.families import Family
 from router.text.tools.lark import Tool, Wanted, literal, upto
-from wire.errors import ErrorCode, WireError
 
 AUTO: Final = "auto"
 NONE: Final = "none"
@@ -84,14 +83,9 @@ class AnswerSyntax:
         Unless it `is_required`, it may be content too, and only its calls are held to the tools.
 
         Raises:
-            WireError: INVALID_REQUEST; the model has no syntax for calls, or not for these.
+            WireError: INVALID_REQUEST; the model has no syntax for such calls.
         """
-        if self._family is None:
-            raise WireError(
-                ErrorCode.INVALID_REQUEST,
-                "tools: the router does not know how this model calls tools: its chat template "
-                "shows none of the ways it knows, and --tool-call-parser names none",
-            )
+        assert self._family is not None, "tools are refused before, unless it `has_calls`"
         return self._family.grammar(Wanted(tools, self._mark, is_several, is_required))
 
     def grammar(self, rules: str, *, is_reasoning: bool) -> str:

@@ -90,10 +90,6 @@ class ChatTemplate:
             raise ModelError(f"{model_path}: the chat template: {error}") from error
 
     @property
-    def exists(self) -> bool:
-        return self._source is not None
-
-    @property
     def source(self) -> str:
         """Its text, that of chats with tools; it shows what the answers look like."""
         return self._for_tools or ""

@@ -112,6 +112,15 @@ def test_the_content_of_calls_alone(tmp_path: Path, wanted: Any, content: str | 
     assert call["function"]["name"] == "get"
 
 
+@pytest.mark.parametrize("wanted", ["auto", "required", GET])
+def test_tools_are_refused_for_a_model_whose_calls_nobody_can_read(
+    model: ServedModel, wanted: Any
+) -> None:
+    with pytest.raises(HttpError, match="--tool-call-parser names none") as caught:
+        converse(model, tools=[GET], tool_choice=wanted)
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+
+
 def test_scores_of_the_prompt_are_null_where_nobody_asks() -> None:
     completion = Completion(Core(), choice().asked, Writer())
     answer = ChatAnswer(completion, Head("1", 7, "m"))

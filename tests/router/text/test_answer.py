@@ -17,7 +17,6 @@ from router.text.tokenizer import Tokenizer
 from router.text.tools.lark import Tool
 from tests.router.text.reading import calls, cut, read_pieces
 from tests.router.text.texts import CALLS, MARKS, answers
-from wire.errors import ErrorCode, WireError
 from wire.process.model import DEMO
 
 PLAIN = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -196,9 +195,6 @@ def test_a_model_without_marks_has_content_only() -> None:
     assert not of_model.has_reasoning
     assert of_model.shown(has_tools=True) == frozenset()
     assert isinstance(of_model.reader(is_reasoning=False, has_tools=True), PlainReader)
-    with pytest.raises(WireError, match="--tool-call-parser") as caught:
-        of_model.call_rules(TOOLS)
-    assert caught.value.code == ErrorCode.INVALID_REQUEST
 
 
 def test_reasoning_alone() -> None:
