@@ -27,13 +27,11 @@ from wire.process.traffic import Traffic
 
 # Bounds of histograms, in seconds, beside those in `wire.process.exposition`.
 TOKEN_S: Final = (
-    *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075),
-    *(0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10),
-)
+    0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10
+)  # fmt: skip
 REQUEST_S: Final = (
-    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8),
-    *(1, 1.5, 2, 2.5, 5, 10, 20, 40, 60, 120, 240, 600),
-)
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 20, 40, 60, 120, 240, 600
+)  # fmt: skip
 
 # Finish reasons come from workers; what is none of these counts as "other", so that labels are few.
 OUTCOMES: Final = frozenset({"stop", "length", *(code.label for code in ErrorCode)})
