@@ -124,6 +124,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().resume_writing()
         cast(LingeringTransport, self.transport).unread.relax()
 
+    def eof_received(self) -> None:
+        """The client ends its side: it has gone, and our loop hangs up once it took what waits."""
+        cast(LingeringTransport, self.transport).unread.hang_up(self.limits.flush_s)
+
     @property
     def may_have_unread(self) -> bool:
         """Whether the client may be sending bytes that nobody will read."""

@@ -8,6 +8,7 @@ import http.client
 import itertools
 import json
 import shutil
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -251,6 +252,34 @@ async def test_a_client_that_does_not_take_its_answer_is_cut_off(idle_s: float) 
         await is_cut.wait()
         with pytest.raises(ConnectionResetError):
             await reader.read()
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+async def test_nobody_is_kept_who_ends_its_side_and_does_not_take_the_little_that_waits(
+    is_ended: bool,
+) -> None:
+    """So little that nobody watches who reads it while the connection lives."""
+    loop, is_cut = asyncio.get_running_loop(), asyncio.Event()
+    limits = Limits(idle_s=0.1, stall_s=0.05)
+    async with serving(limits, on_slow_client=is_cut.set) as server:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            # The kernel bounds its side by the segments: by megabytes where they are large.
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", server.port))
+            await loop.sock_sendall(client, GET % 1)
+            while not (kept := server.server_state.connections):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            (connection,) = kept
+            while not connection.transport.get_write_buffer_size():
+                await loop.sock_sendall(client, GET % 1)
+                await asyncio.sleep(0)
+            if is_ended:
+                client.shutdown(socket.SHUT_WR)
+            await is_cut.wait()
+        while server.server_state.connections:  # noqa: ASYNC110 (uvicorn has no event for it)
+            await asyncio.sleep(0)
 
 
 async def test_a_client_that_took_its_answer_late_may_ask_again_later() -> None:
