@@ -1,7 +1,8 @@
 """One router process: the bus, HTTP, raw TCP and the local workers; how they start and stop.
 
     start   the bus, raw TCP, HTTP, then the local workers; the log and `ready_file` say where
-    drain   `/readyz` says no and new requests are refused; open ones get `drain_s` to end
+    drain   `/readyz` says no and new requests are refused; open ones get `drain_s` to end, and
+            their clients to read the answers
     close   raw TCP and HTTP, then the local workers, and the bus last, for they leave over it
 
 Here are sockets, tasks and the clock; what a request is and where it goes is in `router.core`.
@@ -222,14 +223,21 @@ class Router:
         return stopped in done
 
     async def drain(self) -> None:
-        """Refuse new requests and wait until the open ones end, for `drain_s` at most."""
+        """Refuse new requests and wait until the open ones end and are answered, for `drain_s`."""
         self.application.draining = self.dispatcher.is_draining = True
         try:
             async with asyncio.timeout(self.config.drain_s):
                 await self._idle.wait()
+                # Clients that are slow, but read.  uvicorn has no event for it.
+                while self._is_answering:  # noqa: ASYNC110
+                    await asyncio.sleep(MAX_TICK_S)
         except TimeoutError:
             log.warning("requests ended by the drain", requests=self._idle.num_open)
             self.dispatcher.cancel_all(ErrorCode.DRAINING, "the router shut down before the end")
+
+    @property
+    def _is_answering(self) -> bool:
+        return any(server is not None and server.is_answering for server in (self._tcp, self._http))
 
     async def close(self) -> None:
         """Close raw TCP and HTTP, end the local workers, then close the bus."""

@@ -129,6 +129,11 @@ class GuardedProtocol(HttpToolsProtocol):
         cast(LingeringTransport, self.transport).unread.hang_up(self.limits.flush_s)
 
     @property
+    def is_answering(self) -> bool:
+        """Whether a part of an answer is not with the kernel yet."""
+        return bool(self._num_owed or self.transport.get_write_buffer_size())
+
+    @property
     def may_have_unread(self) -> bool:
         """Whether the client may be sending bytes that nobody will read."""
         return self._is_in_body or self._refusal is not None
@@ -371,6 +376,12 @@ class HttpServer(uvicorn.Server):
         bound_host, self.port = self._socket.getsockname()[:2]
         shown = f"[{bound_host}]" if ":" in bound_host else bound_host
         self.url = f"{'https' if tls else 'http'}://{shown}:{self.port}"
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a client has not been sent all of its answer."""
+        connections = cast(set[GuardedProtocol], self.server_state.connections)
+        return any(connection.is_answering for connection in connections)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -18,6 +18,7 @@ import pytest
 from router.app import Router, serve
 from router.config import Config, split_endpoint
 from router.core.request import Request
+from router.http.server import FLUSH_S
 from scripts.tcp_client import connect
 from tests.router.scripted import RecordingSink, ScriptedWorker, first, usage
 from tests.router.site import ids, write_model
@@ -137,6 +138,36 @@ async def test_open_requests_end_before_the_router_stops(tmp_path: Path) -> None
         await cluster.answer([5, 6])
         await draining
         assert sink.kinds == ["prefill", "token", "done"]
+
+
+async def test_a_slow_client_gets_all_of_its_answer_before_the_router_stops(tmp_path: Path) -> None:
+    loop, asked = asyncio.get_running_loop(), {"prompt": "a" * 250_000, "return_token_strs": True}
+    body = json.dumps(asked).encode()
+    head = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+    async def stop(router: Router) -> None:
+        await router.drain()
+        await router.close()
+
+    async with running(tmp_path, drain_s=20.0) as cluster:
+        http = cluster.router.endpoints["http"].removeprefix("http://")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            # The kernel bounds its side by the segments: by megabytes where they are large.
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+            client.setblocking(False)
+            await loop.sock_connect(client, split_endpoint(http))
+            length = f"content-length: {len(body)}\r\n\r\n"
+            await loop.sock_sendall(client, (head + length).encode() + body)
+            answer = await loop.sock_recv(client, 1)
+            stopping = asyncio.create_task(stop(cluster.router))
+            # A router that does not wait is gone by then.
+            assert not (await asyncio.wait([stopping], timeout=2 * FLUSH_S))[0]
+            while part := await loop.sock_recv(client, 1 << 16):
+                answer += part
+            await stopping
+    headers, _, text = answer.partition(b"\r\n\r\n")
+    assert b"content-length: %d\r\n" % len(text) in headers and len(text) > 1_000_000
 
 
 async def test_what_does_not_end_in_time_is_told_so(tmp_path: Path) -> None:

@@ -293,6 +293,11 @@ class Server:
     def num_connections(self) -> int:
         return len(self._connections)
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether something waits for a client to take it."""
+        return any(connection.buffered_bytes for connection in self._connections)
+
     async def close(self, grace_s: float = 0.0) -> None:
         """Stop accepting, close every connection, and cut those that linger after `grace_s`."""
         self._listener.close()
