@@ -33,7 +33,7 @@ from router.api.errors import HttpError, retry_after
 from router.http.asgi import Push, Send
 from router.http.framing import Beginning, framing_problem, unchunked
 from wire.aio.listener import bind, listen
-from wire.aio.unread import Unread
+from wire.aio.unread import STALL_S, Unread
 from wire.errors import ErrorCode
 from wire.parts import Buffer
 
@@ -44,8 +44,6 @@ _TOO_LARGE: Final = (431, f"the headers are over {MAX_HEADER_BYTES} bytes", "hea
 SMALL_PIECE, MAX_SMALL_PIECES = 64, 4096
 # When the router stops, what was written has this long to be sent.
 FLUSH_S: Final = 2.0
-# A client that reads too little of its answer for this long is cut off.
-STALL_S: Final = 10.0
 # Requests that may wait for the answers of those before them, on one connection.
 MAX_PIPELINED: Final = 64
 

@@ -18,7 +18,7 @@ import structlog
 
 from wire.aio.listener import Listener, bind, listen
 from wire.aio.turns import Turns
-from wire.aio.unread import Unread
+from wire.aio.unread import STALL_S, Unread
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Error, Frame, Tag
 from wire.parts import Buffer, Message
@@ -47,7 +47,7 @@ class Limits:
     max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
     max_write_bytes: int = 8 << 20
     high_water_bytes: int = 256 << 10
-    stall_s: float = 10.0
+    stall_s: float = STALL_S
     message_s: float = 5.0
     min_bytes_per_s: float = 64 << 10
     idle_s: float = 120.0

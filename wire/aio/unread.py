@@ -13,9 +13,12 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
-# The least that a client reads while more waits for it than may.  Any network brings as much; but
-# who reads a byte now and then does not hold our memory with it.
-MIN_BYTES_PER_S: Final = 8 << 10
+# What a client has to read at least while more waits for it than may, and in what time.  Any
+# network brings as much; but who reads a byte now and then does not hold our memory with it.  A
+# kernel whose program reads slowly lets more come, and acknowledges it, only when a good part of
+# its buffer is free: at 10 kB/s every 13 s.
+MIN_BYTES_PER_S: Final = 4 << 10
+STALL_S: Final = 30.0
 # In Linux's `struct tcp_info`, which is only ever added to: tcpi_bytes_acked, a u64 at 120.
 _INFO_BYTES: Final = 128
 _ACKED_AT: Final = 120
