@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from worker.compute.state_slots import StateSlots
 from worker.engine.blocks import BlockPool
 from worker.engine.reservations import PART_OF_ALL, PEER_PART, Reservations, Unclaimed
 from worker.engine.sequence import Sequence, Status
+from worker.engine.states import States
 
 PROMPT = list(range(10))
 
@@ -131,6 +133,21 @@ def test_blocks_that_are_shared_are_held_by_a_peer_too() -> None:
         arriving(reservations, sequence, pool)
     reservations.add(reservation(10, [7, 8, 9]))
     assert reservations.head() is None
+
+
+def test_of_states_a_peer_holds_a_quarter_unclaimed_too() -> None:
+    """A sequence holds two of them, however short it is."""
+    pool = BlockPool(36, 4, states=States(StateSlots(16, 4)))
+    reservations = Reservations(pool)
+    first = arriving(reservations, reservation(1, [1]), pool)
+    reservations.add(second := reservation(2, [2]))
+    assert reservations.head() is second, "2 states of 16"
+    second.block_table.extend(pool.allocate(1))
+    reservations.grant(second)
+    reservations.add(third := reservation(3, [3]))
+    assert reservations.head() is None, "4 states of 16"
+    reservations.claim(first)
+    assert reservations.head() is third
 
 
 def test_all_peers_hold_half_of_the_pool_unclaimed() -> None:

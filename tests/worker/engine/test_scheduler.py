@@ -59,11 +59,17 @@ class Queue:
             )
         )
 
-    def reserve(self, request_id: int, num_tokens: int, *, is_claimed: bool = True) -> Sequence:
+    def reserve(
+        self,
+        request_id: int,
+        num_tokens: int,
+        *,
+        is_claimed: bool = True,
+        peer: str = "prefill-0-1",
+    ) -> Sequence:
         """Queue for KV, by default what a router has asked for."""
-        sequence = Sequence(
-            request_id, self._prompt(request_id, num_tokens), status=Status.RESERVING
-        )
+        prompt = self._prompt(request_id, num_tokens)
+        sequence = Sequence(request_id, prompt, offered_by=peer, status=Status.RESERVING)
         sequence.is_claimed = is_claimed
         return self.enqueue(sequence)
 
@@ -303,6 +309,18 @@ def test_unclaimed_kv_gives_way_to_what_was_asked_for() -> None:
     assert queue.step().displaced == [], "it is said once"
     queue.scheduler.finish(large)
     assert queue.step().reserved == [asked]
+
+
+def test_unclaimed_kv_gives_way_to_nothing_that_nobody_asked_for() -> None:
+    queue = Queue(num_blocks=16)
+    large = queue.reserve(1, 20, is_claimed=False)  # 6 blocks, and its peer's part is 4
+    running = queue.add(2, 31)
+    assert queue.step().reserved == [large]
+    other = queue.reserve(3, 15, is_claimed=False, peer="prefill-1-1")
+    plan = queue.step()
+    assert plan.reserved == plan.displaced == [], "the other waits"
+    queue.scheduler.finish(running)
+    assert queue.step().reserved == [other]
 
 
 def test_unclaimed_kv_that_waits_lets_what_was_preempted_pass() -> None:
