@@ -20,22 +20,24 @@ STALL_S = 0.5
 SEND_BYTES = 512 * KIB
 SLOW_BYTES, TRICKLE_BYTES, EVERY_S = 4 * KIB, 16, 0.02
 MANY_BYTES = 4 << 20
+# The buffer of a client that acknowledges what it read in pieces of a segment, not of 16 KiB.
+FEW_BYTES = 2 * KIB
 
 
 class Flood(asyncio.Protocol):
     """Writes more than the buffers on the way hold to one client, and may hang up then."""
 
-    def __init__(self, hangs_up: bool) -> None:
+    def __init__(self, hangs_up: bool, stall_s: float) -> None:
         self.cuts: list[Flood] = []
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._hangs_up = hangs_up
+        self._hangs_up, self._stall_s = hangs_up, stall_s
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.unread = Unread(self.transport, STALL_S, self._on_cut)
+        self.unread = Unread(self.transport, self._stall_s, self._on_cut)
         self.transport.write(bytes(MANY_BYTES))
         if self._hangs_up:
-            self.unread.hang_up(STALL_S)
+            self.unread.hang_up(self._stall_s)
 
     def _on_cut(self) -> None:
         self.cuts.append(self)
@@ -52,27 +54,33 @@ class Flood(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def flooded(hangs_up: bool = False) -> AsyncIterator[tuple[Flood, socket.socket]]:
+async def flooded(
+    hangs_up: bool = False, stall_s: float = STALL_S, recv_bytes: int = 16 * KIB
+) -> AsyncIterator[tuple[Flood, socket.socket]]:
     """A client with small buffers on the way to it."""
     loop = asyncio.get_running_loop()
     accepted: asyncio.Queue[Flood] = asyncio.Queue()
 
     def accept() -> Flood:
-        flood = Flood(hangs_up)
+        flood = Flood(hangs_up, stall_s)
         accepted.put_nowait(flood)
         return flood
 
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES // 2)
         server = await loop.create_server(accept, sock=listener)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 * KIB)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, recv_bytes)
+        if recv_bytes == FEW_BYTES:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, FEW_BYTES // 4)
         client.setblocking(False)
         await loop.sock_connect(client, listener.getsockname())
         flood = await accepted.get()
-        yield flood, client
-        flood.transport.abort()
-        await flood.lost
-        server.close()
+        try:
+            yield flood, client
+        finally:  # or else the loop does not end, and nobody is told what failed
+            flood.transport.abort()
+            await flood.lost
+            server.close()
 
 
 async def read(
@@ -115,6 +123,18 @@ async def test_who_does_not_or_trickles_is_cut(hangs_up: bool, at_once: int) -> 
         with pytest.raises(ConnectionResetError):
             while await asyncio.get_running_loop().sock_recv(client, 64 * KIB):
                 pass
+
+
+async def test_who_reads_at_less_than_the_least_rate_is_cut() -> None:
+    """Though it acknowledges something all the time."""
+    stall_s, at_once = 2.0, 100
+    assert MIN_BYTES_PER_S / 2 < at_once / EVERY_S < 0.7 * MIN_BYTES_PER_S
+    async with flooded(stall_s=stall_s, recv_bytes=FEW_BYTES) as (flood, client):
+        reading = asyncio.create_task(read(client, at_once, at_once * int(4 * stall_s / EVERY_S)))
+        await asyncio.wait([reading, flood.lost], return_when=asyncio.FIRST_COMPLETED)
+        assert flood.cuts == [flood]
+        with contextlib.suppress(ConnectionResetError):
+            await reading
 
 
 async def test_who_is_gone_is_not_cut() -> None:
