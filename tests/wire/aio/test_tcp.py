@@ -421,6 +421,47 @@ async def test_a_client_that_catches_up_after_the_end_must_still_hang_up(house: 
         await told.connection.closed  # The client does not close its side.
 
 
+async def test_a_client_that_ends_its_side_and_does_not_read_is_cut(house: House) -> None:
+    """However little of ours waits for it."""
+
+    def flood(told: Told, message: Message) -> None:
+        told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES))
+
+    limits = Limits(stall_s=0.1, max_write_bytes=64 << 20, high_water_bytes=64 << 20)
+    server = await house.serve(limits, answer=flood)
+    with deaf_client(server.port) as client:
+        told = await house.handlers.get()
+        await told.messages.get()
+        client.shutdown(socket.SHUT_WR)
+        await told.closed
+        assert told.connection.buffered_bytes
+        await told.connection.closed
+
+
+async def test_a_client_for_whom_little_waits_may_take_its_time(house: House) -> None:
+    """Once it has caught up so far, it is watched no longer."""
+
+    def flood(told: Told, message: Message) -> None:
+        told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES // 16))
+
+    # A sixth of it is more than the kernel takes at once.  At a quarter we are told, but by uvloop
+    # only when a whole message has gone.
+    limits = Limits(stall_s=0.5, max_write_bytes=64 << 20, high_water_bytes=32 << 20)
+    server = await house.serve(limits, answer=flood)
+    loop = asyncio.get_running_loop()
+    with deaf_client(server.port) as client:
+        client.setblocking(False)
+        told = await house.handlers.get()
+        while told.connection.buffered_bytes <= limits.high_water_bytes:
+            await told.messages.get()
+            await loop.sock_sendall(client, b"".join(encode(Cancel(1, 0))))
+        while told.connection.buffered_bytes > limits.high_water_bytes // 6:
+            await loop.sock_recv(client, 256 * KIB)
+        assert told.connection.buffered_bytes
+        await asyncio.sleep(2 * limits.stall_s)
+        assert not told.closed.done()
+
+
 async def test_what_waits_at_the_end_has_the_time_of_a_stall(house: House) -> None:
     def flood(told: Told, message: Message) -> None:
         told.connection.send(DecodeToken(1, 1), bytes(900 * KIB))

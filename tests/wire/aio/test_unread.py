@@ -137,6 +137,20 @@ async def test_who_reads_at_less_than_the_least_rate_is_cut() -> None:
             await reading
 
 
+async def test_who_has_taken_all_but_does_not_hang_up_is_not_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does it lose anything; it is no slow reader, however little its last bytes were."""
+    monkeypatch.setattr("wire.aio.unread.MIN_BYTES_PER_S", MANY_BYTES / STALL_S * 2)
+    async with flooded(hangs_up=True) as (flood, client):
+        count = 0
+        while flood.transport.get_write_buffer_size():
+            count += len(await asyncio.get_running_loop().sock_recv(client, 64 * KIB))
+        await flood.lost
+        assert not flood.cuts
+        assert count + await read(client, 1 << 20, MANY_BYTES, 0) == MANY_BYTES
+
+
 async def test_who_is_gone_is_not_cut() -> None:
     async with flooded() as (flood, client):
         client.close()

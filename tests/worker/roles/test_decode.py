@@ -43,7 +43,7 @@ from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Token
 from worker.executor.hash import EOS_TOKEN_IDS, create
 from worker.link import RouterLink
-from worker.roles.decode import Generation, Step
+from worker.roles.decode import DecodeRole, Generation, Step
 
 PROMPT = [(11 * i) % 1000 for i in range(200)]
 OPTIONS = Options(max_tokens=20, ignore_eos=True)
@@ -196,7 +196,7 @@ async def test_kv_that_never_comes_ends_the_request() -> None:
 async def test_a_request_whose_kv_has_gone_ends_at_once() -> None:
     async with (
         scripted_router() as router,
-        running(router, "decode"),
+        running(router, "decode") as process,
         ScriptedPrefill(router) as prefill,
     ):
         prefill.offer(1, PROMPT)
@@ -204,8 +204,12 @@ async def test_a_request_whose_kv_has_gone_ends_at_once() -> None:
         prefill.cancel(1)
         await router.until_free(Role.DECODE)
         router.decode(1, [*PROMPT, 5], 3, OPTIONS)
-        frame = (await router.receive(Tag.ERROR)).frame
-        assert (frame.request_id, frame.code) == (1, ErrorCode.TRANSFER_FAILED)  # type: ignore[attr-defined]
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.TRANSFER_FAILED)
+        assert decode_map(ErrorDetail, message.body()).stage == "transfer"
+        role = process.worker.role
+        assert isinstance(role, DecodeRole)
+        assert role.transfers.ends == {"failed": 1}, "it was counted when it was cancelled"
 
 
 async def test_a_text_may_take_longer_than_a_lease() -> None:

@@ -45,9 +45,11 @@ from wire.payloads import (
     encode_prompt,
 )
 from worker.config import Config
+from worker.engine.outputs import Displaced
 from worker.engine.thread import Call
 from worker.environment import WorkerContext
 from worker.executor.hash import LAYOUT, create
+from worker.roles.decode import DecodeRole
 from worker.transfer.receiver import (
     MAX_ENDED,
     MAX_OFFERED_TOKENS,
@@ -471,6 +473,28 @@ async def test_a_peer_over_its_share_gives_way_to_what_a_router_asks_for() -> No
         await router.until_free(Role.DECODE)
 
 
+async def test_what_a_router_asks_for_meanwhile_does_not_give_way() -> None:
+    """The engine said so before it heard of that."""
+    async with (
+        scripted_router() as router,
+        running(router, "decode") as process,
+        ScriptedPrefill(router) as prefill,
+    ):
+        await accepted(prefill, 1)
+        prefill.offer(2, [2, *PROMPT])
+        await prefill.ack()
+        router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        await heard(router)
+        role = process.worker.role
+        assert isinstance(role, DecodeRole)
+        role.on_outputs([Displaced(1), Displaced(2)])
+        assert await prefill.error() == (2, ErrorCode.OVERLOADED)
+        prefill.segment(1, WHOLE)
+        assert len(await router.tokens(3)) == 3
+        await router.receive(Tag.DECODE_DONE)
+        await router.until_free(Role.DECODE)
+
+
 async def test_an_offer_that_was_asked_for_before_does_not_wait() -> None:
     async with stage(num_blocks=80) as (router, prefill):
         router.decode(3, [3, *PROMPT, 5], 1, OPTIONS)
@@ -736,6 +760,15 @@ async def test_kv_with_the_offer_that_must_not_be_is_refused(
         assert await prefill.error() == (1, ErrorCode.UNKNOWN_REQUEST)
         await accepted(prefill, 2)
         prefill.cancel(2)
+        await router.until_free(Role.DECODE)
+
+
+async def test_kv_with_an_offer_that_comes_again_has_the_same_limit() -> None:
+    async with stage(kv_unasked_bytes=TOTAL - 1) as (router, prefill):
+        await accepted(prefill, 1)
+        prefill.offer_with_kv(1, PROMPT, WHOLE)
+        assert await prefill.error() == (1, ErrorCode.PROTOCOL)
+        prefill.cancel(1)
         await router.until_free(Role.DECODE)
 
 
