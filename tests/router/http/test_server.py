@@ -297,6 +297,39 @@ async def test_a_client_that_took_its_answer_late_may_ask_again_later() -> None:
         writer.close()
 
 
+async def test_a_client_for_whom_little_waits_may_take_its_time() -> None:
+    """Once it has caught up after a stall, it is watched no longer."""
+    is_cut = asyncio.Event()
+    limits = Limits(stall_s=0.2)
+    async with serving(limits, on_slow_client=is_cut.set) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
+        writer.write(LARGE)
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(len(b"/large") + LARGE_BYTES)
+        writer.write(b"GET /push HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(3 * limits.stall_s)
+        assert not is_cut.is_set()
+        writer.close()
+
+
+@pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
+async def test_no_timer_is_left_of_a_connection_that_is_gone(connection: bytes) -> None:
+    problems: list[dict[str, object]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: problems.append(context))
+    limits = Limits(flush_s=0.1, idle_s=0.05)
+    async with serving(limits) as server:
+        answer = await ask(
+            server, b"GET /1 HTTP/1.1\r\nhost: x\r\nconnection: %b\r\n\r\n" % connection
+        )
+        assert answer.endswith(b"/1")
+        while server.server_state.connections:  # noqa: ASYNC110 (uvicorn has no event for it)
+            await asyncio.sleep(0)
+        await asyncio.sleep(2 * limits.flush_s)
+    assert not problems
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
 async def test_over_tls_who_reads_slowly_gets_all_and_who_does_not_read_is_cut(
     tmp_path: Path,
