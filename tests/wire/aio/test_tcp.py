@@ -462,6 +462,15 @@ async def test_a_client_for_whom_little_waits_may_take_its_time(house: House) ->
         assert not told.closed.done()
 
 
+async def test_a_client_that_has_read_all_is_not_given_the_time_of_a_stall(house: House) -> None:
+    server = await house.serve(Limits(stall_s=3600.0, hang_up_s=0.05))
+    with deaf_client(server.port):
+        told = await house.handlers.get()
+        await told.messages.get()
+        told.connection.close()
+        await told.connection.closed  # The client does not close its side.
+
+
 async def test_what_waits_at_the_end_has_the_time_of_a_stall(house: House) -> None:
     def flood(told: Told, message: Message) -> None:
         told.connection.send(DecodeToken(1, 1), bytes(900 * KIB))
