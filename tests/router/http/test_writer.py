@@ -112,6 +112,23 @@ async def test_where_tokens_come_no_comment_is_due() -> None:
     await task
 
 
+async def test_while_a_write_waits_no_comment_is_due() -> None:
+    client = Client()
+    client.may_write.clear()
+    task = client.stream()
+    client.say("a")
+    await client.is_writing.wait()
+    client.now = module.PING_S
+    client.writer.tick()
+    client.may_write.set()
+    assert text_of(await client.bodies.get()) == "a"
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert client.bodies.empty()
+    client.sink.on_done(Usage(finish_reason="stop"))
+    await task
+
+
 async def test_a_client_that_leaves() -> None:
     client = Client()
     task = client.stream()
