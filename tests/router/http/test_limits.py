@@ -179,6 +179,10 @@ async def test_all_bodies_together_have_a_limit() -> None:
     await whole(exchange(events(40)), bodies)
     bodies.let_go(raw)
     await whole(exchange(events(100)), bodies)
+    await bodies.read(exchange(events(60)))
+    bodies.let_go(await bodies.read(exchange(events(40))))
+    with pytest.raises(WireError, match="too many large bodies"):
+        await whole(exchange(events(41)), bodies)
 
 
 @pytest.mark.parametrize("kind", [b"application/json", b"Application/JSON; charset=utf-8"])
