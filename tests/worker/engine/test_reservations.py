@@ -100,6 +100,7 @@ def test_a_peer_holds_a_quarter_of_the_pool_unclaimed_and_one_offer_more() -> No
     pool = BlockPool(36, 4)
     reservations = Reservations(pool)
     first, *_ = held(reservations, pool, "prefill-0-1", 3)  # 9 blocks
+    assert reservations.displace() == [], "a quarter is not too much"
     reservations.add(more := reservation(10, [7, 8, 9]))
     assert reservations.head() is None
     reservations.add(other := reservation(11, [7, 8, 9], "prefill-1-1"))
