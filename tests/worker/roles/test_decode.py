@@ -371,7 +371,9 @@ async def test_kv_of_other_tokens_than_those_asked_for_is_not_used(tokens: list[
 async def test_a_text_that_is_preempted_goes_on_as_if_it_had_not_been() -> None:
     prompts = {i: [i] * 64 for i in range(1, 5)}
     options = Options(max_tokens=60, ignore_eos=True)
-    async with pair(decode={"num_blocks": 22, "prefix_cache": False}) as router:
+    # Steps long enough for all to be generated at the same time, however late a prompt is read.
+    slow = {"num_blocks": 22, "prefix_cache": False, "step_delay_s": 0.01}
+    async with pair(decode=slow) as router:
         texts: dict[int, list[int]] = {}
         for i, prompt in prompts.items():
             texts[i] = oracle(prompt, 1, options)
