@@ -127,7 +127,7 @@ async def test_who_does_not_or_trickles_is_cut(hangs_up: bool, at_once: int) -> 
 
 async def test_who_reads_at_less_than_the_least_rate_is_cut() -> None:
     """Though it acknowledges something all the time."""
-    stall_s, at_once = 2.0, 100
+    stall_s, at_once = 2.0, 50
     assert MIN_BYTES_PER_S / 2 < at_once / EVERY_S < 0.7 * MIN_BYTES_PER_S
     async with flooded(stall_s=stall_s, recv_bytes=FEW_BYTES) as (flood, client):
         with pytest.raises(ConnectionResetError):
