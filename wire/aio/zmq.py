@@ -204,7 +204,7 @@ class Link:
         traffic: Traffic | None = None,
     ) -> None:
         self._traffic = traffic or Traffic()
-        self.endpoint, self.is_up = endpoint, False
+        self.endpoint, self.is_up, self._has_keys = endpoint, False, keys is not None
         self._on_message = guarded(on_message)
         self._on_up, self._on_down = guarded(on_up), guarded(on_down)
         self._events: list[tuple[int, int]] = []
@@ -276,9 +276,13 @@ class Link:
                 self._end()
             elif kind & REFUSED and not self._was_refused:
                 self._was_refused = True
-                _LOG.error(
-                    "refused: are its keys and ours in both authorized_keys?", by=self.endpoint
-                )
+                self._say_refused()
+
+    def _say_refused(self) -> None:
+        if self._has_keys:
+            _LOG.error("refused: are its keys and ours in both authorized_keys?", by=self.endpoint)
+        else:
+            _LOG.warning("hung up on: does it ask for keys, or is it stopping?", by=self.endpoint)
 
     def _end(self) -> None:
         self._dial.fail()
