@@ -32,7 +32,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from router.api.errors import HttpError, retry_after
 from router.http.asgi import Push, Send
 from router.http.framing import Beginning, framing_problem, unchunked
-from wire.aio.listener import bind, listen
+from wire.aio.listener import LAST_LOOK_S, bind, listen
 from wire.aio.unread import STALL_S, Unread
 from wire.errors import ErrorCode
 from wire.parts import Buffer
@@ -271,12 +271,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _arm(self) -> None:
-        self._timer = self.loop.call_later(self.limits.grace_s, self._on_slow)
+        self._timer = self.loop.call_later(self.limits.grace_s, self._look_again)
 
     def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _look_again(self) -> None:
+        self._timer = self.loop.call_later(LAST_LOOK_S, self._on_slow)
 
     def _on_slow(self) -> None:
         self._timer = None

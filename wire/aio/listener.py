@@ -25,6 +25,9 @@ from wire.process.settings import ConfigError
 BACKLOG: Final = 1024
 # After an accept that failed: the process has no descriptor left, which takes a while to change.
 PAUSE_S: Final = 1.0
+# When a client's time is over, what it has sent is read for so long before it is told: if the whole
+# process stood still, all of it may have come in time.
+LAST_LOOK_S: Final = 0.05
 
 _LOG = structlog.get_logger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Final, Protocol, cast
 
 import structlog
 
-from wire.aio.listener import Listener, bind, listen
+from wire.aio.listener import LAST_LOOK_S, Listener, bind, listen
 from wire.aio.turns import Turns
 from wire.aio.unread import STALL_S, Unread
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
@@ -181,7 +181,7 @@ class Connection(asyncio.Protocol):
             self.refuse(WireError(ErrorCode.OVERLOADED, "too many connections"))
             return
         self._handler = self._make_handler(self)
-        self._read_timer = self._loop.call_later(self._limits.message_s, self._on_slow)
+        self._read_timer = self._loop.call_later(self._limits.message_s, self._look_again)
 
     def data_received(self, data: bytes) -> None:
         if self.is_closing:
@@ -249,7 +249,13 @@ class Connection(asyncio.Protocol):
         if self._message_began_at is None:
             self._message_began_at = self._loop.time()
         allowed_s = self._limits.message_s + pending_bytes / self._limits.min_bytes_per_s
-        self._read_timer = self._loop.call_at(self._message_began_at + allowed_s, self._on_slow)
+        if (due := self._message_began_at + allowed_s) > self._active_at:
+            self._read_timer = self._loop.call_at(due, self._look_again)
+        else:
+            self._on_slow()
+
+    def _look_again(self) -> None:
+        self._read_timer = self._loop.call_later(LAST_LOOK_S, self._on_slow)
 
     def _on_slow(self) -> None:
         self.refuse(RemoteProtocolError("the message did not arrive in time"))

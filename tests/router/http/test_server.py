@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 
 from router.config import Config
 from router.http.asgi import Receive, Scope, Send, respond
@@ -30,6 +31,7 @@ from router.http.server import (
     find_push,
 )
 from tests import certificate
+from tests.pause import stand_still
 from tests.router.http.asgi_wire import Wire
 from wire.aio.listener import server_context
 
@@ -103,6 +105,7 @@ def error_of(answer: bytes) -> tuple[int, str]:
 
 
 QUICK = Limits(grace_s=0.05, idle_s=0.05)
+CLOSING = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 SLOW = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
@@ -123,6 +126,21 @@ async def test_one_byte_after_another_is_not_in_time_either() -> None:
                 break
         assert error_of(await answer) == (408, "header_timeout")
         writer.close()
+
+
+def test_headers_that_came_while_we_stood_still_have_come_in_time() -> None:
+    """On the loop that processes run on: it looks at timers before it reads."""
+
+    async def ask_and_stand_still() -> bytes:
+        async with serving(Limits(grace_s=0.3)) as server:
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                client.sendall(b"GET /1 HTTP/1.1\r\n")
+                await ask(server, CLOSING)  # who asked later has been answered
+                await stand_still(0.6, lambda: client.sendall(b"host: x\r\n\r\n"))
+                client.setblocking(False)
+                return await asyncio.get_running_loop().sock_recv(client, 4096)
+
+    assert uvloop.run(ask_and_stand_still()).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_a_second_request_has_its_own_time_and_silence_its_end() -> None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from scripts.tcp_client import Client, connect
+from tests.pause import stand_still
 from wire.aio.tcp import MAX_AT_ONCE, Connection, Limits, Server, serve
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Cancel, DecodeDone, DecodeToken, Error, Tag
@@ -325,6 +326,29 @@ async def test_each_message_has_its_own_time(house: House) -> None:
             message = await client.next_message()
             assert message is not None and message.frame == Cancel(number, 0)
             await asyncio.sleep(0.6)
+
+
+async def test_what_came_while_we_stood_still_has_come_in_time(house: House) -> None:
+    def echo(told: Told, message: Message) -> None:
+        told.connection.send(message.frame)
+
+    limits = Limits(message_s=0.3)
+    server = await house.serve(limits, answer=echo)
+    octets = b"".join(encode(Cancel(1, 0)))
+    address = ("127.0.0.1", server.port)
+    with socket.create_connection(address) as silent, socket.create_connection(address) as begun:
+        begun.sendall(octets[:10])
+        for _ in range(2):
+            await house.handlers.get()
+
+        def send_rest() -> None:
+            silent.sendall(octets)
+            begun.sendall(octets[10:])
+
+        await stand_still(2 * limits.message_s, send_rest)
+        for client in (silent, begun):
+            client.setblocking(False)
+            assert await asyncio.get_running_loop().sock_recv(client, 4096) == octets
 
 
 async def test_bytes_that_trickle_buy_no_time(house: House) -> None:
