@@ -98,6 +98,14 @@ class Stage:
             await asyncio.sleep(0.002)
         raise TimeoutError
 
+    async def until_ready_anew(self) -> None:
+        """Where a second connection came before the end of the first was read, by a third."""
+        while self.link.state is LinkState.JOINING:
+            with contextlib.suppress(TimeoutError):
+                assert await asyncio.wait_for(self._states.get(), 2.0) is LinkState.READY
+                return
+            await self.link.tick(REOPEN_S[-1] + 0.1)
+
     async def state(self) -> LinkState:
         return await asyncio.wait_for(self._states.get(), PATIENCE_S)
 
@@ -267,7 +275,7 @@ async def test_a_silent_router_is_lost() -> None:
         await alone.link.tick(0.1)
         assert alone.role.num_lost == 1
         assert await alone.state() is LinkState.JOINING
-        assert await alone.state() is LinkState.READY  # by a new connection
+        await alone.until_ready_anew()
         assert len(router.hellos) == 2
 
 
