@@ -173,8 +173,9 @@ def blocks_of(parts: Iterable[Part]) -> list[dict[str, Any]]:
 def read_arguments(text: str) -> dict[str, Any]:
     """Return what the JSON text of a call says: of one that is cut short the values that are whole.
 
-    By the parser with which Anthropic's client reads a stream that ends there.  Text that is no
-    object says nothing.
+    A number at the very end counts as whole, as nothing shows that digits are missing.  It is the
+    parser with which Anthropic's client reads a stream that ends there.  Text that is no object
+    says nothing.
     """
     try:
         read = from_json(text, allow_inf_nan=False, allow_partial=True)

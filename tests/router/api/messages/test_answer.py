@@ -273,6 +273,11 @@ def test_arguments_that_are_no_object_say_nothing(text: str) -> None:
     assert read_arguments(text) == {}
 
 
+@pytest.mark.parametrize(("cut", "read"), [("12", {"a": 12}), ("12.", {}), ("tru", {}), ('"x', {})])
+def test_a_number_at_the_end_counts_as_whole(cut: str, read: dict[str, Any]) -> None:
+    assert read_arguments('{"a":' + cut) == read
+
+
 def test_arguments_too_deep_to_read_say_nothing() -> None:
     assert read_arguments('{"a":' * 100_000) == {}
 
