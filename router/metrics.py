@@ -128,7 +128,7 @@ class Metrics:
         self._http[endpoint, outcome] += 1
 
     def on_slow_client(self) -> None:
-        """Count a stream that was cut because its client did not read."""
+        """Count a client that was cut because it did not read."""
         self._slow_clients[()] += 1
 
     def on_lag(self, lag_s: float) -> None:

@@ -25,7 +25,8 @@ Send = Callable[[Event], Awaitable[None]]
 Push = Callable[[bytes], bool]
 
 JSON: Final = b"application/json"
-# Of a whole answer; so much more than the server lets wait may wait for a client that is slow.
+# A whole answer is sent in pieces of this size: no more of it waits for a slow client than the
+# server lets wait, and one piece.
 PIECE_BYTES: Final = 256 << 10
 # Request ids come from outside and go into our logs.
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9_.:=+/-]{1,128}")
