@@ -232,6 +232,9 @@ class Router:
                 while self._is_answering:  # noqa: ASYNC110
                     await asyncio.sleep(MAX_TICK_S)
         except TimeoutError:
+            if not self._idle.num_open:
+                log.warning("clients did not read their answers before the end of the drain")
+                return
             log.warning("requests ended by the drain", requests=self._idle.num_open)
             self.dispatcher.cancel_all(ErrorCode.DRAINING, "the router shut down before the end")
 

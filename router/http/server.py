@@ -128,7 +128,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a part of an answer is not with the kernel yet."""
+        """Whether a part of an answer is not with the kernel yet; over TLS, if it can be seen."""
         return bool(self._num_owed or self.transport.get_write_buffer_size())
 
     @property

@@ -95,6 +95,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._unread: Unread
         self._message_began_at: float | None = None
+        # When a message whose time is over is read for the last time.
+        self._last_look_at: float | None = None
         self._active_at = self._loop.time()
         self._read_timer: asyncio.TimerHandle | None = None
 
@@ -194,7 +196,7 @@ class Connection(asyncio.Protocol):
         num_taken = 0
         try:
             while not self.is_closing and (message := self._decoder.next_message()) is not None:
-                self._message_began_at = None
+                self._message_began_at = self._last_look_at = None
                 self._traffic.received[message.tag] += 1
                 if self._handler is not None:
                     self._handler.on_message(message)
@@ -249,13 +251,15 @@ class Connection(asyncio.Protocol):
         if self._message_began_at is None:
             self._message_began_at = self._loop.time()
         allowed_s = self._limits.message_s + pending_bytes / self._limits.min_bytes_per_s
-        if (due := self._message_began_at + allowed_s) > self._active_at:
+        if self._last_look_at is None:
+            due = self._message_began_at + allowed_s
             self._read_timer = self._loop.call_at(due, self._look_again)
-        else:
-            self._on_slow()
+        else:  # which no byte puts off
+            self._read_timer = self._loop.call_at(self._last_look_at, self._on_slow)
 
     def _look_again(self) -> None:
-        self._read_timer = self._loop.call_later(LAST_LOOK_S, self._on_slow)
+        self._last_look_at = self._loop.time() + LAST_LOOK_S
+        self._read_timer = self._loop.call_at(self._last_look_at, self._on_slow)
 
     def _on_slow(self) -> None:
         self.refuse(RemoteProtocolError("the message did not arrive in time"))

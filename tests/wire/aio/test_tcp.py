@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 import weakref
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import pytest
 
@@ -332,21 +334,27 @@ async def test_what_came_while_we_stood_still_has_come_in_time(house: House) -> 
     def echo(told: Told, message: Message) -> None:
         told.connection.send(message.frame)
 
-    limits = Limits(message_s=0.3)
+    limits = Limits(message_s=0.3, min_bytes_per_s=1 << 30)
     server = await house.serve(limits, answer=echo)
     octets = b"".join(encode(Cancel(1, 0)))
-    address = ("127.0.0.1", server.port)
-    with socket.create_connection(address) as silent, socket.create_connection(address) as begun:
+    # What is more than one read takes.
+    large = b"".join(encode(Cancel(1, 0), bytes(400 * KIB)))
+    with contextlib.ExitStack() as stack:
+        connect_one = partial(socket.create_connection, ("127.0.0.1", server.port))
+        silent, begun, half = clients = [stack.enter_context(connect_one()) for _ in range(3)]
+        half.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         begun.sendall(octets[:10])
-        for _ in range(2):
+        half.sendall(large[:10])
+        for _ in range(3):
             await house.handlers.get()
 
         def send_rest() -> None:
             silent.sendall(octets)
             begun.sendall(octets[10:])
+            half.sendall(large[10:])
 
         await stand_still(2 * limits.message_s, send_rest)
-        for client in (silent, begun):
+        for client in clients:
             client.setblocking(False)
             assert await asyncio.get_running_loop().sock_recv(client, 4096) == octets
 
