@@ -109,8 +109,10 @@ def test_a_worker_without_a_key_or_with_another_s_is_not_let_in(locked: Locked) 
                 continue
             assert worker.stdout is not None
             for line in worker.stdout:
-                if "authorized_keys" in line:
+                if "does it ask for keys" in line:
                     break
+            else:
+                raise AssertionError("it ended without saying why")
             worker.terminate()
             worker.stdout.read()
     assert locked.find("decode", 5) is None
