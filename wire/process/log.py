@@ -54,20 +54,23 @@ class LogWriter:
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
-            self._write(line)
-            if self._lines.empty():
+            # Not after a line that is lost: the report would be too, and be reported, for ever.
+            if self._write(line) and self._lines.empty():
                 self._report()
         self._report()
         while not self._lines.empty():
             self._write(self._lines.get() or "")
 
-    def _write(self, line: str) -> None:
+    def _write(self, line: str) -> bool:
+        """Write a line if anybody reads."""
         try:
             self._stream.write(line + "\n")
             if self._lines.empty():
                 self._stream.flush()
         except (OSError, ValueError):  # the reader is gone, or the stream is closed
             self.num_dropped += 1
+            return False
+        return True
 
     def _report(self) -> None:
         count = self.num_dropped - self._reported

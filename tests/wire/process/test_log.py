@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -158,6 +161,22 @@ def test_dropped_lines_are_reported_when_the_reader_is_back() -> None:
     events = [json.loads(line) for line in stream.getvalue().splitlines()]
     reports = [event for event in events if event["event"] == "log lines dropped"]
     assert [report["count"] for report in reports] == [3]
+
+
+def test_that_lines_were_lost_is_not_said_to_nobody() -> None:
+    """Each such line was lost too, and the next said so: that kept a core busy for ever."""
+    reader, writer_fd = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer_fd, "w")
+    writer = configure("info", stream, is_terminal=False)
+    for number in range(3):
+        structlog.get_logger().info("to nobody")
+        while writer.num_dropped == number:
+            time.sleep(0.001)
+    writer.close()
+    assert writer.num_dropped == 4, "three, and at the end the line that says so"
+    with contextlib.suppress(BrokenPipeError):
+        stream.close()
 
 
 def test_a_closed_stream_is_no_error() -> None:
