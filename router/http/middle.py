@@ -80,10 +80,11 @@ class Middle:
     def prepare(self, now: float) -> bytes:
         if self.is_over:  # the writer has what was left
             return b""
-        body, num_tokens = self.take()
-        self._on_tokens(now - self.last, num_tokens)
+        parts, self._parts = self._parts, None
+        assert parts is not None  # it asked for its turn
+        self._on_tokens(now - self.last, len(parts) // 3)
         self.last = now
-        return body
+        return b"".join(parts)
 
     def transmit(self, body: bytes) -> None:
         if not self._push(body):

@@ -29,9 +29,12 @@ class App:
             await send({"type": "http.response.body", "body": b"first ", "more_body": True})
         elif scope["path"] == "/push":
             await send(START)
+            assert find_push(send) is None  # it would come before the head
+            await send({"type": "http.response.body", "body": b"first ", "more_body": True})
             push = find_push(send)
             assert push is not None
-            assert push(b"first ") and push(b"second ")
+            if not push(b"second "):  # while the first one waits
+                await send({"type": "http.response.body", "body": b"second ", "more_body": True})
         elif scope["path"] == "/broken":
             await send(START)
             raise RuntimeError("as applications do")
