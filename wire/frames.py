@@ -1,4 +1,4 @@
-"""The frames of the protocol: a frozen dataclass per tag, a fixed 16-byte header each.  SPEC 3-5.
+"""The frames of the protocol: a frozen struct per tag, a fixed 16-byte header each.  SPEC 3-5.
 
 A frame here is a header.  Payloads are in `wire.payloads` and `wire.options`; how both are laid
 out on ZeroMQ is `wire.parts`, on raw TCP `wire.stream`.  The headers of tags 30, 31, 34, 35 and 36
@@ -9,13 +9,12 @@ Nothing here reads a clock or a socket.  Decoders raise `RemoteProtocolError` an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
-from operator import attrgetter
 from struct import Struct
 from typing import ClassVar, Final, Self
+
+import msgspec
+from msgspec.structs import astuple
 
 from wire.errors import LocalProtocolError, RemoteProtocolError
 
@@ -64,8 +63,7 @@ class Role(IntEnum):
     CLIENT = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """A 16-byte header; `layout` packs the fields in their order."""
 
     tag: ClassVar[Tag]
@@ -78,7 +76,7 @@ class Frame:
             LocalProtocolError: A field does not fit its width.
         """
         try:
-            return self.layout.pack(*_reader(*self.__slots__)(self))
+            return self.layout.pack(*astuple(self))
         except Exception as error:  # struct.error, or TypeError on a field that is no number
             raise LocalProtocolError(f"{self.tag.name} does not fit its header: {error}") from error
 
@@ -110,14 +108,7 @@ class Frame:
             raise RemoteProtocolError(f"{self.tag.name}: request_id is 0, not 1 to 2^64 - 1")
 
 
-@cache
-def _reader(first: str, *others: str) -> Callable[[Frame], tuple[int, ...]]:
-    """Return what reads these fields of a frame, in half the time of reading each."""
-    return attrgetter(first, *others)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRequest(Frame):
+class PrefillRequest(Frame, frozen=True):
     """Router to prefill worker: read this prompt, hand its KV to `decode_rank`.  SPEC 4.1."""
 
     tag = Tag.PREFILL_REQUEST
@@ -128,8 +119,7 @@ class PrefillRequest(Frame):
     decode_rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillDone(Frame):
+class PrefillDone(Frame, frozen=True):
     """Prefill worker to router: the prompt is read, here is the first token.  SPEC 4.2."""
 
     tag = Tag.PREFILL_DONE
@@ -139,8 +129,7 @@ class PrefillDone(Frame):
     kv_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class KvCache(Frame):
+class KvCache(Frame, frozen=True):
     """Prefill worker to decode worker: the offer (segment 0) or one KV segment.  SPEC 4.3, 6."""
 
     tag = Tag.KV_CACHE
@@ -151,8 +140,7 @@ class KvCache(Frame):
     num_segments: int
 
 
-@dataclass(frozen=True, slots=True)
-class KvCacheAck(Frame):
+class KvCacheAck(Frame, frozen=True):
     """Decode worker to prefill worker: `kv_bytes` received so far; carries credit.  SPEC 4.4, 6."""
 
     tag = Tag.KV_CACHE_ACK
@@ -162,8 +150,7 @@ class KvCacheAck(Frame):
     kv_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRequest(Frame):
+class DecodeRequest(Frame, frozen=True):
     """Router to decode worker: generate up to `max_new_tokens` more tokens.  SPEC 4.5."""
 
     tag = Tag.DECODE_REQUEST
@@ -174,8 +161,7 @@ class DecodeRequest(Frame):
     zero: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeToken(Frame):
+class DecodeToken(Frame, frozen=True):
     """Decode worker to router: one generated token.  SPEC 4.6."""
 
     tag = Tag.DECODE_TOKEN
@@ -190,8 +176,7 @@ class DecodeToken(Frame):
             raise RemoteProtocolError(f"DECODE_TOKEN: token_id {self.token_id} is no u32")
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeDone(Frame):
+class DecodeDone(Frame, frozen=True):
     """Decode worker to router: generation is finished, nothing follows.  SPEC 4.7."""
 
     tag = Tag.DECODE_DONE
@@ -206,8 +191,7 @@ class DecodeDone(Frame):
             raise RemoteProtocolError(f"DECODE_DONE: token_id is {self.token_id}, not -1")
 
 
-@dataclass(frozen=True, slots=True)
-class Hello(Frame):
+class Hello(Frame, frozen=True):
     """A peer introduces itself, as its ZeroMQ identity says too.  SPEC 5.1."""
 
     tag = Tag.HELLO
@@ -230,8 +214,7 @@ class Hello(Frame):
         return cls(0, 0, Role.CLIENT, CLIENT_VERSION)
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome(Frame):
+class Welcome(Frame, frozen=True):
     """Router to worker: you are registered; beat every `heartbeat_ms`.  SPEC 5.2."""
 
     tag = Tag.WELCOME
@@ -242,8 +225,7 @@ class Welcome(Frame):
     lease_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat(Frame):
+class Heartbeat(Frame, frozen=True):
     """Either way: alive and progressing; `step` counts engine steps.  SPEC 5.3."""
 
     tag = Tag.HEARTBEAT
@@ -254,8 +236,7 @@ class Heartbeat(Frame):
     waiting: int
 
 
-@dataclass(frozen=True, slots=True)
-class Peers(Frame):
+class Peers(Frame, frozen=True):
     """Router to worker: the decode workers one may hand KV to.  SPEC 5.4."""
 
     tag = Tag.PEERS
@@ -266,8 +247,7 @@ class Peers(Frame):
     zero: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel(Frame):
+class Cancel(Frame, frozen=True):
     """Any peer: drop this request, free what it holds, answer nothing more.  SPEC 5.5."""
 
     tag = Tag.CANCEL
@@ -278,8 +258,7 @@ class Cancel(Frame):
     zero: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Error(Frame):
+class Error(Frame, frozen=True):
     """Any peer: this request (or, with request_id 0, this connection) failed.  SPEC 5.6."""
 
     tag = Tag.ERROR
@@ -290,8 +269,7 @@ class Error(Frame):
     zero: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Drain(Frame):
+class Drain(Frame, frozen=True):
     """Worker: place nothing more on me.  Router: nothing of mine is left with you.  SPEC 5.7."""
 
     tag = Tag.DRAIN

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from wire.errors import LocalProtocolError, RemoteProtocolError
 from wire.frames import HEADER_BYTES, MAX_TOKEN_ID, DecodeToken, Frame, Tag, frame_of
@@ -24,7 +26,7 @@ MAX_HEADERS: Final = 4096
 Buffer = bytes | bytearray | memoryview
 
 
-class Message(NamedTuple):
+class Message(msgspec.Struct, frozen=True):
     """One message: its header or, of DECODE_TOKEN, the first, and the payload parts that follow.
 
     `tokens` has the request id and the token id of every header of a DECODE_TOKEN: as plain pairs,

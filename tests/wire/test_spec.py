@@ -111,7 +111,7 @@ def test_the_header_table_is_the_layout(tag: Tag) -> None:
     frame = FRAMES[tag]
     assert re.search(rf"^### {SECTION_OF[tag]} {tag.name}$", SPEC, re.MULTILINE)
     header = tables(sections()[SECTION_OF[tag]], OFFSETS)[0]
-    assert fields_of(header) == layout_of(frame.layout, tuple(frame.__slots__))
+    assert fields_of(header) == layout_of(frame.layout, frame.__struct_fields__)
     assert sum(size for _, size, _, _ in fields_of(header)) == 16
 
 

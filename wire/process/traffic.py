@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from wire.errors import WireError
@@ -24,22 +25,15 @@ class Traffic:
     Attributes:
         sent, received: Frames by tag; each DECODE_TOKEN of a message is one.
         dropped: Frames that were not sent, by the label of the reason's code.
+        say: Called with the parts of a message that was sent, or waits in a queue to be.
+        hear: Called with those of one that came, whatever becomes of it.
     """
 
     def __init__(self) -> None:
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self.dropped: Counter[str] = Counter()
-
-    def say(self, parts: Sequence[Buffer]) -> None:
-        """A message was sent, or waits in a queue to be."""
-        tag, count = _frames(parts)
-        self.sent[tag] += count
-
-    def hear(self, parts: Sequence[Buffer]) -> None:
-        """A message came, whatever becomes of it."""
-        tag, count = _frames(parts)
-        self.received[tag] += count
+        self.say, self.hear = partial(_count, self.sent), partial(_count, self.received)
 
     def drop(self, error: WireError) -> None:
         """A message could not be sent."""
@@ -52,8 +46,10 @@ class Traffic:
                 yield NAMES[tag], direction, count
 
 
-def _frames(parts: Sequence[Buffer]) -> tuple[int, int]:
-    if len(parts) < 2 or len(parts[0]) != TAG.size:
-        return UNKNOWN, 1
-    (tag,) = TAG.unpack(parts[0])
-    return (tag, max(1, len(parts[1]) // HEADER_BYTES)) if tag in NAMES else (UNKNOWN, 1)
+def _count(frames: Counter[int], parts: Sequence[Buffer]) -> None:
+    tag, num_frames = UNKNOWN, 1
+    if len(parts) >= 2 and len(parts[0]) == TAG.size:
+        (said,) = TAG.unpack(parts[0])
+        if said in NAMES:
+            tag, num_frames = said, max(1, len(parts[1]) // HEADER_BYTES)
+    frames[tag] += num_frames
