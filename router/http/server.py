@@ -22,6 +22,7 @@ import ssl
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NoReturn, cast
 
 import httptools
@@ -32,7 +33,6 @@ from router.api.errors import HttpError, retry_after
 from router.http.asgi import Push, Send
 from router.http.framing import Beginning, framing_problem, unchunked
 from wire.aio.listener import LAST_LOOK_S, bind, listen
-from wire.aio.straight import straight
 from wire.aio.unread import STALL_S, Unread
 from wire.errors import ErrorCode
 from wire.parts import Buffer
@@ -431,8 +431,17 @@ def find_push(send: Send) -> Push | None:
         return None  # it still has the head
     if isinstance(transport, LingeringTransport):
         transport = transport.inner  # by whose methods a token costs one call less each
-    write = straight(transport)
-    return lambda body: write(b"%x\r\n%b\r\n" % (len(body), body))
+    return partial(_push, transport)
+
+
+def _push(transport: asyncio.Transport, body: bytes) -> bool:
+    if transport.get_write_buffer_size():
+        return False
+    try:
+        transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    except RuntimeError:  # it is closed
+        return False
+    return True
 
 
 def _response(error: HttpError) -> bytes:

@@ -17,7 +17,6 @@ from typing import Final, Protocol, cast
 import structlog
 
 from wire.aio.listener import LAST_LOOK_S, Listener, bind, listen
-from wire.aio.straight import Write, straight
 from wire.aio.turns import Turns
 from wire.aio.unread import STALL_S, Unread
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
@@ -94,7 +93,6 @@ class Connection(asyncio.Protocol):
         self._decoder = StreamDecoder(max_frame_bytes=limits.max_frame_bytes)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._write_straight: Write
         self._unread: Unread
         self._message_began_at: float | None = None
         # When a message whose time is over is read for the last time.
@@ -138,8 +136,7 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._active_at = self._loop.time()
-        if not self._write_straight(body):
-            self._transport.write(body)
+        self._transport.write(body)
         if self.buffered_bytes > self._limits.max_write_bytes:
             self._end(WireError(ErrorCode.OVERLOADED, f"{self.peer_name} does not read"))
             self._unread.cut()
@@ -177,7 +174,6 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._write_straight = straight(self._transport)
         address = transport.get_extra_info("peername") or ("unknown", 0)
         self.peer_name = f"{address[0]}:{address[1]}"
         self._transport.set_write_buffer_limits(high=self._limits.high_water_bytes)

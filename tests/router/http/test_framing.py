@@ -33,8 +33,7 @@ class App:
             await send({"type": "http.response.body", "body": b"first ", "more_body": True})
             push = find_push(send)
             assert push is not None
-            if not push(b"second "):  # while the first one waits
-                await send({"type": "http.response.body", "body": b"second ", "more_body": True})
+            assert push(b"second ")
         elif scope["path"] == "/broken":
             await send(START)
             raise RuntimeError("as applications do")

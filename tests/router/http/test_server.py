@@ -56,7 +56,6 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["path"] == "/push":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"begin ", "more_body": True})
-        await asyncio.sleep(0)  # and that is written
         push = find_push(send)
         assert push is not None
         # What nobody reads fills the server's buffer, and then a push would have to wait.

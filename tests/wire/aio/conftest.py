@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-ON_BOTH = ("test_zmq.py", "test_tcp.py", "test_straight.py")
+ON_BOTH = ("test_zmq.py", "test_tcp.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
