@@ -83,6 +83,7 @@ class GuardedProtocol(HttpToolsProtocol):
         "_num_owed",
         "_num_small",
         "_refusal",
+        "_running",
         "_timer",
     )
     limits = Limits()
@@ -101,6 +102,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._complaint = (400, "this is not HTTP/1.1", "invalid_http")
         # The error to answer with once nothing is owed.  When it is set, nothing more is read.
         self._refusal: HttpError | None = None
+        # The request that is answered now; `cycle` is the one that came last.
+        self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.parser = _Parser(self)
@@ -111,8 +114,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        cast(LingeringTransport, self.transport).unread.forget()
+        if self._running is not None:  # uvicorn tells only the one that came last
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
+        # No circle is left for the garbage collector.
+        self._running = self.cycle = None  # type: ignore[assignment]
+        cast(LingeringTransport, self.transport).forget()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -323,6 +335,12 @@ class LingeringTransport:
 
     def is_closing(self) -> bool:
         return self._is_closing or self.inner.is_closing()
+
+    def forget(self) -> None:
+        """The connection is gone."""
+        self.unread.forget()
+        self._is_closing = True
+        del self._protocol
 
     def close(self) -> None:
         """Send what waits, then hang up."""

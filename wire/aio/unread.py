@@ -78,15 +78,17 @@ class Unread:
         """Reset the connection, so that the kernel keeps nothing of what waits either."""
         if self._is_over:
             return
+        on_cut = self._on_cut
         self.forget()
         sock = self._transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        self._on_cut()
+        on_cut()
         self._transport.abort()
 
     def forget(self) -> None:
         """The connection is gone."""
         self._is_over = True
+        self._on_cut = _nothing  # no circle is left for the garbage collector
         self._disarm()
 
     def _disarm(self) -> None:
@@ -117,6 +119,10 @@ class Unread:
     def _is_read(self, waited_s: float) -> bool:
         taken_bytes = _taken_bytes(self._transport) - self._taken_bytes
         return taken_bytes >= MIN_BYTES_PER_S * waited_s
+
+
+def _nothing() -> None:
+    """Nobody is told."""
 
 
 def _taken_bytes(transport: asyncio.Transport) -> int:

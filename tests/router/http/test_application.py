@@ -545,6 +545,21 @@ async def test_a_client_that_goes_away_frees_the_workers(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
+async def test_a_client_that_goes_away_and_had_asked_more_frees_the_workers_too(
+    site: Site,
+) -> None:
+    """Requests that wait for the answer of the one before are never begun."""
+    site.answer = lambda prompt: Answer("hello", hangs_after=2)
+    async with listening(site.application) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(request_bytes(CHAT | {"stream": True}) * 3)
+        await reader.readuntil(b'"content":"h"')
+        writer.close()
+        await asyncio.wait_for(site.cancelled.wait(), 5)
+        await Idle(site.bus.dispatcher).wait()
+    assert len(site.frames(PrefillRequest)) == 1
+
+
     ("path", "status"), [("/nowhere", b"404"), ("/readyz", b"405"), ("/tokenize", b"200")]
 )
 async def test_who_is_answered_before_the_body_is_read_must_not_ask_there_again(
