@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -257,6 +258,18 @@ def test_every_module_has_its_test() -> None:
     ]
     missing = [str(path) for path in plain if not (ROOT / test_of(path)).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_readme_says_of_every_room_what_the_room_says_itself(package: str) -> None:
+    text = (ROOT / package / "README.md").read_text()
+    shown = dict(re.findall(r"^\| \[`[\w./]+\.py`\]\((\S+\.py)\) \| (.*) \|$", text, re.MULTILINE))
+    said = {
+        str(path.relative_to(package)): (ast.get_docstring(ast.parse((ROOT / path).read_text())))
+        for path in modules()
+        if path.parts[0] == package and path.name != "__init__.py"
+    }
+    assert shown == {name: (doc or "").partition("\n")[0] for name, doc in said.items()}
 
 
 def test_functions_and_modules_fit_in_the_eye() -> None:
