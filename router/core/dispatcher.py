@@ -290,7 +290,6 @@ class Dispatcher:
         state.trouble = given_up(state, error, "no worker had room for another")
         state.avoided |= at_fault(attempt, error, blamed)
         self._abandon(attempt, ErrorCode.CANCELLED, spare)
-        state.attempt = None
         self.failovers[error.code.label] += 1
         log.warning("attempt failed, another follows", reason=error.message, code=error.code.label)
         if state.phase is Phase.HELD:
@@ -484,6 +483,7 @@ class Dispatcher:
 
     def _abandon(self, attempt: Attempt, code: ErrorCode, spare: Worker | None) -> None:
         del self._attempts[attempt.request_id]
+        attempt.state.attempt = None
         for worker, release in (
             (attempt.prefill, self.release_prefill),
             (attempt.decode, self.release_decode),

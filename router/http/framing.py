@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -38,7 +39,9 @@ class Beginning:
     __slots__ = ("_cycle", "_head", "_is_begun", "_transport")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle, self._transport = cycle, cycle.transport
+        # Weakly, for it has us: no circle is left for the garbage collector.
+        self._cycle = cast(RequestResponseCycle, weakref.proxy(cycle))
+        self._transport = cycle.transport
         self._head, self._is_begun = b"", False
 
     def __getattr__(self, name: str) -> Any:

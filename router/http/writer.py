@@ -189,17 +189,26 @@ class ResponseWriter:
     async def _until_over(self, completion: Completion, advance: Callable[[float], bytes]) -> None:
         self._advance = advance
         self.wake()  # something may have come already
-        while not completion.is_over:
-            await self._signal.wait()
-            self._signal.clear()
-            if self._error is not None:
-                raise self._error
-            if self._rest is not None:
-                await self._rest
-                self._rest = None
-                self.wake()
-            if self.is_gone and not completion.is_over:
-                raise Disconnected
+        try:
+            while not completion.is_over:
+                await self._signal.wait()
+                self._signal.clear()
+                if self._error is not None:
+                    raise self._error
+                if self._rest is not None:
+                    await self._rest
+                    self._rest = None
+                    self.wake()
+                if self.is_gone and not completion.is_over:
+                    raise Disconnected
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """No circle is left: it would wait for the garbage collector, which stops everybody for as
+        long as many requests have ended."""
+        self._end_middle()
+        self._advance = self._streamed = self._middle = self._error = self._rest = None
 
     def _write_events(self, now: float) -> bytes:
         assert self._streamed is not None

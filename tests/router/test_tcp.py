@@ -12,6 +12,7 @@ import pytest
 from router.core.state import Limits
 from router.tcp import MAX_ENDED, serve_clients
 from scripts.tcp_client import Client, connect
+from tests.circles import circles
 from tests.router.scripted import Router, first, usage
 from wire.aio.tcp import Limits as TcpLimits
 from wire.errors import ErrorCode
@@ -267,6 +268,19 @@ async def test_a_connection_that_ends_takes_its_requests_with_it() -> None:
             for peer, message in await router.hear(Tag.CANCEL):
                 cancelled.add((peer, message.frame.request_id))  # type: ignore[attr-defined]
         router.assert_idle()
+
+
+async def test_nothing_of_a_connection_that_ended_waits_for_the_garbage_collector() -> None:
+    async with face() as (router, _):
+        with circles() as found:
+            for request_id in (1, 2, 3):  # of the last one, the server may not have seen the end
+                async with await connect("127.0.0.1", router.port) as leaving:
+                    ask(leaving, request_id)
+                    await router.hear(Tag.PREFILL_REQUEST)
+                while not router.take(Tag.CANCEL):
+                    await router.changed.wait()
+                    router.changed.clear()
+        assert not found
 
 
 async def test_a_worker_error_reaches_the_client() -> None:

@@ -287,6 +287,7 @@ class Connection(asyncio.Protocol):
                 self._handler.on_closed(error)
             except Exception:
                 _LOG.exception("handler failed", peer=self.peer_name)
+            self._handler = None  # no circle is left for the garbage collector
 
 
 class Server:

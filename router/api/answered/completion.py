@@ -271,6 +271,10 @@ class Choice:
         self.on_token, self.wake = self._note, self._own_wake
         self.wake(self)
 
+    def let_go(self) -> None:
+        """No token comes any more.  What ends in a circle would wait for the garbage collector."""
+        del self.on_token, self.wake, self._own_wake
+
     def _take(self, token_ids: list[int]) -> list[Piece]:
         """The pieces of tokens that have more to show than text, or are looked at for stops."""
         if self._prompt_logprobs is not None:
@@ -411,8 +415,7 @@ class Completion:
         """Why it ended, in one word for the log."""
         if self.error is not None:
             return self.error.code.label
-        reasons = [each.finish_reason for each in self.choices if each.finish_reason is not None]
-        return min(reasons, default="ok")
+        return min((one.finish_reason for one in self.choices if one.finish_reason), default="ok")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -430,11 +433,12 @@ class Completion:
             for index, (request, prefix) in enumerate(self.asked.requests):
                 limit = request.options.max_tokens or sys.maxsize
                 choice = Choice(index, request.token_ids, self.asked, self._on_wake, prefix, limit)
-                choice.handle = self._core.submit(request, choice)
                 self.choices.append(choice)
+                choice.handle = self._core.submit(request, choice)
                 self._num_open += 1
         except BaseException:
             self.cancel()
+            self.let_go()
             raise
 
     def take(self) -> list[tuple[Choice, list[Piece]]]:
@@ -470,6 +474,11 @@ class Completion:
         """Free what every open choice holds on the workers; idempotent."""
         for choice in self.choices:
             self._cancel(choice)
+
+    def let_go(self) -> None:
+        """Nobody asks for more, after `cancel`."""
+        for choice in self.choices:
+            choice.let_go()
 
     def _cancel(self, choice: Choice) -> None:
         if choice.handle is not None and choice.usage is None and choice.error is None:

@@ -22,6 +22,7 @@ from router.app import Idle
 from router.core.state import Limits
 from router.http.limits import INLINE_BYTES, Bodies
 from router.http.origin import Origins
+from tests.circles import circles
 from tests.router.api.messages.stream import message_of, read_events
 from tests.router.scripted import Ends
 from tests.router.site import Answer, Site, events, ids, listening, write_model
@@ -544,7 +545,6 @@ async def test_a_client_that_goes_away_frees_the_workers(site: Site) -> None:
     assert site.bus.dispatcher.num_running == 0
 
 
-@pytest.mark.parametrize(
 async def test_a_client_that_goes_away_and_had_asked_more_frees_the_workers_too(
     site: Site,
 ) -> None:
@@ -560,6 +560,7 @@ async def test_a_client_that_goes_away_and_had_asked_more_frees_the_workers_too(
     assert len(site.frames(PrefillRequest)) == 1
 
 
+@pytest.mark.parametrize(
     ("path", "status"), [("/nowhere", b"404"), ("/readyz", b"405"), ("/tokenize", b"200")]
 )
 async def test_who_is_answered_before_the_body_is_read_must_not_ask_there_again(
@@ -753,3 +754,44 @@ async def test_probes_need_no_key(site: Site) -> None:
     async with site.client() as client:
         for path in ("/livez", "/readyz", "/health", "/ping", "/openapi.json", "/docs"):
             assert (await client.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "fields"),
+    [
+        ("streamed", 200, {"stream": True}),
+        ("whole", 200, {}),
+        ("stopped", 200, {"stream": True, "stop": "l"}),
+        ("scored", 200, {"stream": True, "logprobs": 2, "n": 2}),
+        ("refused", 503, {}),
+        ("failed", 200, {"stream": True}),
+        ("left", 200, {"stream": True}),
+    ],
+)
+async def test_nothing_of_a_request_that_ended_waits_for_the_garbage_collector(
+    site: Site, how: str, status: int, fields: dict[str, object]
+) -> None:
+    """It would stop the router for as long as many have ended."""
+    site.answer = lambda prompt: Answer(
+        "hello" * 40,
+        fails_after=8 if how == "failed" else None,
+        hangs_after=8 if how == "left" else None,
+    )
+    site.bus.dispatcher.is_draining = how == "refused"
+    body = {"prompt": "ab", "max_tokens": 100} | fields
+    asked = request_bytes(body, "/v1/completions", "connection: close")
+    async with listening(site.application) as address:
+        with circles() as found:
+            for _ in range(3):  # of the last one, the server may not have seen the end
+                reader, writer = await asyncio.open_connection(*address)
+                writer.write(asked)
+                assert await reader.readuntil(b" ") == b"HTTP/1.1 "
+                assert int(await reader.readuntil(b" ")) == status
+                if how == "left":
+                    site.cancelled.clear()
+                    writer.transport.abort()
+                    await asyncio.wait_for(site.cancelled.wait(), 5)
+                else:
+                    await reader.read()
+                    writer.close()
+        assert not found
