@@ -12,14 +12,15 @@ bodies do not wait behind the largest.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from router.api.errors import Header, HttpError
 from router.http.asgi import JSON, Disconnected, HttpExchange, Receive, Scope, find_header
 from router.http.begun import go_on
 from router.http.compression import STEP_BYTES, Inflation
+from wire.aio.listener import LAST_LOOK_S
 from wire.errors import ErrorCode, WireError
 
 # Half a million tokens as text, or 300,000 as decimal ids.  Reading JSON and freeing what the
@@ -94,17 +95,13 @@ class Bodies:
         self.total_bytes -= len(raw)
 
     async def _read(self, exchange: HttpExchange, hold: Callable[[int], None]) -> bytes:
-        timer: asyncio.Timeout | None = None
-        begin = asyncio.get_running_loop().time()
-        deadline = begin + self._grace_s
+        due = asyncio.get_running_loop().time() + self._grace_s
+        patience = Patience(due)
 
         def on_bytes(num_came: int, num_kept: int) -> None:
-            nonlocal deadline
             # It moves with what has come: a body that trickles ends soon, whatever its size is
             # said to be.
-            deadline = begin + self._grace_s + num_came / self._min_bytes_per_s
-            if timer is not None:
-                timer.reschedule(deadline)
+            patience.deadline = due + num_came / self._min_bytes_per_s
             hold(num_kept)
 
         reading = read_body(exchange.scope, exchange.receive, self._max_bytes, on_bytes)
@@ -114,8 +111,7 @@ class Bodies:
             raw: bytes | None = end.value
         else:
             try:
-                async with asyncio.timeout_at(deadline) as timer:
-                    raw = await go_on(reading, awaited)
+                raw = await patience.go_on(reading, awaited)
             except TimeoutError:
                 raise HttpError(
                     408, "the body came too slowly", code="body_timeout", headers=(_CLOSE,)
@@ -123,6 +119,43 @@ class Bodies:
         if raw is None:
             raise Disconnected
         return raw
+
+
+class Patience:
+    """Waits for a body until a `deadline` that its bytes move as they come.
+
+    If the whole process stood still, the deadline may be over before bytes that came in time are
+    read.  So they are read for LAST_LOOK_S more.  Then it ends, unless they moved the deadline
+    beyond that moment: who trickles does not, so no byte of its buys another look.
+    """
+
+    __slots__ = ("_is_last_look", "_timeout", "_timer", "deadline")
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self._is_last_look = False
+        self._timeout: asyncio.Timeout
+        self._timer: asyncio.TimerHandle
+
+    async def go_on(self, begun: Coroutine[Any, Any, T], awaited: Any) -> T:
+        """Return what `router.http.begun.go_on` does.  Raises TimeoutError."""
+        async with asyncio.timeout(None) as self._timeout:
+            self._watch()
+            try:
+                return await go_on(begun, awaited)
+            finally:
+                self._timer.cancel()
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self.deadline > loop.time():
+            self._is_last_look = False
+            self._timer = loop.call_at(self.deadline, self._watch)
+        elif not self._is_last_look:
+            self._is_last_look = True
+            self._timer = loop.call_later(LAST_LOOK_S, self._watch)
+        else:
+            self._timeout.reschedule(loop.time())
 
 
 def check_content_type(scope: Scope) -> None:

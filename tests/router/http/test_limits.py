@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import socket
 import threading
 from collections.abc import AsyncIterator
 
@@ -21,7 +22,9 @@ from router.http.limits import (
     Bodies,
     Threads,
 )
+from tests.pause import stand_still
 from tests.router.http.asgi_wire import Wire, scope
+from wire.aio.listener import LAST_LOOK_S
 from wire.errors import WireError
 
 SLOW = Bodies(grace_s=0.1)
@@ -84,6 +87,48 @@ async def test_a_size_that_is_only_announced_buys_none() -> None:
     with pytest.raises(HttpError) as caught:
         await whole(exchange(events(), length=2_000_000), SLOW)
     assert (caught.value.status, caught.value.code) == (408, "body_timeout")
+
+
+@pytest.mark.parametrize(("min_bytes_per_s", "rest"), [(1 << 30, b""), (10, b"3]")])
+async def test_a_body_that_came_while_we_stood_still_has_come_in_time(
+    min_bytes_per_s: int, rest: bytes
+) -> None:
+    """And its bytes buy time for the rest, as ever, through one more pause."""
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+
+    async def events() -> AsyncIterator[Event]:
+        while raw := await loop.sock_recv(ours, 1):
+            yield chunk(raw)
+            await asyncio.sleep(0)  # a turn for each, as where much is read
+        yield chunk(b"", more=False)
+
+    bodies = Bodies(grace_s=0.3, min_bytes_per_s=min_bytes_per_s)
+    with ours, theirs:
+        reading = asyncio.create_task(whole(exchange(events()), bodies))
+        await asyncio.sleep(0)  # it has begun, and waits
+        await stand_still(0.6, lambda: theirs.sendall(b"[1, 2, "))
+        if rest:
+            await asyncio.sleep(2 * LAST_LOOK_S)  # and that look is over
+            await stand_still(0.6, lambda: theirs.sendall(rest))
+        theirs.shutdown(socket.SHUT_WR)
+        assert await reading == b"[1, 2, " + rest
+
+
+async def test_no_timer_is_left_of_a_body_that_has_come() -> None:
+    problems: list[dict[str, object]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: problems.append(context))
+
+    async def events() -> AsyncIterator[Event]:
+        yield chunk(b"x")
+        await asyncio.sleep(0)
+        yield chunk(b"", more=False)
+
+    assert await whole(exchange(events()), Bodies(grace_s=0.01)) == b"x"
+    await asyncio.sleep(2 * LAST_LOOK_S)
+    assert not problems
 
 
 async def test_a_client_that_leaves() -> None:
