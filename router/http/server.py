@@ -245,7 +245,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._header_bytes = 0  # an empty line after a body is common, and means nothing
 
     def timeout_keep_alive_handler(self) -> None:
-        self.transport.close()
+        # In uvicorn's own timer, which it cancels when something comes.
+        self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(*self._complaint)

@@ -270,8 +270,11 @@ class Connection(asyncio.Protocol):
         due = since + self._limits.idle_s
         if due > self._loop.time():
             self._read_timer = self._loop.call_at(due, self._on_silence)
-        else:
-            self.refuse(WireError(ErrorCode.DEADLINE_EXCEEDED, "idle for too long"))
+        else:  # unless something comes after all
+            self._read_timer = self._loop.call_later(LAST_LOOK_S, self._on_idle)
+
+    def _on_idle(self) -> None:
+        self.refuse(WireError(ErrorCode.DEADLINE_EXCEEDED, "idle for too long"))
 
     def _on_cut(self) -> None:
         self._end(WireError(ErrorCode.DEADLINE_EXCEEDED, f"{self.peer_name} does not read"))

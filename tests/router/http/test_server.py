@@ -33,7 +33,7 @@ from router.http.server import (
 from tests import certificate
 from tests.pause import stand_still
 from tests.router.http.asgi_wire import Wire
-from wire.aio.listener import server_context
+from wire.aio.listener import LAST_LOOK_S, server_context
 
 GET = b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n"
 LARGE = b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -148,6 +148,23 @@ async def test_a_second_request_has_its_own_time_and_silence_its_end() -> None:
     async with serving(Limits(grace_s=0.2, idle_s=0.2)) as server:
         answer = await ask(server, GET % 1 + GET % 2)
         assert answer.count(b"HTTP/1.1 200") == 2 and answer.endswith(b"/2")
+
+
+def test_who_asked_while_we_stood_still_was_not_silent() -> None:
+    async def ask_and_stand_still() -> bytes:
+        async with serving(Limits(idle_s=0.3)) as server:
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                client.setblocking(False)
+                loop = asyncio.get_running_loop()
+                client.send(GET % 1)
+                assert (await loop.sock_recv(client, 4096)).endswith(b"/1")
+                await stand_still(0.6, lambda: client.send(GET % 2))
+                assert (await loop.sock_recv(client, 4096)).endswith(b"/2")
+                await asyncio.sleep(2 * LAST_LOOK_S)  # no timer is left that would hang up
+                client.send(GET % 3)
+                return await loop.sock_recv(client, 4096)
+
+    assert uvloop.run(ask_and_stand_still()).endswith(b"/3")
 
 
 async def test_a_body_is_no_part_of_the_headers_after_it() -> None:

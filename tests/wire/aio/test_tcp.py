@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 import pytest
+import uvloop
 
 from scripts.tcp_client import Client, connect
 from tests.pause import stand_still
+from wire.aio.listener import LAST_LOOK_S
 from wire.aio.tcp import MAX_AT_ONCE, Connection, Limits, Server, serve
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Cancel, DecodeDone, DecodeToken, Error, Tag
@@ -70,7 +72,7 @@ class House:
         self._servers.append(server)
         return server
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         for server in self._servers:
             await server.close()
             assert server.num_connections == 0
@@ -80,7 +82,7 @@ class House:
 async def house() -> AsyncIterator[House]:
     house = House()
     yield house
-    await house.close()
+    await house.aclose()
 
 
 def detail_of(message: Message) -> ErrorDetail:
@@ -632,6 +634,30 @@ async def test_a_client_with_nothing_open_may_not_be_silent_for_long(house: Hous
         assert message is not None and message.frame == Error(0, ErrorCode.DEADLINE_EXCEEDED)
         assert await client.next_message() is None
     assert isinstance(await (await house.handlers.get()).closed, WireError)
+
+
+def test_who_sent_something_while_we_stood_still_was_not_silent() -> None:
+    """On the loop that processes run on: it looks at timers before it reads."""
+    octets = b"".join(encode(Cancel(1, 0)))
+
+    def echo(told: Told, message: Message) -> None:
+        told.connection.send(message.frame)
+
+    async def send_and_stand_still() -> None:
+        async with contextlib.aclosing(House()) as house:
+            server = await house.serve(Limits(idle_s=0.3), echo)
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                client.setblocking(False)
+                client.send(octets)
+                loop = asyncio.get_running_loop()
+                assert await loop.sock_recv(client, 4096) == octets
+                await stand_still(0.6, lambda: client.send(octets))
+                assert await loop.sock_recv(client, 4096) == octets
+                await asyncio.sleep(2 * LAST_LOOK_S)  # no timer is left that would refuse it
+                client.send(octets)
+                assert await loop.sock_recv(client, 4096) == octets
+
+    uvloop.run(send_and_stand_still())
 
 
 async def test_a_client_that_hears_something_is_not_idle(house: House) -> None:
