@@ -80,11 +80,10 @@ class Middle:
     def prepare(self, now: float) -> bytes:
         if self.is_over:  # the writer has what was left
             return b""
-        parts, self._parts = self._parts, None
-        assert parts is not None  # it asked for its turn
-        self._on_tokens(now - self.last, len(parts) // 3)
+        body, num_tokens = self.take()
+        self._on_tokens(now - self.last, num_tokens)
         self.last = now
-        return b"".join(parts)
+        return body
 
     def transmit(self, body: bytes) -> None:
         if not self._push(body):
