@@ -17,6 +17,7 @@ All that we know of uvicorn beyond its documentation is in this file and in `rou
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import ssl
 from collections.abc import Callable, Generator
@@ -46,6 +47,8 @@ SMALL_PIECE, MAX_SMALL_PIECES = 64, 4096
 FLUSH_S: Final = 2.0
 # Requests that may wait for the answers of those before them, on one connection.
 MAX_PIPELINED: Final = 64
+# What `poll` says of a client that has ended its side; other systems than Linux do not.
+_HUNG_UP: Final = getattr(select, "POLLRDHUP", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,14 @@ class GuardedProtocol(HttpToolsProtocol):
     def eof_received(self) -> None:
         """The client ends its side: it has gone, and our loop hangs up once it took what waits."""
         cast(LingeringTransport, self.transport).unread.hang_up(self.limits.flush_s)
+
+    def look(self) -> None:
+        """Notice that the client left, while nothing of it is read: uvicorn pauses that for as long
+        as a request waits for the answers before it, and no loop tells of a socket it does not read.
+        """
+        if self.flow.read_paused and not self.transport.is_closing() and _has_left(self.transport):
+            self.eof_received()
+            self.transport.inner.close()
 
     @property
     def is_answering(self) -> bool:
@@ -420,9 +431,23 @@ class HttpServer(uvicorn.Server):
         self.servers = [cast(asyncio.Server, server)]
         self.started = True
 
+    async def on_tick(self, counter: int) -> bool:
+        """Look after clients once a second; uvicorn calls this ten times as often."""
+        if counter % 10 == 0:
+            for connection in tuple(cast(set[GuardedProtocol], self.server_state.connections)):
+                connection.look()
+        return await super().on_tick(counter)
+
     async def run_on_loop(self) -> None:
         """Serve until `should_exit`."""
         await self.serve(sockets=[self._socket])
+
+
+def _has_left(transport: asyncio.Transport) -> bool:
+    """Whether the other side has ended, whatever was sent before and is unread.  Linux only."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
+    return bool(poll.poll(0))
 
 
 def cut(send: Send) -> None:

@@ -560,6 +560,30 @@ async def test_a_client_that_goes_away_and_had_asked_more_frees_the_workers_too(
     assert len(site.frames(PrefillRequest)) == 1
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+async def test_a_client_that_goes_away_is_noticed_while_nothing_of_it_is_read(
+    site: Site, how: str, is_streamed: bool
+) -> None:
+    """A request that comes while another is answered has uvicorn pause its reading."""
+    site.answer = lambda prompt: Answer("hello", hangs_after=2)
+    async with listening(site.application) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(request_bytes(CHAT | {"stream": is_streamed}))
+        await asyncio.wait_for(site.asked.wait(), 5)
+        writer.write(request_bytes(CHAT) + b"GET /livez HTTP/1.1\r\n")
+        await complete(site, max_tokens=1)  # by then what came before is read
+        if how == "half-close":
+            writer.write_eof()
+        elif how == "reset":
+            writer.transport.abort()
+        else:
+            writer.close()
+        await asyncio.wait_for(site.cancelled.wait(), 5)
+        await Idle(site.bus.dispatcher).wait()
+        writer.close()
+
+
 @pytest.mark.parametrize(
     ("path", "status"), [("/nowhere", b"404"), ("/readyz", b"405"), ("/tokenize", b"200")]
 )
