@@ -121,8 +121,10 @@ class GuardedProtocol(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
-        # No circle is left for the garbage collector.
-        self._running = self.cycle = None  # type: ignore[assignment]
+        self._unset_keepalive_if_required()  # uvicorn does not where the client reset it
+        # No circle is left for the garbage collector: requests that are never begun have us.
+        self.pipeline.clear()
+        self.cycle = None  # type: ignore[assignment]
         cast(LingeringTransport, self.transport).forget()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -290,7 +292,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_body = False
 
     def _answer(self, refusal: HttpError) -> None:
-        self._unset_keepalive_if_required()
         self.transport.write(_response(refusal))
         self.transport.close()
 

@@ -790,6 +790,8 @@ async def test_probes_need_no_key(site: Site) -> None:
         ("refused", 503, {}),
         ("failed", 200, {"stream": True}),
         ("left", 200, {"stream": True}),
+        ("failed at once", 503, {"stream": True}),
+        ("left, with more asked", 200, {"stream": True}),
     ],
 )
 async def test_nothing_of_a_request_that_ended_waits_for_the_garbage_collector(
@@ -798,20 +800,21 @@ async def test_nothing_of_a_request_that_ended_waits_for_the_garbage_collector(
     """It would stop the router for as long as many have ended."""
     site.answer = lambda prompt: Answer(
         "hello" * 40,
-        fails_after=8 if how == "failed" else None,
-        hangs_after=8 if how == "left" else None,
+        fails_after={"failed": 8, "failed at once": 0}.get(how),
+        hangs_after=8 if "left" in how else None,
     )
     site.bus.dispatcher.is_draining = how == "refused"
     body = {"prompt": "ab", "max_tokens": 100} | fields
-    asked = request_bytes(body, "/v1/completions", "connection: close")
+    closing = () if "left" in how else ("connection: close",)
+    asked = request_bytes(body, "/v1/completions", *closing)
     async with listening(site.application) as address:
         with circles() as found:
             for _ in range(3):  # of the last one, the server may not have seen the end
                 reader, writer = await asyncio.open_connection(*address)
-                writer.write(asked)
+                writer.write(asked * (2 if "more" in how else 1))
                 assert await reader.readuntil(b" ") == b"HTTP/1.1 "
                 assert int(await reader.readuntil(b" ")) == status
-                if how == "left":
+                if "left" in how:
                     site.cancelled.clear()
                     writer.transport.abort()
                     await asyncio.wait_for(site.cancelled.wait(), 5)
