@@ -166,10 +166,11 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._header_bytes += len(data)
         super().data_received(data)
-        is_too_large = self._is_in_headers and self._header_bytes > MAX_HEADER_BYTES
-        if is_too_large and self._refusal is None:
+        if self._refusal is not None or not self._is_in_headers:
+            return
+        if self._header_bytes > MAX_HEADER_BYTES:
             self._refuse(*_TOO_LARGE)
-        if not self._num_owed and self._is_in_headers and self._timer is None:
+        elif not self._num_owed and self._timer is None:
             self._arm()
 
     def resume(self, rest: bytes) -> None:

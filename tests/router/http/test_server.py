@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import itertools
 import json
 import shutil
 import socket
 import ssl
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -79,6 +81,7 @@ async def serving(
     limits: Limits | None = None,
     tls: ssl.SSLContext | None = None,
     on_slow_client: Callable[[], object] = lambda: None,
+    app: object = app,
 ) -> AsyncIterator[HttpServer]:
     server = HttpServer(app, "127.0.0.1", 0, limits or Limits(), tls, on_slow_client=on_slow_client)
     task = asyncio.create_task(server.run_on_loop())
@@ -366,6 +369,36 @@ async def test_no_timer_is_left_of_a_connection_that_is_gone(connection: bytes) 
     assert not problems
 
 
+async def test_nothing_is_kept_of_a_client_that_reset_its_connection() -> None:
+    async with serving() as server:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        while not (kept := server.server_state.connections):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        connection = weakref.ref(next(iter(kept)))
+        writer.write(GET % 1)
+        while not server.server_state.total_requests:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        # The answer is not read, so the kernel resets the connection.
+        writer.transport.abort()
+        while kept:  # noqa: ASYNC110 (uvicorn has no event for it)
+            await asyncio.sleep(0)
+        gc.collect()
+        assert connection() is None, "no timer holds it"
+
+
+async def test_who_was_refused_is_not_told_of_its_time_too() -> None:
+    problems = list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
+    async with serving(QUICK) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"no HTTP at all\r\n\r\n")
+        assert error_of(await reader.read()) == (400, "invalid_http")
+        await asyncio.sleep(2 * QUICK.grace_s + LAST_LOOK_S)  # we have not hung up
+        assert server.server_state.connections
+        writer.close()
+    assert not problems
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
 async def test_over_tls_who_reads_slowly_gets_all_and_who_does_not_read_is_cut(
     tmp_path: Path,
@@ -555,12 +588,9 @@ async def test_http_1_0_has_no_way_past_asgi_and_can_be_cut_off() -> None:
         ways.append(find_push(send))
         cut(send)
 
-    server = HttpServer(app, "127.0.0.1", 0, Limits(), None)
-    task = asyncio.create_task(server.run_on_loop())
-    with contextlib.suppress(ConnectionError):
-        await ask(server, b"GET / HTTP/1.0\r\n\r\n")
-    server.should_exit = True
-    await task
+    async with serving(app=app) as server:
+        with contextlib.suppress(ConnectionError):
+            await ask(server, b"GET / HTTP/1.0\r\n\r\n")
     assert ways == [None]
 
 
@@ -574,6 +604,35 @@ async def test_http_1_0_is_never_told_to_continue() -> None:
             assert answer.count(b"100 Continue") == count and answer.endswith(b"hi")
 
 
+async def test_who_waits_to_be_told_to_continue_is_told() -> None:
+    async with serving() as server, asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n")
+        writer.write(b"expect: 100-continue\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"hi")
+        assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200 OK\r\n")
+        writer.close()
+
+
+async def test_what_follows_a_body_nobody_read_is_not_asked() -> None:
+    asked = list[str]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append(scope["path"])
+        await respond(send, 200, b"")
+
+    async with serving(app=app) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /1 HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nx")
+        assert error_free(await reader.read()) == 200, "and it has ended its side"
+        writer.write(b"y" + GET % 2)
+        writer.close()
+        while server.server_state.connections:  # noqa: ASYNC110 (uvicorn has no event for it)
+            await asyncio.sleep(0)
+        assert asked == ["/1"]
+
+
 @pytest.mark.parametrize("chunk", [b"5\r\nhello!", b"x\r\n", b"-1\r\n", b"f" * 17 + b"\r\n"])
 async def test_a_broken_body_is_told_so(chunk: bytes) -> None:
     async with serving() as server:
@@ -581,6 +640,35 @@ async def test_a_broken_body_is_told_so(chunk: bytes) -> None:
         assert error_of(await ask(server, data)) == (400, "invalid_http")
         answer = await ask(server, GET % 1 + data)
         assert answer.startswith(b"HTTP/1.1 200") and b"invalid_http" in answer
+
+
+async def test_an_answer_that_has_begun_is_not_cut_for_a_broken_body() -> None:
+    head = b"POST /slow HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(head)
+        await reader.readuntil(b"begin ")
+        writer.write(b"x\r\n")
+        assert (await reader.read()).startswith(b"\r\n3\r\nend\r\n0\r\n\r\n")
+        writer.close()
+
+
+async def test_who_reads_a_body_that_broke_is_told_though_the_client_does_not_hang_up() -> None:
+    is_reading, is_told = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        is_reading.set()
+        assert await read_body(scope, receive) is None
+        is_told.set()
+
+    async with serving(Limits(flush_s=60.0), app=app) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(POST + b"transfer-encoding: chunked\r\n\r\n")
+        await is_reading.wait()
+        writer.write(b"x\r\n")
+        assert error_of(await reader.read()) == (400, "invalid_http")
+        await asyncio.wait_for(is_told.wait(), 5)
+        writer.close()
 
 
 async def test_a_body_of_single_bytes_is_cut_short() -> None:
@@ -619,6 +707,33 @@ async def test_a_body_is_pushed_as_far_as_the_client_takes_it() -> None:
     size = int(body.rpartition(b"\0")[2])
     assert size > 0
     assert body == b"begin " + PUSHED * size + b"%d" % size
+
+
+def test_a_connection_that_is_gone_takes_no_more() -> None:
+    """On the loop that processes run on, whose transports raise then."""
+    taken = list[bool]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begin ", "more_body": True})
+        push = find_push(send)
+        assert push is not None
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        taken.append(push(b"x"))
+
+    async def ask_and_leave() -> None:
+        async with serving(app=app) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(GET % 1)
+            await reader.readuntil(b"begin ")
+            writer.transport.abort()
+            async with asyncio.timeout(5):
+                while not taken:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+
+    uvloop.run(ask_and_leave())
+    assert taken == [False]
 
 
 def test_a_server_of_another_kind_has_no_way_past_asgi() -> None:
