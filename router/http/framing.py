@@ -36,20 +36,20 @@ class Beginning:
     Two writes would take twice as long, and wake the client for nothing.
     """
 
-    __slots__ = ("_cycle", "_head", "_is_begun", "_transport")
+    __slots__ = ("_cycle", "_head", "_transport")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         # Weakly, for it has us: no circle is left for the garbage collector.
         self._cycle = cast(RequestResponseCycle, weakref.proxy(cycle))
         self._transport = cycle.transport
-        self._head, self._is_begun = b"", False
+        self._head = b""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
         # Before its answer the client may be told to send its body.
-        if self._is_begun or not self._cycle.response_started:
+        if not self._cycle.response_started:
             self._transport.write(data)
         elif self._head:
             self._begin(data)
@@ -62,9 +62,8 @@ class Beginning:
         self._transport.close()
 
     def _begin(self, data: bytes) -> None:
-        if not self._is_begun:
-            self._cycle.transport, self._is_begun = self._transport, True
-            self._transport.write(self._head + data)
+        self._cycle.transport = self._transport
+        self._transport.write(self._head + data)
 
 
 class Unchunked:
