@@ -216,8 +216,7 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._transport.resume_reading()
-        if not self.is_closing:
-            self._take_messages()
+        self._take_messages()
 
     def eof_received(self) -> bool:
         self._write()
@@ -243,7 +242,6 @@ class Connection(asyncio.Protocol):
             self._read_timer = None
         if self.is_closing:
             return
-        self._active_at = self._loop.time()
         pending_bytes = self._decoder.buffered_bytes
         if not pending_bytes:
             self._read_timer = self._loop.call_later(self._limits.idle_s, self._on_silence)

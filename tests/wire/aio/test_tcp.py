@@ -359,6 +359,11 @@ async def test_what_came_while_we_stood_still_has_come_in_time(house: House) -> 
         for client in clients:
             client.setblocking(False)
             assert await asyncio.get_running_loop().sock_recv(client, 4096) == octets
+            client.sendall(octets[:10])
+        await asyncio.sleep(limits.message_s / 2)  # which is in time again
+        for client in clients:
+            client.sendall(octets[10:])
+            assert await asyncio.get_running_loop().sock_recv(client, 4096) == octets
 
 
 async def test_bytes_that_trickle_buy_no_time(house: House) -> None:
@@ -528,8 +533,13 @@ async def test_what_waits_at_the_end_has_the_time_of_a_stall(house: House) -> No
         await told.connection.closed
 
 
-async def test_nothing_is_kept_for_a_connection_that_has_ended(house: House) -> None:
-    server = await house.serve()
+@pytest.mark.parametrize("closes", [False, True])
+async def test_nothing_is_kept_for_a_connection_that_has_ended(house: House, closes: bool) -> None:
+    def answer(told: Told, message: Message) -> None:
+        if closes:
+            told.connection.close()
+
+    server = await house.serve(answer=answer)
     client = await connect("127.0.0.1", server.port)
     client.send(Cancel(1, 0))
     told = await house.handlers.get()
@@ -541,6 +551,20 @@ async def test_nothing_is_kept_for_a_connection_that_has_ended(house: House) -> 
     del told
     gc.collect()
     assert connection() is None, "no timer holds it"
+
+
+async def test_what_comes_after_the_end_is_not_kept(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received = list[bytes]()
+    monkeypatch.setattr(StreamDecoder, "receive", lambda _, octets: received.append(octets))
+    server = await house.serve()
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        told = await house.handlers.get()
+        told.connection.close()
+        client.sendall(bytes(KIB))
+    await told.connection.closed
+    assert not received
 
 
 async def test_what_waits_for_a_client_is_bounded(house: House) -> None:
@@ -555,10 +579,14 @@ async def test_what_waits_for_a_client_is_bounded(house: House) -> None:
     # What is written at once is far less than what may wait: it is the sum that counts.
     limits = Limits(max_write_bytes=1024 * KIB, high_water_bytes=64 * KIB, stall_s=1.0)
     server = await house.serve(limits, answer=flood)
-    with deaf_client(server.port):
+    with deaf_client(server.port) as client:
         told = await house.handlers.get()
         error = await told.closed
         assert isinstance(error, WireError) and error.code is ErrorCode.OVERLOADED
+        client.setblocking(False)
+        with pytest.raises(ConnectionResetError):  # the kernel keeps nothing of it either
+            while await asyncio.get_running_loop().sock_recv(client, 64 * KIB):
+                pass
     assert most < 2 * limits.max_write_bytes, "however much is said in one turn"
 
 
