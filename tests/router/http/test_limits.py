@@ -84,9 +84,24 @@ async def test_a_size_that_is_only_announced_buys_none() -> None:
             await asyncio.sleep(0.01)
         raise AssertionError("each byte bought time")
 
+    for bodies in (SLOW, Bodies(grace_s=0.1, min_bytes_per_s=200)):
+        with pytest.raises(HttpError) as caught:
+            await whole(exchange(events(), length=2_000_000), bodies)
+        assert (caught.value.status, caught.value.code) == (408, "body_timeout")
+
+
+async def test_what_a_compressed_body_becomes_buys_none() -> None:
+    async def events() -> AsyncIterator[Event]:
+        yield chunk(gzip.compress(bytes(STEP_BYTES))[:-1])
+        for _ in range(100):
+            yield chunk(b"")
+            await asyncio.sleep(0.01)
+        raise AssertionError("it bought time by its inflated size")
+
+    bodies = Bodies(grace_s=0.1, min_bytes_per_s=STEP_BYTES // 8)
     with pytest.raises(HttpError) as caught:
-        await whole(exchange(events(), length=2_000_000), SLOW)
-    assert (caught.value.status, caught.value.code) == (408, "body_timeout")
+        await whole(exchange(events(), None, GZIP), bodies)
+    assert caught.value.code == "body_timeout"
 
 
 @pytest.mark.parametrize(("min_bytes_per_s", "rest"), [(1 << 30, b""), (10, b"3]")])

@@ -183,6 +183,16 @@ async def test_who_left_is_told_nothing_more() -> None:
     assert push.texts == ["b", "c"]
 
 
+async def test_nothing_is_pushed_for_a_request_that_was_interrupted() -> None:
+    client, push, task = await in_the_middle()
+    task.cancel()
+    client.say("d")
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0)
+    assert push.texts == ["b", "c"]
+
+
 async def test_a_failure_in_the_middle_is_said() -> None:
     client, _, task = await in_the_middle()
     client.say("d")

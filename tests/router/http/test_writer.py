@@ -270,6 +270,30 @@ async def test_a_server_that_breaks_ends_its_own_request_only() -> None:
     tasks[1].cancel()
 
 
+async def test_nothing_is_sent_after_what_failed() -> None:
+    """Or else the client would miss something, and not see that it does."""
+    client = Client()
+    task = client.stream()
+    await asyncio.sleep(0)  # it is ready to write
+    client.writer.fail(RuntimeError("broke"))
+    client.say("a")
+    with pytest.raises(RuntimeError, match="broke"):
+        await task
+    assert client.sent == []
+
+
+async def test_tokens_of_several_choices_are_not_timed() -> None:
+    client = Client()
+    client.completion.choices *= 2
+    task = client.stream()
+    for letter in "ab":
+        client.say(letter)
+        assert text_of(await client.bodies.get()) == letter
+    client.sink.on_done(Usage(finish_reason="stop"))
+    await task
+    assert client.tokens == []
+
+
 async def test_a_write_that_waits_can_be_interrupted() -> None:
     client = Client()
     client.may_write.clear()
