@@ -149,6 +149,35 @@ async def test_what_waits_is_sent_when_there_is_room_though_no_edge_tells(source
     assert source.outbox == 0
 
 
+async def test_room_found_while_it_asks_is_used_at_once_and_it_asks_again() -> None:
+    """Either may have swallowed the edge of the other."""
+
+    class Coupled(Source):
+        is_full = False
+
+        def is_readable(self) -> bool:
+            if self.is_full:
+                self.room = 3
+            return super().is_readable()
+
+        def flush(self) -> float | None:
+            if self.outbox and self.room:
+                self.inbox.append(1)
+            super().flush()
+            self.is_full = self.outbox > 0
+            return 3600.0 if self.is_full else None
+
+    source = Coupled()
+    await source.idle.wait()
+    source.outbox = 3
+    source.pump.wake()
+    async with asyncio.timeout(5):
+        while source.outbox or source.inbox:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert source.story.count("message") == 1
+    await source.pump.close(0.0)
+
+
 async def test_closing_flushes_first_and_closes_once(source: Source) -> None:
     source.outbox = 3
     closing = asyncio.create_task(source.pump.close(10.0))

@@ -194,8 +194,10 @@ async def test_no_port_is_opened_when_strangers_get_in(
 
 
 async def test_a_key_does_not_speak_for_another_party(house: House) -> None:
-    liar = house.link("prefill-0", b"decode-0-1")
-    liar.send([b"I am decode-0"])
+    is_down = asyncio.Event()
+    liar = house.link("prefill-0", b"decode-0-1", on_down=is_down.set)
+    liar.send([b"I am decode-0", b"prefill-0-1", b"and these are no messages of others"])
+    await is_down.wait()
     honest = house.link("prefill-0", b"prefill-0-1")
     honest.send([b"I am prefill-0"])
     assert await house.messages.get() == (b"prefill-0-1", [b"I am prefill-0"])

@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+import zmq
 
 from wire.aio.outbox import MAX_PARTS
 from wire.aio.zmq import Context, Hub, Link, terminate
 from wire.errors import ErrorCode, LocalProtocolError, PeerLost, WireError
-from wire.parts import Buffer
+from wire.frames import Cancel, DecodeToken, Tag
+from wire.parts import Buffer, encode
+from wire.process.traffic import Traffic
 
 LOOPBACK = "tcp://127.0.0.1:*"
 KIB = 1024
@@ -175,6 +178,47 @@ async def test_a_link_tries_again_where_connections_are_taken_and_closed() -> No
     await up.wait()
     await link.close()
     await hub.close()
+
+
+async def test_a_link_drops_what_waits_when_its_connection_ends() -> None:
+    """It was for the peer that is gone."""
+    with zmq.Context() as context:
+        deaf = context.socket(zmq.ROUTER)
+        deaf.setsockopt(zmq.RCVHWM, 1)
+        port = deaf.bind_to_random_port("tcp://127.0.0.1")
+        up, down = asyncio.Event(), asyncio.Event()
+        link = Link(
+            b"decode-0-1",
+            f"tcp://127.0.0.1:{port}",
+            lambda parts: None,
+            on_up=up.set,
+            on_down=down.set,
+            high_water_mark=1,
+        )
+        await up.wait()
+        while link.queued_bytes < 8 << 20:  # the kernel's buffers are full
+            link.send([b"tag", bytes(1 << 20)])
+            await asyncio.sleep(0)
+        assert link.is_up and link.queued_bytes
+        deaf.close(0)
+        await down.wait()
+        assert link.queued_bytes == 0
+        await link.close()
+
+
+async def test_each_frame_is_counted_at_both_ends(bus: Bus) -> None:
+    theirs, ours = Traffic(), Traffic()
+    await bus.replace_hub(bus.new_hub(traffic=ours))
+    link, told = await bus.link(b"decode-0-1", traffic=theirs)
+    link.send(encode([DecodeToken(1, 5), DecodeToken(2, 6)]))
+    await bus.messages.get()
+    bus.hub.send(b"decode-0-1", encode(Cancel(1, 0)))
+    await told.get()
+    with pytest.raises(PeerLost):
+        bus.hub.send(b"nobody", encode(Cancel(1, 0)))
+    assert theirs.sent == ours.received == {Tag.DECODE_TOKEN: 2}
+    assert theirs.received == ours.sent == {Tag.CANCEL: 1}
+    assert ours.dropped == {"worker_lost": 1} and not theirs.dropped
 
 
 async def test_large_parts_cross_without_a_copy_when_asked(bus: Bus) -> None:

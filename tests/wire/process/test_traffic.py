@@ -2,7 +2,7 @@
 
 from wire.errors import PeerLost
 from wire.frames import Cancel, DecodeToken
-from wire.parts import encode
+from wire.parts import TAG, encode
 from wire.process.traffic import Traffic
 
 
@@ -20,9 +20,21 @@ def test_every_token_of_a_message_is_a_frame() -> None:
 
 def test_tags_that_do_not_exist_are_one_entry() -> None:
     traffic = Traffic()
-    for parts in ([], [b"x"], [b"\x01\0\0", b""], *([bytes([n, 1, 0, 0]), b""] for n in range(9))):
+    for parts in (
+        [],
+        [b"x"],
+        [TAG.pack(44)],
+        [b"\x01\0\0", b""],
+        *([bytes([n, 1, 0, 0]), b""] for n in range(9)),
+    ):
         traffic.hear(parts)
-    assert list(traffic.rows()) == [("unknown", "received", 12)]
+    assert list(traffic.rows()) == [("unknown", "received", 13)]
+
+
+def test_a_frame_without_its_header_is_one_too() -> None:
+    traffic = Traffic()
+    traffic.hear([TAG.pack(44), b""])
+    assert list(traffic.rows()) == [("cancel", "received", 1)]
 
 
 def test_what_was_not_sent_is_counted_by_its_reason() -> None:
