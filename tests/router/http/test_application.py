@@ -549,15 +549,18 @@ async def test_a_client_that_goes_away_and_had_asked_more_frees_the_workers_too(
     site: Site,
 ) -> None:
     """Requests that wait for the answer of the one before are never begun."""
-    site.answer = lambda prompt: Answer("hello", hangs_after=2)
+    site.answer = lambda prompt: Answer(
+        "hello", hangs_after=2 if len(site.frames(PrefillRequest)) == 2 else None
+    )
     async with listening(site.application) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(request_bytes(CHAT | {"stream": True}) * 3)
+        await reader.readuntil(b"data: [DONE]")
         await reader.readuntil(b'"content":"h"')
         writer.close()
         await asyncio.wait_for(site.cancelled.wait(), 5)
         await Idle(site.bus.dispatcher).wait()
-    assert len(site.frames(PrefillRequest)) == 1
+    assert len(site.frames(PrefillRequest)) == 2
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

@@ -369,14 +369,15 @@ async def test_no_timer_is_left_of_a_connection_that_is_gone(connection: bytes) 
     assert not problems
 
 
-async def test_nothing_is_kept_of_a_client_that_reset_its_connection() -> None:
+@pytest.mark.parametrize("num_asked", [0, 1])
+async def test_nothing_is_kept_of_a_client_that_reset_its_connection(num_asked: int) -> None:
     async with serving() as server:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
         while not (kept := server.server_state.connections):  # noqa: ASYNC110
             await asyncio.sleep(0)
         connection = weakref.ref(next(iter(kept)))
-        writer.write(GET % 1)
-        while not server.server_state.total_requests:  # noqa: ASYNC110
+        writer.write(GET % 1 * num_asked)
+        while server.server_state.total_requests < num_asked:  # noqa: ASYNC110
             await asyncio.sleep(0)
         # The answer is not read, so the kernel resets the connection.
         writer.transport.abort()
