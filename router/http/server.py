@@ -17,7 +17,6 @@ All that we know of uvicorn beyond its documentation is in this file and in `rou
 from __future__ import annotations
 
 import asyncio
-import select
 import socket
 import ssl
 from collections.abc import Callable, Generator
@@ -34,7 +33,7 @@ from router.api.errors import HttpError, retry_after
 from router.http.asgi import Push, Send
 from router.http.framing import Beginning, framing_problem, unchunked
 from wire.aio.listener import LAST_LOOK_S, bind, listen
-from wire.aio.unread import STALL_S, Unread
+from wire.aio.unread import STALL_S, Unread, has_left
 from wire.errors import ErrorCode
 from wire.parts import Buffer
 
@@ -47,8 +46,6 @@ SMALL_PIECE, MAX_SMALL_PIECES = 64, 4096
 FLUSH_S: Final = 2.0
 # Requests that may wait for the answers of those before them, on one connection.
 MAX_PIPELINED: Final = 64
-# What `poll` says of a client that has ended its side; other systems than Linux do not.
-_HUNG_UP: Final = getattr(select, "POLLRDHUP", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +141,12 @@ class GuardedProtocol(HttpToolsProtocol):
         cast(LingeringTransport, self.transport).unread.hang_up(self.limits.flush_s)
 
     def look(self) -> None:
-        """Notice that the client left, while nothing of it is read: uvicorn pauses that for as long
-        as a request waits for the answers before it, and no loop tells of a socket it does not read.
-        """
-        if self.flow.read_paused and not self.transport.is_closing() and _has_left(self.transport):
+        """Notice a client that left while nothing of it is read, of which the loop does not tell:
+        uvicorn stops reading while a request waits for the answers of those before it."""
+        transport = cast(LingeringTransport, self.transport)
+        if self.flow.read_paused and not transport.is_closing() and has_left(transport.inner):
             self.eof_received()
-            self.transport.inner.close()
+            transport.inner.close()
 
     @property
     def is_answering(self) -> bool:
@@ -443,13 +440,6 @@ class HttpServer(uvicorn.Server):
     async def run_on_loop(self) -> None:
         """Serve until `should_exit`."""
         await self.serve(sockets=[self._socket])
-
-
-def _has_left(transport: asyncio.Transport) -> bool:
-    """Whether the other side has ended, whatever was sent before and is unread.  Linux only."""
-    poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
-    return bool(poll.poll(0))
 
 
 def cut(send: Send) -> None:

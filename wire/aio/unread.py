@@ -8,6 +8,7 @@ is how much the client has acknowledged.
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -22,6 +23,8 @@ STALL_S: Final = 30.0
 # In Linux's `struct tcp_info`, which is only ever added to: tcpi_bytes_acked, a u64 at 120.
 _INFO_BYTES: Final = 128
 _ACKED_AT: Final = 120
+# What Linux says of a client that has ended its side; other systems tell of a reset alone.
+_HUNG_UP: Final = getattr(select, "POLLRDHUP", 0)
 # SO_LINGER on, for 0 s: closing resets.
 _RESET: Final = struct.pack("ii", 1, 0)
 
@@ -123,6 +126,13 @@ class Unread:
 
 def _nothing() -> None:
     """Nobody is told."""
+
+
+def has_left(transport: asyncio.Transport) -> bool:
+    """Whether the client has ended its side, whatever it sent before that nobody has read."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
+    return bool(poll.poll(0))
 
 
 def _taken_bytes(transport: asyncio.Transport) -> int:

@@ -571,7 +571,7 @@ async def test_a_client_that_goes_away_is_noticed_while_nothing_of_it_is_read(
     """A request that comes while another is answered has uvicorn pause its reading."""
     site.answer = lambda prompt: Answer("hello", hangs_after=2)
     async with listening(site.application) as address:
-        reader, writer = await asyncio.open_connection(*address)
+        _, writer = await asyncio.open_connection(*address)
         writer.write(request_bytes(CHAT | {"stream": is_streamed}))
         await asyncio.wait_for(site.asked.wait(), 5)
         writer.write(request_bytes(CHAT) + b"GET /livez HTTP/1.1\r\n")

@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from wire.aio.unread import MIN_BYTES_PER_S, Unread
+from wire.aio.unread import MIN_BYTES_PER_S, Unread, has_left
 
 KIB = 1024
 STALL_S = 0.5
@@ -162,6 +162,20 @@ async def test_who_catches_up_is_watched_no_longer() -> None:
         await read(client, 1 << 20, MANY_BYTES, 0)
         await asyncio.sleep(2 * STALL_S)
         assert not flood.lost.done()
+
+
+async def test_who_has_left_is_told_from_who_is_silent_though_nothing_is_read() -> None:
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with theirs:
+        transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, ours)
+        transport.pause_reading()
+        theirs.sendall(b"more")
+        assert not has_left(transport)
+        theirs.shutdown(socket.SHUT_WR)
+        assert has_left(transport)
+        transport.abort()
 
 
 async def test_where_the_kernel_does_not_tell_our_own_buffer_does(
