@@ -9,6 +9,7 @@ Nothing here reads a clock or a socket.  Decoders raise `RemoteProtocolError` an
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
 from struct import Struct
 from typing import ClassVar, Final, Self
@@ -77,7 +78,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
         """
         try:
             return self.layout.pack(*astuple(self))
-        except Exception as error:  # struct.error, or TypeError on a field that is no number
+        except struct.error as error:
             raise LocalProtocolError(f"{self.tag.name} does not fit its header: {error}") from error
 
     @classmethod

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from router.api.errors import Header, HttpError
+from router.api.errors import HttpError
 from router.http.asgi import JSON, Disconnected, HttpExchange, Receive, Scope, find_header
 from router.http.begun import go_on
 from router.http.compression import STEP_BYTES, Inflation
@@ -37,9 +37,6 @@ INLINE_BYTES: Final = 16 * 1024
 ORDINARY_BYTES: Final = 128 * 1024
 NUM_ORDINARY: Final = 2
 NUM_LARGE: Final = 1
-
-# The rest of the body is not read, so the connection cannot be used again.
-_CLOSE: Final[Header] = (b"connection", b"close")
 
 T = TypeVar("T")
 
@@ -113,9 +110,7 @@ class Bodies:
             try:
                 raw = await patience.go_on(reading, awaited)
             except TimeoutError:
-                raise HttpError(
-                    408, "the body came too slowly", code="body_timeout", headers=(_CLOSE,)
-                ) from None
+                raise HttpError(408, "the body came too slowly", code="body_timeout") from None
         if raw is None:
             raise Disconnected
         return raw
@@ -218,7 +213,7 @@ async def read_body(
 
 def _too_large(limit: int) -> HttpError:
     message = f"the body is over the limit of {limit} bytes"
-    return HttpError(413, message, code="body_too_large", headers=(_CLOSE,))
+    return HttpError(413, message, code="body_too_large")
 
 
 class Threads:

@@ -684,7 +684,7 @@ async def test_a_body_over_the_limit(site: Site) -> None:
             b"content-length: 99999999\r\n\r\n"
         )
         answer = await reader.read()
-        assert answer.startswith(b"HTTP/1.1 413")
+        assert answer.startswith(b"HTTP/1.1 413") and b"connection: close" in answer
         writer.close()
 
 
@@ -698,6 +698,7 @@ async def test_a_body_that_comes_too_slowly(site: Site) -> None:
         )
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 408") and b"body_timeout" in answer
+        assert b"connection: close" in answer
         writer.close()
 
 
