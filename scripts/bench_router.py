@@ -217,7 +217,7 @@ def said(row: Row, who: str, measured: dict[str, Any]) -> str:
         num, seconds = measured["tokens"], measured["seconds"]
         what = "requests" if row.kind == "requests" else "tokens"
         user, system = (1e6 * measured[name] / num for name in ("user_s", "system_s"))
-        parts.append(f"{user + system:6.1f} us CPU a {what[:-1]} ({user:.1f} user)")
+        parts.append(f"{user + system:6.2f} us CPU a {what[:-1]} ({user:.2f} user)")
         parts.append(f"{num / seconds:9,.0f} {what}/s")
     if "added_s" in measured:
         quantiles = (1000 * np.quantile(measured["added_s"], share) for share in (0.5, 0.99))
