@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.api.answered.completion import MAX_AT_ONCE, Choice
+from router.api.answered.completion import Choice
 from router.http.asgi import Push
 from wire.aio.turns import Turns, Writer
 from wire.payloads import Logprobs
@@ -24,15 +24,14 @@ class Middle:
     """
 
     __slots__ = (
-        "_after",
-        "_before",
+        "_around",
         "_choice",
         "_json_of",
         "_num_left",
         "_num_lent",
         "_on_tokens",
-        "_parts",
         "_push",
+        "_texts",
         "_turns",
         "_writer",
         "is_over",
@@ -50,32 +49,35 @@ class Middle:
         last: float,
     ) -> None:
         self._writer, self._turns, self._choice = writer, turns, choice
-        self._before, self._after = around
+        self._around = around
         self._push, self._on_tokens = push, on_tokens
-        self._parts: list[bytes] | None = None  # three of every event that is not written yet
+        self._texts: list[bytes] | None = None  # of every event that is not written yet
         self.last, self.is_over = last, False
         self._num_left = self._num_lent = choice.num_lendable
         self._json_of = choice.lend(self.on_token, self._on_other)
 
     def on_token(self, token_id: int, logprobs: Logprobs | None) -> None:
         """Take a token, as the choice would."""
-        parts = self._parts
-        if not self._num_left or (parts and len(parts) == 3 * MAX_AT_ONCE):
+        if not self._num_left:
             self.end()
             self._choice.on_token(token_id, logprobs)
             return
         text = self._json_of(token_id)
         self._num_left -= 1
-        if parts:
-            parts += (self._before, text, self._after)
+        if self._texts:
+            self._texts.append(text)
         else:
-            self._parts = [self._before, text, self._after]
+            self._texts = [text]
             self._turns.take(self)
 
     def take(self) -> tuple[bytes, int]:
         """Return the events that are not written yet, and of how many tokens they are."""
-        parts, self._parts = self._parts or (), None
-        return b"".join(parts), len(parts) // 3
+        texts, self._texts = self._texts, None
+        if not texts:
+            return b"", 0
+        before, after = self._around
+        between = after + before if len(texts) > 1 else b""
+        return b"".join((before, between.join(texts), after)), len(texts)
 
     def prepare(self, now: float) -> bytes:
         if self.is_over:  # the writer has what was left

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from router.api.answered.completion import MAX_AT_ONCE
 from router.api.answered.events import PING
 from router.http.asgi import Disconnected
 from router.http.writer import PING_S
@@ -149,14 +148,14 @@ async def test_the_last_token_waits_for_the_end() -> None:
     assert await finish(client, task) == "af"
 
 
-async def test_more_tokens_than_a_turn_has_are_left_to_the_next() -> None:
+async def test_what_came_in_one_turn_is_one_write_with_an_event_for_each_token() -> None:
     client, push, task = await in_the_middle()
-    client.say("d" * MAX_AT_ONCE + "e" * MAX_AT_ONCE + "f")
+    client.say("d" * 1000 + "e")
     await asyncio.sleep(0)
-    assert push.texts == ["b", "c", "d" * MAX_AT_ONCE + "e" * MAX_AT_ONCE]
-    await asyncio.sleep(0)
-    assert push.texts[3:] == ["f"]
-    assert client.tokens[2:] == [(0.0, 2 * MAX_AT_ONCE), (0.0, 1)]
+    assert push.texts == ["b", "c", "d" * 1000 + "e"]
+    events = push.bodies[2].removesuffix(b"\n\n").split(b"\n\n")
+    assert [text_of(each + b"\n\n") for each in events] == [*"d" * 1000, "e"]
+    assert client.tokens[2:] == [(0.0, 1001)]
     assert await finish(client, task) == "a"
 
 
