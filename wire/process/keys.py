@@ -111,10 +111,11 @@ def read_text(path: Path, *, is_secret: bool) -> str:
         ConfigError: It cannot be read, or is a secret that anybody can read.
     """
     try:
+        text = path.read_text(encoding="ascii")
         # systemd's credentials are readable for a group, whose members are chosen by an ACL.
         if is_secret and path.stat().st_mode & 0o007:
             raise ConfigError(f"{path} is a secret that everybody here can read: chmod 600 {path}")
-        return path.read_text(encoding="ascii")
+        return text
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

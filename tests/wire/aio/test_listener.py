@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import socket
 import ssl
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -183,9 +184,26 @@ def test_what_does_not_work_is_named(tmp_path: Path) -> None:
     other.mkdir()
     with pytest.raises(ConfigError, match="cannot use"):
         server_context(made.cert, certificate.make(other).key)
+    with pytest.raises(ConfigError, match=r"cert\.pem has no private key in PEM"):
+        made.cert.chmod(0o600)
+        server_context(made.cert, made.cert)
+    with pytest.raises(ConfigError, match=r"key\.pem has no certificate in PEM"):
+        server_context(made.key, made.key)
+    with pytest.raises(ConfigError, match="Is a directory"):
+        server_context(made.cert, tmp_path)
     made.key.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         server_context(made.cert, made.key)
+
+
+def test_nobody_is_asked_for_the_password_of_a_key(tmp_path: Path) -> None:
+    made = certificate.make(tmp_path)
+    sealed = tmp_path / "sealed.pem"
+    command = ["openssl", "pkey", "-in", str(made.key), "-aes256", "-passout", "pass:secret"]
+    subprocess.run([*command, "-out", str(sealed)], check=True, capture_output=True)
+    sealed.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"sealed\.pem is encrypted"):
+        server_context(made.cert, sealed)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux divides connections among sockets")
