@@ -114,9 +114,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        if self._running is not None:  # uvicorn tells only the one that came last
-            self._running.disconnected = True
-            self._running.message_event.set()
+        self._end_running()  # uvicorn tells only the one that came last
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # uvicorn does not where the client reset it
         # No circle is left for the garbage collector: requests that are never begun have us.
@@ -138,15 +136,25 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> None:
         """The client ends its side: it has gone, and our loop hangs up once it took what waits."""
-        cast(LingeringTransport, self.transport).unread.hang_up(self.limits.flush_s)
+        unread = cast(LingeringTransport, self.transport).unread
+        unread.hang_up(self.limits.flush_s)
+        if unread.is_sealed:  # what is written from here on is thrown away
+            self._end_running()
 
     def look(self) -> None:
-        """Notice a client that left while nothing of it is read, of which the loop does not tell:
-        uvicorn stops reading while a request waits for the answers of those before it."""
+        """Notice a client that left, where the loop does not tell: while nothing of it is read, as
+        uvicorn does not while a request waits for the answers of those before it; and over TLS
+        while something waits for it, if it left without a good-bye."""
         transport = cast(LingeringTransport, self.transport)
-        if self.flow.read_paused and not transport.is_closing() and has_left(transport.inner):
+        is_untold = self.flow.read_paused or transport.unread.is_sealed
+        if is_untold and not transport.is_closing() and has_left(transport.inner):
             self.eof_received()
-            transport.inner.close()
+            transport.close()
+
+    def _end_running(self) -> None:
+        if self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     @property
     def is_answering(self) -> bool:

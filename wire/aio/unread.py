@@ -57,6 +57,11 @@ class Unread:
         self._taken_bytes = 0
         self._is_over = False
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether it is TLS."""
+        return self._transport.get_extra_info("sslcontext") is not None
+
     def watch(self) -> None:
         """More waits than may."""
         if self._timer is None:
@@ -72,8 +77,7 @@ class Unread:
         if self._is_over:
             return
         # Over TLS what waits cannot be seen: it is in the buffer of the transport below.
-        is_sealed = self._transport.get_extra_info("sslcontext") is not None
-        self._hang_up_s = self._stall_s if is_sealed else after_s
+        self._hang_up_s = self._stall_s if self.is_sealed else after_s
         self._disarm()
         self._arm()
 

@@ -11,6 +11,7 @@ import json
 import shutil
 import socket
 import ssl
+import sys
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -35,7 +36,7 @@ from router.http.server import (
 from tests import certificate
 from tests.pause import stand_still
 from tests.router.http.asgi_wire import Wire
-from wire.aio.listener import LAST_LOOK_S, server_context
+from wire.aio.listener import LAST_LOOK_S, bind, server_context
 
 GET = b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n"
 LARGE = b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -424,6 +425,54 @@ async def test_over_tls_who_reads_slowly_gets_all_and_who_does_not_read_is_cut(
         writer.write(LARGE)
         await is_cut.wait()
         writer.transport.abort()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell of a reset alone")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
+@pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop, asyncio.new_event_loop])
+@pytest.mark.parametrize("says_good_bye", [False, True])
+def test_over_tls_who_leaves_while_something_waits_is_noticed(
+    tmp_path: Path,
+    says_good_bye: bool,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def bind_small(host: str, port: int, *, is_shared: bool) -> socket.socket:
+        listening = bind(host, port, is_shared=is_shared)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its clients have it too
+        return listening
+
+    monkeypatch.setattr("router.http.server.bind", bind_small)
+    begun, told = asyncio.Event(), asyncio.Event()
+
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        event = {"type": "http.response.body", "body": bytes(1 << 14), "more_body": True}
+        for _ in range(20):  # more than the kernel takes, and less than makes our side wait
+            await send(event)
+        begun.set()
+        assert (await receive())["type"] == "http.disconnect"
+        for _ in range(20):
+            await send(event)
+        told.set()
+
+    async def leave() -> None:
+        made = certificate.make(tmp_path)
+        limits, tls = Limits(stall_s=0.2), server_context(made.cert, made.key)
+        async with serving(limits, tls, app=endless) as server:
+            connect = partial(certificate.deaf_client, made, server.port, GET % 1)
+            with await asyncio.to_thread(connect) as client:
+                await begun.wait()
+                certificate.leave(client, says_good_bye=says_good_bye)
+                await told.wait()
+                while server.server_state.connections:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(asyncio.wait_for(leave(), 30))
+    assert not caplog.records
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
