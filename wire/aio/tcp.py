@@ -18,7 +18,7 @@ import structlog
 
 from wire.aio.listener import LAST_LOOK_S, Listener, bind, listen
 from wire.aio.turns import Turns
-from wire.aio.unread import STALL_S, Unread
+from wire.aio.unread import STALL_S, Unread, has_left
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Error, Frame, Tag
 from wire.parts import Buffer, Message
@@ -29,6 +29,8 @@ from wire.stream import DEFAULT_MAX_FRAME_BYTES, StreamDecoder, encode, encode_t
 _LOG = structlog.get_logger(__name__)
 # Messages of one client that are taken before others have their turn: some milliseconds.
 MAX_AT_ONCE: Final = 64
+# Over TLS, who left without a good-bye is looked for this often.
+LOOK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Connection(asyncio.Protocol):
         self._last_look_at: float | None = None
         self._active_at = self._loop.time()
         self._read_timer: asyncio.TimerHandle | None = None
+        self._look_timer: asyncio.TimerHandle | None = None
 
     @property
     def buffered_bytes(self) -> int:
@@ -184,6 +187,8 @@ class Connection(asyncio.Protocol):
             return
         self._handler = self._make_handler(self)
         self._read_timer = self._loop.call_later(self._limits.message_s, self._look_again)
+        if self._unread.is_sealed:
+            self._look_timer = self._loop.call_later(LOOK_S, self._look)
 
     def data_received(self, data: bytes) -> None:
         if self.is_closing:
@@ -217,6 +222,14 @@ class Connection(asyncio.Protocol):
             return
         self._transport.resume_reading()
         self._take_messages()
+
+    def _look(self) -> None:
+        """Notice a client that left while something waits for it: of its end without a good-bye
+        the loop does not tell over TLS, and throws away what is written from there on."""
+        if has_left(self._transport):
+            self.eof_received()
+        else:
+            self._look_timer = self._loop.call_later(LOOK_S, self._look)
 
     def eof_received(self) -> bool:
         self._write()
@@ -281,8 +294,9 @@ class Connection(asyncio.Protocol):
         if self.is_closing:
             return
         self.is_closing = True
-        if self._read_timer is not None:
-            self._read_timer.cancel()
+        for timer in (self._read_timer, self._look_timer):
+            if timer is not None:
+                timer.cancel()
         if self._handler is not None:
             try:
                 self._handler.on_closed(error)

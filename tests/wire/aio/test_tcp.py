@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import shutil
 import socket
+import sys
 import weakref
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import uvloop
 
 from scripts.tcp_client import Client, connect
+from tests import certificate
 from tests.pause import stand_still
-from wire.aio.listener import LAST_LOOK_S
+from wire.aio.listener import LAST_LOOK_S, server_context
 from wire.aio.tcp import MAX_AT_ONCE, Connection, Limits, Server, serve
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Cancel, DecodeDone, DecodeToken, Error, Tag
@@ -475,6 +479,45 @@ async def test_a_client_that_ends_its_side_and_does_not_read_is_cut(house: House
         await told.closed
         assert told.connection.buffered_bytes
         await told.connection.closed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell of a reset alone")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
+@pytest.mark.parametrize("says_good_bye", [False, True])
+def test_over_tls_who_leaves_while_something_waits_is_noticed(
+    tmp_path: Path, says_good_bye: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = certificate.make(tmp_path)
+    said = b"".join(encode(DecodeToken(1, 1)))
+
+    async def leave() -> None:
+        clients = asyncio.Queue[Told]()
+
+        def make_handler(connection: Connection) -> Told:
+            told = Told(connection, lambda told, message: None)
+            clients.put_nowait(told)
+            return told
+
+        # Nothing of this makes our side wait, or look whether the client reads.
+        limits = Limits(
+            stall_s=0.2, high_water_bytes=4 * FLOOD_BYTES, max_write_bytes=4 * FLOOD_BYTES
+        )
+        tls = server_context(made.cert, made.key)
+        server = await serve("127.0.0.1", 0, make_handler, limits, tls)
+        connect = partial(certificate.deaf_client, made, server.port, said)
+        with await asyncio.to_thread(connect) as client:
+            told = await clients.get()
+            await told.messages.get()
+            told.connection.send(DecodeToken(1, 2), bytes(FLOOD_BYTES))
+            await asyncio.sleep(0)
+            certificate.leave(client, says_good_bye=says_good_bye)
+            assert await told.closed is None
+            await told.connection.closed
+        await server.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(leave(), 30))
+    assert not caplog.records
 
 
 async def test_a_client_for_whom_little_waits_may_take_its_time(house: House) -> None:
