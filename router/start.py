@@ -11,7 +11,7 @@ from router.config import Config
 from router.processes.parent import serve_by_several
 from router.processes.siblings import inherited
 from wire.errors import WireError
-from wire.process.lifetime import run
+from wire.process.lifetime import open_standard_streams, run
 from wire.process.log import configure
 from wire.process.model import ModelError, check_files, check_weights, fingerprint, locate
 from wire.process.settings import EX_CONFIG, parse
@@ -21,6 +21,7 @@ log = structlog.get_logger("router")
 
 def start(argv: list[str]) -> int:
     """Run to the end and return the exit status; 78 when the settings cannot work."""
+    open_standard_streams()
     siblings = inherited()
     # Misspelt variables are named once, by the parent.
     config = parse(Config, argv, beside="worker.config", environ={} if siblings else os.environ)

@@ -13,7 +13,13 @@ import structlog
 
 from wire.errors import WireError
 from wire.process.cores import best_threads, format_cores, parse_cores, run_on
-from wire.process.lifetime import end_at_once, run, set_stack_size, slow_start
+from wire.process.lifetime import (
+    end_at_once,
+    open_standard_streams,
+    run,
+    set_stack_size,
+    slow_start,
+)
 from wire.process.log import configure
 from wire.process.model import check_files, check_weights, fingerprint, locate, vocab_size
 from wire.process.settings import EX_CONFIG, parse
@@ -132,6 +138,7 @@ async def serve(
 
 
 def main() -> int:
+    open_standard_streams()
     config = parse(Config, sys.argv[1:], beside="router.config")
     configure(config.log_level)
     with ExitStack() as at_end:

@@ -59,6 +59,22 @@ def run(main: Main) -> int:
         force.disarm()
 
 
+def open_standard_streams() -> None:
+    """Open those of the three standard streams that are closed, on nothing; call it first of all.
+
+    Where one is closed (`<&-`), the first socket would get its number, into which everything that
+    prints would write, and which libuv refuses to close: it aborts the process at its end.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, hence this one
+            os.set_inheritable(number, True)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def set_stack_size() -> None:
     """Give `STACK_BYTES` to each thread that is started from now on; `run` does it too."""
     threading.stack_size(STACK_BYTES)

@@ -231,3 +231,28 @@ async def test_the_watchdog_is_fed_while_there_is_progress(
         systemd.recv(4096)
     monkeypatch.setenv("WATCHDOG_USEC", "")
     await keep_watchdog(is_alive)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_process_whose_standard_streams_are_closed_lives_and_ends_as_any(closed: str) -> None:
+    program = (
+        "import os, signal, socket, sys\n"
+        "from wire.process.lifetime import open_standard_streams, run\n"
+        "from wire.process.log import configure\n"
+        "open_standard_streams()\n"
+        "configure()\n"
+        "async def main(stop):\n"
+        "    with socket.socket() as first:\n"
+        "        assert first.fileno() > 2, first\n"
+        "    print('out', 'err', file=sys.stderr)\n"
+        "    print('out')\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    await stop.wait()\n"
+        "    return 5\n"
+        "sys.exit(run(main))\n"
+    )
+    command = f'exec "$0" -c "$1" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, program], cwd=ROOT, timeout=30, check=False
+    )
+    assert done.returncode == 5
