@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from wire.payloads import EndpointOrNone
 from wire.process.cores import format_cores, parse_cores
 from wire.process.keys import credential
-from wire.process.settings import SharedSettings
+from wire.process.settings import MAX_BYTES, MAX_COUNT, SharedSettings
 
 MIB: Final = 1 << 20
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
@@ -82,14 +82,23 @@ class Config(SharedSettings):
         description="cores of this machine that the worker runs on, as in 0-3,8; empty: any",
     )
     max_model_len: int = Field(
-        default=0, ge=0, description="longest sequence in tokens; 0 is what the model was made for"
+        default=0,
+        ge=0,
+        le=MAX_COUNT,
+        description="longest sequence in tokens; 0 is what the model was made for",
     )
     block_size: int = Field(default=16, ge=1, le=4096, description="tokens in a KV block")
     num_blocks: int = Field(
-        default=0, ge=0, description="KV blocks; 0 is as many as --kv-cache-bytes holds"
+        default=0,
+        ge=0,
+        le=MAX_COUNT,
+        description="KV blocks; 0 is as many as --kv-cache-bytes holds",
     )
     kv_cache_bytes: int = Field(
-        default=256 * MIB, ge=1, description="memory for the KV cache, and for states"
+        default=256 * MIB,
+        ge=1,
+        le=MAX_BYTES,
+        description="memory for the KV cache, and for states",
     )
     max_ubatch_tokens: int = Field(
         default=0,

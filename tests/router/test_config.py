@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from router.config import Config, split_endpoint
+from wire.payloads import WelcomeDetail, decode_map, encode_map
 from wire.process.settings import EX_CONFIG, parse
 from worker.config import Config as WorkerConfig
 
@@ -33,6 +34,14 @@ def test_pages_and_names_that_are_let_in() -> None:
     assert Config().origins == []
     with pytest.raises(ValidationError, match="not an origin"):
         Config(allowed_origins="example.org")
+
+
+def test_a_limit_that_no_frame_can_say_is_refused() -> None:
+    most = Config(max_kv_transfer_bytes=2**63 - 1).max_kv_transfer_bytes
+    said = encode_map(WelcomeDetail(max_kv_transfer_bytes=most))
+    assert decode_map(WelcomeDetail, said).max_kv_transfer_bytes == most
+    with pytest.raises(ValidationError, match="max_kv_transfer_bytes"):
+        Config(max_kv_transfer_bytes=2**63)
 
 
 def test_flags_of_local_workers_whose_quotes_do_not_close_are_refused() -> None:

@@ -33,6 +33,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 EX_CONFIG: Final = 78
 # Of a worker whose rank another one has: its settings may be right, and the place become free.
 EX_TEMPFAIL: Final = 75
+# The most bytes, and the most blocks or tokens, that a frame can say.  SPEC 5.1.
+MAX_BYTES: Final = 2**63 - 1
+MAX_COUNT: Final = 2**31 - 1
 # What every variable begins with.
 PREFIX: Final = "BATON_"
 
@@ -77,7 +80,10 @@ class SharedSettings(Settings):
         default="auto", description="where a worker computes"
     )
     max_kv_transfer_bytes: int = Field(
-        default=4 << 30, ge=1, description="largest KV cache of one request that may be transferred"
+        default=4 << 30,
+        ge=1,
+        le=MAX_BYTES,
+        description="largest KV cache of one request that may be transferred",
     )
     # A path, like all that is secret: never in a command line or a variable itself.
     keys: Path | None = Field(
