@@ -392,10 +392,12 @@ def announce(config: Config, endpoints: dict[str, str]) -> None:
         ConfigError: That file cannot be written.
     """
     if (path := config.ready_file) is not None:
-        part = path.with_name(f"{path.name}.part")
+        part = path.parent / f"{path.name}.part"
         try:
             part.write_text(json.dumps(endpoints) + "\n")
             part.replace(path)
         except OSError as error:
+            with suppress(OSError):
+                part.unlink()
             raise ConfigError(f"--ready-file {path}: cannot write it: {error.strerror}") from None
     log.info("listening", **endpoints, model=config.model_name, processes=config.processes)

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.app import Router, serve
+from router.app import Router, announce, serve
 from router.config import Config, split_endpoint
 from router.core.request import Request
 from router.http.server import FLUSH_S
@@ -40,6 +40,7 @@ from wire.options import Options
 from wire.parts import Message
 from wire.payloads import encode_prompt
 from wire.process.model import fingerprint
+from wire.process.settings import ConfigError
 
 OPEN = {"http": "127.0.0.1:0", "tcp": "127.0.0.1:0", "bus": "tcp://127.0.0.1:0"}
 
@@ -253,6 +254,16 @@ def test_a_ready_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert done.returncode == 78 and "cannot listen" not in done.stderr
     assert f"--ready-file {ready}: cannot write it: No such file or directory" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["", "there"])
+def test_a_ready_file_that_is_a_directory_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
+    (tmp_path / "there").mkdir()
+    ready = tmp_path / name if name else Path("/")
+    with pytest.raises(ConfigError, match=f"--ready-file {ready}: cannot write it: "):
+        announce(Config(ready_file=ready), {"http": "http://127.0.0.1:1"})
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert not Path("/.part").exists()
 
 
 def test_a_missing_model_ends_the_process_with_78(tmp_path: Path) -> None:
