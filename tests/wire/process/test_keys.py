@@ -8,7 +8,7 @@ import pytest
 
 from tests.wire.process.key_files import write
 from wire.aio.port import new_key_pair
-from wire.process.keys import Keys, credential, is_party, open_keys, read_key_pair
+from wire.process.keys import Keys, credential, is_party, open_keys, read_key_pair, read_text
 from wire.process.settings import ConfigError
 
 
@@ -108,3 +108,9 @@ def test_parties(name: str) -> None:
 @pytest.mark.parametrize("name", ["", "router-0", "prefill", "decode-01", "decode--1", "../router"])
 def test_no_parties(name: str) -> None:
     assert not is_party(name)
+
+
+def test_nobody_is_told_to_close_a_directory_that_was_given_for_a_secret(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"^cannot read .*: Is a directory$"):
+        read_text(tmp_path, is_secret=True)
