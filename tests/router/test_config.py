@@ -193,3 +193,14 @@ def test_a_process_has_its_part_of_what_limits_the_whole(tmp_path: Path) -> None
     assert part.max_running_per_worker == 86 and part.max_kept_responses == 334
     assert (part.local, part.ready_file, part.bus) == ((0, 0), None, "tcp://127.0.0.1:7002")
     assert part.max_requests_per_connection == whole.max_requests_per_connection
+
+
+@pytest.mark.parametrize("flag", ["--keys", "--api-keys", "--ready-file", "--tls-cert"])
+def test_an_empty_path_is_not_the_directory_we_run_in(
+    capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(Config, [flag, ""])
+    assert caught.value.code == EX_CONFIG
+    assert f"{flag} (BATON_" in (said := capsys.readouterr().err)
+    assert said.endswith("= '': is empty: say a path, or leave it out\n")

@@ -61,6 +61,8 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: object, info: ValidationInfo) -> object:
         field = cls.model_fields[info.field_name or ""]
+        if value == "" and Path in _types(field):  # which would be the directory we run in
+            raise ValueError("is empty: say a path, or leave it out")
         is_sequence = bool({tuple, list, frozenset} & _types(field))
         if not (is_sequence and isinstance(value, str)):
             return value
