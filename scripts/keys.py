@@ -23,9 +23,14 @@ from wire.process.keys import AUTHORIZED, is_party
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that is the owner's alone.  Raises FileExistsError."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
+    """Write a file that is the owner's alone, whole or not at all.  Raises FileExistsError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+    except OSError as error:  # a full disk; what it left would be taken for a key the next time
+        path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def make_keys(directory: Path, names: list[str], say: Callable[[str], object] = print) -> None:
@@ -72,13 +77,16 @@ def main() -> None:
     given = parser.parse_args()
     try:
         if given.api_key is not None:
+            if given.directory is not None:
+                parser.error("keys of parties and an API key are made one after the other")
             make_api_key(given.api_key)
         elif given.directory is None or not given.names:
             parser.error("say DIR and the names of the parties, or --api-key FILE")
         else:
             make_keys(given.directory, given.names)
     except OSError as error:
-        sys.exit(f"{parser.prog}: cannot write {error.filename}: {error.strerror}")
+        where = f" {error.filename}" if error.filename else ""
+        sys.exit(f"{parser.prog}: cannot write{where}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
 import pytest
 
+from scripts.keys import write_new
 from tests.scripts.key_script import keys
 from wire.process.api_keys import ApiKeys, digest
 from wire.process.keys import Keys
@@ -74,3 +76,24 @@ def test_a_list_that_cannot_be_added_to_leaves_no_key(tmp_path: Path) -> None:
 
 def test_who_says_nothing_is_told_what_to_say(tmp_path: Path) -> None:
     assert keys().returncode == 2 and keys(tmp_path).returncode == 2
+
+
+def test_what_a_full_disk_cuts_is_not_left_for_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+
+    def opened(path: Path, *_: int) -> int:
+        path.write_text("")  # what is cut is there
+        return full
+
+    monkeypatch.setattr(os, "open", opened)
+    with pytest.raises(OSError, match=r"No space left on device.*router\.key"):
+        write_new(tmp_path / "router.key", "public")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_would_be_left_out_is_refused(tmp_path: Path) -> None:
+    done = keys("--api-key", tmp_path / "api_keys", tmp_path / "keys", "router")
+    assert done.returncode == 2 and "one after the other" in done.stderr
+    assert not list(tmp_path.iterdir())
