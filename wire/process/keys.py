@@ -71,7 +71,7 @@ class Keys:
             if party == name:
                 return public
         raise ConfigError(
-            f"{self._path} has no key of {name}: append the line that scripts/keys printed for it"
+            f"{self._path} has no key of {name}: copy here the list that scripts/keys added it to"
         )
 
     def refresh(self) -> bool:
