@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from router.config import Config as RouterConfig
-from wire.process.settings import parse
+from wire.process.settings import EX_CONFIG, parse
 from worker.config import Config
 from worker.engine.sequence import MAX_DRAFTS
 
@@ -177,3 +178,11 @@ def test_one_file_of_variables_serves_both(capsys: pytest.CaptureFixture[str]) -
 
 def test_every_field_has_a_description() -> None:
     assert all(field.description for field in Config.model_fields.values())
+
+
+def test_bytes_that_are_no_text_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(Config, ["--rendezvous", os.fsdecode(b"\xe9")])
+    assert caught.value.code == EX_CONFIG
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "bytes that are no UTF-8: " in said and "udce9" in said

@@ -176,7 +176,11 @@ class _Parser(argparse.ArgumentParser):
         return vars(known)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
+        reason = message.removeprefix("argument ")
+        flag, _, what = reason.partition(": ")
+        if what == "expected one argument":  # or one that argparse takes for another flag
+            reason = f"{reason}; one that begins with a dash is written {flag}=..."
+        raise ConfigError(reason)
 
 
 def _validate(kind: type[_S], flags: dict[str, str]) -> _S:
@@ -188,6 +192,8 @@ def _validate(kind: type[_S], flags: dict[str, str]) -> _S:
         return kind(**values)
     except ValidationError as error:
         raise ConfigError(_explain(kind, dict(error.errors()[0]), flags)) from None
+    except UnicodeEncodeError as error:  # pydantic cannot even repeat what is wrong
+        raise ConfigError(f"a setting has bytes that are no UTF-8: {error.object!r}") from None
 
 
 def _explain(kind: type[BaseSettings], error: dict[str, Any], flags: dict[str, str]) -> str:

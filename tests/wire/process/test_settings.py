@@ -109,7 +109,10 @@ def test_settings_are_frozen() -> None:
         ),
         (["--local", "1"], "--local (BATON_LOCAL) = '1': Field required"),
         (["--rank", "7", "--device", "cpu"], "--rank 7 needs --device cuda"),
-        (["--rank"], "--rank: expected one argument"),
+        (
+            ["--rank"],
+            "--rank: expected one argument; one that begins with a dash is written --rank=...",
+        ),
         (["--rnak", "1"], "--rnak is not a flag; did you mean --rank?"),
         (["--max-kv", "1"], "--max-kv is not a flag"),
         (["decode"], "decode is not a flag"),
@@ -157,3 +160,10 @@ def test_a_credential_beats_the_default_and_the_environment_beats_it(
     assert parse(Config, []).rank == 5
     monkeypatch.setenv("BATON_RANK", "6")
     assert parse(Config, []).rank == 6
+
+
+def test_a_value_that_looks_like_a_flag_is_told_how_to_be_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "--stop=..." in line_of(capsys, ["--stop", "--no-prefix-cache"])
+    assert parse(Config, ["--stop=--no-prefix-cache"]).stop == ("--no-prefix-cache",)
