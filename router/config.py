@@ -227,7 +227,10 @@ class Config(SharedSettings):
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together")
         for origin in self.origins:
-            check_origin(origin)
+            try:
+                check_origin(origin)
+            except ValueError as error:
+                raise ValueError(f"--allowed-origins: {error}") from None
         return self
 
     @model_validator(mode="after")
@@ -295,8 +298,9 @@ def split_endpoint(endpoint: str, flag: str = "endpoint") -> tuple[str, int]:
     """
     if endpoint.startswith("ipc://"):
         return "localhost", 0
-    host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > MAX_PORT:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and int(port) <= MAX_PORT
+    if not host or "/" in host or not is_port:
         raise ValueError(f"{flag} {endpoint!r} is not HOST:PORT with a port from 0 to 65535")
     return host.strip("[]"), int(port)
 

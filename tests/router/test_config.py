@@ -32,7 +32,7 @@ def test_pages_and_names_that_are_let_in() -> None:
     assert set(config.hosts) == {"x", "y.z", "box", socket.gethostname()}
     assert Config(http="*:1", insecure=True).hosts == [socket.gethostname()]
     assert Config().origins == []
-    with pytest.raises(ValidationError, match="not an origin"):
+    with pytest.raises(ValidationError, match=r"--allowed-origins: .* is not an origin"):
         Config(allowed_origins="example.org")
 
 
@@ -204,3 +204,11 @@ def test_an_empty_path_is_not_the_directory_we_run_in(
     assert caught.value.code == EX_CONFIG
     assert f"{flag} (BATON_" in (said := capsys.readouterr().err)
     assert said.endswith("= '': is empty: say a path, or leave it out\n")
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://127.0.0.1:1", "udp://127.0.0.1:1", "127.0.0.1:\u00b2"]
+)
+def test_an_address_of_another_kind_is_not_taken_for_an_open_port(endpoint: str) -> None:
+    with pytest.raises(ValidationError, match=r"--http .* is not HOST:PORT with a port from 0"):
+        Config(http=endpoint)
