@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -175,6 +176,9 @@ def _live(config: Config, at_end: ExitStack) -> int:
     except EndedBySignal as ended:
         log.info("ended by a signal before there was anything to drain", signal=ended.signal.name)
         return 128 + ended.signal
+    except KeyboardInterrupt:  # of a worker that is one process; the others hear of a signal above
+        log.info("ended by a signal before there was anything to drain", signal="SIGINT")
+        return 128 + signal.SIGINT
     except Exception as error:  # a plug-in's own, or a file that is not what it should be
         reason = f"{type(error).__name__}: {error}"
         log.exception("the executor failed to load", executor=config.executor, reason=reason)

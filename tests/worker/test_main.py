@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -185,3 +186,19 @@ def test_a_draft_model_is_loaded_where_its_guesses_are_verified() -> None:
     assert load_draft(Config(executor="hash", speculate="draft:3:demo"), executor) is not None
     with pytest.raises(WireError, match="no such model"):
         load_draft(Config(executor="hash", speculate="draft:3:no such model"), executor)
+
+
+def test_an_interrupt_while_the_model_is_loaded_is_a_line_of_the_log(tmp_path: Path) -> None:
+    source = "import signal\ndef create(**_):\n    signal.raise_signal(signal.SIGINT)\n"
+    (tmp_path / "interrupted.py").write_text(source)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "worker", "--executor", "interrupted:create"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 128 + signal.SIGINT
+    assert "ended by a signal before" in done.stderr and "Traceback" not in done.stderr
