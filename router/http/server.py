@@ -406,7 +406,6 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=cast(int, limits.idle_s),
-                timeout_graceful_shutdown=round(FLUSH_S),
             )
         )
         self._guarded, self._limits, self._tls = guarded, limits, tls

@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import httpx
@@ -20,6 +20,7 @@ from router.config import Config, split_endpoint
 from router.core.request import Request
 from router.http.server import FLUSH_S
 from scripts.tcp_client import connect
+from tests.certificate import deaf_client, make
 from tests.router.scripted import RecordingSink, ScriptedWorker, first, usage
 from tests.router.site import ids, write_model
 from wire.errors import ErrorCode, WireError
@@ -226,24 +227,45 @@ async def test_a_part_that_breaks_ends_the_router(
         assert not await cluster.router.until_stopped(asyncio.Event())
 
 
-def test_the_process_serves_and_drains_on_sigterm(tmp_path: Path) -> None:
-    model, ready = write_model(tmp_path), tmp_path / "ready"
-    command = [sys.executable, "-m", "router", "--model", str(model), "--ready-file", str(ready)]
+@contextmanager
+def process(directory: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The router as a process that listens, and where it serves HTTP."""
+    ready = directory / "ready"
+    command = [sys.executable, "-m", "router", "--model", str(write_model(directory))]
+    command += ["--ready-file", str(ready), *flags]
     command += [f"--{name}={endpoint}" for name, endpoint in OPEN.items()]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    started = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
-        assert process.stderr is not None
-        while b"listening" not in process.stderr.readline():
-            assert process.poll() is None
-        endpoints = json.loads(ready.read_text())
-        assert httpx.get(f"{endpoints['http']}/livez").status_code == 200
-        assert httpx.get(f"{endpoints['http']}/readyz").status_code == 503
-        process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=30)
-        assert process.returncode == 0, log
+        assert started.stderr is not None
+        while b"listening" not in started.stderr.readline():
+            assert started.poll() is None
+        yield started, json.loads(ready.read_text())["http"]
     finally:
-        process.kill()
-        process.communicate()
+        started.kill()
+        started.communicate()
+
+
+def test_the_process_serves_and_drains_on_sigterm(tmp_path: Path) -> None:
+    with process(tmp_path) as (router, url):
+        assert httpx.get(f"{url}/livez").status_code == 200
+        assert httpx.get(f"{url}/readyz").status_code == 503
+        router.send_signal(signal.SIGTERM)
+        _, log = router.communicate(timeout=30)
+        assert router.returncode == 0, log
+
+
+def test_who_does_not_answer_a_good_bye_over_tls_is_no_error(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    flags = ["--tls-cert", str(made.cert), "--tls-key", str(made.key)]
+    with process(tmp_path, *flags) as (router, url):
+        client = deaf_client(
+            made, httpx.URL(url).port or 0, b"GET /livez HTTP/1.1\r\nhost: a\r\n\r\n"
+        )
+        with client:
+            assert client.recv(12) == b"HTTP/1.1 200"
+            router.send_signal(signal.SIGTERM)
+            _, log = router.communicate(timeout=30)
+        assert router.returncode == 0 and b"error" not in log.lower(), log
 
 
 def test_a_ready_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
