@@ -248,8 +248,7 @@ class Router:
             await self._tcp.close(FLUSH_S)
         if self._http is not None:
             self._http.should_exit = True
-            # Over TLS, a client that has nothing more to ask need not answer our good-bye.
-            await asyncio.wait(self._tasks[:1], timeout=FLUSH_S)
+            await asyncio.wait(self._tasks[:1], timeout=2 * FLUSH_S)
         if self._local is not None:
             await self._local.stop(self.config.drain_s)
         elif self._siblings is not None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from router.api.errors import Header
+from router.api.errors import Header, HttpError
 from router.http.asgi import Event, Receive, Scope, Send
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -28,6 +28,18 @@ def framing_problem(headers: Sequence[Header], http_version: str) -> str:
     if codings and (codings != [b"chunked"] or http_version == "1.0"):
         return "the only Transfer-Encoding taken is chunked, in HTTP/1.1"
     return ""
+
+
+def answered(error: HttpError) -> bytes:
+    """Return a whole response of HTTP/1.1, for when there is no request to answer."""
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(error.body)),
+        (b"connection", b"close"),
+        *error.headers,
+    ]
+    lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+    return b"HTTP/1.1 %d \r\n%s\r\n%s" % (error.status, lines, error.body)
 
 
 class Beginning:

@@ -31,7 +31,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from router.api.errors import HttpError, retry_after
 from router.http.asgi import Push, Send
-from router.http.framing import Beginning, framing_problem, unchunked
+from router.http.framing import Beginning, answered, framing_problem, unchunked
 from wire.aio.listener import LAST_LOOK_S, bind, listen
 from wire.aio.unread import STALL_S, Unread, has_left
 from wire.errors import ErrorCode
@@ -298,7 +298,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_body = False
 
     def _answer(self, refusal: HttpError) -> None:
-        self.transport.write(_response(refusal))
+        self.transport.write(answered(refusal))
         self.transport.close()
 
     def _arm(self) -> None:
@@ -444,6 +444,12 @@ class HttpServer(uvicorn.Server):
                 connection.look()
         return await super().on_tick(counter)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Hang up; who does not take what is left, or over TLS our good-bye, is cut off then."""
+        for connection in tuple(cast(set[GuardedProtocol], self.server_state.connections)):
+            connection.loop.call_later(self._limits.flush_s, connection.transport.abort)
+        await super().shutdown(sockets)
+
     async def run_on_loop(self) -> None:
         """Serve until `should_exit`."""
         await self.serve(sockets=[self._socket])
@@ -485,15 +491,3 @@ def _push(transport: asyncio.Transport, body: bytes) -> bool:
     except RuntimeError:  # it is closed
         return False
     return True
-
-
-def _response(error: HttpError) -> bytes:
-    """Return a whole HTTP/1.1 response, for when there is no request to answer."""
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(error.body)),
-        (b"connection", b"close"),
-        *error.headers,
-    ]
-    lines = b"".join(b"%s: %s\r\n" % header for header in headers)
-    return b"HTTP/1.1 %d \r\n%s\r\n%s" % (error.status, lines, error.body)
