@@ -7,10 +7,12 @@ default.  A number may come as text, as JSON libraries of some languages write i
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import cache
 from typing import Annotated, Final, Literal, Protocol, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, inspect
 
 from router.api.asked.defaults import NEUTRAL, Defaults
 from router.api.asked.fields import Fields
@@ -236,6 +238,8 @@ class Body(Protocol):
 
 
 _Body = TypeVar("_Body", bound=Body)
+# It takes milliseconds, and a wrong request must not hold up others.
+_type_info: Final = cache(inspect.type_info)
 _WHERE: Final = re.compile(r"^(.*?)(?: - at `\$\.?(.*?)`)?$", re.DOTALL)
 
 
@@ -252,18 +256,39 @@ def parse(kind: type[_Body], raw: bytes, fields: Fields | None = None) -> _Body:
             fields.check(raw)
         body = msgspec.json.decode(raw, type=kind, strict=False)
     except msgspec.ValidationError as error:
-        raise misfit(error) from error
+        raise misfit(error, kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     body.check()
     return body
 
 
-def misfit(error: msgspec.ValidationError, place: str = "") -> HttpError:
-    """Return the 400 for a value that does not fit its type; `place` is where it stands."""
+def misfit(error: msgspec.ValidationError, kind: type, place: str = "") -> HttpError:
+    """Return the 400 for a value that is no `kind`; `place` is where it stands."""
     match = _WHERE.match(str(error))
     assert match is not None
     message, where = match[1], match[2]
     missing = re.search(r"missing required field `(.*?)`", message)
-    param = ".".join(filter(None, (place, where, missing[1] if missing else None))) or None
-    return invalid(param, message[:1].lower() + message[1:])
+    inside = ".".join(filter(None, (where, missing[1] if missing else None)))
+    problem = message[:1].lower() + message[1:]
+    if missing or message.startswith("Invalid"):
+        words = _words(_type_info(kind), re.findall(r"[^.[]+", inside))
+        problem += f": expected {' or '.join(words)}" if words else ""
+    return invalid(".".join(filter(None, (place, inside))) or None, problem)
+
+
+def _words(kind: inspect.Type, path: Sequence[str]) -> list[str]:
+    """Return what the value at `path` of a `kind` may be, if it is one of a few words."""
+    inner: Sequence[inspect.Type] = ()
+    match kind:
+        case inspect.UnionType(types):
+            return [word for each in types for word in _words(each, path)]
+        case inspect.LiteralType(values) if not path:
+            return [str(value) for value in values]
+        case inspect.ListType(item_type=item) | inspect.DictType(value_type=item) if path:
+            inner = (item,)
+        case inspect.StructType() if path and path[0] == kind.tag_field:
+            return [str(kind.tag)]
+        case inspect.StructType() if path:
+            inner = [field.type for field in kind.fields if field.encode_name == path[0]]
+    return [word for each in inner for word in _words(each, path[1:])]

@@ -92,7 +92,7 @@ def read_typed(kinds: Kinds, sent: object, place: str) -> Any:
     try:
         return msgspec.convert(sent, kind)
     except msgspec.ValidationError as error:
-        raise misfit(error, place) from error
+        raise misfit(error, kind, place) from error
 
 
 def text_of(content: str | Sequence[object], place: str) -> str:

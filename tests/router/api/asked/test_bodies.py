@@ -154,6 +154,26 @@ def test_the_range_is_in_the_message() -> None:
     assert "<= 2.0" in refusal(CompletionBody, temperature=3).message
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"tools": [{"type": "custom", "function": {"name": "a"}}]},
+            "tools[0].type: invalid enum value 'custom': expected function",
+        ),
+        (
+            {"truncation_side": "middle"},
+            "truncation_side: invalid enum value 'middle': expected left or right",
+        ),
+        ({"tools": [{}]}, "tools[0].function: object missing required field `function`"),
+    ],
+)
+def test_the_few_words_that_are_allowed_are_in_the_message(
+    fields: dict[str, Any], said: str
+) -> None:
+    assert refusal(ChatBody, **fields).message == said
+
+
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(HttpError) as caught:
         parse(ChatBody, b"{}")

@@ -225,7 +225,10 @@ def test_templates_are_told_how_much_effort_to_make(model: ServedModel, tmp_path
         ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name: expected `str` matching"),
         ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading: there is no"),
         ({"tools": [WEATHER | {"input_examples": [{}]}]}, "tools[0].input_examples: expected"),
-        ({"tools": [WEATHER | {"allowed_callers": ["x"]}]}, "tools[0].allowed_callers[0]: inv"),
+        (
+            {"tools": [WEATHER | {"allowed_callers": ["x"]}]},
+            "tools[0].allowed_callers[0]: invalid enum value 'x': expected direct",
+        ),
         ({"tools": [WEATHER, WEATHER]}, "tools[1]: there are two tools named weather"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: is for requests with tools"),
         (
