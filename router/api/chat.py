@@ -106,7 +106,7 @@ class ChatBody(Sampled, kw_only=True):
     @property
     def choice_of_tool(self) -> ToolChoice:
         if isinstance(self.tool_choice, NamedTool):
-            return ToolChoice("named", self.tool_choice.function.name)
+            return ToolChoice("named", (self.tool_choice.function.name,))
         return tool_choice(self.tool_choice)
 
     @property

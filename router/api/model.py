@@ -110,7 +110,7 @@ class ServedModel:
         """
         if taken := _RESERVED & conversation.variables.keys():
             raise invalid("chat_template_kwargs", f"must not set {min(taken)}")
-        template, tools = self._template, conversation.callable_tools
+        template, tools = self._template, conversation.told_tools
         if conversation.template is not None:
             if not self._trusts_templates:
                 raise invalid(
@@ -172,7 +172,7 @@ class ServedModel:
         token_ids = self.prompt(text, body, asker, add_special_tokens=special)
         is_reasoning = self._syntax.has_open_reasoning(text, conversation.continued)
         wanted = held(self._syntax, conversation, body.wanted, is_reasoning=is_reasoning)
-        has_tools = bool(conversation.callable_tools)
+        has_tools = bool(conversation.told_tools)
         echo = conversation.continued if conversation.is_echoed else ""
         asked = self.request(body, [(token_ids, echo)], asker, answer)
         asked = structs.replace(asked, shows_reasoning=conversation.shows_reasoning)

@@ -63,6 +63,14 @@ RESPONSES: dict[str, dict[str, Any]] = {
     "at its limit": {"max_output_tokens": 2},
     "a required call": {"tools": FLAT, "tool_choice": "required"},
     "a named call": {"tools": FLAT, "tool_choice": {"type": "function", "name": "get_weather"}},
+    "allowed tools": {
+        "tools": FLAT,
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "get_time"}],
+        },
+    },
     "tools that may be called": {"tools": FLAT},
     "an object of a schema": {"text": FORMAT},
     "an object": {"text": {"format": {"type": "json_object"}}},

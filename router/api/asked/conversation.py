@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from msgspec import Meta
 
-from router.api.errors import invalid
+from router.api.errors import invalid, listed
 from wire.errors import shown
 
 MAX_TOOLS: Final = 128
@@ -58,10 +58,10 @@ class Tool(NamedTuple):
 
 
 class ToolChoice(NamedTuple):
-    """Whether the model may call tools, or must; `name` is that of the one tool if it is named."""
+    """Whether the model may call tools, or must; `names` are those of the only ones, if any."""
 
     mode: Literal["none", "auto", "required", "named"] = "auto"
-    name: str = ""
+    names: tuple[str, ...] = ()
 
 
 AUTO: Final = ToolChoice()
@@ -99,9 +99,15 @@ class Conversation:
         return "" if self.add_generation_prompt else self.messages[-1].get("content") or ""
 
     @property
-    def callable_tools(self) -> tuple[Tool, ...]:
+    def told_tools(self) -> tuple[Tool, ...]:
         """The tools that the model is told of: with the tool choice none, none at all."""
         return () if self.tool_choice.mode == "none" else tuple(self.tools)
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """Those of them that it may call."""
+        names = self.tool_choice.names
+        return tuple([tool for tool in self.told_tools if not names or tool.name in names])
 
 
 def has_generation_prompt(asked: bool | None, continue_final_message: bool | None) -> bool:
@@ -129,8 +135,10 @@ def tool_choice(word: str | None) -> ToolChoice:
     raise invalid("tool_choice", "expected none, auto, required, or the name of a tool")
 
 
-def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
+def check_tools(tools: Sequence[Tool], choice: ToolChoice, allowed: str = "tool_choice") -> None:
     """Refuse tools that nobody could tell apart, and a choice of none of them.
+
+    `allowed` is where a name stands that is one of several, with `{}` for which of them.
 
     Raises:
         HttpError: 400.
@@ -139,10 +147,12 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
     for index, tool in enumerate(tools):
         if tool.name in names[:index]:
             raise invalid(f"tools[{index}]", f"there are two tools named {tool.name}")
-    if choice.mode in ("required", "named") and not tools:
+    if (choice.mode == "required" or choice.names) and not tools:
         raise invalid("tool_choice", "is for requests with tools, and there are none")
-    if choice.mode == "named" and choice.name not in names:
-        raise invalid("tool_choice", f"names {shown(choice.name)}, which is none of the tools")
+    for index, name in enumerate(choice.names):
+        if name not in names:
+            place = "tool_choice" if choice.mode == "named" else allowed.format(index)
+            raise invalid(place, f"{shown(name)} is none of the tools: {listed(names)}")
 
 
 def new_call_id() -> str:

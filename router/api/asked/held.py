@@ -36,13 +36,12 @@ def held(
     choice, is_several = conversation.tool_choice, conversation.has_parallel_calls
     tools = conversation.callable_tools
     if choice.mode in ("required", "named"):
-        named = [tool for tool in tools if choice.mode == "required" or tool.name == choice.name]
         is_several = is_several and choice.mode == "required"
-        rules = syntax.call_rules([_forced(tool) for tool in named], is_several=is_several)
+        rules = syntax.call_rules([_forced(tool) for tool in tools], is_several=is_several)
         return _grammar("tool_choice", syntax, rules, is_reasoning=is_reasoning)
     if wanted is not None:
         return _format(syntax, tools, wanted, is_several=is_several, is_reasoning=is_reasoning)
-    if any(tool.is_strict for tool in tools):
+    if tools != conversation.told_tools or any(tool.is_strict for tool in tools):
         known = [_forced(tool) if tool.is_strict else _loose(tool) for tool in tools]
         rules = syntax.call_rules(known, is_required=False, is_several=is_several)
         return _grammar("tools", syntax, rules, is_reasoning=is_reasoning)

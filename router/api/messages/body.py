@@ -120,7 +120,8 @@ class PromptBody(Struct, kw_only=True, forbid_unknown_fields=True):
         if last.get("tool_calls"):
             raise invalid("messages", "the last ends with a tool_use block; send its tool_result")
         tools, choice = self._tools, self.tool_choice or Choice("auto")
-        chosen = ToolChoice(MODES[choice.type], choice.name)
+        names = (choice.name,) if choice.type == "tool" else ()
+        chosen = ToolChoice(MODES[choice.type], names)
         check_tools(tools, chosen)
         return Conversation(
             messages=messages,

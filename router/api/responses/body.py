@@ -86,13 +86,17 @@ class FunctionTool(Struct):
     strict: bool | None = None
 
 
-class ChosenTools(Struct, omit_defaults=True):
-    """`tool_choice` where it is an object: one function, or those that are allowed."""
+class NamedFunction(Struct, tag_field="type", tag="function"):
+    """A `tool_choice` that names one."""
 
-    type: str
-    name: str | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    name: str
+
+
+class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools"):
+    """A `tool_choice` that names several."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ResponseBody(Sampled, kw_only=True):
@@ -105,7 +109,7 @@ class ResponseBody(Sampled, kw_only=True):
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | ChosenTools | None = None
+    tool_choice: str | NamedFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
@@ -172,44 +176,26 @@ class ResponseBody(Sampled, kw_only=True):
             _check_text(self.text)
         if self.reasoning is not None:
             _check_reasoning(self.reasoning)
-        self._check_tools()
+        for index, tool in enumerate(self.tools or ()):
+            _check_function(f"tools[{index}]", tool)
+        check_tools(self.known_tools, self.choice_of_tool, "tool_choice.tools[{}].name")
 
     @property
     def known_tools(self) -> list[Tool]:
-        """The tools that the model may call: those of `tools` that `tool_choice` allows."""
-        choice, allowed = self.tool_choice, None
-        if isinstance(choice, ChosenTools) and choice.type == "allowed_tools":
-            allowed = {tool.name for tool in choice.tools or ()}
         return [
             Tool(tool.name or "", tool.description or "", tool.parameters, tool.strict is True)
             for tool in self.tools or ()
-            if allowed is None or tool.name in allowed
         ]
 
     @property
     def choice_of_tool(self) -> ToolChoice:
-        choice = self.tool_choice
-        if not isinstance(choice, ChosenTools):
-            return tool_choice(choice)
-        if choice.type == "function":
-            return ToolChoice("named", choice.name or "")
-        return ToolChoice(choice.mode or "auto")
-
-    def _check_tools(self) -> None:
-        tools, choice = self.tools or [], self.tool_choice
-        for index, tool in enumerate(tools):
-            _check_function(f"tools[{index}]", tool)
-        if isinstance(choice, ChosenTools) and choice.type == "allowed_tools":
-            if choice.mode is None:
-                raise invalid("tool_choice.mode", "is missing: expected auto or required")
-            for index, tool in enumerate(choice.tools or ()):
-                where = f"tool_choice.tools[{index}]"
-                _check_function(where, tool)
-                if tool.name not in [known.name for known in tools]:
-                    raise invalid(where, f"{tool.name} is none of the tools")
-        elif isinstance(choice, ChosenTools) and choice.type != "function":
-            raise invalid("tool_choice.type", f"{shown(choice.type)} is no function; only they are")
-        check_tools(self.known_tools, self.choice_of_tool)
+        match self.tool_choice:
+            case NamedFunction(name):
+                return ToolChoice("named", (name,))
+            case AllowedFunctions(mode, tools):
+                return ToolChoice(mode, tuple([tool.name for tool in tools]))
+            case word:
+                return tool_choice(word)
 
     def go_on(self, items: Iterable[Item], model: ServedModel) -> Conversation:
         """Return the conversation of these items, of earlier responses and our own.

@@ -1,4 +1,4 @@
-"""Messages of a conversation: contents as parts or text, and what is no message."""
+"""Messages of a conversation, and its tools: what is taken, and what is refused by which name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.api.asked.conversation import flat_messages
+from router.api.asked.conversation import Tool, ToolChoice, check_tools, flat_messages
 from router.api.errors import HttpError
 
 
@@ -46,3 +46,23 @@ def test_any_word_is_a_role() -> None:
 def test_an_assistant_may_have_said_nothing() -> None:
     silent = {"role": "assistant", "content": None}
     assert flat_messages([silent]) == [silent]
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        (ToolChoice("named", ("x",)), "tool_choice: 'x' is none of the tools: 'a', 'b'"),
+        (ToolChoice("auto", ("a", "x")), "allowed[1]: 'x' is none of the tools: 'a', 'b'"),
+    ],
+)
+def test_who_names_what_is_no_tool_is_told_the_tools(choice: ToolChoice, said: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        check_tools([Tool("a"), Tool("b")], choice, "allowed[{}]")
+    assert caught.value.message == said
+
+
+@pytest.mark.parametrize("choice", [ToolChoice("required"), ToolChoice("auto", ("a",))])
+def test_a_choice_of_tools_needs_some(choice: ToolChoice) -> None:
+    check_tools([Tool("a")], choice)
+    with pytest.raises(HttpError, match="there are none"):
+        check_tools([], choice)

@@ -73,9 +73,22 @@ def test_one_call_where_there_is_to_be_one() -> None:
 
 
 def test_a_named_tool_is_called_once_and_no_other() -> None:
-    wanted = of(asked(WEATHER, CLOCK, tool_choice=ToolChoice("named", "clock")))
+    wanted = of(asked(WEATHER, CLOCK, tool_choice=ToolChoice("named", ("clock",))))
     assert allows(wanted, TIME)
     assert not allows(wanted, CALL) and not allows(wanted, f"{TIME}\n{TIME}")
+
+
+def test_only_allowed_tools_are_called() -> None:
+    required = of(asked(WEATHER, CLOCK, tool_choice=ToolChoice("required", ("clock",))))
+    assert allows(required, TIME) and allows(required, f"{TIME}\n{TIME}")
+    assert not allows(required, CALL) and not allows(required, "Sunny.")
+    auto = ToolChoice("auto", ("clock",))
+    wanted = of(asked(WEATHER, CLOCK, tool_choice=auto))
+    assert allows(wanted, "Sunny.") and allows(wanted, f"Let me see. {TIME}")
+    assert not allows(wanted, CALL) and not allows(wanted, f"Let me see. {TIME}\n{CALL}")
+    formatted = of(asked(WEATHER, CLOCK, tool_choice=auto), NUMBER)
+    assert allows(formatted, "5") and allows(formatted, TIME) and not allows(formatted, CALL)
+    assert of(asked(CLOCK, tool_choice=auto)) is None, "there is no other"
 
 
 def test_calls_that_must_be_made_leave_no_room_for_a_format() -> None:

@@ -149,7 +149,7 @@ def test_tools(model: ServedModel) -> None:
     [
         ({"type": "auto"}, ToolChoice("auto")),
         ({"type": "any"}, ToolChoice("required")),
-        ({"type": "tool", "name": "weather"}, ToolChoice("named", "weather")),
+        ({"type": "tool", "name": "weather"}, ToolChoice("named", ("weather",))),
         ({"type": "none"}, ToolChoice("none")),
     ],
 )
@@ -233,7 +233,7 @@ def test_templates_are_told_how_much_effort_to_make(model: ServedModel, tmp_path
         ({"tool_choice": {"type": "any"}}, "tool_choice: is for requests with tools"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}},
-            "tool_choice: names 'x', which is none of the tools",
+            "tool_choice: 'x' is none of the tools: 'weather'",
         ),
     ],
 )

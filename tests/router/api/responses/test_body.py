@@ -86,8 +86,13 @@ def refusal(**fields: Any) -> HttpError:
         ("tool_choice", {"tool_choice": "weather", "tools": [WEATHER]}),
         ("tool_choice", {"tool_choice": {"type": "function", "name": "x"}, "tools": [WEATHER]}),
         ("tool_choice.type", {"tool_choice": {"type": "web_search"}, "tools": [WEATHER]}),
-        ("tool_choice.tools[0]", {"tool_choice": ALLOWED, "tools": [WEATHER]}),
+        ("tool_choice.tools[0].name", {"tool_choice": ALLOWED, "tools": [WEATHER]}),
         ("tool_choice.mode", {"tool_choice": {"type": "allowed_tools"}, "tools": [WEATHER]}),
+        ("tool_choice.tools", {"tool_choice": ALLOWED | {"tools": []}, "tools": [WEATHER]}),
+        (
+            "tool_choice.tools[0].type",
+            {"tool_choice": ALLOWED | {"tools": [{"type": "mcp"}]}, "tools": [WEATHER]},
+        ),
         ("metadata[...]", {"metadata": {"a": "x" * 600}}),
     ],
 )
@@ -125,7 +130,7 @@ def test_the_conversation(tmp_path: Path) -> None:
         Tool("weather", "Of a city.", WEATHER["parameters"], is_strict=True),
         Tool("clock"),
     ]
-    assert conversation.tool_choice == ToolChoice("named", "clock")
+    assert conversation.tool_choice == ToolChoice("named", ("clock",))
     assert not conversation.has_parallel_calls
     assert conversation.variables == {"enable_thinking": False}
 
@@ -158,11 +163,12 @@ def test_effort_is_what_the_template_can_say(
     assert caught.value.param == "reasoning.effort"
 
 
-def test_allowed_tools_are_the_only_ones(tmp_path: Path) -> None:
+def test_allowed_tools_are_the_only_ones_to_be_called(tmp_path: Path) -> None:
     body = asked(tools=[WEATHER, CLOCK], tool_choice=ALLOWED)
     conversation = body.go_on(body.items, served(tmp_path))
-    assert [tool.name for tool in conversation.tools] == ["clock"]
-    assert conversation.tool_choice == ToolChoice("required")
+    assert [tool.name for tool in conversation.told_tools] == ["weather", "clock"]
+    assert [tool.name for tool in conversation.callable_tools] == ["clock"]
+    assert conversation.tool_choice == ToolChoice("required", ("clock",))
 
 
 def test_what_the_text_is_to_be() -> None:
@@ -197,5 +203,5 @@ def test_the_echo_says_what_was_asked() -> None:
     assert echo["text"] == {"format": SCHEMA}
     assert (echo["metadata"], echo["user"]) == ({"a": "b"}, "u")
     assert echo["tools"][0] == WEATHER
-    assert echo["tool_choice"]["mode"] == "required"
+    assert echo["tool_choice"] == ALLOWED
     assert (echo["previous_response_id"], echo["store"]) == ("resp_1", True)
