@@ -54,11 +54,23 @@ class FunctionName(Struct):
     name: str
 
 
-class NamedTool(Struct):
+class NamedTool(Struct, tag_field="type", tag="function"):
     """A `tool_choice` that names one."""
 
     function: FunctionName
-    type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct):
+    """Those of `tools` that may be called, or must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(Struct, tag_field="type", tag="allowed_tools"):
+    """A `tool_choice` that names several."""
+
+    allowed_tools: AllowedTools
 
 
 class ChatBody(Sampled, kw_only=True):
@@ -76,7 +88,7 @@ class ChatBody(Sampled, kw_only=True):
     documents: list[dict[str, str]] | None = None
 
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
@@ -94,7 +106,8 @@ class ChatBody(Sampled, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "only allowed when logprobs is true")
         self.messages = flat_messages(self.messages)
-        check_tools(self.known_tools, self.choice_of_tool)
+        place = "tool_choice.allowed_tools.tools[{}].function.name"
+        check_tools(self.known_tools, self.choice_of_tool, place)
 
     @property
     def known_tools(self) -> list[Tool]:
@@ -105,9 +118,13 @@ class ChatBody(Sampled, kw_only=True):
 
     @property
     def choice_of_tool(self) -> ToolChoice:
-        if isinstance(self.tool_choice, NamedTool):
-            return ToolChoice("named", (self.tool_choice.function.name,))
-        return tool_choice(self.tool_choice)
+        match self.tool_choice:
+            case NamedTool(function):
+                return ToolChoice("named", (function.name,))
+            case AllowedChoice(allowed):
+                return ToolChoice(allowed.mode, tuple([it.function.name for it in allowed.tools]))
+            case word:
+                return tool_choice(word)
 
     @property
     def has_generation_prompt(self) -> bool:

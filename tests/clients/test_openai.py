@@ -13,6 +13,10 @@ from tests.cluster import Cluster
 
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+ALLOWED: Any = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "required", "tools": [NAMED]},
+}
 # As /v1/responses takes them: without the inner object.
 FLAT: Any = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
 
@@ -30,7 +34,9 @@ def respond(client: openai.OpenAI, cluster: Cluster, **fields: Any) -> Any:
 # Chat: tools.
 
 
-@pytest.mark.parametrize("tool_choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize(
+    "tool_choice", ["required", NAMED, ALLOWED], ids=["required", "named", "allowed"]
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_forced_call_has_valid_arguments(
     client: openai.OpenAI, cluster: Cluster, tool_choice: Any, seed: int
@@ -43,12 +49,12 @@ def test_a_forced_call_has_valid_arguments(
     assert choice.finish_reason in ("tool_calls", "stop")
     assert call.type == "function" and len(call.id) >= 9
     assert not choice.message.content
-    if tool_choice is NAMED:
+    if tool_choice != "required":
         assert call.function.name == "get_weather"
     check_call(call.function.name, json.loads(call.function.arguments))
 
 
-@pytest.mark.parametrize("tool_choice", ["auto", "required", NAMED, "none"])
+@pytest.mark.parametrize("tool_choice", ["auto", "required", NAMED, ALLOWED, "none"])
 def test_streamed_calls_are_the_whole_ones(
     client: openai.OpenAI, cluster: Cluster, tool_choice: Any
 ) -> None:
@@ -86,6 +92,14 @@ def test_tool_choice_none_calls_nothing(client: openai.OpenAI, cluster: Cluster)
     assert message.content is not None
 
 
+def test_allowed_tools_leave_the_prompt_as_it_is(client: openai.OpenAI, cluster: Cluster) -> None:
+    chats = [chat(client, cluster, tools=TOOLS, tool_choice=it) for it in ("auto", ALLOWED)]
+    assert len({answer.usage.prompt_tokens for answer in chats}) == 1
+    flat = {"type": "allowed_tools", "mode": "required", "tools": FLAT[:1]}
+    answers = [respond(client, cluster, tools=FLAT, tool_choice=it) for it in ("auto", flat)]
+    assert len({answer.usage.input_tokens for answer in answers}) == 1
+
+
 def test_the_result_of_a_call_goes_back(client: openai.OpenAI, cluster: Cluster) -> None:
     called = chat(client, cluster, tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False)
     message = called.choices[0].message
@@ -117,6 +131,7 @@ def test_parse_fills_a_model_from_a_call(client: openai.OpenAI, cluster: Cluster
         ({"tool_choice": NAMED}, "tool_choice"),
         ({"tools": TOOLS[1:], "tool_choice": NAMED}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {}}, "tool_choice"),
+        ({"tools": TOOLS[1:], "tool_choice": ALLOWED}, "tool_choice.allowed_tools.tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),

@@ -13,6 +13,10 @@ from tests.cluster import Cluster
 
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+ALLOWED: Any = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "auto", "tools": [NAMED]},
+}
 FLAT: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
 USAGE: Any = {"stream": True, "stream_options": {"include_usage": True}}
 JSON_SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
@@ -45,6 +49,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "one token": {"max_completion_tokens": 1},
     "a required call": {"tools": TOOLS, "tool_choice": "required"},
     "a named call": {"tools": TOOLS, "tool_choice": NAMED, "parallel_tool_calls": False},
+    "allowed tools": {"tools": TOOLS, "tool_choice": ALLOWED},
     "calls of two choices": {"tools": TOOLS, "tool_choice": "required", "n": 2},
     "a call with logprobs": {"tools": TOOLS, "tool_choice": "required", "logprobs": True},
     "tools that may be called": {"tools": TOOLS},

@@ -12,6 +12,7 @@ import pytest
 from router.api.answered.answer import Head
 from router.api.answered.completion import Choice, Completion, CompletionRequest
 from router.api.answered.pieces import Piece, ScoredToken, joined
+from router.api.asked.conversation import ToolChoice
 from router.api.chat import ChatAnswer, ChatBody
 from router.api.errors import HttpError
 from router.api.model import ServedModel
@@ -93,6 +94,7 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
 
 
 GET = {"type": "function", "function": {"name": "get"}}
+PUT = {"type": "function", "function": {"name": "put"}}
 
 
 @pytest.mark.parametrize(("wanted", "content"), [(GET, ""), ("required", ""), ("auto", None)])
@@ -112,7 +114,45 @@ def test_the_content_of_calls_alone(tmp_path: Path, wanted: Any, content: str | 
     assert call["function"]["name"] == "get"
 
 
-@pytest.mark.parametrize("wanted", ["auto", "required", GET])
+def allowing(**fields: Any) -> dict[str, Any]:
+    allowed = {"mode": "auto", "tools": [GET]} | fields
+    return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_the_only_ones_to_be_called(mode: Any) -> None:
+    body = chatting(tools=[GET, PUT], tool_choice=allowing(mode=mode))
+    assert [tool.name for tool in body.known_tools] == ["get", "put"], "the prompt is the same"
+    assert body.choice_of_tool == ToolChoice(mode, ("get",))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (
+            allowing(tools=[GET, PUT]),
+            "tool_choice.allowed_tools.tools[1].function.name: 'put' is none of the tools: 'get'",
+        ),
+        (
+            allowing(tools=[GET | {"type": "mcp"}]),
+            "tool_choice.allowed_tools.tools[0].type: invalid value 'mcp': expected function",
+        ),
+        (
+            allowing(mode="none"),
+            "tool_choice.allowed_tools.mode: invalid enum value 'none': expected auto or required",
+        ),
+        (
+            {"type": "custom"},
+            "tool_choice.type: invalid value 'custom': expected function or allowed_tools",
+        ),
+        (allowing(tools=[]), "tool_choice.allowed_tools.tools: expected `array` of length >= 1"),
+    ],
+)
+def test_a_choice_of_tools_is_refused_by_name(wanted: Any, said: str) -> None:
+    assert refusal(ChatBody, tools=[GET], tool_choice=wanted).message == said
+
+
+@pytest.mark.parametrize("wanted", ["auto", "required", GET, allowing()])
 def test_tools_are_refused_for_a_model_whose_calls_nobody_can_read(
     model: ServedModel, wanted: Any
 ) -> None:
