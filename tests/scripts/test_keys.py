@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from scripts.keys import write_new
+from tests.cluster import ROOT
 from tests.scripts.key_script import keys
 from wire.process.api_keys import ApiKeys, digest
 from wire.process.keys import Keys
@@ -97,3 +99,19 @@ def test_what_would_be_left_out_is_refused(tmp_path: Path) -> None:
     done = keys("--api-key", tmp_path / "api_keys", tmp_path / "keys", "router")
     assert done.returncode == 2 and "one after the other" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_without_an_installation_it_says_how_to_make_one(tmp_path: Path) -> None:
+    environ = os.environ | {"PYTHON": str(tmp_path / "python")}
+    command = [str(ROOT / "scripts" / "keys"), str(tmp_path / "keys"), "router"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "run scripts/setup, or set PYTHON=" in done.stderr
+
+
+def test_a_python_is_found_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "ours").symlink_to("/bin/echo")
+    environ = os.environ | {"PYTHON": "ours", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [str(ROOT / "scripts" / "keys"), str(tmp_path / "keys"), "router"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
+    assert done.stdout == f"{ROOT / 'scripts' / 'keys.py'} {tmp_path / 'keys'} router\n"
