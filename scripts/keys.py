@@ -72,7 +72,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--api-key", type=Path, metavar="FILE", help="add an API key to FILE")
-    parser.add_argument("directory", type=Path, nargs="?", metavar="DIR")
+    parser.add_argument("directory", nargs="?", metavar="DIR")
     parser.add_argument("names", nargs="*", metavar="NAME")
     given = parser.parse_args()
     try:
@@ -80,10 +80,10 @@ def main() -> None:
             if given.directory is not None:
                 parser.error("keys of parties and an API key are made one after the other")
             make_api_key(given.api_key)
-        elif given.directory is None or not given.names:
+        elif not (given.directory and given.names):  # "" would be where we are
             parser.error("say DIR and the names of the parties, or --api-key FILE")
         else:
-            make_keys(given.directory, given.names)
+            make_keys(Path(given.directory), given.names)
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         sys.exit(f"{parser.prog}: cannot write{where}: {error.strerror}")

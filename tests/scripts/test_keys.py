@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,10 @@ def test_a_python_is_found_by_its_name(tmp_path: Path) -> None:
     command = [str(ROOT / "scripts" / "keys"), str(tmp_path / "keys"), "router"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
     assert done.stdout == f"{ROOT / 'scripts' / 'keys.py'} {tmp_path / 'keys'} router\n"
+
+
+def test_an_empty_directory_is_not_the_one_we_are_in(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "keys.py"), "", "router"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and "say DIR and the names" in done.stderr
+    assert not list(tmp_path.iterdir())
