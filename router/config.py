@@ -28,7 +28,7 @@ from router.http.limits import MAX_BODY_BYTES
 from router.http.origin import check_origin
 from router.text.answer import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 from wire.process.keys import credential
-from wire.process.settings import SharedSettings
+from wire.process.settings import SharedSettings, check_endpoint
 
 NumWorkers = Annotated[int, Field(ge=0, le=64)]
 MAX_PORT: Final = 65_535
@@ -199,6 +199,8 @@ class Config(SharedSettings):
                 "it is P,D: how many prefill and how many decode workers to run here, each from 0 "
                 "to 64; --local 1,1 is one of each"
             ) from None
+
+    _check_bus = field_validator("bus")(check_endpoint)
 
     @field_validator("worker_args")
     @classmethod

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from wire.payloads import EndpointOrNone
 from wire.process.cores import format_cores, parse_cores
 from wire.process.keys import credential
-from wire.process.settings import MAX_BYTES, MAX_COUNT, SharedSettings
+from wire.process.settings import MAX_BYTES, MAX_COUNT, SharedSettings, check_endpoint
 
 MIB: Final = 1 << 20
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
@@ -195,7 +195,7 @@ class Config(SharedSettings):
     @classmethod
     def _check_routers(cls, routers: tuple[str, ...]) -> tuple[str, ...]:
         for endpoint in routers:
-            _check_endpoint(endpoint)
+            check_endpoint(endpoint)
         return routers
 
     @field_validator("cores")
@@ -203,12 +203,7 @@ class Config(SharedSettings):
     def _check_cores(cls, cores: str) -> str:
         return format_cores(parse_cores(cores))
 
-    @field_validator("kv_bind", "kv_advertise")
-    @classmethod
-    def _check_kv_endpoint(cls, endpoint: str) -> str:
-        if endpoint:
-            _check_endpoint(endpoint)
-        return endpoint
+    _check_kv_bind = field_validator("kv_bind")(check_endpoint)
 
     @field_validator("kv_segment_port")
     @classmethod
@@ -345,10 +340,3 @@ class Config(SharedSettings):
     def num_drafts(self) -> int:
         """K of `speculate`, 0 if it is off."""
         return int(self.speculate.split(":")[1]) if self.speculate else 0
-
-
-def _check_endpoint(endpoint: str) -> None:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    is_tcp = endpoint.startswith("tcp://") and host and port.isdecimal() and int(port) < 1 << 16
-    if not (is_tcp or endpoint.startswith("ipc://")):
-        raise ValueError(f"{endpoint!r} is neither tcp://HOST:PORT nor ipc://PATH")

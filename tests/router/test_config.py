@@ -49,22 +49,24 @@ def test_flags_of_local_workers_whose_quotes_do_not_close_are_refused() -> None:
         Config(worker_args="--executor 'mine:create")
 
 
-@pytest.mark.parametrize("field", ["http", "tcp", "bus"])
+@pytest.mark.parametrize(("field", "kind"), [("http", ""), ("tcp", ""), ("bus", "tcp://")])
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.1.2.3", "[::]", "gpu-box"])
-def test_an_open_port_without_keys_needs_insecure(field: str, host: str) -> None:
-    with pytest.raises(ValidationError, match=re.escape(f"--{field} {host}:1") + ".*--insecure"):
-        Config(**{field: f"{host}:1"})  # type: ignore[arg-type]
-    Config(**{field: f"{host}:1", "insecure": True})  # type: ignore[arg-type]
+def test_an_open_port_without_keys_needs_insecure(field: str, kind: str, host: str) -> None:
+    endpoint = f"{kind}{host}:1"
+    with pytest.raises(ValidationError, match=re.escape(f"--{field} {endpoint}") + ".*--insecure"):
+        Config(**{field: endpoint})  # type: ignore[arg-type]
+    Config(**{field: endpoint, "insecure": True})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("field", "setting"), [("http", "api_keys"), ("tcp", "api_keys"), ("bus", "keys")]
 )
 def test_keys_open_a_port_and_only_their_own_kind(field: str, setting: str, tmp_path: Path) -> None:
-    Config(**{field: "10.1.2.3:1", setting: tmp_path})  # type: ignore[arg-type]
+    endpoint = "tcp://10.1.2.3:1" if field == "bus" else "10.1.2.3:1"
+    Config(**{field: endpoint, setting: tmp_path})  # type: ignore[arg-type]
     other = "keys" if setting == "api_keys" else "api_keys"
     with pytest.raises(ValidationError, match="scripts/keys"):
-        Config(**{field: "10.1.2.3:1", other: tmp_path})  # type: ignore[arg-type]
+        Config(**{field: endpoint, other: tmp_path})  # type: ignore[arg-type]
 
 
 def test_credentials_open_ports_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,3 +214,14 @@ def test_an_empty_path_is_not_the_directory_we_run_in(
 def test_an_address_of_another_kind_is_not_taken_for_an_open_port(endpoint: str) -> None:
     with pytest.raises(ValidationError, match=r"--http .* is not HOST:PORT with a port from 0"):
         Config(http=endpoint)
+
+
+@pytest.mark.parametrize("bus", ["127.0.0.1:5570", "udp://a:1", "tcp://a", "tcp://a:65536", ""])
+def test_a_bus_that_zeromq_cannot_bind_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], bus: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(Config, [f"--bus={bus}"])
+    assert caught.value.code == EX_CONFIG
+    said = capsys.readouterr().err
+    assert "--bus (BATON_BUS)" in said and "neither tcp://HOST:PORT nor ipc://PATH" in said

@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from re import fullmatch
 from typing import Any, Final, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -140,6 +141,14 @@ def parse(
             hint = _suggest(variable, known)
             sys.stderr.write(f"{parser.prog}: warning: {variable} is not a setting{hint}\n")
     return config
+
+
+def check_endpoint(endpoint: str) -> str:
+    """Return an endpoint that ZeroMQ can bind.  Raises ValueError."""
+    found = fullmatch(r"tcp://[^/]+:([0-9]{1,5})|ipc://.+", endpoint)
+    if found is None or int(found[1] or 0) >= 1 << 16:
+        raise ValueError(f"{endpoint!r} is neither tcp://HOST:PORT nor ipc://PATH")
+    return endpoint
 
 
 class _Parser(argparse.ArgumentParser):
