@@ -30,7 +30,6 @@ class Config(SharedSettings):
     )
     router: tuple[str, ...] = Field(
         default=("tcp://127.0.0.1:5570",),
-        min_length=1,
         description="bus endpoints of the routers to serve",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -194,6 +193,8 @@ class Config(SharedSettings):
     @field_validator("router")
     @classmethod
     def _check_routers(cls, routers: tuple[str, ...]) -> tuple[str, ...]:
+        if not routers:
+            raise ValueError("names no router: say where one has its --bus, tcp://HOST:PORT")
         for endpoint in routers:
             check_endpoint(endpoint)
         return routers
