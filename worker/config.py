@@ -195,6 +195,8 @@ class Config(SharedSettings):
     def _check_routers(cls, routers: tuple[str, ...]) -> tuple[str, ...]:
         if not routers:
             raise ValueError("names no router: say where one has its --bus, tcp://HOST:PORT")
+        if len(set(routers)) < len(routers):
+            raise ValueError("names a router twice")
         for endpoint in routers:
             check_endpoint(endpoint)
         return routers

@@ -35,6 +35,7 @@ def test_the_defaults_serve_the_demo_on_this_machine() -> None:
         ({"router": ("tcp://127.0.0.1",)}, "tcp://HOST:PORT"),
         ({"router": ("ipc://",)}, "ipc://PATH"),
         ({"router": ("tcp://127.0.0.1:99999",)}, "tcp://HOST:PORT"),
+        ({"router": ("ipc:///a", "tcp://b:1", "ipc:///a")}, "names a router twice"),
         ({"router": ()}, "names no router: say where one has its --bus, tcp://HOST:PORT"),
         ({"credit_bytes": 8 << 20, "max_kv_inflight_bytes": 4 << 20}, "--max-kv-inflight-bytes"),
         ({"kv_unasked_bytes": 8 << 20, "credit_bytes": 4 << 20}, "--credit-bytes"),
