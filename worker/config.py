@@ -198,7 +198,8 @@ class Config(SharedSettings):
         if len(set(routers)) < len(routers):
             raise ValueError("names a router twice")
         for endpoint in routers:
-            check_endpoint(endpoint)
+            if fullmatch("tcp://.+:0+", check_endpoint(endpoint)):
+                raise ValueError(f"{endpoint!r}: a router is at a port from 1 to 65535")
         return routers
 
     @field_validator("cores")

@@ -34,6 +34,7 @@ def test_the_defaults_serve_the_demo_on_this_machine() -> None:
         ({"router": ("127.0.0.1:5570",)}, "tcp://HOST:PORT"),
         ({"router": ("tcp://127.0.0.1",)}, "tcp://HOST:PORT"),
         ({"router": ("ipc://",)}, "ipc://PATH"),
+        ({"router": ("tcp://127.0.0.1:0",)}, "a port from 1 to 65535"),
         ({"router": ("tcp://127.0.0.1:99999",)}, "tcp://HOST:PORT"),
         ({"router": ("ipc:///a", "tcp://b:1", "ipc:///a")}, "names a router twice"),
         ({"router": ()}, "names no router: say where one has its --bus, tcp://HOST:PORT"),
@@ -125,7 +126,7 @@ def test_a_worker_beyond_this_machine_has_to_be_asked_for() -> None:
     advertised = "tcp://10.0.0.5:5600"
     config = Config(kv_bind="tcp://0.0.0.0:5600", kv_advertise=advertised, insecure=True)
     assert config.kv_advertise == advertised
-    assert Config(kv_bind="ipc:///tmp/kv", router=("ipc:///tmp/bus", "tcp://a:1")).router[1]
+    assert Config(kv_bind="ipc:///tmp/kv", router=("ipc:///tmp/bus:0", "tcp://a:1")).router[1]
 
 
 def test_keys_open_the_kv_port_and_so_do_credentials(
