@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 
 from wire.options import Penalty, RepetitionPenalty
 from wire.process.model import ModelError, read_json
+from wire.process.settings import ConfigError
 
 FILE: Final = "generation_config.json"
 
@@ -43,13 +44,16 @@ def read_defaults(generation_config: str, model_path: Path) -> Defaults:
     """Read what `--generation-config` says: ``auto``, the model's own; ``none``; or a directory.
 
     Raises:
-        ModelError: A value is out of range, or there is no such file.
+        ConfigError: There is no such file.
+        ModelError: A value is out of range.
     """
     if generation_config == "none":
         return NEUTRAL
     path = (model_path if generation_config == "auto" else Path(generation_config)) / FILE
-    if generation_config == "auto" and not path.is_file():
-        return NEUTRAL
+    if not path.is_file():
+        if generation_config == "auto":
+            return NEUTRAL
+        raise ConfigError(f"--generation-config {generation_config} has no {FILE} in it")
     values = {name: value for name, value in read_json(path).items() if value is not None}
     try:
         return msgspec.convert(values, Defaults, strict=False)

@@ -13,6 +13,7 @@ from router.api.model import ServedModel
 from tests.router.api.asking import complete, converse
 from tests.router.site import write_model
 from wire.process.model import DEMO, ModelError
+from wire.process.settings import ConfigError
 
 
 def write(path: Path, **values: Any) -> Path:
@@ -35,7 +36,7 @@ def test_a_model_recommends(tmp_path: Path) -> None:
 def test_or_not(tmp_path: Path) -> None:
     assert read_defaults("auto", tmp_path) == NEUTRAL
     assert read_defaults("auto", DEMO).said == {}
-    with pytest.raises(ModelError, match="is missing"):
+    with pytest.raises(ConfigError, match=r"--generation-config .*nowhere has no"):
         read_defaults(str(tmp_path / "nowhere"), tmp_path)
 
 
