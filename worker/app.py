@@ -196,7 +196,8 @@ class Worker:
                         return EXIT_CRASHED
                     await self._wait_for_change()
         except TimeoutError:
-            log.warning("not drained in time", unfinished=self.role.num_unfinished)
+            if self.role.num_unfinished:  # else only a router has not said that it knows
+                log.warning("not drained in time", unfinished=self.role.num_unfinished)
         return 0
 
     async def _wait_for_change(self, *others: asyncio.Task[Any]) -> None:

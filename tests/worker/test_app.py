@@ -210,8 +210,25 @@ async def test_a_drain_has_an_end() -> None:
         router.answers_drains = False
         process = Process(router, "prefill", drain_s=0.05)
         await router.until_joined(Role.PREFILL)
-        process.stop.set()
-        assert await ended(process) == 0
+        with capture_logs() as logs:
+            process.stop.set()
+            assert await ended(process) == 0
+    said = [line["event"] for line in logs]
+    assert "draining" in said and "not drained in time" not in said, "nothing was unfinished"
+
+
+async def test_what_a_drain_cuts_off_is_in_the_log() -> None:
+    async with scripted_router() as router, running(router, "prefill"):
+        process = Process(router, "decode", step_delay_s=0.05, drain_s=0)
+        await router.until_joined(Role.DECODE)
+        token = await first_token(router, 1)
+        router.decode(1, [*PROMPT, token], 40, OPTIONS)
+        await router.tokens(1)
+        with capture_logs() as logs:
+            process.stop.set()
+            assert await ended(process) == 0
+    (cut,) = [line for line in logs if line["event"] == "not drained in time"]
+    assert cut["unfinished"] == 1
 
 
 @pytest.mark.parametrize(
