@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,6 +35,7 @@ Record = npt.NDArray[np.void]
 # An int64 that many threads write, on a cache line of its own.
 Shared = NewType("Shared", int)
 
+_LOG = logging.getLogger("kernels")
 CACHE_LINE = 64
 # A product and a sum may be rounded once, sums reordered.
 FASTMATH = {"contract", "reassoc", "nsz"}
@@ -122,10 +124,22 @@ def compiled(task: Task) -> Any:
     try:
         native: CFunc = _CachedFunction(task, signature, locals={}, options=options)
         native.compile()
-    except (OSError, RuntimeError):  # nowhere to keep it
+    except (OSError, RuntimeError) as error:  # nowhere to keep it
         native = CFunc(task, signature, locals={}, options=options)
         native.compile()
+        say_not_kept(getattr(error, "strerror", None) or str(error))
     return native
+
+
+@cache
+def say_not_kept(reason: str) -> None:
+    """Say once in a process why every start of it takes so long."""
+    _LOG.warning(
+        "compiled loops cannot be kept in %s (%s), so each start compiles them anew; make room "
+        "there, or set XDG_CACHE_HOME to a directory that this process can write to",
+        _cache_directory(),
+        reason,
+    )
 
 
 class CacheLocator(UserProvidedCacheLocator):  # type: ignore[misc]
@@ -133,7 +147,8 @@ class CacheLocator(UserProvidedCacheLocator):  # type: ignore[misc]
 
     def __init__(self, task: Any, path: str) -> None:
         super().__init__(task, path)
-        self._cache_path = str(_cache_directory() / self.get_suitable_cache_subpath(path))
+        directory = _cache_directory().expanduser()  # raises RuntimeError
+        self._cache_path = str(directory / self.get_suitable_cache_subpath(path))
 
     @classmethod
     def from_function(cls, task: Any, path: str) -> CacheLocator:
@@ -184,5 +199,4 @@ class _CachedFunction(CFunc):
 
 
 def _cache_directory() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "baton" / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "baton", "kernels")

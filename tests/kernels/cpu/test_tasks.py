@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -167,12 +168,46 @@ def test_one_process_compiles_and_the_others_wait_for_it_unless_it_dies(tmp_path
 
 
 @pytest.mark.usefixtures("_compiled_anew")
-def test_a_cache_that_cannot_be_written_is_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_that_cannot_be_written_is_done_without_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    tasks.say_not_kept.cache_clear()
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for _ in range(2):
+        assert filled() == WANT
+        compiled.cache_clear()
+        threads.native.cache_clear()
+    (said,) = caplog.messages
+    assert f"{tmp_path}/file/baton/kernels (Not a directory)" in said and "XDG_CACHE_HOME" in said
+
+
+@pytest.mark.usefixtures("_compiled_anew")
+def test_a_full_disk_is_named_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
+
+    tasks.say_not_kept.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
     assert filled() == WANT
+    assert "(No space left on device)" in caplog.text
+
+
+@pytest.mark.usefixtures("_compiled_anew")
+def test_nobodys_home_is_named_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def homeless(path: str) -> str:
+        return path
+
+    tasks.say_not_kept.cache_clear()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", homeless)
+    assert filled() == WANT
+    assert "~/.cache/baton/kernels (Could not determine home directory.)" in caplog.text
 
 
 def test_numbas_own_cache_directory_is_left_alone(
