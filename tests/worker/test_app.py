@@ -31,7 +31,7 @@ from wire.frames import Cancel, Error, Role, Tag
 from wire.options import Options
 from wire.payloads import MAX_HASHES, decode_prefill_result
 from wire.process.cores import own_cores, parse_cores
-from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
+from wire.process.settings import EX_CONFIG, MAX_COUNT, EX_TEMPFAIL
 from worker.app import EXIT_CRASHED
 from worker.engine.thread import is_computing
 from worker.executor.batch import Batch
@@ -449,7 +449,7 @@ def test_a_gpu_that_is_not_there_is_said_with_what_to_install() -> None:
 
 
 def test_more_blocks_than_memory_are_refused_in_a_line() -> None:
-    ended = run_worker("--executor", "hash", "--num-blocks", str(1 << 45))
+    ended = run_worker("--executor", "hash", "--num-blocks", str(MAX_COUNT))
     assert ended.returncode == EX_CONFIG
     said = ended.stdout + ended.stderr
     assert "--num-blocks is" in said and "lower --num-blocks to" in said

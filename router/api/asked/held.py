@@ -37,14 +37,17 @@ def held(
     tools = conversation.callable_tools
     if choice.mode in ("required", "named"):
         is_several = is_several and choice.mode == "required"
-        rules = syntax.call_rules([_forced(tool) for tool in tools], is_several=is_several)
-        return _grammar("tool_choice", syntax, rules, is_reasoning=is_reasoning)
+        known = [_forced(tool) for tool in tools]
+        rules = syntax.call_rules(known, is_several=is_several)
+        wanted = _grammar("tool_choice", syntax, rules, is_reasoning=is_reasoning)
+        return wanted._replace(tools=known)
     if wanted is not None:
         return _format(syntax, tools, wanted, is_several=is_several, is_reasoning=is_reasoning)
     if tools != conversation.told_tools or any(tool.is_strict for tool in tools):
         known = [_forced(tool) if tool.is_strict else _loose(tool) for tool in tools]
         rules = syntax.call_rules(known, is_required=False, is_several=is_several)
-        return _grammar("tools", syntax, rules, is_reasoning=is_reasoning)
+        wanted = _grammar("tools", syntax, rules, is_reasoning=is_reasoning)
+        return wanted._replace(tools=known)
     return None
 
 

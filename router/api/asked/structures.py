@@ -8,7 +8,7 @@ cannot be held to both.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from json import dumps
 from typing import Any, Final, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from router.api.errors import invalid
+from router.text.tools import lark
 from wire.options import MAX_STRUCTURE_LENGTH, Structure
 from wire.process.structure import problem_of
 
@@ -67,6 +68,8 @@ class Wanted(NamedTuple):
     param: str
     kind: Literal["json_schema", "regex", "lark", "ebnf"]
     text: str
+    # Whose parameters are part of it.
+    tools: Sequence[lark.Tool] = ()
 
     def settle(self) -> Structure:
         """Return what the workers are told.  It takes up to 100 ms: call it in a thread.
@@ -76,6 +79,10 @@ class Wanted(NamedTuple):
         """
         structure = _lark(self) if self.kind == "ebnf" else Structure(self.kind, self.text)
         if (reason := problem_of(structure)) is not None:
+            for tool in self.tools:
+                parameters = Structure("lark", f"start: {lark.schema(tool.parameters)}")
+                if (problem := problem_of(parameters)) is not None:
+                    raise invalid("tools", f"the parameters of {tool.name!r}: {problem}")
             raise invalid(self.param, reason)
         return structure
 

@@ -159,3 +159,24 @@ def test_what_is_no_schema_is_refused_by_name_beside_tools(text: str) -> None:
 def test_a_slash_ends_no_regular_expression(regex: str, text: str) -> None:
     wanted = of(asked(WEATHER), Wanted("structured_outputs.regex", "regex", regex))
     assert allows(wanted, text) and not allows(wanted, "b")
+
+
+BAD = Tool("sums", parameters={"type": "object", "properties": {"a": 5}})
+
+
+@pytest.mark.parametrize("template", ["<tool_call>", "[TOOL_CALLS]"])
+@pytest.mark.parametrize(
+    "conversation",
+    [
+        asked(WEATHER, BAD, tool_choice=ToolChoice("required")),
+        asked(WEATHER, BAD, tool_choice=ToolChoice("named", "sums")),
+        asked(WEATHER._replace(is_strict=True), BAD._replace(is_strict=True)),
+    ],
+)
+def test_a_tool_whose_schema_is_none_is_named(conversation: Conversation, template: str) -> None:
+    wanted = of(conversation, by=syntax(template))
+    assert wanted is not None
+    with pytest.raises(HttpError) as caught:
+        wanted.settle()
+    said = "tools: the parameters of 'sums': schema must be an object or boolean"
+    assert (caught.value.param, caught.value.message) == ("tools", said)
