@@ -31,7 +31,7 @@ from wire.frames import Cancel, Error, Role, Tag
 from wire.options import Options
 from wire.payloads import MAX_HASHES, decode_prefill_result
 from wire.process.cores import own_cores, parse_cores
-from wire.process.settings import EX_CONFIG, MAX_COUNT, EX_TEMPFAIL
+from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, MAX_COUNT
 from worker.app import EXIT_CRASHED
 from worker.engine.thread import is_computing
 from worker.executor.batch import Batch

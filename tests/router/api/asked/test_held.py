@@ -169,7 +169,7 @@ BAD = Tool("sums", parameters={"type": "object", "properties": {"a": 5}})
     "conversation",
     [
         asked(WEATHER, BAD, tool_choice=ToolChoice("required")),
-        asked(WEATHER, BAD, tool_choice=ToolChoice("named", "sums")),
+        asked(WEATHER, BAD, tool_choice=ToolChoice("named", ("sums",))),
         asked(WEATHER._replace(is_strict=True), BAD._replace(is_strict=True)),
     ],
 )
