@@ -189,7 +189,13 @@ def test_a_draft_model_is_loaded_where_its_guesses_are_verified() -> None:
 
 
 def test_an_interrupt_while_the_model_is_loaded_is_a_line_of_the_log(tmp_path: Path) -> None:
-    source = "import signal\ndef create(**_):\n    signal.raise_signal(signal.SIGINT)\n"
+    # A shell that starts us in the background has it ignored.
+    source = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def create(**_):\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+    )
     (tmp_path / "interrupted.py").write_text(source)
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
