@@ -293,12 +293,14 @@ class Config(SharedSettings):
 
 
 def split_endpoint(endpoint: str, flag: str = "endpoint") -> tuple[str, int]:
-    """Return the host and port of ``HOST:PORT`` or ``tcp://HOST:PORT``; ``ipc://`` is this machine.
+    """Return the host and port of ``HOST:PORT`` or ``tcp://HOST:PORT``.
+
+    Of a bus alone, ``ipc://`` is this machine.
 
     Raises:
         ValueError: It is none of these; the message names the flag.
     """
-    if endpoint.startswith("ipc://"):
+    if flag == "--bus" and endpoint.startswith("ipc://"):
         return "localhost", 0
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     is_port = port.isascii() and port.isdecimal() and int(port) <= MAX_PORT

@@ -95,7 +95,7 @@ def test_what_is_no_endpoint_is_refused_by_name(endpoint: str) -> None:
 def test_endpoints_are_split() -> None:
     assert split_endpoint("tcp://[::1]:5570") == ("::1", 5570)
     assert split_endpoint("localhost:0") == ("localhost", 0)
-    assert split_endpoint("ipc:///run/baton.sock") == ("localhost", 0)
+    assert split_endpoint("ipc:///run/baton.sock", "--bus") == ("localhost", 0)
 
 
 def test_local_workers_are_two_counts() -> None:
@@ -209,7 +209,7 @@ def test_an_empty_path_is_not_the_directory_we_run_in(
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["http://127.0.0.1:1", "udp://127.0.0.1:1", "127.0.0.1:\u00b2"]
+    "endpoint", ["http://127.0.0.1:1", "ipc:///tmp/socket", "udp://127.0.0.1:1", "127.0.0.1:\u00b2"]
 )
 def test_an_address_of_another_kind_is_not_taken_for_an_open_port(endpoint: str) -> None:
     with pytest.raises(ValidationError, match=r"--http .* is not HOST:PORT with a port from 0"):
