@@ -32,6 +32,12 @@ sys.exit(status != 0)
 """
 
 
+def test_what_names_its_interpreter_can_be_run_and_nothing_else() -> None:
+    files = [path for path in SCRIPTS.rglob("*") if path.suffix in ("", ".py") and path.is_file()]
+    named = {path for path in files if path.read_bytes().startswith(b"#!")}
+    assert named == {path for path in files if os.access(path, os.X_OK)} and len(named) > 20
+
+
 def test_each_finds_its_imports_from_any_directory(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-P", "-c", LOAD, *map(str, RUNNABLE)]
