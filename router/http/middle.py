@@ -76,8 +76,7 @@ class Middle:
         if not texts:
             return b"", 0
         before, after = self._around
-        between = after + before if len(texts) > 1 else b""
-        return b"".join((before, between.join(texts), after)), len(texts)
+        return b"".join((before, (after + before).join(texts), after)), len(texts)
 
     def prepare(self, now: float) -> bytes:
         if self.is_over:  # the writer has what was left
