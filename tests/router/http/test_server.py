@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
@@ -28,6 +29,7 @@ from router.http.limits import read_body
 from router.http.server import (
     MAX_HEADER_BYTES,
     MAX_PIPELINED,
+    GuardedProtocol,
     HttpServer,
     Limits,
     cut,
@@ -445,6 +447,7 @@ def test_over_tls_who_leaves_while_something_waits_is_noticed(
 
     monkeypatch.setattr("router.http.server.bind", bind_small)
     begun, told = asyncio.Event(), asyncio.Event()
+    servers, nums_connected = list[HttpServer](), list[int]()
 
     async def endless(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -454,6 +457,7 @@ def test_over_tls_who_leaves_while_something_waits_is_noticed(
             await send(event)
         begun.set()
         assert (await receive())["type"] == "http.disconnect"
+        nums_connected.append(len(servers[0].server_state.connections))
         for _ in range(20):
             await send(event)
         told.set()
@@ -462,16 +466,20 @@ def test_over_tls_who_leaves_while_something_waits_is_noticed(
         made = certificate.make(tmp_path)
         limits, tls = Limits(stall_s=0.2), server_context(made.cert, made.key)
         async with serving(limits, tls, app=endless) as server:
+            servers.append(server)
             connect = partial(certificate.deaf_client, made, server.port, GET % 1)
             with await asyncio.to_thread(connect) as client:
                 await begun.wait()
                 certificate.leave(client, says_good_bye=says_good_bye)
                 await told.wait()
-                while server.server_state.connections:  # noqa: ASYNC110
+                while kept := cast(set[GuardedProtocol], server.server_state.connections):
+                    for connection in tuple(kept):
+                        connection.look()  # more often than we hang up: it puts that off no more
                     await asyncio.sleep(0.01)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(asyncio.wait_for(leave(), 30))
+    assert nums_connected == [1], "it was told at once, not when we hung up"
     assert not caplog.records
 
 

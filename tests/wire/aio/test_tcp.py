@@ -20,7 +20,8 @@ from scripts.tcp_client import Client, connect
 from tests import certificate
 from tests.pause import stand_still
 from wire.aio.listener import LAST_LOOK_S, server_context
-from wire.aio.tcp import MAX_AT_ONCE, Connection, Limits, Server, serve
+from wire.aio.tcp import LOOK_S, MAX_AT_ONCE, Connection, Limits, Server, serve
+from wire.aio.unread import has_left
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Cancel, DecodeDone, DecodeToken, Error, Tag
 from wire.parts import Message
@@ -485,9 +486,19 @@ async def test_a_client_that_ends_its_side_and_does_not_read_is_cut(house: House
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
 @pytest.mark.parametrize("says_good_bye", [False, True])
 def test_over_tls_who_leaves_while_something_waits_is_noticed(
-    tmp_path: Path, says_good_bye: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    says_good_bye: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = certificate.make(tmp_path)
+    made, looked = certificate.make(tmp_path), asyncio.Event()
+
+    def look(transport: asyncio.Transport) -> bool:
+        looked.set()
+        return has_left(transport)
+
+    monkeypatch.setattr("wire.aio.tcp.has_left", look)
+    monkeypatch.setattr("wire.aio.tcp.LOOK_S", LOOK_S / 10)
     said = b"".join(encode(DecodeToken(1, 1)))
 
     async def leave() -> None:
@@ -509,7 +520,7 @@ def test_over_tls_who_leaves_while_something_waits_is_noticed(
             told = await clients.get()
             await told.messages.get()
             told.connection.send(DecodeToken(1, 2), bytes(FLOOD_BYTES))
-            await asyncio.sleep(0)
+            await looked.wait()  # at one who is still there
             certificate.leave(client, says_good_bye=says_good_bye)
             assert await told.closed is None
             await told.connection.closed
@@ -594,6 +605,27 @@ async def test_nothing_is_kept_for_a_connection_that_has_ended(house: House, clo
     del told
     gc.collect()
     assert connection() is None, "no timer holds it"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
+async def test_nothing_is_kept_for_a_connection_over_tls_that_has_ended(tmp_path: Path) -> None:
+    made, clients = certificate.make(tmp_path), asyncio.Queue[Told]()
+
+    def make_handler(connection: Connection) -> Told:
+        clients.put_nowait(told := Told(connection, lambda told, message: None))
+        return told
+
+    tls = server_context(made.cert, made.key)
+    server = await serve("127.0.0.1", 0, make_handler, tls=tls)
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=made.trust)
+    told = await clients.get()
+    writer.close()
+    await told.connection.closed
+    connection = weakref.ref(told.connection)
+    del told
+    gc.collect()
+    assert connection() is None, "no timer holds it"
+    await server.close()
 
 
 async def test_what_comes_after_the_end_is_not_kept(
