@@ -188,6 +188,20 @@ def test_a_draft_model_is_loaded_where_its_guesses_are_verified() -> None:
         load_draft(Config(executor="hash", speculate="draft:3:no such model"), executor)
 
 
+def test_who_has_no_standard_input_gets_one_first_of_all() -> None:
+    """Or else the first socket is number 0."""
+    program = (
+        "import os, sys\n"
+        "from worker.__main__ import main\n"
+        "sys.argv[1:] = ['--model', '/nowhere']\n"
+        "status = main()\n"
+        "print(status, os.path.samestat(os.fstat(0), os.stat(os.devnull)))\n"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&-', sys.executable, program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
+    assert done.stdout.split() == [str(EX_CONFIG), "True"], done.stderr
+
+
 def test_an_interrupt_while_the_model_is_loaded_is_a_line_of_the_log(tmp_path: Path) -> None:
     # A shell that starts us in the background has it ignored.
     source = (

@@ -236,7 +236,7 @@ async def test_the_watchdog_is_fed_while_there_is_progress(
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_process_whose_standard_streams_are_closed_lives_and_ends_as_any(closed: str) -> None:
     program = (
-        "import os, signal, socket, sys\n"
+        "import os, signal, socket, subprocess, sys\n"
         "from wire.process.lifetime import open_standard_streams, run\n"
         "from wire.process.log import configure\n"
         "open_standard_streams()\n"
@@ -244,8 +244,10 @@ def test_a_process_whose_standard_streams_are_closed_lives_and_ends_as_any(close
         "async def main(stop):\n"
         "    with socket.socket() as first:\n"
         "        assert first.fileno() > 2, first\n"
-        "    print('out', 'err', file=sys.stderr)\n"
-        "    print('out')\n"
+        "    sys.stderr.write('to stderr')\n"
+        "    sys.stdout.write('to stdout')\n"
+        "    child = 'import os; print([os.fstat(number) for number in range(3)])'\n"
+        "    subprocess.run([sys.executable, '-c', child], check=True)\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    await stop.wait()\n"
         "    return 5\n"
@@ -253,6 +255,14 @@ def test_a_process_whose_standard_streams_are_closed_lives_and_ends_as_any(close
     )
     command = f'exec "$0" -c "$1" {closed}'
     done = subprocess.run(
-        ["sh", "-c", command, sys.executable, program], cwd=ROOT, timeout=30, check=False
+        ["sh", "-c", command, sys.executable, program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
-    assert done.returncode == 5
+    assert done.returncode == 5, done.stderr
+    assert ("to stdout" in done.stdout) == (">&-" not in closed.replace("2>&-", ""))
+    assert ("to stderr" in done.stderr) == ("2>&-" not in closed)
+    assert "to stdout" not in done.stderr
