@@ -182,18 +182,25 @@ def test_what_does_not_work_is_named(tmp_path: Path) -> None:
         server_context(tmp_path / "nothing.pem", made.key)
     other = tmp_path / "other"
     other.mkdir()
-    with pytest.raises(ConfigError, match="cannot use"):
-        server_context(made.cert, certificate.make(other).key)
-    with pytest.raises(ConfigError, match=r"cert\.pem has no private key in PEM"):
-        made.cert.chmod(0o600)
-        server_context(made.cert, made.cert)
-    with pytest.raises(ConfigError, match=r"key\.pem has no certificate in PEM"):
-        server_context(made.key, made.key)
+    second = certificate.make(other)
+    with pytest.raises(ConfigError, match=f"cannot use {made.cert} with {second.key}: "):
+        server_context(made.cert, second.key)
+    with pytest.raises(ConfigError, match=f"{second.cert} has no private key in PEM"):
+        second.cert.chmod(0o600)
+        server_context(made.cert, second.cert)
+    with pytest.raises(ConfigError, match=f"{second.key} has no certificate in PEM"):
+        server_context(second.key, made.key)
     with pytest.raises(ConfigError, match="Is a directory"):
         server_context(made.cert, tmp_path)
     made.key.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         server_context(made.cert, made.key)
+
+
+def test_a_certificate_may_have_comments_in_any_encoding(tmp_path: Path) -> None:
+    made = certificate.make(tmp_path)
+    made.cert.write_bytes("für Zürich\n".encode("latin-1") + made.cert.read_bytes())
+    assert server_context(made.cert, made.key) is not None
 
 
 def test_nobody_is_asked_for_the_password_of_a_key(tmp_path: Path) -> None:
