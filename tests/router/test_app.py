@@ -295,6 +295,18 @@ def test_a_ready_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert f"--ready-file {ready}: cannot write it: No such file or directory" in done.stderr
 
 
+def test_no_reader_of_a_ready_file_sees_half(tmp_path: Path) -> None:
+    """It is replaced by a whole one: who reads that of the last start goes on reading that."""
+    ready = tmp_path / "ready"
+    ready.write_text("of the last start")
+    with ready.open() as reader:
+        announce(Config(ready_file=ready), {"http": "http://127.0.0.1:1"})
+        assert reader.read() == "of the last start"
+    # A shell's `read` fails on a line without an end.
+    assert ready.read_text() == '{"http": "http://127.0.0.1:1"}\n'
+    assert list(tmp_path.iterdir()) == [ready]
+
+
 @pytest.mark.parametrize("name", ["", "there"])
 def test_a_ready_file_that_is_a_directory_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
     (tmp_path / "there").mkdir()
