@@ -2,14 +2,23 @@
 
 What came for a connection in one turn leaves in one write: writes are the largest part of what a
 token costs.  And who reads it, on another core, is woken once for all that is there.
+
+Where very many have something to write, they divide into a few turns, in the order in which they
+asked.  With nothing else to do these follow each other at once.  With more to read than can be
+written, they alternate with reading: nobody waits for thousands of writes in a row, and what each
+of them writes has grown meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Collection
+from itertools import islice
+from typing import Final, Protocol
+
+# A turn is for a quarter of those that wait, and for no fewer than so many: 0.7 ms of writing.
+MIN_WRITERS: Final = 128
 
 
 class Writer(Protocol):
@@ -36,7 +45,7 @@ class Turns:
         self._due[writer] = None
 
     def _run(self) -> None:
-        due, self._due = self._due, {}
+        due = self._next()
         # First all of the work, then all of the sending: who reads what is sent, on another core,
         # then has more to read when it is done, and need not sleep and be woken for each.
         now = self._clock()
@@ -44,3 +53,15 @@ class Turns:
         for writer, body in zip(due, bodies, strict=True):
             if body:
                 writer.transmit(body)
+
+    def _next(self) -> Collection[Writer]:
+        """Return whose turn it is now; the others keep their place for the next one."""
+        num = max(MIN_WRITERS, len(self._due) // 4)
+        if num >= len(self._due):
+            due, self._due = self._due, {}
+            return due
+        first = list(islice(self._due, num))
+        for writer in first:
+            del self._due[writer]
+        asyncio.get_running_loop().call_soon(self._run)
+        return first

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from wire.aio.turns import Turns
 
 
@@ -58,3 +60,35 @@ async def test_who_asks_in_a_turn_has_the_next_one() -> None:
     assert story == ["a prepares", "a says one"]
     await asyncio.sleep(0)
     assert story[2:] == ["a prepares", "a says more"]
+
+
+@pytest.mark.parametrize(("num_writers", "num_first"), [(128, 128), (129, 128), (2000, 500)])
+async def test_very_many_divide_into_turns_between_which_others_have_theirs(
+    num_writers: int, num_first: int
+) -> None:
+    turns, story = Turns(), list[str]()
+    for number in range(num_writers):
+        speaker = Speaker(str(number), story)
+        speaker.words.append(b"one")
+        turns.take(speaker)
+    await asyncio.sleep(0)
+    assert story == [
+        *[f"{number} prepares" for number in range(num_first)],
+        *[f"{number} says one" for number in range(num_first)],
+    ]
+    while len(story) < 2 * num_writers:
+        before = len(story)
+        await asyncio.sleep(0)
+        assert before < len(story) <= before + 2 * num_first
+    assert len(set(story)) == 2 * num_writers
+
+
+async def test_who_asks_again_comes_after_those_that_have_waited() -> None:
+    turns, story = Turns(), list[str]()
+    speakers = [Speaker(str(number), story) for number in range(200)]
+    for speaker in speakers:
+        turns.take(speaker)
+    await asyncio.sleep(0)
+    turns.take(speakers[0])
+    await asyncio.sleep(0)
+    assert story == [f"{number} prepares" for number in [*range(200), 0]]
