@@ -214,11 +214,17 @@ class Router:
         announce(config, self.endpoints)
 
     async def until_stopped(self, stop: asyncio.Event) -> bool:
-        """Serve until asked to stop; False if a part of the router broke before."""
+        """Serve until asked to stop; False if a part of the router broke before.
+
+        Raises:
+            ConfigError: The settings cannot work.
+        """
         stopped = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         for task in done - {stopped}:
+            if isinstance(task.exception(), ConfigError):
+                task.result()
             log.error("a part of the router broke", part=task.get_name(), exc_info=task.exception())
         return stopped in done
 
@@ -284,6 +290,8 @@ class Router:
             notify(f"STATUS={status_line([state])}")
             if not self.application.draining:
                 readiness.on_look(state.reasons, time.monotonic())
+                if self._local is not None:
+                    self._local.check([state])
             await asyncio.sleep(REPORT_S)
 
 

@@ -1,9 +1,10 @@
 """`--local P,D`: workers on this machine as child processes, started again when they die.
 
 Each is started again when it dies, after a pause that grows.  One that ends because its settings
-are wrong (exit status 78) is not started again; one that found its rank taken (75) is, as soon as
-the rank is free.  None outlives the router: at the end they get SIGTERM, then SIGKILL; when the
-router itself is killed, Linux kills them (PR_SET_PDEATHSIG).  Their logs go to our stderr.
+are wrong (exit status 78) is not started again; if that is so of all, and no other worker is here,
+the router ends like them.  One that found its rank taken (75) is started as soon as the rank is
+free.  None outlives the router: at the end they get SIGTERM, then SIGKILL; when the router itself
+is killed, Linux kills them (PR_SET_PDEATHSIG).  Their logs go to our stderr.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
 
 from router.config import Config
+from router.core.cluster import ProcessState
 from router.cores import plan
 from wire.process.children import MIN_PAUSE_S, lives, signal_child, start_child
 from wire.process.cores import format_cores, nodes, own_cores, physical_cores, quota
-from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, SharedSettings
+from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, ConfigError, SharedSettings
 
 log = structlog.get_logger("router")
 
@@ -76,6 +78,19 @@ class LocalWorkers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def check(self, states: Sequence[ProcessState]) -> None:
+        """Call it now and then, with what the router's processes know of workers.
+
+        Raises:
+            ConfigError: All were given up, and no worker, of ours or another, was ever here.
+        """
+        are_given_up = bool(self._tasks) and all(task.done() for task in self._tasks)
+        if are_given_up and not self._is_stopping and not any(state.workers for state in states):
+            raise ConfigError(
+                "--local: none of these workers can start; what is wrong they say above, and it "
+                "comes from --worker-args, a flag of this router or the environment"
+            )
 
     async def _look_after(self, role: str, rank: int) -> None:
         name = f"{role}-{rank}"

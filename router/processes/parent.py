@@ -169,6 +169,7 @@ class Processes:
             states = self._states()
             notify(f"STATUS={status_line(states)}")
             readiness.on_look(reasons_of(states), loop.time())
+            self._local.check(states)
             await asyncio.sleep(REPORT_S)
 
     async def _stop(self, drain_s: float) -> None:

@@ -11,17 +11,19 @@ import sys
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import pytest
+from msgspec import structs
 from structlog.testing import capture_logs
 
 from router import local
 from router.config import Config
+from router.core.cluster import ProcessState
 from router.local import LocalWorkers, command, environment, places
 from tests.scarce import no_descriptor_left
 from wire.process.cores import format_cores
-from wire.process.settings import parse
+from wire.process.settings import ConfigError, parse
 from worker.config import Config as WorkerConfig
 
 OBEDIENT = "import sys, time; print('up', flush=True); time.sleep(60)"
@@ -156,6 +158,38 @@ async def test_a_worker_with_wrong_settings_is_not_tried_again(
     await workers.stop(1.0)
 
 
+NOBODY: Final = ProcessState(pid=1, running=0, waiting=0, reasons=[], workers=[])
+SOMEBODY: Final = structs.replace(NOBODY, workers=[{"role": "decode", "rank": 9}])
+
+
+async def test_the_settings_cannot_work_if_all_are_given_up_and_nobody_else_is_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scripts = {"prefill": SILENT, "decode": "raise SystemExit(78)"}
+    run = [sys.executable, "-S", "-c"]
+    monkeypatch.setattr(local, "command", lambda _, bus, role, rank: [*run, scripts[role]])
+    workers, others = local_workers((1, 1)), asyncio.all_tasks()
+    workers.start()
+    await until(lambda: workers.pids.keys() == {("prefill", 0)})
+    await until(lambda: len(asyncio.all_tasks() - others) == 1)
+    workers.check([NOBODY])  # the prefill worker may still come
+    await workers.stop(1.0)
+    workers.check([NOBODY])  # and now it is we who end
+
+    workers = local_workers((0, 2))
+    workers.check([NOBODY])
+    workers.start()
+    await until(lambda: asyncio.all_tasks() == others)
+    workers.check([NOBODY, SOMEBODY])
+    with pytest.raises(ConfigError, match="--worker-args"):
+        workers.check([NOBODY, NOBODY])
+    await workers.stop(1.0)
+
+
+async def test_without_local_workers_none_is_missed() -> None:
+    local_workers((0, 0)).check([NOBODY])
+
+
 async def test_a_worker_whose_rank_is_taken_is_started_when_it_is_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -212,6 +246,7 @@ def test_no_worker_outlives_a_killed_router(loop: str) -> None:
 import asyncio, sys
 from router import local
 from router.config import Config
+from router.core.cluster import ProcessState
 local.command = lambda *_: [sys.executable, "-S", "-c", {SILENT!r}]
 async def main():
     workers = local.LocalWorkers(Config(local=(1, 0)), "tcp://127.0.0.1:1", lambda *_: True)

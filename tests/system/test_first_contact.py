@@ -98,6 +98,20 @@ def test_local_explains_itself(given: str) -> None:
     assert "P,D" in line and "--local 1,1" in line and f"'{given}'" in line
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_router_whose_workers_cannot_start_ends_like_them(processes: str) -> None:
+    command = ["router", "--local", "1,1", "--worker-args", "--num-bloks 4", *PORTS]
+    command += ["--bus", "tcp://127.0.0.1:0", "--processes", processes]
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 78, done.stderr
+    assert done.stderr.count("--num-bloks is not a flag; did you mean --num-blocks?") == 2
+    assert "Traceback" not in done.stderr and "exc_type" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("--local: none of these workers can start") and "--worker-args" in last
+
+
 @contextmanager
 def running(log: Path, *command: str) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """A process, and what its log says so far."""
