@@ -10,6 +10,7 @@ machine, copied to those that need them; what to copy where is printed, a secret
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import secrets
 import sys
@@ -33,6 +34,18 @@ def write_new(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+def append(path: Path, text: str) -> None:
+    """Add to a file, whole or not at all: a line that a full disk cut would spoil the next one."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            if file.write(text.encode()) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            file.truncate(size)
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def make_keys(directory: Path, names: list[str], say: Callable[[str], object] = print) -> None:
     """Write a key pair for each name, or nothing at all; `say` what to copy where."""
     for name in names:
@@ -44,11 +57,17 @@ def make_keys(directory: Path, names: list[str], say: Callable[[str], object] = 
                 f"move it away and take its line out of {directory / AUTHORIZED}"
             )
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (directory / AUTHORIZED).open("a") as file:  # first: no secret without its line
-        for name in names:
-            pair = new_key_pair()
-            write_new(directory / f"{name}.key", pair.text())
-            file.write(f"{pair.public} {name}\n")
+    pairs, made = {name: new_key_pair() for name in names}, list[Path]()
+    try:
+        for name, pair in pairs.items():
+            write_new(path := directory / f"{name}.key", pair.text())
+            made.append(path)
+        lines = [f"{pair.public} {name}\n" for name, pair in pairs.items()]
+        append(directory / AUTHORIZED, "".join(lines))
+    except OSError:  # a secret without its line would be in the way the next time
+        for path in made:
+            path.unlink()
+        raise
     say(f"made in {directory}: {', '.join(names)}")
     for name in names:
         say(f"  machine of {name}: copy {name}.key and {AUTHORIZED}, start it with --keys DIR")
@@ -60,8 +79,7 @@ def make_api_key(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
         write_new(path, "# API keys, one a line; take a line out to revoke it\n")
-    with path.open("a") as file:
-        file.write(f"sk-{secrets.token_urlsafe(32)}\n")
+    append(path, f"sk-{secrets.token_urlsafe(32)}\n")
     print(f"one more key is the last line of {path}; start the router with --api-keys {path}")
 
 

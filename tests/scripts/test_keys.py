@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -94,6 +95,26 @@ def test_what_a_full_disk_cuts_is_not_left_for_a_key(
     with pytest.raises(OSError, match=r"No space left on device.*router\.key"):
         write_new(tmp_path / "router.key", "public")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["--api-key", "LIST"], ["HERE", "router", "decode-0"]])
+@pytest.mark.parametrize("room", [0, 30])
+def test_a_full_disk_leaves_the_list_as_it_was_and_no_key(
+    tmp_path: Path, words: list[str], room: int
+) -> None:
+    path, before = tmp_path / "authorized_keys", f"# {'x' * 1000}\n"
+    path.write_text(before)
+    paths = {"LIST": str(path), "HERE": str(tmp_path)}
+    limit = len(before) + room  # of any file: the keys of parties are smaller
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "keys.py"), *[paths.get(it, it) for it in words]],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 1 and f"cannot write {path}: " in done.stderr
+    assert {each: each.read_text() for each in tmp_path.iterdir()} == {path: before}
 
 
 def test_what_would_be_left_out_is_refused(tmp_path: Path) -> None:
