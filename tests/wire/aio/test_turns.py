@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from itertools import count
 
 import pytest
 
@@ -92,3 +94,58 @@ async def test_who_asks_again_comes_after_those_that_have_waited() -> None:
     turns.take(speakers[0])
     await asyncio.sleep(0)
     assert story == [f"{number} prepares" for number in [*range(200), 0]]
+
+
+async def test_who_asks_again_while_it_waits_keeps_its_place() -> None:
+    """Or else whoever has more to say each time would never have a turn."""
+    turns, story = Turns(), list[str]()
+    speakers = [Speaker(str(number), story) for number in range(200)]
+    for speaker in speakers:
+        turns.take(speaker)
+    turns.take(speakers[0])
+    await asyncio.sleep(0)
+    turns.take(speakers[128])
+    await asyncio.sleep(0)
+    assert story == [f"{number} prepares" for number in range(200)]
+
+
+async def test_who_asks_in_its_turn_has_another_one_though_others_wait() -> None:
+    turns, story = Turns(), list[str]()
+
+    class Again(Speaker):
+        def transmit(self, body: bytes) -> None:
+            super().transmit(body)
+            if body == b"one":
+                self.words.append(b"more")
+                turns.take(self)
+
+    speakers = [Again("0", story), *(Speaker(str(number), story) for number in range(1, 200))]
+    speakers[0].words.append(b"one")
+    for speaker in speakers:
+        turns.take(speaker)
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert story == [
+        *[f"{number} prepares" for number in range(128)],
+        "0 says one",
+        *[f"{number} prepares" for number in [*range(128, 200), 0]],
+        "0 says more",
+    ]
+
+
+async def test_all_of_a_turn_are_told_the_same_time() -> None:
+    told = list[float]()
+
+    class Timed(Speaker):
+        def prepare(self, now: float) -> bytes:
+            told.append(now)
+            return super().prepare(now)
+
+    ticks = count(7)
+    for turns in (Turns(lambda: next(ticks)), Turns()):
+        began = time.monotonic()
+        for name in "ab":
+            turns.take(Timed(name, []))
+        await asyncio.sleep(0)
+    assert told[:2] == [7, 7]
+    assert told[2] == told[3] and began <= told[2] <= time.monotonic(), "the clock by default"
