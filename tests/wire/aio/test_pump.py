@@ -23,6 +23,7 @@ class Source:
         self.happened: deque[tuple[int, int]] = deque()
         self.outbox = 0
         self.room = 0
+        self.lingers: list[float] = []
         self.story: list[str] = []
         self.idle = asyncio.Event()
         self.all_sent = asyncio.Event()
@@ -61,6 +62,7 @@ class Source:
 
     async def close(self, linger_s: float) -> None:
         self.story.append("close")
+        self.lingers.append(linger_s)
         for fd in (self._socket_fd, self._poke_socket, self._monitor_fd, self._poke_monitor):
             os.close(fd)
 
@@ -178,6 +180,42 @@ async def test_room_found_while_it_asks_is_used_at_once_and_it_asks_again() -> N
     await source.pump.close(0.0)
 
 
+async def test_it_is_tried_until_all_is_sent() -> None:
+    class Narrow(Source):
+        def flush(self) -> float | None:
+            self.room = 1
+            return super().flush()
+
+    source = Narrow()
+    await source.idle.wait()
+    source.outbox = 9
+    source.all_sent.clear()
+    source.pump.wake()
+    async with asyncio.timeout(5):
+        await source.all_sent.wait()
+    assert source.outbox == 0
+    await source.pump.close(0.0)
+
+
+async def test_what_comes_while_it_sends_is_read_though_no_edge_tells() -> None:
+    """To send may swallow it."""
+
+    class Coupled(Source):
+        def flush(self) -> float | None:
+            if self.outbox:
+                self.inbox.append(1)
+            return super().flush()
+
+    source = Coupled()
+    await source.idle.wait()
+    source.outbox = source.room = 3
+    source.pump.wake()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert source.outbox == 0 and source.story.count("message") == 1
+    await source.pump.close(0.0)
+
+
 async def test_closing_flushes_first_and_closes_once(source: Source) -> None:
     source.outbox = 3
     closing = asyncio.create_task(source.pump.close(10.0))
@@ -195,6 +233,7 @@ async def test_closing_waits_no_longer_than_its_linger(source: Source) -> None:
     source.outbox = 3
     await source.pump.close(0.01)
     assert source.outbox == 3
+    assert source.lingers == [0.0], "the socket has what is left of it"
 
 
 def test_a_guarded_handler_logs_what_it_raises() -> None:
