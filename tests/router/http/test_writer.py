@@ -36,6 +36,7 @@ async def test_a_stream_to_its_end() -> None:
     await task
     start, *bodies = client.sent
     assert (start["status"], (b"x", b"y") in start["headers"]) == (200, True)
+    assert (b"content-type", b"text/event-stream; charset=utf-8") in start["headers"]
     assert [body["more_body"] for body in bodies] == [True, True, True, False]
     assert client.tokens == [(0.5, 2), (0.25, 1)]
 
@@ -91,6 +92,22 @@ async def test_silence_is_broken_by_a_comment() -> None:
     assert client.bodies.empty()
     client.say("a")
     assert text_of(await client.bodies.get()) == "a"
+    client.writer.disconnect()
+    with pytest.raises(Disconnected):
+        await task
+
+
+async def test_what_is_held_back_breaks_no_silence() -> None:
+    client = Client()
+    task = client.stream()
+    client.now = module.PING_S - 1
+    client.writer.wake()  # as a token does of which nothing can be said yet
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    client.now = module.PING_S
+    client.writer.tick()
+    await asyncio.sleep(0)
+    assert client.bodies.get_nowait() == PING
     client.writer.disconnect()
     with pytest.raises(Disconnected):
         await task
