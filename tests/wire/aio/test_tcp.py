@@ -729,6 +729,58 @@ async def test_closing_the_server_ends_every_connection_and_refuses_new_ones(hou
         await connect("127.0.0.1", server.port)
 
 
+async def test_closing_the_server_leaves_time_to_read_what_waits(house: House) -> None:
+    def flood(told: Told, message: Message) -> None:
+        told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES))
+
+    limits = Limits(max_write_bytes=64 << 20, high_water_bytes=64 << 20)
+    server = await house.serve(limits, answer=flood)
+    with deaf_client(server.port) as client:
+        client.setblocking(False)
+        told = await house.handlers.get()
+        await told.messages.get()
+        closing = asyncio.create_task(server.close(grace_s=30.0))
+        assert await told.closed is None
+        num_bytes = 0
+        while octets := await asyncio.get_running_loop().sock_recv(client, 1 << 20):
+            num_bytes += len(octets)
+    assert num_bytes > FLOOD_BYTES
+    await closing
+
+
+async def test_a_server_is_answering_while_one_of_its_clients_has_something_to_read(
+    house: House,
+) -> None:
+    def flood(told: Told, message: Message) -> None:
+        told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES))
+
+    limits = Limits(max_write_bytes=64 << 20, high_water_bytes=64 << 20)
+    server = await house.serve(limits, answer=flood)
+    assert not server.is_answering
+    with socket.create_connection(("127.0.0.1", server.port)):
+        await house.handlers.get()
+        assert not server.is_answering
+        with deaf_client(server.port):
+            await (await house.handlers.get()).messages.get()
+            assert server.is_answering
+
+
+async def test_who_lingers_when_the_server_closes_is_cut_after_its_grace(house: House) -> None:
+    def flood(told: Told, message: Message) -> None:
+        told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES))
+
+    limits = Limits(
+        max_write_bytes=64 << 20, high_water_bytes=64 << 20, stall_s=3600.0, hang_up_s=3600.0
+    )
+    server = await house.serve(limits, answer=flood)
+    with deaf_client(server.port), socket.create_connection(("127.0.0.1", server.port)):
+        for _ in range(2):
+            await house.handlers.get()
+        async with asyncio.timeout(10):
+            await server.close(grace_s=0.01)
+        assert server.num_connections == 0
+
+
 async def test_a_client_with_nothing_open_may_not_be_silent_for_long(house: House) -> None:
     server = await house.serve(Limits(idle_s=0.05))
     async with await connect("127.0.0.1", server.port) as client:
