@@ -781,6 +781,21 @@ async def test_who_lingers_when_the_server_closes_is_cut_after_its_grace(house: 
         assert server.num_connections == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux divides connections among sockets")
+async def test_servers_that_share_a_port_may_be_several_and_no_other_one_takes_it() -> None:
+    def make_handler(connection: Connection) -> Told:
+        return Told(connection, lambda told, message: None)
+
+    async with contextlib.AsyncExitStack() as stack:
+        first = await serve("127.0.0.1", 0, make_handler, is_shared=True)
+        stack.push_async_callback(first.close)
+        second = await serve("127.0.0.1", first.port, make_handler, is_shared=True)
+        stack.push_async_callback(second.close)
+        assert second.port == first.port
+        with pytest.raises(OSError):
+            await serve("127.0.0.1", first.port, make_handler)
+
+
 async def test_a_client_with_nothing_open_may_not_be_silent_for_long(house: House) -> None:
     server = await house.serve(Limits(idle_s=0.05))
     async with await connect("127.0.0.1", server.port) as client:
