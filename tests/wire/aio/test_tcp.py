@@ -796,6 +796,46 @@ async def test_servers_that_share_a_port_may_be_several_and_no_other_one_takes_i
             await serve("127.0.0.1", first.port, make_handler)
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
+async def test_over_tls_what_waits_at_the_end_still_goes(tmp_path: Path) -> None:
+    made = certificate.make(tmp_path)
+
+    def flood(told: Told, message: Message) -> None:
+        told.connection.send(DecodeToken(1, 1), bytes(FLOOD_BYTES))
+        told.connection.close()
+
+    limits = Limits(max_write_bytes=64 << 20, high_water_bytes=64 << 20, hang_up_s=30.0)
+    tls = server_context(made.cert, made.key)
+    server = await serve("127.0.0.1", 0, lambda connection: Told(connection, flood), limits, tls)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=made.trust)
+    writer.write(b"".join(encode(Cancel(1, 0))))
+    assert len(await reader.read()) > FLOOD_BYTES
+    writer.close()
+    await server.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
+async def test_over_tls_as_many_may_shake_hands_at_once_as_may_connect(tmp_path: Path) -> None:
+    made, clients = certificate.make(tmp_path), asyncio.Queue[Told]()
+
+    def make_handler(connection: Connection) -> Told:
+        clients.put_nowait(told := Told(connection, lambda told, message: None))
+        return told
+
+    tls = server_context(made.cert, made.key)
+    server = await serve("127.0.0.1", 0, make_handler, Limits(max_connections=2), tls)
+    first, second = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
+    # When the second has shaken hands, the first was accepted, and waits.
+    for client in (second, first):
+        _, writer = await asyncio.open_connection(
+            sock=client, ssl=made.trust, server_hostname="127.0.0.1"
+        )
+        told = await clients.get()
+        writer.close()
+        await told.connection.closed
+    await server.close()
+
+
 async def test_a_client_with_nothing_open_may_not_be_silent_for_long(house: House) -> None:
     server = await house.serve(Limits(idle_s=0.05))
     async with await connect("127.0.0.1", server.port) as client:
