@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.keys import write_new
+from scripts.keys import make_keys, write_new
 from tests.cluster import ROOT
 from tests.scripts.key_script import keys
 from wire.process.api_keys import ApiKeys, digest
@@ -45,6 +45,37 @@ def test_parties_are_added_later(tmp_path: Path) -> None:
     keys(tmp_path, "router")
     assert keys(tmp_path, "decode-7").returncode == 0
     assert Keys(tmp_path, "router").public_of("decode-7")
+
+
+def test_who_is_in_the_list_stays_there_when_others_are_added(tmp_path: Path) -> None:
+    listed, names = "", ("router", "prefill-0", "decode-0")
+    for name in names:
+        make_keys(tmp_path, [name], list[object]().append)
+        grown = (tmp_path / "authorized_keys").read_text()
+        assert grown.startswith(listed) and grown.endswith(f" {name}\n")
+        listed = grown
+    assert listed.count("\n") == len(names)
+    for name in names:
+        assert Keys(tmp_path, "router").public_of(name) == Keys(tmp_path, name).pair.public
+
+
+@pytest.mark.parametrize("names", [["router"], ["decode-0", "router"], ["router", "decode-0"]])
+def test_who_has_a_key_keeps_it(tmp_path: Path, names: list[str]) -> None:
+    make_keys(tmp_path, ["router"], list[object]().append)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    sentence = (
+        r"router\.key is there already and stays as it is; .* its line out of .*authorized_keys"
+    )
+    with pytest.raises(SystemExit, match=sentence):
+        make_keys(tmp_path, names, list[object]().append)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_key_that_another_wrote_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    (path := tmp_path / "router.key").write_text("theirs")
+    with pytest.raises(FileExistsError):
+        write_new(path, "ours")
+    assert path.read_text() == "theirs"
 
 
 @pytest.mark.parametrize("name", ["admin", "../router", "decode-"])
