@@ -131,6 +131,13 @@ def test_a_bad_variable_is_one_line(
     assert "--rank (BATON_RANK) = '-4': must be an integer from 0" in line_of(capsys, [])
 
 
+def test_the_line_shows_what_is_wrong_and_not_what_it_beats(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_RANK", "4")
+    assert "--rank (BATON_RANK) = 'four': must be" in line_of(capsys, ["--rank", "four"])
+
+
 def test_help_tells_flags_variables_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(Config, ["--help"])
