@@ -100,13 +100,16 @@ def test_endpoints_are_split() -> None:
 
 def test_local_workers_are_two_counts() -> None:
     assert parse(Config, ["--local", "2,3"]).local == (2, 3)
+    assert parse(Config, ["--local", "0,64"]).local == (0, 64)
+    assert parse(Config, ["--local", "64,0"]).local == (64, 0)
 
 
-@pytest.mark.parametrize("wrong", ["2", "2,", "a,b", "-1,2", "1,2,3"])
+@pytest.mark.parametrize("wrong", ["2", "2,", "a,b", "-1,2", "1,2,3", "65,0", "0,65"])
 def test_anything_else_is_refused_by_name(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(Config, [f"--local={wrong}"])
-    assert caught.value.code == 78 and "--local" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert caught.value.code == 78 and "--local" in said and "each from 0 to 64" in said
 
 
 @pytest.mark.parametrize(
@@ -116,6 +119,92 @@ def test_anything_else_is_refused_by_name(wrong: str, capsys: pytest.CaptureFixt
 def test_values_out_of_range_are_refused(field: str, value: int) -> None:
     with pytest.raises(ValidationError, match=field):
         Config(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flag", "least", "most"),
+    [
+        ("--processes", 1, 64),
+        ("--max-attempts", 1, 16),
+        ("--max-body-bytes", 1024, 64 << 20),
+        ("--max-kv-transfer-bytes", 1, 2**63 - 1),
+        ("--heartbeat-ms", 10, 60_000),
+        ("--lease-ms", 100, 3_600_000),
+        ("--stall-ms", 100, 3_600_000),
+        ("--queue-timeout-ms", 1, 3_600_000),
+        ("--deadline-ms", 1, 2**31 - 1),
+        ("--drain-s", 0, 3600),
+    ],
+)
+def test_the_ends_of_a_range_are_in_it_and_what_is_beyond_is_told_the_range(
+    flag: str,
+    least: int,
+    most: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")  # elsewhere there is one process
+    name = flag[2:].replace("-", "_")
+    for count in (least, most):
+        assert getattr(parse(Config, [f"{flag}={count}"]), name) == count
+    noun = "a number" if flag.endswith("-s") else "an integer"
+    for count in (least - 1, most + 1):
+        with pytest.raises(SystemExit, match="78"):
+            parse(Config, [f"{flag}={count}"])
+        given = f"{flag} (BATON_{name.upper()}) = '{count}'"
+        said = capsys.readouterr().err
+        assert said.endswith(f"{given}: must be {noun} from {least} up to {most}\n")
+
+
+@pytest.mark.parametrize(
+    ("flag", "least"),
+    [
+        ("--max-waiting", 0),
+        ("--max-running-per-worker", 1),
+        ("--max-connections", 1),
+        ("--max-requests-per-connection", 1),
+        ("--max-kept-responses", 0),
+        ("--max-kept-bytes", 0),
+    ],
+)
+def test_the_least_is_allowed_and_less_is_told_what_is_least(
+    flag: str, least: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert getattr(parse(Config, [f"{flag}={least}"]), flag[2:].replace("-", "_")) == least
+    with pytest.raises(SystemExit, match="78"):
+        parse(Config, [f"{flag}={least - 1}"])
+    said = capsys.readouterr().err
+    assert f"{flag} (" in said and said.endswith(f": must be an integer from {least}\n")
+
+
+@pytest.mark.parametrize(("flag", "kind"), [("--http", ""), ("--tcp", ""), ("--bus", "tcp://")])
+def test_the_last_port_is_allowed_and_the_first_and_any(flag: str, kind: str) -> None:
+    for port in (0, 1, 65535):
+        endpoint = f"{kind}127.0.0.1:{port}"
+        assert getattr(parse(Config, [flag, endpoint]), flag[2:]) == endpoint
+        assert split_endpoint(endpoint, flag) == ("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("port", ["65536", "-1", "\u0661", "\uff11", "\u00b9", "\u2460", "1\u0660"])
+@pytest.mark.parametrize("flag", ["--http", "--tcp"])
+def test_what_is_no_port_is_told_which_are(
+    flag: str, port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor are digits that are not ASCII: Arabic-Indic, full-width, superscript or circled."""
+    with pytest.raises(SystemExit, match="78"):
+        parse(Config, [f"{flag}=127.0.0.1:{port}"])
+    sentence = f"{flag} '127.0.0.1:{port}' is not HOST:PORT with a port from 0 to 65535\n"
+    assert capsys.readouterr().err == f"python -m router: {sentence}"
+
+
+@pytest.mark.parametrize("port", ["65536", "-1", "\u0661", "\uff11", "\u00b9", "\u2460", "1\u0660"])
+def test_what_is_no_port_of_a_bus_is_refused_by_name(
+    port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="78"):
+        parse(Config, [f"--bus=tcp://127.0.0.1:{port}"])
+    said = capsys.readouterr().err
+    assert "--bus (BATON_BUS) = " in said and said.count("\n") == 1
 
 
 def test_the_model_name_comes_from_the_model() -> None:

@@ -117,6 +117,76 @@ def test_segments_have_a_port_any_or_none(port: str) -> None:
     assert Config(kv_segment_port=port).kv_segment_port == port
 
 
+def test_ranks_and_ports_go_to_their_ends() -> None:
+    assert [Config(rank=rank).rank for rank in (0, 0xFFFFFFFD)] == [0, 0xFFFFFFFD]
+    for port in (1, 65535):
+        endpoint = f"tcp://127.0.0.1:{port}"
+        config = Config(
+            router=(endpoint,), kv_bind=endpoint, kv_advertise=endpoint, metrics=endpoint[6:]
+        )
+        assert {*config.router, config.kv_bind, config.kv_advertise} == {endpoint}
+        assert config.metrics == f"127.0.0.1:{port}"
+    assert Config(kv_bind="tcp://127.0.0.1:0", metrics="127.0.0.1:0").metrics
+
+
+@pytest.mark.parametrize(
+    ("flag", "beyond"),
+    [
+        ("--rank", "4294967294"),
+        ("--router", "tcp://127.0.0.1:65536"),
+        ("--kv-bind", "tcp://127.0.0.1:65536"),
+        ("--kv-advertise", "tcp://127.0.0.1:65536"),
+        ("--kv-advertise", "tcp://127.0.0.1:0"),
+        ("--kv-segment-port", "65536"),
+        ("--metrics", "127.0.0.1:65536"),
+        ("--cores", "65536"),
+        ("--speculate", "ngram:65"),
+    ],
+)
+def test_what_is_beyond_the_last_is_refused_by_name(
+    flag: str, beyond: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="78"):
+        parse(Config, [flag, beyond])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f": {flag} " in line and f"'{beyond}'" in line
+
+
+@pytest.mark.parametrize("digits", ["\u0663", "\uff13", "\u00b3", "\u2462"])
+@pytest.mark.parametrize(
+    ("flag", "setting"),
+    [
+        ("--rank", "{}"),
+        ("--router", "tcp://127.0.0.1:{}"),
+        ("--kv-bind", "tcp://127.0.0.1:{}"),
+        ("--kv-advertise", "tcp://127.0.0.1:{}"),
+        ("--cores", "{}"),
+        ("--speculate", "ngram:{}"),
+        ("--speculate", "draft:{}:demo"),
+        ("--rendezvous", "tcp://127.0.0.1:{}"),
+    ],
+)
+def test_digits_that_are_not_ascii_are_refused_by_name(
+    flag: str, setting: str, digits: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Arabic-Indic, full-width, superscript and circled ones."""
+    with pytest.raises(SystemExit, match="78"):
+        parse(Config, ["--tensor-parallel=2", flag, setting.format(digits)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f": {flag} " in line and digits in line
+
+
+@pytest.mark.parametrize("digits", ["\u00b3", "\u2462"])
+@pytest.mark.parametrize(("flag", "host"), [("--metrics", "127.0.0.1:"), ("--kv-segment-port", "")])
+def test_what_looks_like_a_digit_and_counts_nothing_is_no_port(
+    flag: str, host: str, digits: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="78"):
+        parse(Config, [flag, f"{host}{digits}"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f": {flag} " in line and f"'{host}{digits}'" in line
+
+
 def test_steps_are_longer_where_only_prompts_are_read() -> None:
     assert (Config(role="prefill").step_tokens, Config(role="decode").step_tokens) == (1024, 512)
     assert Config(role="prefill", max_ubatch_tokens=7).step_tokens == 7

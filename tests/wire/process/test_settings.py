@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 import pytest
 from pydantic import Field, ValidationError, model_validator
 
-from wire.process.settings import EX_CONFIG, Settings, parse
+from wire.process.settings import EX_CONFIG, Settings, check_endpoint, parse
 
 
 class Config(Settings):
@@ -20,6 +20,7 @@ class Config(Settings):
     )
     rank: Annotated[int, Field(ge=0)] | None = None
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where to compute.")
+    shard: int = Field(default=0, ge=0, lt=64)
     temperature: float = Field(default=1.0, gt=0, le=2)
     prefix_cache: bool = Field(default=True, description="Keep blocks of earlier prompts.")
     local: tuple[int, int] = (0, 0)
@@ -98,6 +99,7 @@ def test_settings_are_frozen() -> None:
         ),
         (["--rank", "-1"], "--rank (BATON_RANK) = '-1': must be an integer from 0"),
         (["--rank", "three"], "--rank (BATON_RANK) = 'three': must be an integer from 0"),
+        (["--shard", "64"], "--shard (BATON_SHARD) = '64': must be an integer from 0 below 64"),
         (["--device", "gpu"], "--device (BATON_DEVICE) = 'gpu': must be one of auto, cpu, cuda"),
         (
             ["--temperature", "0"],
@@ -138,6 +140,13 @@ def test_the_line_shows_what_is_wrong_and_not_what_it_beats(
     assert "--rank (BATON_RANK) = 'four': must be" in line_of(capsys, ["--rank", "four"])
 
 
+def test_both_ends_of_a_range_are_in_it() -> None:
+    for argv in ("--max-kv-bytes=1 --shard=0", f"--max-kv-bytes={1 << 20} --shard=63"):
+        config = parse(Config, argv.split())
+        assert argv == f"--max-kv-bytes={config.max_kv_bytes} --shard={config.shard}"
+    assert parse(Config, ["--temperature=2"]).temperature == 2
+
+
 def test_help_tells_flags_variables_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(Config, ["--help"])
@@ -174,3 +183,27 @@ def test_a_value_that_looks_like_a_flag_is_told_how_to_be_written(
 ) -> None:
     assert "--stop=..." in line_of(capsys, ["--stop", "--no-prefix-cache"])
     assert parse(Config, ["--stop=--no-prefix-cache"]).stop == ("--no-prefix-cache",)
+
+
+@pytest.mark.parametrize("digits", ["\u0663", "\uff13", "\u00b3", "\u2462", "1\u0663"])
+@pytest.mark.parametrize("flag", ["--max-kv-bytes", "--rank", "--temperature", "--local"])
+def test_digits_that_are_not_ascii_are_no_number(
+    capsys: pytest.CaptureFixture[str], flag: str, digits: str
+) -> None:
+    """Arabic-Indic, full-width, superscript and circled ones: Python takes some of them."""
+    given = f"{digits},{digits}" if flag == "--local" else digits
+    assert f": {flag} (BATON_" in (line := line_of(capsys, [f"{flag}={given}"])) and given in line
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "*", "gpu-box"])
+@pytest.mark.parametrize("port", ["0", "1", "65535"])
+def test_an_endpoint_has_any_port_there_is(host: str, port: str) -> None:
+    assert check_endpoint(f"tcp://{host}:{port}") == f"tcp://{host}:{port}"
+
+
+@pytest.mark.parametrize(
+    "port", ["65536", "99999", "655350", "-1", "+1", "1_0", " 1", "", "\u0663", "\uff13", "\u00b3"]
+)
+def test_an_endpoint_has_no_port_that_there_is_not(port: str) -> None:
+    with pytest.raises(ValueError, match=r"is neither tcp://HOST:PORT.* nor ipc://PATH"):
+        check_endpoint(f"tcp://127.0.0.1:{port}")
