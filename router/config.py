@@ -12,6 +12,7 @@ import shlex
 import socket
 import sys
 from pathlib import Path
+from re import fullmatch
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
@@ -303,7 +304,7 @@ def split_endpoint(endpoint: str, flag: str = "endpoint") -> tuple[str, int]:
     if flag == "--bus" and endpoint.startswith("ipc://"):
         return "localhost", 0
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    is_port = port.isascii() and port.isdecimal() and int(port) <= MAX_PORT
+    is_port = fullmatch("[0-9]{1,5}", port) is not None and int(port) <= MAX_PORT
     if not host or "/" in host or not is_port:
         raise ValueError(f"{flag} {endpoint!r} is not HOST:PORT with a port from 0 to 65535")
     return host.strip("[]"), int(port)

@@ -35,9 +35,12 @@ def write_new(path: Path, text: str) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Add to a file, whole or not at all: a line that a full disk cut would spoil the next one."""
-    with path.open("ab", buffering=0) as file:
-        size = file.tell()
+    """Add lines to a file, whole or not at all: one that a full disk cut would spoil the next."""
+    with path.open("a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        if file.read(1) not in (b"", b"\n"):  # an editor left its last line open
+            text = f"\n{text}"
         try:
             if file.write(text.encode()) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -48,6 +51,8 @@ def append(path: Path, text: str) -> None:
 
 def make_keys(directory: Path, names: list[str], say: Callable[[str], object] = print) -> None:
     """Write a key pair for each name, or nothing at all; `say` what to copy where."""
+    if len(set(names)) < len(names):
+        sys.exit("a party is named twice, and has one key")
     for name in names:
         if not is_party(name):
             sys.exit(f"{name!r} is no party: say router, prefill-RANK or decode-RANK")

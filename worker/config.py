@@ -152,6 +152,7 @@ class Config(SharedSettings):
     kv_unasked_bytes: int = Field(
         default=2 * MIB,
         ge=0,
+        le=MAX_BYTES,
         description="the largest KV that a decode worker takes along with its offer, which saves "
         "small prompts a round trip; 0: none",
     )
@@ -212,7 +213,8 @@ class Config(SharedSettings):
     @field_validator("kv_segment_port")
     @classmethod
     def _check_segment_port(cls, port: str) -> str:
-        if port not in ("auto", "off") and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        is_port = fullmatch("[0-9]{1,5}", port) is not None and 0 < int(port) < 1 << 16
+        if port not in ("auto", "off") and not is_port:
             raise ValueError(f"{port!r} is neither auto, off nor a port from 1 to 65535")
         return port
 
@@ -245,7 +247,7 @@ class Config(SharedSettings):
         if not self.metrics:
             return self
         host, _, port = self.metrics.rpartition(":")
-        if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        if not host or not fullmatch("[0-9]{1,5}", port) or int(port) >= 1 << 16:
             raise ValueError(f"--metrics {self.metrics!r} is not HOST:PORT with a port to 65535")
         is_guarded = self.api_keys is not None or credential("api_keys") is not None
         if host not in LOOPBACK_HOSTS and not (is_guarded or self.insecure):

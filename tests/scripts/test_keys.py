@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.keys import make_keys, write_new
+from scripts.keys import make_api_key, make_keys, write_new
 from tests.cluster import ROOT
 from tests.scripts.key_script import keys
 from wire.process.api_keys import ApiKeys, digest
@@ -175,3 +175,25 @@ def test_an_empty_directory_is_not_the_one_we_are_in(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2 and "say DIR and the names" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_last_line_without_its_end_is_not_joined_by_the_next(tmp_path: Path) -> None:
+    """An editor may leave it so."""
+    make_keys(tmp_path, ["router"], list[object]().append)
+    listed = tmp_path / "authorized_keys"
+    listed.write_text(listed.read_text().rstrip())
+    make_keys(tmp_path, ["decode-0"], list[object]().append)
+    for name in ("router", "decode-0"):
+        assert Keys(tmp_path, "router").public_of(name) == Keys(tmp_path, name).pair.public
+    path = tmp_path / "api_keys"
+    make_api_key(path)
+    path.write_text(path.read_text().rstrip())
+    make_api_key(path)
+    made = [line for line in path.read_text().splitlines() if line.startswith("sk-")]
+    assert len(made) == 2 and all(ApiKeys(path).allow(digest(key.encode())) for key in made)
+
+
+def test_a_party_that_is_named_twice_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="a party is named twice"):
+        make_keys(tmp_path / "keys", ["router", "decode-0", "router"], list[object]().append)
+    assert not (tmp_path / "keys").exists()

@@ -41,6 +41,10 @@ def test_the_defaults_serve_the_demo_on_this_machine() -> None:
         ({"credit_bytes": 8 << 20, "max_kv_inflight_bytes": 4 << 20}, "--max-kv-inflight-bytes"),
         ({"kv_unasked_bytes": 8 << 20, "credit_bytes": 4 << 20}, "--credit-bytes"),
         ({"kv_unasked_bytes": -1}, "kv_unasked_bytes"),
+        (
+            dict.fromkeys(("kv_unasked_bytes", "credit_bytes", "max_kv_inflight_bytes"), 2**63),
+            "kv_unasked_bytes",
+        ),
         ({"max_kv_transfer_bytes": 2**63}, "max_kv_transfer_bytes"),
         ({"kv_cache_bytes": 2**63}, "kv_cache_bytes"),
         ({"max_model_len": 2**31}, "max_model_len"),
@@ -164,6 +168,8 @@ def test_what_is_beyond_the_last_is_refused_by_name(
         ("--speculate", "ngram:{}"),
         ("--speculate", "draft:{}:demo"),
         ("--rendezvous", "tcp://127.0.0.1:{}"),
+        ("--metrics", "127.0.0.1:{}"),
+        ("--kv-segment-port", "{}"),
     ],
 )
 def test_digits_that_are_not_ascii_are_refused_by_name(

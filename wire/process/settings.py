@@ -147,7 +147,9 @@ def check_endpoint(endpoint: str) -> str:
     """Return an endpoint that ZeroMQ can bind.  Raises ValueError."""
     found = fullmatch(r"tcp://[^/]+:([0-9]{1,5})|ipc://.+", endpoint)
     if found is None or int(found[1] or 0) >= 1 << 16:
-        raise ValueError(f"{endpoint!r} is neither tcp://HOST:PORT nor ipc://PATH")
+        raise ValueError(
+            f"{endpoint!r} is neither tcp://HOST:PORT, with a port from 0 to 65535, nor ipc://PATH"
+        )
     return endpoint
 
 
