@@ -9,7 +9,6 @@ what follows is counted by the protocol, as without TLS.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import ssl
 from collections.abc import Callable, Coroutine
@@ -19,6 +18,7 @@ from typing import Final, NoReturn, Protocol
 
 import structlog
 
+from wire.aio.portions import sealed_protocol
 from wire.process.keys import read_text
 from wire.process.settings import ConfigError
 
@@ -202,7 +202,13 @@ async def _shake_tls_hands(
     make_protocol: MakeProtocol, tls: ssl.SSLContext, handshake_s: float, client: socket.socket
 ) -> None:
     loop = asyncio.get_running_loop()
-    with contextlib.suppress(OSError):  # it speaks no TLS, took too long, or went away
-        await loop.connect_accepted_socket(
-            make_protocol, client, ssl=tls, ssl_handshake_timeout=handshake_s
-        )
+    shaken: asyncio.Future[None] = loop.create_future()
+    sealed = sealed_protocol(make_protocol(), tls, handshake_s, shaken)
+    transport, _ = await loop.connect_accepted_socket(lambda: sealed, client)
+    try:
+        await shaken
+    except OSError:  # it speaks no TLS, took too long, or went away
+        transport.close()
+    except BaseException:
+        transport.abort()
+        raise
