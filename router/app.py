@@ -249,7 +249,11 @@ class Router:
         return any(server is not None and server.is_answering for server in (self._tcp, self._http))
 
     async def close(self) -> None:
-        """Close raw TCP and HTTP, end the local workers, then close the bus."""
+        """Close raw TCP and HTTP, end the local workers, then close the bus.
+
+        Requests that are open, since a second signal came, end with an error.
+        """
+        self.dispatcher.cancel_all(ErrorCode.DRAINING, "the router was told to stop at once")
         if self._tcp is not None:
             await self._tcp.close(FLUSH_S)
         if self._http is not None:

@@ -205,8 +205,10 @@ class Config(SharedSettings):
 
     @field_validator("worker_args")
     @classmethod
-    def _check_quotes(cls, flags: str) -> str:
-        shlex.split(flags)  # raises ValueError
+    def _check_worker_args(cls, flags: str) -> str:
+        for word in shlex.split(flags):  # raises ValueError
+            if (flag := word.partition("=")[0]) in ("--role", "--rank", "--router"):
+                raise ValueError(f"{flag} is not for all of them: --local says it to each worker")
         return flags
 
     @model_validator(mode="after")

@@ -119,6 +119,13 @@ class Processes:
 
     async def serve(self, stop: asyncio.Event) -> int:
         """Run them until asked to stop; return the exit status."""
+        try:
+            return await self._serve(stop)
+        except asyncio.CancelledError:  # by a second signal, which is theirs, too
+            await self._hurry()
+            raise
+
+    async def _serve(self, stop: asyncio.Event) -> int:
         loops = [self._start(self._look_after(process)) for process in self._all]
         stopped, begun = self._start(stop.wait()), self._start(self._begin())
         # A loop ends before that only if its process never served: the settings cannot work.
@@ -186,6 +193,19 @@ class Processes:
         ends = [asyncio.create_task(each.child.wait()) for each in here if each.child is not None]
         if ends:
             await asyncio.wait(ends, timeout=FLUSH_S + ANSWER_S)
+
+    async def _hurry(self) -> None:
+        """Have them tell their clients that they are not waited for, and end."""
+        self._may_leave.set()
+        # Each is to get two signals, one of which it may have; and the same twice may come as one.
+        numbers = (signal.SIGINT,) if self._is_stopping else (signal.SIGTERM, signal.SIGINT)
+        self._is_stopping = True
+        for process in self._all:
+            for number in numbers:
+                process.signal(number)
+        ends = [asyncio.create_task(each.child.wait()) for each in self._all if each.child]
+        if ends:
+            await asyncio.wait(ends, timeout=FLUSH_S / 2)
 
     def _states(self) -> list[ProcessState]:
         return [process.state for process in self._all if process.state is not None]

@@ -317,3 +317,14 @@ def test_a_bus_that_zeromq_cannot_bind_is_refused_by_name(
     said = capsys.readouterr().err
     assert "--bus (BATON_BUS)" in said
     assert "neither tcp://HOST:PORT, with a port from 0 to 65535, nor ipc://PATH" in said
+
+
+@pytest.mark.parametrize("flags", ["--role decode", "--threads 2 --rank=3", "--router=tcp://a:1"])
+def test_what_each_local_worker_is_told_by_local_is_not_for_all(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(Config, ["--local=1,1", f"--worker-args={flags}"])
+    assert caught.value.code == EX_CONFIG
+    flag = next(name for name in ("--role", "--rank", "--router") if name in flags)
+    assert f"{flag} is not for all of them" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.cluster import Cluster, hash_oracle, until
 from wire.options import Options
@@ -43,3 +44,22 @@ async def test_a_worker_joins_gets_work_and_drains_on_sigterm(tmp_path: Path) ->
         assert await asyncio.to_thread(joined.wait, 30) == 0
         until(lambda: cluster.find("decode", 3) is None, "decode-3 gone")
         cluster.until_idle()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_second_signal_ends_streams_with_an_error_and_at_once(
+    num_processes: int, tmp_path: Path
+) -> None:
+    args = ("--worker-args", "--hash-step-ms 20", "--processes", str(num_processes))
+    with Cluster(tmp_path, executor="hash", args=args) as cluster:
+        body = {"model": "demo", "prompt": [1, 2], "max_tokens": 2000, "stream": True}
+        url = f"{cluster.http}/v1/completions"
+        with httpx.stream("POST", url, json=body | {"ignore_eos": True}, timeout=60) as response:
+            events = response.iter_lines()
+            assert next(events).startswith("data: {")
+            cluster.router.send_signal(signal.SIGTERM)  # the same twice might come as one
+            cluster.router.send_signal(signal.SIGINT)
+            *_, error, done = [line for line in events if line]
+        assert '"code":"draining"' in error and done == "data: [DONE]"
+        assert cluster.router.wait(20) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+    assert "Traceback" not in cluster.log_path.read_text()
