@@ -87,20 +87,28 @@ def test_whatever_else_the_loop_says_is_passed_on() -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
-@pytest.mark.parametrize("cheap_s", [-1.0, 1e9])
+@pytest.mark.parametrize(("cheap_s", "most_bytes"), [(-1.0, LEAST_BYTES), (1e9, MOST_BYTES)])
 @pytest.mark.parametrize("new_loop", LOOPS)
 def test_under_tls_all_comes_as_it_was_sent(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
     cheap_s: float,
+    most_bytes: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(portions, "CHEAP_S", cheap_s)
+    sizes, pass_on = list[int](), Portions.buffer_updated
+
+    def note(self: Portions, nbytes: int) -> None:
+        sizes.append(nbytes)
+        pass_on(self, nbytes)
+
+    monkeypatch.setattr(Portions, "buffer_updated", note)
     made = certificate.make(tmp_path)
     sent = random.Random(1).randbytes(300_001)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         came = runner.run(sent_over_tls(made, sent))
-    assert came == sent
+    assert came == sent and max(sizes) == most_bytes
 
 
 async def sent_over_tls(made: certificate.Certificate, sent: bytes) -> bytes:
