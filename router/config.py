@@ -12,8 +12,7 @@ import shlex
 import socket
 import sys
 from pathlib import Path
-from re import fullmatch
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
@@ -29,10 +28,9 @@ from router.http.limits import MAX_BODY_BYTES
 from router.http.origin import check_origin
 from router.text.answer import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 from wire.process.keys import credential
-from wire.process.settings import SharedSettings, check_endpoint
+from wire.process.settings import MAX_PORT, SharedSettings, check_endpoint, port_of
 
 NumWorkers = Annotated[int, Field(ge=0, le=64)]
-MAX_PORT: Final = 65_535
 
 
 class Config(SharedSettings):
@@ -306,10 +304,10 @@ def split_endpoint(endpoint: str, flag: str = "endpoint") -> tuple[str, int]:
     if flag == "--bus" and endpoint.startswith("ipc://"):
         return "localhost", 0
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    is_port = fullmatch("[0-9]{1,5}", port) is not None and int(port) <= MAX_PORT
-    if not host or "/" in host or not is_port:
+    number = port_of(port)
+    if not host or "/" in host or number is None:
         raise ValueError(f"{flag} {endpoint!r} is not HOST:PORT with a port from 0 to 65535")
-    return host.strip("[]"), int(port)
+    return host.strip("[]"), number
 
 
 def _is_loopback(host: str) -> bool:

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from wire.payloads import EndpointOrNone
 from wire.process.cores import format_cores, parse_cores
 from wire.process.keys import credential
-from wire.process.settings import MAX_BYTES, MAX_COUNT, SharedSettings, check_endpoint
+from wire.process.settings import MAX_BYTES, MAX_COUNT, SharedSettings, check_endpoint, port_of
 
 MIB: Final = 1 << 20
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
@@ -213,8 +213,7 @@ class Config(SharedSettings):
     @field_validator("kv_segment_port")
     @classmethod
     def _check_segment_port(cls, port: str) -> str:
-        is_port = fullmatch("[0-9]{1,5}", port) is not None and 0 < int(port) < 1 << 16
-        if port not in ("auto", "off") and not is_port:
+        if port not in ("auto", "off") and not port_of(port):
             raise ValueError(f"{port!r} is neither auto, off nor a port from 1 to 65535")
         return port
 
@@ -247,7 +246,7 @@ class Config(SharedSettings):
         if not self.metrics:
             return self
         host, _, port = self.metrics.rpartition(":")
-        if not host or not fullmatch("[0-9]{1,5}", port) or int(port) >= 1 << 16:
+        if not host or port_of(port) is None:
             raise ValueError(f"--metrics {self.metrics!r} is not HOST:PORT with a port to 65535")
         is_guarded = self.api_keys is not None or credential("api_keys") is not None
         if host not in LOOPBACK_HOSTS and not (is_guarded or self.insecure):
@@ -279,8 +278,8 @@ class Config(SharedSettings):
                 f"--rendezvous {self.rendezvous} is for several processes: say how many with "
                 "--tensor-parallel or --pipeline-parallel, or leave it out"
             )
-        found = fullmatch(r"tcp://(.+):([0-9]{1,5})|file:///.+", self.rendezvous or "file:///-")
-        if found is None or not 0 < int(found[2] or 1) < 1 << 16:
+        found = fullmatch(r"tcp://(.+):(.*)|file:///.+", self.rendezvous or "file:///-")
+        if found is None or (found[2] is not None and not port_of(found[2])):
             raise ValueError(
                 f"--rendezvous {self.rendezvous!r} is neither tcp://HOST:PORT, with a port from 1 "
                 "to 65535, nor file:///PATH"

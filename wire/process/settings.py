@@ -37,6 +37,7 @@ EX_TEMPFAIL: Final = 75
 # The most bytes, and the most blocks or tokens, that a frame can say.  SPEC 5.1.
 MAX_BYTES: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
+MAX_PORT: Final = 65_535
 # What every variable begins with.
 PREFIX: Final = "BATON_"
 
@@ -143,10 +144,15 @@ def parse(
     return config
 
 
+def port_of(text: str) -> int | None:
+    """Return the port, from 0 to `MAX_PORT`, that a text of ASCII digits says; None for others."""
+    return int(text) if fullmatch("[0-9]{1,5}", text) and int(text) <= MAX_PORT else None
+
+
 def check_endpoint(endpoint: str) -> str:
     """Return an endpoint that ZeroMQ can bind.  Raises ValueError."""
-    found = fullmatch(r"tcp://[^/]+:([0-9]{1,5})|ipc://.+", endpoint)
-    if found is None or int(found[1] or 0) >= 1 << 16:
+    found = fullmatch(r"tcp://[^/]+:(.*)|ipc://.+", endpoint)
+    if found is None or (found[1] is not None and port_of(found[1]) is None):
         raise ValueError(
             f"{endpoint!r} is neither tcp://HOST:PORT, with a port from 0 to 65535, nor ipc://PATH"
         )

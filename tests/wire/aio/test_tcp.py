@@ -607,14 +607,17 @@ async def test_nothing_is_kept_for_a_connection_that_has_ended(house: House, clo
     assert connection() is None, "no timer holds it"
 
 
+def silent(clients: asyncio.Queue[Told], connection: Connection) -> Told:
+    """A handler that says nothing, and can be had from `clients`."""
+    clients.put_nowait(told := Told(connection, lambda told, message: None))
+    return told
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
 async def test_nothing_is_kept_for_a_connection_over_tls_that_has_ended(tmp_path: Path) -> None:
     made, clients = certificate.make(tmp_path), asyncio.Queue[Told]()
 
-    def make_handler(connection: Connection) -> Told:
-        clients.put_nowait(told := Told(connection, lambda told, message: None))
-        return told
-
+    make_handler = partial(silent, clients)
     tls = server_context(made.cert, made.key)
     server = await serve("127.0.0.1", 0, make_handler, tls=tls)
     _, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=made.trust)
@@ -818,10 +821,7 @@ async def test_over_tls_what_waits_at_the_end_still_goes(tmp_path: Path) -> None
 async def test_over_tls_as_many_may_shake_hands_at_once_as_may_connect(tmp_path: Path) -> None:
     made, clients = certificate.make(tmp_path), asyncio.Queue[Told]()
 
-    def make_handler(connection: Connection) -> Told:
-        clients.put_nowait(told := Told(connection, lambda told, message: None))
-        return told
-
+    make_handler = partial(silent, clients)
     tls = server_context(made.cert, made.key)
     server = await serve("127.0.0.1", 0, make_handler, Limits(max_connections=2), tls)
     first, second = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 import pytest
 from pydantic import Field, ValidationError, model_validator
 
-from wire.process.settings import EX_CONFIG, Settings, check_endpoint, parse
+from wire.process.settings import EX_CONFIG, Settings, check_endpoint, parse, port_of
 
 
 class Config(Settings):
@@ -207,3 +207,13 @@ def test_an_endpoint_has_any_port_there_is(host: str, port: str) -> None:
 def test_an_endpoint_has_no_port_that_there_is_not(port: str) -> None:
     with pytest.raises(ValueError, match=r"is neither tcp://HOST:PORT.* nor ipc://PATH"):
         check_endpoint(f"tcp://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("number", [0, 1, 65_535])
+def test_a_port_is_said_by_digits(number: int) -> None:
+    assert port_of(str(number)) == number
+
+
+@pytest.mark.parametrize("text", ["", "65536", "-1", "+1", " 1", "1 ", "1_0", "\u0663", "9" * 5000])
+def test_what_says_no_port(text: str) -> None:
+    assert port_of(text) is None
