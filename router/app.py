@@ -47,9 +47,9 @@ from router.http.server import Limits as HttpLimits
 from router.local import LocalWorkers
 from router.processes.siblings import Siblings
 from router.tcp import serve_clients
-from wire.aio.listener import server_context
 from wire.aio.tcp import Limits as TcpLimits
 from wire.aio.tcp import Server
+from wire.aio.tls import server_context
 from wire.aio.zmq import Hub
 from wire.errors import ErrorCode
 from wire.frames import MAX_TOKEN_ID

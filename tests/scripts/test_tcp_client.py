@@ -11,8 +11,8 @@ import pytest
 
 from scripts.tcp_client import connect
 from tests import certificate
-from wire.aio.listener import server_context
 from wire.aio.tcp import Connection, Limits, serve
+from wire.aio.tls import server_context
 from wire.errors import RemoteProtocolError
 from wire.frames import Cancel, DecodeDone, DecodeToken
 from wire.parts import Message

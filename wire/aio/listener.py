@@ -13,14 +13,11 @@ import socket
 import ssl
 from collections.abc import Callable, Coroutine
 from functools import partial
-from pathlib import Path
-from typing import Final, NoReturn, Protocol
+from typing import Final, Protocol
 
 import structlog
 
-from wire.aio.portions import sealed_protocol
-from wire.process.keys import read_text
-from wire.process.settings import ConfigError
+from wire.aio.tls import sealed_protocol
 
 BACKLOG: Final = 1024
 # After an accept that failed: the process has no descriptor left, which takes a while to change.
@@ -42,48 +39,6 @@ class Listener(Protocol):
 
     async def wait_closed(self) -> None:
         """Wait until that is so."""
-
-
-def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Return TLS 1.2 or newer with this certificate chain and its key (PEM); None without them.
-
-    Raises:
-        ConfigError: A file is missing, unreadable, readable by everybody, or does not fit; the key
-            is encrypted.
-    """
-    if cert is None or key is None:
-        return None
-    _check_pem(cert, key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-
-    def refuse() -> NoReturn:  # or else OpenSSL would ask on the terminal, and wait
-        raise ConfigError(
-            f"{key} is encrypted, and nobody can be asked for its password: openssl pkey -in {key} "
-            "-out FILE writes one without"
-        )
-
-    try:
-        context.load_cert_chain(cert, key, password=refuse)
-    except OSError as error:  # ssl.SSLError too
-        raise ConfigError(f"cannot use {cert} with {key}: {error.strerror or error}") from None
-    return context
-
-
-def _check_pem(cert: Path, key: Path) -> None:
-    """Say in words what is wrong with a file, and with which: OpenSSL does not.
-
-    Raises:
-        ConfigError: It is.
-    """
-    try:
-        chain = cert.read_bytes()  # with comments in any encoding
-    except OSError as error:
-        raise ConfigError(f"cannot read {cert}: {error.strerror}") from None
-    secret = read_text(key, is_secret=True).encode()
-    for path, pem, what in ((cert, chain, "CERTIFICATE"), (key, secret, "PRIVATE KEY")):
-        if f"{what}-----".encode() not in pem:
-            raise ConfigError(f"{path} has no {what.lower()} in PEM (-----BEGIN {what}-----)")
 
 
 def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:

@@ -38,7 +38,8 @@ from router.http.server import (
 from tests import certificate
 from tests.pause import stand_still
 from tests.router.http.asgi_wire import Wire
-from wire.aio.listener import LAST_LOOK_S, bind, server_context
+from wire.aio.listener import LAST_LOOK_S, bind
+from wire.aio.tls import server_context
 
 GET = b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n"
 LARGE = b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n"

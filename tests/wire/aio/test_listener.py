@@ -6,19 +6,16 @@ import asyncio
 import shutil
 import socket
 import ssl
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import cast
 
 import pytest
 import uvloop
 
 from tests import certificate
-from wire.aio.listener import PAUSE_S, bind, listen, reserve, server_context
-from wire.process.settings import ConfigError
+from wire.aio.listener import PAUSE_S, bind, listen, reserve
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
 
@@ -162,55 +159,6 @@ def test_the_same_on_the_loop_that_processes_use(made: certificate.Certificate) 
         runner.run(test_for_one_handshake_too_many_the_eldest_is_hung_up_on(made))
         runner.run(test_a_handshake_has_its_time_and_its_form(made, b""))
         runner.run(test_closing_ends_handshakes_and_frees_the_port(made))
-
-
-def test_none_is_plain() -> None:
-    assert server_context(None, None) is None
-
-
-def test_tls_is_new_enough(tmp_path: Path) -> None:
-    made = certificate.make(tmp_path)
-    context = server_context(made.cert, made.key)
-    assert context is not None and context.minimum_version == ssl.TLSVersion.TLSv1_2
-
-
-def test_what_does_not_work_is_named(tmp_path: Path) -> None:
-    made = certificate.make(tmp_path)
-    with pytest.raises(ConfigError, match=r"nothing\.pem"):
-        server_context(made.cert, tmp_path / "nothing.pem")
-    with pytest.raises(ConfigError, match=r"nothing\.pem"):
-        server_context(tmp_path / "nothing.pem", made.key)
-    other = tmp_path / "other"
-    other.mkdir()
-    second = certificate.make(other)
-    with pytest.raises(ConfigError, match=f"cannot use {made.cert} with {second.key}: "):
-        server_context(made.cert, second.key)
-    with pytest.raises(ConfigError, match=f"{second.cert} has no private key in PEM"):
-        second.cert.chmod(0o600)
-        server_context(made.cert, second.cert)
-    with pytest.raises(ConfigError, match=f"{second.key} has no certificate in PEM"):
-        server_context(second.key, made.key)
-    with pytest.raises(ConfigError, match="Is a directory"):
-        server_context(made.cert, tmp_path)
-    made.key.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        server_context(made.cert, made.key)
-
-
-def test_a_certificate_may_have_comments_in_any_encoding(tmp_path: Path) -> None:
-    made = certificate.make(tmp_path)
-    made.cert.write_bytes("für Zürich\n".encode("latin-1") + made.cert.read_bytes())
-    assert server_context(made.cert, made.key) is not None
-
-
-def test_nobody_is_asked_for_the_password_of_a_key(tmp_path: Path) -> None:
-    made = certificate.make(tmp_path)
-    sealed = tmp_path / "sealed.pem"
-    command = ["openssl", "pkey", "-in", str(made.key), "-aes256", "-passout", "pass:secret"]
-    subprocess.run([*command, "-out", str(sealed)], check=True, capture_output=True)
-    sealed.chmod(0o600)
-    with pytest.raises(ConfigError, match=r"sealed\.pem is encrypted"):
-        server_context(made.cert, sealed)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux divides connections among sockets")

@@ -19,8 +19,9 @@ import uvloop
 from scripts.tcp_client import Client, connect
 from tests import certificate
 from tests.pause import stand_still
-from wire.aio.listener import LAST_LOOK_S, server_context
+from wire.aio.listener import LAST_LOOK_S
 from wire.aio.tcp import LOOK_S, MAX_AT_ONCE, Connection, Limits, Server, serve
+from wire.aio.tls import server_context
 from wire.aio.unread import has_left
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
 from wire.frames import Cancel, DecodeDone, DecodeToken, Error, Tag

@@ -1,0 +1,250 @@
+"""What is wrong with a certificate is named; whose records bring no data is cut off, soon."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import random
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import pytest
+import uvloop
+
+from tests import certificate
+from wire.aio.listener import bind, listen
+from wire.aio.tls import BOUGHT_BYTES, LEFT_BYTES, RECORD_BYTES, Sealed, server_context
+from wire.process.settings import ConfigError
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+# Whether a KeyUpdate asks the other end for one of its own; its size, and that of a record with one
+# byte of data.
+NOT_ASKED, ASKED = 0, 1
+KEY_UPDATE_BYTES, SMALLEST_BYTES = 27, 23
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> certificate.Certificate:
+    return certificate.make(tmp_path_factory.mktemp("certificate"))
+
+
+def test_none_is_plain() -> None:
+    assert server_context(None, None) is None
+
+
+def test_tls_is_new_enough(tmp_path: Path) -> None:
+    made = certificate.make(tmp_path)
+    context = server_context(made.cert, made.key)
+    assert context is not None and context.minimum_version == ssl.TLSVersion.TLSv1_2
+
+
+def test_what_does_not_work_is_named(tmp_path: Path) -> None:
+    made = certificate.make(tmp_path)
+    with pytest.raises(ConfigError, match=r"nothing\.pem"):
+        server_context(made.cert, tmp_path / "nothing.pem")
+    with pytest.raises(ConfigError, match=r"nothing\.pem"):
+        server_context(tmp_path / "nothing.pem", made.key)
+    other = tmp_path / "other"
+    other.mkdir()
+    second = certificate.make(other)
+    with pytest.raises(ConfigError, match=f"cannot use {made.cert} with {second.key}: "):
+        server_context(made.cert, second.key)
+    with pytest.raises(ConfigError, match=f"{second.cert} has no private key in PEM"):
+        server_context(made.cert, second.cert)
+    with pytest.raises(ConfigError, match=f"{second.key} has no certificate in PEM"):
+        server_context(second.key, second.cert)  # the one for the other
+    with pytest.raises(ConfigError, match="Is a directory"):
+        server_context(made.cert, tmp_path)
+    made.key.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        server_context(made.cert, made.key)
+
+
+def test_a_certificate_may_have_comments_in_any_encoding(tmp_path: Path) -> None:
+    made = certificate.make(tmp_path)
+    made.cert.write_bytes("für Zürich\n".encode("latin-1") + made.cert.read_bytes())
+    assert server_context(made.cert, made.key) is not None
+
+
+def test_nobody_is_asked_for_the_password_of_a_key(tmp_path: Path) -> None:
+    made = certificate.make(tmp_path)
+    sealed = tmp_path / "sealed.pem"
+    command = ["openssl", "pkey", "-in", str(made.key), "-aes256", "-passout", "pass:secret"]
+    subprocess.run([*command, "-out", str(sealed)], check=True, capture_output=True)
+    sealed.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"sealed\.pem is encrypted"):
+        server_context(made.cert, sealed)
+
+
+class Taker(asyncio.Protocol):
+    """Keeps what comes, and stops reading once it has `most` bytes."""
+
+    def __init__(self, most: int = 1 << 62) -> None:
+        self.came, self._most = bytearray(), most
+        self.has_most, self.ended = asyncio.Event(), asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.came += data
+        if len(self.came) >= self._most and not self.has_most.is_set():
+            self.transport.pause_reading()
+            self.has_most.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set()
+
+
+class Rude:
+    """A blocking client of TLS 1.3 that can ask for new keys, as Python's own cannot."""
+
+    def __init__(self, port: int) -> None:
+        self._lib = lib = ctypes.CDLL("libssl.so.3")
+        pointer = ctypes.c_void_p
+        for function in (lib.TLS_client_method, lib.SSL_CTX_new, lib.SSL_new):
+            function.restype = pointer
+        context = pointer(lib.SSL_CTX_new(pointer(lib.TLS_client_method())))
+        self._ssl = pointer(lib.SSL_new(context))
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        lib.SSL_set_fd(self._ssl, self._socket.fileno())
+        assert lib.SSL_connect(self._ssl) == 1
+
+    def ask(self, kind: int) -> bool:
+        """Send a KeyUpdate; tell whether the connection took it."""
+        self._lib.SSL_key_update(self._ssl, kind)
+        return bool(self._lib.SSL_do_handshake(self._ssl) == 1)
+
+    def say(self, data: bytes) -> bool:
+        """Send a record; tell whether the connection took it."""
+        return bool(self._lib.SSL_write(self._ssl, data, len(data)) == len(data))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@dataclass
+class Served:
+    """A taker behind TLS, and what the loop read for it, a size each time."""
+
+    port: int
+    taker: Taker
+    read: list[int]
+
+
+@asynccontextmanager
+async def serving(
+    made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch, most: int = 1 << 62
+) -> AsyncIterator[Served]:
+    sizes, pass_on = list[int](), Sealed.buffer_updated
+
+    def note(self: Sealed, nbytes: int) -> None:
+        sizes.append(nbytes)
+        pass_on(self, nbytes)
+
+    monkeypatch.setattr(Sealed, "buffer_updated", note)
+    sock, taker = bind("127.0.0.1", 0), Taker(most)
+    tls = server_context(made.cert, made.key)
+    listener = await listen(lambda: taker, sock, tls, handshake_s=10.0, max_handshakes=1)
+    try:
+        yield Served(sock.getsockname()[1], taker, sizes)
+    finally:
+        taker.transport.abort()
+        await taker.ended.wait()
+        listener.close()
+        await listener.wait_closed()
+
+
+def on(new_loop: NewLoop, test: Coroutine[None, None, None]) -> None:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(test)
+
+
+@pytest.mark.parametrize("kind", [NOT_ASKED, ASKED])
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_who_asks_for_new_keys_again_and_again_is_cut_off(
+    new_loop: NewLoop, kind: int, made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flood(port: int) -> int:
+        client, num_taken = Rude(port), 0
+        while client.ask(kind):
+            num_taken += 1
+        client.close()
+        return num_taken
+
+    async def test() -> None:
+        async with serving(made, monkeypatch) as served:
+            assert await asyncio.to_thread(flood, served.port) > 100
+            await served.taker.ended.wait()
+            # With the handshake.
+            assert LEFT_BYTES < sum(served.read) < LEFT_BYTES + 2000
+            assert not served.taker.came
+
+    on(new_loop, test())
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_data_buys_as_much_as_the_smallest_records_need_and_little_more(
+    new_loop: NewLoop, made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_records = 2000  # of which LEFT_BYTES are not enough for half
+
+    def say(client: Rude) -> bool:
+        return all(client.say(b".") for _ in range(num_records))
+
+    def ask_and_say(client: Rude) -> None:
+        while client.ask(NOT_ASKED) and client.say(b"."):
+            pass
+
+    async def test() -> None:
+        async with serving(made, monkeypatch, most=num_records) as served:
+            client = await asyncio.to_thread(Rude, served.port)
+            assert await asyncio.to_thread(say, client)
+            await served.taker.has_most.wait()
+            client.close()
+        async with serving(made, monkeypatch) as served:
+            client = await asyncio.to_thread(Rude, served.port)
+            await asyncio.to_thread(ask_and_say, client)
+            await served.taker.ended.wait()
+            client.close()
+            net_bytes = SMALLEST_BYTES + KEY_UPDATE_BYTES - BOUGHT_BYTES
+            assert len(served.taker.came) == pytest.approx(LEFT_BYTES / net_bytes, rel=0.05)
+
+    on(new_loop, test())
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_all_comes_as_it_was_sent_though_it_was_not_read_for_a_while(
+    new_loop: NewLoop, made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = random.Random(1).randbytes(3_000_001)
+
+    async def test() -> None:
+        async with serving(made, monkeypatch, most=100_000) as served:
+            _, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=made.trust)
+            writer.write(sent)
+            taker = served.taker
+            await taker.has_most.wait()
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert LEFT_BYTES <= sum(served.read) - len(taker.came) < 3 * LEFT_BYTES
+            taker.transport.resume_reading()
+            writer.close()
+            await writer.wait_closed()
+            await taker.ended.wait()
+            assert taker.came == sent and max(served.read) == LEFT_BYTES
+
+    on(new_loop, test())
+
+
+def test_a_whole_record_may_come_right_after_the_handshake() -> None:
+    assert RECORD_BYTES < LEFT_BYTES
