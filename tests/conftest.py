@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio.constants
 import gc
+import logging
 import os
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
@@ -22,7 +23,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # three frames of it, for next to none is ever shown.
 asyncio.constants.DEBUG_STACK_DEPTH = 3  # type: ignore[misc]
 
-# A loaded machine is no bug: no example has a time of its own.
+# A loaded machine is no bug: nothing is said of a callback that took long, as it would be under
+# PYTHONASYNCIODEBUG, and no example has a time of its own.
+logging.getLogger("asyncio").addFilter(
+    lambda record: not str(record.msg).startswith("Executing %s took")
+)
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
