@@ -6,6 +6,7 @@ A start consists almost only of imports, and after a crash every client waits fo
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 
 
@@ -14,11 +15,14 @@ def main(argv: list[str]) -> int:
     # What imports make is never garbage.  Frozen, the collector does not look through it: that took
     # 60 ms each time, and nothing else ran meanwhile.
     gc.disable()
-    from router.start import start
+    try:
+        from router.start import start
 
-    gc.freeze()
-    gc.enable()
-    return start(argv)
+        gc.freeze()
+        gc.enable()
+        return start(argv)
+    except KeyboardInterrupt:  # while modules are imported, which takes a second
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -70,10 +70,10 @@ def run(grid: str, argv: list[str]) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the first tokens of some texts, and for each step its seconds and share of waits."""
-    from worker.__main__ import load
     from worker.config import Config
     from worker.engine.measured import Direct
     from worker.processes import meet
+    from worker.start import load
 
     shards, stages = map(int, args.one.split("x"))
     config = Config(

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:  # most tests need none, nor what it imports
     from tests.cluster import Cluster
 
-# As workers set it for themselves (`worker.__main__`), before torch is imported: by default
+# As workers set it for themselves (`worker.start`), before torch is imported: by default
 # OpenMP's threads spin while they wait, on the cores that the other half of the tests needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -70,7 +70,7 @@ FLOORS = {
         "worker/processes.py",
         *("worker/transfer/sockets.py", "worker/transfer/thread.py", "worker/environment.py"),
         *("worker/link.py", "worker/transfer", "worker/roles"),
-        *("worker/app.py", "worker/__main__.py"),
+        *("worker/app.py", "worker/start.py", "worker/__main__.py"),
     ],
 }
 # module -> the only files that may import it
@@ -98,7 +98,7 @@ ASYNC = {
     "router/processes/parent.py",
     "router/bus.py",
     "worker/app.py",
-    "worker/__main__.py",
+    "worker/start.py",
     "worker/transfer/neighbours.py",
     "worker/transfer/thread.py",
     "worker/transfer/sender.py",

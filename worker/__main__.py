@@ -2,191 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import os
 import signal
 import sys
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
-
-import structlog
-
-from wire.errors import WireError
-from wire.process.cores import best_threads, format_cores, parse_cores, run_on
-from wire.process.lifetime import (
-    end_at_once,
-    open_standard_streams,
-    run,
-    set_stack_size,
-    slow_start,
-)
-from wire.process.log import configure
-from wire.process.model import check_files, check_weights, fingerprint, locate, vocab_size
-from wire.process.settings import EX_CONFIG, parse
-from worker.app import EXIT_CRASHED, Worker
-from worker.assembly import check_speculation
-from worker.config import Config
-from worker.engine.thread import is_computing
-from worker.executor.contract import Executor
-from worker.executor.registry import create
-from worker.processes import EndedBySignal, follow, meet
-
-if TYPE_CHECKING:  # it imports torch, which other executors do without
-    from worker.compute.ranks import Ranks
-
-log = structlog.get_logger("worker")
 
 
-def load(config: Config, ranks: Ranks | None = None) -> Executor:
-    """Make the executor that the configuration names.
-
-    Args:
-        ranks: With which other processes to compute; None: alone.
-
-    Raises:
-        WireError: There is no such model.
-        ValueError: There is no such executor, or it cannot run this model here.
-    """
-    _set_threads(config.threads)
-    set_stack_size()  # an executor may start threads
-    extra = {"step_delay_s": config.hash_step_ms / 1000} if config.executor == "hash" else {}
-    limit = config.max_model_len or None
-    return _create(config, config.model, ranks, max_model_len=limit, **extra)
-
-
-def load_draft(config: Config, executor: Executor) -> Executor | None:
-    """Make the executor of the draft model that the configuration names, if it names one.
-
-    Raises:
-        WireError: There is no such model.
-        ValueError: It cannot run here, or `executor` could not verify what it guesses.
-    """
-    check_speculation(config, executor)
-    return None if config.draft_model is None else _create(config, config.draft_model)
-
-
-def _choose_cores(cores: frozenset[int]) -> None:
-    """Run on these cores only, if any are named, before anything is computed or in memory.
-
-    What this thread allocates and fills from now on lies near them.
-
-    Raises:
-        ValueError: This process may not run there.
-    """
+def main(argv: list[str]) -> int:
+    """Run to the end and return the exit status."""
     try:
-        if cores:
-            run_on(cores)
-    except OSError as error:  # a sandbox; slower, not wrong
-        log.warning("cannot choose cores", cores=format_cores(cores), reason=str(error))
+        from worker.start import start
 
-
-def _set_threads(num_threads: int) -> None:
-    """Set the size of torch's thread pools in the environment, where it is read at its import.
-
-    NumPy has been imported: the size of its own pool was set by the environment at the start.
-    """
-    if num_threads:  # the smaller of the two counts, so both are set
-        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
-    else:
-        os.environ.setdefault("OMP_NUM_THREADS", str(best_threads()))
-    # By default OpenMP's threads spin while they wait, on the cores that `kernels.cpu.threads`
-    # needs: the few operations that the sampler leaves to torch would slow a step by a quarter.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def _create(config: Config, model: str, ranks: Ranks | None = None, **settings: Any) -> Executor:
-    path = locate(model)
-    check_files(path)
-    if config.executor == "torch":  # here, for importing torch takes seconds
-        check_weights(path)
-    chosen = {"kv_dtype": config.kv_dtype, "weights": config.weights}
-    if ranks is not None:
-        settings["ranks"] = ranks
-    executor = create(
-        config.executor if ranks is None else "worker.parallel.executor:create",
-        model_path=path,
-        model_name=config.model_name,
-        fingerprint=fingerprint(path),
-        dtype=config.dtype,
-        device=config.device,
-        **{name: value for name, value in chosen.items() if value != "auto"},
-        **settings,
-    )
-    known = vocab_size(path)
-    if known is not None and executor.info.vocab_size > known:
-        raise ValueError(
-            f"executor {config.executor!r}: its vocab_size is {executor.info.vocab_size}, that of "
-            f"{path / 'config.json'} is {known}, and routers refuse tokens from there on: lower "
-            "the one or raise the other"
-        )
-    return executor
-
-
-async def serve(
-    config: Config, executor: Executor, draft: Executor | None, stop: asyncio.Event
-) -> int:
-    try:
-        try:
-            worker = Worker(config, executor, draft=draft)
-        except ValueError as error:  # from the constructor only; in `run` it would be a bug
-            log.error("cannot serve with these settings", reason=str(error))
-            return EX_CONFIG
-        return await worker.run(stop)
-    except OSError as error:  # the address may be free when the worker is started again
-        log.error("cannot bind or connect", reason=str(error))
-        return 1
-
-
-def main() -> int:
-    open_standard_streams()
-    config = parse(Config, sys.argv[1:], beside="router.config")
-    configure(config.log_level)
-    with ExitStack() as at_end:
-        status = _live(config, at_end)
-    if config.num_processes > 1 or is_computing():
-        # Told to stop in its warmup, or a step does not end, or it waits for other processes.
-        # Python itself cannot end under a thread that is in native code: it would take the thread
-        # away there, which may abort the process.
-        end_at_once(status)
-    return status
-
-
-def _live(config: Config, at_end: ExitStack) -> int:
-    """Load and serve, or follow; return the exit status."""
-
-    def on_lost(status: int) -> None:
-        end_at_once(EX_CONFIG if status == EX_CONFIG else EXIT_CRASHED)
-
-    log.info("loading", model=config.model, executor=config.executor)
-    try:
-        _choose_cores(parse_cores(config.cores))
-        with slow_start(f"loading {config.model}"):
-            ranks = meet(config, on_lost, at_end)
-            executor = load(config, ranks)
-            if ranks is not None and not ranks.is_leader:
-                return follow(executor)
-            draft = load_draft(config, executor)
-    except (WireError, ValueError) as error:
-        log.error("cannot serve this model", reason=str(error))
-        return EX_CONFIG
-    except ConnectionError as error:  # a process that computes with this one: start all again
-        log.error("the model is not loaded", reason=str(error))
-        return EXIT_CRASHED
-    except EndedBySignal as ended:
-        log.info("ended by a signal before there was anything to drain", signal=ended.signal.name)
-        return 128 + ended.signal
-    except KeyboardInterrupt:  # of a worker that is one process; the others hear of a signal above
-        log.info("ended by a signal before there was anything to drain", signal="SIGINT")
+        return start(argv)
+    except KeyboardInterrupt:  # while modules are imported, which takes a second
         return 128 + signal.SIGINT
-    except Exception as error:  # a plug-in's own, or a file that is not what it should be
-        reason = f"{type(error).__name__}: {error}"
-        log.exception("the executor failed to load", executor=config.executor, reason=reason)
-        return EX_CONFIG
-    # What has been imported and loaded is never garbage: the collector need not look through it.
-    gc.freeze()
-    return run(lambda stop: serve(config, executor, draft, stop))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

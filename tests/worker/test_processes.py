@@ -303,7 +303,7 @@ LEADER = """
 import os, signal, sys, threading
 from contextlib import ExitStack
 from wire.process.settings import parse
-from worker.__main__ import load
+from worker.start import load
 from worker.config import Config
 from worker.processes import meet
 from wire.transfer import Rectangle
@@ -347,7 +347,7 @@ SEPARATE = """
 import os, sys, threading
 from contextlib import ExitStack
 from wire.process.settings import parse
-from worker.__main__ import load
+from worker.start import load
 from worker.config import Config
 from worker.processes import follow, meet
 

@@ -16,11 +16,11 @@ from scripts.examples import own_model
 from wire.errors import WireError
 from wire.process.model import DEMO
 from wire.process.settings import EX_CONFIG
-from worker.__main__ import load, load_draft
 from worker.config import Config
+from worker.start import load, load_draft
 
 COUNT = """
-from worker.__main__ import load
+from worker.start import load
 from worker.config import Config
 load(Config(executor="hash", threads={threads}))
 import torch
@@ -51,7 +51,7 @@ def test_a_flag_wins_over_the_environment() -> None:
 
 DEEP = """
 from wire.options import Structure
-from worker.__main__ import load
+from worker.start import load
 from worker.config import Config
 rules = "".join(f"\\nr{n}: r{n + 1}" for n in range(990))
 executor = load(Config(executor="torch", device="cpu"))
@@ -73,7 +73,7 @@ LEADER = """
 import sys
 from worker.__main__ import main
 sys.executable = sys.argv.pop()  # with which it starts the other process
-sys.exit(main())
+sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -105,7 +105,7 @@ def test_the_threads_of_torch_do_not_spin_unless_told_to(
 
 PLACED = """
 import os, sys
-from worker import __main__ as process
+from worker import start as process
 
 def load(config, _):
     loaded(config, None)
@@ -115,7 +115,7 @@ def load(config, _):
     raise ValueError("that is all")
 
 loaded, process.load = process.load, load
-sys.exit(process.main())
+sys.exit(process.start(sys.argv[1:]))
 """
 PLACES = pytest.mark.skipif(sys.platform != "linux", reason="processes choose cores on Linux only")
 
@@ -191,10 +191,9 @@ def test_a_draft_model_is_loaded_where_its_guesses_are_verified() -> None:
 def test_who_has_no_standard_input_gets_one_first_of_all() -> None:
     """Or else the first socket is number 0."""
     program = (
-        "import os, sys\n"
+        "import os\n"
         "from worker.__main__ import main\n"
-        "sys.argv[1:] = ['--model', '/nowhere']\n"
-        "status = main()\n"
+        "status = main(['--model', '/nowhere'])\n"
         "print(status, os.path.samestat(os.fstat(0), os.stat(os.devnull)))\n"
     )
     command = ["sh", "-c", 'exec "$0" -c "$1" <&-', sys.executable, program]
