@@ -169,7 +169,7 @@ class Router:
         self.endpoints["bus"] = self._hub.bind(config.bus)
         if self._siblings is not None and self._siblings.assignment.is_again:
             await self._until_joined()
-        with named(config.tcp):
+        with named("--tcp", config.tcp):
             self._tcp = await serve_clients(
                 *split_address(config.tcp),
                 self.dispatcher,
@@ -185,7 +185,7 @@ class Router:
                 is_shared=is_shared,
             )
         self.endpoints["tcp"] = _url("tcp", self._tcp.host, self._tcp.port)
-        with named(config.http):
+        with named("--http", config.http):
             bounds = HttpLimits(config.max_connections, config.grace_s, config.idle_s)
             address = split_address(config.http)
             self._http = HttpServer(
@@ -389,12 +389,12 @@ def _url(scheme: str, host: str, port: int) -> str:
 
 
 @contextmanager
-def named(endpoint: str) -> Iterator[None]:
-    """Say in an OSError of the body which endpoint it is about."""
+def named(flag: str, endpoint: str) -> Iterator[None]:
+    """Say in an OSError of the body which endpoint it is about, and by which flag it came."""
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, f"cannot bind {endpoint}: {error.strerror}") from error
+        raise OSError(error.errno, f"cannot bind {flag} {endpoint}: {error.strerror}") from error
 
 
 def announce(config: Config, endpoints: dict[str, str]) -> None:

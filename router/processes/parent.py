@@ -103,8 +103,8 @@ class Processes:
         self._config = config
         self._argv = argv
         self._reserved: list[socket.socket] = []
-        for endpoint in (config.http, config.tcp):
-            with named(endpoint):
+        for flag, endpoint in (("--http", config.http), ("--tcp", config.tcp)):
+            with named(flag, endpoint):
                 self._reserved.append(reserve(*split_address(endpoint)))
         self._all = [Process(index, config.bus_of(index)) for index in range(config.processes)]
         self._tasks: list[asyncio.Task[Any]] = []

@@ -285,6 +285,21 @@ def test_who_does_not_read_is_cut_off_in_the_end_and_it_is_no_error(tmp_path: Pa
         assert router.returncode == 0 and b"error" not in log, log
 
 
+@pytest.mark.parametrize("flag", ["http", "tcp"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_address_that_is_taken_is_said_with_its_flag(
+    flag: str, processes: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "router", "--model", str(write_model(tmp_path))]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        endpoints = {**OPEN, flag: endpoint, "processes": processes}
+        command += [f"--{name}={value}" for name, value in endpoints.items()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert f"cannot bind --{flag} {endpoint}: Address already in use" in done.stderr
+
+
 def test_a_ready_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     ready = tmp_path / "missing" / "ready"
     command = [sys.executable, "-m", "router", "--model", str(write_model(tmp_path))]
