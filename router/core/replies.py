@@ -43,7 +43,8 @@ SENTENCES: Final = {
     ErrorCode.INTERNAL: "the worker failed",
     ErrorCode.PROTOCOL: "the worker does not understand the router; run the same release on both",
     ErrorCode.INVALID_REQUEST: "the worker refused the request: an option or a token id is out of "
-    "range for this model, or no answer can be held to what was asked for, within its limits",
+    "range for this model, or no answer, within limits, is left by all that it is held to: "
+    "response_format and the like, allowed_token_ids, bad_words, logit_bias",
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: "the prompt fills the model's context; shorten it",
     ErrorCode.KV_TRANSFER_TOO_LARGE: "the KV cache of this prompt is over max_kv_transfer_bytes of "
     "a worker; shorten the prompt or raise the limit on the workers",
