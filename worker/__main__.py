@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
 
 def main(argv: list[str]) -> int:
     """Run to the end and return the exit status."""
+    gc.disable()  # what imports make is never garbage
     try:
         from worker.start import start
 
+        gc.enable()
         return start(argv)
     except KeyboardInterrupt:  # while modules are imported, which takes a second
         return 128 + signal.SIGINT
