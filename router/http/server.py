@@ -3,8 +3,8 @@
 uvicorn has no time limit before a request is complete, no limit of its headers, and no limit of
 connections that answers as an API should.  `GuardedProtocol` adds them around its protocol:
 
-    headers      within MAX_HEADER_BYTES, and complete within `grace_s`: from when the connection
-                 began, from their first byte after an answer, or from the end of that answer
+    headers      MAX_HEADERS within MAX_HEADER_BYTES, and complete within `grace_s`: from when the
+                 connection began, from their first byte after an answer, or from its end
     framing      what two servers might read differently is answered 400
     bodies       are read by the application; what comes after its answer is thrown away
     answers      a client that does not read them is cut off (`wire.aio.unread`); one of HTTP/1.0,
@@ -38,6 +38,9 @@ from wire.errors import ErrorCode
 from wire.parts import Buffer
 
 MAX_HEADER_BYTES: Final = 64 << 10
+# 64 KiB of the shortest are 13,000, which would take the loop 40 ms.
+MAX_HEADERS: Final = 256
+_TOO_MANY: Final = (431, f"there are over {MAX_HEADERS} headers", "headers_too_large")
 _TOO_LARGE: Final = (431, f"the headers are over {MAX_HEADER_BYTES} bytes", "headers_too_large")
 # Pieces of a body that are hardly worth a call: a body of bytes that come one by one would take the
 # loop forty times as long as the same in one piece.
@@ -204,10 +207,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._is_resuming:
             return
         if not self._is_in_body:
+            if len(self.headers) == MAX_HEADERS:
+                self._complain(*_TOO_MANY)
             super().on_header(name, value)
             return
         # A trailer: nobody asks for it, so it is counted and not kept.
-        self._header_bytes += len(name) + len(value)
+        self._header_bytes += len(name) + len(value) + 4
         if self._header_bytes > MAX_HEADER_BYTES:
             self._complain(400, f"the trailers are over {MAX_HEADER_BYTES} bytes")
 

@@ -28,6 +28,7 @@ from router.http.asgi import Receive, Scope, Send, respond
 from router.http.limits import read_body
 from router.http.server import (
     MAX_HEADER_BYTES,
+    MAX_HEADERS,
     MAX_PIPELINED,
     GuardedProtocol,
     HttpServer,
@@ -205,10 +206,21 @@ async def test_empty_lines_do_not_keep_a_connection() -> None:
 
 async def test_headers_have_a_limit() -> None:
     async with serving() as server:
-        data = b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * (MAX_HEADER_BYTES // 6 + 1)
-        assert error_of(await ask(server, data)) == (431, "headers_too_large")
+        data = b"GET / HTTP/1.1\r\n" + b"a: %b\r\n" % bytes(b"x" * 1019) * 65
+        answer = await ask(server, data)
+        assert error_of(answer) == (431, "headers_too_large") and b"over 65536 bytes" in answer
         data = b"GET /" + b"x" * MAX_HEADER_BYTES
         assert error_of(await ask(server, data)) == (431, "headers_too_large")
+
+
+async def test_headers_are_counted_before_they_are_kept() -> None:
+    """The shortest within 64 KiB would take the loop forty milliseconds."""
+    head = b"GET /1 HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    async with serving() as server:
+        answer = await ask(server, head + b"a: b\r\n" * (MAX_HEADERS - 2) + b"\r\n")
+        assert answer.endswith(b"\r\n\r\n/1")
+        answer = await ask(server, head + b"a: b\r\n" * (MAX_HEADERS - 1) + b"\r\n")
+        assert error_of(answer) == (431, "headers_too_large") and b"over 256 headers" in answer
 
 
 async def test_headers_that_come_in_one_read_have_the_same_limit() -> None:
@@ -743,7 +755,9 @@ async def test_trailers_are_not_kept() -> None:
     async with serving() as server:
         head = POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
         assert (await ask(server, head + b"a: b\r\n\r\n")).endswith(b"/read")
-        answer = await ask(server, head + b"a: b\r\n" * MAX_HEADER_BYTES)
+        num_within = MAX_HEADER_BYTES // len(b"a: b\r\n")
+        assert (await ask(server, head + b"a: b\r\n" * num_within + b"\r\n")).endswith(b"/read")
+        answer = await ask(server, head + b"a: b\r\n" * (num_within + 1) + b"\r\n")
         assert error_of(answer) == (400, "invalid_http")
 
 
