@@ -20,9 +20,8 @@ import uvloop.loop
 from wire.process.keys import read_text
 from wire.process.settings import ConfigError
 
-# The longest record of TLS 1.2 (RFC 5246, 6.2.3), whose data is known only when all of it has come,
-# and some more: of KeyUpdates these are 18 ms.
-RECORD_BYTES: Final = 5 + (16 << 10) + 2048
+# The longest record of TLS 1.2 has 18 KiB (RFC 5246, 6.2.3), and its data is known only when all of
+# it has come.  Of KeyUpdates these are 18 ms.
 LEFT_BYTES: Final = 20 << 10
 # What each byte of data buys.  A record with a single one has 23 bytes.
 BOUGHT_BYTES: Final = 32
@@ -87,9 +86,8 @@ class Opened:
     def connection_made(self, transport: asyncio.Transport) -> None:
         """The handshake is over."""
         self.num_left, self._transport = LEFT_BYTES, transport
-        # While nobody reads it, this much is kept; what is left of a record must not be too much to
-        # go on with, or its end would never come.
-        cast(Any, transport).set_read_buffer_limits(high=LEFT_BYTES, low=RECORD_BYTES)
+        # While nobody reads it, this much is kept.
+        cast(Any, transport).set_read_buffer_limits(LEFT_BYTES)
         self._protocol.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:

@@ -8,9 +8,10 @@ import random
 import shutil
 import socket
 import ssl
+import struct
 import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -20,7 +21,7 @@ import uvloop
 
 from tests import certificate
 from wire.aio.listener import bind, listen
-from wire.aio.tls import BOUGHT_BYTES, LEFT_BYTES, RECORD_BYTES, Sealed, server_context
+from wire.aio.tls import BOUGHT_BYTES, LEFT_BYTES, Sealed, server_context
 from wire.process.settings import ConfigError
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
@@ -90,6 +91,7 @@ class Taker(asyncio.Protocol):
 
     def __init__(self, most: int = 1 << 62) -> None:
         self.came, self._most = bytearray(), most
+        self.error: Exception | None = None
         self.has_most, self.ended = asyncio.Event(), asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -102,6 +104,7 @@ class Taker(asyncio.Protocol):
             self.has_most.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.error = exc
         self.ended.set()
 
 
@@ -131,6 +134,10 @@ class Rude:
     def close(self) -> None:
         self._socket.close()
 
+    def reset(self) -> None:
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._socket.close()
+
 
 @dataclass
 class Served:
@@ -158,8 +165,9 @@ async def serving(
     try:
         yield Served(sock.getsockname()[1], taker, sizes)
     finally:
-        taker.transport.abort()
-        await taker.ended.wait()
+        if hasattr(taker, "transport"):  # its handshake was over
+            taker.transport.abort()
+            await taker.ended.wait()
         listener.close()
         await listener.wait_closed()
 
@@ -182,12 +190,14 @@ def test_who_asks_for_new_keys_again_and_again_is_cut_off(
         return num_taken
 
     async def test() -> None:
+        problems = list[object]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
         async with serving(made, monkeypatch) as served:
             assert await asyncio.to_thread(flood, served.port) > 100
             await served.taker.ended.wait()
             # With the handshake.
             assert LEFT_BYTES < sum(served.read) < LEFT_BYTES + 2000
-            assert not served.taker.came
+            assert not served.taker.came and not problems
 
     on(new_loop, test())
 
@@ -246,5 +256,49 @@ def test_all_comes_as_it_was_sent_though_it_was_not_read_for_a_while(
     on(new_loop, test())
 
 
-def test_a_whole_record_may_come_right_after_the_handshake() -> None:
-    assert RECORD_BYTES < LEFT_BYTES
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_a_connection_that_is_reset_ends_with_the_error(
+    new_loop: NewLoop, made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with serving(made, monkeypatch, most=1) as served:
+            client = await asyncio.to_thread(Rude, served.port)
+            await asyncio.to_thread(client.say, b".")
+            await served.taker.has_most.wait()
+            served.taker.transport.resume_reading()
+            client.reset()
+            await served.taker.ended.wait()
+            assert isinstance(served.taker.error, ConnectionResetError)
+
+    on(new_loop, test())
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_a_long_handshake_is_taken_but_not_one_without_end(
+    new_loop: NewLoop, made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with serving(made, monkeypatch, most=1) as served:
+            trust = made.trust
+            trust.set_alpn_protocols([f"{number:0200}" for number in range(60)])  # 12 KB
+            _, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=trust)
+            writer.write(b".")
+            await served.taker.has_most.wait()
+            assert sum(served.read) > 12_000
+            writer.transport.abort()
+        async with serving(made, monkeypatch) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            # A ClientHello of 128 KiB, as OpenSSL takes it, in records of 16.
+            writer.write(b"\x16\x03\x01\x40\x00\x01\x01\xff\xff" + bytes(16380))
+            writer.write((b"\x16\x03\x01\x40\x00" + bytes(16384)) * 6)
+            with suppress(ConnectionResetError):
+                await reader.read()
+            assert sum(served.read) == LEFT_BYTES
+            writer.transport.abort()
+
+    on(new_loop, test())
+
+
+def test_a_record_has_room_and_data_buys_those_with_a_single_byte_but_not_twice_as_much() -> None:
+    assert 5 + (16 << 10) + 2048 < LEFT_BYTES < 2 * 18 << 10
+    assert SMALLEST_BYTES < BOUGHT_BYTES < 2 * SMALLEST_BYTES
