@@ -11,9 +11,8 @@ import ipaddress
 import shlex
 import socket
 import sys
-from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
@@ -31,8 +30,6 @@ from router.text.answer import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 from wire.process.keys import credential
 from wire.process.settings import MAX_PORT, SharedSettings, check_endpoint, port_of
 
-# Hosts that mean every address of this machine.
-_ANY: Final = frozenset({"*", "0.0.0.0", "::"})
 NumWorkers = Annotated[int, Field(ge=0, le=64)]
 
 
@@ -252,21 +249,6 @@ class Config(SharedSettings):
                 f"--bus {self.bus} is the first of --processes {self.processes} ports, and the "
                 f"last would be over {MAX_PORT}: begin with a lower one"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_a_port_for_two(self) -> Self:
-        # With --processes it could be bound, and half of the clients would meet the other protocol.
-        buses = [("--bus", self.bus_of(index)) for index in range(self.processes)]
-        bound = [("--http", self.http), ("--tcp", self.tcp), *buses]
-        for one, other in combinations(bound, 2):
-            (host, port), (other_host, other_port) = (
-                split_endpoint(endpoint, flag) for flag, endpoint in (one, other)
-            )
-            if port and port == other_port and (host == other_host or _ANY & {host, other_host}):
-                raise ValueError(
-                    f"{' '.join(one)} and {' '.join(other)} are one port: give each its own"
-                )
         return self
 
     def bus_of(self, index: int) -> str:

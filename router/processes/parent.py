@@ -105,7 +105,7 @@ class Processes:
         self._reserved: list[socket.socket] = []
         for flag, endpoint in (("--http", config.http), ("--tcp", config.tcp)):
             with named(flag, endpoint):
-                self._reserved.append(reserve(*split_address(endpoint)))
+                self._reserved.append(reserve(*split_address(endpoint), self._reserved))
         self._all = [Process(index, config.bus_of(index)) for index in range(config.processes)]
         self._tasks: list[asyncio.Task[Any]] = []
         self._local: LocalWorkers | None = None

@@ -300,6 +300,19 @@ def test_an_address_that_is_taken_is_said_with_its_flag(
     assert f"cannot bind --{flag} {endpoint}: Address already in use" in done.stderr
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_two_protocols_have_a_port_each(processes: int, tmp_path: Path) -> None:
+    """Several processes could share one: half of the clients would meet the other protocol."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "router", "--model", str(write_model(tmp_path))]
+    endpoints = {**OPEN, "http": f"localhost:{port}", "tcp": f"127.0.0.1:{port}"}
+    command += [f"--{name}={value}" for name, value in endpoints.items()]
+    command.append(f"--processes={processes}")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1 and "Address already in use" in done.stderr
+
+
 def test_a_ready_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     ready = tmp_path / "missing" / "ready"
     command = [sys.executable, "-m", "router", "--model", str(write_model(tmp_path))]

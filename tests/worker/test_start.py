@@ -201,6 +201,22 @@ def test_who_has_no_standard_input_gets_one_first_of_all() -> None:
     assert done.stdout.split() == [str(EX_CONFIG), "True"], done.stderr
 
 
+FROZEN = """
+import gc
+from worker import start as process
+
+process.run = lambda _: print(gc.get_freeze_count(), len(gc.get_objects())) or 0
+process.start(["--executor", "hash"])
+"""
+
+
+def test_what_is_imported_and_loaded_is_left_alone_by_the_collector() -> None:
+    command = [sys.executable, "-c", FROZEN]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
+    num_frozen, num_watched = map(int, done.stdout.splitlines()[-1].split())
+    assert num_frozen > 10 * num_watched
+
+
 def test_an_interrupt_while_the_model_is_loaded_is_a_line_of_the_log(tmp_path: Path) -> None:
     # A shell that starts us in the background has it ignored.
     source = (

@@ -9,9 +9,11 @@ what follows is counted by the protocol, as without TLS.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import ssl
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -51,23 +53,33 @@ def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     )
 
 
-def reserve(host: str, port: int) -> socket.socket:
+def reserve(host: str, port: int, others: Sequence[socket.socket] = ()) -> socket.socket:
     """Return a socket that keeps `host`:`port` (0: any) for shared ones of this user, and does not
     listen.  Linux only.
 
     Raises:
-        OSError: Among others, somebody has it; two reservations would mix their connections.
+        OSError: Among others, somebody has it, or one of the `others` that we have reserved; two
+            reservations would mix their connections.
     """
     kept = socket.socket(_family(host))
     try:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind((host, port))
+        if any(_are_mixed(kept, other) for other in others):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         # After bind: before, it would be shared with whoever else reserved it.
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     except OSError:
         kept.close()
         raise
     return kept
+
+
+def _are_mixed(one: socket.socket, other: socket.socket) -> bool:
+    """Whether some client would be that of both."""
+    (host, port), (other_host, other_port) = (each.getsockname()[:2] for each in (one, other))
+    is_at_both = host == other_host or {host, other_host} & {"0.0.0.0", "::"}
+    return port == other_port and one.family == other.family and bool(is_at_both)
 
 
 def _family(host: str) -> socket.AddressFamily:

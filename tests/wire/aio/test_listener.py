@@ -176,3 +176,30 @@ def test_an_address_that_is_reserved_is_shared_by_those_who_know(host: str) -> N
             for ask in (reserve, bind):  # another router, with several processes and with one
                 with pytest.raises(OSError):
                     ask(host, port)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux divides connections among sockets")
+@pytest.mark.parametrize(
+    ("host", "other", "are_mixed"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "localhost", True),
+        ("127.0.0.1", "127.1", True),
+        ("0.0.0.0", "127.0.0.1", True),
+        ("127.0.0.1", "0.0.0.0", True),
+        ("::1", "0:0:0:0:0:0:0:1", True),
+        ("::", "::1", True),
+        ("127.0.0.1", "127.0.0.2", False),
+        ("127.0.0.1", "::1", False),
+        ("0.0.0.0", "::1", False),
+    ],
+)
+def test_one_address_is_not_reserved_twice(host: str, other: str, are_mixed: bool) -> None:
+    with reserve(host, 0) as kept:
+        port = kept.getsockname()[1]
+        if are_mixed:
+            with pytest.raises(OSError, match="Address already in use"):
+                reserve(other, port, [kept])
+        else:
+            reserve(other, port, [kept]).close()
+        reserve(host, 0, [kept]).close()
