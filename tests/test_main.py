@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from wire.process.settings import EX_CONFIG
+
 INTERRUPTED = """
 import runpy, signal, sys
 
@@ -28,3 +30,17 @@ def test_an_interrupt_while_modules_are_imported_is_no_bug(package: str) -> None
     command = [sys.executable, "-c", INTERRUPTED, package]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("package", ["router", "worker"])
+def test_who_has_no_standard_input_gets_one_first_of_all(package: str) -> None:
+    """Or else the first socket is number 0."""
+    program = (
+        "import os\n"
+        f"from {package}.__main__ import main\n"
+        "status = main(['--model', '/nowhere'])\n"
+        "print(status, os.path.samestat(os.fstat(0), os.stat(os.devnull)))\n"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&-', sys.executable, program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
+    assert done.stdout.split() == [str(EX_CONFIG), "True"], done.stderr

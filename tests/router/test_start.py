@@ -28,19 +28,6 @@ def test_what_is_imported_is_left_alone_by_the_collector() -> None:
     assert num_frozen > 10 * num_watched
 
 
-def test_who_has_no_standard_input_gets_one_first_of_all() -> None:
-    """Or else the first socket is number 0."""
-    program = (
-        "import os\n"
-        "from router.__main__ import main\n"
-        "status = main(['--model', '/nowhere'])\n"
-        "print(status, os.path.samestat(os.fstat(0), os.stat(os.devnull)))\n"
-    )
-    command = ["sh", "-c", 'exec "$0" -c "$1" <&-', sys.executable, program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == [str(EX_CONFIG), "True"]
-
-
 @pytest.mark.parametrize(
     ("settings", "has_them"),
     [

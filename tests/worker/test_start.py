@@ -188,19 +188,6 @@ def test_a_draft_model_is_loaded_where_its_guesses_are_verified() -> None:
         load_draft(Config(executor="hash", speculate="draft:3:no such model"), executor)
 
 
-def test_who_has_no_standard_input_gets_one_first_of_all() -> None:
-    """Or else the first socket is number 0."""
-    program = (
-        "import os\n"
-        "from worker.__main__ import main\n"
-        "status = main(['--model', '/nowhere'])\n"
-        "print(status, os.path.samestat(os.fstat(0), os.stat(os.devnull)))\n"
-    )
-    command = ["sh", "-c", 'exec "$0" -c "$1" <&-', sys.executable, program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
-    assert done.stdout.split() == [str(EX_CONFIG), "True"], done.stderr
-
-
 FROZEN = """
 import gc
 from worker import start as process

@@ -1,10 +1,10 @@
-"""TLS for those who connect: its certificate, and how much of a client's records may be no data.
+"""TLS for clients: its certificate, and how many records without data a client may send.
 
 A record may cost far more than its bytes: a KeyUpdate of TLS 1.3 has 27, takes 24 us and a reply,
 and any client may send as many as it likes, without an API key.  So records are counted as they
-come, by their lengths, which are readable: who sends too many in a row that bring no data is cut
-off.  And no more bytes are read at once than a few records take: uvloop would read 256 KiB, 32
-times in a turn, and the loop would stand still for seconds.
+come, by the lengths in their headers, which are not encrypted: a client that sends too many in a
+row without data is cut off.  And no more bytes are read at once than a few records take: uvloop
+would read 256 KiB, 32 times in a turn of the loop, which would stand still for seconds.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import uvloop.loop
 from wire.process.keys import read_text
 from wire.process.settings import ConfigError
 
-# In a row, without data: of KeyUpdates these take 0.8 ms.
+# Records that may come in a row without data: of KeyUpdates these take 0.8 ms.
 MOST_IDLE: Final = 32
-# As many are read at once, if they are as long as those before them.
+# Records that are read at once, if they are as long as those before them, within these bounds.
 NUM_AT_ONCE: Final = 8
 LEAST_BYTES: Final = 256
 MOST_BYTES: Final = 20 << 10  # a whole record, and the beginning of the next
 # Type, version and length.  RFC 8446, 5.1.
-HEAD_BYTES: Final = 5
+HEADER_BYTES: Final = 5
 
 
 def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
@@ -77,22 +77,22 @@ class Records:
     """Finds the records in what a client sends."""
 
     def __init__(self) -> None:
-        self._num_left = 0  # bytes until the next one begins
-        self._head = b""  # of its head, what has come
+        self._num_left = 0  # bytes until the next record begins
+        self._begun = b""  # what has come of its header
 
     def count(self, data: memoryview) -> int:
-        """Return how many heads of records are complete with these bytes, the next ones."""
-        come = self._head + bytes(data) if self._head else data
+        """Return how many headers end in these bytes, which follow those of the last call."""
+        come = self._begun + bytes(data) if self._begun else data
         num, at = 0, self._num_left
-        while at + HEAD_BYTES <= len(come):
-            at += HEAD_BYTES + int.from_bytes(come[at + 3 : at + HEAD_BYTES], "big")
+        while at + HEADER_BYTES <= len(come):
+            at += HEADER_BYTES + int.from_bytes(come[at + 3 : at + HEADER_BYTES], "big")
             num += 1
-        self._head, self._num_left = bytes(come[at:]), max(at - len(come), 0)
+        self._begun, self._num_left = bytes(come[at:]), max(at - len(come), 0)
         return num
 
 
 class Opened:
-    """Who is at the end of a connection, and is told what TLS makes of its bytes.
+    """The protocol above TLS: passes on what has been decrypted.
 
     `num_idle` records have come since the last data.
     """
@@ -100,7 +100,7 @@ class Opened:
     def __init__(self, protocol: asyncio.Protocol) -> None:
         self.num_idle = 0
         self._protocol = protocol
-        self._transport: asyncio.Transport | None = None  # of what TLS has opened
+        self._transport: asyncio.Transport | None = None  # above TLS
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._protocol, name)
@@ -108,7 +108,7 @@ class Opened:
     def connection_made(self, transport: asyncio.Transport) -> None:
         """The handshake is over."""
         self.num_idle, self._transport = 0, transport
-        cast(Any, transport).set_read_buffer_limits(MOST_BYTES)  # is kept while nobody reads it
+        cast(Any, transport).set_read_buffer_limits(MOST_BYTES)  # of what nobody reads yet
         self._protocol.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -122,7 +122,7 @@ class Opened:
 
 
 class Sealed(asyncio.BufferedProtocol):
-    """Passes on to TLS what the loop reads and says, until too many records bring no data."""
+    """The protocol below TLS: passes on what the loop reads, and counts the records in it."""
 
     def __init__(self, tls: asyncio.BufferedProtocol, opened: Opened) -> None:
         self._tls, self._opened = tls, opened

@@ -11,8 +11,9 @@ import ssl
 import struct
 import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
@@ -36,8 +37,6 @@ from wire.aio.tls import (
 from wire.process.settings import ConfigError
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
-LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
-NewLoop = Callable[[], asyncio.AbstractEventLoop]
 # Whether a KeyUpdate asks the other end for one of its own; and its size.
 NOT_ASKED, ASKED = 0, 1
 KEY_UPDATE_BYTES = 27
@@ -155,8 +154,12 @@ class Served:
     """A taker behind TLS, and what the loop read for it, a size each time."""
 
     port: int
+    trust: ssl.SSLContext
     taker: Taker
     read: list[int]
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
 
 @asynccontextmanager
@@ -174,7 +177,7 @@ async def serving(
     tls = server_context(made.cert, made.key)
     listener = await listen(lambda: taker, sock, tls, handshake_s=10.0, max_handshakes=1)
     try:
-        yield Served(sock.getsockname()[1], taker, sizes)
+        yield Served(sock.getsockname()[1], made.trust, taker, sizes)
     finally:
         if hasattr(taker, "transport"):  # its handshake was over
             taker.transport.abort()
@@ -183,9 +186,19 @@ async def serving(
         await listener.wait_closed()
 
 
-def on(new_loop: NewLoop, test: Coroutine[None, None, None]) -> None:
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(test)
+def on_each_loop(test: Callable[[Serve], Coroutine[None, None, None]]) -> Callable[..., None]:
+    """Run a test on the loop that processes use and on asyncio's own, and give it `serving`."""
+
+    @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+    def run(
+        new_loop: Callable[[], asyncio.AbstractEventLoop],
+        made: certificate.Certificate,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(test(partial(serving, made, monkeypatch)))
+
+    return run
 
 
 @given(
@@ -199,154 +212,124 @@ def test_records_are_counted_wherever_they_are_cut(lengths: list[int], cuts: lis
     assert sum(records.count(memoryview(piece)) for piece in pieces) == len(lengths)
 
 
-def test_a_record_counts_when_its_head_is_there() -> None:
+def test_a_record_counts_when_its_header_is_there() -> None:
     records = Records()
     sent = [b"\x17\x03\x03\x00", b"\x02", b".", b".\x17\x03\x03\x00\x00\x17"]
     assert [records.count(memoryview(piece)) for piece in sent] == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("kind", [NOT_ASKED, ASKED])
-@pytest.mark.parametrize("new_loop", LOOPS)
-def test_who_asks_for_new_keys_again_and_again_is_cut_off(
-    new_loop: NewLoop, kind: int, made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flood(port: int) -> None:
+@on_each_loop
+async def test_who_asks_for_new_keys_again_and_again_is_cut_off(serve: Serve) -> None:
+    def flood(port: int, kind: int) -> None:
         client = Rude(port)
         while client.ask(kind):
             pass
         client.close()
 
-    async def test() -> None:
-        problems = list[object]()
-        asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
-        async with serving(made, monkeypatch) as served:
-            await asyncio.to_thread(flood, served.port)
+    problems = list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
+    for kind in (NOT_ASKED, ASKED):
+        async with serve() as served:
+            await asyncio.to_thread(flood, served.port, kind)
             await served.taker.ended.wait()
-            num_bytes = sum(served.read)
             # With the handshake, and what else came in the last read.
-            assert 25 * KEY_UPDATE_BYTES < num_bytes < MOST_IDLE * KEY_UPDATE_BYTES + 2000
+            least, most = 25 * KEY_UPDATE_BYTES, MOST_IDLE * KEY_UPDATE_BYTES + 2000
+            assert least < sum(served.read) < most
             assert not served.taker.came and not problems
 
-    on(new_loop, test())
 
-
-@pytest.mark.parametrize("new_loop", LOOPS)
-def test_who_sends_data_may_ask_as_often_as_between_two_of_his_records(
-    new_loop: NewLoop, made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_each_loop
+async def test_who_sends_data_may_ask_as_often_as_between_two_of_his_records(serve: Serve) -> None:
     def say(client: Rude, num_asks: int) -> bool:
         return all(
             all(client.ask(NOT_ASKED) for _ in range(num_asks)) and client.say(b".")
             for _ in range(100)
         )
 
-    async def test() -> None:
-        async with serving(made, monkeypatch, most=100) as served:
-            client = await asyncio.to_thread(Rude, served.port)
-            assert await asyncio.to_thread(say, client, MOST_IDLE - 1)
-            await served.taker.has_most.wait()
-            # Of short records only some are read at once.
-            assert max(served.read[8:]) < 2 * LEAST_BYTES
-            client.close()
-        async with serving(made, monkeypatch) as served:
-            client = await asyncio.to_thread(Rude, served.port)
-            await asyncio.to_thread(say, client, 3 * MOST_IDLE)
-            await served.taker.ended.wait()
-            assert len(served.taker.came) < 2
-            client.close()
-
-    on(new_loop, test())
+    async with serve(most=100) as served:
+        client = await asyncio.to_thread(Rude, served.port)
+        assert await asyncio.to_thread(say, client, MOST_IDLE - 1)
+        await served.taker.has_most.wait()
+        # Of short records only some are read at once.
+        assert max(served.read[8:]) < 2 * LEAST_BYTES
+        client.close()
+    async with serve() as served:
+        client = await asyncio.to_thread(Rude, served.port)
+        await asyncio.to_thread(say, client, 3 * MOST_IDLE)
+        await served.taker.ended.wait()
+        assert len(served.taker.came) < 2
+        client.close()
 
 
-@pytest.mark.parametrize("new_loop", LOOPS)
-def test_all_comes_as_it_was_sent_though_it_was_not_read_for_a_while(
-    new_loop: NewLoop, made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_each_loop
+async def test_all_comes_as_it_was_sent_though_it_was_not_read_for_a_while(serve: Serve) -> None:
     sent = random.Random(1).randbytes(3_000_001)
 
-    async def test() -> None:
-        async with serving(made, monkeypatch, most=100_000) as served:
-            _, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=made.trust)
-            writer.write(sent)
-            taker = served.taker
-            await taker.has_most.wait()
-            for _ in range(1000):
-                await asyncio.sleep(0)
-            assert MOST_BYTES <= sum(served.read) - len(taker.came) < 3 * MOST_BYTES
-            taker.transport.resume_reading()
-            writer.close()
-            await writer.wait_closed()
-            await taker.ended.wait()
-            assert taker.came == sent and max(served.read) == MOST_BYTES
-            assert all(size <= LEAST_BYTES << i for i, size in enumerate(served.read[:8]))
-
-    on(new_loop, test())
+    async with serve(most=100_000) as served:
+        _, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=served.trust)
+        writer.write(sent)
+        taker = served.taker
+        await taker.has_most.wait()
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert MOST_BYTES <= sum(served.read) - len(taker.came) < 3 * MOST_BYTES
+        taker.transport.resume_reading()
+        writer.close()
+        await writer.wait_closed()
+        await taker.ended.wait()
+        assert taker.came == sent and max(served.read) == MOST_BYTES
+        assert all(size <= LEAST_BYTES << i for i, size in enumerate(served.read[:8]))
 
 
-@pytest.mark.parametrize("new_loop", LOOPS)
-def test_records_that_nobody_reads_yet_may_be_many(
-    new_loop: NewLoop, made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def test() -> None:
-        async with serving(made, monkeypatch, most=1) as served:
-            client, taker = await asyncio.to_thread(Rude, served.port), served.taker
+@on_each_loop
+async def test_records_that_nobody_reads_yet_may_be_many(serve: Serve) -> None:
+    async with serve(most=1) as served:
+        client, taker = await asyncio.to_thread(Rude, served.port), served.taker
+        await asyncio.to_thread(client.say, b".")
+        await taker.has_most.wait()
+        for _ in range(3 * MOST_IDLE):
             await asyncio.to_thread(client.say, b".")
-            await taker.has_most.wait()
-            for _ in range(3 * MOST_IDLE):
-                await asyncio.to_thread(client.say, b".")
-            for _ in range(1000):
-                await asyncio.sleep(0)
-            assert not taker.ended.is_set()
-            taker.has_most.clear()
-            taker.most = 1 + 3 * MOST_IDLE
-            taker.transport.resume_reading()
-            await taker.has_most.wait()
-            client.close()
-
-    on(new_loop, test())
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert not taker.ended.is_set()
+        taker.has_most.clear()
+        taker.most = 1 + 3 * MOST_IDLE
+        taker.transport.resume_reading()
+        await taker.has_most.wait()
+        client.close()
 
 
-@pytest.mark.parametrize("new_loop", LOOPS)
-def test_a_connection_that_is_reset_ends_with_the_error(
-    new_loop: NewLoop, made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def test() -> None:
-        async with serving(made, monkeypatch, most=1) as served:
-            client = await asyncio.to_thread(Rude, served.port)
-            await asyncio.to_thread(client.say, b".")
-            await served.taker.has_most.wait()
-            served.taker.transport.resume_reading()
-            client.reset()
-            await served.taker.ended.wait()
-            assert isinstance(served.taker.error, ConnectionResetError)
-
-    on(new_loop, test())
+@on_each_loop
+async def test_a_connection_that_is_reset_ends_with_the_error(serve: Serve) -> None:
+    async with serve(most=1) as served:
+        client = await asyncio.to_thread(Rude, served.port)
+        await asyncio.to_thread(client.say, b".")
+        await served.taker.has_most.wait()
+        served.taker.transport.resume_reading()
+        client.reset()
+        await served.taker.ended.wait()
+        assert isinstance(served.taker.error, ConnectionResetError)
 
 
-@pytest.mark.parametrize("new_loop", LOOPS)
-def test_a_long_handshake_is_taken_but_not_one_without_end(
-    new_loop: NewLoop, made: certificate.Certificate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def test() -> None:
-        async with serving(made, monkeypatch, most=1) as served:
-            trust = made.trust
-            trust.set_alpn_protocols([f"{number:0200}" for number in range(60)])  # 12 KB
-            _, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=trust)
-            writer.write(b".")
-            await served.taker.has_most.wait()
-            assert sum(served.read) > 12_000
-            writer.transport.abort()
-        async with serving(made, monkeypatch) as served:
-            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            # Of a ClientHello of 120 KB, which OpenSSL takes, a byte in each record.
-            writer.write(b"\x16\x03\x01\x00\x04\x01\x01\xd4\xc0")
-            writer.write(b"\x16\x03\x01\x00\x01\x00" * 1000)
-            with suppress(ConnectionResetError):
-                await reader.read()
-            assert sum(served.read) < MOST_IDLE * 6 + 2 * LEAST_BYTES
-            writer.transport.abort()
-
-    on(new_loop, test())
+@on_each_loop
+async def test_a_long_handshake_is_taken_but_not_one_without_end(serve: Serve) -> None:
+    async with serve(most=1) as served:
+        trust = served.trust
+        trust.set_alpn_protocols([f"{number:0200}" for number in range(60)])  # 12 KB
+        _, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=trust)
+        writer.write(b".")
+        await served.taker.has_most.wait()
+        assert sum(served.read) > 12_000
+        writer.transport.abort()
+    async with serve() as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        # Of a ClientHello of 120 KB, which OpenSSL takes, a byte in each record.
+        writer.write(b"\x16\x03\x01\x00\x04\x01\x01\xd4\xc0")
+        writer.write(b"\x16\x03\x01\x00\x01\x00" * 1000)
+        with suppress(ConnectionResetError):
+            await reader.read()
+        assert sum(served.read) < MOST_IDLE * 6 + 2 * LEAST_BYTES
+        writer.transport.abort()
 
 
 def test_what_may_be_read_at_once_is_a_whole_record_or_some_milliseconds_of_small_ones() -> None:
