@@ -192,13 +192,14 @@ class Standstill:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._steps = 0
+        self._step: int | None = None  # the one under way at the last tick
 
     def tick(self, elapsed_s: float, steps: int, *, is_busy: bool) -> None:
         """Look again, `elapsed_s` after the last tick; `steps` is how many steps have ended."""
-        is_same = is_busy and steps == self._steps
+        step = steps if is_busy else None
+        is_same = step is not None and step == self._step
         self.seconds = self.seconds + elapsed_s if is_same else 0.0
-        self._steps = steps
+        self._step = step
 
 
 def is_computing() -> bool:

@@ -344,4 +344,4 @@ def test_a_standstill_grows_with_the_step_and_ends_with_it() -> None:
     for steps, is_busy in ((0, False), (0, True), (0, True), (1, True), (1, True), (1, False)):
         standstill.tick(0.5, steps, is_busy=is_busy)
         seconds.append(standstill.seconds)
-    assert seconds == [0.0, 0.5, 1.0, 0.0, 0.5, 0.0]
+    assert seconds == [0.0, 0.0, 0.5, 0.0, 0.5, 0.0]
