@@ -283,7 +283,7 @@ def test_answers_of_pairs_are_valid_and_those_of_one_engine(
         assert re.fullmatch("yes|no", tokenizer.decode(tokens)) and end["finish_reason"] == "stop"
         options["structure"] = {"kind": "regex", "text": "(yes"}
         tokens, (code, message) = ask(cluster, PROMPTS[1], options)
-        assert not tokens and code == ErrorCode.INVALID_REQUEST and "held to" in message
+        assert not tokens and code == ErrorCode.INVALID_REQUEST and "malformed" in message
         cluster.until_idle()
 
 
