@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn, cast
 import uvloop
 import uvloop.loop
 
-from wire.process.keys import read_text
+from wire.process.files import read_file
 from wire.process.settings import ConfigError
 
 # Records that may come in a row without data: of KeyUpdates these take 0.8 ms.
@@ -64,13 +64,10 @@ def _check_pem(cert: Path, key: Path) -> None:
         ConfigError: It is.
     """
     for path, what in ((cert, "CERTIFICATE"), (key, "PRIVATE KEY")):
-        try:
-            pem = path.read_bytes()  # with comments in any encoding
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        pem = read_file(path, is_secret=False)  # with comments in any encoding
         if f"{what}-----".encode() not in pem:
             raise ConfigError(f"{path} has no {what.lower()} in PEM (-----BEGIN {what}-----)")
-    read_text(key, is_secret=True)
+    read_file(key, is_secret=True)
 
 
 class Records:

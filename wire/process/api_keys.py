@@ -2,7 +2,7 @@
 
 Only digests are kept and compared, every one of them and in constant time, so that neither memory
 nor the time of an answer tells a key.  A line taken out is a key revoked, from the next request on.
-A file that cannot be read any more admits nobody.
+A file that cannot be read any more admits nobody until it can.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ import hmac
 from pathlib import Path
 from typing import Final
 
-import structlog
-
-from wire.process.keys import credential, read_text, version_of
+from wire.process.files import Watched, read_text
+from wire.process.keys import credential
 from wire.process.settings import ConfigError
-
-log = structlog.get_logger(__name__)
 
 MIN_CHARS: Final = 16
 BEARER: Final = b"bearer "
@@ -31,27 +28,14 @@ class ApiKeys:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._seen = version_of(self._path)
-        self._digests = _read(path)
+        self._file = Watched(path, _read, "no API key is valid now")
 
     def allow(self, given: bytes) -> bool:
         """Whether this is the digest of a key."""
-        self._refresh()
-        matches = [hmac.compare_digest(given, known) for known in self._digests]
+        self._file.refresh()
+        known = () if self._file.trouble else self._file.content
+        matches = [hmac.compare_digest(given, each) for each in known]
         return any(matches)
-
-    def _refresh(self) -> None:
-        version = version_of(self._path)
-        if version == self._seen:
-            return
-        self._seen = version
-        try:
-            self._digests = _read(self._path)
-            log.info("API keys read", path=str(self._path), keys=len(self._digests))
-        except ConfigError as error:
-            self._digests = ()
-            log.error("no API key is valid now", reason=str(error))
 
 
 def digest(key: bytes) -> bytes:

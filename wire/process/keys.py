@@ -8,7 +8,8 @@ One directory holds what a process needs (`scripts/keys` writes it):
 A name is `router` or `<role>-<rank>`: a key speaks for its own party only.  A name may have several
 keys, while one replaces another; the first is the one that a connecting side expects.  The list is
 read again when the file changes, so that a line taken out is a key revoked.  A line that makes no
-sense admits nobody; a list that cannot be read changes nothing.  Nothing here knows ZeroMQ.
+sense admits nobody; a list that cannot be read changes nothing until it can.  Nothing here knows
+ZeroMQ.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Final
 
 import structlog
 
+from wire.process.files import Watched, read_text
 from wire.process.settings import ConfigError
 
 AUTHORIZED: Final = "authorized_keys"
@@ -53,12 +55,11 @@ class Keys:
         self.name = name
         self.pair = read_key_pair(directory / f"{name}.key")
         self._path = directory / AUTHORIZED
-        self._seen = version_of(self._path)
-        self._parties = _read_parties(self._path)
+        self._list = Watched(self._path, _read_parties, "the list of keys stays as it was")
 
     def party(self, public: str) -> str | None:
         """Whose key this is, None for an unknown one."""
-        return self._parties.get(public)
+        return self._list.content.get(public)
 
     def public_of(self, name: str) -> str:
         """The key that the party `name` must prove to have, also if it came into the list late.
@@ -67,7 +68,7 @@ class Keys:
             ConfigError: The list has none.
         """
         self.refresh()
-        for public, party in self._parties.items():
+        for public, party in self._list.content.items():
             if party == name:
                 return public
         raise ConfigError(
@@ -75,18 +76,8 @@ class Keys:
         )
 
     def refresh(self) -> bool:
-        """Read the list again if its file changed; whether it did."""
-        version = version_of(self._path)
-        if version == self._seen:
-            return False
-        self._seen = version
-        try:
-            self._parties = _read_parties(self._path)
-        except ConfigError as error:
-            _LOG.error("the list of keys stays as it was", reason=str(error))
-            return False
-        _LOG.info("list of keys read", path=str(self._path), parties=len(self._parties))
-        return True
+        """Read the list again if its file has changed; whether it was read."""
+        return self._list.refresh()
 
 
 def is_party(name: str) -> bool:
@@ -102,33 +93,6 @@ def read_key_pair(path: Path) -> KeyPair:
     if not (_KEY.fullmatch(public) and _KEY.fullmatch(secret)):
         raise ConfigError(f"{path} is no key file: make one with scripts/keys")
     return KeyPair(public, secret)
-
-
-def read_text(path: Path, *, is_secret: bool) -> str:
-    """Return the text of a file; of a secret, one that not everybody may read.
-
-    Raises:
-        ConfigError: It cannot be read, or is a secret that anybody can read.
-    """
-    try:
-        text = path.read_text(encoding="ascii")
-        # systemd's credentials are readable for a group, whose members are chosen by an ACL.
-        if is_secret and path.stat().st_mode & 0o007:
-            raise ConfigError(f"{path} is a secret that everybody here can read: chmod 600 {path}")
-        return text
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not plain text") from None
-
-
-def version_of(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when the file does; None while there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def credential(name: str) -> Path | None:

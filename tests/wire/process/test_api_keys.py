@@ -52,6 +52,13 @@ def test_a_file_that_cannot_be_trusted_any_more_admits_nobody(path: Path, end: s
     assert not keys.allow(digest(ONE.encode()))
 
 
+def test_a_file_that_is_closed_to_others_again_admits_as_before(path: Path) -> None:
+    keys = ApiKeys(path)
+    for mode, is_trusted in ((0o644, False), (0o600, True)):
+        path.chmod(mode)
+        assert keys.allow(digest(ONE.encode())) is is_trusted
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "sentence"),
     [

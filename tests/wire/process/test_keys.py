@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.scarce import no_descriptor_left
 from tests.wire.process.key_files import write
 from wire.aio.port import new_key_pair
-from wire.process.keys import Keys, credential, is_party, open_keys, read_key_pair, read_text
+from wire.process.keys import Keys, credential, is_party, open_keys, read_key_pair
 from wire.process.settings import ConfigError
 
 
@@ -63,6 +64,16 @@ def test_a_list_that_is_gone_changes_nothing(tmp_path: Path) -> None:
     assert keys.party(pairs["router"].public) == "router"
 
 
+def test_a_key_taken_out_while_nothing_can_be_opened_is_revoked_afterwards(tmp_path: Path) -> None:
+    pairs = write(tmp_path, "router", "prefill-0")
+    keys = Keys(tmp_path, "router")
+    (tmp_path / "authorized_keys").write_text(f"{pairs['router'].public} router\n")
+    with no_descriptor_left():
+        assert not keys.refresh()
+    assert keys.party(pairs["prefill-0"].public) == "prefill-0"
+    assert keys.refresh() and keys.party(pairs["prefill-0"].public) is None
+
+
 def test_a_party_without_a_key_is_named(tmp_path: Path) -> None:
     write(tmp_path, "prefill-0")
     with pytest.raises(ConfigError, match=r"authorized_keys has no key of router: .*scripts/keys"):
@@ -108,9 +119,3 @@ def test_parties(name: str) -> None:
 @pytest.mark.parametrize("name", ["", "router-0", "prefill", "decode-01", "decode--1", "../router"])
 def test_no_parties(name: str) -> None:
     assert not is_party(name)
-
-
-def test_nobody_is_told_to_close_a_directory_that_was_given_for_a_secret(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"^cannot read .*: Is a directory$"):
-        read_text(tmp_path, is_secret=True)
