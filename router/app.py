@@ -14,6 +14,7 @@ import asyncio
 import json
 import resource
 import secrets
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -67,6 +68,8 @@ log = structlog.get_logger("router")
 MAX_TICK_S: Final = 0.1
 # Between two reports to systemd.
 REPORT_S: Final = 1.0
+# Files open beside the connections of clients: of workers, of 128 strangers at the bus, keys.
+OTHER_FILES: Final = 256
 
 
 class Router:
@@ -183,6 +186,7 @@ class Router:
                 tls=self._tls,
                 traffic=self._planes["tcp"],
                 is_shared=is_shared,
+                on_slow_client=self.application.metrics.on_slow_client,
             )
         self.endpoints["tcp"] = _url("tcp", self._tcp.host, self._tcp.port)
         with named("--http", config.http):
@@ -343,11 +347,11 @@ async def serve(
     siblings: Siblings | None = None,
 ) -> int:
     """Run a router until it is asked to stop, and return the exit status."""
-    allow_many_files()
     if siblings is not None:
         await siblings.begin()
         it = siblings.assignment
         config = config.for_process(it.num_processes, http=it.http, tcp=it.tcp, bus=it.bus)
+    config = with_room(config, allow_many_files())
     try:
         router = Router(config, model_path, model_fingerprint, siblings)
     except ModelError as error:
@@ -370,12 +374,32 @@ async def serve(
             await siblings.close()
 
 
-def allow_many_files() -> None:
-    """Raise the limit on open files, and so on connections, as far as the system allows."""
+def allow_many_files() -> int:
+    """Raise the limit on open files as far as the system allows, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):  # macOS has a lower limit than it says
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+def with_room(config: Config, num_files: int) -> Config:
+    """Return settings under which clients leave some of the `num_files` that may be open to others.
+
+    Without one a worker cannot come, and a list of keys that has changed cannot be read.
+    """
+    # HTTP and raw TCP have as many each, and with TLS as many again that are shaking hands.
+    num_kinds = 4 if config.tls_cert else 2
+    most = max(1, (num_files - min(OTHER_FILES, num_files // 2)) // num_kinds)
+    if most >= config.max_connections:
+        return config
+    log.warning(
+        "fewer connections than --max-connections: few files may be open (ulimit -n, LimitNOFILE)",
+        max_connections=most,
+        open_files=num_files,
+    )
+    return config.model_copy(update={"max_connections": most})
 
 
 def split_address(endpoint: str) -> tuple[str, int]:

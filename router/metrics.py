@@ -74,7 +74,7 @@ class Metrics:
         self._kv_skipped_tokens = self._counter(
             "kv_skipped_tokens", "Prompt tokens not sent because the decode worker held them."
         )
-        self._slow_clients = self._counter("slow_clients", "HTTP clients cut: they did not read.")
+        self._slow_clients = self._counter("slow_clients", "Clients cut: they did not read.")
         self._lag = Gauge(
             LAG,
             "How late the last timer of the event loop was.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ssl
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -73,6 +74,7 @@ async def serve_clients(
     tls: ssl.SSLContext | None = None,
     traffic: Traffic | None = None,
     is_shared: bool = False,
+    on_slow_client: Callable[[], object] = lambda: None,
 ) -> Server:
     """Listen for raw TCP clients, each with at most `max_requests` open.  Raises OSError."""
     return await serve(
@@ -83,6 +85,7 @@ async def serve_clients(
         tls,
         traffic,
         is_shared=is_shared,
+        on_slow_client=on_slow_client,
     )
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
-from router.app import Router, announce, serve
+from router.app import Router, announce, serve, with_room
 from router.config import Config, split_endpoint
 from router.core.request import Request
 from router.http.server import FLUSH_S
@@ -42,6 +43,7 @@ from wire.parts import Message
 from wire.payloads import encode_prompt
 from wire.process.model import fingerprint
 from wire.process.settings import ConfigError
+from wire.stream import encode
 
 # What has an answer of over a megabyte.
 BODY = json.dumps({"prompt": "a" * 250_000, "return_token_strs": True}).encode()
@@ -116,6 +118,21 @@ async def test_one_answer_over_http_and_one_over_tcp(tmp_path: Path) -> None:
         ):
             labels = f'direction="{direction}",plane="{plane}",tag="{tag}"'
             assert f"baton_frames_total{{{labels}}} {count}.0" in lines
+
+
+async def test_a_raw_tcp_client_that_does_not_read_is_counted(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    questions = b"".join(encode(DecodeRequest(5, 8))) * 1000  # each is answered with an ERROR
+    async with running(tmp_path) as cluster:
+        with socket.socket() as client:
+            little_room(client)
+            client.setblocking(False)
+            await loop.sock_connect(client, split_endpoint(cluster.router.endpoints["tcp"]))
+            with pytest.raises(ConnectionError):
+                while True:
+                    await loop.sock_sendall(client, questions)
+        rendered = cluster.router.application.metrics.render().decode()
+    assert "baton_slow_clients_total 1.0" in rendered
 
 
 async def next_frame(client: object) -> Frame:
@@ -236,10 +253,12 @@ async def test_a_part_that_breaks_ends_the_router(
 
 
 @contextmanager
-def process(directory: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def process(
+    directory: Path, *flags: str, before: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The router as a process that listens, and where it serves HTTP."""
     ready = directory / "ready"
-    command = [sys.executable, "-m", "router", "--model", str(write_model(directory))]
+    command = [*before, sys.executable, "-m", "router", "--model", str(write_model(directory))]
     command += ["--ready-file", str(ready), *flags]
     command += [f"--{name}={endpoint}" for name, endpoint in OPEN.items()]
     started = subprocess.Popen(command, stderr=subprocess.PIPE)
@@ -283,6 +302,34 @@ def test_who_does_not_read_is_cut_off_in_the_end_and_it_is_no_error(tmp_path: Pa
         router.send_signal(signal.SIGTERM)
         _, log = router.communicate(timeout=30)
         assert router.returncode == 0 and b"error" not in log, log
+
+
+@pytest.mark.parametrize(
+    ("num_files", "tls", "most"),
+    [
+        (1 << 20, None, 4096),
+        (8448, None, 4096),
+        (8447, None, 4095),
+        (8448, Path("cert.pem"), 2048),
+        (512, None, 128),
+        (64, None, 16),
+        (2, None, 1),
+    ],
+)
+def test_clients_leave_files_to_others(num_files: int, tls: Path | None, most: int) -> None:
+    config = Config(tls_cert=tls, tls_key=tls)
+    assert with_room(config, num_files).max_connections == most
+
+
+def test_where_few_files_may_be_open_clients_are_refused_and_not_cut_off(tmp_path: Path) -> None:
+    few = ["sh", "-c", 'ulimit -n 80; exec "$@"', "sh"]
+    with process(tmp_path, before=few) as (router, url), ExitStack() as clients:
+        address = split_endpoint(url.removeprefix("http://"))
+        for _ in range(20):
+            clients.enter_context(socket.create_connection(address))
+        late = clients.enter_context(socket.create_connection(address))
+        assert late.recv(12) == b"HTTP/1.1 503"
+        assert len(os.listdir(f"/proc/{router.pid}/fd")) < 60
 
 
 @pytest.mark.parametrize("flag", ["http", "tcp"])

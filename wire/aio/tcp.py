@@ -79,6 +79,7 @@ class Connection(asyncio.Protocol):
         connections: set[Connection],
         traffic: Traffic,
         turns: Turns,
+        on_slow_client: Callable[[], object],
     ) -> None:
         self.peer_name = ""
         self.is_closing = False
@@ -89,6 +90,7 @@ class Connection(asyncio.Protocol):
         self._connections = connections
         self._traffic = traffic
         self._turns = turns
+        self._on_slow_client = on_slow_client
         # What was sent in this turn of the loop: it leaves in one write.
         self._unwritten: list[bytes] = []
         self._unwritten_bytes = 0
@@ -288,6 +290,7 @@ class Connection(asyncio.Protocol):
         self.refuse(WireError(ErrorCode.DEADLINE_EXCEEDED, "idle for too long"))
 
     def _on_cut(self) -> None:
+        self._on_slow_client()
         self._end(WireError(ErrorCode.DEADLINE_EXCEEDED, f"{self.peer_name} does not read"))
 
     def _end(self, error: Exception | None) -> None:
@@ -347,10 +350,12 @@ async def serve(
     traffic: Traffic | None = None,
     *,
     is_shared: bool = False,
+    on_slow_client: Callable[[], object] = lambda: None,
 ) -> Server:
     """Listen on `host`:`port` (0: any) and give each client a handler.  Raises OSError.
 
-    `traffic` counts the frames of all of them; `is_shared` is as for `bind`.
+    `traffic` counts the frames of all of them; `is_shared` is as for `bind`; `on_slow_client` is
+    called for each that is cut because it does not read.
     """
     connections: set[Connection] = set()
     turns = Turns()
@@ -359,7 +364,7 @@ async def serve(
     sock = bind(host, port, is_shared=is_shared)
     address = sock.getsockname()[:2]
     listener = await listen(
-        lambda: Connection(make_handler, allowed, connections, counts, turns),
+        lambda: Connection(make_handler, allowed, connections, counts, turns, on_slow_client),
         sock,
         tls,
         handshake_s=allowed.message_s,

@@ -106,17 +106,18 @@ async def _live(main: Main, force: _Force) -> int:
     task = asyncio.ensure_future(main(stop))
 
     def on_signal(number: signal.Signals) -> None:
-        if stop.is_set():
-            _LOG.warning("forced to end", signal=number.name)
-            force.arm(128 + number)
-            task.cancel()
-        else:
+        if not stop.is_set():
             _LOG.info("draining", signal=number.name)
             notify("STOPPING=1")
             stop.set()
+        elif number != signal.SIGHUP:  # a terminal that is closed may send it twice
+            _LOG.warning("forced to end", signal=number.name)
+            force.arm(128 + number)
+            task.cancel()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(number, on_signal, number)
     try:
         return await task
     except asyncio.CancelledError:

@@ -61,6 +61,7 @@ class House:
 
     def __init__(self) -> None:
         self.handlers: asyncio.Queue[Told] = asyncio.Queue()
+        self.num_slow_clients = 0
         self._servers: list[Server] = []
 
     async def serve(
@@ -74,7 +75,12 @@ class House:
             self.handlers.put_nowait(told)
             return told
 
-        server = await serve("127.0.0.1", 0, make_handler, limits, traffic=traffic)
+        def count() -> None:
+            self.num_slow_clients += 1
+
+        server = await serve(
+            "127.0.0.1", 0, make_handler, limits, traffic=traffic, on_slow_client=count
+        )
         self._servers.append(server)
         return server
 
@@ -421,6 +427,7 @@ async def test_a_client_that_does_not_read_is_dropped_after_the_stall_time(house
         error = await told.closed
         assert isinstance(error, WireError) and error.code is ErrorCode.DEADLINE_EXCEEDED
         await told.connection.closed
+    assert house.num_slow_clients == 1
 
 
 async def test_a_second_stall_is_cut_as_the_first_would_have_been(house: House) -> None:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 class Process:
     """A process that runs `body` as its main(stop) and prints `ready` when it is up."""
 
-    def __init__(self, body: str) -> None:
+    def __init__(self, body: str, python: tuple[str, ...] = (sys.executable,)) -> None:
         program = (
             "import asyncio, sys, time, uvloop\n"
             "from wire.process.log import configure\n"
@@ -35,7 +35,7 @@ class Process:
             "sys.exit(run(main))\n"
         )
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", program],
+            [*python, "-c", program],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -63,7 +63,7 @@ print("draining", flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_drains_and_main_says_how_it_ended(number: signal.Signals) -> None:
     status, out, _ = Process(DRAIN + "print(stop.is_set())\nreturn 5").end(number)
     assert (status, out.splitlines()) == (5, ["draining", "True"])
@@ -110,6 +110,15 @@ finally:
     status, out, _ = Process(DRAIN + rest).end(signal.SIGTERM, signal.SIGTERM)
     assert status == 128 + signal.SIGTERM
     assert "cleaned up" in out
+
+
+def test_a_terminal_that_is_closed_forces_nobody_and_nohup_is_heeded() -> None:
+    body = "import os, signal\n" + DRAIN
+    twice = "os.kill(os.getpid(), signal.SIGHUP); await asyncio.sleep(0.1); return 5"
+    assert Process(body + twice).end(signal.SIGHUP)[0] == 5
+    ignoring = ("nohup", sys.executable)
+    process = Process("import os, signal\nos.kill(os.getpid(), signal.SIGHUP)\nreturn 6", ignoring)
+    assert process.end()[0] == 6
 
 
 def test_a_main_that_will_not_be_cancelled_is_ended() -> None:
