@@ -200,7 +200,8 @@ class Router:
                 is_shared=is_shared,
                 on_slow_client=self.application.metrics.on_slow_client,
             )
-        self.endpoints["http"] = self._http.url
+        scheme = "http" if self._tls is None else "https"
+        self.endpoints["http"] = _url(scheme, self._http.host, self._http.port)
         self._tasks = [
             asyncio.create_task(self._http.run_on_loop(), name="http"),
             asyncio.create_task(self._tick(), name="tick"),

@@ -24,6 +24,7 @@ import structlog
 
 from wire.process.children import die_with_parent, same_release
 from wire.process.cores import best_threads
+from wire.process.lifetime import ending_signals
 from wire.process.model import check_files, fingerprint, locate
 from wire.process.settings import SharedSettings
 from worker.config import LOOPBACK_HOSTS, Config
@@ -219,12 +220,12 @@ def _settings(config: Config) -> dict[str, object]:
 
 
 def _end_by_signals() -> None:
-    """Have SIGTERM and SIGINT end this process quietly, until it serves or follows."""
+    """Have signals end this process quietly, until it serves or follows."""
 
     def end(number: int, _: object) -> None:
         raise EndedBySignal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         signal.signal(number, end)
 
 
@@ -242,7 +243,7 @@ def follow(executor: Executor) -> int:
     from worker.parallel.executor import ShardedExecutor
 
     assert isinstance(executor, ShardedExecutor)
-    for number in (signal.SIGTERM, signal.SIGINT):  # they are for the leader, who may drain
+    for number in ending_signals():  # they are for the leader, who may drain
         signal.signal(number, signal.SIG_IGN)
     try:
         executor.follow()

@@ -9,7 +9,8 @@ connections that answers as an API should.  `GuardedProtocol` adds them around i
     bodies       are read by the application; what comes after its answer is thrown away
     answers      a client that does not read them is cut off (`wire.aio.unread`); one of HTTP/1.0,
                  which knows no chunks, gets a stream until we hang up
-    connections  `max_connections`; one more gets 503 and Retry-After; as many TLS handshakes
+    connections  `max_connections`; one more gets 503 and Retry-After, many more at a time nothing;
+                 as many TLS handshakes
 
 All that we know of uvicorn beyond its documentation is in this file and in `router.http.framing`.
 """
@@ -32,7 +33,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from router.api.errors import HttpError, retry_after
 from router.http.asgi import Push, Send
 from router.http.framing import Beginning, answered, framing_problem, unchunked
-from wire.aio.listener import LAST_LOOK_S, bind, listen
+from wire.aio.listener import LAST_LOOK_S, bind, is_told, listen
 from wire.aio.unread import STALL_S, Unread, has_left
 from wire.errors import ErrorCode
 from wire.parts import Buffer
@@ -112,8 +113,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self.parser = _Parser(self)
         super().connection_made(cast(asyncio.Transport, LingeringTransport(transport, self)))
         self._arm()
-        if len(self.connections) > self.limits.max_connections:
+        num, most = len(self.connections), self.limits.max_connections
+        if num > most and is_told(num, most):
             self._refuse(503, "too many connections", ErrorCode.OVERLOADED.label)
+        elif num > most:
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -415,9 +419,7 @@ class HttpServer(uvicorn.Server):
         )
         self._guarded, self._limits, self._tls = guarded, limits, tls
         self._socket = bind(host, port, is_shared=is_shared)
-        bound_host, self.port = self._socket.getsockname()[:2]
-        shown = f"[{bound_host}]" if ":" in bound_host else bound_host
-        self.url = f"{'https' if tls else 'http'}://{shown}:{self.port}"
+        self.host, self.port = self._socket.getsockname()[:2]
 
     @property
     def is_answering(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,8 +16,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
-from router.app import Router, announce, serve, with_room
+from router.app import Router, allow_many_files, announce, serve, with_room
 from router.config import Config, split_endpoint
 from router.core.request import Request
 from router.http.server import FLUSH_S
@@ -318,18 +320,54 @@ def test_who_does_not_read_is_cut_off_in_the_end_and_it_is_no_error(tmp_path: Pa
 )
 def test_clients_leave_files_to_others(num_files: int, tls: Path | None, most: int) -> None:
     config = Config(tls_cert=tls, tls_key=tls)
-    assert with_room(config, num_files).max_connections == most
+    with capture_logs() as logs:
+        assert with_room(config, num_files).max_connections == most
+    warned = [(each["max_connections"], each["open_files"]) for each in logs]
+    assert warned == ([] if most == 4096 else [(most, num_files)])
 
 
-def test_where_few_files_may_be_open_clients_are_refused_and_not_cut_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("most", "allowed"), [(1 << 20, 1 << 20), (-1, sys.maxsize)])
+def test_as_many_files_may_be_open_as_the_system_allows(
+    most: int, allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [256, most]
+    monkeypatch.setattr("resource.getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr("resource.setrlimit", lambda _, new: limits.__setitem__(slice(2), new))
+    assert resource.RLIM_INFINITY == -1 and allow_many_files() == allowed
+
+
+def test_a_system_that_allows_less_than_it_says_is_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("not allowed")
+
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, 1 << 20))
+    monkeypatch.setattr("resource.setrlimit", refuse)
+    assert allow_many_files() == 256
+
+
+def said_to(client: socket.socket) -> bytes:
+    """What a client hears that says nothing; nothing if it is cut off."""
+    try:
+        return client.recv(12)
+    except ConnectionError:
+        return b""
+
+
+@pytest.mark.parametrize(("face", "refusal"), [("http", b"HTTP/1.1 503"), ("tcp", b"\x2d")])
+def test_where_few_files_may_be_open_too_many_clients_are_told_so_or_cut(
+    face: str, refusal: bytes, tmp_path: Path
+) -> None:
     few = ["sh", "-c", 'ulimit -n 80; exec "$@"', "sh"]
-    with process(tmp_path, before=few) as (router, url), ExitStack() as clients:
-        address = split_endpoint(url.removeprefix("http://"))
-        for _ in range(20):
-            clients.enter_context(socket.create_connection(address))
-        late = clients.enter_context(socket.create_connection(address))
-        assert late.recv(12) == b"HTTP/1.1 503"
-        assert len(os.listdir(f"/proc/{router.pid}/fd")) < 60
+    with process(tmp_path, before=few) as (router, _), ExitStack() as stack:
+        url = json.loads((tmp_path / "ready").read_text())[face]
+        address = split_endpoint(url.partition("://")[2])
+        clients = [stack.enter_context(socket.create_connection(address)) for _ in range(60)]
+        told = [it for client in clients[20:] if (it := said_to(client))]
+        assert told and all(it.startswith(refusal) for it in told)
+        # A quarter as many as are served, or a few more if some of these have hung up already.
+        assert len(told) < 20 and len(os.listdir(f"/proc/{router.pid}/fd")) < 70
 
 
 @pytest.mark.parametrize("flag", ["http", "tcp"])

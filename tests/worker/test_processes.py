@@ -316,7 +316,7 @@ executor = load(config, ranks)
 cache = executor.allocate(8, 16)
 cache.pack([0], Rectangle(0, range(1), range(1, 2), range(3)))  # of the other, so it follows
 (follower,) = psutil.Process().children()
-for told in (signal.SIGTERM, signal.SIGINT):  # as systemd and terminals do to all
+for told in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # as systemd and terminals do to all
     follower.send_signal(told)
 print("settled", [it for it in follower.environ() if it.endswith("_SOCKET_IFNAME")])
 print("left", len([it for it in os.listdir(os.environ["TMPDIR"]) if it.startswith("baton-")]))

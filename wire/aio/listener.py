@@ -27,6 +27,8 @@ PAUSE_S: Final = 1.0
 # When a client's time is over, what it has sent is read for so long before it is told: if the whole
 # process stood still, all of it may have come in time.
 LAST_LOOK_S: Final = 0.05
+# Clients over the limit that are told so at a time.
+MAX_TOLD: Final = 32
 
 _LOG = structlog.get_logger(__name__)
 
@@ -84,6 +86,12 @@ def _are_mixed(one: socket.socket, other: socket.socket) -> bool:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def is_told(num_connections: int, max_connections: int) -> bool:
+    """Tell whether a client over the limit is told so, which keeps its descriptor for a second or
+    two.  Of many at once the rest are just cut off: they would take all that is left."""
+    return num_connections - max_connections <= max(1, min(MAX_TOLD, max_connections // 4))
 
 
 async def listen(

@@ -16,7 +16,7 @@ from typing import Final, Protocol, cast
 
 import structlog
 
-from wire.aio.listener import LAST_LOOK_S, Listener, bind, listen
+from wire.aio.listener import LAST_LOOK_S, Listener, bind, is_told, listen
 from wire.aio.turns import Turns
 from wire.aio.unread import STALL_S, Unread, has_left
 from wire.errors import ErrorCode, RemoteProtocolError, WireError
@@ -184,8 +184,12 @@ class Connection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=self._limits.high_water_bytes)
         self._unread = Unread(self._transport, self._limits.stall_s, self._on_cut)
         self._connections.add(self)
-        if len(self._connections) > self._limits.max_connections:
-            self.refuse(WireError(ErrorCode.OVERLOADED, "too many connections"))
+        num, most = len(self._connections), self._limits.max_connections
+        if num > most:
+            if is_told(num, most):
+                self.refuse(WireError(ErrorCode.OVERLOADED, "too many connections"))
+            else:
+                self.abort()
             return
         self._handler = self._make_handler(self)
         self._read_timer = self._loop.call_later(self._limits.message_s, self._look_again)

@@ -9,9 +9,10 @@
 
     sys.exit(run(main))
 
-The first SIGTERM or SIGINT sets `stop`: `main` is to drain.  A second one cancels it, and if that
-does not end the process within `FORCE_S` it is ended.  Exit status: what `main` returns; 78 for a
-`ConfigError`, which systemd does not restart; 1 for a bug; 128 + the signal when forced.
+The first SIGTERM, SIGINT or SIGHUP sets `stop`: `main` is to drain.  A second one, unless it is
+SIGHUP, cancels it, and if that does not end the process within `FORCE_S` it is ended.  Exit status:
+what `main` returns; 78 for a `ConfigError`, which systemd does not restart; 1 for a bug; 128 + the
+signal when forced.
 """
 
 from __future__ import annotations
@@ -115,9 +116,8 @@ async def _live(main: Main, force: _Force) -> int:
             force.arm(128 + number)
             task.cancel()
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            loop.add_signal_handler(number, on_signal, number)
+    for number in ending_signals():
+        loop.add_signal_handler(number, on_signal, number)
     try:
         return await task
     except asyncio.CancelledError:
@@ -128,6 +128,14 @@ async def _live(main: Main, force: _Force) -> int:
     except Exception:
         _LOG.exception("the process failed")
         return 1
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Return the signals that ask this process to end: of a closed terminal not under nohup."""
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    return signals
 
 
 def end_at_once(status: int) -> NoReturn:

@@ -295,6 +295,17 @@ async def test_connections_have_a_limit() -> None:
         writer.close()
 
 
+async def test_of_many_over_the_limit_most_are_cut_off() -> None:
+    async with serving(Limits(max_connections=2, flush_s=60.0)) as server:
+        clients = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4)]
+        told, cut = [reader for reader, _ in clients[2:]]
+        assert error_of(await told.read()) == (503, "overloaded")
+        with contextlib.suppress(ConnectionResetError):
+            assert await cut.read() == b""
+        for _, writer in clients:
+            writer.close()
+
+
 @pytest.mark.parametrize("idle_s", [0.05, 60.0])
 async def test_a_client_that_does_not_take_its_answer_is_cut_off(idle_s: float) -> None:
     """Whether we are about to hang up, or would take another request."""
@@ -500,13 +511,12 @@ def test_over_tls_who_leaves_while_something_waits_is_noticed(
 async def test_tls(tmp_path: Path) -> None:
     made = certificate.make(tmp_path)
     async with serving(QUICK, server_context(made.cert, made.key)) as server:
-        assert server.url.startswith("https://")
         async with httpx.AsyncClient(verify=made.trust, trust_env=False) as client:
-            assert (await client.get(f"{server.url}/1")).text == "/1"
+            assert (await client.get(f"https://127.0.0.1:{server.port}/1")).text == "/1"
         assert await ask(server, b"") == b"", "a handshake that does not begin"
         with pytest.raises(httpx.ConnectError):
             async with httpx.AsyncClient(trust_env=False) as client:
-                await client.get(f"{server.url}/1")
+                await client.get(f"https://127.0.0.1:{server.port}/1")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
@@ -774,7 +784,7 @@ def test_nothing_is_cut_where_this_is_not_the_server() -> None:
 
 async def test_a_body_is_pushed_as_far_as_the_client_takes_it() -> None:
     async with serving() as server:
-        url = f"{server.url}/push"
+        url = f"http://127.0.0.1:{server.port}/push"
         async with httpx.AsyncClient() as client:
             body = (await client.get(url)).content
     size = int(body.rpartition(b"\0")[2])

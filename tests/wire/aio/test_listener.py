@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from tests import certificate
-from wire.aio.listener import PAUSE_S, bind, listen, reserve
+from wire.aio.listener import PAUSE_S, bind, is_told, listen, reserve
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
 
@@ -203,3 +203,8 @@ def test_one_address_is_not_reserved_twice(host: str, other: str, are_mixed: boo
         else:
             reserve(other, port, [kept]).close()
         reserve(host, 0, [kept]).close()
+
+
+@pytest.mark.parametrize(("most", "told"), [(1, 1), (4, 1), (20, 5), (128, 32), (4096, 32)])
+def test_some_of_the_clients_over_the_limit_are_told_so(most: int, told: int) -> None:
+    assert [is_told(most + over, most) for over in (1, told, told + 1)] == [True, True, False]

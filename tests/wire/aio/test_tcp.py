@@ -714,6 +714,18 @@ async def test_connections_are_counted(house: House) -> None:
     await second.close()
 
 
+async def test_of_many_over_the_limit_most_are_cut_off(house: House) -> None:
+    server = await house.serve(Limits(max_connections=2, hang_up_s=60.0))
+    clients = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4)]
+    told, cut = [reader for reader, _ in clients[2:]]
+    assert int.from_bytes(await told.readexactly(4), "little") == Tag.ERROR
+    with contextlib.suppress(ConnectionResetError):
+        assert await cut.read() == b""
+    assert house.handlers.qsize() == 2
+    for _, writer in clients:
+        writer.close()
+
+
 async def test_a_client_that_vanishes_is_noticed(house: House) -> None:
     server = await house.serve()
     client = socket.create_connection(("127.0.0.1", server.port))
@@ -852,6 +864,7 @@ async def test_a_client_with_nothing_open_may_not_be_silent_for_long(house: Hous
         assert message is not None and message.frame == Error(0, ErrorCode.DEADLINE_EXCEEDED)
         assert await client.next_message() is None
     assert isinstance(await (await house.handlers.get()).closed, WireError)
+    assert not house.num_slow_clients
 
 
 def test_who_sent_something_while_we_stood_still_was_not_silent() -> None:

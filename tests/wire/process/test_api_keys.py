@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from wire.process.api_keys import ApiKeys, bearer, digest, name_of, open_api_keys
 from wire.process.settings import ConfigError
@@ -49,7 +50,9 @@ def test_a_file_that_cannot_be_trusted_any_more_admits_nobody(path: Path, end: s
     else:
         path.write_text(f"{ONE}\n{TWO}\n\n")
         path.chmod(0o644)
-    assert not keys.allow(digest(ONE.encode()))
+    with capture_logs() as logs:
+        assert not keys.allow(digest(ONE.encode()))
+    assert [each["event"] for each in logs] == ["no API key is valid now"]
 
 
 def test_a_file_that_is_closed_to_others_again_admits_as_before(path: Path) -> None:

@@ -41,6 +41,27 @@ def test_another_file_in_its_place_is_read(path: Path) -> None:
     assert watched.refresh() and watched.content == ["two"]
 
 
+def test_a_link_is_followed(path: Path) -> None:
+    link = path.with_name("link")
+    link.symlink_to(path)
+    watched = Watched(link, lines, "as it was")
+    path.write_text("two\n")
+    assert watched.refresh() and watched.content == ["two"]
+
+
+def test_what_changes_while_it_is_read_is_read_again(path: Path) -> None:
+    later = ["two\n", "three\n"]
+
+    def slowly(path: Path) -> list[str]:
+        found = lines(path)
+        path.write_text(later.pop(0) if later else "three\n")
+        return found
+
+    watched = Watched(path, slowly, "as it was")
+    assert watched.refresh() and watched.content == ["two"]
+    assert watched.refresh() and watched.content == ["three"]
+
+
 def test_a_file_is_read_as_soon_as_its_mode_is_mended(path: Path) -> None:
     watched = Watched(path, lines, "as it was")
     path.write_text("two\n")
@@ -50,7 +71,10 @@ def test_a_file_is_read_as_soon_as_its_mode_is_mended(path: Path) -> None:
     assert "chmod 600" in watched.trouble and watched.content == ["one"]
     assert [(each["event"], each["reason"]) for each in logs] == [("as it was", watched.trouble)]
     path.chmod(0o600)
-    assert watched.refresh() and (watched.content, watched.trouble) == (["two"], "")
+    with capture_logs() as logs:
+        assert watched.refresh() and (watched.content, watched.trouble) == (["two"], "")
+    # How many there are, and never what they are.
+    assert [(each["event"], each["entries"]) for each in logs] == [("file read again", 1)]
 
 
 def test_a_mode_that_opens_a_secret_is_noticed_alone(path: Path) -> None:
@@ -93,7 +117,7 @@ def test_nobody_is_told_to_close_a_directory_that_was_given_for_a_secret(tmp_pat
 
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(fifo := tmp_path / "fifo")
-    for path in (fifo, Path("/dev/zero")):
+    for path in (fifo, Path("/dev/null")):
         with pytest.raises(ConfigError, match=rf"^{path} is no regular file"):
             read_file(path, is_secret=False)
 
@@ -109,6 +133,6 @@ def test_a_secret_is_for_its_owner_and_who_they_choose(path: Path) -> None:
 
 
 def test_what_is_no_text_is_not_shown(path: Path) -> None:
-    path.write_bytes(b"caf\xe9")
+    path.write_text("café")
     with pytest.raises(ConfigError, match=r"file is not plain text$"):
         read_text(path, is_secret=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.scarce import no_descriptor_left
 from tests.wire.process.key_files import write
@@ -60,7 +61,9 @@ def test_a_list_that_is_gone_changes_nothing(tmp_path: Path) -> None:
     pairs = write(tmp_path, "router")
     keys = Keys(tmp_path, "router")
     (tmp_path / "authorized_keys").unlink()
-    assert not keys.refresh()
+    with capture_logs() as logs:
+        assert not keys.refresh()
+    assert [each["event"] for each in logs] == ["the list of keys stays as it was"]
     assert keys.party(pairs["router"].public) == "router"
 
 

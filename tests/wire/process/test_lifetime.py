@@ -20,22 +20,26 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class Process:
-    """A process that runs `body` as its main(stop) and prints `ready` when it is up."""
+    """A process that runs `body` as its main(stop) and prints `ready` when it is up.
 
-    def __init__(self, body: str, python: tuple[str, ...] = (sys.executable,)) -> None:
+    To SIGHUP it does `hangup`, whatever those do who run the tests, perhaps under nohup.
+    """
+
+    def __init__(self, body: str, hangup: str = "SIG_DFL") -> None:
         program = (
-            "import asyncio, sys, time, uvloop\n"
+            "import asyncio, signal, sys, time, uvloop\n"
             "from wire.process.log import configure\n"
             "from wire.process.lifetime import bounded, end_at_once, run\n"
             "from wire.process.settings import ConfigError\n"
             "async def main(stop: asyncio.Event) -> int:\n"
             "    print('ready', flush=True)\n"
             f"{textwrap.indent(body, '    ')}\n"
+            f"signal.signal(signal.SIGHUP, signal.{hangup})\n"
             "configure()\n"
             "sys.exit(run(main))\n"
         )
         self.popen = subprocess.Popen(
-            [*python, "-c", program],
+            [sys.executable, "-c", program],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -112,13 +116,14 @@ finally:
     assert "cleaned up" in out
 
 
-def test_a_terminal_that_is_closed_forces_nobody_and_nohup_is_heeded() -> None:
-    body = "import os, signal\n" + DRAIN
-    twice = "os.kill(os.getpid(), signal.SIGHUP); await asyncio.sleep(0.1); return 5"
-    assert Process(body + twice).end(signal.SIGHUP)[0] == 5
-    ignoring = ("nohup", sys.executable)
-    process = Process("import os, signal\nos.kill(os.getpid(), signal.SIGHUP)\nreturn 6", ignoring)
-    assert process.end()[0] == 6
+def test_a_terminal_that_is_closed_forces_nobody() -> None:
+    twice = "signal.raise_signal(signal.SIGHUP); await asyncio.sleep(0.1); return 5"
+    assert Process(DRAIN + twice).end(signal.SIGHUP)[0] == 5
+
+
+def test_nohup_is_heeded() -> None:
+    alone = "signal.raise_signal(signal.SIGHUP); await asyncio.sleep(0.1); return stop.is_set()"
+    assert Process(alone, hangup="SIG_IGN").end()[0] == 0
 
 
 def test_a_main_that_will_not_be_cancelled_is_ended() -> None:
