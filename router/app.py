@@ -386,9 +386,9 @@ def allow_many_files() -> int:
 
 
 def with_room(config: Config, num_files: int) -> Config:
-    """Return settings under which clients leave some of the `num_files` that may be open to others.
+    """Return settings whose connections leave room for others where `num_files` may be open.
 
-    Without one a worker cannot come, and a list of keys that has changed cannot be read.
+    Without room a worker cannot come, and a list of keys that has changed cannot be read.
     """
     # HTTP and raw TCP have as many each, and with TLS as many again that are shaking hands.
     num_kinds = 4 if config.tls_cert else 2

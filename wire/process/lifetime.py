@@ -131,7 +131,7 @@ async def _live(main: Main, force: _Force) -> int:
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the signals that ask this process to end: of a closed terminal not under nohup."""
+    """Return the signals that ask this process to end; that of a terminal only without nohup."""
     signals = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signals.append(signal.SIGHUP)
