@@ -12,7 +12,7 @@ import hmac
 from pathlib import Path
 from typing import Final
 
-from wire.process.files import Watched, read_text
+from wire.process.files import WatchedFile, read_text
 from wire.process.keys import credential
 from wire.process.settings import ConfigError
 
@@ -28,7 +28,7 @@ class ApiKeys:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = Watched(path, _read, "no API key is valid now")
+        self._file = WatchedFile(path, _read, "no API key is valid now")
 
     def allow(self, given: bytes) -> bool:
         """Whether this is the digest of a key."""

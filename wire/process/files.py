@@ -1,4 +1,4 @@
-"""Files that a process is told of: read without waiting for anybody, and again when they change."""
+"""Files that settings name: read without waiting for anybody, and read again when they change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOG = structlog.get_logger(__name__)
 _T = TypeVar("_T", bound=Sized)
 
 
-class Watched(Generic[_T]):
+class WatchedFile(Generic[_T]):
     """What `parse` makes of a file, made anew by `refresh` when the file has changed.
 
     While it cannot be read, it is tried each time: nothing about a file tells that there are
@@ -60,7 +60,9 @@ def read_file(path: Path, *, is_secret: bool) -> bytes:
         with open(path, "rb", opener=_open_at_once) as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
-                raise ConfigError(f"{path} is no regular file, and is read more than once")
+                raise ConfigError(
+                    f"{path} is no regular file, which it has to be: it is read more than once"
+                )
             # systemd's credentials are readable for a group, whose members are chosen by an ACL.
             if is_secret and mode & 0o007:
                 raise ConfigError(

@@ -22,7 +22,7 @@ from typing import Final
 
 import structlog
 
-from wire.process.files import Watched, read_text
+from wire.process.files import WatchedFile, read_text
 from wire.process.settings import ConfigError
 
 AUTHORIZED: Final = "authorized_keys"
@@ -55,7 +55,7 @@ class Keys:
         self.name = name
         self.pair = read_key_pair(directory / f"{name}.key")
         self._path = directory / AUTHORIZED
-        self._list = Watched(self._path, _read_parties, "the list of keys stays as it was")
+        self._list = WatchedFile(self._path, _read_parties, "the list of keys stays as it was")
 
     def party(self, public: str) -> str | None:
         """Whose key this is, None for an unknown one."""

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.scarce import no_descriptor_left
-from wire.process.files import Watched, read_file, read_text
+from wire.process.files import WatchedFile, read_file, read_text
 from wire.process.settings import ConfigError
 
 
@@ -26,14 +26,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_read_again_when_it_has_changed_and_only_then(path: Path) -> None:
-    watched = Watched(path, lines, "as it was")
+    watched = WatchedFile(path, lines, "as it was")
     path.write_text("one\ntwo\n")
     assert watched.refresh() and watched.content == ["one", "two"]
     assert not watched.refresh()
 
 
 def test_another_file_in_its_place_is_read(path: Path) -> None:
-    watched = Watched(path, lines, "as it was")
+    watched = WatchedFile(path, lines, "as it was")
     other = path.with_name("other")
     other.write_text("two\n")
     other.chmod(0o600)
@@ -44,7 +44,7 @@ def test_another_file_in_its_place_is_read(path: Path) -> None:
 def test_a_link_is_followed(path: Path) -> None:
     link = path.with_name("link")
     link.symlink_to(path)
-    watched = Watched(link, lines, "as it was")
+    watched = WatchedFile(link, lines, "as it was")
     path.write_text("two\n")
     assert watched.refresh() and watched.content == ["two"]
 
@@ -57,13 +57,13 @@ def test_what_changes_while_it_is_read_is_read_again(path: Path) -> None:
         path.write_text(later.pop(0) if later else "three\n")
         return found
 
-    watched = Watched(path, slowly, "as it was")
+    watched = WatchedFile(path, slowly, "as it was")
     assert watched.refresh() and watched.content == ["two"]
     assert watched.refresh() and watched.content == ["three"]
 
 
 def test_a_file_is_read_as_soon_as_its_mode_is_mended(path: Path) -> None:
-    watched = Watched(path, lines, "as it was")
+    watched = WatchedFile(path, lines, "as it was")
     path.write_text("two\n")
     path.chmod(0o644)
     with capture_logs() as logs:
@@ -78,13 +78,13 @@ def test_a_file_is_read_as_soon_as_its_mode_is_mended(path: Path) -> None:
 
 
 def test_a_mode_that_opens_a_secret_is_noticed_alone(path: Path) -> None:
-    watched = Watched(path, lines, "as it was")
+    watched = WatchedFile(path, lines, "as it was")
     path.chmod(0o604)
     assert not watched.refresh() and "chmod 600" in watched.trouble
 
 
 def test_a_file_is_read_as_soon_as_there_is_a_descriptor_for_it(path: Path) -> None:
-    watched = Watched(path, lines, "as it was")
+    watched = WatchedFile(path, lines, "as it was")
     path.write_text("two\n")
     with no_descriptor_left():
         assert not watched.refresh() and "Too many open files" in watched.trouble
@@ -92,7 +92,7 @@ def test_a_file_is_read_as_soon_as_there_is_a_descriptor_for_it(path: Path) -> N
 
 
 def test_each_trouble_is_said_once(path: Path) -> None:
-    watched = Watched(path, lines, "as it was")
+    watched = WatchedFile(path, lines, "as it was")
     with capture_logs() as logs:
         path.unlink()
         assert not watched.refresh() and not watched.refresh()
@@ -104,7 +104,7 @@ def test_each_trouble_is_said_once(path: Path) -> None:
 
 def test_a_file_that_cannot_be_read_at_first_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^cannot read .*/none: No such file or directory$"):
-        Watched(tmp_path / "none", lines, "as it was")
+        WatchedFile(tmp_path / "none", lines, "as it was")
 
 
 def test_nobody_is_told_to_close_a_directory_that_was_given_for_a_secret(tmp_path: Path) -> None:

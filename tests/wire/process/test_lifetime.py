@@ -116,14 +116,24 @@ finally:
     assert "cleaned up" in out
 
 
+# Signals are taken in the order in which they came.
+HANG_UP = """\
+taken = asyncio.Event()
+asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, taken.set)
+signal.raise_signal(signal.SIGHUP)
+signal.raise_signal(signal.SIGUSR1)
+await taken.wait()
+"""
+
+
 def test_a_terminal_that_is_closed_forces_nobody() -> None:
-    twice = "signal.raise_signal(signal.SIGHUP); await asyncio.sleep(0.1); return 5"
-    assert Process(DRAIN + twice).end(signal.SIGHUP)[0] == 5
+    assert Process(DRAIN + HANG_UP + "return 5").end(signal.SIGHUP)[0] == 5
 
 
 def test_nohup_is_heeded() -> None:
-    alone = "signal.raise_signal(signal.SIGHUP); await asyncio.sleep(0.1); return stop.is_set()"
-    assert Process(alone, hangup="SIG_IGN").end()[0] == 0
+    for hangup, has_stopped in (("SIG_IGN", 0), ("SIG_DFL", 1)):
+        process = Process(HANG_UP + "return int(stop.is_set())", hangup)
+        assert process.end()[0] == has_stopped
 
 
 def test_a_main_that_will_not_be_cancelled_is_ended() -> None:
