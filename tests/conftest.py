@@ -19,12 +19,12 @@ if TYPE_CHECKING:  # most tests need none, nor what it imports
 # OpenMP's threads spin while they wait, on the cores that the other half of the tests needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Under PYTHONASYNCIODEBUG the stack of whoever makes a task or a callback is written down, of each:
+# In asyncio's debug mode the stack of whoever makes a task or a callback is written down, of each:
 # three frames of it, for next to none is ever shown.
 asyncio.constants.DEBUG_STACK_DEPTH = 3  # type: ignore[misc]
 
-# A loaded machine is no bug: nothing is said of a callback that took long, as it would be under
-# PYTHONASYNCIODEBUG, and no example has a time of its own.
+# A loaded machine is no bug: nothing is said of a callback that took long, as it would be in debug
+# mode, and no example has a time of its own.
 logging.getLogger("asyncio").addFilter(
     lambda record: not str(record.msg).startswith("Executing %s took")
 )
