@@ -194,7 +194,7 @@ class FaultyCluster(Cluster):
 
 def metrics(cluster: Cluster) -> dict[str, float]:
     """The router's own figures without labels, by name."""
-    text = httpx.get(cluster.http + "/metrics", trust_env=False).text
+    text = httpx.get(cluster.http + "/metrics", trust_env=False, timeout=60).text
     lines = (line.split() for line in text.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, value in lines if "{" not in name}
 

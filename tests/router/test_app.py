@@ -100,7 +100,7 @@ async def test_one_answer_over_http_and_one_over_tcp(tmp_path: Path) -> None:
     async with running(tmp_path, ready_file=tmp_path / "ready") as cluster:
         endpoints = json.loads((tmp_path / "ready").read_text())
         assert endpoints == cluster.router.endpoints
-        async with httpx.AsyncClient(base_url=endpoints["http"]) as client:
+        async with httpx.AsyncClient(base_url=endpoints["http"], timeout=60) as client:
             post = client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 9})
             response, _ = await asyncio.gather(post, cluster.answer(ids(" upon")))
             assert response.json()["choices"][0]["text"] == " upon"
@@ -110,7 +110,7 @@ async def test_one_answer_over_http_and_one_over_tcp(tmp_path: Path) -> None:
             await cluster.answer([6, 7])
             frames = [await next_frame(client) for _ in range(3)]
             assert frames == [PrefillDone(5, 0), DecodeToken(5, 7), DecodeDone(5)]
-        async with httpx.AsyncClient(base_url=endpoints["http"]) as client:
+        async with httpx.AsyncClient(base_url=endpoints["http"], timeout=60) as client:
             lines = (await client.get("/metrics")).text.splitlines()
         for plane, tag, direction, count in (
             ("bus", "prefill_request", "sent", 2),
@@ -159,7 +159,9 @@ async def test_open_requests_end_before_the_router_stops(tmp_path: Path) -> None
         with pytest.raises(WireError) as caught:
             cluster.router.dispatcher.submit(Request((1, 2), Options(), 4), RecordingSink())
         assert caught.value.code is ErrorCode.DRAINING
-        async with httpx.AsyncClient(base_url=cluster.router.endpoints["http"]) as client:
+        async with httpx.AsyncClient(
+            base_url=cluster.router.endpoints["http"], timeout=60
+        ) as client:
             response = await client.get("/readyz")
             assert response.status_code == 503 and "draining" in response.text
         await cluster.answer([5, 6])
@@ -212,7 +214,9 @@ async def test_what_does_not_end_in_time_is_told_so(tmp_path: Path) -> None:
 
 async def test_a_silent_worker_is_noticed_by_the_clock(tmp_path: Path) -> None:
     async with running(tmp_path, heartbeat_ms=20) as cluster:
-        async with httpx.AsyncClient(base_url=cluster.router.endpoints["http"]) as client:
+        async with httpx.AsyncClient(
+            base_url=cluster.router.endpoints["http"], timeout=60
+        ) as client:
             seen = [{"ready"}]
             while seen[-1] != {"lost"}:
                 workers = (await client.get("/v1/cluster")).json()["workers"]
@@ -276,8 +280,8 @@ def process(
 
 def test_the_process_serves_and_drains_on_sigterm(tmp_path: Path) -> None:
     with process(tmp_path) as (router, url):
-        assert httpx.get(f"{url}/livez").status_code == 200
-        assert httpx.get(f"{url}/readyz").status_code == 503
+        assert httpx.get(f"{url}/livez", timeout=60).status_code == 200
+        assert httpx.get(f"{url}/readyz", timeout=60).status_code == 503
         router.send_signal(signal.SIGTERM)
         _, log = router.communicate(timeout=30)
         assert router.returncode == 0, log
@@ -360,7 +364,7 @@ def test_where_few_files_may_be_open_too_many_clients_are_told_so_or_cut(
     face: str, refusal: bytes, tmp_path: Path
 ) -> None:
     few = ["sh", "-c", 'ulimit -n 80; exec "$@"', "sh"]
-    with process(tmp_path, before=few) as (router, _), ExitStack() as stack:
+    with process(tmp_path, "--grace-s=60", before=few) as (router, _), ExitStack() as stack:
         url = json.loads((tmp_path / "ready").read_text())[face]
         address = split_endpoint(url.partition("://")[2])
         clients = [stack.enter_context(socket.create_connection(address)) for _ in range(60)]

@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.cluster import until
+
 GAUGES = (
     "baton_requests_running",
     "baton_requests_waiting",
@@ -20,7 +22,12 @@ class Figures:
     """One reading of /metrics; every series by its name and labels."""
 
     def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
-        text = httpx.get(url + "/metrics", trust_env=False, headers=headers).text
+        def answer() -> str:
+            """Empty while not every router process has answered in time."""
+            got = httpx.get(url + "/metrics", trust_env=False, headers=headers, timeout=60)
+            return got.text if got.is_success else ""
+
+        text = until(answer, "figures")
         self.samples = [
             sample for each in text_string_to_metric_families(text) for sample in each.samples
         ]

@@ -34,7 +34,7 @@ def completion(prompt: list[int], stream: bool) -> dict[str, object]:
 
 async def is_still_right(cluster: Cluster) -> None:
     """Nobody else was disturbed."""
-    async with httpx.AsyncClient(base_url=cluster.http, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=cluster.http, timeout=60, trust_env=False) as client:
         body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         response = await client.post("/v1/completions", json=body | {"return_token_ids": True})
     assert response.json()["choices"][0]["token_ids"] == hash_oracle([5, 6, 7], 8, OPTIONS)
@@ -60,7 +60,8 @@ async def test_http_client_gone_while_tokens_come(slow_cluster: Cluster, stream:
 
 async def test_http_client_gone_while_its_prompt_is_read(slow_cluster: Cluster) -> None:
     async with httpx.AsyncClient(base_url=slow_cluster.http, timeout=60) as client:
-        body = completion([9] * LONG, stream=True) | {"max_tokens": 1000}
+        body = completion([9], stream=True) | {"max_tokens": 1000}
+        body["prompt"] = [[number] * LONG for number in range(12)]  # half a minute
         request = asyncio.create_task(client.post("/v1/completions", json=body))
 
         def is_reading() -> bool:
@@ -110,7 +111,8 @@ def test_nothing_is_left_behind_when_the_cluster_ends(tmp_path: Path) -> None:
     args = ("--worker-args", "--hash-step-ms 5")
     with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
         body = completion([1, 2, 3], stream=True) | {"max_tokens": 100, "return_token_ids": True}
-        with httpx.stream("POST", f"{cluster.http}/v1/completions", json=body) as response:
+        url = f"{cluster.http}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             cluster.router.terminate()

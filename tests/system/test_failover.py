@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster import Cluster, hash_oracle, until
+from tests.cluster import START_S, Cluster, hash_oracle, until
 from wire.options import Options
 
-NUM_TOKENS = 100  # two seconds at 20 ms a step: long enough to be killed in the middle
+NUM_TOKENS = 100
 SAMPLED = {"temperature": 0.9, "presence_penalty": 0.6, "frequency_penalty": 0.3, "min_tokens": 90}
 
 
@@ -27,10 +27,12 @@ async def complete(
     return choice
 
 
-def busy(cluster: Cluster, role: str, rank: int) -> Callable[[], bool]:
+def busy(cluster: Cluster, role: str, rank: int, steps: int = 0) -> Callable[[], bool]:
+    """What says whether a worker has work, and has made so many steps."""
+
     def is_busy() -> bool:
         row = cluster.find(role, rank)
-        return row is not None and row["placed"] > 0
+        return row is not None and row["placed"] > 0 and row["step"] >= steps
 
     return is_busy
 
@@ -40,9 +42,9 @@ async def test_a_killed_worker_costs_no_request(tmp_path: Path, role: str) -> No
     # Prompts of 600 tokens in steps of 128 keep the prefill workers busy too.
     args = ("--worker-args", "--hash-step-ms 20 --max-ubatch-tokens 128 --segment-bytes 1048576")
     with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
-        # A slow prefill worker has work for longer than a heartbeat takes to show it.
-        step_ms = "200" if role == "prefill" else "20"
-        victim = cluster.worker(role, 1, "--hash-step-ms", step_ms, "--max-ubatch-tokens", "128")
+        # A slow worker has work until it is killed, whenever that is.
+        slow = ("--hash-step-ms", "500", "--max-ubatch-tokens", "128")
+        victim = cluster.worker(role, 1, *slow)
         prompts = [[prompt, 7, 9] * 200 for prompt in range(24)]
         async with httpx.AsyncClient(
             base_url=cluster.http, timeout=60, limits=httpx.Limits(max_connections=40)
@@ -51,7 +53,7 @@ async def test_a_killed_worker_costs_no_request(tmp_path: Path, role: str) -> No
                 asyncio.create_task(complete(client, prompt, ignore_eos=True, temperature=0))
                 for prompt in prompts
             ]
-            await asyncio.to_thread(until, busy(cluster, role, 1), f"{role}-1 has work")
+            await asyncio.to_thread(until, busy(cluster, role, 1, 1), f"{role}-1 has work")
             victim.send_signal(signal.SIGKILL)
             results = await asyncio.gather(*streams)
             metrics = (await client.get("/metrics")).text
@@ -80,11 +82,25 @@ async def test_what_is_sampled_goes_on_at_the_same_position(
                 ]
 
             undisturbed = await all_of_them()
-            row = cluster.find("decode", 0)
-            assert row is not None
-            disturbed = asyncio.create_task(all_of_them())
-            await asyncio.to_thread(until, busy(cluster, "decode", 0), "decode-0 has work")
-            cluster.kill_local("decode", 0)
-            assert await disturbed == undisturbed
-            assert "baton_failovers_total" in (await client.get("/metrics")).text
+            is_busy = busy(cluster, "decode", 0)
+
+            async def disturbed(life: int) -> list[object]:
+                """The same, with decode-0 killed when it has work, if it still has."""
+
+                def is_there() -> object:
+                    lives = len(cluster.local_pids("decode", 0))
+                    return lives == life and cluster.find("decode", 0)
+
+                await asyncio.to_thread(until, is_there, "decode-0 is there", START_S)
+                texts = asyncio.create_task(all_of_them())
+                await asyncio.to_thread(until, lambda: texts.done() or is_busy(), "it has work")
+                cluster.kill_local("decode", 0)
+                return await texts
+
+            for life in range(1, 9):
+                assert await disturbed(life) == undisturbed
+                if "baton_failovers_total{" in (await client.get("/metrics")).text:
+                    break
+            else:
+                pytest.fail("every kill came when the texts were over")
         cluster.until_idle()

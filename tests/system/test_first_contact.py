@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster import ROOT, until
+from tests.cluster import ROOT, START_S, until
 from wire.process.model import DEMO
 
 PORTS = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0")
@@ -126,7 +126,7 @@ def running(log: Path, *command: str) -> Iterator[Callable[[], list[dict[str, An
         yield lines
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(START_S) == 0
 
 
 def test_a_worker_that_reaches_no_router_says_which(tmp_path: Path) -> None:
@@ -137,36 +137,42 @@ def test_a_worker_that_reaches_no_router_says_which(tmp_path: Path) -> None:
         def complaints() -> list[dict[str, Any]]:
             return [line for line in lines() if line["event"] == "cannot reach the router"]
 
-        until(lambda: len(complaints()) == 2, "it says so again")
+        until(lambda: len(complaints()) >= 2, "it says so again", START_S)
         assert {line["router"] for line in complaints()} == {bus}
         assert "--router" in complaints()[0]["hint"]
 
 
 def test_a_router_says_what_it_waits_for_and_then_what_to_try(tmp_path: Path) -> None:
     ready, bus = tmp_path / "ready.json", f"ipc://{tmp_path}/bus"
-    router = ("router", "--executor", "hash", "--bus", bus, *PORTS, "--ready-file", str(ready))
+    router = (
+        *("router", "--executor", "hash", "--bus", bus, *PORTS, "--ready-file", str(ready)),
+        *("--heartbeat-ms", "60000"),  # no worker is missed for a while, and then there again
+    )
     worker = ("worker", "--executor", "hash", "--rank", "0", "--router", bus, "--role")
     with running(tmp_path / "router", *router) as lines:
 
         def events(begin: str) -> list[dict[str, Any]]:
             return [line for line in lines() if line["event"].startswith(begin)]
 
-        [waits] = until(lambda: events("waiting for workers"), "it says that it waits")
+        waits, *_ = until(lambda: events("waiting for workers"), "it says that it waits", START_S)
         assert waits["reasons"] == ["no prefill worker is ready", "no decode worker is ready"]
         http = json.loads(ready.read_text())["http"]
-        assert httpx.get(http + "/readyz", trust_env=False).status_code == 503
+        assert httpx.get(http + "/readyz", trust_env=False, timeout=60).status_code == 503
         with (
             running(tmp_path / "prefill", *worker, "prefill"),
             running(tmp_path / "decode", *worker, "decode"),
         ):
-            [is_ready] = until(lambda: events("ready; try "), "it says that it is ready")
+            is_ready, *_ = until(lambda: events("ready; try "), "it says that it is ready", START_S)
             words = shlex.split(is_ready["event"].removeprefix("ready; try "))
             assert words[:2] == ["curl", f"{http}/v1/completions"] and words[2::2] == ["-H", "-d"]
             headers = dict([words[3].split(": ")])
-            answer = httpx.post(words[1], headers=headers, content=words[5], trust_env=False)
+            answer = httpx.post(
+                words[1], headers=headers, content=words[5], trust_env=False, timeout=60
+            )
             assert answer.json()["choices"][0]["text"]
             time.sleep(1.5)  # the next look at the workers
             assert len(events("ready; try ")) == 1
-        until(lambda: len(events("waiting for workers")) >= 2, "it waits again")
+            waited = len(events("waiting for workers"))
+        until(lambda: len(events("waiting for workers")) > waited, "it waits again")
         polls = [line for line in events("request") if line.get("endpoint") == "readyz"]
         assert not polls, "a poll is a debug line"

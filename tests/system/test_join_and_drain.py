@@ -9,39 +9,37 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster import Cluster, hash_oracle, until
+from tests.cluster import START_S, Cluster, until
+from tests.faults.checks import problems
+from tests.faults.clients import Record, TcpClient
 from wire.options import Options
 
-NUM_TOKENS = 150  # three seconds at 20 ms a step: long enough to be stopped in the middle
-
-
-async def complete(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
-    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-    response = await client.post("/v1/completions", json=body | {"return_token_ids": True})
-    assert response.status_code == 200, response.text
-    return response.json()["choices"][0]["token_ids"]  # type: ignore[no-any-return]
+NUM_TOKENS = 50  # a second at 20 ms a step
 
 
 async def test_a_worker_joins_gets_work_and_drains_on_sigterm(tmp_path: Path) -> None:
-    args = ("--worker-args", "--hash-step-ms 20")
+    args = ("--lease-ms", "600000", "--worker-args", "--hash-step-ms 20")
     with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
         joined = cluster.worker("decode", 3, "--hash-step-ms", "20")
-        prompts = [[prompt, 7, 9] * 20 for prompt in range(40)]
-        async with httpx.AsyncClient(
-            base_url=cluster.http, timeout=60, limits=httpx.Limits(max_connections=40)
-        ) as client:
-            streams = [asyncio.create_task(complete(client, prompt)) for prompt in prompts]
-
-            def has_work() -> bool:
-                row = cluster.find("decode", 3)
-                return row is not None and row["running"] > 0
-
-            await asyncio.to_thread(until, has_work, "decode-3 has work")
-            joined.send_signal(signal.SIGTERM)
-            results = await asyncio.gather(*streams)
-        expected = [hash_oracle(prompt, NUM_TOKENS, Options(ignore_eos=True)) for prompt in prompts]
-        assert results == expected
-        assert await asyncio.to_thread(joined.wait, 30) == 0
+        options = Options(ignore_eos=True)
+        records = [Record([n, 7, 9] * 20, options, NUM_TOKENS, "tcp") for n in range(40)]
+        client = await TcpClient.connect(*cluster.tcp)
+        ids = [await client.begin(record) for record in records]
+        await asyncio.gather(*[record.until_tokens(1) for record in records])
+        row = cluster.find("decode", 3)
+        assert row is not None and row["placed"] > 1
+        for request_id in ids[::2]:
+            client.go_on(request_id)
+        await asyncio.gather(*[record.until_tokens(2) for record in records[::2]])
+        joined.send_signal(signal.SIGTERM)
+        # It holds what it has been given, and has to go on with it.
+        await asyncio.to_thread(until, lambda: cluster.find("decode", 3, "draining"), "it drains")
+        for request_id in ids[1::2]:
+            client.go_on(request_id)
+        await asyncio.gather(*[record.until_tokens(NUM_TOKENS + 1) for record in records])
+        await client.close()
+        assert problems(records) == []
+        assert await asyncio.to_thread(joined.wait, START_S) == 0
         until(lambda: cluster.find("decode", 3) is None, "decode-3 gone")
         cluster.until_idle()
 
@@ -61,5 +59,5 @@ def test_a_second_signal_ends_streams_with_an_error_and_at_once(
             cluster.router.send_signal(signal.SIGINT)
             *_, error, done = [line for line in events if line]
         assert '"code":"draining"' in error and done == "data: [DONE]"
-        assert cluster.router.wait(20) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        assert cluster.router.wait(START_S) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
     assert "Traceback" not in cluster.log_path.read_text()

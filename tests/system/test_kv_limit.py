@@ -21,7 +21,7 @@ async def test_http_and_tcp_refuse_a_kv_cache_over_the_limit(tmp_path: Path) -> 
     args = ("--max-kv-transfer-bytes", str(LIMIT))
     with Cluster(tmp_path, executor="hash", args=args) as cluster:
         body = {"prompt": [1] * 101, "max_tokens": 4, "ignore_eos": True}
-        async with httpx.AsyncClient(base_url=cluster.http) as http:
+        async with httpx.AsyncClient(base_url=cluster.http, timeout=60) as http:
             response = await http.post("/v1/completions", json=body)
         assert response.status_code == 400
         error = response.json()["error"]
@@ -42,5 +42,5 @@ async def test_http_and_tcp_refuse_a_kv_cache_over_the_limit(tmp_path: Path) -> 
         assert [worker["step"] for worker in status["workers"]] == [0, 0]
 
         body["prompt"] = [1] * 100
-        async with httpx.AsyncClient(base_url=cluster.http) as http:
+        async with httpx.AsyncClient(base_url=cluster.http, timeout=60) as http:
             assert (await http.post("/v1/completions", json=body)).status_code == 200

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from scripts.tcp_client import connect
-from tests.cluster import ROOT, Cluster, until
+from tests.cluster import ROOT, START_S, Cluster, until
 from tests.poisoned_model import POISON
 from wire.errors import ErrorCode
 from wire.frames import ANY_RANK, DecodeDone, DecodeRequest, Error, PrefillRequest
@@ -44,7 +44,7 @@ async def ask_over_tcp(cluster: Cluster, decode_rank: int) -> None:
 
 async def test_a_request_is_one_line_on_either_face(tmp_path: Path) -> None:
     with Cluster(tmp_path, executor="hash") as cluster:
-        async with httpx.AsyncClient(base_url=cluster.http, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=cluster.http, trust_env=False, timeout=60) as client:
             body = {"prompt": [4, 5, 6], "max_tokens": 8, "ignore_eos": True}
             await client.post("/v1/completions", json=body)
         await ask_over_tcp(cluster, ANY_RANK)
@@ -69,14 +69,14 @@ def test_a_reader_that_stalls_stops_nothing(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as router:
         assert router.stderr is not None
         try:
-            until(ready.exists, "listening")
+            until(ready.exists, "listening", START_S)
             url = json.loads(ready.read_text())["http"]
-            with httpx.Client(base_url=url, trust_env=False) as client:
+            with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
                 for _ in range(600):  # each a line of some 200 bytes
                     assert client.get("/nothing").status_code == 404
                 assert client.get("/livez").status_code == 200
             router.terminate()
-            assert router.wait(20) == 0
+            assert router.wait(60) == 0
             assert router.stderr.read().count(b"\n") < 600, "the pipe was never full"
         finally:
             router.kill()
@@ -134,7 +134,7 @@ def test_bugs_leave_nothing_of_a_prompt_in_the_log(tmp_path: Path, make: type[Cl
     (tmp_path / "sitecustomize.py").write_text(PLANTED)
     cluster = make(tmp_path, executor="tests.poisoned_model:create", args=("--log-level", "debug"))
     cluster.environ = {"PYTHONPATH": str(tmp_path)}
-    with cluster, httpx.Client(base_url=cluster.http, trust_env=False, timeout=30) as client:
+    with cluster, httpx.Client(base_url=cluster.http, trust_env=False, timeout=60) as client:
         # The worker's model fails on the last token, with it in its text and all in its locals.
         for prompt in ("my SECRET", [101, 102, 103, POISON]):
             answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4})

@@ -22,13 +22,14 @@ from wire.payloads import encode_prompt
 N = 3
 PROMPT = [5, 6, 7]
 LONG = 20_000  # tokens: minutes at the pace of this cluster
+PATIENT = ("--heartbeat-ms", "2000")  # no worker is missed because it has to wait for a core
 TOKEN_BYTES, MAX_PROMPT = 64, 100  # of the hash executor; what may be handed over
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     limit = ("--max-kv-transfer-bytes", str(MAX_PROMPT * TOKEN_BYTES))
-    args = ("--max-attempts", "1", *limit, "--worker-args", "--hash-step-ms 10")
+    args = ("--max-attempts", "1", *PATIENT, *limit, "--worker-args", "--hash-step-ms 10")
     with Cluster(tmp_path, local="1,1", executor="hash", args=args) as cluster:
         yield cluster
 
@@ -149,7 +150,7 @@ async def test_requests_that_get_nowhere_are_counted_too(tmp_path: Path) -> None
     (tmp_path / "keys").chmod(0o600)
     args = (
         *("--api-keys", str(tmp_path / "keys"), "--max-waiting", "0"),
-        *("--max-running-per-worker", "1", "--queue-timeout-ms", "500"),
+        *("--max-running-per-worker", "1", "--queue-timeout-ms", "500", *PATIENT),
         *("--worker-args", "--hash-step-ms 10"),
     )
     natural = next(p for n in range(1, 400) if eos_of(p := [n, n + 1]) < 64)

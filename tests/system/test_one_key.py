@@ -8,6 +8,7 @@ anything, and the workers that are really there must stay.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import defaultdict
@@ -145,7 +146,8 @@ def detail(**changes: Any) -> HelloDetail:
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
-    cluster = Locked(tmp_path_factory.mktemp("one-key"))
+    # A hostile peer sends no heartbeats but those that a test is about.
+    cluster = Locked(tmp_path_factory.mktemp("one-key"), "--heartbeat-ms", "60000")
     scripts_keys(cluster.keys, "prefill-1")
     with cluster:
         yield cluster
@@ -212,7 +214,8 @@ async def check(cluster: Locked, requests: Requests, own: int = 2) -> None:
 
 
 def metrics(cluster: Locked) -> str:
-    return httpx.get(f"{cluster.http}/metrics", headers=cluster.headers, trust_env=False).text
+    url = f"{cluster.http}/metrics"
+    return httpx.get(url, headers=cluster.headers, trust_env=False, timeout=60).text
 
 
 def epochs(cluster: Locked) -> dict[str, int]:
@@ -368,14 +371,20 @@ async def _placed(peer: Hostile, requests: Requests) -> tuple[int, Ids]:
         message = peer.hear(Tag.DECODE_REQUEST)
         assert message is not None
         return 2, Ids(message.frame.request_id - 1, message.frame.request_id)  # type: ignore[attr-defined]
-    for number in range(2, 22, 2):  # prefill-0 has one for as long as it takes to read it
+    for number in range(2, 102, 2):  # prefill-0 has one for as long as it takes to read it
         requests.ask(number + 1, OWN[:2])
         requests.ask(number, OWN)
         requests.go_on(number)
-        message = peer.hear(Tag.PREFILL_REQUEST, 1.0)
-        if message is not None:
-            own: int = message.frame.request_id  # type: ignore[attr-defined]
-            return number, Ids(own - number, own)
+        elsewhere = asyncio.create_task(requests.tokens(number))
+        while not elsewhere.done():
+            message = peer.hear(Tag.PREFILL_REQUEST, 0.01)
+            if message is not None and message.frame.seq_len == len(OWN):  # type: ignore[attr-defined]
+                elsewhere.cancel()
+                await asyncio.wait([elsewhere])  # it reads no more
+                own: int = message.frame.request_id  # type: ignore[attr-defined]
+                return number, Ids(own - number, own)
+            await asyncio.sleep(0)
+        await elsewhere
     raise AssertionError("prefill-0 was too quick every time")
 
 

@@ -299,8 +299,8 @@ def test_no_worker_is_a_503_to_come_back_for(tmp_path: Path) -> None:
             client.chat.completions.create(model=empty.model, messages=CHAT)
         assert (caught.value.status_code, caught.value.code) == (503, "no_worker")
         assert int(caught.value.response.headers["retry-after"]) >= 1
-        assert httpx.get(f"{empty.http}/readyz", trust_env=False).status_code == 503
-        assert httpx.get(f"{empty.http}/livez", trust_env=False).status_code == 200
+        assert httpx.get(f"{empty.http}/readyz", trust_env=False, timeout=60).status_code == 503
+        assert httpx.get(f"{empty.http}/livez", trust_env=False, timeout=60).status_code == 200
 
 
 def test_a_client_that_leaves_leaves_nothing_behind(
@@ -341,7 +341,7 @@ def test_bodies_are_valid(cluster: Cluster, logprobs: bool) -> None:
 
 
 def test_lists_and_errors_are_valid(cluster: Cluster) -> None:
-    with httpx.Client(base_url=cluster.http, trust_env=False) as http:
+    with httpx.Client(base_url=cluster.http, trust_env=False, timeout=60) as http:
         validate("ListModelsResponse", http.get("/v1/models").json())
         for path in ("/v1/nowhere", "/v1/completions", "/v1/models/none"):
             validate("ErrorResponse", http.get(path).json())

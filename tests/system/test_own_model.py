@@ -9,12 +9,13 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from scripts.examples import own_model
-from tests.cluster import Cluster
+from tests.cluster import Cluster, until
 from tests.poisoned_model import POISON
 
 
@@ -28,7 +29,7 @@ def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def complete(cluster: Cluster, prompt: list[int] | str, num_tokens: int) -> dict[str, object]:
     body = {"model": "demo", "prompt": prompt, "max_tokens": num_tokens, "return_token_ids": True}
-    response = httpx.post(cluster.http + "/v1/completions", json=body, trust_env=False, timeout=30)
+    response = httpx.post(cluster.http + "/v1/completions", json=body, trust_env=False, timeout=60)
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]  # type: ignore[no-any-return]
 
@@ -59,6 +60,11 @@ def test_text_comes_out(own_cluster: Cluster) -> None:
     assert isinstance(text, str) and text and text in prompt
 
 
+def said(cluster: Cluster, event: str) -> list[dict[str, Any]]:
+    whole = [line for line in cluster.log().splitlines(True) if line.endswith("\n")]
+    return [line for line in map(json.loads, whole) if line["event"] == event]
+
+
 def test_a_bug_of_the_model_ends_one_request_once(tmp_path: Path) -> None:
     """It shows when the prompt is read, and when the text comes to it: on either worker."""
     prompt = [20, 21, 22, 20]
@@ -66,18 +72,19 @@ def test_a_bug_of_the_model_ends_one_request_once(tmp_path: Path) -> None:
         for poison in ([1, 2, POISON], [7, POISON, 8, 7]):
             body = {"model": "demo", "prompt": poison, "max_tokens": 9}
             url = cluster.http + "/v1/completions"
-            response = httpx.post(url, json=body, trust_env=False, timeout=30)
+            response = httpx.post(url, json=body, trust_env=False, timeout=60)
             assert response.status_code == 500
             assert response.headers["x-should-retry"] == "false"
             assert response.json()["error"]["code"] == "model_failed"
             assert complete(cluster, prompt, 20)["token_ids"] == continuation(prompt, 20)
         assert len(cluster.until_idle()["workers"]) == 4
-        events = [json.loads(line) for line in cluster.log().splitlines()]
-    assert len([event for event in events if event["event"] == "local worker started"]) == 4
-    assert not [event for event in events if event["event"] == "child process ended"]
-    refusals = [event for event in events if event["event"] == "request failed"]
+        until(lambda: len(said(cluster, "request failed")) == 2, "both in the log")
+        until(lambda: len(said(cluster, "a sequence cannot be computed")) == 2, "both in the log")
+        assert len(said(cluster, "local worker started")) == 4
+        assert not said(cluster, "child process ended")
+    refusals = said(cluster, "request failed")
     assert [event["stage"] for event in refusals] == ["prefill", "decode"], "tried once each"
-    faults = [event for event in events if event["event"] == "a sequence cannot be computed"]
+    faults = said(cluster, "a sequence cannot be computed")
     for fault in faults:
         assert fault["exception"][-1]["exc_type"] == "ZeroDivisionError"
     assert len(faults) == 2

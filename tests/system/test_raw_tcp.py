@@ -28,6 +28,7 @@ ARGS = (
     *("--lease-ms", "1000"),
     f"--worker-args=--max-model-len {CONTEXT} --hash-step-ms 5",
 )
+LONG = 30_000  # tokens: half a minute of `hash_cluster`, which has nothing else to do
 
 
 class Said(NamedTuple):
@@ -39,13 +40,14 @@ class Said(NamedTuple):
 
 
 class Client:
+    """What is said goes out together when an answer is read: no lease ends in between."""
+
     def __init__(self, address: tuple[str, int]) -> None:
-        self.socket = socket.create_connection(address, timeout=20)
+        self.socket = socket.create_connection(address, timeout=60)
         self.stream = self.socket.makefile("rwb")
 
     def say(self, tag: int, header: bytes, payload: bytes = b"") -> None:
         self.stream.write(struct.pack("<II", tag, 16 + len(payload)) + header + payload)
-        self.stream.flush()
 
     def ask(self, request_id: int, *token_ids: int, options: bytes = b"") -> None:
         prompt = struct.pack(f"<{len(token_ids)}I", *token_ids)
@@ -63,6 +65,7 @@ class Client:
 
     def next(self) -> Said | None:
         """The next frame, None when the router hung up."""
+        self.stream.flush()
         head = self.stream.read(8)
         if not head:
             return None
@@ -108,12 +111,11 @@ def options(**keys: object) -> bytes:
 
 
 def is_draining(cluster: Cluster) -> bool:
-    response = httpx.get(cluster.http + "/readyz", trust_env=False)
-    return response.status_code == 503
+    return httpx.get(cluster.http + "/readyz", trust_env=False, timeout=60).status_code == 503
 
 
 def test_the_context_length_is_read_over_http(small: Cluster) -> None:
-    [card] = httpx.get(small.http + "/v1/models", trust_env=False).json()["data"]
+    [card] = httpx.get(small.http + "/v1/models", trust_env=False, timeout=60).json()["data"]
     assert card["max_model_len"] == CONTEXT
 
 
@@ -195,11 +197,11 @@ def test_hello_comes_first_once_and_plain(small: Cluster) -> None:
         assert client.rest()[-1].tag == DONE
 
 
-def test_an_id_may_be_used_again_right_after_its_cancel(small: Cluster) -> None:
+def test_an_id_may_be_used_again_right_after_its_cancel(hash_cluster: Cluster) -> None:
     """The new request is served whole; what of the old one was under way comes before it."""
-    with connected(small) as client:
+    with connected(hash_cluster) as client:
         client.ask(1, 7, 8, 9, options=options())
-        client.decode(1, 40)
+        client.decode(1, LONG)
         while (said := client.next()) is not None and said.tag != TOKEN:
             pass
         client.cancel(1)
@@ -211,14 +213,16 @@ def test_an_id_may_be_used_again_right_after_its_cancel(small: Cluster) -> None:
         assert [said.tag for said in found[begin:]] == [PREFILL_DONE, TOKEN, TOKEN, DONE]
 
 
-def test_a_half_closed_connection_is_closed_and_its_requests_cancelled(small: Cluster) -> None:
-    with connected(small) as client:
+def test_a_half_closed_connection_is_closed_and_its_requests_cancelled(
+    hash_cluster: Cluster,
+) -> None:
+    with connected(hash_cluster) as client:
         client.ask(1, 7, 8, 9, options=options())
-        client.decode(1, 50)
+        client.decode(1, LONG)
         assert (first := client.next()) is not None and first.tag == PREFILL_DONE
         client.socket.shutdown(socket.SHUT_WR)
         assert DONE not in [said.tag for said in client.rest()]
-    small.until_idle()
+    hash_cluster.until_idle()
 
 
 def test_a_router_that_drains_says_so_to_requests_not_to_clients(tmp_path: Path) -> None:

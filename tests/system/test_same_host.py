@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,11 +67,16 @@ def lent_by(pid: int) -> set[str]:
     return {name for inode, name in listening().items() if f"socket:[{inode}]" in opened}
 
 
+def num_opened(process: subprocess.Popen[bytes]) -> int:
+    """How many descriptors a process has."""
+    return len(os.listdir(f"/proc/{process.pid}/fd"))
+
+
 def test_a_worker_that_is_killed_leaves_no_memory_and_no_name(cluster: Cluster) -> None:
     decode, prefill = cluster.worker("decode", 0, *ON_CREDIT), cluster.worker("prefill", 0)
     assert answers(cluster) and mapped_to_read(decode.pid) == 1
     assert len(said(cluster, "KV is read from memory")) == 1
-    descriptors = len(os.listdir(f"/proc/{decode.pid}/fd"))
+    descriptors = num_opened(decode)
     names = lent_by(prefill.pid)
     assert len(names) == 1
     prefill.send_signal(signal.SIGKILL)
@@ -79,7 +85,7 @@ def test_a_worker_that_is_killed_leaves_no_memory_and_no_name(cluster: Cluster) 
     assert not names.intersection(listening().values())
     again = cluster.worker("prefill", 0)
     assert answers(cluster) and mapped_to_read(decode.pid) == 1
-    assert len(os.listdir(f"/proc/{decode.pid}/fd")) == descriptors
+    until(lambda: num_opened(decode) == descriptors, "as many descriptors as before")
     decode.send_signal(signal.SIGKILL)
     decode.wait(30)
     cluster.until_idle()

@@ -92,7 +92,9 @@ def alone(executor: TorchExecutor, prompt: Sequence[int], options: Options) -> l
 
 
 def prompt_of(cluster: Cluster, text: str = STORY) -> list[int]:
-    response = httpx.post(f"{cluster.http}/tokenize", json={"prompt": text}, trust_env=False)
+    response = httpx.post(
+        f"{cluster.http}/tokenize", json={"prompt": text}, trust_env=False, timeout=60
+    )
     return response.json()["tokens"]  # type: ignore[no-any-return]
 
 
@@ -315,7 +317,7 @@ def test_penalties_against_repetition(cluster: Cluster) -> None:
 )
 def test_what_is_out_of_range_is_named(cluster: Cluster, field: str, value: Any) -> None:
     body = {"model": cluster.model, "prompt": "a", field: value}
-    response = httpx.post(f"{cluster.http}/v1/completions", json=body, trust_env=False)
+    response = httpx.post(f"{cluster.http}/v1/completions", json=body, trust_env=False, timeout=60)
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == field
@@ -324,7 +326,7 @@ def test_what_is_out_of_range_is_named(cluster: Cluster, field: str, value: Any)
 
 def test_prompt_logprobs_that_do_not_fit_are_refused(cluster: Cluster) -> None:
     body = {"prompt": [40] * 8000, "echo": True, "logprobs": 20, "max_tokens": 1}
-    response = httpx.post(f"{cluster.http}/v1/completions", json=body, trust_env=False)
+    response = httpx.post(f"{cluster.http}/v1/completions", json=body, trust_env=False, timeout=60)
     assert response.status_code == 400
 
 
@@ -456,7 +458,9 @@ def test_streamed_echo(cluster: Cluster) -> None:
     body = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     [whole] = complete(cluster, STORY, **body)["choices"]
     request = {"model": cluster.model, "prompt": STORY, "stream": True, **body}
-    response = httpx.post(f"{cluster.http}/v1/completions", json=request, trust_env=False)
+    response = httpx.post(
+        f"{cluster.http}/v1/completions", json=request, trust_env=False, timeout=60
+    )
     lines = [line for line in response.text.split("\n\n") if line.startswith("data: {")]
     chunks = [httpx.Response(200, text=line[6:]).json()["choices"][0] for line in lines]
     assert "".join([chunk["text"] for chunk in chunks]) == whole["text"]

@@ -83,7 +83,8 @@ def test_no_secret_is_seen_anywhere(locked: Locked) -> None:
     processes = [router, *router.children(recursive=True)]
     assert len(processes) == 3
     seen = [locked.log(), str(locked.status())]
-    seen.append(httpx.get(f"{locked.http}/metrics", headers=locked.headers, trust_env=False).text)
+    url, headers = f"{locked.http}/metrics", locked.headers
+    seen.append(httpx.get(url, headers=headers, trust_env=False, timeout=60).text)
     for process in processes:
         seen += [str(process.cmdline()), str(process.environ())]
     for text in seen:
@@ -198,7 +199,7 @@ async def test_a_key_lets_a_prefill_worker_offer_kv_and_nobody_else(locked: Lock
     for party, identity in (("decode-1", b"prefill-0-6"), ("prefill-0", b"prefill-01-6")):
         async with peer(party, identity) as bad:
             bad.offer(3, prompt)
-            await asyncio.wait_for(bad.is_refused.wait(), 10)
+            await asyncio.wait_for(bad.is_refused.wait(), 60)
             assert bad.is_quiet
     locked.until_idle()
     worker.terminate()

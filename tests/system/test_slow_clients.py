@@ -25,7 +25,9 @@ async def test_a_client_that_does_not_read_is_cut_and_its_blocks_are_free(tmp_pa
         tasks = [asyncio.create_task(client.run(cluster)) for client in (stalled, slowly)]
         try:
             records = await slow.beside(cluster, [], seed=1, clients=2, answer=100)
-            await asyncio.to_thread(until, lambda: slow.num_cut(cluster) == 1, "one is cut")
+            await asyncio.to_thread(
+                until, lambda: slow.num_cut(cluster) == 1, "one is cut", slow.CUT_IN_S
+            )
             assert not slowly.was_cut
         finally:
             for task in tasks:

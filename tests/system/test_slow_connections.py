@@ -27,7 +27,7 @@ async def ask(cluster: Cluster, face: str) -> None:
     """Ask for one token, over a connection that is closed again."""
     if face == "http":
         body = {"prompt": [1, 2], "max_tokens": 1}
-        async with httpx.AsyncClient(timeout=30, trust_env=False) as web:
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as web:
             answer = await web.post(cluster.http + "/v1/completions", json=body)
         assert answer.status_code == 200
         return
@@ -54,7 +54,8 @@ async def test_a_crowd_is_closed_and_leaves_nothing(tmp_path: Path, face: str) -
         await ask(cluster, face)
         turns += [json.loads(line) async for line in crowd.stdout]
         assert await crowd.wait() == 0
-        assert [turn["turn"] for turn in turns] == ["connected", "first closed", "all closed"]
+        *first, last = [turn["turn"] for turn in turns]
+        assert (sorted(first), last) == (["connected", "first closed"], "all closed")
         assert (turns[-1]["refused"], turns[-1]["left"]) == (0, 0)
         until(
             lambda: router.num_fds() <= before + 1, "descriptors are back, less the one that asks"

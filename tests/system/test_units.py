@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -228,8 +229,8 @@ def test_the_units_own_lines_serve_and_drain(root: Path, tmp_path: Path) -> None
         assert rest[-1] == "data: [DONE]" and "length" in rest[-2]
         assert [service.process.wait(30) for service in (router, decode)] == [0, 0]
         for service in (router, decode):
-            stopping = service.index("STOPPING=1")
-            assert stopping is not None and stopping > service.said.index("READY=1")
+            until(partial(service.said.count, "STOPPING=1"), "it says that it stops")
+            assert service.said.index("STOPPING=1") > service.said.index("READY=1")
         assert prefill.end() == 0
     finally:
         for service in services:

@@ -37,7 +37,7 @@ def complete(cluster: Cluster, prompt: list[int], n: int = 1, **fields: Any) -> 
 
 
 def counted(cluster: Cluster, name: str) -> int:
-    text = httpx.get(f"{cluster.http}/metrics").text
+    text = httpx.get(f"{cluster.http}/metrics", timeout=60).text
     (figure,) = re.findall(rf"^baton_(?:router_)?{name}_total (\S+)$", text, re.MULTILINE)
     return int(float(figure))
 

@@ -51,6 +51,8 @@ from wire.process.keys import Keys
 from wire.transfer import SegmentDescriptor, segment_digest
 from worker.app import Worker
 from worker.config import Config
+from worker.environment import Environment
+from worker.executor.batch import Batch
 from worker.executor.hash import LAYOUT, HashExecutor, HashKVCache, create
 
 EPOCH = 7
@@ -202,15 +204,28 @@ class ScriptedRouter:
         self.send(Role.PREFILL, Peers(self.epoch, 1), encode_map([peer]))
 
 
+class Clock:
+    """What a worker takes for the time: it passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Process:
-    """A worker and its stop signal."""
+    """A worker and its stop signal; with a `clock` it has no other time, its leases neither."""
 
     def __init__(self, router: ScriptedRouter, role: str, /, **settings: Any) -> None:
         executor, draft = settings.pop("executor", None), settings.pop("draft", None)
         executor = executor or create(step_delay_s=settings.pop("step_delay_s", 0.0))
+        clock = settings.pop("clock", None)
+        environment = None if clock is None else Environment(clock=clock)
         settings = {"num_blocks": 256, "router": (router.endpoint,), **settings}
         self.stop = asyncio.Event()
-        self.worker = Worker(Config(role=cast(Any, role), **settings), executor, draft=draft)
+        config = Config(role=cast(Any, role), **settings)
+        self.worker = Worker(config, executor, environment, draft=draft)
         self.task = asyncio.create_task(self.worker.run(self.stop))
 
 
@@ -221,6 +236,12 @@ async def scripted_router(keys: Keys | None = None) -> AsyncIterator[ScriptedRou
         yield router
     finally:
         await router.close()
+
+
+async def heard(router: ScriptedRouter) -> None:
+    """Wait until the decode worker has read what the router sent."""
+    router.send(Role.DECODE, PrefillRequest(9, 1, 0), encode_prompt([1], Options()))
+    await router.receive(Tag.ERROR)  # a decode worker refuses it
 
 
 @asynccontextmanager
@@ -481,3 +502,40 @@ class GatedExecutor(HashExecutor):
         if next(self._steps) == self._fail_at:
             raise RuntimeError("the device is gone")
         return super().forward(batch)
+
+
+class GatedSteps(HashExecutor):
+    """Steps wait at a gate, which is open at first; `num_tokens` has the size of each."""
+
+    def __init__(self) -> None:
+        super().__init__(create().info)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_reached = threading.Event()
+        self.num_tokens: list[int] = []
+        self._passes_one = False
+
+    def forward(self, batch: Batch) -> list[int]:
+        self.num_tokens.append(len(batch.token_ids))
+        self.is_reached.set()
+        assert self.gate.wait(PATIENCE_S)
+        if self._passes_one:
+            self.gate.clear()
+        return super().forward(batch)
+
+    def close(self) -> None:
+        """Close the gate, for the next step to come to it."""
+        self.is_reached.clear()
+        self.gate.clear()
+
+    def pass_one(self) -> None:
+        """Open the gate for one step."""
+        self._passes_one = True
+        self.gate.set()
+
+    def open(self) -> None:
+        self._passes_one = False
+        self.gate.set()
+
+    async def until_reached(self) -> None:
+        assert await asyncio.to_thread(self.is_reached.wait, PATIENCE_S)

@@ -20,8 +20,10 @@ from structlog.testing import capture_logs
 from tests.worker.scripted import (
     PATIENCE_S,
     GatedExecutor,
+    GatedSteps,
     Process,
     ScriptedRouter,
+    heard,
     pair,
     running,
     scripted_router,
@@ -34,27 +36,10 @@ from wire.process.cores import own_cores, parse_cores
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, MAX_COUNT
 from worker.app import EXIT_CRASHED
 from worker.engine.thread import is_computing
-from worker.executor.batch import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(100))
 OPTIONS = Options(max_tokens=50, ignore_eos=True)
-
-
-class Waiting(GatedExecutor):
-    """Its steps wait at a gate, the warmup's first, and say that they have come to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.is_reached = threading.Event(), threading.Event()
-
-    def forward(self, batch: Batch) -> list[int]:
-        self.is_reached.set()
-        assert self.gate.wait(PATIENCE_S)
-        return super().forward(batch)
-
-    async def until_reached(self) -> None:
-        assert await asyncio.to_thread(self.is_reached.wait, PATIENCE_S)
 
 
 async def first_token(router: ScriptedRouter, request_id: int) -> int:
@@ -85,7 +70,7 @@ async def test_frames_to_and_from_routers_are_counted_and_as_those_of_the_bus() 
         scripted_router() as router,
         running(router, "decode", metrics="127.0.0.1:0") as process,
     ):
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
             answer = await client.get(f"http://127.0.0.1:{process.worker.scrape.port}/metrics")
     lines = answer.text.splitlines()
     for tag, direction in (("hello", "sent"), ("welcome", "received")):
@@ -95,12 +80,13 @@ async def test_frames_to_and_from_routers_are_counted_and_as_those_of_the_bus() 
 
 
 async def test_no_router_knows_a_worker_before_its_warmup_is_over() -> None:
-    executor = Waiting()
+    executor = GatedSteps()
+    executor.close()
     async with scripted_router() as router:
         process = Process(router, "prefill", executor=executor, metrics="127.0.0.1:0")
         try:
             await executor.until_reached()
-            async with httpx.AsyncClient(trust_env=False) as client:
+            async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
                 answer = await client.get(f"http://127.0.0.1:{process.worker.scrape.port}/metrics")
             assert 'baton_peers_up{kind="router"} 0.0' in answer.text
             async with running(router, "decode"):  # who dials now is known by now
@@ -133,7 +119,8 @@ async def test_a_warmup_that_fails_ends_the_process(broken: str) -> None:
 
 
 async def test_who_is_told_to_stop_in_its_warmup_does_not_wait_for_it() -> None:
-    executor = Waiting()
+    executor = GatedSteps()
+    executor.close()
     async with scripted_router() as router:
         process = Process(router, "decode", executor=executor)
         await executor.until_reached()
@@ -174,20 +161,23 @@ async def test_what_one_heartbeat_cannot_hold_follows_before_the_next_is_due() -
 
 
 async def test_a_drain_ends_when_the_work_and_the_routers_are_done() -> None:
+    executor = GatedSteps()
     async with scripted_router() as router:
-        decode = Process(router, "decode", step_delay_s=0.005)
+        decode = Process(router, "decode", executor=executor)
         async with running(router, "prefill"):
             await router.until_joined(Role.DECODE)
             token = await first_token(router, 1)
+            executor.pass_one()
             router.decode(1, [*PROMPT, token], 40, OPTIONS)
             await router.tokens(1)
             decode.stop.set()
             await router.until(lambda: len(router.drains) == 1)
             (hello,) = [hello for hello in router.hellos if hello.role is Role.DECODE.value]
             assert router.drains[0].epoch == hello.epoch
-            await router.tokens(30)
+            await heard(router)  # the echo of its DRAIN too
             assert not decode.task.done()
-            await router.tokens(5)
+            executor.open()
+            await router.tokens(39)
             assert await ended(decode) == 0
             await router.until(lambda: router.lost == [router.peers[Role.DECODE]])
 
@@ -219,10 +209,11 @@ async def test_a_drain_has_an_end() -> None:
 
 async def test_what_a_drain_cuts_off_is_in_the_log() -> None:
     async with scripted_router() as router, running(router, "prefill"):
-        process = Process(router, "decode", step_delay_s=0.05, drain_s=0)
+        settings = {"step_delay_s": 0.05, "drain_s": 0, "num_blocks": 2000}
+        process = Process(router, "decode", **settings)
         await router.until_joined(Role.DECODE)
         token = await first_token(router, 1)
-        router.decode(1, [*PROMPT, token], 40, OPTIONS)
+        router.decode(1, [*PROMPT, token], 4000, OPTIONS)  # 200 s
         await router.tokens(1)
         with capture_logs() as logs:
             process.stop.set()
@@ -290,12 +281,13 @@ async def _whole_request(router: ScriptedRouter, request_id: int) -> None:
 
 async def test_a_router_that_goes_takes_its_requests_and_no_others() -> None:
     async with scripted_router() as one, scripted_router() as two:
-        settings = {"router": (one.endpoint, two.endpoint), "step_delay_s": 0.002}
+        endpoints = (one.endpoint, two.endpoint)
+        settings = {"router": endpoints, "step_delay_s": 0.002, "num_blocks": 4000}
         async with running(one, "decode", **settings), running(one, "prefill", **settings):
             await two.until_joined(Role.PREFILL, Role.DECODE)
             for request_id, router in ((1, one), (2, two)):
                 token = await first_token(router, request_id)
-                router.decode(request_id, [*PROMPT, token], 1000, OPTIONS)
+                router.decode(request_id, [*PROMPT, token], 20_000, OPTIONS)  # 40 s
                 await router.tokens(2)
             await two.until(lambda: two.beats[Role.DECODE].running == 2)
             await one.close()
@@ -466,9 +458,8 @@ def test_an_address_that_is_taken_is_said_in_a_line() -> None:
 
 
 async def test_a_worker_says_how_long_its_engine_stands_in_one_step() -> None:
-    executor = Waiting()
+    executor = GatedSteps()
     async with scripted_router() as router:
-        executor.gate.set()  # for the warmup
         async with running(router, "prefill", executor=executor):
             peer = router.peers[Role.PREFILL]
             await router.until(lambda: peer in router.loads)

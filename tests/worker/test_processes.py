@@ -27,6 +27,7 @@ from worker.compute import meeting
 from worker.config import Config
 from worker.processes import Followers, Place, clear_away, command, meet, place_of, settle
 
+pytestmark = pytest.mark.timeout(360)  # some start several workers, each with its imports
 GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -271,8 +272,8 @@ def test_a_leader_says_which_settings_of_others_must_be_the_same(tmp_path: Path)
     command = [sys.executable, "-m", "worker", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as leader:
         try:
-            settings = json.loads(meeting.meet(place, 1, 2, {}, 25.0).get("settings 0"))
-            _, log = leader.communicate(timeout=20)
+            settings = json.loads(meeting.meet(place, 1, 2, {}, 60.0).get("settings 0"))
+            _, log = leader.communicate(timeout=60)
         finally:
             leader.kill()
     assert settings.items() >= {"the fingerprint of --model": fingerprint(path), **numbers}.items()
@@ -292,7 +293,7 @@ def test_who_waits_for_others_ends_by_a_signal(
         try:
             until(place.exists, "it waits")
             waiting.send_signal(number)
-            _, log = waiting.communicate(timeout=20)
+            _, log = waiting.communicate(timeout=60)
         finally:
             waiting.kill()
     assert waiting.returncode == 128 + number

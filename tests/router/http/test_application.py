@@ -541,7 +541,7 @@ async def test_a_client_that_goes_away_frees_the_workers(site: Site) -> None:
         writer.write(request_bytes(CHAT | {"stream": True}))
         await reader.readuntil(b'"content":"h"')
         writer.close()
-        await asyncio.wait_for(site.cancelled.wait(), 5)
+        await asyncio.wait_for(site.cancelled.wait(), 30)
     assert site.bus.dispatcher.num_running == 0
 
 
@@ -558,7 +558,7 @@ async def test_a_client_that_goes_away_and_had_asked_more_frees_the_workers_too(
         await reader.readuntil(b"data: [DONE]")
         await reader.readuntil(b'"content":"h"')
         writer.close()
-        await asyncio.wait_for(site.cancelled.wait(), 5)
+        await asyncio.wait_for(site.cancelled.wait(), 30)
         await Idle(site.bus.dispatcher).wait()
     assert len(site.frames(PrefillRequest)) == 2
 
@@ -573,7 +573,7 @@ async def test_a_client_that_goes_away_is_noticed_while_nothing_of_it_is_read(
     async with listening(site.application) as address:
         _, writer = await asyncio.open_connection(*address)
         writer.write(request_bytes(CHAT | {"stream": is_streamed}))
-        await asyncio.wait_for(site.asked.wait(), 5)
+        await asyncio.wait_for(site.asked.wait(), 30)
         writer.write(request_bytes(CHAT) + b"GET /livez HTTP/1.1\r\n")
         await complete(site, max_tokens=1)  # by then what came before is read
         if how == "half-close":
@@ -582,7 +582,7 @@ async def test_a_client_that_goes_away_is_noticed_while_nothing_of_it_is_read(
             writer.transport.abort()
         else:
             writer.close()
-        await asyncio.wait_for(site.cancelled.wait(), 5)
+        await asyncio.wait_for(site.cancelled.wait(), 30)
         await Idle(site.bus.dispatcher).wait()
         writer.close()
 
@@ -611,9 +611,9 @@ async def test_a_client_that_goes_away_before_a_whole_answer(site: Site) -> None
     async with listening(site.application) as address:
         _, writer = await asyncio.open_connection(*address)
         writer.write(request_bytes(CHAT))
-        await asyncio.wait_for(site.asked.wait(), 5)
+        await asyncio.wait_for(site.asked.wait(), 30)
         writer.close()
-        await asyncio.wait_for(site.cancelled.wait(), 5)
+        await asyncio.wait_for(site.cancelled.wait(), 30)
     assert site.bus.dispatcher.num_running == 0
 
 
@@ -656,7 +656,7 @@ async def test_a_client_that_reads_late_gets_all_of_two_pipelined_streams(
             await loop.sock_connect(client, address)
             last = request_bytes(asked, "/v1/chat/completions", "connection: close")
             await loop.sock_sendall(client, request_bytes(asked) + last)
-            await asyncio.wait_for(site.asked.wait(), 5)
+            await asyncio.wait_for(site.asked.wait(), 30)
             await Idle(site.bus.dispatcher).wait()
             while part := await loop.sock_recv(client, 1 << 20):
                 parts.append(part)
@@ -821,7 +821,7 @@ async def test_nothing_of_a_request_that_ended_waits_for_the_garbage_collector(
                 if "left" in how:
                     site.cancelled.clear()
                     writer.transport.abort()
-                    await asyncio.wait_for(site.cancelled.wait(), 5)
+                    await asyncio.wait_for(site.cancelled.wait(), 30)
                 else:
                     await reader.read()
                     writer.close()

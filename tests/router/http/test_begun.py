@@ -24,7 +24,7 @@ async def three() -> int:
 async def test_its_result_comes_when_what_it_waits_for_does() -> None:
     future = asyncio.get_running_loop().create_future()
     begun = doubled(future)
-    task = asyncio.create_task(asyncio.wait_for(go_on(begun, begun.send(None)), 10))
+    task = asyncio.create_task(asyncio.wait_for(go_on(begun, begun.send(None)), 30))
     await asyncio.sleep(0)
     future.set_result(4)
     assert await task == 8

@@ -22,6 +22,7 @@ from router.http.limits import (
     Bodies,
     Threads,
 )
+from tests.held_up import again_if_held_up
 from tests.pause import stand_still
 from tests.router.http.asgi_wire import Wire, scope
 from wire.aio.listener import LAST_LOOK_S
@@ -105,6 +106,7 @@ async def test_what_a_compressed_body_becomes_buys_none() -> None:
 
 
 @pytest.mark.parametrize(("min_bytes_per_s", "rest"), [(1 << 30, b""), (10, b"3]")])
+@again_if_held_up(0.65)  # 0.6 of it on purpose
 async def test_a_body_that_came_while_we_stood_still_has_come_in_time(
     min_bytes_per_s: int, rest: bytes
 ) -> None:

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -37,6 +38,7 @@ from router.http.server import (
     find_push,
 )
 from tests import certificate
+from tests.held_up import again_if_held_up
 from tests.pause import stand_still
 from tests.router.http.asgi_wire import Wire
 from wire.aio.listener import LAST_LOOK_S, bind
@@ -97,6 +99,13 @@ async def serving(
         await task
 
 
+def bind_small(host: str, port: int, *, is_shared: bool) -> socket.socket:
+    """As `bind`, with a small buffer of the kernel's: little is enough to fill it."""
+    listening = bind(host, port, is_shared=is_shared)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its clients have it too
+    return listening
+
+
 async def ask(server: HttpServer, data: bytes) -> bytes:
     """Send and return everything until the server hangs up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -140,16 +149,18 @@ async def test_one_byte_after_another_is_not_in_time_either() -> None:
 def test_headers_that_came_while_we_stood_still_have_come_in_time() -> None:
     """On the loop that processes run on: it looks at timers before it reads."""
 
-    async def ask_and_stand_still() -> bytes:
+    @again_if_held_up(0.7)  # 0.6 of it on purpose
+    async def ask_and_stand_still() -> None:
         async with serving(Limits(grace_s=0.3)) as server:
             with socket.create_connection(("127.0.0.1", server.port)) as client:
                 client.sendall(b"GET /1 HTTP/1.1\r\n")
                 await ask(server, CLOSING)  # who asked later has been answered
                 await stand_still(0.6, lambda: client.sendall(b"host: x\r\n\r\n"))
                 client.setblocking(False)
-                return await asyncio.get_running_loop().sock_recv(client, 4096)
+                answer = await asyncio.get_running_loop().sock_recv(client, 4096)
+                assert answer.startswith(b"HTTP/1.1 200 ")
 
-    assert uvloop.run(ask_and_stand_still()).startswith(b"HTTP/1.1 200 ")
+    uvloop.run(ask_and_stand_still())
 
 
 async def test_a_second_request_has_its_own_time_and_silence_its_end() -> None:
@@ -159,7 +170,8 @@ async def test_a_second_request_has_its_own_time_and_silence_its_end() -> None:
 
 
 def test_who_asked_while_we_stood_still_was_not_silent() -> None:
-    async def ask_and_stand_still() -> bytes:
+    @again_if_held_up(0.7)  # 0.6 of it on purpose
+    async def ask_and_stand_still() -> None:
         async with serving(Limits(idle_s=0.3)) as server:
             with socket.create_connection(("127.0.0.1", server.port)) as client:
                 client.setblocking(False)
@@ -170,9 +182,9 @@ def test_who_asked_while_we_stood_still_was_not_silent() -> None:
                 assert (await loop.sock_recv(client, 4096)).endswith(b"/2")
                 await asyncio.sleep(2 * LAST_LOOK_S)  # no timer is left that would hang up
                 client.send(GET % 3)
-                return await loop.sock_recv(client, 4096)
+                assert (await loop.sock_recv(client, 4096)).endswith(b"/3")
 
-    assert uvloop.run(ask_and_stand_still()).endswith(b"/3")
+    uvloop.run(ask_and_stand_still())
 
 
 async def test_a_body_is_no_part_of_the_headers_after_it() -> None:
@@ -322,9 +334,10 @@ async def test_a_client_that_does_not_take_its_answer_is_cut_off(idle_s: float) 
 
 @pytest.mark.parametrize("is_ended", [False, True])
 async def test_nobody_is_kept_who_ends_its_side_and_does_not_take_the_little_that_waits(
-    is_ended: bool,
+    is_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So little that nobody watches who reads it while the connection lives."""
+    monkeypatch.setattr("router.http.server.bind", bind_small)
     loop, is_cut = asyncio.get_running_loop(), asyncio.Event()
     limits = Limits(idle_s=0.1, stall_s=0.05)
     async with serving(limits, on_slow_client=is_cut.set) as server:
@@ -414,10 +427,11 @@ async def test_nothing_is_kept_of_a_client_that_reset_its_connection(num_asked: 
         assert connection() is None, "no timer holds it"
 
 
+@again_if_held_up(0.04)
 async def test_who_was_refused_is_not_told_of_its_time_too() -> None:
     problems = list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
-    async with serving(QUICK) as server:
+    async with serving(replace(QUICK, flush_s=60.0)) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"no HTTP at all\r\n\r\n")
         assert error_of(await reader.read()) == (400, "invalid_http")
@@ -464,11 +478,6 @@ def test_over_tls_who_leaves_while_something_waits_is_noticed(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def bind_small(host: str, port: int, *, is_shared: bool) -> socket.socket:
-        listening = bind(host, port, is_shared=is_shared)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its clients have it too
-        return listening
-
     monkeypatch.setattr("router.http.server.bind", bind_small)
     begun, told = asyncio.Event(), asyncio.Event()
     servers, nums_connected = list[HttpServer](), list[int]()
@@ -510,23 +519,26 @@ def test_over_tls_who_leaves_while_something_waits_is_noticed(
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
 async def test_tls(tmp_path: Path) -> None:
     made = certificate.make(tmp_path)
-    async with serving(QUICK, server_context(made.cert, made.key)) as server:
+    tls = server_context(made.cert, made.key)
+    async with serving(tls=tls) as server:
         async with httpx.AsyncClient(verify=made.trust, trust_env=False) as client:
             assert (await client.get(f"https://127.0.0.1:{server.port}/1")).text == "/1"
-        assert await ask(server, b"") == b"", "a handshake that does not begin"
         with pytest.raises(httpx.ConnectError):
             async with httpx.AsyncClient(trust_env=False) as client:
                 await client.get(f"https://127.0.0.1:{server.port}/1")
+    async with serving(QUICK, tls) as server:
+        assert await ask(server, b"") == b"", "a handshake that does not begin"
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command")
 async def test_tls_handshakes_have_a_limit_too(tmp_path: Path) -> None:
     made = certificate.make(tmp_path)
-    limits, tls = Limits(max_connections=1), server_context(made.cert, made.key)
+    limits, tls = Limits(max_connections=1, grace_s=60.0), server_context(made.cert, made.key)
     async with serving(limits, tls) as server:
-        _, silent = await asyncio.open_connection("127.0.0.1", server.port)
-        assert await ask(server, b"") == b"", "one handshake is under way"
-        silent.close()
+        clients = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
+        assert await clients[0][0].read() == b"", "the eldest is hung up on for the next"
+        for _, writer in clients:
+            writer.close()
 
 
 @pytest.mark.parametrize("more", [b"\r\n", b"G", b"GET /1 HTTP/1.1\r\nhost:"])
@@ -686,7 +698,7 @@ async def test_http_1_0_is_never_told_to_continue() -> None:
 
 
 async def test_who_waits_to_be_told_to_continue_is_told() -> None:
-    async with serving() as server, asyncio.timeout(5):
+    async with serving() as server, asyncio.timeout(30):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n")
         writer.write(b"expect: 100-continue\r\n\r\n")
@@ -748,7 +760,7 @@ async def test_who_reads_a_body_that_broke_is_told_though_the_client_does_not_ha
         await is_reading.wait()
         writer.write(b"x\r\n")
         assert error_of(await reader.read()) == (400, "invalid_http")
-        await asyncio.wait_for(is_told.wait(), 5)
+        await asyncio.wait_for(is_told.wait(), 30)
         writer.close()
 
 
@@ -811,7 +823,7 @@ def test_a_connection_that_is_gone_takes_no_more() -> None:
             writer.write(GET % 1)
             await reader.readuntil(b"begin ")
             writer.transport.abort()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while not taken:  # noqa: ASYNC110
                     await asyncio.sleep(0)
 

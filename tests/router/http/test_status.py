@@ -66,10 +66,10 @@ async def test_the_load_is_what_is_under_way(site: Site) -> None:
     async with site.client() as client:
         assert (await client.get("/load")).json() == {"server_load": 0}
         asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a", "n": 2}))
-        await asyncio.wait_for(site.asked.wait(), 5)
+        await asyncio.wait_for(site.asked.wait(), 30)
         assert (await client.get("/load")).json() == {"server_load": 2}
         asking.cancel()
-        await asyncio.wait_for(site.cancelled.wait(), 5)
+        await asyncio.wait_for(site.cancelled.wait(), 30)
         assert (await client.get("/load")).json() == {"server_load": 0}
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from router.processes.summed import families
 from tests.scarce import no_descriptor_left
 from wire.process.children import lives
 
+pytestmark = pytest.mark.timeout(360)  # several starts each
 FLAGS = ("--processes", "2", "--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--log-level")
 ARGV = (*FLAGS, "error", "--bus")
 
@@ -98,6 +99,13 @@ def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
+def waits_for(pid: int, number: int) -> bool:
+    """Whether a stopped process has been sent this signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    [mask] = [line.split()[1] for line in lines if line.startswith("ShdPnd")]
+    return bool(int(mask, 16) & 1 << number - 1)
+
+
 def environ_of(pid: int) -> list[str]:
     return [each.split("=")[0] for each in Path(f"/proc/{pid}/environ").read_text().split("\0")]
 
@@ -149,8 +157,9 @@ async def test_counters_do_not_fall_however_often_a_process_dies(
 
 
 async def test_one_that_is_stuck_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("STUCK_S", "REPORT_S", "STATE_S"):
-        monkeypatch.setattr(f"router.processes.parent.{name}", 0.2)
+    # A second process may wait for a core for longer than a look waits for it.
+    for name, seconds in (("STUCK_S", 3.0), ("REPORT_S", 0.2), ("STATE_S", 0.2)):
+        monkeypatch.setattr(f"router.processes.parent.{name}", seconds)
     async with parent(tmp_path) as it:
         await until(it.ready.exists)
         os.kill(it.pids(0)[0], signal.SIGSTOP)
@@ -219,9 +228,15 @@ async def test_none_is_started_again_while_all_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[int] = []
+    is_over = asyncio.Event()
 
-    async def told(*of: Any) -> AsyncIterator[int]:
-        async for status in lives(*of):
+    async def told(run: Callable[[], Awaitable[int]], *of: Any) -> AsyncIterator[int]:
+        async def begin() -> int:
+            if ends:
+                await is_over.wait()  # the pause lasts until all stop
+            return await run()
+
+        async for status in lives(begin, *of):
             ends.append(status)
             yield status
 
@@ -233,7 +248,9 @@ async def test_none_is_started_again_while_all_stop(
         os.kill(it.pids(1)[0], signal.SIGKILL)
         await until(lambda: it.said("child process ended"))
         it.stop.set()
-        await until(lambda: len(ends) == 2)  # its pause is over, and nothing was started
+        await until(lambda: waits_for(it.pids(0)[0], signal.SIGTERM))
+        is_over.set()
+        await until(lambda: len(ends) == 2)  # and nothing was started
         os.kill(it.pids(0)[0], signal.SIGCONT)
         assert await it.serving == 0
     assert len(it.pids(1)) == 1

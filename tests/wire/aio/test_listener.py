@@ -126,10 +126,10 @@ async def test_a_handshake_has_its_time_and_its_form(
 
 
 async def test_closing_ends_handshakes_and_frees_the_port(made: certificate.Certificate) -> None:
-    async with listening(context_of(made)) as port:
+    async with listening(context_of(made), handshake_s=600.0) as port:
         reader, writer = await silent(port)
         await asyncio.sleep(0)
-    assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert await asyncio.wait_for(reader.read(), 30) == b""
     writer.close()
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)

@@ -125,7 +125,7 @@ async def test_a_known_key_is_none_that_was_shown_in_another_way(
         asker.send_multipart([b"1.0", b"7", ZAP_DOMAIN, b"127.0.0.1", b"", mechanism, shown])
         authenticator = Authenticator(context, Keys(tmp_path, "router"))
         authenticator.turn()
-        answer = asker.recv_multipart() if asker.poll(5000) else []
+        answer = asker.recv_multipart() if asker.poll(30_000) else []
         authenticator.close()
     assert answer[:3] == [b"1.0", b"7", status]
 
@@ -146,7 +146,7 @@ async def test_who_is_on_the_list_gets_in_from_then_on_and_not_a_refresh_later(
             listed.write_text(lines)
             asker.send_multipart([b"1.0", b"7", ZAP_DOMAIN, b"127.0.0.1", b"", b"CURVE", shown])
             authenticator.turn()
-            statuses.append(asker.recv_multipart()[2] if asker.poll(5000) else b"")
+            statuses.append(asker.recv_multipart()[2] if asker.poll(30_000) else b"")
         authenticator.close()
     assert statuses == [b"400", b"200"]
 
@@ -240,7 +240,7 @@ async def test_a_revoked_key_loses_its_connection_and_gets_no_other(house: House
     revoked.send([b"back"])
     assert await house.messages.get() == (b"prefill-0-1", [b"back"])
     house.authorize("router", "decode-0")
-    async with asyncio.timeout(10):  # the list is looked at again and again
+    async with asyncio.timeout(30):  # the list is looked at again and again
         assert await down.get() == "down"
 
 

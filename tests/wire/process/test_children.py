@@ -119,7 +119,7 @@ def test_no_child_outlives_its_parent(is_killed: bool) -> None:
             parent.kill()
         else:
             parent.stdin.close()
-        readable, _, _ = select.select([watched], [], [], 20)
+        readable, _, _ = select.select([watched], [], [], 30)
         os.close(watched)
     assert readable
 

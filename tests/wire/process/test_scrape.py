@@ -18,7 +18,7 @@ KEY = "sk-" + "1" * 40
 
 @asynccontextmanager
 async def listening(
-    api_keys: ApiKeys | None = None, patience_s: float = 5.0
+    api_keys: ApiKeys | None = None, patience_s: float = 60.0
 ) -> AsyncIterator[ScrapePort]:
     port = ScrapePort(lambda: b"baton_x 1\n", api_keys, patience_s)
     await port.listen("127.0.0.1:0")

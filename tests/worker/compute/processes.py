@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 # What tasks need, beside torch: once, not in each process.
 IMPORTED = ("pytest", "worker.executor.torch")
 # Long enough for a loaded machine; nothing that works waits so long.
-TIMEOUT_S = 25
+TIMEOUT_S = 55
 
 
 class Processes:

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 from tests.faults.ports import free_port
 from worker.compute.meeting import meet
 
-TIMEOUT_S = 25.0
+TIMEOUT_S = 55.0
 
 
 def meet_all(rendezvous: str, *settings: dict[str, object]) -> list[Store | BaseException]:

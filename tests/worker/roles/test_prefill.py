@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from math import inf
 
 import pytest
 
 from tests.oracle import oracle
-from tests.worker.scripted import PATIENCE_S, ScriptedDecode, pair, running, scripted_router
+from tests.worker.scripted import (
+    GatedSteps,
+    ScriptedDecode,
+    pair,
+    running,
+    scripted_router,
+)
 from wire.errors import ErrorCode
 from wire.frames import (
     Cancel,
@@ -24,30 +28,12 @@ from wire.frames import (
 )
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_map, decode_prefill_result, encode_prompt
-from worker.executor.batch import Batch
-from worker.executor.hash import EOS_TOKEN_IDS, HashExecutor, create
+from worker.executor.hash import EOS_TOKEN_IDS
 from worker.roles.prefill import ROUND_TRIP_S, PrefillRole
 
 PROMPT = [(7 * i) % 1000 for i in range(300)]
 OPTIONS = Options(max_tokens=20, ignore_eos=True)
 TOKEN_BYTES = 64
-
-
-class GatedSteps(HashExecutor):
-    """Steps wait at a gate, which is open at first; `num_tokens` has the size of each."""
-
-    def __init__(self) -> None:
-        super().__init__(create().info)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.is_reached = threading.Event()
-        self.num_tokens: list[int] = []
-
-    def forward(self, batch: Batch) -> list[int]:
-        self.num_tokens.append(len(batch.token_ids))
-        self.is_reached.set()
-        assert self.gate.wait(PATIENCE_S)
-        return super().forward(batch)
 
 
 def prompt_that_ends_at_once() -> list[int]:
@@ -83,11 +69,10 @@ async def test_kv_is_offered_early_only_where_a_chunk_is_quick() -> None:
         # How long the last prompt's first chunk took, and whether the next is offered before its.
         for request_id, seconds, is_early in ((1, inf, False), (2, 0.1, True), (3, 1.0, False)):
             role.first_chunk_s = seconds
-            executor.gate.clear()
-            executor.is_reached.clear()
+            executor.close()
             asked_s = time.monotonic()
             router.prefill(request_id, [request_id, *PROMPT], OPTIONS)
-            assert await asyncio.to_thread(executor.is_reached.wait, PATIENCE_S)
+            await executor.until_reached()
             if not is_early:
                 router.send(Role.PREFILL, DecodeRequest(9, 1))  # what was to be said was said
                 assert (await router.receive(Tag.ERROR)).frame == Error(9, ErrorCode.PROTOCOL)
@@ -124,10 +109,9 @@ async def test_kv_that_is_computed_soon_goes_with_its_offer() -> None:
         for request_id, (seconds, taken, num_segments) in enumerate(cases, start=1):
             router.announce(decode.endpoint, taken)
             role.first_chunk_s = seconds
-            executor.gate.clear()
-            executor.is_reached.clear()
+            executor.close()
             router.prefill(request_id, PROMPT[::-1] if request_id == 2 else PROMPT, OPTIONS)
-            assert await asyncio.to_thread(executor.is_reached.wait, PATIENCE_S)
+            await executor.until_reached()
             if num_segments:
                 executor.gate.set()
             message = await decode.receive()
@@ -232,12 +216,11 @@ async def test_nothing_is_read_of_cancelled_prompts_before_a_short_one() -> None
         running(router, "prefill", executor=executor, max_ubatch_tokens=64),
     ):
         await router.until_free(Role.PREFILL)
-        executor.gate.clear()
-        executor.is_reached.clear()
+        executor.close()
         executor.num_tokens.clear()  # of the warmup
         for request_id in range(1, 11):
             router.prefill(request_id, [request_id] * 2000, options)
-        assert await asyncio.to_thread(executor.is_reached.wait, PATIENCE_S)
+        await executor.until_reached()
         for request_id in range(1, 11):
             router.send(Role.PREFILL, Cancel(request_id, ErrorCode.CANCELLED))
         router.prefill(11, PROMPT[:16], options)
@@ -259,13 +242,15 @@ async def test_a_cancel_between_prefill_done_and_decode_request_frees_both_worke
 
 
 async def test_a_cancel_of_the_decode_worker_alone_reaches_the_prefill_worker() -> None:
-    slow = {"step_delay_s": 0.01, "max_ubatch_tokens": 16}
-    async with pair(prefill=slow) as router:
+    executor = GatedSteps()
+    async with pair(prefill={"executor": executor, "max_ubatch_tokens": 16}) as router:
+        executor.pass_one()
         router.prefill(1, PROMPT, OPTIONS)
         await router.until(lambda: router.loads_by_role[Role.DECODE].used > 0)
         router.send(Role.DECODE, Cancel(1, ErrorCode.CANCELLED))
         # To the router it is a transfer that broke: it has not asked this worker to cancel.
         assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.TRANSFER_FAILED)
+        executor.open()
         await router.until_free(Role.PREFILL, Role.DECODE)
 
 

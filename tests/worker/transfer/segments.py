@@ -13,7 +13,7 @@ from wire.parts import Buffer
 from wire.transfer import GREETING, TOKEN_BYTES, Rectangle, SegmentDescriptor, segment_head
 from worker.transfer.segment_hub import SegmentHub
 
-PEER, WAIT_S = b"prefill-0-1", 10
+PEER, WAIT_S = b"prefill-0-1", 30
 DESCRIPTOR = SegmentDescriptor.of(Rectangle(0, range(1), range(1), range(1)), 5, 0)
 Arrived = tuple[int, list[bytes], Buffer]
 

@@ -42,7 +42,7 @@ class Recorder:
         self.heard.put_nowait(error)
 
     async def hear(self) -> object:
-        return await asyncio.wait_for(self.heard.get(), 10)
+        return await asyncio.wait_for(self.heard.get(), 30)
 
 
 def detail(endpoint: str, rank: int = 0, epoch: int = 1) -> PeerDetail:

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from tests.oracle import oracle
 from tests.worker.scripted import (
     EPOCH,
+    Clock,
     GatedExecutor,
     ScriptedPrefill,
     ScriptedRouter,
+    heard,
     running,
     scripted_router,
 )
@@ -29,7 +31,6 @@ from wire.frames import (
     Heartbeat,
     KvCache,
     KvCacheAck,
-    PrefillRequest,
     Role,
     Tag,
 )
@@ -42,7 +43,6 @@ from wire.payloads import (
     decode_error,
     decode_map,
     decode_prefill_result,
-    encode_prompt,
 )
 from worker.config import Config
 from worker.engine.outputs import Displaced
@@ -54,6 +54,7 @@ from worker.transfer.receiver import (
     MAX_ENDED,
     MAX_OFFERED_TOKENS,
     MAX_OFFERS,
+    SHARED_S,
     IncomingTransfers,
 )
 from worker.transfer.sockets import KVPlane
@@ -75,12 +76,6 @@ async def stage(**config: Any) -> AsyncIterator[tuple[ScriptedRouter, ScriptedPr
         ScriptedPrefill(router) as prefill,
     ):
         yield router, prefill
-
-
-async def heard(router: ScriptedRouter) -> None:
-    """Wait until the worker has read what the router sent."""
-    router.send(Role.DECODE, PrefillRequest(9, 1, 0), encode_prompt([1], OPTIONS))
-    await router.receive(Tag.ERROR)  # a decode worker refuses it
 
 
 async def accepted(prefill: ScriptedPrefill, request_id: int, cached_tokens: int = 0) -> None:
@@ -128,7 +123,7 @@ async def test_frames_are_counted_and_those_for_a_peer_that_is_gone() -> None:
         prefill.offer(1, PROMPT)
         prefill.send(KvCache(3, 0, 0))
         assert await prefill.error() == (3, ErrorCode.UNKNOWN_REQUEST)
-    await asyncio.wait_for(failed.wait(), 10)
+    await asyncio.wait_for(failed.wait(), 30)
     counts = {("kv_cache", "received", 3), ("error", "sent", 2)}
     traffic = plane.traffic
     assert (set(traffic.rows()), traffic.dropped) == (counts, {"worker_lost": 1})
@@ -330,13 +325,15 @@ async def until_free_without_a_trace(router: ScriptedRouter) -> None:
 
 async def test_kv_that_nobody_asked_for_is_shared_with_nobody() -> None:
     """A peer stores zeros for a text; who asks for the text gets what its own prefill sent."""
+    clock = Clock()
     async with (
-        stage(lease_s=0.5) as (router, prefill),
+        stage(clock=clock) as (router, prefill),
         running(router, "prefill", rank=1),
     ):
         await accepted(prefill, 1)
         prefill.segment(1, WHOLE)
         assert (await prefill.ack())[1].ready
+        clock.now += SHARED_S
         router.announce(router.details[Role.DECODE].kv_endpoint)
         router.prefill(2, PROMPT, OPTIONS)
         result = decode_prefill_result((await router.receive(Tag.PREFILL_DONE)).body())
@@ -344,6 +341,7 @@ async def test_kv_that_nobody_asked_for_is_shared_with_nobody() -> None:
         assert await router.tokens(5) == oracle(PROMPT, 6, OPTIONS)[1:]
         usage = decode_map(Usage, (await router.receive(Tag.DECODE_DONE)).body())
         assert usage.kv_skipped_tokens == 0
+        clock.now += 30
         assert await prefill.error() == (1, ErrorCode.TRANSFER_FAILED)
         await router.until_free(Role.DECODE)
 
@@ -361,10 +359,12 @@ async def test_equal_texts_do_not_wait_for_kv_that_no_router_asks_for() -> None:
 
 
 async def test_kv_that_is_never_claimed_goes_without_a_trace() -> None:
-    async with stage(lease_s=0.2) as (router, prefill):
+    clock = Clock()
+    async with stage(clock=clock) as (router, prefill):
         await accepted(prefill, 1)
         prefill.segment(1, WHOLE)
         assert (await prefill.ack())[1].ready
+        clock.now += 30
         assert await prefill.error() == (1, ErrorCode.TRANSFER_FAILED)
         await until_free_without_a_trace(router)
         assert not router.loads_by_role[Role.DECODE].stored
@@ -374,8 +374,7 @@ async def test_an_offer_of_other_tokens_than_those_asked_for_is_refused() -> Non
     """And the right one is still welcome."""
     async with stage() as (router, prefill), ScriptedPrefill(router, b"prefill-1-1") as other:
         router.decode(1, [*PROMPT, 5], 3, OPTIONS)
-        router.send(Role.DECODE, PrefillRequest(9, 1, 0), encode_prompt([1], OPTIONS))
-        await router.receive(Tag.ERROR)  # so the one before has been read
+        await heard(router)
         other.offer(1, PROMPT[::-1])
         assert await other.error() == (1, ErrorCode.PROTOCOL)
         await accepted(prefill, 1)
@@ -404,8 +403,9 @@ async def test_kv_of_a_text_that_is_being_continued_is_not_taken_again() -> None
 
 async def test_offers_without_bytes_hold_a_quarter_for_a_lease() -> None:
     """64 of them that were to hold every block; another peer's is let in at once."""
+    clock = Clock()
     async with (
-        stage(num_blocks=64 * 20, lease_s=4.5) as (router, prefill),
+        stage(num_blocks=64 * 20, clock=clock) as (router, prefill),
         ScriptedPrefill(router, b"prefill-1-1") as other,
     ):
         for request_id in range(100, 164):
@@ -415,6 +415,7 @@ async def test_offers_without_bytes_hold_a_quarter_for_a_lease() -> None:
         assert prefill.is_quiet
         load = await router.load(Role.DECODE)
         assert load.used == 18 * 19
+        clock.now += 30
         waiting = set(granted)
         while waiting:  # those that were never granted are silent for as long, and end among them
             frame = (await prefill.receive()).frame
@@ -498,8 +499,7 @@ async def test_what_a_router_asks_for_meanwhile_does_not_give_way() -> None:
 async def test_an_offer_that_was_asked_for_before_does_not_wait() -> None:
     async with stage(num_blocks=80) as (router, prefill):
         router.decode(3, [3, *PROMPT, 5], 1, OPTIONS)
-        router.send(Role.DECODE, PrefillRequest(9, 1, 0), encode_prompt([1], OPTIONS))
-        await router.receive(Tag.ERROR)  # so the one before has been read
+        await heard(router)
         for request_id in (1, 2, 3):
             prefill.offer(request_id, [request_id, *PROMPT])
         assert {(await prefill.ack())[0].request_id for _ in range(3)} == {1, 2, 3}
@@ -626,18 +626,23 @@ async def test_offers_take_turns_at_the_bytes_in_flight() -> None:
 
 
 async def test_kv_nobody_claims_is_freed_after_a_lease() -> None:
-    async with stage(lease_s=0.2) as (router, prefill):
+    clock = Clock()
+    async with stage(clock=clock) as (router, prefill):
         await accepted(prefill, 1)
         prefill.segment(1, WHOLE)
         assert (await prefill.ack())[1].ready
+        clock.now += 30
         assert await prefill.error() == (1, ErrorCode.TRANSFER_FAILED)
         await router.until_free(Role.DECODE)
 
 
 async def test_silence_for_a_lease_ends_a_transfer() -> None:
-    async with stage(lease_s=0.2) as (router, prefill):
+    clock = Clock()
+    async with stage(clock=clock) as (router, prefill):
         router.decode(1, [*PROMPT, 5], 3, OPTIONS)
+        await heard(router)
         await accepted(prefill, 1)
+        clock.now += 30
         assert await prefill.error() == (1, ErrorCode.TRANSFER_FAILED)
         assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.TRANSFER_FAILED)
         await router.until_free(Role.DECODE)
@@ -695,9 +700,12 @@ async def test_an_offer_of_what_a_lost_router_asked_for_is_refused() -> None:
 
 async def test_kv_that_comes_after_the_deadline_of_its_request_is_refused() -> None:
     options = Options(max_tokens=20, deadline_ms=100)
-    async with stage() as (router, prefill):
+    clock = Clock()
+    async with stage(clock=clock) as (router, prefill):
         router.decode(1, [*PROMPT, 5], 3, options)
+        await heard(router)
         await accepted(prefill, 1)
+        clock.now += 0.1
         assert (await router.receive(Tag.ERROR)).frame == Error(1, ErrorCode.DEADLINE_EXCEEDED)
         assert await prefill.error() == (1, ErrorCode.CANCELLED)
         await router.until_free(Role.DECODE)

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from tests.worker.scripted import (
+    PATIENCE_S,
+    Clock,
     GatedExecutor,
+    GatedSteps,
     ScriptedDecode,
     ScriptedRouter,
     running,
@@ -23,7 +26,17 @@ from tests.worker.scripted import (
 )
 from wire.aio.zmq import Sending
 from wire.errors import ErrorCode
-from wire.frames import Cancel, DecodeRequest, Error, KvCache, KvCacheAck, PrefillDone, Role, Tag
+from wire.frames import (
+    Cancel,
+    DecodeRequest,
+    Error,
+    Heartbeat,
+    KvCache,
+    KvCacheAck,
+    PrefillDone,
+    Role,
+    Tag,
+)
 from wire.options import Options
 from wire.payloads import Credit, ErrorDetail, Offer, PeerDetail, decode_map, encode_map
 from wire.transfer import (
@@ -54,6 +67,13 @@ async def failed(router: ScriptedRouter, request_id: int, code: ErrorCode) -> Er
         pass
     assert message.frame == Error(request_id, code)
     return decode_map(ErrorDetail, message.body())
+
+
+async def kept_waiting(decode: ScriptedDecode, request_id: int) -> None:
+    """Answer an offer that it waits for blocks, and see that this was heard."""
+    decode.ack(request_id, 0, 0)
+    decode.send(Heartbeat(0, 0, 0))  # not of this plane: refused
+    assert (await decode.receive()).frame == Error(0, ErrorCode.PROTOCOL)
 
 
 async def receive_all(decode: ScriptedDecode, request_id: int) -> None:
@@ -165,12 +185,15 @@ async def test_who_takes_back_an_offer_that_was_not_sent_sends_none() -> None:
 
 
 async def test_segments_leave_while_the_prompt_is_still_read() -> None:
-    async with running_prefill(max_ubatch_tokens=64, step_delay_s=0.01) as (router, decode):
+    executor = GatedSteps()
+    async with running_prefill(executor=executor, max_ubatch_tokens=64) as (router, decode):
+        executor.pass_one()
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
         decode.ack(1, 0, 48 * TOKEN_BYTES)
         await decode.segment(1)
         assert router.is_quiet  # no first token yet
+        executor.open()
         decode.ack(1, 48 * TOKEN_BYTES, TOTAL)
         for _ in range(5):
             await decode.segment(1)
@@ -208,22 +231,26 @@ async def test_a_refusal_without_words_is_a_refusal() -> None:
 
 
 async def test_silence_for_a_lease_ends_the_request() -> None:
-    async with running_prefill(lease_s=0.3) as (router, decode):
+    clock = Clock()
+    async with running_prefill(lease_s=30.0, clock=clock) as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
+        clock.now += 10
         assert (await decode.receive()).frame == KvCache(1, 0, 0)  # are you there?
+        clock.now += 20
         await failed(router, 1, ErrorCode.TRANSFER_FAILED)
-        message = await decode.receive_past_keepalives()
-        assert message.frame == Cancel(1, ErrorCode.TRANSFER_FAILED)
+        assert (await decode.receive()).frame == Cancel(1, ErrorCode.TRANSFER_FAILED)
         await router.until_free(Role.PREFILL)
 
 
 async def test_a_peer_that_was_mute_is_connected_to_anew() -> None:
-    async with running_prefill(lease_s=0.3) as (router, decode):
+    clock = Clock()
+    async with running_prefill(lease_s=30.0, clock=clock) as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
+        clock.now += 30
         await failed(router, 1, ErrorCode.TRANSFER_FAILED)
-        await asyncio.wait_for(decode.is_left.wait(), 10)
+        await asyncio.wait_for(decode.is_left.wait(), PATIENCE_S)
         router.prefill(2, PROMPT, OPTIONS)
         while (message := await decode.receive_past_keepalives()).tag is Tag.CANCEL:
             pass
@@ -233,28 +260,33 @@ async def test_a_peer_that_was_mute_is_connected_to_anew() -> None:
 
 
 async def test_answers_keep_an_offer_alive_beyond_its_lease() -> None:
-    async with running_prefill(lease_s=0.3) as (router, decode):
+    clock = Clock()
+    async with running_prefill(lease_s=30.0, clock=clock) as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         await decode.offered(1)
-        for _ in range(4):  # a third of a lease each
+        for _ in range(4):
+            clock.now += 10
             assert (await decode.receive()).frame == KvCache(1, 0, 0)
-            decode.ack(1, 0, 0)
+            await kept_waiting(decode, 1)
         await receive_all(decode, 1)
         await router.receive(Tag.PREFILL_DONE)
         await router.until_free(Role.PREFILL)
 
 
 async def test_the_lease_begins_with_the_offer_not_with_the_wait_for_blocks() -> None:
-    async with running_prefill(lease_s=0.3, num_blocks=20, prefix_cache=False) as (router, decode):
+    clock = Clock()
+    settings = {"lease_s": 30.0, "clock": clock, "num_blocks": 20, "prefix_cache": False}
+    async with running_prefill(**settings) as (router, decode):
         router.prefill(1, PROMPT, OPTIONS)
         router.prefill(2, PROMPT, OPTIONS)  # no blocks before the first is gone
         await decode.offered(1)
         for _ in range(4):
+            clock.now += 10
             assert (await decode.receive()).frame == KvCache(1, 0, 0)
-            decode.ack(1, 0, 0)
+            await kept_waiting(decode, 1)
         await receive_all(decode, 1)
-        message = await decode.receive_past_keepalives()
-        assert message.frame == KvCache(2, 0, 0)
+        await decode.offered(2)
+        clock.now += 10
         assert (await decode.receive()).frame == KvCache(2, 0, 0)  # no CANCEL: it has time
         await receive_all(decode, 2)
         for request_id in (1, 2):

@@ -22,7 +22,7 @@ async def test_a_peer_that_reads_nothing_costs_a_decode_worker_little() -> None:
     deaf = context.socket(zmq.DEALER)
     deaf.connect(hub.bind("tcp://127.0.0.1:0"))
     deaf.send_multipart([b"1234", b"says something"])
-    peer = await asyncio.wait_for(heard.get(), 10)
+    peer = await asyncio.wait_for(heard.get(), 30)
     part = bytes(1 << 16)
     with pytest.raises(WireError) as caught:
         for _ in range(4096):
@@ -42,7 +42,7 @@ async def test_the_longest_offer_crosses() -> None:
     endpoint = hub.bind("tcp://127.0.0.1:0")
     link = plane.link(b"prefill-0-1", endpoint, lambda _: None, lambda: None)
     link.send([b"1234", bytes(8_000_000 + MAP_BYTES)])
-    parts = await asyncio.wait_for(received.get(), 10)
+    parts = await asyncio.wait_for(received.get(), 30)
     assert isinstance(parts[1], memoryview) and len(parts[1]) == 8_000_000 + MAP_BYTES
     parts.clear()
     await link.close()

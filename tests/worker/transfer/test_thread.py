@@ -91,7 +91,7 @@ async def test_what_waits_at_the_end_is_dropped() -> None:
 
     running = asyncio.create_task(copies.run(copy, num_bytes=LARGE))
     waiting = asyncio.create_task(copies.run(copy, num_bytes=LARGE))
-    await asyncio.to_thread(is_running.wait, 10)
+    await asyncio.to_thread(is_running.wait, 30)
     threading.Timer(0.01, gate.set).start()
     copies.close()  # waits for the first
     with pytest.raises(asyncio.CancelledError):
@@ -108,7 +108,7 @@ async def test_results_are_not_kept_by_the_thread() -> None:
     result = await copies.run(Result, num_bytes=LARGE)
     weakref.finalize(result, loop.call_soon_threadsafe, gone.set)
     del result
-    await asyncio.wait_for(gone.wait(), 10)  # though no other copy comes
+    await asyncio.wait_for(gone.wait(), 30)  # though no other copy comes
     copies.close()
 
 
