@@ -204,6 +204,20 @@ def test_what_is_imported_and_loaded_is_left_alone_by_the_collector() -> None:
     assert num_frozen > 10 * num_watched
 
 
+def plugged_in(directory: Path, source: str) -> subprocess.CompletedProcess[str]:
+    """Run a worker whose executor is what `create` of this source makes; it ends by itself."""
+    (directory / "plugin.py").write_text(source)
+    paths = os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "worker", "--executor", "plugin:create"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
 def test_an_interrupt_while_the_model_is_loaded_is_a_line_of_the_log(tmp_path: Path) -> None:
     # A shell that starts us in the background has it ignored.
     source = (
@@ -212,15 +226,31 @@ def test_an_interrupt_while_the_model_is_loaded_is_a_line_of_the_log(tmp_path: P
         "def create(**_):\n"
         "    signal.raise_signal(signal.SIGINT)\n"
     )
-    (tmp_path / "interrupted.py").write_text(source)
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "worker", "--executor", "interrupted:create"],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = plugged_in(tmp_path, source)
     assert done.returncode == 128 + signal.SIGINT
     assert "ended by a signal before" in done.stderr and "Traceback" not in done.stderr
+
+
+TOLD_TO_STOP = """
+import atexit, os, signal, time
+from worker.executor import hash
+
+class Executor(hash.HashExecutor):
+    def forward(self, batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(3600)
+
+def create(**settings):
+    atexit.register(print, "Python ends")
+    executor = hash.create(**settings)
+    executor.__class__ = Executor
+    return executor
+"""
+
+
+def test_who_is_told_to_stop_while_it_computes_does_not_leave_its_end_to_python(
+    tmp_path: Path,
+) -> None:
+    """Which would take the thread away in the middle of native code."""
+    done = plugged_in(tmp_path, TOLD_TO_STOP)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
