@@ -11,12 +11,14 @@ import ipaddress
 import shlex
 import socket
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
@@ -203,10 +205,19 @@ class Config(SharedSettings):
 
     @field_validator("worker_args")
     @classmethod
-    def _check_worker_args(cls, flags: str) -> str:
-        for word in shlex.split(flags):  # raises ValueError
-            if (flag := word.partition("=")[0]) in ("--role", "--rank", "--router"):
+    def _check_worker_args(cls, flags: str, info: ValidationInfo) -> str:
+        words = [part for word in shlex.split(flags) for part in word.split("=", 1)]
+        prefills, decodes = info.data.get("local", (0, 0))
+        both = prefills + decodes
+        takers = {"--metrics": both, "--kv-bind": decodes, "--kv-segment-port": decodes}
+        for flag, value in pairwise([*words, ""]):
+            if flag in ("--role", "--rank", "--router"):
                 raise ValueError(f"{flag} is not for all of them: --local says it to each worker")
+            if takers.get(flag, 0) > 1 and port_of(value.rpartition(":")[2]):
+                raise ValueError(
+                    f"{flag} {value} is one port, which {takers[flag]} workers would take: start "
+                    "them with python -m worker, each with one of its own"
+                )
         return flags
 
     @model_validator(mode="after")

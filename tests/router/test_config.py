@@ -328,3 +328,31 @@ def test_what_each_local_worker_is_told_by_local_is_not_for_all(
     assert caught.value.code == EX_CONFIG
     flag = next(name for name in ("--role", "--rank", "--router") if name in flags)
     assert f"{flag} is not for all of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("local", "flag", "sharing"),
+    [
+        ("1,1", "--metrics=127.0.0.1:9100", 2),
+        ("0,2", "--metrics [::1]:9100", 2),
+        ("1,3", "--threads 2 --kv-bind tcp://127.0.0.1:5600", 3),
+        ("0,2", "--kv-segment-port=5601 --threads 2", 2),
+    ],
+)
+def test_no_port_is_given_to_several_local_workers(local: str, flag: str, sharing: int) -> None:
+    with pytest.raises(ValidationError, match=f"is one port, which {sharing} workers would take"):
+        Config(local=local, worker_args=flag)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("local", "flag"),
+    [
+        ("0,1", "--metrics 127.0.0.1:9100"),
+        ("1,1", "--metrics 127.0.0.1:0"),
+        ("2,1", "--kv-bind tcp://127.0.0.1:5600"),  # of which prefill workers take no notice
+        ("0,2", "--kv-segment-port auto"),
+        ("2,2", "--metrics"),
+    ],
+)
+def test_a_port_that_one_local_worker_takes_is_its_own(local: str, flag: str) -> None:
+    assert Config(local=local, worker_args=flag).worker_args == flag  # type: ignore[arg-type]
