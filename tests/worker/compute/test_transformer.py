@@ -155,7 +155,6 @@ def reference_logits(path: Path, token_ids: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.timeout(180)  # the first case imports transformers
 @pytest.mark.parametrize("name", list(CASES))
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     path = make_model(tmp_path, family=name.partition("-")[0], **CASES[name])
