@@ -211,6 +211,7 @@ def test_an_id_may_be_used_again_right_after_its_cancel(hash_cluster: Cluster) -
         begin = next(i for i, said in enumerate(found) if said.tag == PREFILL_DONE)
         assert {said.tag for said in found[:begin]} <= {TOKEN}
         assert [said.tag for said in found[begin:]] == [PREFILL_DONE, TOKEN, TOKEN, DONE]
+        hash_cluster.until_idle()  # the old one is over too, long before its end
 
 
 def test_a_half_closed_connection_is_closed_and_its_requests_cancelled(

@@ -89,7 +89,7 @@ async def test_without_tls_it_is_a_plain_server() -> None:
 async def test_for_one_handshake_too_many_the_eldest_is_hung_up_on(
     made: certificate.Certificate,
 ) -> None:
-    async with listening(context_of(made)) as port:
+    async with listening(context_of(made), handshake_s=600.0) as port, asyncio.timeout(30):
         eldest, *others = [await silent(port) for _ in range(3)]
         assert await eldest[0].read() == b""
         assert await echo(port, made.trust) == b"hello", "whoever is silent keeps nobody out"

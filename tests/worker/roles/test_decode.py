@@ -220,6 +220,14 @@ async def test_a_request_whose_kv_has_gone_ends_at_once() -> None:
         assert role.transfers.ends == {"failed": 1}, "it was counted when it was cancelled"
 
 
+async def test_leases_are_as_long_as_the_router_says() -> None:
+    async with scripted_router() as router:
+        router.lease_ms = 45_000
+        async with running(router, "decode") as process:
+            role = process.worker.role
+            assert isinstance(role, DecodeRole) and role.incoming.lease_s == 45.0
+
+
 async def test_a_text_may_take_longer_than_a_lease() -> None:
     clock, executor = Clock(), GatedSteps()
     async with pair(decode={"clock": clock, "executor": executor}) as router:
