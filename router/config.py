@@ -213,10 +213,11 @@ class Config(SharedSettings):
         for flag, value in pairwise([*words, ""]):
             if flag in ("--role", "--rank", "--router"):
                 raise ValueError(f"{flag} is not for all of them: --local says it to each worker")
-            if takers.get(flag, 0) > 1 and port_of(value.rpartition(":")[2]):
+            is_one = value.startswith("ipc://") or port_of(value.rpartition(":")[2])
+            if is_one and takers.get(flag, 0) > 1:
                 raise ValueError(
-                    f"{flag} {value} is one port, which {takers[flag]} workers would take: start "
-                    "them with python -m worker, each with one of its own"
+                    f"{flag} {value} is one address, which {takers[flag]} workers would take: "
+                    "start them with python -m worker, each with one of its own"
                 )
         return flags
 

@@ -337,10 +337,13 @@ def test_what_each_local_worker_is_told_by_local_is_not_for_all(
         ("0,2", "--metrics [::1]:9100", 2),
         ("1,3", "--threads 2 --kv-bind tcp://127.0.0.1:5600", 3),
         ("0,2", "--kv-segment-port=5601 --threads 2", 2),
+        ("0,2", "--kv-bind=ipc:///tmp/kv", 2),
     ],
 )
-def test_no_port_is_given_to_several_local_workers(local: str, flag: str, sharing: int) -> None:
-    with pytest.raises(ValidationError, match=f"is one port, which {sharing} workers would take"):
+def test_no_address_is_given_to_several_local_workers(local: str, flag: str, sharing: int) -> None:
+    with pytest.raises(
+        ValidationError, match=f"is one address, which {sharing} workers would take"
+    ):
         Config(local=local, worker_args=flag)  # type: ignore[arg-type]
 
 
@@ -354,5 +357,5 @@ def test_no_port_is_given_to_several_local_workers(local: str, flag: str, sharin
         ("2,2", "--metrics"),
     ],
 )
-def test_a_port_that_one_local_worker_takes_is_its_own(local: str, flag: str) -> None:
+def test_an_address_that_one_local_worker_takes_is_its_own(local: str, flag: str) -> None:
     assert Config(local=local, worker_args=flag).worker_args == flag  # type: ignore[arg-type]
