@@ -60,7 +60,8 @@ class Options(Map, frozen=True, kw_only=True):
     prefill's first included.  `generated_tokens`, which only routers set, says how many ids at the
     end of PREFILL_REQUEST are no prompt but what an earlier attempt generated.  `logprobs` and
     `prompt_logprobs` say how many of the likeliest tokens go along.  `deadline_ms` counts from the
-    moment the frame is read.
+    moment the frame is read.  `tenant`, which only routers set, names the API key or the address
+    that the request came from, without revealing it: a worker shares its steps among tenants.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 0.0
@@ -89,6 +90,7 @@ class Options(Map, frozen=True, kw_only=True):
     prompt_logprobs: NumTop | None = None
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    tenant: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
     @property
     def has_penalties(self) -> bool:

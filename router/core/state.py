@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Final, Protocol
 
@@ -108,18 +109,18 @@ class Attempt:
         return len(self.state.request.token_ids) + self.num_generated
 
     def options(self, now: float) -> Options:
-        """Return the options for its workers: the limit on tokens, those of earlier attempts
-        included, and the time that is left."""
+        """Return the options for its workers: the client's, with its tenant, the limit on tokens,
+        those of earlier attempts included, and the time that is left."""
         state = self.state
         options = state.request.options
-        changes: dict[str, int | None] = {}
+        changes: dict[str, int | None] = {"tenant": tenant_of(state.request.client)}
         if state.new_tokens is not None and options.max_tokens != state.new_tokens + 1:
             changes["max_tokens"] = state.new_tokens + 1
         if options.deadline_ms is not None:
             changes["deadline_ms"] = max(1, round((state.deadline - now) * 1000))
         if self.num_generated:
             changes |= {"generated_tokens": self.num_generated, "prompt_logprobs": None}
-        return structs.replace(options, **changes) if changes else options
+        return structs.replace(options, **changes)
 
 
 class RequestState(Struct, eq=False):
@@ -226,6 +227,15 @@ def new_tokens(request: Request) -> int | None:
     if request.options.max_tokens is not None:
         limits.append(request.options.max_tokens - 1)
     return min(limits, default=None)
+
+
+@lru_cache(maxsize=1024)
+def tenant_of(client: str) -> int:
+    """Return the number by which workers tell clients apart; every router finds the same one."""
+    if not client:
+        return 0
+    digest = blake2b(client.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # SPEC 4.8: 63 bits
 
 
 def no_worker(role: Role) -> WireError:

@@ -64,6 +64,7 @@ def test_no_bytes_mean_every_default_and_the_other_way_round() -> None:
         prompt_logprobs=st.none() | st.integers(0, 20),
         priority=st.integers(-100, 100),
         deadline_ms=st.none() | st.integers(1, 2**31 - 1),
+        tenant=st.integers(0, 2**63 - 1),
     )
 )
 def test_options_come_back_as_they_were(options: Options) -> None:
@@ -195,6 +196,7 @@ def test_a_map_has_the_shortest_head(count: int) -> None:
             prompt_logprobs=1,
             priority=1,
             deadline_ms=5,
+            tenant=1,
         )
     )
     options = Options(**dict(list(fields.items())[:count]))

@@ -10,6 +10,10 @@ is being sent to another worker.
 A prompt that begins like one that this step reads waits for the next step and shares its blocks
 then.  So n choices of one prompt, or many requests with one system prompt, compute it once.
 
+Tenants share the tokens of each step that are left for prompts (`worker.engine.shares`); the order
+below holds among the sequences of one tenant.  So the prompts of one client never wait for all
+those of another, whatever their priorities are.
+
 The order: a sequence of priority p stands where it would if it had come p * ageing_s seconds
 earlier.  So the order of two sequences never changes, and none starves: one that waits is passed
 only by those that come within ageing_s times the difference of their priorities.  Reservations
@@ -24,14 +28,18 @@ not fit the empty pool fails.
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
+from itertools import chain
 from typing import Final
 
 from worker.engine.batch import BatchConfig, Chunk
 from worker.engine.blocks import BlockPool, Place
+from worker.engine.deadlines import Deadlines
 from worker.engine.reservations import Reservations
 from worker.engine.sequence import Sequence, Status
+from worker.engine.shares import Shares
 from worker.engine.states import Place as StatePlace
 from worker.engine.swap import Swap, SwapSpace
 from worker.executor.batch import BatchType
@@ -40,8 +48,6 @@ from worker.executor.batch import BatchType
 LARGE_STEP_TOKENS: Final = 512
 # Over the largest of `wire.options.Options.priority`, which is 100.
 RESERVATION_PRIORITY: Final = 101
-# The heap of deadlines is cleaned when it is so much longer than twice the live sequences.
-_SLACK: Final = 64
 
 
 @dataclass(slots=True)
@@ -193,9 +199,11 @@ class Scheduler:
         budget = self.config.max_ubatch_tokens - len(plan.decode)
         if self.config.prefer_pure_decode and plan.decode:
             budget = 0
+        shares = self._shares(reading, budget)
         for sequence in reading:
-            budget -= self._plan_chunk(sequence, budget, plan)
-        self._admit(plan, budget)
+            budget -= self._plan_chunk(sequence, budget, plan, shares)
+        budget -= self._admit(plan, budget, shares)
+        self._spread(plan, budget)
         if not plan.chunks:  # it was the prompts' turn, but none could be admitted
             plan.decode = [Chunk(sequence, 1) for sequence in decoding]
         self._add_drafts(plan)
@@ -264,16 +272,42 @@ class Scheduler:
         self._slots.give_back(sequence.slot)
         sequence.slot = None
 
-    def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan) -> int:
-        """Plan as much of the sequence as the budget has; return how many tokens that is."""
-        num_tokens = min(sequence.num_uncomputed_tokens, budget)
+    def _shares(self, reading: list[Sequence], budget: int) -> Shares:
+        """Divide the step's tokens among the tenants whose prompts are being read or wait."""
+        needs = Counter[int]()
+        for sequence in chain(reading, self.waiting):
+            needs[sequence.options.tenant] += sequence.num_uncomputed_tokens
+        return Shares(needs, budget)
+
+    def _plan_chunk(self, sequence: Sequence, budget: int, plan: Plan, shares: Shares) -> int:
+        """Plan as much of the sequence as the budget has, and its tenant's share of it.
+
+        Returns how many tokens that is.
+        """
+        tenant = sequence.options.tenant
+        num_tokens = min(sequence.num_uncomputed_tokens, budget, shares.left(tenant))
         if num_tokens:
             if sequence.is_decoding and self.config.prefer_pure_decode:
                 return 0  # it generates, in the turn of those that do
             chunks = plan.decode if sequence.is_decoding else plan.prefill
             chunks.append(Chunk(sequence, num_tokens))
             plan.filled.update(sequence.filled(num_tokens, self.pool))
+            shares.spend(tenant, num_tokens)
         return num_tokens
+
+    def _spread(self, plan: Plan, budget: int) -> None:
+        """Lengthen chunks that a share cut short by the tokens that other tenants did not use.
+
+        They use less than they need where prompts are in the prefix cache, or get no blocks.
+        """
+        for index, chunk in enumerate(plan.prefill):
+            if budget == 0:
+                return
+            sequence = chunk.sequence
+            num_tokens = min(sequence.num_uncomputed_tokens, chunk.num_tokens + budget)
+            plan.prefill[index] = Chunk(sequence, num_tokens)
+            plan.filled.update(sequence.filled(num_tokens, self.pool))
+            budget -= num_tokens - chunk.num_tokens
 
     def _add_drafts(self, plan: Plan) -> None:
         """Add drafts to the plan as far as tokens and blocks are left; they displace nothing."""
@@ -302,10 +336,13 @@ class Scheduler:
         sequence.take(num_blocks, pool)
         return num_drafts
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: Plan, budget: int, shares: Shares) -> int:
+        """Start sequences that wait, in order; return how many tokens of them are planned."""
         may_start = self.config.dynamic_batching or not self.running
         later: list[int] = []  # blocks of each sequence that will start in the next step
-        while (sequence := self._head(len(later))) is not None:
+        num_passed = 0  # sequences whose tenants have used their shares
+        given = budget
+        while (sequence := self._head(len(later) + num_passed)) is not None:
             if sequence.status is Status.RESERVING:
                 # One token more than there are: the first step must not preempt.
                 num_tokens = sequence.num_tokens
@@ -313,7 +350,7 @@ class Scheduler:
                 if not self._allocate(sequence, *room, next_token=num_tokens):
                     if sequence.is_claimed:
                         plan.displaced = self.reserving.displace()
-                    return
+                    break
                 if self.pool.windows is not None:
                     sequence.whole_from = self.pool.windows.whole_from(num_tokens)
                     sequence.look(num_tokens, num_tokens + 1, self.pool)
@@ -326,23 +363,32 @@ class Scheduler:
                 later.append(0)
                 continue
             if not may_start or budget == 0 or len(self.running) + len(later) >= self.max_running:
-                return
-            # Those that have begun answer sooner without it, and it no later.
-            if self.config.dynamic_batching and plan.num_prefill_tokens >= self._enough_tokens:
-                return
+                break
+            if self._has_read_enough(sequence.options.tenant, plan, shares):
+                num_passed += 1
+                continue
             if self._is_better_later(sequence, plan):
                 later.append(self.pool.blocks_for(sequence.num_tokens))
                 continue
             max_cached_tokens = sequence.max_cached_tokens
             if not self._allocate(sequence, sequence.num_tokens, max_cached_tokens, later):
                 plan.displaced = self.reserving.displace()
-                return
+                break
             self.waiting.remove(sequence)
             self.run(sequence)
             self._swap_in(sequence, plan)
             if not sequence.num_preemptions:
                 plan.started.append(sequence)
-            budget -= self._plan_chunk(sequence, budget, plan)
+            budget -= self._plan_chunk(sequence, budget, plan, shares)
+        return given - budget
+
+    def _has_read_enough(self, tenant: int, plan: Plan, shares: Shares) -> bool:
+        """Whether no further prompt of the tenant begins in this step."""
+        if shares.left(tenant) == 0:
+            return True
+        # Its prompts that have begun answer sooner without another one, and that one no later.
+        is_enough = plan.num_prefill_tokens >= self._enough_tokens
+        return self.config.dynamic_batching and is_enough and shares.has_spent(tenant)
 
     def _is_better_later(self, sequence: Sequence, plan: Plan) -> bool:
         """Whether this step fills the first block that the sequence lacks in the prefix cache.
@@ -425,54 +471,6 @@ class Scheduler:
             sequence.state_block = None
         sequence.give_back(self.pool)
         sequence.num_computed_tokens = sequence.whole_from = 0
-
-
-class Deadlines:
-    """Sequences by the time at which they must have ended; the caller brings the time.
-
-    A heap of deadlines, and a table of the sequences that still have one.  A sequence that ends
-    early leaves the table at once, but the heap only at its deadline or with the next cleaning.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int]] = []
-        self._sequences: dict[int, Sequence] = {}
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def add(self, sequence: Sequence) -> None:
-        """Watch a sequence, if it has a deadline."""
-        if sequence.deadline_s is not None:
-            self._sequences[sequence.request_id] = sequence
-            heappush(self._heap, (sequence.deadline_s, sequence.request_id))
-
-    def remove(self, sequence: Sequence) -> None:
-        """Stop watching; a sequence that is not watched is ignored."""
-        if self._sequences.pop(sequence.request_id, None) is None:
-            return
-        if len(self._heap) > 2 * len(self._sequences) + _SLACK:
-            self._heap = [entry for entry in self._heap if self._is_current(entry)]
-            heapify(self._heap)
-
-    @property
-    def next_s(self) -> float | None:
-        """When the next one is due; None if none is."""
-        while self._heap and not self._is_current(self._heap[0]):
-            heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
-
-    def take_overdue(self, now: float) -> list[Sequence]:
-        """Return those that are due, earliest first, and watch them no more."""
-        overdue: list[Sequence] = []
-        while (next_s := self.next_s) is not None and next_s <= now:
-            overdue.append(self._sequences.pop(heappop(self._heap)[1]))
-        return overdue
-
-    def _is_current(self, entry: tuple[float, int]) -> bool:
-        deadline_s, request_id = entry
-        sequence = self._sequences.get(request_id)
-        return sequence is not None and sequence.deadline_s == deadline_s
 
 
 class SlotNumbers:

@@ -43,6 +43,16 @@ def test_a_later_attempt_is_told_what_is_generated_and_what_time_is_left() -> No
     assert second.options(16.0) == Options(deadline_ms=4000, max_tokens=9, generated_tokens=2)
 
 
+def test_workers_learn_the_tenant_of_a_request_whatever_its_client_claims() -> None:
+    def tenant(client: str, claimed: int = 0) -> int:
+        request = Request((1,), Options(tenant=claimed), client=client)
+        return Attempt(1, state(request), None, None).options(10.0).tenant
+
+    assert tenant("alice") == tenant("alice", claimed=tenant("bob")) != tenant("bob")
+    assert 0 < tenant("alice") < 2**63
+    assert tenant("", claimed=5) == 0
+
+
 def test_overdue_says_what_was_waited_for() -> None:
     request = Request((1,), Options())
     error = state(request).overdue(15.0)

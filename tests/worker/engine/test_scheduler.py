@@ -1,17 +1,14 @@
-"""The policy, without any engine: plans are objects one can read; deadlines and slots beside it."""
+"""The policy, without any engine: plans are objects one can read."""
 
-import tracemalloc
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 
 from tests.worker.engine.windowed import windows_over
 from wire.options import Options
 from worker.engine.batch import BatchConfig, Chunk
 from worker.engine.blocks import BlockPool
-from worker.engine.scheduler import Deadlines, Plan, Scheduler, SlotNumbers
+from worker.engine.scheduler import Plan, Scheduler, SlotNumbers
 from worker.engine.sequence import Sequence, Status
 from worker.engine.swap import Swap, SwapSpace
 from worker.engine.windows import Windows
@@ -48,13 +45,14 @@ class Queue:
         transfer: bool = False,
         deadline_ms: int | None = None,
         like: int | None = None,
+        tenant: int = 0,
     ) -> Sequence:
         """Queue a prompt; it begins as those that are `like` the same request."""
         return self.enqueue(
             Sequence(
                 request_id,
                 self._prompt(request_id if like is None else like, num_tokens),
-                Options(priority=priority, deadline_ms=deadline_ms),
+                Options(priority=priority, deadline_ms=deadline_ms, tenant=tenant),
                 transfer=transfer,
             )
         )
@@ -491,6 +489,44 @@ def test_reservations_pass_new_work_for_a_bounded_time() -> None:
     raise AssertionError("the new work starved")
 
 
+# Tenants.
+
+
+def test_the_prompt_of_another_tenant_is_read_in_the_next_step() -> None:
+    queue = Queue(max_ubatch_tokens=8)
+    for request_id in range(1, 6):
+        queue.add(request_id, 12, tenant=1)
+    queue.step()
+    queue.add(9, 3, priority=-100, tenant=2)
+    assert sizes(queue.step()) == ([], [(1, 4), (2, 1), (9, 3)])
+
+
+def test_tenants_with_much_to_read_share_a_step_equally() -> None:
+    queue = Queue(max_ubatch_tokens=9)
+    for request_id in range(1, 7):
+        queue.add(request_id, 12, tenant=request_id % 3)
+    assert sizes(queue.step()) == ([], [(1, 3), (2, 3), (3, 3)])
+    assert sizes(queue.step()) == ([], [(1, 3), (2, 3), (3, 3)])
+
+
+def test_tokens_that_a_tenant_does_not_use_are_read_for_others() -> None:
+    queue = Queue(max_ubatch_tokens=8)
+    queue.add(1, 8, tenant=2)
+    queue.step()  # now the prompt of request 3 is in the prefix cache, but for its last token
+    queue.add(2, 12, tenant=1)
+    queue.add(3, 9, like=1, tenant=2)
+    assert sizes(queue.step()) == ([1], [(2, 6), (3, 1)])
+
+
+def test_another_tenant_begins_in_a_step_that_has_enough_of_the_first() -> None:
+    queue = Queue(max_ubatch_tokens=16, enough_tokens=4)
+    for request_id in (1, 2, 3):
+        queue.add(request_id, 4, tenant=1)
+    queue.add(4, 2, tenant=2)
+    queue.add(5, 2, tenant=2)
+    assert sizes(queue.step()) == ([], [(1, 4), (4, 2)])
+
+
 # Deadlines.
 
 
@@ -709,63 +745,6 @@ def test_the_kind_of_a_plan_is_what_it_holds() -> None:
 )
 def test_anything_is_progress(plan: Plan) -> None:
     assert plan.is_progress and not Plan().is_progress
-
-
-def due_in(request_id: int, deadline_ms: int | None) -> Sequence:
-    result = Sequence(request_id, [1], Options(deadline_ms=deadline_ms))
-    result.arrive(request_id, 0.0)
-    return result
-
-
-def test_deadlines_come_out_in_order_and_once() -> None:
-    deadlines = Deadlines()
-    for request_id, deadline_ms in ((1, 3000), (2, 1000), (3, None), (4, 2000)):
-        deadlines.add(due_in(request_id, deadline_ms))
-    assert (len(deadlines), deadlines.next_s) == (3, 1.0)
-    assert deadlines.take_overdue(0.9) == []
-    assert [s.request_id for s in deadlines.take_overdue(2.0)] == [2, 4]
-    assert [s.request_id for s in deadlines.take_overdue(9.0)] == [1]
-    assert (len(deadlines), deadlines.next_s) == (0, None)
-
-
-def test_a_deadline_set_anew_replaces_the_old() -> None:
-    deadlines = Deadlines()
-    again = due_in(1, 1000)
-    deadlines.add(again)
-    deadlines.remove(again)
-    again.set_deadline(5.0)
-    deadlines.add(again)
-    assert deadlines.take_overdue(5.0) == [] and deadlines.next_s == 6.0
-
-
-def test_what_ended_early_does_not_pile_up() -> None:
-    deadlines = Deadlines()
-    tracemalloc.start()
-    try:
-        for request_id in range(10_000):
-            short_lived = due_in(request_id, 3_600_000)
-            deadlines.add(short_lived)
-            deadlines.remove(short_lived)
-        held_bytes, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert held_bytes < 100_000
-
-
-@given(st.lists(st.tuples(st.integers(1, 20), st.booleans(), st.integers(0, 25)), max_size=40))
-def test_deadlines_agree_with_a_plain_list(steps: list[tuple[int, bool, int]]) -> None:
-    deadlines, plain = Deadlines(), dict[int, Sequence]()
-    for request_id, (deadline_s, is_removed, now) in enumerate(steps):
-        added = due_in(request_id, 1000 * deadline_s)
-        deadlines.add(added)
-        plain[request_id] = added
-        if is_removed:
-            deadlines.remove(plain.pop(request_id))
-        due = {i for i, s in plain.items() if s.deadline_s is not None and s.deadline_s <= now}
-        assert {s.request_id for s in deadlines.take_overdue(now)} == due
-        for other in due:
-            del plain[other]
-        assert len(deadlines) == len(plain)
 
 
 def test_the_lowest_free_slot_number_is_taken() -> None:
