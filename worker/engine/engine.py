@@ -101,7 +101,7 @@ class Engine:
         self._arrivals = count()
         self._sequences: dict[int, Sequence] = {}
         self._outputs: list[Output] = []
-        self._compiling: list[Sequence] = []  # their grammars are not ready
+        self._compiling: list[Sequence] = []  # their grammars or masks are not ready
         self._is_stalled = False
 
     # What a role asks for.  The answers, refusals included, are outputs of `step`.
@@ -268,6 +268,12 @@ class Engine:
         self.counters.finished += len(ended)
         for sequence in ended:
             self._end(sequence)
+        for sequence in (chunk.sequence for chunk in chunks):
+            structured = sequence.structured
+            if structured is not None and structured.is_slow and sequence.status is Status.RUNNING:
+                structured.make_mask(sequence.token_ids)
+                sequence.is_ready = False
+                self._compiling.append(sequence)
 
     def _give_up(self, chunks: list[Chunk], failure: SequenceFailed) -> None:
         """End the one that failed; nothing was committed, so the next step computes the others.
@@ -285,12 +291,12 @@ class Engine:
                 self._end(sequence)
 
     def _look_at_grammars(self) -> None:
-        """End the sequences whose grammars could not be compiled; those that are ready go on."""
+        """End sequences whose grammar cannot be compiled or followed; let ready ones go on."""
         waiting, self._compiling = self._compiling, []
         for sequence in waiting:
             if sequence.status is Status.FINISHED or sequence.structured is None:
                 continue
-            # Only what has been looked at here is scheduled: compilers end at any moment.
+            # Only what has been looked at here is scheduled: threads end at any moment.
             sequence.is_ready = sequence.structured.is_ready
             if not sequence.is_ready:
                 self._compiling.append(sequence)
@@ -322,6 +328,8 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
+        if sequence.structured is not None:
+            sequence.structured.cancel()
         self._speculation.forget(sequence.request_id)
 
     def _take_outputs(self) -> list[Output]:

@@ -170,7 +170,7 @@ class Sequence:
         if options.has_penalties:
             self.occurrences = Occurrences(self.token_ids, self.prompt_len)
         self.structured: Structured | None = None  # the engine asks its executor for it
-        self.is_ready = True  # not while the engine waits for its grammar
+        self.is_ready = True  # not while the engine waits for its grammar, or its next mask
         if max_new_tokens is None and options.max_tokens is not None:
             max_new_tokens = options.max_tokens - self.num_output_tokens
         self.max_new_tokens = UNLIMITED if max_new_tokens is None else max_new_tokens
@@ -235,6 +235,8 @@ class Sequence:
 
     def max_drafts(self) -> int:
         """How many drafts could be of use: after the last of them one more token is drawn."""
+        if self.structured is not None and self.structured.is_slow:
+            return 0  # each draft would need a mask in the step
         num_drafts = self.max_len - len(self.token_ids) - 1
         if num_drafts > self.draft_window:
             return self.draft_window

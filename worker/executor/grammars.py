@@ -3,12 +3,18 @@
 `start` is called before a forward pass and `take` after it, so that masks cost no time where the
 forward pass, which does without the GIL, takes longer.  Grammars are compiled by other threads;
 llguidance does that without the GIL too.
+
+An ambiguous grammar may need 10 ms for each mask, and one request has up to 128 answers.  A step
+that would take twice as long for its masks does not wait for the slowest of them again: they are
+made one after another by a thread of their own, and a sequence takes part in a step when its mask
+is ready (`Structured.is_slow`).
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -26,6 +32,8 @@ from worker.executor.structure import Compiled, Structured
 # Threads that compile: a structure that takes long does not keep a second one waiting.
 _NUM_COMPILING: Final = 2
 _WORD_BITS: Final = 32
+# Masks of one step may take so long, whatever the forward pass takes.
+_MIN_MASKS_S: Final = 0.001
 
 Bits = npt.NDArray[np.int32]
 
@@ -49,15 +57,25 @@ class Masks(NamedTuple):
 class Grammars:
     """What the answers of one model are held to; called by the engine's thread only."""
 
-    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Path,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """Begin to read a tokenizer.json; nobody waits for it before the first structure."""
+        self._clock = clock
         self._eos = sorted(eos_token_ids)
         self._compiling = ThreadPoolExecutor(_NUM_COMPILING, thread_name_prefix="compile")
-        # One: llguidance makes masks with the GIL, so a second thread would wait for the first.
         self._following = ThreadPoolExecutor(1, thread_name_prefix="follow")
+        self._slow_masks = ThreadPoolExecutor(1, thread_name_prefix="slow-masks")
         self._tokenizer = self._compiling.submit(_load, tokenizer, vocab_size, self._eos)
         self._kept: OrderedDict[Structure, Future[Compiled]] = OrderedDict()
         self._started: Future[Masks] | None = None
+        self._started_s = 0.0
+        self._held: list[Structured] = []  # those of the step that was started
 
     def structured(self, structure: Structure, prompt_len: int) -> Structured:
         """Return the state of a text after its prompt; the grammar is compiled meanwhile."""
@@ -67,23 +85,39 @@ class Grammars:
             if len(self._kept) > NUM_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(structure)
-        return Structured(compiled, prompt_len)
+        return Structured(compiled, prompt_len, self._slow_masks.submit)
 
     def start(self, samplings: Sequence[Sampling]) -> None:
         """Begin to compute the masks of a step's rows, if any sequence has a structure."""
         self.take()  # of a step that failed
-        if any(it.structured is not None for it in samplings):
+        self._held = [it.structured for it in samplings if it.structured is not None]
+        if self._held:
+            self._started_s = self._clock()
             self._started = self._following.submit(self._masks, samplings)
 
     def take(self) -> Masks | None:
         """Return the masks of the step that was started last, once; None if it has none."""
         started, self._started = self._started, None
-        return None if started is None else started.result()
+        if started is None:
+            return None
+        forward_s = self._clock() - self._started_s
+        masks = started.result()
+        self._find_slow(2 * max(forward_s, _MIN_MASKS_S))
+        self._held = []
+        return masks
+
+    def _find_slow(self, limit_s: float) -> None:
+        """Mark the sequences of the step whose masks take more than an equal part of a limit that
+        all masks together exceed."""
+        is_over = sum(it.mask_s for it in self._held) > limit_s
+        for it in self._held:
+            it.is_slow = is_over and it.mask_s > limit_s / len(self._held)
 
     def shutdown(self) -> None:
         """Stop the threads; what they are at is not waited for."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
         self._following.shutdown()
+        self._slow_masks.shutdown(cancel_futures=True)
         self._kept.clear()
 
     def _compile(self, structure: Structure) -> Compiled:

@@ -801,7 +801,7 @@ class Compiling(RecordingExecutor):
     """Computes what it is given, which must not be what could not be compiled."""
 
     def structured(self, structure: Structure, prompt_len: int) -> Structured:
-        return Structured(EndsWhenLookedAt(), prompt_len)
+        return Structured(EndsWhenLookedAt(), prompt_len, lambda _: Future())
 
     def forward(self, batch: Batch) -> list[int]:
         assert not any(it.structured and it.structured.problem for it in batch.samplings)
@@ -834,4 +834,51 @@ def test_who_is_cancelled_while_its_grammar_is_compiled_is_not_heard_of_again() 
     engine = engine_of(executor=Compiling())
     engine.add(Sequence(1, [5, 6, 7], Options(structure=Structure(kind="regex", text="a"))))
     engine.cancel(1)
+    assert run(engine) == [] and engine.load().used == 0
+
+
+class SlowMasks(RecordingExecutor):
+    """Every mask after the first token is made outside of steps, when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Future[Any]] = []
+
+    def structured(self, structure: Structure, prompt_len: int) -> Structured:
+        compiled: Future[Any] = Future()
+        compiled.set_result(None)
+        structured = Structured(compiled, prompt_len, self._make)
+        structured.is_slow = True
+        return structured
+
+    def _make(self, _: object) -> Future[Any]:
+        self.masks.append(Future())
+        return self.masks[-1]
+
+
+def test_nobody_waits_for_the_slow_masks_of_another() -> None:
+    executor = SlowMasks()
+    engine = engine_of(executor=executor)
+    slow = Options(max_tokens=3, structure=Structure(kind="regex", text="a*"), ignore_eos=True)
+    engine.add(Sequence(1, [5, 6, 7], slow))
+    engine.add(Sequence(2, [5, 6, 8], Options(max_tokens=9, ignore_eos=True)))
+    outputs: list[Output] = []
+    while not any(isinstance(it, Token) and it.finish_reason for it in outputs):
+        outputs += engine.step()
+    assert len(text(outputs, 2)) == 9 and len(text(outputs, 1)) == 1 and len(executor.masks) == 1
+    while engine.has_work():
+        outputs += engine.step()
+        if not executor.masks[-1].done():
+            executor.masks[-1].set_result(None)
+    assert text(outputs, 1) == expected([5, 6, 7], 3) and len(executor.masks) == 2
+
+
+def test_the_end_of_a_sequence_cancels_the_mask_that_is_made_for_it() -> None:
+    executor = SlowMasks()
+    engine = engine_of(executor=executor)
+    engine.add(Sequence(1, [5, 6, 7], Options(structure=Structure(kind="regex", text="a*"))))
+    while not executor.masks:
+        engine.step()
+    engine.cancel(1)
+    assert executor.masks[0].cancelled()
     assert run(engine) == [] and engine.load().used == 0

@@ -23,6 +23,7 @@ from tests.worker.executor.structures import (
     begun,
     grammars,
     masks_of,
+    tokenizer,
     walk,
 )
 from wire.options import Structure
@@ -187,6 +188,30 @@ def test_texts_of_one_grammar_do_not_disturb_each_other() -> None:
         masks = masks_of([asked(it, text[:end]) for it, text in longer])
         for (_, text), row in zip(longer, masks.bits, strict=True):
             assert text[end] in allowed_in(row)
+
+
+def test_a_step_waits_once_for_masks_that_take_twice_its_time_and_never_for_cheap_ones() -> None:
+    # Every pair of letters may be split in two ways: each letter makes the next mask dearer.
+    ambiguous = Structure(kind="lark", text='start: s\ns: s s | /[a-z ]/ | ""')
+    cheap = Structure(kind="regex", text="[a-z ]+")
+    forward_s = 0.0
+    following = Grammars(DEMO / "tokenizer.json", VOCAB, EOS, clock=lambda: forward_s)
+    letters = [int(it) for it in tokenizer().tokenize_str("the girl saw a cat " * 20)]
+    slow, quick = following.structured(ambiguous, 3), following.structured(cheap, 3)
+    slow.wait(60)
+    quick.wait(60)
+    num_letters = 0
+    while not slow.is_slow:
+        assert slow.problem is None, "a mask took 2 ms long before it is given up"
+        num_letters += 1
+        following.start([asked(it, letters[:num_letters]) for it in (slow, quick)])
+        assert following.take() is not None
+        assert not quick.is_slow
+    following.start([asked(slow, letters[:num_letters])])
+    forward_s = 60.0
+    assert following.take() is not None
+    assert not slow.is_slow, "a step that takes longer than the mask waits for nothing"
+    following.shutdown()
 
 
 def test_what_failed_to_compile_is_not_kept_in_memory() -> None:

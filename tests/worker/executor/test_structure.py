@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any
+
 import pytest
 
 from tests.worker.executor.structures import (
@@ -17,6 +20,7 @@ from tests.worker.executor.structures import (
     walk,
 )
 from wire.options import Structure
+from worker.executor.structure import Structured
 
 EVERY = pytest.mark.parametrize("structure", STRUCTURES, ids=lambda it: it.kind)
 
@@ -50,6 +54,36 @@ def test_drafts_are_looked_along_and_forgotten(structure: Structure) -> None:
         rows = mask_of(structured, answer[:end], drafts)
         for number, row in enumerate(rows):
             assert allowed_in(row) == allowed_by_force(structure, answer[: end + number])
+
+
+@EVERY
+def test_a_mask_made_outside_of_a_step_is_taken_by_every_step_until_the_text_goes_on(
+    structure: Structure,
+) -> None:
+    answer = walk(structure, 5)
+    structured = begun(structure)
+    for end in range(1, len(answer) + 1):
+        structured.make_mask([*PROMPT, *answer[:end]])
+        structured.wait(60)
+        assert structured.is_ready
+        for _ in range(2):  # a step that fails is computed again
+            assert allowed_in(mask_of(structured, answer[:end])[0]) == allowed_by_force(
+                structure, answer[:end]
+            )
+    structured.rewind(len(PROMPT))
+    assert allowed_in(mask_of(structured, [])[0]) == allowed_by_force(structure, [])
+
+
+def test_a_text_is_not_ready_while_its_mask_is_made_and_its_end_cancels_that() -> None:
+    made: Future[Any] = Future()
+    compiled: Future[Any] = Future()
+    compiled.set_result(None)
+    structured = Structured(compiled, 0, lambda _: made)
+    assert structured.is_ready
+    structured.make_mask([1])
+    assert not structured.is_ready
+    structured.cancel()
+    assert made.cancelled() and structured.is_ready
 
 
 @pytest.mark.parametrize("wrong", [11, EOS[0]])
