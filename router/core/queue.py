@@ -1,8 +1,8 @@
 """The requests that wait for a worker with room: by priority and waiting, then clients in turn.
 
-Each priority has a queue in which clients take turns (`wire.process.fair_queue`).  While the request
-whose turn it is finds no worker with room, all others wait: else short prompts would always pass a
-long one.
+Each priority has a queue in which clients take turns (`wire.process.fair_queue`).  While the
+request whose turn it is finds no worker with room, all others wait: else short prompts would always
+pass a long one.
 
 No priority waits for ever.  The higher of two priorities is served first unless the client whose
 turn it is in the lower one has waited longer for that turn, by the difference of their head starts.
