@@ -1,15 +1,15 @@
 """The grammars of one model's answers: compiled, followed, and masks made beside the forward pass.
 
 `start` is called before a forward pass and `take` after it, so that masks cost no time where the
-forward pass, which does without the GIL, takes longer.  Grammars are compiled by other threads;
-llguidance does that without the GIL too.
+forward pass, which does without the GIL, takes longer.  Grammars are compiled by other threads, at
+which tenants take turns; llguidance does that without the GIL too.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -18,13 +18,19 @@ import numpy.typing as npt
 import structlog
 from llguidance import LLMatcher, LLTokenizer
 
+from wire.errors import WireError
 from wire.options import Structure
-from wire.process.structure import NUM_KEPT, StructureError, grammar_of, limits
+from wire.process.fair_cache import FairCache
+from wire.process.fair_threads import FairThreads
+from wire.process.structure import StructureError, grammar_of, limits
 from worker.executor.batch import Sampling
 from worker.executor.structure import Compiled, Structured
 
-# Threads that compile: a structure that takes long does not keep a second one waiting.
-_NUM_COMPILING: Final = 2
+# Threads that compile: a structure that takes long does not keep a second one waiting, nor two of a
+# tenant those of another.
+_NUM_COMPILING: Final = 3
+# Grammars that are kept: clients send the same few again and again.
+_NUM_KEPT: Final = 32
 _WORD_BITS: Final = 32
 
 Bits = npt.NDArray[np.int32]
@@ -52,21 +58,21 @@ class Grammars:
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         """Begin to read a tokenizer.json; nobody waits for it before the first structure."""
         self._eos = sorted(eos_token_ids)
-        self._compiling = ThreadPoolExecutor(_NUM_COMPILING, thread_name_prefix="compile")
+        self._compiling = FairThreads(_NUM_COMPILING, "compile")
         # One: llguidance makes masks with the GIL, so a second thread would wait for the first.
         self._following = ThreadPoolExecutor(1, thread_name_prefix="follow")
-        self._tokenizer = self._compiling.submit(_load, tokenizer, vocab_size, self._eos)
-        self._kept: OrderedDict[Structure, Future[Compiled]] = OrderedDict()
+        load = partial(_load, tokenizer, vocab_size, self._eos)
+        self._tokenizer = self._compiling.submit("the model", load)
+        self._kept: FairCache[Structure, Compiled] = FairCache(self._compiling, _NUM_KEPT)
         self._started: Future[Masks] | None = None
 
-    def structured(self, structure: Structure, prompt_len: int) -> Structured:
+    def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
         """Return the state of a text after its prompt; the grammar is compiled meanwhile."""
-        compiled = self._kept.get(structure)
-        if compiled is None:
-            compiled = self._kept[structure] = self._compiling.submit(self._compile, structure)
-            if len(self._kept) > NUM_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(structure)
+        try:
+            compiled = self._kept.ask(tenant, structure, partial(self._compile, structure))
+        except WireError as error:
+            compiled = Future()
+            compiled.set_exception(StructureError(error.message))
         return Structured(compiled, prompt_len)
 
     def start(self, samplings: Sequence[Sampling]) -> None:
@@ -82,7 +88,7 @@ class Grammars:
 
     def shutdown(self) -> None:
         """Stop the threads; what they are at is not waited for."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown()
         self._following.shutdown()
         self._kept.clear()
 
