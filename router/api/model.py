@@ -175,7 +175,7 @@ class ServedModel:
         has_tools = bool(conversation.told_tools)
         echo = conversation.continued if conversation.is_echoed else ""
         asked = self.request(body, [(token_ids, echo)], asker, answer)
-        asked = structs.replace(asked, shows_reasoning=conversation.shows_reasoning)
+        asked = structs.replace(asked, shows_reasoning=conversation.shows_reasoning, wanted=wanted)
         if has_tools or self._syntax.has_reasoning:
             reader = partial(
                 self._syntax.reader,
@@ -185,7 +185,7 @@ class ServedModel:
             )
             shown = asked.shown | self._syntax.shown(has_tools=has_tools)
             asked = structs.replace(asked, reader=reader, shown=shown)
-        return asked.held_to(wanted)
+        return asked
 
     def prompt(
         self, prompt: Prompt, body: Sampled, asker: Asker, *, add_special_tokens: bool

@@ -86,7 +86,7 @@ class Dispatcher:
 
         self._open: dict[int, RequestState] = {}  # by handle
         self._attempts: dict[int, Attempt] = {}  # by request id
-        self._waiting = Queue()
+        self._waiting = Queue(limits.queue_timeout_s)
         # Requests that pause before another attempt, and until when.
         self._resting: list[tuple[float, RequestState]] = []
 
@@ -346,13 +346,13 @@ class Dispatcher:
         if self._resting:
             self._wake()
         while (state := self._waiting.first()) is not None and self._place(state):
-            self._waiting.remove(state)
+            self._waiting.take(state, self._clock())
 
     def _make_way(self) -> None:
         """Place requests that wait; for want of room, end those whose client does not ask on."""
         while (state := self._waiting.first()) is not None:
             if self._place(state):
-                self._waiting.remove(state)
+                self._waiting.take(state, self._clock())
                 continue
             giving = self._placement.give_way(state, self._giving_way())
             if not giving:

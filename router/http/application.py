@@ -34,12 +34,13 @@ from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
 from router.http import asgi
 from router.http.asgi import Disconnected, HttpExchange, Receive, Scope, Send
-from router.http.limits import ORDINARY_BYTES, Bodies, Threads
+from router.http.limits import Bodies, Threads
 from router.http.origin import Origins, preflight
 from router.http.responses import ResponseHandlers
 from router.http.routes import Handler, Route, Routes
 from router.http.server import cut, find_push
 from router.http.status import Status
+from router.http.structures import Structures
 from router.http.writer import ResponseWriter, wait_for_disconnect
 from router.processes.siblings import Siblings
 from wire.aio.turns import Turns
@@ -57,8 +58,8 @@ CLIENT_CLOSED: Final = 499
 METHODS: Final = b"GET, HEAD, POST, DELETE, OPTIONS"
 # How an endpoint understands a body.
 Read = Callable[..., CompletionRequest]
-# Finds the response that a body goes on from, of this asker.
-PreviousOf = Callable[[str, bytes], Awaitable[KeptResponse | None]]
+# Finds the response that a body goes on from.
+PreviousOf = Callable[[HttpExchange, bytes], Awaitable[KeptResponse | None]]
 T = TypeVar("T")
 
 
@@ -86,6 +87,7 @@ class Application:
         self._bodies = bodies or Bodies()
         self._origins = origins or Origins()
         self._threads = Threads()
+        self._structures = Structures(self._threads.ordinary)
         self._kept = KeptResponses() if kept is None else kept
         self.metrics = metrics.Metrics(fleet, dispatcher, planes)
         self.metrics.tasks.set_function(lambda: len(asyncio.all_tasks()))
@@ -249,8 +251,8 @@ class Application:
         asker = Asker(exchange.asker, secrets.randbits(63), max_model_len)
         understand = lambda raw, **found: read(self._model, raw, asker, **found)  # noqa: E731
         asked = await self._read(exchange, understand, previous_of)
-        if asked.hold is not None:
-            asked = await self._threads.run(ORDINARY_BYTES, asked.hold)
+        if asked.wanted is not None:
+            asked = asked.held_to(await self._structures.settle(exchange, asked.wanted))
         writer = self._writer(exchange)
         completion = Completion(self._dispatcher, asked, writer)
         completion.submit()
@@ -278,7 +280,7 @@ class Application:
         pieces = await writer.collect(completion)
         size = size_of_scores(pieces) + sum([len(piece.text) for piece in pieces])
         render = partial(answer.whole, pieces)
-        await exchange.respond(200, await self._threads.run(size, render))
+        await exchange.respond(200, await self._threads.run(exchange, size, render))
 
     def _writer(self, exchange: HttpExchange) -> ResponseWriter:
         return ResponseWriter(
@@ -327,12 +329,12 @@ class Application:
         try:
             size = len(raw)
             if previous_of is not None:
-                previous = await previous_of(exchange.asker, raw)
+                previous = await previous_of(exchange, raw)
                 size += previous.size if previous else 0
                 read = partial(read, previous=previous)
-            return await self._threads.run(size, partial(read, raw))
+            return await self._threads.run(exchange, size, partial(read, raw))
         finally:
-            self._bodies.let_go(raw)
+            self._bodies.let_go(exchange, raw)
 
 
 async def _in_version(handler: Handler, exchange: HttpExchange) -> None:

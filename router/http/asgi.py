@@ -1,15 +1,16 @@
 """One HTTP request as ASGI hands it over.
 
 `HttpExchange` goes with a request from its first header to its line in the log.  Knows nothing of
-completions, and waits for nothing but ASGI's own callables; bodies are read in
-`router.http.limits`.
+completions, and waits for nothing but ASGI's own callables and what `unless_left` is given; bodies
+are read in `router.http.limits`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct, field
@@ -23,6 +24,8 @@ Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 # Takes a piece of a body, or says False: it would have to wait.
 Push = Callable[[bytes], bool]
+
+T = TypeVar("T")
 
 JSON: Final = b"application/json"
 # A whole answer is sent in pieces of this size: no more of it waits for a slow client than the
@@ -165,6 +168,26 @@ class HttpExchange(Struct, eq=False):
     def asker(self) -> str:
         """Who takes turns with the others that wait: an API key, or without keys an address."""
         return self.key_name or self.client
+
+    async def unless_left(self, future: asyncio.Future[T]) -> T:
+        """Await a future; it is cancelled if nobody waits for it any more.
+
+        Raises:
+            Disconnected: The client left before.
+        """
+        leaving = asyncio.create_task(self._wait_for_disconnect())
+        try:
+            await asyncio.wait((future, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not future.done():
+                raise Disconnected
+            return future.result()
+        finally:
+            leaving.cancel()
+            future.cancel()
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
 
     async def respond(
         self, status: int, body: bytes, *headers: Header, content_type: bytes = JSON

@@ -5,15 +5,15 @@ understood have one limit together: what goes over it is refused at once, since 
 wait holds memory meanwhile, and may do so on purpose.
 
 Large bodies and large answers are worked on in threads.  There are few, so that many large bodies
-at once cost the memory and the cores of a few; the others wait in the order they came, and ordinary
-bodies do not wait behind the largest.
+at once cost the memory and the cores of a few; clients take turns at them
+(`wire.process.fair_threads`), and ordinary bodies do not wait behind the largest.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from router.api.errors import HttpError
@@ -22,6 +22,7 @@ from router.http.begun import go_on
 from router.http.compression import STEP_BYTES, Inflation
 from wire.aio.listener import LAST_LOOK_S
 from wire.errors import ErrorCode, WireError
+from wire.process.fair_threads import FairThreads
 
 # Half a million tokens as text, or 300,000 as decimal ids.  Reading JSON and freeing what the
 # tokenizer made of a text hold the GIL: of 4 MB for longer than others should wait.
@@ -35,7 +36,8 @@ MAX_TOTAL_BYTES: Final = 256 * 1024 * 1024
 INLINE_BYTES: Final = 16 * 1024
 # Up to here it takes some ten milliseconds; far more beyond.
 ORDINARY_BYTES: Final = 128 * 1024
-NUM_ORDINARY: Final = 2
+# Two for a client that is alone, and one that is free for the next.
+NUM_ORDINARY: Final = 3
 NUM_LARGE: Final = 1
 
 T = TypeVar("T")
@@ -44,7 +46,8 @@ T = TypeVar("T")
 class Bodies:
     """Reads bodies: each of `max_bytes`, begun within `grace_s`, then at `min_bytes_per_s`.
 
-    `total_bytes` are those of all that are being read or understood.
+    `total_bytes` are those of all that are being read or understood.  A client may have as many of
+    them as are left free: half if it is alone, and the more it has, the more is left for others.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Bodies:
         self._min_bytes_per_s = min_bytes_per_s
         self._max_total_bytes = max_total_bytes
         self.total_bytes = 0
+        self._bytes_of_client: Counter[str] = Counter()
 
     async def read(self, exchange: HttpExchange) -> bytes:
         """Return the body of a request; its bytes count until `let_go`.
@@ -74,22 +78,33 @@ class Bodies:
 
         def hold(size: int) -> None:
             nonlocal held
-            self.total_bytes += size - held
+            self._count(exchange.asker, size - held)
             held = size
-            if self.total_bytes > self._max_total_bytes:
-                raise WireError(ErrorCode.OVERLOADED, "too many large bodies at a time")
+            num_free = max(self._max_total_bytes - self.total_bytes, 0)
+            if self._bytes_of_client[exchange.asker] > num_free:
+                raise WireError(
+                    ErrorCode.OVERLOADED,
+                    f"too many large bodies at a time: this client's come to more than the "
+                    f"{num_free} bytes that are left for others; send fewer at a time",
+                )
 
         try:
             raw = await self._read(exchange, hold)
         except BaseException:
-            self.total_bytes -= held
+            self._count(exchange.asker, -held)
             raise
         exchange.is_body_read = True
         return raw
 
-    def let_go(self, raw: bytes) -> None:
+    def let_go(self, exchange: HttpExchange, raw: bytes) -> None:
         """What `read` returned is understood, or refused."""
-        self.total_bytes -= len(raw)
+        self._count(exchange.asker, -len(raw))
+
+    def _count(self, client: str, num_bytes: int) -> None:
+        self.total_bytes += num_bytes
+        self._bytes_of_client[client] += num_bytes
+        if not self._bytes_of_client[client]:
+            del self._bytes_of_client[client]
 
     async def _read(self, exchange: HttpExchange, hold: Callable[[int], None]) -> bytes:
         due = asyncio.get_running_loop().time() + self._grace_s
@@ -223,12 +238,17 @@ class Threads:
     """
 
     def __init__(self) -> None:
-        self._ordinary = ThreadPoolExecutor(NUM_ORDINARY, "ordinary-body")
-        self._large = ThreadPoolExecutor(NUM_LARGE, "large-body")
+        self.ordinary = FairThreads(NUM_ORDINARY, "ordinary-body")
+        self._large = FairThreads(NUM_LARGE, "large-body")
 
-    async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Return what `work` returns, or raise what it raises."""
+    async def run(self, exchange: HttpExchange, size: int, work: Callable[[], T]) -> T:
+        """Return what `work` returns, or raise what it raises.
+
+        Raises:
+            Disconnected: The client left before; work that waits is dropped.
+            WireError: OVERLOADED; too much work of this client waits.
+        """
         if size <= INLINE_BYTES:
             return work()
-        pool = self._ordinary if size <= ORDINARY_BYTES else self._large
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        threads = self.ordinary if size <= ORDINARY_BYTES else self._large
+        return await exchange.unless_left(asyncio.wrap_future(threads.submit(exchange.asker, work)))

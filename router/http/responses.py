@@ -25,10 +25,10 @@ class ResponseHandlers:
         self._threads = threads
         self._siblings = siblings
 
-    async def previous(self, asker: str, raw: bytes) -> KeptResponse | None:
+    async def previous(self, exchange: HttpExchange, raw: bytes) -> KeptResponse | None:
         """Return the response that a body goes on from; None if there is none."""
-        name = await self._threads.run(len(raw), partial(previous_id, raw))
-        return await self._get(asker, name) if name else None
+        name = await self._threads.run(exchange, len(raw), partial(previous_id, raw))
+        return await self._get(exchange.asker, name) if name else None
 
     async def show(self, exchange: HttpExchange) -> None:
         """GET /v1/responses/{response}."""
@@ -39,7 +39,7 @@ class ResponseHandlers:
     async def input_items(self, exchange: HttpExchange) -> None:
         """GET /v1/responses/{response}/input_items."""
         kept, query = await self._find(exchange), _query(exchange)
-        page = await self._threads.run(len(kept.input), partial(_page, kept, query))
+        page = await self._threads.run(exchange, len(kept.input), partial(_page, kept, query))
         await exchange.respond(200, page)
 
     async def delete(self, exchange: HttpExchange) -> None:

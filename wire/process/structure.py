@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Iterator
 from decimal import Decimal
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from wire.options import Structure
@@ -45,8 +44,6 @@ MAX_SCHEMAS: Final = 512
 # terminals, and the brackets nested in each.  Of a schema: the depth of all, if each is as deep as
 # the deepest and refers to the next.
 MAX_DEPTH: Final = 1000
-# Structures that are remembered: clients send the same few again and again.
-NUM_KEPT: Final = 32
 # llguidance quotes the structure in its messages.
 _MAX_SHOWN: Final = 200
 _EXCERPT: Final = re.compile(r"\n *\d+ \||<non-verbose/>")
@@ -94,11 +91,10 @@ class StructureError(ValueError):
         super().__init__(" ".join(said.split())[:_MAX_SHOWN])
 
 
-@lru_cache(NUM_KEPT)
 def problem_of(structure: Structure) -> str | None:
     """Say why no model could be held to a structure; None if one could.
 
-    It takes up to a tenth of a second, most of it without the GIL.
+    It takes up to a third of a second, most of it without the GIL.
     """
     from llguidance import LLMatcher
 

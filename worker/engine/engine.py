@@ -311,7 +311,9 @@ class Engine:
             return None
         if not isinstance(self._executor, Structurer):
             return ErrorCode.INVALID_REQUEST, "this model cannot be held to a structure"
-        sequence.structured = self._executor.structured(structure, sequence.prompt_len)
+        sequence.structured = self._executor.structured(
+            structure, sequence.prompt_len, sequence.options.tenant
+        )
         sequence.is_ready = False
         self._compiling.append(sequence)
         return None

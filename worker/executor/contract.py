@@ -318,8 +318,9 @@ class Structurer(Protocol):
     Its `sample` then draws only what the `structured` of a sampling allows.
     """
 
-    def structured(self, structure: Structure, prompt_len: int) -> Structured:
+    def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
         """Return where an answer is in this structure, whose prompt has so many tokens.
 
-        Nobody waits: it is ready later, and says then whether there is such a structure.
+        Nobody waits: it is ready later, and says then whether there is such a structure.  Tenants
+        take turns at what there is to compute.
         """

@@ -1,21 +1,21 @@
 """The grammars of one model's answers: compiled, followed, and masks made beside the forward pass.
 
 `start` is called before a forward pass and `take` after it, so that masks cost no time where the
-forward pass, which does without the GIL, takes longer.  Grammars are compiled by other threads;
-llguidance does that without the GIL too.
+forward pass, which does without the GIL, takes longer.  Grammars are compiled by other threads, at
+which tenants take turns; llguidance does that without the GIL too.
 
 An ambiguous grammar may need 10 ms for each mask, and one request has up to 128 answers.  A step
 that would take twice as long for its masks does not wait for the slowest of them again: they are
-made one after another by a thread of their own, and a sequence takes part in a step when its mask
-is ready (`Structured.is_slow`).
+made one after another by a thread of their own, tenants in turn, and a sequence takes part in a
+step when its mask is ready (`Structured.is_slow`).
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -24,13 +24,19 @@ import numpy.typing as npt
 import structlog
 from llguidance import LLMatcher, LLTokenizer
 
+from wire.errors import WireError
 from wire.options import Structure
-from wire.process.structure import NUM_KEPT, StructureError, grammar_of, limits
+from wire.process.fair_cache import FairCache
+from wire.process.fair_threads import FairThreads
+from wire.process.structure import StructureError, grammar_of, limits
 from worker.executor.batch import Sampling
 from worker.executor.structure import Compiled, Structured
 
-# Threads that compile: a structure that takes long does not keep a second one waiting.
-_NUM_COMPILING: Final = 2
+# Threads that compile: a structure that takes long does not keep a second one waiting, nor two of a
+# tenant those of another.
+_NUM_COMPILING: Final = 3
+# Grammars that are kept: clients send the same few again and again.
+_NUM_KEPT: Final = 32
 _WORD_BITS: Final = 32
 # Masks of one step may take so long, whatever the forward pass takes.
 _MIN_MASKS_S: Final = 0.001
@@ -68,24 +74,24 @@ class Grammars:
         """Begin to read a tokenizer.json; nobody waits for it before the first structure."""
         self._clock = clock
         self._eos = sorted(eos_token_ids)
-        self._compiling = ThreadPoolExecutor(_NUM_COMPILING, thread_name_prefix="compile")
+        self._compiling = FairThreads(_NUM_COMPILING, "compile")
         self._following = ThreadPoolExecutor(1, thread_name_prefix="follow")
-        self._slow_masks = ThreadPoolExecutor(1, thread_name_prefix="slow-masks")
-        self._tokenizer = self._compiling.submit(_load, tokenizer, vocab_size, self._eos)
-        self._kept: OrderedDict[Structure, Future[Compiled]] = OrderedDict()
+        self._slow_masks = FairThreads(1, "slow-masks")
+        load = partial(_load, tokenizer, vocab_size, self._eos)
+        self._tokenizer = self._compiling.submit("the model", load)
+        self._kept: FairCache[Structure, Compiled] = FairCache(self._compiling, _NUM_KEPT)
         self._started: Future[Masks] | None = None
         self._started_s = 0.0
         self._held: list[Structured] = []  # those of the step that was started
 
-    def structured(self, structure: Structure, prompt_len: int) -> Structured:
+    def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
         """Return the state of a text after its prompt; the grammar is compiled meanwhile."""
-        compiled = self._kept.get(structure)
-        if compiled is None:
-            compiled = self._kept[structure] = self._compiling.submit(self._compile, structure)
-            if len(self._kept) > NUM_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(structure)
-        return Structured(compiled, prompt_len, self._slow_masks.submit)
+        try:
+            compiled = self._kept.ask(tenant, structure, partial(self._compile, structure))
+        except WireError as error:
+            compiled = Future()
+            compiled.set_exception(StructureError(error.message))
+        return Structured(compiled, prompt_len, partial(self._slow_masks.submit, tenant))
 
     def start(self, samplings: Sequence[Sampling]) -> None:
         """Begin to compute the masks of a step's rows, if any sequence has a structure."""
@@ -115,9 +121,9 @@ class Grammars:
 
     def shutdown(self) -> None:
         """Stop the threads; what they are at is not waited for."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown()
         self._following.shutdown()
-        self._slow_masks.shutdown(cancel_futures=True)
+        self._slow_masks.shutdown()
         self._kept.clear()
 
     def _compile(self, structure: Structure) -> Compiled:

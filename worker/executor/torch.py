@@ -239,9 +239,9 @@ class TorchExecutor:
             index = batch.sequence_of(error.row)
             raise SequenceFailed(index, str(error), ErrorCode.INVALID_REQUEST) from None
 
-    def structured(self, structure: Structure, prompt_len: int) -> Structured:
+    def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
         """Hold an answer to a structure; see `worker.executor.grammars`."""
-        return self._grammars.structured(structure, prompt_len)
+        return self._grammars.structured(structure, prompt_len, tenant)
 
     def score(self, logits: torch.Tensor, batch: Batch) -> list[bytes]:
         """Score the prompts of the batch's scorings; see `worker.executor.sampler`."""

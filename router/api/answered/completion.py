@@ -17,7 +17,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, Protocol
 
 from msgspec import Struct, structs
@@ -31,6 +30,7 @@ from router.text.parts import CallStart, Part, Reader, Reasoning
 from router.text.stops import StopAutomaton, StopMatcher
 from router.text.tokenizer import Detokenizer, Tokenizer
 from wire.errors import ErrorCode, WireError
+from wire.options import Structure
 from wire.payloads import STOP, Logprobs, PrefillResult, Usage
 
 # Tokens a client may lag behind before it is cut off: some 100 KB of events, on top of the server's
@@ -89,20 +89,16 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
     has_running_usage: bool = False
     # Whether it says too what only Baton knows.
     has_baton_usage: bool = False
-    # What takes long and belongs in a thread: it returns this request with the structure that its
-    # answers are held to, or raises an HttpError.
-    hold: Callable[[], CompletionRequest] | None = None
+    # What its answers are to be held to, once that is checked: `held_to`.
+    wanted: Wanted | None = None
 
-    def held_to(self, wanted: Wanted | None) -> CompletionRequest:
-        """Return this request with answers that are held to something, once `hold` is called."""
-        return self if wanted is None else structs.replace(self, hold=partial(self._hold, wanted))
-
-    def _hold(self, wanted: Wanted) -> CompletionRequest:
-        structure, requests = wanted.settle(), list[tuple[Request, str]]()
+    def held_to(self, structure: Structure) -> CompletionRequest:
+        """Return this request with answers that are held to a structure."""
+        requests = list[tuple[Request, str]]()
         for request, echo in self.requests:
             options = structs.replace(request.options, structure=structure)
             requests.append((structs.replace(request, options=options), echo))
-        return structs.replace(self, requests=requests, hold=None)
+        return structs.replace(self, requests=requests, wanted=None)
 
     @property
     def names(self) -> Tokenizer:

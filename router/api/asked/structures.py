@@ -72,7 +72,7 @@ class Wanted(NamedTuple):
     tools: Sequence[lark.Tool] = ()
 
     def settle(self) -> Structure:
-        """Return what the workers are told.  It takes up to 100 ms: call it in a thread.
+        """Return what the workers are told.  It takes up to 0.3 s: call it in a thread.
 
         Raises:
             HttpError: 400; no answer can be held to it.

@@ -2,13 +2,14 @@
 
 Kept as bytes, which can be counted and which nobody has to walk through: for every response its
 answer, and the items that came before it, those of earlier responses included.  So each stands
-alone: it can be gone on from when what it came from is long forgotten.  The least recently used go
-first.  A router that starts again remembers none.
+alone: it can be gone on from when what it came from is long forgotten.  Where there is no room, the
+asker who keeps most loses the one that it has not used for longest.  A router that starts again
+remembers none.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
@@ -51,41 +52,55 @@ class KeptResponses:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._lock = Lock()
-        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
-        self.num_bytes = 0
+        # By asker, the least recently used at the beginning.
+        self._kept: dict[str, OrderedDict[str, KeptResponse]] = {}
+        self._bytes_of_asker: Counter[str] = Counter()
+        self._num_kept = self.num_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return self._num_kept
 
     def keep(self, name: str, kept: KeptResponse) -> None:
-        """Keep a response, unless it is larger than all may be; the oldest make room for it."""
+        """Keep a response, unless it is larger than all may be; others make room for it."""
         if kept.size > self._max_bytes:
             return
         with self._lock:
-            self._kept[name] = kept
-            self.num_bytes += kept.size
-            while len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes:
-                _, oldest = self._kept.popitem(last=False)
-                self.num_bytes -= oldest.size
+            self._kept.setdefault(kept.asker, OrderedDict())[name] = kept
+            self._count(kept.asker, 1, kept.size)
+            while self._num_kept > self._max_responses or self.num_bytes > self._max_bytes:
+                most = max(self._kept, key=self._part_of)
+                _, oldest = self._kept[most].popitem(last=False)
+                self._count(most, -1, -oldest.size)
 
     def get(self, asker: str, name: str) -> KeptResponse | None:
         """Return a response of this asker, which has been used now; None if there is none."""
         with self._lock:
-            kept = self._kept.get(name)
-            if kept is None or kept.asker != asker:
+            theirs = self._kept.get(asker)
+            if theirs is None or name not in theirs:
                 return None
-            self._kept.move_to_end(name)
-            return kept
+            theirs.move_to_end(name)
+            return theirs[name]
 
     def pop(self, asker: str, name: str) -> bool:
         """Forget a response of this asker; False if there is none."""
         with self._lock:
-            kept = self._kept.get(name)
-            if kept is None or kept.asker != asker:
+            theirs = self._kept.get(asker)
+            if theirs is None or name not in theirs:
                 return False
-            del self._kept[name]
-            self.num_bytes -= kept.size
+            self._count(asker, -1, -theirs.pop(name).size)
             return True
+
+    def _count(self, asker: str, num: int, num_bytes: int) -> None:
+        self._num_kept += num
+        self.num_bytes += num_bytes
+        self._bytes_of_asker[asker] += num_bytes
+        if not self._kept[asker]:
+            del self._kept[asker], self._bytes_of_asker[asker]
+
+    def _part_of(self, asker: str) -> float:
+        """How much of what may be kept an asker has, of their number or of their bytes."""
+        num = len(self._kept[asker]) / max(self._max_responses, 1)
+        return max(num, self._bytes_of_asker[asker] / self._max_bytes)
 
     def missing(self, name: str, param: str | None = None) -> HttpError:
         """Return the 404 for a response that is not here, or somebody else's: nobody is told."""

@@ -162,16 +162,16 @@ def test_bad_words_become_tokens(model: ServedModel) -> None:
 
 def test_a_structure_is_looked_at_later_and_then_held_to(model: ServedModel) -> None:
     asked = complete(model, prompt="a", n=2, guided_regex="a+")
-    assert asked.hold is not None and asked.requests[0][0].options.structure is None
-    held = asked.hold()
-    assert held.hold is None
+    assert asked.wanted is not None and asked.requests[0][0].options.structure is None
+    held = asked.held_to(asked.wanted.settle())
+    assert held.wanted is None
     structures = [request.options.structure for request, _ in held.requests]
     assert structures == [Structure("regex", "a+")] * 2
     assert [request.options.choice for request, _ in held.requests] == [0, 1]
-    bad = complete(model, prompt="a", guided_regex="(").hold
+    bad = complete(model, prompt="a", guided_regex="(").wanted
     assert bad is not None
     with pytest.raises(HttpError, match="guided_regex"):
-        bad()
+        bad.settle()
 
 
 def test_a_request_may_bring_a_template_where_it_is_trusted(tmp_path: Path) -> None:

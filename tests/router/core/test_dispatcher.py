@@ -263,6 +263,22 @@ def test_a_higher_priority_is_served_first() -> None:
     assert served == [12, 14, 11, 13]
 
 
+def test_the_lowest_priority_is_served_in_time_while_higher_ones_keep_coming() -> None:
+    router = Router(Limits(max_running_per_worker=1))
+    router.pair()
+    running, _ = router.submit(10)
+    lowest = {router.submit(12, priority=-100, client="low")[0] for _ in range(2)}
+    for _ in range(50):
+        router.submit(11, priority=100, client="high")
+        router.now += 0.5
+        router.dispatcher.tick()
+        router.dispatcher.cancel(running)
+        [attempt] = router.dispatcher.attempts.values()
+        running = attempt.state.handle
+        lowest.discard(running)
+    assert len(lowest) == 1, "the first, after half of the timeout"
+
+
 def test_waiting_ends_when_blocks_are_free_or_time_is_up() -> None:
     router = Router()
     router.pair()

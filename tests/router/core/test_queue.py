@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -13,32 +14,35 @@ from router.core.state import RequestState
 from tests.router.scripted import RecordingSink
 from wire.options import Options
 
-PRIORITIES = st.integers(-1, 2)
+TIMEOUT_S = 30.0
+PRIORITIES = st.sampled_from([-100, -1, 0, 1, 100])
 CLIENTS = st.sampled_from(["a", "b", "c"])
 
 
-def state(handle: int, priority: int = 0, client: str = "") -> RequestState:
+def state(
+    handle: int, priority: int = 0, client: str = "", submitted_at: float = 0.0
+) -> RequestState:
     return RequestState(
         handle=handle,
         request=Request((1,), Options(priority=priority), client=client),
         sink=RecordingSink(),
         new_tokens=None,
         is_decode_asked=False,
-        submitted_at=0.0,
-        deadline=1.0,
-        due=1.0,
+        submitted_at=submitted_at,
+        deadline=submitted_at + TIMEOUT_S,
+        due=submitted_at + TIMEOUT_S,
     )
 
 
 def test_an_empty_queue_holds_no_one_up() -> None:
-    queue = Queue()
+    queue = Queue(TIMEOUT_S)
     assert len(queue) == 0 and queue.first() is None
     assert not queue.is_behind(state(1))
     queue.remove(state(1))
 
 
 def test_a_new_state_is_behind_its_equals_but_not_behind_lower_ones() -> None:
-    queue = Queue()
+    queue = Queue(TIMEOUT_S)
     queue.add(state(1, priority=3))
     assert queue.is_behind(state(2, priority=3)) and queue.is_behind(state(2, priority=2))
     assert not queue.is_behind(state(2, priority=4))
@@ -46,7 +50,7 @@ def test_a_new_state_is_behind_its_equals_but_not_behind_lower_ones() -> None:
 
 @given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), max_size=30))
 def test_table_leave_by_priority_then_in_order(steps: list[tuple[int, bool]]) -> None:
-    queue, waiting = Queue(), []
+    queue, waiting = Queue(TIMEOUT_S), []
     for handle, (priority, is_removed) in enumerate(steps):
         each = state(handle, priority)
         queue.add(each)
@@ -57,7 +61,7 @@ def test_table_leave_by_priority_then_in_order(steps: list[tuple[int, bool]]) ->
             waiting.append(each)
     for each in sorted(waiting, key=lambda each: (-each.request.options.priority, each.handle)):
         assert queue.first() is each
-        queue.remove(each)
+        queue.take(each, 0.0)
     assert len(queue) == 0
 
 
@@ -65,12 +69,12 @@ def drain(queue: Queue) -> list[int]:
     handles = []
     while (each := queue.first()) is not None:
         handles.append(each.handle)
-        queue.remove(each)
+        queue.take(each, 0.0)
     return handles
 
 
 def test_clients_take_turns() -> None:
-    queue = Queue()
+    queue = Queue(TIMEOUT_S)
     for handle in range(4):
         queue.add(state(handle, client="many"))
     queue.add(state(9, client="one"))
@@ -78,87 +82,185 @@ def test_clients_take_turns() -> None:
     assert drain(queue) == [0, 9, 8, 1, 2, 3]
 
 
+def test_a_request_that_is_cancelled_costs_no_turn() -> None:
+    queue, cancelled = Queue(TIMEOUT_S), state(1, client="a")
+    for each in (cancelled, state(2, client="a"), state(3, client="b")):
+        queue.add(each)
+    queue.remove(cancelled)
+    assert drain(queue) == [2, 3]
+
+
 def test_one_that_was_served_before_is_first_of_all() -> None:
-    queue = Queue()
+    queue = Queue(TIMEOUT_S)
     for handle, client in ((1, "a"), (2, "b"), (3, "b")):
         queue.add(state(handle, client=client))
     queue.add_first(state(4, client="b"))
     assert drain(queue) == [4, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "head_start_s"), [(-100, 100, 15.0), (-100, 0, 7.5), (0, 1, 0.75), (-1, 1, 1.5)]
+)
+def test_a_lower_priority_is_first_once_it_has_waited_longer_by_the_head_start(
+    low: int, high: int, head_start_s: float
+) -> None:
+    queue = Queue(TIMEOUT_S)
+    queue.add(state(1, low))
+    assert not queue.is_behind(state(2, high, submitted_at=head_start_s - 0.01))
+    late = state(3, high, submitted_at=head_start_s + 0.01)
+    assert queue.is_behind(late)
+    queue.add(late)
+    assert drain(queue) == [1, 3]
+
+
+def test_one_that_is_tried_again_ages_from_when_it_came() -> None:
+    queue, again = Queue(TIMEOUT_S), state(2, client="b", submitted_at=0.0)
+    queue.add(state(1, client="a", submitted_at=5.0))
+    queue.add_first(again)
+    queue.add(state(3, priority=1, submitted_at=2.0))
+    assert drain(queue) == [2, 3, 1]
+
+
+def test_what_has_long_waited_behind_others_of_its_client_passes_nobody() -> None:
+    """A thousand requests of low priority, however old, do not keep a higher one waiting."""
+    queue = Queue(TIMEOUT_S)
+    for handle in range(1000):
+        queue.add(state(handle, -100, "many"))
+    for turn in range(10):
+        now = 20.0 + turn
+        each = state(1000 + turn, 100, "few", now)
+        queue.add(each)
+        first = queue.first()
+        assert first is not None
+        if turn == 0:  # that of the client that has waited for its turn since the beginning
+            assert first.handle == 0
+            queue.take(first, now)
+            first = queue.first()
+        assert first is each
+        queue.take(each, now)
+
+
+@given(st.integers(-100, 99), st.integers(0, 10), st.sampled_from([0.05, 0.5, 1.0]))
+def test_none_is_passed_for_longer_than_half_of_the_timeout(
+    priority: int, came_at: int, step_s: float
+) -> None:
+    """While another client always has two of the highest priority waiting."""
+    queue, served = Queue(TIMEOUT_S), list[int]()
+    queue.add(state(0, 100, "flood"))
+    while 1 not in served:
+        step = len(served)
+        queue.add(state(0, 100, "flood", step * step_s))
+        if step == came_at:
+            queue.add(state(1, priority, "low", step * step_s))
+        first = queue.first()
+        assert first is not None
+        queue.take(first, step * step_s)
+        served.append(first.handle)
+        assert (step - came_at) * step_s <= TIMEOUT_S / 2 + 3 * step_s
+
+
 def test_the_heaviest_client_gives_way_to_one_with_less() -> None:
-    queue = Queue()
+    queue = Queue(TIMEOUT_S)
     assert queue.displaced_by(state(1), {}) is None
-    for handle, priority in ((1, 5), (2, 0), (3, 0), (4, 5)):
-        queue.add(state(handle, priority, "many"))
+    many = [state(*each, "many") for each in ((1, 5), (2, 0), (3, 0), (4, 5))]
+    for each in many:
+        queue.add(each)
     queue.add(state(5, client="few"))
     displaced = queue.displaced_by(state(6, client="few"), {})
     assert displaced is not None and displaced.handle == 3
     assert queue.displaced_by(state(6, client="many"), {}) is None
-    queue.remove(state(3, client="many"))
+    queue.remove(many[2])
     for _ in range(2):
-        queue.remove(state(2, client="many"))  # Its priority is empty; the other one is not.
+        queue.remove(many[1])  # Its priority is empty; the other one is not.
     assert queue.displaced_by(state(6, client="few"), {}) is None  # It would have as many.
     displaced = queue.displaced_by(state(6, client="new"), {})
     assert displaced is not None and displaced.handle == 4
 
 
+class Line:
+    """The requests of one client and priority; since when it waits for its turn."""
+
+    def __init__(self, each: RequestState) -> None:
+        self.priority, self.client = each.request.options.priority, each.request.client
+        self.since = each.submitted_at
+        self.waiting: list[RequestState] = []
+
+    @property
+    def order(self) -> tuple[float, int]:
+        part = (abs(self.priority) / 100) ** 0.5 * (1 if self.priority > 0 else -1)
+        return self.since - part * TIMEOUT_S / 4, -self.priority
+
+
 class QueueBesideAList(RuleBasedStateMachine):
-    """The queue does what a plain list does that is searched from end to end."""
+    """The queue does what plain lists do that are searched from end to end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = Queue()
+        self.queue = Queue(TIMEOUT_S)
         self.handles = itertools.count()
-        # By priority, the clients in the order of their turns, and the requests of each in order.
-        self.lines: list[tuple[int, list[tuple[str, list[RequestState]]]]] = []
+        self.now = 0.0
+        # In the order of their turns, among those of one priority.
+        self.lines: list[Line] = []
 
     def waiting(self) -> list[RequestState]:
-        return [each for _, lines in self.lines for _, line in lines for each in line]
+        return [each for line in self.lines for each in line.waiting]
 
-    def take_in(self, each: RequestState, *, first: bool) -> None:
-        priority, client = each.request.options.priority, each.request.client
-        lines = next((lines for at, lines in self.lines if at == priority), None)
-        if lines is None:
-            lines = []
-            self.lines.append((priority, lines))
-            self.lines.sort(key=lambda entry: -entry[0])
-        entry = next((entry for entry in lines if entry[0] == client), None)
-        if entry is None:
-            entry = (client, [])
-            lines.append(entry)
-        if first:
-            entry[1].insert(0, each)
-            lines.remove(entry)
-            lines.insert(0, entry)
-        else:
-            entry[1].append(each)
+    def new(self, priority: int, client: str) -> RequestState:
+        return state(next(self.handles), priority, client, self.now)
+
+    def line_of(self, each: RequestState) -> Line | None:
+        wanted = each.request.options.priority, each.request.client
+        return next((it for it in self.lines if (it.priority, it.client) == wanted), None)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 10.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
 
     @rule(priority=PRIORITIES, client=CLIENTS, first=st.booleans())
     def add(self, priority: int, client: str, first: bool) -> None:
-        each = state(next(self.handles), priority, client)
+        each = self.new(priority, client)
         (self.queue.add_first if first else self.queue.add)(each)
-        self.take_in(each, first=first)
+        line = self.line_of(each)
+        if line is None:
+            self.lines.append(line := Line(each))
+        if first:
+            self.lines.remove(line)
+            others = [it.since for it in self.lines if it.priority == priority]
+            line.since = min([*others, line.since])
+            self.lines.insert(0, line)
+            line.waiting.insert(0, each)
+        else:
+            line.waiting.append(each)
+
+    def take_out(self, line: Line, each: RequestState) -> None:
+        line.waiting.remove(each)
+        if not line.waiting:
+            self.lines.remove(line)
 
     @precondition(lambda self: self.lines)
     @rule(at=st.integers(0, 50), times=st.integers(1, 2))
     def remove(self, at: int, times: int) -> None:
-        waiting = self.waiting()
-        each = waiting[at % len(waiting)]
+        each = self.waiting()[at % len(self.waiting())]
         for _ in range(times):
             self.queue.remove(each)
-        for entry in self.lines:
-            for line in entry[1]:
-                if each in line[1]:
-                    line[1].remove(each)
-                    entry[1].remove(line)
-                    if line[1]:
-                        entry[1].append(line)
-        self.lines = [entry for entry in self.lines if entry[1]]
+        line = self.line_of(each)
+        assert line is not None
+        self.take_out(line, each)
+
+    @precondition(lambda self: self.lines)
+    @rule()
+    def take(self) -> None:
+        line = min(self.lines, key=lambda it: it.order)
+        each = line.waiting[0]
+        self.queue.take(each, self.now)
+        self.lines.remove(line)
+        self.lines.append(line)
+        line.since = self.now
+        self.take_out(line, each)
 
     @rule(priority=PRIORITIES, client=CLIENTS)
     def remove_a_stranger(self, priority: int, client: str) -> None:
-        self.queue.remove(state(-1, priority, client))
+        self.queue.remove(self.new(priority, client))
 
     @rule(client=CLIENTS, held=st.dictionaries(CLIENTS, st.integers(1, 3)))
     def displace(self, client: str, held: dict[str, int]) -> None:
@@ -173,20 +275,20 @@ class QueueBesideAList(RuleBasedStateMachine):
         assert displaced is not None
         heaviest = displaced.request.client
         assert counts[heaviest] == most
-        theirs = [each for each in self.waiting() if each.request.client == heaviest]
-        lowest = min(each.request.options.priority for each in theirs)
-        assert displaced is [e for e in theirs if e.request.options.priority == lowest][-1]
+        theirs = [line for line in self.lines if line.client == heaviest]
+        assert displaced is min(theirs, key=lambda line: line.priority).waiting[-1]
 
     @rule(priority=PRIORITIES)
     def look(self, priority: int) -> None:
-        behind = any(each.request.options.priority >= priority for each in self.waiting())
-        assert self.queue.is_behind(state(-1, priority)) is behind
+        new = Line(self.new(priority, "new"))
+        behind = any(line.order <= new.order for line in self.lines)
+        assert self.queue.is_behind(self.new(priority, "new")) is behind
 
     @invariant()
     def agree(self) -> None:
-        waiting = self.waiting()
-        assert len(self.queue) == len(waiting)
-        assert self.queue.first() is (waiting[0] if waiting else None)
+        assert len(self.queue) == len(self.waiting())
+        first = min(self.lines, key=lambda line: line.order, default=None)
+        assert self.queue.first() is (first.waiting[0] if first else None)
 
 
 TestQueueBesideAList = QueueBesideAList.TestCase

@@ -20,10 +20,11 @@ from router.api.chat import ChatAnswer
 from router.api.model import ServedModel
 from router.app import Idle
 from router.core.state import Limits
-from router.http.limits import INLINE_BYTES, Bodies
+from router.http.limits import INLINE_BYTES, NUM_ORDINARY, Bodies
 from router.http.origin import Origins
 from tests.circles import circles
 from tests.router.api.messages.stream import message_of, read_events
+from tests.router.http.checks import Checks
 from tests.router.scripted import Ends
 from tests.router.site import Answer, Site, events, ids, listening, write_model
 from wire.errors import ErrorCode
@@ -826,3 +827,72 @@ async def test_nothing_of_a_request_that_ended_waits_for_the_garbage_collector(
                     await reader.read()
                     writer.close()
         assert not found
+
+
+MANY, FEW = "sk-of-somebody-who-asks-much", "sk-of-somebody-who-asks-little"
+
+
+@pytest.fixture
+def shared(site: Site, guarded: Path) -> Site:
+    """The site with two API keys."""
+    guarded.write_text(f"{MANY}\n{FEW}\n")
+    site.configure(api_keys=ApiKeys(guarded))
+    return site
+
+
+async def ask_as(
+    key: str, site: Site, path: str = "/v1/completions", **body: Any
+) -> httpx.Response:
+    return await post(site, path, {"prompt": "ab"} | body, authorization=f"Bearer {key}")
+
+
+async def test_new_structures_of_one_key_do_not_keep_another_key_waiting(
+    shared: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = Checks(monkeypatch)
+    flood = [
+        asyncio.create_task(ask_as(MANY, shared, guided_regex=f"slow{number}"))
+        for number in range(64)
+    ]
+    try:
+        async with asyncio.timeout(60):
+            await checks.have_begun()
+            answers = await asyncio.gather(
+                ask_as(FEW, shared, guided_regex="[0-9]"),
+                ask_as(FEW, shared, "/tokenize", prompt="a" * 20_000),
+            )
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert not any(task.done() for task in flood)
+    finally:
+        checks.may_go_on.set()
+        assert {(await task).status_code for task in flood} == {200}
+
+
+async def test_nothing_is_checked_for_a_client_that_left_while_others_were(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = Checks(monkeypatch)
+    async with listening(site.application) as (host, port):
+
+        async def ask(text: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection(host, port)
+            body = json.dumps({"prompt": "ab", "guided_regex": text}).encode()
+            head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+            head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            return reader, writer
+
+        stay = [await ask(f"slow{number}") for number in range(NUM_ORDINARY - 1)]
+        await checks.have_begun(NUM_ORDINARY - 1)
+        with capture_logs() as logs:
+            _, leaving = await ask("left")
+            leaving.close()
+            for _ in range(6000):
+                if any(line.get("outcome") == "cancelled" for line in logs):
+                    break
+                await asyncio.sleep(0.01)
+        checks.may_go_on.set()
+        for reader, writer in stay:
+            assert b" 200 " in await reader.readline()
+            writer.close()
+    assert "left" not in checks.checked

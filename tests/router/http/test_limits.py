@@ -34,12 +34,12 @@ SLOW = Bodies(grace_s=0.1)
 async def whole(exchange: HttpExchange, bodies: Bodies | None = None) -> bytes:
     bodies = bodies or Bodies()
     raw = await bodies.read(exchange)
-    bodies.let_go(raw)
+    bodies.let_go(exchange, raw)
     return raw
 
 
 def exchange(
-    events: AsyncIterator[Event], length: int | None = None, *headers: Header
+    events: AsyncIterator[Event], length: int | None = None, *headers: Header, asker: str = "anna"
 ) -> HttpExchange:
     async def receive() -> Event:
         return await anext(events)
@@ -50,7 +50,7 @@ def exchange(
     described = [(b"content-type", JSON), *headers]
     if length is not None:
         described.append((b"content-length", b"%d" % length))
-    return HttpExchange({"headers": described}, receive, send, "id", 0.0)
+    return HttpExchange({"headers": described}, receive, send, "id", 0.0, key_name=asker)
 
 
 def chunk(data: bytes, more: bool = True) -> Event:
@@ -182,13 +182,14 @@ async def test_a_compressed_body_is_inflated_within_the_limits() -> None:
             yield chunk(bytes([byte]))
         yield chunk(b"", more=False)
 
-    bodies = Bodies(max_bytes=STEP_BYTES * 2, max_total_bytes=STEP_BYTES * 3)
+    bodies = Bodies(max_bytes=STEP_BYTES * 2, max_total_bytes=STEP_BYTES * 4)
     exact, over = (gzip.compress(bytes(STEP_BYTES * 2 + more)) for more in (0, 1))
-    raw = await bodies.read(exchange(events(exact), None, GZIP))
+    first = exchange(events(exact), None, GZIP)
+    raw = await bodies.read(first)
     assert raw == bytes(STEP_BYTES * 2) and bodies.total_bytes == len(raw)
     with pytest.raises(WireError, match="too many large bodies"):
         await whole(exchange(events(exact), None, GZIP), bodies)
-    bodies.let_go(raw)
+    bodies.let_go(first, raw)
     with pytest.raises(HttpError, match=f"over the limit of {STEP_BYTES * 2} bytes"):
         await whole(exchange(events(over), None, GZIP), bodies)
     with pytest.raises(HttpError, match="ends before the end of its gzip stream"):
@@ -227,24 +228,40 @@ async def test_others_have_their_turn_while_a_bomb_is_inflated() -> None:
     assert turns >= 39
 
 
-async def test_all_bodies_together_have_a_limit() -> None:
-    """It is of those that are being read or worked on, and given back however they end."""
+def of(asker: str, size: int) -> HttpExchange:
+    """A body that comes in two pieces."""
 
-    async def events(size: int) -> AsyncIterator[Event]:
+    async def events() -> AsyncIterator[Event]:
         yield chunk(bytes(size))
         yield chunk(b"", more=False)
 
-    bodies = Bodies(max_total_bytes=100)
-    raw = await bodies.read(exchange(events(60)))
+    return exchange(events(), asker=asker)
+
+
+async def test_all_bodies_together_have_a_limit() -> None:
+    """It is of those that are being read or worked on, and given back however they end."""
+    bodies, first = Bodies(max_total_bytes=100), of("anna", 30)
+    raw = await bodies.read(first)
+    with pytest.raises(WireError, match="more than the 49 bytes that are left for others"):
+        await whole(of("anna", 21), bodies)
+    await whole(of("anna", 20), bodies)
+    bodies.let_go(first, raw)
+    await whole(of("anna", 50), bodies)
     with pytest.raises(WireError, match="too many large bodies"):
-        await whole(exchange(events(41)), bodies)
-    await whole(exchange(events(40)), bodies)
-    bodies.let_go(raw)
-    await whole(exchange(events(100)), bodies)
-    await bodies.read(exchange(events(60)))
-    bodies.let_go(await bodies.read(exchange(events(40))))
+        await whole(of("anna", 51), bodies)
+    assert bodies.total_bytes == 0
+
+
+async def test_no_client_has_more_of_the_bodies_than_is_left_for_others() -> None:
+    """However many have what they may have, there is as much for one more."""
+    bodies = Bodies(max_total_bytes=120)
+    for asker, size in (("anna", 60), ("ben", 30), ("cleo", 15)):
+        with pytest.raises(WireError, match="too many large bodies"):
+            await whole(of(asker, size + 1), bodies)
+        await bodies.read(of(asker, size))
     with pytest.raises(WireError, match="too many large bodies"):
-        await whole(exchange(events(41)), bodies)
+        await whole(of("anna", 1), bodies)
+    await whole(of("dora", 7), bodies)
 
 
 @pytest.mark.parametrize("kind", [b"application/json", b"Application/JSON; charset=utf-8"])
@@ -303,31 +320,75 @@ async def test_a_body_that_grows_too_large_is_left() -> None:
     assert len(wire.incoming) == 1
 
 
+def leaving(asker: str = "anna") -> tuple[HttpExchange, asyncio.Event]:
+    """An exchange whose body is read, and what makes its client leave."""
+    has_left = asyncio.Event()
+
+    async def events() -> AsyncIterator[Event]:
+        yield chunk(b"", more=False)
+        await has_left.wait()
+        yield {"type": "http.disconnect"}
+
+    return exchange(events(), asker=asker), has_left
+
+
 async def test_small_bodies_need_no_thread() -> None:
-    threads = Threads()
-    assert await threads.run(INLINE_BYTES, threading.get_ident) == threading.get_ident()
-    assert await threads.run(INLINE_BYTES + 1, threading.get_ident) != threading.get_ident()
+    threads, (it, _) = Threads(), leaving()
+    assert await threads.run(it, INLINE_BYTES, threading.get_ident) == threading.get_ident()
+    assert await threads.run(it, INLINE_BYTES + 1, threading.get_ident) != threading.get_ident()
+
+
+class Gate:
+    """Work that waits until it may go on; `wanted` is in the order in which it began."""
+
+    def __init__(self) -> None:
+        self.threads = Threads()
+        self.wanted: list[str] = []
+        self.go_on, self.running = threading.Event(), threading.Semaphore(0)
+
+    def work(self, name: str) -> None:
+        self.wanted.append(name)
+        self.running.release()
+        assert self.go_on.wait(60)
+
+    def run(self, name: str, size: int, it: HttpExchange | None = None) -> asyncio.Task[None]:
+        it = it or leaving(name[0])[0]
+        return asyncio.create_task(self.threads.run(it, size, lambda: self.work(name)))
+
+    async def has_begun(self, count: int) -> None:
+        for _ in range(count):
+            assert await asyncio.to_thread(self.running.acquire, timeout=60)
 
 
 async def test_large_bodies_wait_for_each_other_and_others_do_not_wait_for_them() -> None:
-    threads, go_on, wanted = Threads(), threading.Event(), list[int]()
-    running = threading.Semaphore(0)
-
-    def work(number: int) -> None:
-        wanted.append(number)
-        running.release()
-        assert go_on.wait(10)
-
-    async def run(size: int, number: int) -> None:
-        await threads.run(size, lambda: work(number))
-
-    asked = [asyncio.create_task(run(ORDINARY_BYTES + 1, number)) for number in range(4)]
-    asked += [asyncio.create_task(run(ORDINARY_BYTES, number)) for number in range(10, 14)]
+    gate = Gate()
+    asked = [gate.run(f"a large {number}", ORDINARY_BYTES + 1) for number in range(4)]
+    asked.append(gate.run("b large", ORDINARY_BYTES + 1))
+    asked += [gate.run(f"a{number}", ORDINARY_BYTES) for number in range(4)]
     try:
-        for _ in range(NUM_LARGE + NUM_ORDINARY):
-            assert await asyncio.to_thread(running.acquire, timeout=10)
-        assert sorted(wanted) == [0, 10, 11]
+        await gate.has_begun(NUM_LARGE + NUM_ORDINARY - 1)
+        assert sorted(gate.wanted) == ["a large 0", "a0", "a1"]
+        asked.append(gate.run("b", ORDINARY_BYTES))
+        await gate.has_begun(1)
+        assert gate.wanted[-1] == "b", "a thread is free for another client"
     finally:
-        go_on.set()
+        gate.go_on.set()
         await asyncio.gather(*asked)
-    assert [number for number in wanted if number < 10] == [0, 1, 2, 3], "in the order they came"
+    large = [name for name in gate.wanted if "large" in name]
+    assert large == ["a large 0", "b large", "a large 1", "a large 2", "a large 3"]
+
+
+async def test_nothing_is_done_for_a_client_that_left_while_its_body_waited() -> None:
+    gate, (gone, has_left) = Gate(), leaving("a")
+    asked = [gate.run(f"a{number}", ORDINARY_BYTES) for number in range(NUM_ORDINARY - 1)]
+    asked.append(left := gate.run("a gone", ORDINARY_BYTES, gone))
+    asked.append(gate.run("a last", ORDINARY_BYTES))
+    try:
+        await gate.has_begun(NUM_ORDINARY - 1)
+        has_left.set()
+        with pytest.raises(Disconnected):
+            await left
+    finally:
+        gate.go_on.set()
+        await asyncio.gather(*asked, return_exceptions=True)
+    assert gate.wanted == ["a0", "a1", "a last"]

@@ -800,7 +800,7 @@ class EndsWhenLookedAt(Future[Any]):
 class Compiling(RecordingExecutor):
     """Computes what it is given, which must not be what could not be compiled."""
 
-    def structured(self, structure: Structure, prompt_len: int) -> Structured:
+    def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
         return Structured(EndsWhenLookedAt(), prompt_len, lambda _: Future())
 
     def forward(self, batch: Batch) -> list[int]:
@@ -844,7 +844,7 @@ class SlowMasks(RecordingExecutor):
         super().__init__()
         self.masks: list[Future[Any]] = []
 
-    def structured(self, structure: Structure, prompt_len: int) -> Structured:
+    def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
         compiled: Future[Any] = Future()
         compiled.set_result(None)
         structured = Structured(compiled, prompt_len, self._make)

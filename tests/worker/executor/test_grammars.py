@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,9 @@ from tests.worker.executor.structures import (
 )
 from wire.options import Structure
 from wire.process.model import DEMO
-from wire.process.structure import StructureError
+from wire.process.structure import StructureError, grammar_of
 from worker.executor.grammars import Grammars
+from worker.executor.structure import Structured
 
 
 def test_rows_without_a_structure_cost_nothing() -> None:
@@ -94,6 +97,77 @@ def test_a_tokenizer_larger_than_the_model_is_taken() -> None:
     structured.wait(20)
     assert structured.problem is None
     model.shutdown()
+
+
+class Compiling:
+    """Grammars that are compiled; those with "slow" in them wait until they may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = Grammars(DEMO / "tokenizer.json", VOCAB, EOS)
+        self.compiled: list[str] = []
+        self.may_go_on, self._begun = threading.Event(), threading.Semaphore(0)
+        monkeypatch.setattr("worker.executor.grammars.grammar_of", self._grammar_of)
+
+    def _grammar_of(self, structure: Structure) -> str:
+        self.compiled.append(structure.text)
+        if "slow" in structure.text:
+            self._begun.release()
+            assert self.may_go_on.wait(60)
+        return grammar_of(structure)
+
+    def have_begun(self, count: int) -> None:
+        for _ in range(count):
+            assert self._begun.acquire(timeout=60)
+
+    def structured(self, text: str, tenant: int) -> Structured:
+        return self.model.structured(Structure("regex", text), 0, tenant)
+
+    def compile(self, text: str, tenant: int) -> None:
+        structured = self.structured(text, tenant)
+        structured.wait(60)
+        assert structured.is_ready and structured.problem is None
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiling]:
+    compiling = Compiling(monkeypatch)
+    yield compiling
+    compiling.may_go_on.set()
+    compiling.model.shutdown()
+
+
+def test_new_structures_of_a_tenant_do_not_keep_those_of_another_waiting(
+    compiling: Compiling,
+) -> None:
+    kept = [compiling.structured(f"slow{number}", 1) for number in range(20)]
+    compiling.have_begun(2)
+    compiling.compile("[0-9]", 2)
+    compiling.compile("[a-z]", 3)
+    assert not any(each.is_ready for each in kept)
+
+
+def test_a_tenant_with_ever_new_structures_makes_nobody_compile_again(
+    compiling: Compiling,
+) -> None:
+    compiling.compile("[0-9]", 1)
+    for number in range(40):
+        compiling.compile(f"a{number}", 2)
+    compiling.compile("[0-9]", 1)
+    compiling.compile("[0-9]", 3)
+    assert compiling.compiled.count("[0-9]") == 1
+
+
+def test_what_no_sequence_waits_for_any_longer_is_not_compiled(compiling: Compiling) -> None:
+    kept = [compiling.structured(f"slow{number}", 1) for number in range(2)]
+    compiling.have_begun(2)
+    for number in range(100):  # of clients that leave
+        compiling.structured(f"gone{number}", 1)
+    kept.append(compiling.structured("[0-9]", 1))
+    compiling.may_go_on.set()
+    for each in kept:
+        each.wait(60)
+        assert each.problem is None and each.is_ready
+    assert len(compiling.compiled) <= 2 + 32
 
 
 def deep(num_levels: int) -> dict[str, Any]:

@@ -101,8 +101,8 @@ def test_no_more_tokens_are_asked_for_than_there_is_room_for(model: ServedModel)
 def test_an_answer_is_held_to_a_schema(model: ServedModel) -> None:
     def formed(schema: Any) -> CompletionRequest:
         asked = ask(model, output_config={"format": {"type": "json_schema", "schema": schema}})
-        assert asked.hold is not None
-        return asked.hold()
+        assert asked.wanted is not None
+        return asked.held_to(asked.wanted.settle())
 
     ((request, _),) = formed({"type": "object"}).requests
     assert request.options.structure == Structure("json_schema", '{"type": "object"}')

@@ -48,6 +48,20 @@ def test_bytes_are_counted_with_what_an_entry_costs() -> None:
     assert store.num_bytes == each.size
 
 
+def test_who_keeps_most_makes_room() -> None:
+    """By number or by bytes, whichever of the two is the larger part of what may be kept."""
+    store = KeptResponses(max_responses=10, max_bytes=100_000)
+    store.keep("large", kept("ben", 20_000))
+    for number in range(20):
+        store.keep(f"small {number}", kept("anna"))
+    assert is_there(store, "large", "ben")
+    assert [n for n in range(20) if is_there(store, f"small {n}")] == list(range(11, 20))
+    for number in range(8):
+        store.keep(f"larger {number}", kept("ben", 30_000))
+    assert all(is_there(store, f"small {n}") for n in range(13, 20))
+    assert [n for n in range(8) if is_there(store, f"larger {n}", "ben")] == [6, 7]
+
+
 def test_one_that_is_larger_than_all_may_be_pushes_nobody_out() -> None:
     store = KeptResponses(max_bytes=10 * kept().size)
     store.keep("small", kept())

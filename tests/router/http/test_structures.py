@@ -1,0 +1,109 @@
+"""Structures are checked once, in turns; one that is known waits for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from router.api.asked.structures import Wanted
+from router.api.errors import HttpError
+from router.http.asgi import Disconnected, Event, HttpExchange
+from router.http.structures import Structures
+from tests.router.http.checks import Checks
+from wire.options import Structure
+from wire.process.fair_threads import FairThreads
+
+PARAM = "structured_outputs.regex"
+
+
+class Asking:
+    """Structures over two threads, and those who ask for them."""
+
+    def __init__(self) -> None:
+        self.structures = Structures(FairThreads(2, "test"))
+
+    def ask(
+        self, asker: str, text: str, has_left: asyncio.Event | None = None
+    ) -> asyncio.Task[Structure]:
+        async def receive() -> Event:
+            await (has_left or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+
+        async def send(event: Event) -> None:
+            raise AssertionError(event)
+
+        exchange = HttpExchange({"headers": []}, receive, send, "id", 0.0, key_name=asker)
+        return asyncio.create_task(self.structures.settle(exchange, Wanted(PARAM, "regex", text)))
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Checks:
+    return Checks(monkeypatch)
+
+
+@pytest.fixture
+def asking() -> Asking:
+    return Asking()
+
+
+async def test_one_that_is_known_is_not_checked_again(checks: Checks, asking: Asking) -> None:
+    for asker in ("anna", "anna", "ben"):
+        assert await asking.ask(asker, "a+") == Structure("regex", "a+")
+        with pytest.raises(HttpError, match=PARAM) as caught:
+            await asking.ask(asker, "(")
+        assert (caught.value.status, caught.value.param) == (400, PARAM)
+    assert checks.checked == ["a+", "("]
+
+
+async def test_one_that_is_known_waits_for_nobody(checks: Checks, asking: Asking) -> None:
+    await asking.ask("anna", "a+")
+    asked = [asking.ask(asker, f"slow{asker}{number}") for number in (1, 2) for asker in "abcd"]
+    await checks.have_begun()
+    try:
+        assert await asking.ask("anna", "a+") == Structure("regex", "a+")
+    finally:
+        checks.may_go_on.set()
+        await asyncio.gather(*asked)
+
+
+async def test_one_that_several_ask_for_at_once_is_checked_once(
+    checks: Checks, asking: Asking
+) -> None:
+    asked = [asking.ask(asker, "slow") for asker in ("anna", "anna", "ben")]
+    await checks.have_begun()
+    checks.may_go_on.set()
+    assert await asyncio.gather(*asked) == [Structure("regex", "slow")] * 3
+    assert checks.checked == ["slow"]
+
+
+async def test_nobody_waits_in_the_line_of_another_client_for_the_same(
+    checks: Checks, asking: Asking
+) -> None:
+    first = asking.ask("anna", "slow")
+    await checks.have_begun()
+    others = [asking.ask("anna", f"a{number}") for number in range(3)]
+    await asyncio.sleep(0)
+    assert await asking.ask("ben", "a2") == Structure("regex", "a2")
+    assert checks.checked == ["slow", "a2"]
+    checks.may_go_on.set()
+    await asyncio.gather(first, *others)
+
+
+async def test_nothing_is_checked_for_clients_that_have_left(
+    checks: Checks, asking: Asking
+) -> None:
+    first = asking.ask("anna", "slow")
+    await checks.have_begun()
+    has_left = asyncio.Event()
+    gone = [asking.ask("anna", text, has_left) for text in ("left", "left", "one left")]
+    stays = asking.ask("anna", "one left")
+    await asyncio.sleep(0)
+    has_left.set()
+    for each in gone:
+        with pytest.raises(Disconnected):
+            await each
+    checks.may_go_on.set()
+    await asyncio.gather(first, stays)
+    assert checks.checked == ["slow", "one left"]
+    assert await asking.ask("anna", "left") == Structure("regex", "left")

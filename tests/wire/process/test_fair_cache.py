@@ -1,0 +1,104 @@
+"""What takes long is computed once, and no client pushes out what another has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from threading import Event
+
+import pytest
+
+from wire.process.fair_cache import FairCache
+from wire.process.fair_threads import FairThreads
+
+LONG_S = 60  # for what happens at once
+
+
+class Squares:
+    """A cache of squares of at most four numbers; `computed` has those that were not known."""
+
+    def __init__(self) -> None:
+        self.threads = FairThreads(2, "test")
+        self.cache: FairCache[int, int] = FairCache(self.threads, 4)
+        self.computed: list[int] = []
+
+    def ask(self, client: str, number: int) -> int:
+        return self.cache.ask(client, number, self.work(number)).result(LONG_S)
+
+    def work(self, number: int) -> Callable[[], int]:
+        def work() -> int:
+            self.computed.append(number)
+            return number**2
+
+        return work
+
+
+@pytest.fixture
+def squares() -> Iterator[Squares]:
+    squares = Squares()
+    yield squares
+    squares.threads.shutdown()
+
+
+def test_what_is_known_is_not_computed_again(squares: Squares) -> None:
+    assert [squares.ask(client, 3) for client in "aab"] == [9, 9, 9]
+    assert squares.computed == [3]
+    known = squares.cache.ask("c", 3, squares.work(3))
+    assert known.done(), "without waiting for a thread"
+
+
+def test_the_least_recently_used_goes_first(squares: Squares) -> None:
+    for number in (1, 2, 3, 4, 1, 5, 1, 2):
+        squares.ask("a", number)
+    assert squares.computed == [1, 2, 3, 4, 5, 2]
+
+
+def test_a_client_with_ever_new_ones_pushes_out_its_own(squares: Squares) -> None:
+    squares.ask("few", 0)
+    for number in range(1, 20):
+        squares.ask("many", number)
+    squares.computed.clear()
+    for number in (0, 17, 18, 19):
+        squares.ask("few", number)
+    assert squares.computed == []
+
+
+def test_nothing_is_left_of_who_has_nothing_there(squares: Squares) -> None:
+    for client in "abcdefg":
+        squares.ask(client, ord(client))
+    squares.computed.clear()
+    for client in "defg":
+        squares.ask(client, ord(client))
+    assert squares.computed == []
+    squares.cache.clear()
+    squares.ask("g", ord("g"))
+    assert squares.computed == [ord("g")]
+
+
+def test_what_is_being_computed_is_not_begun_again_and_waits_in_no_line_of_others(
+    squares: Squares,
+) -> None:
+    may_end = Event()
+
+    def slow() -> int:
+        assert may_end.wait(LONG_S)
+        return 0
+
+    kept: list[Future[int]] = [squares.cache.ask("a", 0, slow)]  # all that "a" may have of threads
+    kept += [squares.cache.ask("a", number, squares.work(number)) for number in (1, 2)]
+    assert squares.computed == []
+    assert squares.ask("b", 2) == 4
+    assert squares.cache.ask("b", 0, slow) is kept[0]
+    may_end.set()
+    assert [each.result(LONG_S) for each in kept] == [0, 1, 4]
+    assert squares.computed == [2, 1]
+
+
+def test_what_was_cancelled_is_computed_when_it_is_asked_for_again(squares: Squares) -> None:
+    may_end = Event()
+    first = squares.cache.ask("a", 0, lambda: int(may_end.wait(LONG_S)))
+    second = squares.cache.ask("a", 1, squares.work(1))
+    assert second.cancel()
+    again = squares.cache.ask("a", 1, squares.work(1))
+    may_end.set()
+    assert (first.result(LONG_S), again.result(LONG_S)) == (1, 1)

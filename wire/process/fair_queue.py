@@ -1,0 +1,65 @@
+"""A queue of several clients: the clients take turns, and the items of each stay in order.
+
+A thousand items of one client do not hold up the first item of another.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable
+from typing import Generic, TypeVar
+
+C = TypeVar("C", bound=Hashable)
+T = TypeVar("T", bound=Hashable)
+
+
+class FairQueue(Generic[C, T]):
+    """Waiting items, each of a client.  No operation takes longer when more of them wait."""
+
+    def __init__(self) -> None:
+        # In the order of the clients' turns; a client without items has no line.
+        self._lines: OrderedDict[C, OrderedDict[T, None]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def num_of(self, client: C) -> int:
+        """Return how many items of a client wait."""
+        return len(self._lines.get(client, ()))
+
+    def add(self, client: C, item: T) -> None:
+        """Put an item at the end of its client's line."""
+        self._lines.setdefault(client, OrderedDict())[item] = None
+
+    def add_first(self, client: C, item: T) -> None:
+        """Put an item before all others."""
+        self.add(client, item)
+        self._lines[client].move_to_end(item, last=False)
+        self._lines.move_to_end(client, last=False)
+
+    def remove(self, client: C, item: T) -> bool:
+        """Take an item out; its client keeps its turn.  Return False if the item does not wait."""
+        line = self._lines.get(client)
+        if line is None or item not in line:
+            return False
+        del line[item]
+        if not line:
+            del self._lines[client]
+        return True
+
+    def end_turn(self, client: C) -> None:
+        """Put a client behind all others: an item of it was served."""
+        if client in self._lines:
+            self._lines.move_to_end(client)
+
+    def first(self, barred: Collection[C] = ()) -> tuple[C, T] | None:
+        """Return the item that is served next and its client, which is none of those `barred`."""
+        for client, line in self._lines.items():
+            if client not in barred:
+                return client, next(iter(line))
+        return None
+
+    def last_of(self, client: C) -> T | None:
+        """Return the last item of a client; None if it has none."""
+        line = self._lines.get(client)
+        return None if line is None else next(reversed(line))
