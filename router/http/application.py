@@ -33,6 +33,7 @@ from router.api.tokenize import detokenize, tokenize
 from router.core.dispatcher import Dispatcher
 from router.core.fleet import Fleet
 from router.http import asgi
+from router.http.admission import Admission
 from router.http.asgi import Disconnected, HttpExchange, Receive, Scope, Send
 from router.http.limits import Bodies, Threads
 from router.http.origin import Origins, preflight
@@ -86,6 +87,7 @@ class Application:
         self._api_keys = api_keys
         self._bodies = bodies or Bodies()
         self._origins = origins or Origins()
+        self._admission = Admission()
         self._threads = Threads()
         self._structures = Structures(self._threads.ordinary)
         self._kept = KeptResponses() if kept is None else kept
@@ -332,6 +334,7 @@ class Application:
                 previous = await previous_of(exchange, raw)
                 size += previous.size if previous else 0
                 read = partial(read, previous=previous)
+            await self._admission.wait(exchange)
             return await self._threads.run(exchange, size, partial(read, raw))
         finally:
             self._bodies.let_go(exchange, raw)
