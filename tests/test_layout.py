@@ -86,6 +86,7 @@ ASYNC = {
     "wire/process",
     "router/app.py",
     "router/__main__.py",
+    "router/http/admission.py",
     "router/http/application.py",
     "router/http/begun.py",
     "router/http/limits.py",

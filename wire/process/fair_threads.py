@@ -94,7 +94,8 @@ class FairThreads:
 
     def _forget(self, job: _Job[Any]) -> bool:
         """Take work out of every line, and tell whether it was in one."""
-        return any([self._waiting.remove(client, job.ref) for client in job.clients])
+        removed = [self._waiting.remove(client, job.ref) for client in job.clients]
+        return any(removed)
 
     def _start(self) -> None:
         """Give threads that are free their next work."""

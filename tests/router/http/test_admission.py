@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -53,7 +54,7 @@ async def test_others_are_served_between_two_requests() -> None:
     while not requests.done():
         lengths.append(len(begun))
         await asyncio.sleep(0)
-    steps = [after - before for before, after in zip(lengths, lengths[1:], strict=False)]
+    steps = [after - before for before, after in pairwise(lengths)]
     assert len(begun) == 9 and max(steps) == 1
 
 
