@@ -195,7 +195,9 @@ class ServedModel:
         Raises:
             HttpError, WireError: It is too long, or has ids that the model does not know.
         """
-        most, num_kept = asker.max_model_len - 1, body.truncate_prompt_tokens
+        wanted = 1 if body.token_limit is None else body.token_limit
+        # A prompt that is only echoed may fill the context: the token after it is never read.
+        most, num_kept = asker.max_model_len - min(wanted, 1), body.truncate_prompt_tokens
         if num_kept is not None and num_kept > most:
             raise invalid("truncate_prompt_tokens", f"the context has room for {most} tokens")
         max_tokens = most if num_kept is None else MAX_NUMBERS
@@ -207,14 +209,16 @@ class ServedModel:
                     "truncate_prompt_tokens",
                     f"the prompt has {count} tokens; one that is to be cut may have {MAX_NUMBERS}",
                 ) from None
+            more = ", and at least one more is to be generated" if wanted else ""
             raise WireError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"the model's context length is {most + 1} tokens; the prompt has {count}, "
-                "and at least one more is to be generated",
+                f"the model's context length is {asker.max_model_len} tokens; the prompt has "
+                f"{count}{more}",
             ) from None
         if num_kept is None:
             return found
-        num_kept = most if num_kept == -1 else num_kept
+        if num_kept == -1:
+            num_kept = max(asker.max_model_len - wanted, 1)
         return found[-num_kept:] if body.truncation_side == "left" else found[:num_kept]
 
     def _token_ids(
