@@ -20,6 +20,7 @@ from router.api.asked.bodies import Prompt, Sampled
 from router.api.asked.conversation import Conversation
 from router.api.asked.defaults import NEUTRAL, Defaults
 from router.api.asked.held import held
+from router.api.asked.structures import Wanted
 from router.api.asked.values import MAX_NUMBERS
 from router.api.errors import HttpError, invalid
 from router.core.request import Request
@@ -174,7 +175,7 @@ class ServedModel:
         wanted = held(self._syntax, conversation, body.wanted, is_reasoning=is_reasoning)
         has_tools = bool(conversation.told_tools)
         echo = conversation.continued if conversation.is_echoed else ""
-        asked = self.request(body, [(token_ids, echo)], asker, answer)
+        asked = self.request(body, [(token_ids, echo)], asker, answer, wanted)
         asked = structs.replace(asked, shows_reasoning=conversation.shows_reasoning)
         if has_tools or self._syntax.has_reasoning:
             reader = partial(
@@ -240,8 +241,11 @@ class ServedModel:
         prompts: Sequence[tuple[Sequence[int], str]],
         asker: Asker,
         answer: NewAnswer,
+        wanted: Wanted | None,
     ) -> CompletionRequest:
         """Return what a body asks of the core, for prompts as ids, each with the text to echo.
+
+        The answers are not held to what is `wanted` of them yet: see `CompletionRequest.held_to`.
 
         Raises:
             HttpError: It names what this model does not have.
@@ -250,7 +254,8 @@ class ServedModel:
             raise invalid("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
         self._check_ids("logit_bias", [token_id for token_id, _ in body.biases])
         self._check_ids("allowed_token_ids", body.allowed_token_ids or ())
-        bad = bad_sequences(self.tokenizer, body.bad_words or ())
+        structure = "" if wanted is None else wanted.param
+        bad = bad_sequences(self.tokenizer, body.bad_words or (), structure)
         requests = []
         for token_ids, echo in prompts:
             # Workers always generate a token; where none is asked for, it is not shown.

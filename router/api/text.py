@@ -92,7 +92,8 @@ def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
     for prompt in asked:
         token_ids = model.prompt(prompt, body, asker, add_special_tokens=special)
         prompts.append((token_ids, _echo(model, body, prompt, token_ids)))
-    return model.request(body, prompts, asker, TextAnswer).held_to(body.wanted)
+    wanted = body.wanted
+    return model.request(body, prompts, asker, TextAnswer, wanted).held_to(wanted)
 
 
 def _echo(

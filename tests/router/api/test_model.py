@@ -180,6 +180,29 @@ def test_bad_words_become_tokens(model: ServedModel) -> None:
     assert request.options.bad_sequences == (tuple(ids("ab")),)
 
 
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "get"}}]
+
+
+def test_bad_words_are_refused_where_other_tokens_could_spell_them(tmp_path: Path) -> None:
+    """A structure may leave nothing but the word, which is then written in other tokens."""
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ tools | length }}" + TEMPLATE)
+    model = ServedModel("letters", tmp_path, tool_calls="hermes")
+    held: list[tuple[str, dict[str, Any]]] = [
+        ("guided_regex", {"guided_regex": "red|blue"}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
+    ]
+    for param, fields in held:
+        understand = converse if "tools" in fields else partial(complete, prompt="a")
+        for words in (None, []):
+            assert understand(model, bad_words=words, **fields).hold is not None
+        with pytest.raises(HttpError, match=f"held to {param}") as caught:
+            understand(model, bad_words=["red"], **fields)
+        assert (caught.value.status, caught.value.param) == (400, "bad_words")
+    assert converse(model, bad_words=["red"], tools=TOOLS).requests[0][0].options.bad_sequences
+
+
 def test_a_structure_is_looked_at_later_and_then_held_to(model: ServedModel) -> None:
     asked = complete(model, prompt="a", n=2, guided_regex="a+")
     assert asked.hold is not None and asked.requests[0][0].options.structure is None
