@@ -128,7 +128,7 @@ class Victim:
             async with asyncio.timeout(PATIENCE_S):
                 await asker.post(*KINDS[kind](next(self._numbers)))
         except (TimeoutError, ConnectionError) as error:
-            times.problems.append((kind, f"no answer: {error or type(error).__name__}"))
+            times.problems.append((kind, str(error) or f"no answer in {PATIENCE_S:g} s"))
             asker.transport.abort()
             return
         now = time.monotonic()

@@ -195,8 +195,7 @@ def test_bad_words_are_refused_where_other_tokens_could_spell_them(tmp_path: Pat
     ]
     for param, fields in held:
         understand = converse if "tools" in fields else partial(complete, prompt="a")
-        for words in (None, []):
-            assert understand(model, bad_words=words, **fields).hold is not None
+        assert understand(model, bad_words=[], **fields).hold is not None
         with pytest.raises(HttpError, match=f"held to {param}") as caught:
             understand(model, bad_words=["red"], **fields)
         assert (caught.value.status, caught.value.param) == (400, "bad_words")
