@@ -42,12 +42,13 @@ def test_a_row_compares_the_slowest_and_counts_what_failed() -> None:
         alone.add("chat", seconds)
         alone.add("tokenize", seconds)
         under.add("chat", 4 * seconds)
+    under.add("tokenize", 60)
     under.problems.append(("tokenize", "no answer"))
     chat, tokenize = rows_of("schemas", alone, under)
     assert (chat.p50_s, chat.p99_s, chat.failed) == (0.8, 1.2, 0)
     assert chat.ratio == pytest.approx(4)
     assert str(chat).endswith("over 2")
-    assert (tokenize.samples, tokenize.failed) == (0, 1)
+    assert (tokenize.samples, tokenize.p50_s, tokenize.failed) == (1, 60, 1)
 
 
 def test_answers_are_compared_without_what_differs_in_any_case() -> None:
