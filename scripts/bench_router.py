@@ -36,7 +36,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.sides import ROOT, START_S, Listening, ended, listening, started
+from scripts.sides import ROOT, Listening, ended, listening, started, wait_until_served
 
 # sglang-router tells nobody when it is ready.
 PEER_START_S: Final = 6.0
@@ -236,18 +236,6 @@ def added(spans: list[tuple[int, float, float]], notes: Path) -> list[float]:
         assert key == same and asked < came <= left < first
         found.append((first - asked) - (left - came))
     return found
-
-
-def wait_until_served(address: tuple[str, int]) -> None:
-    """Wait until the router has its workers."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        with socket.create_connection(address) as connection:
-            connection.sendall(b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            if b" 200 " in connection.recv(4096):
-                return
-        time.sleep(0.1)
-    raise SystemExit("the router has no workers")
 
 
 def free_port() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -60,19 +61,19 @@ def router(face: str, grace_s: float) -> Iterator[Side]:
 Listening = tuple[dict[str, tuple[str, int]], int, list[str]]
 
 
-def listening(flags: list[str]) -> AbstractContextManager[Listening]:
-    """A router's process."""
+def listening(flags: list[str], root: Path = ROOT) -> AbstractContextManager[Listening]:
+    """A router's process, of the checkout at `root`."""
     endpoints = ["--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0", "--bus", "tcp://127.0.0.1:0"]
-    return started(["router", "--log-level", "error", *endpoints, *flags])
+    return started(["router", "--log-level", "error", *endpoints, *flags], root)
 
 
 @contextmanager
-def started(module: list[str]) -> Iterator[Listening]:
+def started(module: list[str], root: Path = ROOT) -> Iterator[Listening]:
     """A module and its flags, as a process that takes `--ready-file` as a router does."""
     with tempfile.TemporaryDirectory() as directory:
         ready = Path(directory) / "ready"
         command = [sys.executable, "-m", *module, "--ready-file", str(ready)]
-        with ended(subprocess.Popen(command, cwd=ROOT)) as process:
+        with ended(subprocess.Popen(command, cwd=root)) as process:
             deadline = time.monotonic() + START_S
             while not ready.exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -89,6 +90,18 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]
     finally:
         process.terminate()
         process.wait(60)
+
+
+def wait_until_served(address: tuple[str, int]) -> None:
+    """Wait until the router has its workers."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        with socket.create_connection(address) as connection:
+            connection.sendall(b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            if b" 200 " in connection.recv(4096):
+                return
+        time.sleep(0.1)
+    raise SystemExit("the router has no workers")
 
 
 def _address(url: str) -> tuple[str, int]:

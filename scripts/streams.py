@@ -59,6 +59,12 @@ class Question:
     is_streamed: bool = True
 
 
+def post(path: str, body: bytes, headers: str = "") -> bytes:
+    """Return a request whose body is JSON; each line of `headers` has its end."""
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}{headers}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
 class Asker(asyncio.Protocol):
     """One connection, with one request at a time."""
 
@@ -77,12 +83,16 @@ class Asker(asyncio.Protocol):
             self._done.set_exception(error or ConnectionError("the router hung up"))
 
     def ask(self, question: Question) -> asyncio.Future[None]:
+        """Send what asks this question, see `send`."""
+        return self.send(self.request(question))
+
+    def send(self, request: bytes) -> asyncio.Future[None]:
         """Send a request; the future is done when all of the answer is in `taken`."""
         self.taken, self.first_at = [], 0.0
         self.first = asyncio.get_running_loop().create_future()
         self._done = asyncio.get_running_loop().create_future()
         self.asked_at = time.monotonic()
-        self.transport.write(self.request(question))
+        self.transport.write(request)
         return self._done
 
     def data_received(self, data: bytes) -> None:
@@ -155,11 +165,7 @@ class HttpAsker(Asker):
             body["messages"] = [{"role": "user", "content": "hi"}]
         else:
             body["prompt"] = [question.key] if self._model == "demo" else "hi " * 5
-        raw = json.dumps(body).encode()
-        head = (
-            f"POST {self._path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        )
-        return f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw
+        return post(self._path, json.dumps(body).encode())
 
     def has_token(self, data: bytes) -> bool:
         return b'"choices"' in data

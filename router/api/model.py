@@ -20,6 +20,7 @@ from router.api.asked.bodies import Prompt, Sampled
 from router.api.asked.conversation import Conversation
 from router.api.asked.defaults import NEUTRAL, Defaults
 from router.api.asked.held import held
+from router.api.asked.structures import Wanted
 from router.api.asked.values import MAX_NUMBERS
 from router.api.errors import HttpError, invalid
 from router.core.request import Request
@@ -174,8 +175,8 @@ class ServedModel:
         wanted = held(self._syntax, conversation, body.wanted, is_reasoning=is_reasoning)
         has_tools = bool(conversation.told_tools)
         echo = conversation.continued if conversation.is_echoed else ""
-        asked = self.request(body, [(token_ids, echo)], asker, answer)
-        asked = structs.replace(asked, shows_reasoning=conversation.shows_reasoning, wanted=wanted)
+        asked = self.request(body, [(token_ids, echo)], asker, answer, wanted)
+        asked = structs.replace(asked, shows_reasoning=conversation.shows_reasoning)
         if has_tools or self._syntax.has_reasoning:
             reader = partial(
                 self._syntax.reader,
@@ -195,7 +196,9 @@ class ServedModel:
         Raises:
             HttpError, WireError: It is too long, or has ids that the model does not know.
         """
-        most, num_kept = asker.max_model_len - 1, body.truncate_prompt_tokens
+        wanted = 1 if body.token_limit is None else body.token_limit
+        # A prompt that is only echoed may fill the context: the token after it is never read.
+        most, num_kept = asker.max_model_len - min(wanted, 1), body.truncate_prompt_tokens
         if num_kept is not None and num_kept > most:
             raise invalid("truncate_prompt_tokens", f"the context has room for {most} tokens")
         max_tokens = most if num_kept is None else MAX_NUMBERS
@@ -207,14 +210,16 @@ class ServedModel:
                     "truncate_prompt_tokens",
                     f"the prompt has {count} tokens; one that is to be cut may have {MAX_NUMBERS}",
                 ) from None
+            more = ", and at least one more is to be generated" if wanted else ""
             raise WireError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"the model's context length is {most + 1} tokens; the prompt has {count}, "
-                "and at least one more is to be generated",
+                f"the model's context length is {asker.max_model_len} tokens; the prompt has "
+                f"{count}{more}",
             ) from None
         if num_kept is None:
             return found
-        num_kept = most if num_kept == -1 else num_kept
+        if num_kept == -1:
+            num_kept = max(asker.max_model_len - wanted, 1)
         return found[-num_kept:] if body.truncation_side == "left" else found[:num_kept]
 
     def _token_ids(
@@ -236,8 +241,11 @@ class ServedModel:
         prompts: Sequence[tuple[Sequence[int], str]],
         asker: Asker,
         answer: NewAnswer,
+        wanted: Wanted | None,
     ) -> CompletionRequest:
         """Return what a body asks of the core, for prompts as ids, each with the text to echo.
+
+        The answers are not held to what is `wanted` of them yet: see `CompletionRequest.held_to`.
 
         Raises:
             HttpError: It names what this model does not have.
@@ -246,7 +254,8 @@ class ServedModel:
             raise invalid("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
         self._check_ids("logit_bias", [token_id for token_id, _ in body.biases])
         self._check_ids("allowed_token_ids", body.allowed_token_ids or ())
-        bad = bad_sequences(self.tokenizer, body.bad_words or ())
+        structure = "" if wanted is None else wanted.param
+        bad = bad_sequences(self.tokenizer, body.bad_words or (), structure)
         requests = []
         for token_ids, echo in prompts:
             # Workers always generate a token; where none is asked for, it is not shown.
@@ -260,6 +269,7 @@ class ServedModel:
             requests=requests,
             answer=answer,
             num_choices=body.num_choices,
+            wanted=wanted,
             tokenizer=self.tokenizer,
             request_id=body.request_id or "",
             fingerprint=self._fingerprint,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
-from msgspec import Meta, structs
+from msgspec import Meta
 
 from router.api.answered.chunks import CompletionAnswer, ending, prompt_ids
 from router.api.answered.completion import Choice, CompletionRequest
@@ -92,8 +92,7 @@ def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
     for prompt in asked:
         token_ids = model.prompt(prompt, body, asker, add_special_tokens=special)
         prompts.append((token_ids, _echo(model, body, prompt, token_ids)))
-    request = model.request(body, prompts, asker, TextAnswer)
-    return structs.replace(request, wanted=body.wanted)
+    return model.request(body, prompts, asker, TextAnswer, body.wanted)
 
 
 def _echo(

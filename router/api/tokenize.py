@@ -77,7 +77,8 @@ def tokenize(model: ServedModel, raw: bytes, max_model_len: int | None) -> bytes
     try:
         token_ids = model.tokenizer.encode(text, add_special_tokens=special, max_tokens=MAX_NUMBERS)
     except TooManyTokens as count:
-        raise invalid("prompt", f"has {count} tokens, over {MAX_NUMBERS}") from None
+        sent = "prompt" if body.messages is None else "messages"
+        raise invalid(sent, f"has {count} tokens, over {MAX_NUMBERS}") from None
     answer: dict[str, Any] = {
         "tokens": token_ids,
         "count": len(token_ids),

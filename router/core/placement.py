@@ -84,7 +84,8 @@ class Placement:
         Raises:
             WireError: CONTEXT_LENGTH_EXCEEDED.
         """
-        self.check_tokens(len(state.request.token_ids), 1 + (state.new_tokens or 0))
+        seq_len = len(state.request.token_ids)
+        self.check_tokens(seq_len, state.total_tokens - seq_len)
 
     def check_tokens(self, seq_len: int, wanted: int) -> None:
         """Refuse a prompt of `seq_len` tokens with `wanted` after it if no worker takes so many.

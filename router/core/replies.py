@@ -43,8 +43,8 @@ SENTENCES: Final = {
     ErrorCode.INTERNAL: "the worker failed",
     ErrorCode.PROTOCOL: "the worker does not understand the router; run the same release on both",
     ErrorCode.INVALID_REQUEST: "the worker refused the request: an option or a token id is out of "
-    "range for this model, or what limits the answer (response_format and the like, "
-    "allowed_token_ids, bad_words, logit_bias) is malformed, or leaves none within its limits",
+    "range for this model, or what limits the answer (its structure, allowed_token_ids, "
+    "bad_words, logit_bias) is malformed, or leaves none within its limits",
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: "the prompt fills the model's context; shorten it",
     ErrorCode.KV_TRANSFER_TOO_LARGE: "the KV cache of this prompt is over max_kv_transfer_bytes of "
     "a worker; shorten the prompt or raise the limit on the workers",

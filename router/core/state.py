@@ -175,8 +175,12 @@ class RequestState(Struct, eq=False):
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of the prompt and of the longest answer, as far as the client has said by now."""
-        return len(self.request.token_ids) + 1 + (self.new_tokens or 0)
+        """Tokens of the prompt and of the longest answer, as far as the client has said by now.
+
+        If one token is all that is asked for it does not count: nobody reads it.
+        """
+        num_more = 0 if self.new_tokens == 0 else 1 + (self.new_tokens or 0)
+        return len(self.request.token_ids) + num_more
 
     @property
     def num_left(self) -> int | None:

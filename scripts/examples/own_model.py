@@ -9,7 +9,7 @@ from wire.layout import KVLayout
 from worker.executor.contract import Executor
 from worker.executor.functions import serve_functions
 
-VOCAB, DIM = 1326, 64  # the vocab_size of the demo model's config.json
+VOCAB, EOS, DIM = 1326, 0, 64  # vocab_size and eos_token_id of the demo model's config.json
 EMBED = np.random.default_rng(0).standard_normal((VOCAB, DIM)).astype("<f4")
 EMBED /= np.linalg.norm(EMBED, axis=1, keepdims=True)
 LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=DIM, dtype="float32")
@@ -31,5 +31,11 @@ def decode_step(kv: bytes, last_token_id: int, position: int) -> tuple[int, byte
 
 def create(**settings: object) -> Executor:
     return serve_functions(
-        prefill, decode_step, layout=LAYOUT, vocab_size=VOCAB, max_model_len=2048, settings=settings
+        prefill,
+        decode_step,
+        layout=LAYOUT,
+        vocab_size=VOCAB,
+        eos_token_ids=[EOS],
+        max_model_len=2048,
+        settings=settings,
     )

@@ -54,6 +54,12 @@ def test_the_tokens_are_the_model_s(own_cluster: Cluster, num_distinct: int) -> 
     assert {worker["blocks"]["used"] for worker in status["workers"]} == {0}
 
 
+def test_eos_ends_it(own_cluster: Cluster) -> None:
+    [eos] = own_model.create().info.eos_token_ids
+    choice = complete(own_cluster, [7, 8, eos, 9, 7], 40)
+    assert (choice["token_ids"], choice["finish_reason"]) == ([8, eos], "stop")
+
+
 def test_text_comes_out(own_cluster: Cluster) -> None:
     prompt = "Mia found a lantern. Tom lost a boat. Mia found"
     text = complete(own_cluster, prompt, 4)["text"]

@@ -444,6 +444,16 @@ def test_echo_with_logprobs_in_every_shape(cluster: Cluster) -> None:
         assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"][1:])
 
 
+def test_an_echo_may_fill_the_context(cluster: Cluster) -> None:
+    """Evaluators of long texts send prompts as long as the model's context."""
+    length = httpx.get(f"{cluster.http}/v1/models").json()["data"][0]["max_model_len"]
+    prompt = (prompt_of(cluster) * length)[:length]
+    [choice] = complete(cluster, prompt, echo=True, logprobs=1, max_tokens=0)["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == ([], "length")
+    assert len(choice["logprobs"]["token_logprobs"]) == length
+    assert all(value <= 0 for value in choice["logprobs"]["token_logprobs"][1:])
+
+
 def test_an_answer_that_is_only_eos_still_has_its_entry(cluster: Cluster) -> None:
     """Evaluators drop the last entry: it must be the generated token's and not the prompt's."""
     eos = min(TorchExecutor.load(locate("demo"), name="demo", device="cpu").info.eos_token_ids)

@@ -429,7 +429,8 @@ class Sequence:
         problem = prompt_logprobs_problem(self.prompt_len, self.options.prompt_logprobs)
         if problem is not None:
             return ErrorCode.INVALID_REQUEST, problem
-        if self.num_tokens >= info.max_model_len:
+        # The last token is not read: a prompt as long as the context may have one after it.
+        if self.num_tokens + min(self.max_new_tokens - 1, 1) > info.max_model_len:
             message = f"{self.num_tokens} tokens fill the model's context of {info.max_model_len}"
             return ErrorCode.CONTEXT_LENGTH_EXCEEDED, message
         if not pool.can_ever_fit(self.num_tokens + extra_tokens):

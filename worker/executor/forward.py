@@ -104,6 +104,7 @@ def serve_forward(
     """Make an executor of a prefiller and a forward model.
 
     Args:
+        eos_token_ids: The tokens that end an answer; without any, only stops and limits do.
         max_model_len: The longest sequence they can take.
         settings: The keywords that the worker calls a factory with.
 

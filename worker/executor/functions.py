@@ -85,6 +85,7 @@ def serve_functions(
         layout: Says how many bytes the KV of one token has, and what routers and other workers are
             told it is.  For 2 n bytes of anything: ``KVLayout.uniform(num_layers=1,
             num_kv_heads=1, head_dim=n, dtype="uint8")``.
+        eos_token_ids: The tokens that end an answer; without any, only stops and limits do.
         max_model_len: The longest sequence the functions can take.
         settings: The keywords that the worker calls a factory with.
 

@@ -1,4 +1,9 @@
-"""`bad_words`: words that an answer must not have, as the sequences of tokens that spell them."""
+"""`bad_words`: words that an answer must not have, as the sequences of tokens that spell them.
+
+A model writes a word with the tokens that the tokenizer has for it, so without these the word does
+not come.  Where an answer is held to a structure it may have to: if nothing but the word is left,
+the mask of the structure lets other tokens spell it.  So a request that asks for both is refused.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,25 @@ from router.text.tokenizer import Tokenizer
 from wire.options import MAX_BAD_SEQUENCE_LENGTH
 
 
-def bad_sequences(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def bad_sequences(
+    tokenizer: Tokenizer, words: Sequence[str], structure: str = ""
+) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each word: as it begins a text, and as it follows a space.
 
     The latter only where the space is a part of a token of the word.  Spellings of other tokens are
     not found; vLLM, from which clients know `bad_words`, does not find them either.
 
+    `structure` is the field that the answer is held to, if there is one.
+
     Raises:
-        HttpError: 400; a word has no tokens, or too many, or there is no tokenizer.
+        HttpError: 400; a word has no tokens, or too many, or there is no tokenizer, or a structure.
     """
+    if words and structure:
+        raise invalid(
+            "bad_words",
+            f"the answer is held to {structure}, which can be met with other tokens that spell the "
+            "same words; leave them out there, and send no bad_words",
+        )
     if words and not tokenizer.has_text:
         raise invalid("bad_words", "needs a tokenizer, and this model has none")
     found = []

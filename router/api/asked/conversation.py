@@ -22,12 +22,21 @@ ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 # Of a chat message: what it means is the chat template's affair.
 ROLE: Final = "^[A-Za-z0-9_-]{1,64}$"
-_PART: Final = {
-    "type": "object",
-    "properties": {"type": {"enum": ["text"]}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_CONTENT: Final = [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]
+# What a part of a content says, under the name of its type.
+_TYPES: Final = ("text", "refusal")
+_PARTS: Final = [
+    {
+        "type": "object",
+        "properties": {"type": {"enum": [kind]}, kind: {"type": "string"}},
+        "required": ["type", kind],
+    }
+    for kind in _TYPES
+]
+_CONTENT: Final = [
+    {"type": "string"},
+    {"type": "array", "items": {"anyOf": _PARTS}},
+    {"type": "null"},
+]
 # A message of a chat.  Templates read fields of their own; `flat_messages` checks those that it
 # shows in the description of the API.
 ChatMessage = Annotated[
@@ -163,7 +172,7 @@ def new_call_id() -> str:
 def flat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose contents are strings, as chat templates want them.
 
-    A content may be a list of parts: those of text are joined, any other is refused.
+    A content may be a list of parts: those of text and refusals are joined, others are refused.
 
     Raises:
         HttpError: 400; names the message.
@@ -182,7 +191,10 @@ def _flat_message(where: str, message: dict[str, Any]) -> dict[str, Any]:
         raise invalid(f"{where}.content", "expected a string or a list of text parts")
     texts = []
     for index, part in enumerate(content):
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise invalid(f"{where}.content[{index}]", "expected a part of type text")
-        texts.append(part["text"])
+        said = [part.get(kind) for kind in _TYPES] if isinstance(part, dict) else []
+        text = next((each for each in said if isinstance(each, str)), None)
+        if text is None:
+            expected = f"expected a part of type {' or '.join(_TYPES)}"
+            raise invalid(f"{where}.content[{index}]", expected)
+        texts.append(text)
     return {**message, "content": "\n".join(texts)}

@@ -56,13 +56,13 @@ class Fields:
 _REFUSED: Final = {
     "use_beam_search": Refused("it samples", (False,)),
     "watermarking": Refused("answers have no watermark", (False,)),
-    "logprob_token_ids": Refused("ask for the likeliest tokens with logprobs", ([],)),
+    "logprob_token_ids": Refused("ask for the likeliest tokens", ([],)),
     "cache_salt": Refused("cached prefixes are shared by all who ask; give tenants clusters"),
     "kv_transfer_params": Refused("the router says where KV goes", ({},)),
     "ec_transfer_params": Refused("there are no encoders", ({},)),
     "vllm_xargs": Refused("they are for extensions of vLLM", ({},)),
     "repetition_detection": Refused("use repetition_penalty, or stop"),
-    "thinking_token_budget": Refused("limit the whole answer with max_tokens", (-1,)),
+    "thinking_token_budget": Refused("limit the tokens of the whole answer", (-1,)),
     "routed_experts_prompt_start": Refused("experts are not reported", (0,)),
     "guided_whitespace_pattern": Refused("JSON has one space after a comma and a colon"),
 }

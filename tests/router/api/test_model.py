@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def test_a_prompt_that_leaves_no_room(model: ServedModel, prompt: Any, count: st
     with pytest.raises(WireError, match=f"length is 100 tokens; the prompt has {count},") as caught:
         complete(model, prompt=prompt)
     assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+
+
+def test_an_echo_alone_may_fill_the_context(model: ServedModel) -> None:
+    """What is drawn after it is not shown, so it needs no room."""
+    full, longer = [7] * 100, [7] * 101
+    [(request, _)] = complete(model, prompt=full, max_tokens=0, echo=True).requests
+    assert (len(request.token_ids), request.max_new_tokens) == (100, 0)
+    for prompt, fields in ((full, {"max_tokens": 1}), (longer, {"max_tokens": 0})):
+        with pytest.raises(WireError) as caught:
+            complete(model, prompt=prompt, echo=True, **fields)
+        assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    assert "at least one more" not in caught.value.message, "an echo needs no more"
 
 
 def test_a_hopeless_text_is_refused_without_tokenizing_it(model: ServedModel) -> None:
@@ -133,7 +146,14 @@ def test_a_prompt_may_be_cut(model: ServedModel, prompt: Any) -> None:
 
 
 def test_to_what_the_context_has_room_for(model: ServedModel) -> None:
-    assert len(kept(model, "x" * 500, truncate_prompt_tokens=-1, max_tokens=1)) == 99
+    cut = partial(kept, model, "x" * 500, truncate_prompt_tokens=-1)
+    assert len(cut(max_tokens=1)) == 99
+    assert len(cut(max_tokens=30)) == 70
+    assert len(cut()) == 84, "16 tokens, unless a completion says how many"
+    assert len(cut(max_tokens=0, echo=True)) == 100
+    assert len(cut(max_tokens=2000)) == 1, "the core refuses as many tokens after any prompt"
+    chat = converse(model, messages=[CHAT[0] | {"content": "x" * 500}], truncate_prompt_tokens=-1)
+    assert len(chat.requests[0][0].token_ids) == 99, "where nobody says how many, one is enough"
     with pytest.raises(HttpError, match="truncate_prompt_tokens: the context has room for 99"):
         kept(model, "x", truncate_prompt_tokens=100)
 
@@ -158,6 +178,28 @@ def test_only_tokens_that_there_are_may_be_allowed(model: ServedModel) -> None:
 def test_bad_words_become_tokens(model: ServedModel) -> None:
     [(request, _)] = complete(model, prompt="a", bad_words=["ab"]).requests
     assert request.options.bad_sequences == (tuple(ids("ab")),)
+
+
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "get"}}]
+
+
+def test_bad_words_are_refused_where_other_tokens_could_spell_them(tmp_path: Path) -> None:
+    """A structure may leave nothing but the word, which is then written in other tokens."""
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ tools | length }}" + TEMPLATE)
+    model = ServedModel("letters", tmp_path, tool_calls="hermes")
+    held: list[tuple[str, dict[str, Any]]] = [
+        ("guided_regex", {"guided_regex": "red|blue"}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
+    ]
+    for param, fields in held:
+        understand = converse if "tools" in fields else partial(complete, prompt="a")
+        assert understand(model, bad_words=[], **fields).wanted is not None
+        with pytest.raises(HttpError, match=f"held to {param}") as caught:
+            understand(model, bad_words=["red"], **fields)
+        assert (caught.value.status, caught.value.param) == (400, "bad_words")
+    assert converse(model, bad_words=["red"], tools=TOOLS).requests[0][0].options.bad_sequences
 
 
 def test_a_structure_is_looked_at_later_and_then_held_to(model: ServedModel) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.api.asked.bodies import parse
+from router.api.asked.values import MAX_NUMBERS
 from router.api.errors import HttpError
 from router.api.model import ServedModel
 from router.api.tokenize import TokenizeBody, detokenize, tokenize
@@ -26,6 +27,15 @@ def test_tokenize_and_back(model: ServedModel) -> None:
     assert json.loads(detokenize(model, raw(tokens=answer["tokens"]))) == {"prompt": "<s>hé"}
     chat = json.loads(tokenize(model, raw(messages=CHAT, add_generation_prompt=False), None))
     assert chat["tokens"] == [0, *ids("user:hi\n")]
+
+
+@pytest.mark.parametrize("name", ["prompt", "messages"])
+def test_a_text_that_is_too_long_is_named_as_it_was_sent(model: ServedModel, name: str) -> None:
+    text = "x" * (MAX_NUMBERS + 1)
+    sent = text if name == "prompt" else [{"role": "user", "content": text}]
+    with pytest.raises(HttpError) as caught:
+        tokenize(model, raw(**{name: sent}), 100)
+    assert (caught.value.status, caught.value.param) == (400, name)
 
 
 def test_tokenize_wants_one_of_two() -> None:

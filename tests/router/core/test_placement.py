@@ -77,6 +77,20 @@ def test_a_request_may_be_as_long_as_the_context() -> None:
         assert (placement.place(each) is None) == (longest < each.total_tokens)
 
 
+def test_a_prompt_alone_may_be_as_long_as_the_context() -> None:
+    """The one token after it is not read by anybody."""
+    table, placement = cluster()
+    alone, longer, more = state(40, 0), state(41, 0), state(40, 1)
+    table.hello(b"prefill-0-1", Hello(1, 0, Role.PREFILL), detail(max_model_len=40), 0.0)
+    table.heartbeat(b"prefill-0-1", Heartbeat(0, 0, 0), load(), 0.0)
+    placement.check(alone)
+    assert placement.place(alone) is not None
+    for each in (longer, more):
+        with pytest.raises(WireError) as caught:
+            placement.check(each)
+        assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+
+
 def test_what_fits_is_what_the_context_leaves_after_the_first_token() -> None:
     _, placement = cluster(Role.PREFILL, Role.DECODE)
     assert placement.num_that_fit(state(3)) == 996

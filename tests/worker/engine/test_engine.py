@@ -109,6 +109,14 @@ def test_the_context_length_ends_it() -> None:
     assert of_kind(outputs, Token)[-1].finish_reason == "length"
 
 
+def test_a_prompt_as_long_as_the_context_gets_its_one_token_and_its_scores() -> None:
+    engine, options = engine_of(), Options(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    engine.add(Sequence(1, [5] * MAX_MODEL_LEN, options))
+    outputs = of_kind(run(engine), Token)
+    assert [(it.index, it.finish_reason) for it in outputs] == [(0, "length")]
+    assert outputs[0].prompt_logprobs
+
+
 def test_no_logits_are_asked_for_before_the_prompt_is_complete() -> None:
     executor = RecordingExecutor()
     engine = engine_of(executor=executor, max_ubatch_tokens=5)

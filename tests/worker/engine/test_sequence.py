@@ -96,6 +96,13 @@ def test_a_prompt_just_under_the_context_is_fine() -> None:
     assert Sequence(1, [99] * 7, max_new_tokens=50).problem(SMALL, POOL) is None
 
 
+def test_a_prompt_as_long_as_the_context_has_room_for_one_token_which_is_not_read() -> None:
+    assert Sequence(1, [99] * 8, max_new_tokens=1).problem(SMALL, POOL) is None
+    for num_tokens, max_new_tokens in ((8, 2), (9, 1)):
+        problem = Sequence(1, [99] * num_tokens, None, max_new_tokens).problem(SMALL, POOL)
+        assert problem is not None and problem[0] is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+
+
 def finish(options: Options, output: list[int], max_new_tokens: int = 100) -> str | None:
     sequence = Sequence(1, [1, 1], options, max_new_tokens)
     sequence.stop_ids = frozenset({2})

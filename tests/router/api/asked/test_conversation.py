@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import convert
 
 from router.api.asked.conversation import Tool, ToolChoice, check_tools, flat_messages
 from router.api.errors import HttpError
+from router.api.responses.items import Item, Part, messages_of
 
 
 def test_text_parts_become_one_string() -> None:
@@ -15,6 +17,14 @@ def test_text_parts_become_one_string() -> None:
     assert flat_messages([{"role": "user", "content": parts, "name": "x"}]) == [
         {"role": "user", "content": "a\nb", "name": "x"}
     ]
+
+
+def test_a_refusal_of_the_assistant_is_what_it_said() -> None:
+    """As the same part is in the items of /v1/responses."""
+    parts = [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": "No."}]
+    [message] = flat_messages([{"role": "assistant", "content": parts}])
+    [of_items] = messages_of([Item(role="assistant", content=convert(parts, list[Part]))], None)
+    assert message == of_items == {"role": "assistant", "content": "Well.\nNo."}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +40,10 @@ def test_text_parts_become_one_string() -> None:
         ({"role": "user", "content": 3}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": None}]},
+            "messages[0].content[0]",
+        ),
     ],
 )
 def test_a_bad_message_is_named(message: dict[str, Any], param: str) -> None:

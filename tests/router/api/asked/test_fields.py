@@ -6,6 +6,7 @@ The names were read from OpenAI's openapi.yaml and from the request models of vL
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -261,6 +262,17 @@ def test_every_known_field_has_one_answer(kind: str) -> None:
 def test_a_field_that_works_makes_a_difference(model: ServedModel, kind: str, name: str) -> None:
     value, others = CHANGES[kind][name]
     assert outcome(model, kind, **others, **{name: value}) != outcome(model, kind, **others)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reason_names_no_field_that_only_other_endpoints_have(kind: str) -> None:
+    fields = KINDS[kind][1]
+    works = {each: of.that_work(its) for each, (its, of, _) in KINDS.items()}
+    # Names that are words of the language too say nothing.
+    others = {name for name in set.union(*works.values()) if "_" in name or name == "logprobs"}
+    for name, refused in fields.refused.items():
+        named = set(re.findall(r"\w+", refused.why)) - {name}
+        assert not named & (others - works[kind]), name
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,323 @@
+#!/usr/bin/env python3
+"""How far one API key can slow another: a victim's latency alone, and beside each of six floods.
+
+    scripts/bench_fairness.py                            # all loads
+    scripts/bench_fairness.py --rows schemas choices --seconds 20 --json table.json
+    scripts/bench_fairness.py --root ../older            # the router of another checkout
+
+Starts the demo cluster as a user would, with two API keys, anew for each load.  The victim sends
+small requests, one at a time with a pause after each: first alone, then while the other key's
+flood (`scripts/flood.py`, a process of its own) is running.  A row is one kind of the victim's
+requests under one load, and the ratio is that of the 99th percentiles.  Below each load stands what
+the other key got meanwhile, for a router could pass by refusing it everything.  Every answer of the
+victim must be the one that it got alone; if one is wrong or missing, the exit status is 1.  A
+checkout that never ran compiles at its first start, for longer than this waits: start it once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import itertools
+import json
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import numpy as np
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.flood import CHAT, LOADS, WORDS, KeyedAsker, connect
+from scripts.keys import make_api_key
+from scripts.sides import ROOT, listening, wait_until_served
+from scripts.streams import unchunked
+
+# The most that a flood may make of a request.
+TARGET: Final = 2.0
+# Between two requests of the victim.
+PAUSE_S: Final = 0.02
+# After which the victim gives a request up, and it has failed.
+PATIENCE_S: Final = 60.0
+WARM_UP_ROUNDS: Final = 3
+COLOUR: Final = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green", "blue"]}, "number": {"type": "integer"}},
+    "required": ["colour", "number"],
+    "additionalProperties": False,
+}
+
+
+def chat(number: int) -> tuple[str, dict[str, Any]]:
+    """A short chat, streamed."""
+    return CHAT, _chat(stream=True, max_tokens=8, ignore_eos=True)
+
+
+def known_schema(number: int) -> tuple[str, dict[str, Any]]:
+    """A chat held to a schema that the cluster has seen."""
+    return CHAT, _chat(max_tokens=16, structured_outputs={"json": COLOUR})
+
+
+def new_schema(number: int) -> tuple[str, dict[str, Any]]:
+    """A chat held to the same schema under a title that it has not seen."""
+    return CHAT, _chat(max_tokens=16, structured_outputs={"json": COLOUR | {"title": f"{number}"}})
+
+
+def text(number: int) -> tuple[str, dict[str, Any]]:
+    """A text of 20 KB to tokenize."""
+    return "/tokenize", {"prompt": WORDS * (20_000 // len(WORDS))}
+
+
+def _chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, **fields}
+
+
+KINDS: Final[dict[str, Callable[[int], tuple[str, dict[str, Any]]]]] = {
+    "chat": chat,
+    "known schema": known_schema,
+    "new schema": new_schema,
+    "tokenize": text,
+}
+# Of a stream there are two times: until its first token, and until its end.
+FIRST: Final = "chat, first token"
+
+
+@dataclass
+class Times:
+    """Seconds that the victim's requests took, by kind, those that failed included, and what was
+    wrong with these."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, kind: str, seconds: float) -> None:
+        self.seconds.setdefault(kind, []).append(seconds)
+
+
+class Victim:
+    """The owner of a key who sends small requests, one at a time."""
+
+    def __init__(self, host: str, port: int, key: str) -> None:
+        self._address = (host, port, key)
+        self._asker: KeyedAsker | None = None
+        self._numbers = itertools.count()
+        # What the first request of each kind said, before there was any flood.
+        self._expected: dict[str, bytes] = {}
+
+    async def measure(self, until: Callable[[], bool]) -> Times:
+        """Send rounds of one request of each kind, one round at least, until it is over."""
+        times = Times()
+        while True:
+            for kind in KINDS:
+                await asyncio.sleep(PAUSE_S)
+                await self._ask(kind, times)
+            if until():
+                return times
+
+    async def _ask(self, kind: str, times: Times) -> None:
+        if self._asker is None or self._asker.transport.is_closing():
+            self._asker = await connect(*self._address)
+        asker = self._asker
+        problem = await self._problem(kind, asker)
+        if problem:
+            times.problems.append((kind, problem))
+            asker.transport.abort()
+        now = time.monotonic()
+        if kind == "chat":
+            times.add(FIRST, (asker.first_at or now) - asker.asked_at)
+        times.add(kind, now - asker.asked_at)
+
+    async def _problem(self, kind: str, asker: KeyedAsker) -> str:
+        """Send a request; return what is wrong with its answer."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await asker.post(*KINDS[kind](next(self._numbers)))
+        except (TimeoutError, ConnectionError) as error:
+            return str(error) or f"no answer in {PATIENCE_S:g} s"
+        if asker.status != 200:
+            return f"{asker.status}: {asker.body.decode()}"
+        said = said_by(asker.body, is_stream=kind == "chat")
+        expected = self._expected.setdefault(kind, said)
+        return "" if said == expected else f"said {said!r}, alone {expected!r}"
+
+
+def said_by(body: bytes, *, is_stream: bool) -> bytes:
+    """Return what an answer says, without the ids and times that differ from answer to answer."""
+    if is_stream:
+        events = [each[6:] for each in unchunked(body).split(b"\n\n") if each[6:7] == b"{"]
+    else:
+        events = [body]
+    documents = [json.loads(each) for each in events]
+    # The call of a tokenizer has no choices, but nothing in it differs.
+    said = [choice for each in documents for choice in each.get("choices", [each])]
+    return json.dumps(said).encode()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of request under one load; `ratio` is that of both p99."""
+
+    load: str
+    kind: str
+    samples: int
+    p50_alone_s: float
+    p50_s: float
+    p99_alone_s: float
+    p99_s: float
+    ratio: float
+    failed: int
+
+    def __str__(self) -> str:
+        times = (self.p50_alone_s, self.p50_s, self.p99_alone_s, self.p99_s)
+        columns = "".join(f"{1000 * seconds:>11.1f}" for seconds in times)
+        over = "" if self.ratio <= TARGET else f" over {TARGET:g}"
+        start = f"{self.load:<16}{self.kind:<19}{self.samples:>5}"
+        return f"{start}{columns}{self.ratio:>8.1f}{self.failed:>8}{over}"
+
+
+HEADINGS: Final = (
+    f"{'load':<16}{'request':<19}{'n':>5}{'p50 alone':>11}{'p50 ms':>11}{'p99 alone':>11}"
+    f"{'p99 ms':>11}{'ratio':>8}{'failed':>8}"
+)
+
+
+def rows_of(load: str, alone: Times, under: Times) -> list[Row]:
+    """Compare both, kind by kind."""
+    rows = []
+    for kind, calm in alone.seconds.items():
+        some = under.seconds[kind]
+        p50_alone_s, p50_s, p99_alone_s, p99_s = [
+            _quantile(seconds, share) for share in (0.5, 0.99) for seconds in (calm, some)
+        ]
+        rows.append(
+            Row(
+                load=load,
+                kind=kind,
+                samples=len(some),
+                p50_alone_s=p50_alone_s,
+                p50_s=p50_s,
+                p99_alone_s=p99_alone_s,
+                p99_s=p99_s,
+                ratio=p99_s / p99_alone_s,
+                failed=sum(each == kind.partition(",")[0] for each, _ in under.problems),
+            )
+        )
+    return rows
+
+
+def _quantile(seconds: list[float], share: float) -> float:
+    """Return one of the times; of fewer than 100 the largest is the 99th percentile."""
+    return float(np.quantile(seconds, share, method="higher"))
+
+
+@asynccontextmanager
+async def flooding(
+    host: str, port: int, key: str, load: str, seconds: float
+) -> AsyncIterator[dict[str, Any]]:
+    """Run a flood for so long at most; what it says of itself is in the yielded dict afterwards."""
+    said: dict[str, Any] = {}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "scripts.flood", host, str(port), load),
+        *("--seconds", str(seconds)),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin and process.stdout
+    try:
+        process.stdin.write(f"{key}\n".encode())
+        if await process.stdout.readline() != b"begun\n":
+            raise SystemExit(f"{load}: the flood did not begin")
+        yield said
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        said.update(json.loads(await process.stdout.readline()))
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+def new_key(path: Path) -> str:
+    """Add an API key to the file; return it."""
+    with redirect_stdout(io.StringIO()):  # it says how the file is used
+        make_api_key(path)
+    return path.read_text().split()[-1]
+
+
+async def measure(
+    load: str, address: tuple[str, int], keys: list[str], seconds: float
+) -> dict[str, Any]:
+    """Measure the victim alone, then under a load."""
+    victim = Victim(*address, keys[0])
+    rounds = itertools.count(1)
+    problems = (await victim.measure(lambda: next(rounds) == WARM_UP_ROUNDS)).problems
+
+    def over() -> Callable[[], bool]:
+        end = time.monotonic() + seconds
+        return lambda: time.monotonic() >= end
+
+    alone = await victim.measure(over())
+    problems += alone.problems
+    if problems:
+        raise SystemExit(f"{load}: wrong even without it: {problems[0]}")
+    most_s = seconds + len(KINDS) * PATIENCE_S  # a last round may take so long
+    async with flooding(*address, keys[1], load, most_s) as other:
+        under = await victim.measure(over())
+    rows = rows_of(load, alone, under)
+    return {"rows": rows, "other": other, "problems": under.problems}
+
+
+def run(load: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Start a cluster, and measure one load."""
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "api_keys"
+        keys = [new_key(path) for _ in range(2)]
+        flags = ["--local", "1,1", "--api-keys", str(path)]
+        with listening(flags, given.root.resolve()) as (addresses, _, _):
+            wait_until_served(addresses["http"])
+            return uvloop.run(measure(load, addresses["http"], keys, given.seconds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", nargs="+", choices=LOADS, default=list(LOADS), help="the loads")
+    parser.add_argument("--seconds", type=float, default=10.0, help="alone, and under each load")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to run")
+    parser.add_argument("--json", type=Path, help="write the table here too")
+    given = parser.parse_args()
+    measured = {}
+    print(HEADINGS, flush=True)
+    for load in given.rows:
+        found = measured[load] = run(load, given)
+        for row in found["rows"]:
+            print(row)
+        other = found["other"]
+        answers = ", ".join(f"{count} x {status}" for status, count in other["answers"].items())
+        print(f"  the other key got {answers or 'no answer'} in {other['seconds']:.1f} s")
+        if other["error"]:
+            print(f"  the first error of the other key: {other['error'][:300]}")
+        for kind, problem in found["problems"][:3]:
+            print(f"  {kind}: {problem[:300]}")
+        sys.stdout.flush()
+    if given.json:
+        tables = {
+            load: found | {"rows": [asdict(row) for row in found["rows"]]}
+            for load, found in measured.items()
+        }
+        given.json.write_text(json.dumps(tables, indent=1))
+    sys.exit(any(found["problems"] for found in measured.values()))
+
+
+if __name__ == "__main__":
+    main()

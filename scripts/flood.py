@@ -1,0 +1,226 @@
+#!/usr/bin/env python3
+"""One API key's flood of expensive requests, from a process of its own that costs little CPU.
+
+    tail -1 api_keys | scripts/flood.py 127.0.0.1 8000 schemas --seconds 10
+
+Reads the API key from stdin, opens the connections of the load and sends on each one request after
+the other.  Prints "begun" when the first request of every connection is sent, and stops at SIGTERM,
+or after `--seconds`.  Requests that are unanswered then are aborted.  The last line is JSON: the
+seconds, how many answers there were of each status, and the first error:
+
+    {"seconds": 10.0, "answers": {"200": 97, "429": 3}, "error": "…"}
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.streams import HttpAsker, post
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+# After an error, so that a client that is refused does not compute for nothing.
+PAUSE_S: Final = 0.05
+WORDS: Final = "the quick brown fox jumps over the lazy dog and "
+# Every text has very many derivations, so a mask takes milliseconds and longer with each token.
+AMBIGUOUS: Final = "start: s\ns: s s | /[ -~]/"
+
+# The path and the body of a request; the number makes it another one.
+Request = Callable[[int], tuple[str, dict[str, Any]]]
+
+
+class KeyedAsker(HttpAsker):
+    """A connection that sends an API key, and reads answers of any kind and length."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__("", "demo")
+        self._authorization = f"authorization: Bearer {key}\r\n"
+        # Bytes of a whole answer that have not come; None before its head, and for a stream.
+        self._left: int | None = None
+
+    @property
+    def status(self) -> int:
+        return int(self.taken[0][9:12])
+
+    @property
+    def body(self) -> bytes:
+        """The answer; a stream's still has its framing."""
+        return b"".join(self.taken).partition(b"\r\n\r\n")[2]
+
+    def post(self, path: str, body: dict[str, Any]) -> asyncio.Future[None]:
+        """Send a body; the future is done when all of the answer has come."""
+        self._left, self._tail = None, b""
+        return self.send(post(path, json.dumps(body).encode(), self._authorization))
+
+    def is_end(self, data: bytes) -> bool:
+        if self._left is not None:
+            self._left -= len(data)
+        elif data is self.taken[0]:
+            head, _, body = data.partition(b"\r\n\r\n")
+            _, found, length = head.lower().partition(b"content-length: ")
+            self._left = int(length.partition(b"\r\n")[0]) - len(body) if found else None
+        self._tail = (self._tail + data)[-8:]
+        return self._tail.endswith(b"\r\n0\r\n\r\n") if self._left is None else self._left <= 0
+
+
+async def connect(host: str, port: int, key: str) -> KeyedAsker:
+    """Connect to a router, as the owner of this key."""
+    loop = asyncio.get_running_loop()
+    _, asker = await loop.create_connection(lambda: KeyedAsker(key), host, port)
+    return asker
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every connection asks, again and again."""
+
+    connections: int
+    request: Request
+    # Whether the client hangs up at the first token of each answer.
+    is_aborted: bool = False
+
+
+def schema(number: int) -> tuple[str, dict[str, Any]]:
+    """A JSON schema of 50 KB that nobody has sent before; the router checks it for 0.15 s."""
+    addresses = {"type": "array", "items": {"type": "string", "format": "ipv6"}}
+    properties = {f"address_{number:06}_{index:03}": addresses for index in range(480)}
+    held = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    body = {"prompt": "Once", "max_tokens": 4, "structured_outputs": {"json": held}}
+    return COMPLETIONS, body
+
+
+def large_body(number: int) -> tuple[str, dict[str, Any]]:
+    """A text of 100 KB, as a prompt to tokenize or as a chat that is cut to 64 tokens."""
+    text = f"{number} " + WORDS * (100_000 // len(WORDS))
+    if number % 2:
+        return "/tokenize", {"prompt": text}
+    messages = [{"role": "user", "content": text}]
+    return CHAT, {"messages": messages, "max_tokens": 4, "truncate_prompt_tokens": 64}
+
+
+def opening(number: int) -> tuple[str, dict[str, Any]]:
+    """A long stream."""
+    messages = [{"role": "user", "content": f"Tell story number {number}."}]
+    return CHAT, {"messages": messages, "max_tokens": 500, "ignore_eos": True, "stream": True}
+
+
+def choices(number: int) -> tuple[str, dict[str, Any]]:
+    """As many choices as one request may ask for."""
+    body = {"prompt": f"Once {number}", "n": 128, "max_tokens": 64, "ignore_eos": True}
+    return COMPLETIONS, body
+
+
+def scored(number: int) -> tuple[str, dict[str, Any]]:
+    """A prompt of 1500 tokens, each with its log-probability and those of 20 others."""
+    prompt = [3 + (number * 7919 + index * 31) % 1000 for index in range(1500)]
+    return COMPLETIONS, {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 20}
+
+
+def ambiguous(number: int) -> tuple[str, dict[str, Any]]:
+    """As many choices, all of them held to a grammar that takes long to follow."""
+    body = {"prompt": f"Once {number}", "n": 128, "max_tokens": 24, "temperature": 1.0}
+    return COMPLETIONS, body | {"structured_outputs": {"grammar": AMBIGUOUS}}
+
+
+LOADS: Final = {
+    "schemas": Load(64, schema),
+    "bodies": Load(64, large_body),
+    "aborts": Load(24, opening, is_aborted=True),
+    "choices": Load(2, choices),
+    "prompt-logprobs": Load(16, scored),
+    "grammar": Load(1, ambiguous),
+}
+
+
+class Flood:
+    """All connections of one key."""
+
+    def __init__(self, host: str, port: int, key: str, load: Load) -> None:
+        self._address, self._load = (host, port, key), load
+        self._numbers: Iterator[int] = itertools.count()
+        self._answers = Counter[str]()
+        self._error = ""
+
+    async def run(self, seconds: float) -> dict[str, Any]:
+        """Ask until SIGTERM, for so many seconds at most; return what became of it."""
+        is_over = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
+        askers = [await connect(*self._address) for _ in range(self._load.connections)]
+        start = time.monotonic()
+        tasks = [asyncio.create_task(self._ask_on(asker)) for asker in askers]
+        await asyncio.sleep(0)  # each sends its first
+        print("begun", flush=True)
+        over = asyncio.create_task(is_over.wait())
+        await asyncio.wait([over, *tasks], timeout=seconds, return_when="FIRST_COMPLETED")
+        passed = time.monotonic() - start
+        for task in (over, *tasks):
+            task.cancel()
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(error, Exception):  # a bug, or the router is gone
+                raise error
+        return {"seconds": passed, "answers": self._answers, "error": self._error}
+
+    async def _ask_on(self, asker: KeyedAsker) -> None:
+        while True:
+            done = asker.post(*self._load.request(next(self._numbers)))
+            try:
+                await (self._opened(asker, done) if self._load.is_aborted else done)
+                status = asker.status
+                self._answers[str(status)] += 1
+            except ConnectionError:
+                self._answers["hung up"] += 1
+                status = 0
+            if status != 200:
+                self._error = self._error or asker.body.decode()
+                await asyncio.sleep(PAUSE_S)
+            if self._load.is_aborted or asker.transport.is_closing():
+                done.cancel()
+                asker.transport.abort()
+                asker = await connect(*self._address)
+
+    async def _opened(self, asker: KeyedAsker, done: asyncio.Future[None]) -> None:
+        """Wait for the first token of an answer, or for its end."""
+        await asyncio.wait([asker.first, done], return_when="FIRST_COMPLETED")
+        if done.done():
+            done.result()
+
+
+async def run(given: argparse.Namespace) -> None:
+    key = sys.stdin.readline().strip()
+    flood = Flood(given.host, given.port, key, LOADS[given.load])
+    print(json.dumps(await flood.run(given.seconds)), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("host")
+    parser.add_argument("port", type=int)
+    parser.add_argument("load", choices=LOADS)
+    parser.add_argument("--seconds", type=float, default=10.0, help="at most")
+    uvloop.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The bench of fairness in brief: every answer is the right one, whatever the figures are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.bench_fairness import COLOUR, FIRST, KINDS, Times, new_schema, rows_of, said_by
+from scripts.flood import LOADS, KeyedAsker
+from tests.cluster import ROOT
+
+
+def test_a_victim_gets_its_answers_beside_a_flood(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    command = [
+        sys.executable,
+        "scripts/bench_fairness.py",
+        "--rows",
+        "aborts",
+        "--json",
+        str(table),
+    ]
+    done = subprocess.run(
+        [*command, "--seconds", "0.1"], cwd=ROOT, capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = json.loads(table.read_text())["aborts"]
+    assert measured["problems"] == [] and set(measured["other"]["answers"]) == {"200"}
+    rows = {row["kind"]: row for row in measured["rows"]}
+    assert rows.keys() == {*KINDS, FIRST}
+    for row in rows.values():
+        assert row["failed"] == 0 and row["samples"] >= 1 and row["p50_s"] <= row["p99_s"]
+
+
+def test_a_row_compares_the_slowest_and_counts_what_failed() -> None:
+    alone, under = Times(), Times()
+    for seconds in (0.1, 0.2, 0.3):
+        alone.add("chat", seconds)
+        alone.add("tokenize", seconds)
+        under.add("chat", 4 * seconds)
+    under.add("tokenize", 60)
+    under.problems.append(("tokenize", "no answer"))
+    chat, tokenize = rows_of("schemas", alone, under)
+    assert (chat.p50_s, chat.p99_s, chat.failed) == (0.8, 1.2, 0)
+    assert chat.ratio == pytest.approx(4)
+    assert str(chat).endswith("over 2")
+    assert (tokenize.samples, tokenize.p50_s, tokenize.failed) == (1, 60, 1)
+
+
+def test_answers_are_compared_without_what_differs_in_any_case() -> None:
+    def answer(name: str, text: str) -> bytes:
+        return json.dumps({"id": name, "choices": [{"text": text}]}).encode()
+
+    def stream(name: str, text: str) -> bytes:
+        event = b"data: " + answer(name, text) + b"\n\n"
+        return b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event)
+
+    for render, is_stream in ((answer, False), (stream, True)):
+        one, same, other = (
+            said_by(render(name, text), is_stream=is_stream)
+            for name, text in (("a", "red"), ("b", "red"), ("c", "blue"))
+        )
+        assert one == same != other
+
+
+def test_every_request_of_a_schema_is_another_one() -> None:
+    for request in (new_schema, LOADS["schemas"].request):
+        held = [request(number)[1]["structured_outputs"]["json"] for number in range(3)]
+        assert len({json.dumps(schema) for schema in held}) == 3
+    assert new_schema(1)[1]["structured_outputs"]["json"]["required"] == COLOUR["required"]
+    large = json.dumps(LOADS["schemas"].request(1)[1])
+    assert 45_000 < len(large) < 60_000
+
+
+@pytest.mark.parametrize(
+    ("chunks", "is_whole"),
+    [
+        ([b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n", b"{}}"], False),
+        ([b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n{}", b"}}"], True),
+        ([b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"], False),
+        ([b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n", b"0\r\n\r\n"], True),
+    ],
+)
+async def test_an_answer_is_whole_when_its_last_byte_has_come(
+    chunks: list[bytes], is_whole: bool
+) -> None:
+    asker = KeyedAsker("sk-test")
+    ends = [asker.taken.append(chunk) or asker.is_end(chunk) for chunk in chunks]  # type: ignore[func-returns-value]
+    assert ends == [False] * (len(chunks) - 1) + [is_whole]
