@@ -24,7 +24,7 @@ _VOCAB, _EOS = 1326, 0
 # From here on an answer is brought to its end.
 _LONG: Final = 30
 _MOST: Final = 600
-_ENDS: Final = b'}]",'
+_ENDS: Final = (b'}]"', b",")
 
 _WHOLE: Final = [0, 1, 2, 9, 10, 99, 2**31, 2**53, 10**15, 10**17, 10**18, 2**63, 2**64, 2**70]
 _NEAR: Final = [sign * (whole + by) for whole in _WHOLE for by in (-1, 0, 1) for sign in (1, -1)]
@@ -48,7 +48,7 @@ _KINDS: Final[list[Any]] = ["integer", "number", ["number", "integer"], ["intege
 _DISTANCES: Final = list(map(Decimal, ("0", "1", "0.5", "1e-7", "0.000000000001")))
 _COUNTS: Final = st.sampled_from([0, 1, 2, 3])
 _STEPS: Final = st.sampled_from(
-    [1, 2, 3, 7, 10, 100, *map(Decimal, ("0.5", "0.1", "0.01", "0.25", "1.5", "2.5", "0.07"))]
+    [1, 2, 3, 7, 10, *map(Decimal, ("0.5", "0.1", "0.01", "0.25", "1.5", "2.5", "0.07"))]
 )
 _NAMES: Final = st.sampled_from(["a", "b", "x", "x1", "é", 'q"', "\t", "\x1f"])
 _WORDS: Final = st.sampled_from(["", "a", "ab", "b", "x\ty", "é☃", '"', "\x01"])
@@ -186,7 +186,10 @@ def walk(matcher: LLMatcher, draw: random.Random) -> str:
             return answer.decode()
         allowed = [token_id for token_id in allowed if token_id != _EOS]
         if length > _LONG:
-            allowed = [it for it in allowed if words[it][:1] in _ENDS] or allowed
+            for ends in _ENDS:
+                if ending := [it for it in allowed if words[it][:1] in ends]:
+                    allowed = ending
+                    break
         chosen = draw.choice(allowed)
         answer += words[chosen]
         assert matcher.consume_token(chosen)
