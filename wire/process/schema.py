@@ -57,6 +57,8 @@ _IDLE: Final[dict[str, tuple[object, ...]]] = {
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
+# A pattern that one name alone matches.
+_ONE_NAME: Final = re.compile(r"\^([\w -]*)\$")
 _SIDES: Final = ((1, "minimum", "exclusiveMinimum"), (-1, "maximum", "exclusiveMaximum"))
 
 
@@ -291,17 +293,22 @@ class _Node:
         self.steps.append(Decimal(step))
 
     def _check_names(self) -> None:
-        """Refuse a number of properties that one name, given twice, would come up to."""
+        """Refuse patterns for which no name is left, and counts that one name twice comes up to."""
         keywords = self._keywords
-        count, required = keywords.get("minProperties"), keywords.get("required")
-        if not isinstance(count, int) or ("type" in keywords and "object" not in self._kinds):
+        if "type" in keywords and "object" not in self._kinds:
             return
-        is_closed = keywords.get("additionalProperties") is False
-        num_required = len(set(map(str, required))) if isinstance(required, list) else 0
-        if count > num_required + 1 and not (is_closed and not keywords.get("patternProperties")):
+        required, properties = _names(keywords.get("required")), _names(keywords.get("properties"))
+        count, patterns = keywords.get("minProperties"), _names(keywords.get("patternProperties"))
+        for pattern in patterns:
+            found = _ONE_NAME.fullmatch(pattern)
+            if found and found[1] in required | properties:
+                # llguidance would begin a second property, for which no name is left.
+                self._refuse(f"patternProperties.{pattern}", "say this in `properties`")
+        is_closed = keywords.get("additionalProperties") is False and not patterns
+        if isinstance(count, int) and count > len(required) + 1 and not is_closed:
             self._refuse(
                 "minProperties",
-                f"{count} is over 1 + the {num_required} names in `required`; two of the others "
+                f"{count} is over 1 + the {len(required)} names in `required`; two of the others "
                 "could be the same",
             )
 
@@ -317,6 +324,11 @@ def _check_multiples(steps: list[Decimal], *, has_joins: bool) -> None:
     wholes = [int(step.scaleb(num)) for step, num in zip(steps, places, strict=True)]
     if math.lcm(*wholes) > MAX_MULTIPLE:
         raise ValueError(f"the least common multiple of all multipleOf is over {MAX_MULTIPLE}")
+
+
+def _names(value: object) -> set[str]:
+    """Return the strings in a list, or the keys of an object; none of what is neither."""
+    return {it for it in value if isinstance(it, str)} if isinstance(value, dict | list) else set()
 
 
 def _is_number(value: object) -> TypeGuard[int | Decimal]:
