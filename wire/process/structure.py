@@ -12,14 +12,13 @@ repeat what they repeat, which take seconds and hundreds of megabytes.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterator
-from decimal import Decimal
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 from wire.options import Structure
 from wire.process.lark import COMMENT, PATTERN, TEXT, TOKEN_OF_MODEL, depth, lengths
+from wire.process.schema import DECODER, ESCAPES, encoded, is_joined, objects, settle
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 MAX_JOINED_PATTERNS: Final = 8
 # Each is compared with each: 32 take 10 ms, 100 a tenth of a second.
 MAX_PATTERN_PROPERTIES: Final = 32
-# Remainders by 10^4 take 30 ms and 6 MB, those by 10^5 seconds.
-MAX_MULTIPLE: Final = 10_000
 # The time to compile a pattern grows with the square of its length: 6000 characters take 0.1 s.
 MAX_PATTERN_LENGTH: Final = 4096
 # The same of a terminal of a grammar with all terminals in it: one of as many parts takes 0.1 s and
@@ -47,6 +44,7 @@ MAX_DEPTH: Final = 1000
 # llguidance quotes the structure in its messages.
 _MAX_SHOWN: Final = 200
 _EXCERPT: Final = re.compile(r"\n *\d+ \||<non-verbose/>")
+_ESCAPES: Final = "json_allowed_escapes"
 # How the JSON of answers looks: on one line.  With free space between values, a model of little
 # skill at temperature 1 may go on with line breaks until its limit.  Every option is named, for an
 # option that is not could be set by the schema (`x-guidance`).
@@ -57,7 +55,7 @@ _JSON: Final[Any] = {
     "whitespace_pattern": None,
     "coerce_one_of": False,
     "lenient": False,  # a keyword that is not enforced is an error
-    "json_allowed_escapes": None,
+    _ESCAPES: ESCAPES,
     "json_allow_general_unicode_escapes": False,
 }
 # Options by which keywords would be left out unsaid.
@@ -66,12 +64,6 @@ _LOOSE: Final = ("lenient", "coerce_one_of")
 # write that text.  It is as well left to the model, and to find them takes three times as long as
 # all else.  It comes last, for messages say which line they are about.
 _UNFORCED: Final = '%llguidance {"no_forcing": true}'
-_JOINS: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-# Keywords beside which a join joins nothing.
-_ANNOTATIONS: Final = frozenset(
-    {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default"}
-    | {"examples", "deprecated", "readOnly", "writeOnly", "nullable"}
-)
 # What embeds a JSON schema in a grammar, and what is not looked at for it; of a pattern, what
 # matters for what it repeats.
 _LITERAL: Final = re.compile(rf"{COMMENT}|{TOKEN_OF_MODEL}|{TEXT}|{PATTERN}|%(?P<json>json\s*)")
@@ -99,10 +91,13 @@ def problem_of(structure: Structure) -> str | None:
     from llguidance import LLMatcher
 
     try:
-        grammar = grammar_of(structure)
+        message = LLMatcher.validate_grammar(grammar_of(structure), limits=limits())
     except StructureError as error:
         return str(error)
-    message = LLMatcher.validate_grammar(grammar, limits=limits())
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust; it cannot be imported
+            raise
+        return "llguidance fails to compile it; leave out alternatives that are the same"
     if not message or message.startswith("WARNING"):
         return None
     return str(StructureError(message))
@@ -119,21 +114,24 @@ def grammar_of(structure: Structure) -> str:
     match structure.kind:
         case "json_schema":
             schema = read_schema(structure.text)
-            _check_cost(schema)
+            _settle(schema)
             lark = f"start: {embedded(schema)}"
         case "regex":
             _check_pattern(structure.text)
             regex = json.loads(LLMatcher.grammar_from_regex(structure.text))
             lark = regex["grammars"][0]["lark_grammar"]
         case "lark":
-            _check_rules(structure.text)
-            lark = structure.text
+            lark = _settled(structure.text)
     return LLMatcher.grammar_from_lark(f"{lark}\n{_UNFORCED}")
 
 
 def embedded(schema: dict[str, Any]) -> str:
-    """Return what stands for a JSON schema in a grammar: its JSON is to look as that of others."""
-    return f"%json {json.dumps(schema | {'x-guidance': _JSON})}"
+    """Return what stands for a JSON schema in a grammar: its JSON is to look as that of others.
+
+    Raises:
+        StructureError: It cannot be written.
+    """
+    return _written(schema | {"x-guidance": _JSON})
 
 
 def limits() -> LLParserLimits:
@@ -160,7 +158,7 @@ def read_schema(text: str) -> dict[str, Any]:
         StructureError: It is none, or says something to llguidance itself.
     """
     try:
-        schema = json.loads(text)
+        schema = DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise StructureError(f"the schema is no JSON: {error}") from None
     if not isinstance(schema, dict):
@@ -170,9 +168,14 @@ def read_schema(text: str) -> dict[str, Any]:
     return schema
 
 
-def _check_rules(text: str) -> None:
-    """Refuse a grammar that would take too long, or have llguidance recurse too deeply."""
-    rules = _without_schemas(text)
+def _settled(text: str) -> str:
+    """Return a grammar with the JSON schemas in it as llguidance is to read them.
+
+    Raises:
+        StructureError: It would take too long, or have llguidance recurse too deeply.
+    """
+    parts, schemas = _parted(text)
+    rules = " ".join(parts)
     if depth(rules) > MAX_DEPTH:
         raise StructureError(
             "the grammar is too deep: its rules and terminals, and the brackets nested in each, "
@@ -188,28 +191,59 @@ def _check_rules(text: str) -> None:
         )
     # Brackets around rules are a group that may be missing, no class of characters.
     _check_repetitions(_LITERAL.sub(".", rules).replace("[", "(").replace("]", ")"))
+    for schema in schemas:
+        _settle(schema)
+        if isinstance(schema, dict):
+            _settle_guidance(schema)
+    written = map(_written, schemas)
+    return "".join(map("".join, zip_longest(parts, written, fillvalue="")))
 
 
-def _without_schemas(text: str) -> str:
-    """Return the rules of a grammar; the JSON schemas in it are checked."""
-    rules: list[str] = []
+def _written(schema: object) -> str:
+    try:
+        return f"%json {encoded(schema)}"
+    except (ValueError, RecursionError) as error:  # half of a surrogate pair; too deep
+        raise StructureError(f"the schema cannot be written: {error}") from None
+
+
+def _parted(text: str) -> tuple[list[str], list[Any]]:
+    """Return the rules of a grammar, parted where there are JSON schemas, and those."""
+    parts: list[str] = []
+    schemas: list[Any] = []
     end = position = 0
-    decoder = json.JSONDecoder()
     while literal := _LITERAL.search(text, position):
         position = literal.end()
         if literal["json"]:
-            rules.append(text[end : literal.start()])
+            parts.append(text[end : literal.start()])
             try:
-                schema, end = decoder.raw_decode(text, position)
+                schema, end = DECODER.raw_decode(text, position)
             except (ValueError, RecursionError) as error:
                 raise StructureError(f"%json is not followed by JSON: {error}") from None
             position = end
-            _check_cost(schema)
-            if any(it.get(name) for it in _guidance(schema) for name in _LOOSE):
-                raise StructureError(f'"x-guidance" with {" or ".join(_LOOSE)} is not supported')
-            if len(rules) > MAX_SCHEMAS:
+            schemas.append(schema)
+            if len(schemas) > MAX_SCHEMAS:
                 raise StructureError(f"the grammar has over {MAX_SCHEMAS} JSON schemas")
-    return " ".join([*rules, text[end:]])
+    return [*parts, text[end:]], schemas
+
+
+def _settle(schema: object) -> None:
+    """Rewrite a schema for llguidance, or refuse it."""
+    _check_depth(schema)
+    try:
+        settle(schema)
+    except ValueError as error:
+        raise StructureError(str(error)) from None
+    _check_cost(schema)
+
+
+def _settle_guidance(schema: dict[str, Any]) -> None:
+    """Settle what a schema says to llguidance itself; only schemas in a grammar may."""
+    guidance = [node["x-guidance"] for node in objects(schema) if "x-guidance" in node]
+    if any(it.get(name) for it in guidance if isinstance(it, dict) for name in _LOOSE):
+        raise StructureError(f'"x-guidance" with {" or ".join(_LOOSE)} is not supported')
+    own = schema.setdefault("x-guidance", {})
+    if isinstance(own, dict) and isinstance(escapes := own.get(_ESCAPES) or ESCAPES, str):
+        own[_ESCAPES] = escapes.replace("u", "")
 
 
 def _check_cost(schema: object) -> None:
@@ -218,27 +252,16 @@ def _check_cost(schema: object) -> None:
     Raises:
         StructureError: The message names the keyword and the limit.
     """
-    _check_depth(schema)
     patterns: set[str] = set()
-    multiple = 1
     has_joins = False
-    for node in _objects(schema):
+    for node in objects(schema):
         patterns |= {str(node[key]) for key in ("pattern", "format") if key in node}
         names = node.get("patternProperties")
         if isinstance(names, dict):
             patterns |= names.keys()
             if len(names) > MAX_PATTERN_PROPERTIES:
                 raise StructureError(f"over {MAX_PATTERN_PROPERTIES} patternProperties")
-        step = node.get("multipleOf")
-        if isinstance(step, int | float) and not isinstance(step, bool) and step > 0:
-            multiple = math.lcm(multiple, _whole(step))
-        constraints = node.keys() - _ANNOTATIONS
-        has_joins |= len(constraints) > 1 and not constraints.isdisjoint(_JOINS)
-        has_joins |= isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1
-        if multiple > MAX_MULTIPLE:
-            raise StructureError(
-                f"the least common multiple of all multipleOf is over {MAX_MULTIPLE}"
-            )
+        has_joins |= is_joined(node)
     for pattern in patterns:
         _check_pattern(pattern)
     if has_joins and len(patterns) > MAX_JOINED_PATTERNS:
@@ -268,12 +291,6 @@ def _check_depth(schema: object) -> None:
         )
 
 
-def _guidance(schema: object) -> list[dict[str, Any]]:
-    """Return what a schema says to llguidance itself; only tool calls' grammars have any."""
-    found = [node["x-guidance"] for node in _objects(schema) if "x-guidance" in node]
-    return [it for it in found if isinstance(it, dict)]
-
-
 def _check_pattern(pattern: str) -> None:
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise StructureError(f"a pattern has {len(pattern)} characters, over {MAX_PATTERN_LENGTH}")
@@ -295,26 +312,3 @@ def _check_repetitions(pattern: str) -> None:
         most[-1] = max(most[-1], last)
         if last > MAX_REPETITIONS:
             raise StructureError(f"repetitions within repetitions come to over {MAX_REPETITIONS}")
-
-
-def _objects(schema: object) -> Iterator[dict[str, Any]]:
-    """Yield every object in a JSON value."""
-    found = [schema]
-    while found:
-        value = found.pop()
-        if isinstance(value, dict):
-            found += value.values()
-            yield value
-        elif isinstance(value, list):
-            found += value
-
-
-def _whole(step: float) -> int:
-    """Return a step without its decimal point: remainders by 0.25 are those by 25."""
-    if not math.isfinite(step):
-        return 1
-    _, digits, exponent = Decimal(repr(step)).as_tuple()
-    assert isinstance(exponent, int)
-    # A large exponent is over every limit; its power would take long to compute.
-    whole = int("".join(map(str, digits)))
-    return whole * int(10 ** min(max(exponent, 0), 5))

@@ -10,7 +10,8 @@ import pytest
 
 from wire.options import Structure
 from wire.process.lifetime import STACK_BYTES
-from wire.process.structure import MAX_MULTIPLE, StructureError, embedded, grammar_of, problem_of
+from wire.process.schema import MAX_MULTIPLE
+from wire.process.structure import StructureError, embedded, grammar_of, problem_of
 
 
 def schema(value: object) -> Structure:
@@ -35,7 +36,7 @@ def test_what_can_be_held_to_has_no_problem() -> None:
         (schema({"uniqueItems": True}), "uniqueItems"),
         (schema({"properties": {"a": {"not": {}}}}), "not"),
         (schema({"type": "array", "contains": {}}), "contains"),
-        (schema({"if": {}}), "if"),
+        (schema({"if": {}, "then": False}), "if"),
         (schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "oneOf"),
         (schema({"format": "lunar-date"}), "lunar-date"),
         (schema({"type": "thing"}), "thing"),
