@@ -78,6 +78,7 @@ def _call(scan: Scan) -> Steps[bool]:
         scan.begin(name)
         scan.argue("{")
     scan.argue("}")
+    scan.end_call()
     yield None
     return True
 
