@@ -8,9 +8,10 @@ all pieces, `joined`, are the parts of the whole.
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
+from pydantic_core import from_json
 
 
 class Content(msgspec.Struct, frozen=True):
@@ -26,7 +27,11 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class CallStart(msgspec.Struct, frozen=True):
-    """A call of a tool begins; calls are counted from 0."""
+    """A call of a tool begins; calls are counted from 0.
+
+    Unless a `CallEnd` follows it is unfinished: the answer ended within its arguments, or they are
+    not the JSON text of an object.
+    """
 
     index: int
     name: str
@@ -39,7 +44,15 @@ class CallArguments(msgspec.Struct, frozen=True):
     text: str
 
 
-Part = Content | Reasoning | CallStart | CallArguments
+class CallEnd(msgspec.Struct, frozen=True):
+    """Call `index` is finished: its arguments are the JSON text of an object."""
+
+    index: int
+
+
+Part = Content | Reasoning | CallStart | CallArguments | CallEnd
+# Parts without text.
+BORDERS: Final = (CallStart, CallEnd)
 
 
 class Reader(Protocol):
@@ -62,6 +75,21 @@ class PlainReader:
         return []
 
 
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """Return the arguments whose JSON text this is; None if it is not the text of an object.
+
+    Calls that we report as finished and calls that clients send back are read by this alone.
+    """
+    try:
+        # It refuses more than 200 levels of brackets, which templates could not write.
+        from_json(text)
+        # It refuses numbers that no float can hold.
+        arguments = msgspec.json.decode(text)
+    except (ValueError, TypeError):  # The latter of half a surrogate pair.
+        return None
+    return arguments if isinstance(arguments, dict) else None
+
+
 def joined(parts: list[Part]) -> list[Part]:
     """Return the same parts with neighbours of one kind made one."""
     if len(parts) < 2:  # As of most pieces.
@@ -69,13 +97,13 @@ def joined(parts: list[Part]) -> list[Part]:
     together = list[Part]()
     for _, group in groupby(parts, _kind):
         first, *others = group
-        if isinstance(first, CallStart):
+        if isinstance(first, BORDERS):
             together += [first, *others]
         else:
-            texts = [first.text, *(part.text for part in others if not isinstance(part, CallStart))]
+            texts = [part.text for part in (first, *others) if not isinstance(part, BORDERS)]
             together.append(msgspec.structs.replace(first, text="".join(texts)))
     return together
 
 
 def _kind(part: Part) -> tuple[type[Part], int]:
-    return type(part), part.index if isinstance(part, CallStart | CallArguments) else 0
+    return type(part), 0 if isinstance(part, Content | Reasoning) else part.index

@@ -10,6 +10,7 @@ The rules that all families of tool calls share are here:
 - What may be a call is held.  It is one when its name is complete and its arguments have begun:
   then `begin` gives it, drops what was held, and nothing is taken back any more.  What breaks
   before that is content, up to where it broke, and calls are looked for from there on.
+- A call is finished where `end_call` finds that its arguments parse, whatever ended them.
 - White space before, between and after calls is layout, not content.  Content on both sides of a
   call is parted by a line break, so that all content together can be read.
 - Calls beyond `max_calls` are read and left out.
@@ -22,7 +23,16 @@ from collections.abc import Callable, Generator
 from functools import cache
 from typing import TypeVar
 
-from router.text.parts import CallArguments, CallStart, Content, Part, Reasoning, joined
+from router.text.parts import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    arguments_of,
+    joined,
+)
 from router.text.stops import StopAutomaton, StopMatcher
 
 T = TypeVar("T")
@@ -36,6 +46,8 @@ class Scan:
         self.char = ""
         self._max_calls = max_calls
         self._num_calls = 0
+        # The arguments of the last call.
+        self._arguments: list[str] = []
         self._held: list[str] = []
         self._parts: list[Part] = []
         # What text is when it is no call.
@@ -67,13 +79,20 @@ class Scan:
         self._skips_space = True
         if self._is_wanted(self._num_calls):
             self._parts.append(CallStart(self._num_calls, name))
+        self._arguments.clear()
         self._num_calls += 1
 
     def argue(self, text: str) -> None:
         """Give a further piece of the arguments of the call that began last; drop what is held."""
         self._held.clear()
         if self._is_wanted(self._num_calls - 1):
+            self._arguments.append(text)
             self._parts.append(CallArguments(self._num_calls - 1, text))
+
+    def end_call(self) -> None:
+        """The arguments of the call that began last end here, or break."""
+        if arguments_of("".join(self._arguments)) is not None:
+            self._parts.append(CallEnd(self._num_calls - 1))
 
     def drop(self) -> None:
         """Leave out what is held."""

@@ -147,6 +147,25 @@ def test_the_result_of_a_tool_goes_back(client: anthropic.Anthropic, cluster: Cl
     assert _read(following.usage) > _read(message.usage)
 
 
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_a_call_that_a_stop_cuts_goes_back(
+    client: anthropic.Anthropic, cluster: Cluster, is_eager: bool
+) -> None:
+    asked: Any = {
+        "tools": [OURS[0] | {"eager_input_streaming": is_eager}],
+        "tool_choice": {"type": "any"},
+        "stop_sequences": ['"unit": "'],
+    }
+    with client.messages.stream(
+        model=cluster.model, messages=MESSAGES, max_tokens=400, **asked
+    ) as stream:
+        message = stream.get_final_message()
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", '"unit": "')
+    assert message.content[-1].type == "tool_use"
+    turns: Any = [*MESSAGES, {"role": "assistant", "content": message.content}, *MESSAGES]
+    assert ask(client, cluster, messages=turns, tools=OURS, max_tokens=1).stop_reason
+
+
 def test_tools_may_be_there_and_not_wanted(client: anthropic.Anthropic, cluster: Cluster) -> None:
     for choice in ("auto", "none"):
         message = ask(client, cluster, tools=OURS, tool_choice={"type": choice}, max_tokens=40)

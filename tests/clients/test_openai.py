@@ -19,6 +19,8 @@ ALLOWED: Any = {
 }
 # As /v1/responses takes them: without the inner object.
 FLAT: Any = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
+# In the arguments of every call of the first tool.
+STOP = '"unit": "'
 
 
 def chat(client: openai.OpenAI, cluster: Cluster, **fields: Any) -> Any:
@@ -110,6 +112,26 @@ def test_the_result_of_a_call_goes_back(client: openai.OpenAI, cluster: Cluster)
     }
     said = chat(client, cluster, messages=[*MESSAGES, message, result], tools=TOOLS)
     assert said.usage.prompt_tokens > called.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_call_that_a_stop_cuts_goes_back(
+    client: openai.OpenAI, cluster: Cluster, stream: bool
+) -> None:
+    asked: Any = {"tools": TOOLS, "tool_choice": NAMED, "stop": [STOP]}
+    if stream:
+        with client.chat.completions.stream(
+            model=cluster.model, messages=MESSAGES, max_completion_tokens=400, **asked
+        ) as events:
+            (choice,) = events.get_final_completion().choices
+    else:
+        (choice,) = chat(client, cluster, **asked).choices
+    assert choice.finish_reason == "stop"
+    (call,) = choice.message.tool_calls or []
+    with pytest.raises(ValueError, match="Expecting"):
+        json.loads(call.function.arguments)
+    said = chat(client, cluster, messages=[*MESSAGES, choice.message, *MESSAGES], tools=TOOLS)
+    assert said.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
 def test_parse_fills_a_model_from_a_call(client: openai.OpenAI, cluster: Cluster) -> None:
@@ -230,6 +252,22 @@ def test_a_response_calls_a_function(client: openai.OpenAI, cluster: Cluster, st
     following = respond(
         client, cluster, input=[{"role": "user", "content": QUESTION}, call, result]
     )
+    assert following.status in ("completed", "incomplete")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_response_whose_call_a_stop_cuts_goes_on(
+    client: openai.OpenAI, cluster: Cluster, stream: bool
+) -> None:
+    asked: Any = {"tools": FLAT[:1], "tool_choice": "required", "extra_body": {"stop": [STOP]}}
+    if stream:
+        answer = list(respond(client, cluster, stream=True, **asked))[-1].response
+    else:
+        answer = respond(client, cluster, **asked)
+    assert (answer.status, answer.incomplete_details) == ("incomplete", None)
+    *_, call = answer.output
+    assert (call.type, call.status) == ("function_call", "incomplete")
+    following = respond(client, cluster, input="And?", previous_response_id=answer.id)
     assert following.status in ("completed", "incomplete")
 
 

@@ -15,6 +15,7 @@ endpoint has its own.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -26,7 +27,7 @@ from router.api.answered.pieces import Piece, ScoredToken, joined, plain, scored
 from router.api.asked.structures import Wanted
 from router.core.request import Request, RequestEnd
 from router.log import facts
-from router.text.parts import CallStart, Part, Reader, Reasoning
+from router.text.parts import CallEnd, CallStart, Part, Reader, Reasoning
 from router.text.stops import StopAutomaton, StopMatcher
 from router.text.tokenizer import Detokenizer, Tokenizer
 from wire.errors import ErrorCode, WireError
@@ -151,7 +152,7 @@ class Choice:
     _decoder: Detokenizer = field(init=False)
     _stops: StopMatcher | None = field(init=False)
     _reader: Reader | None = field(init=False)
-    _has_calls: bool = False
+    _num_parts: Counter[type[Part]] = field(default_factory=Counter)
     # The text that came last is reasoning.
     _is_reasoning: bool = False
     # Its tokens show nothing but their text, and nobody looks for anything in that.
@@ -336,8 +337,7 @@ class Choice:
         text = self._decoder.flush()
         if self._stops is None:
             return text
-        text = self._until_stop(self._stops, text)
-        return text + self._stops.flush()
+        return self._until_stop(self._stops, text) + self._stops.flush()
 
     def _piece(self, text: str, token_ids: Sequence[int] = ()) -> Piece:
         scores, self._scores = self._scores, []
@@ -346,8 +346,8 @@ class Choice:
         return Piece(text, token_ids, scores, None, parts, prompt_scores)
 
     def _noted(self, parts: list[Part]) -> list[Part]:
-        self._has_calls |= any(isinstance(part, CallStart) for part in parts)
         if parts:
+            self._num_parts.update(map(type, parts))
             self._is_reasoning = isinstance(parts[-1], Reasoning)
         if not self.asked.shows_reasoning:
             return [part for part in parts if not isinstance(part, Reasoning)]
@@ -359,13 +359,13 @@ class Choice:
     def _finish(
         self, pieces: list[Piece], last: Piece, reason: str, stop_reason: str | int | None = None
     ) -> None:
-        # The end goes out with the last token where possible: who measures the time between tokens
-        # takes each event for one.
+        # The end goes out with the last token where possible: clients take each event for a token.
         ending = [*pieces[-1:], last]
         del pieces[-1:]
         if self._reader is not None:
             ending.append(Piece("", parts=self._noted(self._reader.flush())))
-        self.finish_reason = "tool_calls" if self._has_calls and reason == "stop" else reason
+        are_finished = 0 < self._num_parts[CallStart] == self._num_parts[CallEnd]
+        self.finish_reason = "tool_calls" if are_finished and reason == STOP else reason
         self.stop_reason = stop_reason
         pieces.append(joined(ending)._replace(finish_reason=self.finish_reason))
 

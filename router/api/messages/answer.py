@@ -2,12 +2,14 @@
 
 A message is a list of blocks, each of one kind; a part of another kind than the last begins a new
 one.  Pure, but for the ids of calls, which must differ from all others in a conversation.
+
+Blocks have no status: where a call is unfinished the `stop_reason` is not `tool_use`.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -20,7 +22,16 @@ from router.api.answered.pieces import Piece
 from router.api.answered.usage import usage_body
 from router.api.errors import HttpError
 from router.api.messages.errors import message_error
-from router.text.parts import CallArguments, CallStart, Content, Part, Reasoning, joined
+from router.text.parts import (
+    BORDERS,
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    joined,
+)
 
 REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # The kind of block that a part belongs to.
@@ -43,16 +54,19 @@ _encode: Final = msgspec.json.Encoder().encode
 class MessageAnswer:
     """Renders one message; `router.api.answered.completion.Answer`.
 
-    The client said `max_tokens`.
+    The client said `max_tokens`, and of which tools it takes arguments as they are written.
     """
 
     usual: tuple[bytes, bytes] | None = None
     ping = event(b'{"type":"ping"}', "ping")
 
-    def __init__(self, completion: Completion, head: Head, *, max_tokens: int) -> None:
+    def __init__(
+        self, completion: Completion, head: Head, *, max_tokens: int, eager: Container[str] = ()
+    ) -> None:
         self._completion = completion
         self._head = head
         self._max_tokens = max_tokens
+        self._eager = eager
         self._blocks: BlockEvents | None = None
 
     def whole(self, pieces: Sequence[Piece]) -> bytes:
@@ -65,7 +79,7 @@ class MessageAnswer:
         for _, pieces in self._completion.take():
             if self._blocks is None and pieces:
                 events.append(self._start())
-                self._blocks = BlockEvents()
+                self._blocks = BlockEvents(self._eager)
             for piece in pieces:
                 assert self._blocks is not None
                 events += [self._blocks.add(part) for part in _parts(piece)]
@@ -115,9 +129,18 @@ class MessageAnswer:
 
 
 class BlockEvents:
-    """The events of blocks that grow part by part."""
+    """The events of blocks that grow part by part.
 
-    def __init__(self) -> None:
+    The arguments of a call come together when it is finished, or what can be read of them when it
+    never is: Anthropic's client fails on text that does not parse.  Those of the `eager` tools come
+    as the model writes them.
+    """
+
+    def __init__(self, eager: Container[str] = ()) -> None:
+        self._eager = eager
+        self._is_eager = False
+        # Arguments that wait for the end of their call.
+        self._arguments: list[str] = []
         self._index = -1
         self._kind = ""  # of the open block
         # What stands around the text of its next delta.
@@ -125,23 +148,36 @@ class BlockEvents:
 
     def add(self, part: Part) -> bytes:
         """Return the events of one more part."""
+        if isinstance(part, CallEnd):
+            arguments, self._arguments = "".join(self._arguments), []
+            return self._say(arguments) + self.close()
         text = "" if isinstance(part, CallStart) else part.text
         begun = b""
         if isinstance(part, CallStart) or (text and KINDS[type(part)] != self._kind):
             begun = self.close() + self._open(empty_block(part))
-        if not text:
+        if isinstance(part, CallStart):
+            self._is_eager = part.name in self._eager
+        elif isinstance(part, CallArguments) and not self._is_eager:
+            self._arguments.append(text)
             return begun
-        before, after = self._around
-        return begun + before + _encode(text) + after
+        return begun + self._say(text)
 
     def close(self) -> bytes:
         """Return the end of the open block, if there is one."""
         if not self._kind:
             return b""
-        is_thinking = self._kind == "thinking"
-        signed = self._delta("signature_delta", "signature", "") if is_thinking else b""
+        last = b""
+        if self._kind == "thinking":
+            last = self._delta("signature_delta", "signature", "")
+        elif self._arguments:
+            arguments, self._arguments = "".join(self._arguments), []
+            last = self._say(_encode(read_arguments(arguments)).decode())
         self._kind = ""
-        return signed + _event("content_block_stop", {"index": self._index})
+        return last + _event("content_block_stop", {"index": self._index})
+
+    def _say(self, text: str) -> bytes:
+        before, after = self._around
+        return before + _encode(text) + after if text else b""
 
     def _open(self, block: dict[str, Any]) -> bytes:
         self._index += 1
@@ -159,14 +195,14 @@ class BlockEvents:
 def blocks_of(parts: Iterable[Part]) -> list[dict[str, Any]]:
     """Return the blocks of a whole answer."""
     blocks: list[dict[str, Any]] = []
-    for part in joined([part for part in parts if isinstance(part, CallStart) or part.text]):
-        if isinstance(part, CallArguments):
-            blocks[-1]["input"] = read_arguments(part.text)
-            continue
-        block = empty_block(part)
-        if not isinstance(part, CallStart):
-            block[block["type"]] = part.text
-        blocks.append(block)
+    for part in joined([part for part in parts if isinstance(part, BORDERS) or part.text]):
+        match part:
+            case CallArguments(text=text):
+                blocks[-1]["input"] = read_arguments(text)
+            case Content(text) | Reasoning(text):
+                blocks.append(empty_block(part) | {KINDS[type(part)]: text})
+            case CallStart():
+                blocks.append(empty_block(part))
     return blocks
 
 

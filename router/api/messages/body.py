@@ -36,7 +36,10 @@ MAX_TOKENS: Final = 2**31 - 1
 
 
 class ClientTool(Strict, tag="custom"):
-    """A tool that the client runs.  `eager_input_streaming` is how all arguments are streamed."""
+    """A tool that the client runs.
+
+    With `eager_input_streaming` its arguments are streamed as the model writes them, else together.
+    """
 
     name: ToolName
     input_schema: dict[str, Any]
@@ -229,8 +232,10 @@ def read(model: ServedModel, raw: bytes, asker: Asker) -> CompletionRequest:
     """
     body = parse(MessagesBody, raw)
     model.check_name(body.model)
-    answer = partial(MessageAnswer, max_tokens=body.max_tokens)
-    return model.converse(body.conversation(model), body.sampled, asker, answer)
+    conversation = body.conversation(model)
+    eager = [tool["name"] for tool in body.tools or () if tool.get("eager_input_streaming")]
+    answer = partial(MessageAnswer, max_tokens=body.max_tokens, eager=frozenset(eager))
+    return model.converse(conversation, body.sampled, asker, answer)
 
 
 def count_tokens(model: ServedModel, raw: bytes) -> bytes:

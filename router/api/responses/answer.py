@@ -51,6 +51,7 @@ class ResponseAnswer:
         self._output = Output(told.key, is_streamed=completion.asked.is_streamed)
         self._is_begun = False
         self._status = "in_progress"
+        self._is_over_limit = False
 
     def whole(self, pieces: Sequence[Piece]) -> bytes:
         [choice], [piece] = self._completion.choices, pieces
@@ -86,12 +87,14 @@ class ResponseAnswer:
         parts = content_of(piece.text) if piece.parts is None else piece.parts
         self._output.add(parts, logprobs["content"] if logprobs else ())
         if piece.finish_reason is not None:
-            self._status = "incomplete" if piece.finish_reason == "length" else "completed"
-            self._output.end(self._status)
+            self._is_over_limit = piece.finish_reason == "length"
+            self._output.end("incomplete" if self._is_over_limit else "completed")
+            is_whole = not (self._is_over_limit or self._output.is_cut)
+            self._status = "completed" if is_whole else "incomplete"
 
     def _finish(self) -> bytes:
-        is_cut = self._status == "incomplete"
-        details = {"reason": "max_output_tokens"} if is_cut else None
+        # The API has no reason for calls that a stop cut, or that do not parse.
+        details = {"reason": "max_output_tokens"} if self._is_over_limit else None
         document = self._document(self._status, incomplete_details=details, usage=self._usage())
         response = msgspec.json.encode(document)
         self._told.keep(response)

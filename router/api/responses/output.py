@@ -1,6 +1,7 @@
 """The output of a response: its items, made of the parts of an answer, and the events about them.
 
-An item is open while parts of it come and done when a part of another one does.  The items are a
+An item is open while parts of it come and done when a part of another one does.  It is completed,
+but for an unfinished call and for the last one where the answer was cut.  The items are a
 function of the parts, not of how many pieces these came in: so a stream's last event has the very
 response that is answered whole.
 """
@@ -15,7 +16,7 @@ import msgspec
 from router.api.answered.events import event
 from router.api.asked.conversation import new_call_id
 from router.api.responses.items import item_name, said
-from router.text.parts import CallArguments, CallStart, Content, Part, Reasoning
+from router.text.parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -86,6 +87,7 @@ class OpenCall(OpenItem):
     def __init__(self, key: str, index: int, name: str) -> None:
         super().__init__(key, index)
         self._call = {"call_id": new_call_id(), "name": name}
+        self.is_finished = False
 
     def fields(self, content: list[Any]) -> dict[str, Any]:
         return {**self._call, "arguments": self.text}
@@ -108,6 +110,8 @@ class Output:
         self._is_streamed = is_streamed
         self._done: list[dict[str, Any]] = []
         self._open: OpenItem | None = None
+        # Whether an item is incomplete.
+        self.is_cut = False
         self._delta = b""
         self._waiting: list[Any] = []
         self._events: list[bytes] = []
@@ -141,6 +145,9 @@ class Output:
                 self._begin(OpenCall(self._key, self._next, part.name))
             elif isinstance(part, CallArguments):
                 self._extend(part.text)
+            elif isinstance(part, CallEnd):
+                assert isinstance(self._open, OpenCall)
+                self._open.is_finished = True
             elif part.text:
                 kind = OpenReasoning if isinstance(part, Reasoning) else OpenMessage
                 if not isinstance(self._open, kind):
@@ -190,6 +197,9 @@ class Output:
         item, self._open = self._open, None
         if item is None:
             return
+        if isinstance(item, OpenCall):
+            status = "completed" if item.is_finished else "incomplete"
+        self.is_cut |= status == "incomplete"
         self.say(f"{item.stem}.done", **item.where, **item.place, **item.whole())
         if (part := item.part()) is not None:
             self.say("response.content_part.done", **item.where, **item.place, part=part)

@@ -1,7 +1,8 @@
 """A tool call as a JSON object: `{"name": …, "arguments": {…}}`, its members in any order.
 
 The arguments are the model's own text of that object, given as it comes: from its brace to the one
-that closes it, well-formed or not, since whoever asked can do more with it than with nothing.  Up
+that closes it, well-formed or not, since whoever asked can do more with it than with nothing; the
+call is finished only if they are well-formed.  Up
 to its arguments a call must be good JSON and have a name; if `arguments` come before `name` they
 are held until the name is known.  Members of any other name are read over.
 """
@@ -40,6 +41,7 @@ def json_call(scan: Scan, *, needs_arguments: bool = False, breaks: str = "") ->
             if early:
                 scan.begin(name)
                 scan.argue(early)
+                scan.end_call()
                 break
         elif key in ARGUMENTS and not early:
             if scan.char != "{":
@@ -54,6 +56,7 @@ def json_call(scan: Scan, *, needs_arguments: bool = False, breaks: str = "") ->
         if scan.char == "}" and name and not needs_arguments:
             scan.begin(name)
             scan.argue("{}")
+            scan.end_call()
             break
         if not (yield from scan.literal(",")):
             return False
@@ -65,6 +68,7 @@ def named_call(scan: Scan, name: str, breaks: str = "") -> Steps[None]:
     """Read the arguments of call `name`, which begin here."""
     scan.begin(name)
     yield from _value(scan, scan.argue, breaks)
+    scan.end_call()
 
 
 def _rest(scan: Scan) -> Steps[None]:

@@ -1,36 +1,37 @@
 """Llama 3.2 and 4, pythonic: `[get(a=1, b="x"), …]`, whose literals become JSON.
 
 The list begins the answer, or follows `<|python_start|>`; anywhere else it is content.  A call is
-one when its first argument has a name, or there is none: `[text](link)` is content.  Where what
-follows is no literal (a variable, a sum) the arguments end unfinished, and the rest is content.
+one when its first argument has a name, or there is none: `[text](link)` is content.  Each argument
+is given when its text is complete, as Python reads it: strings of every kind, numbers with signs,
+lists, tuples, sets and dictionaries, and the words of JSON.  Where it is no literal (a variable, a
+sum) the call ends unfinished, and the rest is content.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-import sys
-from typing import Final
+import warnings
+from threading import Lock
+from typing import Any, Final
 
 from router.text.scan import Scan, Steps
 from router.text.tools.lark import Tool, Wanted, literal, refused, repeated, schema
 
 OPEN: Final = "<|python_start|>"
 CLOSE: Final = "<|python_end|>"
-# Brackets in brackets; each level is a generator that every further character passes through.
+# Of an argument: brackets in brackets, and characters outside strings.  Python's parser takes some
+# milliseconds for so many numbers, during which nothing else runs.
 MAX_DEPTH: Final = 32
+MAX_LENGTH: Final = 8192
 
-# Bracket of Python: its end, and what both are in JSON.
-_BRACKETS: Final = {"[": ("]", "[", "]"), "(": (")", "[", "]"), "{": ("}", "{", "}")}
-_ESCAPES: Final = dict(zip("ntrabfv\\'\"\n", [*"\n\t\r\a\b\f\v\\'\"", ""], strict=True))
-_HEX_DIGITS: Final = {"x": 2, "u": 4, "U": 8}
-_WORDS: Final = {"True": "true", "False": "false", "None": "null"} | {
-    word: word for word in ("true", "false", "null")
-}
-_HEXADECIMAL: Final = frozenset("0123456789abcdefABCDEF")
-# In a string.
-_PLAIN: Final = re.compile(r"[^'\"\\\n]+")
-_JSON_NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_WORDS: Final = {"true": True, "false": False, "null": None}
+# Characters of literals, outside strings and in one, that neither open nor end anything.
+_CODE: Final = re.compile(r"[\w\s.+:-]+")
+_QUOTED: Final = re.compile(r"[^'\"\\\n]+")
+# Whether Python warns is one setting of the whole process.
+_silence: Final = Lock()
 # What `parameters` of a tool may have for a grammar: its arguments are no object of JSON.
 _DEFINITIONS: Final = frozenset({"$defs", "definitions"})
 _OF_PARAMETERS: Final = _DEFINITIONS | {
@@ -63,126 +64,95 @@ def _call(scan: Scan) -> Steps[bool]:
         yield from scan.space()
         if not key or not (yield from scan.literal("=")):
             return False
-        yield from scan.space()
         if before == "{":
             scan.begin(name)
         scan.argue(f'{before}"{key}": ')
         before = ", "
-        if not (yield from _value(scan)):
+        value = _in_json((yield from _argument(scan)))
+        if value is None:
             return False
-        yield from scan.space()
-        if scan.char != ")" and not (yield from scan.literal(",")):
-            return False
+        scan.argue(value)
+        yield from scan.literal(",")
         yield from scan.space()
     if before == "{":
         scan.begin(name)
         scan.argue("{")
     scan.argue("}")
+    scan.end_call()
     yield None
     return True
 
 
-def _value(scan: Scan, depth: int = 0) -> Steps[bool]:
-    """Give a literal as JSON; False where it breaks."""
-    if scan.char not in _BRACKETS:
-        return (yield from _scalar(scan))
-    if depth == MAX_DEPTH:
-        return False
-    is_dict = scan.char == "{"
-    end, json_begin, json_end = _BRACKETS[scan.char]
-    scan.argue(json_begin)
-    yield None
-    yield from scan.space()
-    before = ""
-    while scan.char != end:
-        scan.argue(before)
-        before = ", "
-        if (is_dict and not (yield from _key(scan))) or not (yield from _value(scan, depth + 1)):
-            return False
-        yield from scan.space()
-        if scan.char != end and not (yield from scan.literal(",")):
-            return False
-        yield from scan.space()
-    scan.argue(json_end)
-    yield None
-    return True
+def _argument(scan: Scan) -> Steps[str]:
+    """Hold an argument, up to the comma or bracket that ends it, and return it.
 
-
-def _key(scan: Scan) -> Steps[bool]:
-    if not (yield from _string(scan)):
-        return False
-    yield from scan.space()
-    if not (yield from scan.literal(":")):
-        return False
-    scan.argue(": ")
-    yield from scan.space()
-    return True
-
-
-def _scalar(scan: Scan) -> Steps[bool]:
-    if scan.char == "'" or scan.char == '"':
-        return (yield from _string(scan))
-    word = yield from scan.word(lambda char: char.isalnum() or char in "_.+-")
-    text = _WORDS.get(word) or _number(word)
-    if text is not None:
-        scan.argue(text)
-    return text is not None
-
-
-def _number(word: str) -> str | None:
-    if _JSON_NUMBER.fullmatch(word):
-        return word
-    for kind in (lambda word: int(word, 0), float):
-        try:
-            return json.dumps(kind(word), allow_nan=False)
-        except ValueError:
-            pass
-    return None
+    It is empty where none ends it, where it is no literal for sure, and where it is too much.
+    """
+    begin, depth, length = scan.num_held, 0, 0
+    while (char := scan.char) and (depth or char not in (",", ")")):
+        if char in ("'", '"'):
+            if not (yield from _string(scan)):
+                return ""
+            continue
+        depth += (char in ("(", "[", "{")) - (char in (")", "]", "}"))
+        length += len(char)
+        is_code = char in ("(", "[", "{", ")", "]", "}", ",") or _CODE.match(char)
+        if not is_code or not 0 <= depth <= MAX_DEPTH or length > MAX_LENGTH:
+            return ""
+        scan.keep(char)
+        yield _CODE
+    return scan.held_from(begin) if scan.char else ""
 
 
 def _string(scan: Scan) -> Steps[bool]:
-    quote = scan.char
-    if quote not in ("'", '"'):
-        return False
-    scan.argue('"')
-    yield _PLAIN
-    while scan.char != quote:
-        if scan.char in ("", "\n"):
-            return False
-        if scan.char != "\\":
-            scan.argue(_in_json(scan.char))
-            yield _PLAIN
-        elif not (yield from _escape(scan)):
-            return False
-    scan.argue('"')
-    yield None
-    return True
+    """Hold a string in one or three quotes; False where it does not end."""
+    quote = end = scan.char
+    yield from scan.literal(quote)
+    if (yield from scan.literal(quote)):
+        if not (yield from scan.literal(quote)):
+            return True
+        end = 3 * quote
+    num_quotes = 0
+    is_escaped = False
+    while (char := scan.char) and (char != "\n" or is_escaped or len(end) == 3):
+        num_quotes = num_quotes + 1 if char == quote and not is_escaped else 0
+        is_escaped = char == "\\" and not is_escaped
+        scan.keep(char)
+        yield None if is_escaped or num_quotes else _QUOTED
+        if num_quotes == len(end):
+            return True
+    return False
 
 
-def _escape(scan: Scan) -> Steps[bool]:
-    """Give what an escape stands for; one that Python does not know stands for itself."""
-    yield from scan.literal("\\")
-    kind = scan.char
-    yield from scan.literal(kind)
-    digits = ""
-    while len(digits) < _HEX_DIGITS.get(kind, 0):
-        if scan.char not in _HEXADECIMAL:
-            return False
-        digits += scan.char
-        yield from scan.literal(scan.char)
-    if kind == "u":
-        scan.argue(f"\\u{digits}")  # It may be half of a pair, and JSON has the same escape.
-        return True
-    code = int(digits, 16) if digits else None
-    if code is not None and code > sys.maxunicode:
-        return False
-    scan.argue(_in_json(_ESCAPES.get(kind, f"\\{kind}") if code is None else chr(code)))
-    return True
+def _in_json(argument: str) -> str | None:
+    """Return a literal of Python in JSON; None where it is none that JSON can say."""
+    try:
+        with _silence, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Unknown escapes are as the model wrote them.
+            tree = ast.parse(f"f(a={argument})", mode="eval").body
+        match tree:
+            case ast.Call(args=[], keywords=[ast.keyword(value=node)]):
+                value = _value(node)
+                text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+                return text if text.isprintable() else json.dumps(value)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        pass
+    return None
 
 
-def _in_json(text: str) -> str:
-    """`text` inside a string of JSON."""
-    return json.dumps(text, ensure_ascii=not text.isprintable())[1:-1]
+def _value(node: ast.expr | None) -> Any:
+    match node:
+        case ast.List(elts) | ast.Tuple(elts) | ast.Set(elts):
+            return [_value(each) for each in elts]
+        case ast.Dict(keys, values):
+            return {_value(key): _value(each) for key, each in zip(keys, values, strict=True)}
+        case ast.Name(word) if word in _WORDS:
+            return _WORDS[word]
+        case ast.Constant(value):
+            return value
+        case ast.UnaryOp():
+            return ast.literal_eval(node)
+    raise ValueError("no literal")
 
 
 def grammar(wanted: Wanted) -> str:

@@ -6,7 +6,16 @@ import json
 import random
 from collections.abc import Callable, Iterable
 
-from router.text.parts import CallArguments, CallStart, Content, Part, Reader, joined
+from router.text.parts import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Content,
+    Part,
+    Reader,
+    arguments_of,
+    joined,
+)
 from router.text.scan import AnswerReader, Scan, Steps
 
 Read = Callable[[Scan], Steps[None]]
@@ -22,8 +31,11 @@ def read_whole(read: Read, text: str, max_calls: int | None = None) -> list[Part
 
 
 def summary(parts: Iterable[Part]) -> list[object]:
-    """The parts as short as can be: content as text, calls as (name, arguments' text)."""
-    short = list[object]()
+    """The parts as short as can be: content as text, calls as (name, arguments' text).
+
+    Those calls are finished whose arguments parse, and no others.
+    """
+    short, finished, parsed = list[object](), list[int](), list[int]()
     for part in parts:
         match part:
             case Content(text):
@@ -34,8 +46,13 @@ def summary(parts: Iterable[Part]) -> list[object]:
                 last = short.pop()
                 assert isinstance(last, tuple)
                 short.append((last[0], last[1] + text))
+                if arguments_of(last[1] + text) is not None:
+                    parsed.append(part.index)
+            case CallEnd(index):
+                finished.append(index)
             case _:
                 short.append(part)
+    assert finished == parsed
     return short
 
 

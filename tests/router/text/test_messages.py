@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from router.text.messages import for_template
 from wire.errors import ErrorCode, WireError
@@ -27,12 +28,31 @@ def test_arguments_are_an_object(arguments: Any) -> None:
 
 
 def test_no_arguments_are_an_empty_object() -> None:
-    [wanted] = for_template([call("")], "")
+    with capture_logs() as logs:
+        [wanted] = for_template([call(" ")], "")
+    assert logs == []
     assert wanted["tool_calls"][0]["function"]["arguments"] == {}
 
 
-@pytest.mark.parametrize("arguments", ["[1]", "{", None, 3, "[" * 100_000, r'{"\ud800": 1}'])
-def test_what_is_no_object_is_named(arguments: Any) -> None:
+BROKEN = ("[1]", "{", '{"a": "x\ny"}', '{"a": 1,}', r'{"a": "\d"}', '{"a": NaN}')
+
+
+@pytest.mark.parametrize("arguments", [*BROKEN, "[" * 100_000, r'{"\ud800": 1}', '{"a": 1e999}'])
+def test_a_text_of_no_object_is_an_empty_one_and_the_log_says_so_once(arguments: str) -> None:
+    message = call(arguments)
+    with capture_logs() as logs:
+        [_, *wanted] = for_template([{"role": "user", "content": "x"}, message, message], "")
+    for each in wanted:
+        assert each["tool_calls"][0]["function"]["arguments"] == {}
+    assert message == call(arguments)
+    [said] = logs
+    first = "messages[1].tool_calls[0].function.arguments"
+    assert (said["log_level"], said["calls"], said["first"]) == ("warning", 2, first)
+    assert set(said) == {"event", "log_level", "calls", "first"}, "no text of a conversation"
+
+
+@pytest.mark.parametrize("arguments", [None, 3, [1]])
+def test_what_is_neither_text_nor_object_is_named(arguments: Any) -> None:
     with pytest.raises(WireError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arg") as caught:
         for_template([{"role": "user", "content": "x"}, call(arguments)], "")
     assert caught.value.code == ErrorCode.INVALID_REQUEST

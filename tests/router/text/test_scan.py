@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.text.parts import CallArguments, CallStart, Content, Reasoning
+from router.text.parts import CallArguments, CallEnd, CallStart, Content, Reasoning
 from router.text.scan import AnswerReader, Scan, Steps
 from router.text.tools import hermes
 from tests.router.text.reading import read_pieces, read_whole, summary
@@ -20,6 +20,8 @@ def test_arguments_are_given_as_they_come() -> None:
         [CallStart(0, "get"), CallArguments(0, "{")],
         *([CallArguments(0, char)] for char in '"a"'),
     ]
+    # The call ends with the character behind its arguments, not where the text does.
+    assert [it for it in given if it][-2:] == [[CallArguments(0, "}")], [CallEnd(0)]]
     assert given[-1] == reader.flush() == []
 
 
@@ -52,7 +54,8 @@ def test_white_space_is_content_where_no_call_is_near() -> None:
 def test_a_long_answer_is_read_in_one_go() -> None:
     text = "word \\\\" * 50_000
     whole = read_whole(hermes.read, CALL.replace("x y", text) + text)
-    assert whole == [CallStart(0, "get"), CallArguments(0, f'{{"a": "{text}"}}'), Content(text)]
+    arguments = CallArguments(0, f'{{"a": "{text}"}}')
+    assert whole == [CallStart(0, "get"), arguments, CallEnd(0), Content(text)]
 
 
 def test_a_generator_may_read_reasoning_too() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from router.api.answered.pieces import joined
 from router.api.errors import HttpError
 from router.api.messages.answer import MessageAnswer, read_arguments
 from router.core.request import Request
-from router.text.parts import CallArguments, CallStart, Content, Part, Reasoning
+from router.text.parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning
 from router.text.stops import StopAutomaton
 from tests.router.api.messages.stream import message_of, read_events, without_ids
 from tests.router.api.scripted import TOKENIZER, Core, Writer
@@ -51,12 +51,18 @@ class Said:
     """An answer of which every token is a letter of `text`, or a part of `parts`."""
 
     def __init__(
-        self, text: str, parts: Sequence[Part] | None = None, *, stop: str = "", limit: int = 99
+        self,
+        text: str,
+        parts: Sequence[Part] | None = None,
+        *,
+        stop: str = "",
+        limit: int = 99,
+        eager: Collection[str] = (),
     ) -> None:
         self._core, self._text, self._length = Core(), text, 0
         asked = CompletionRequest(
             tokenizer=TOKENIZER,
-            answer=partial(MessageAnswer, max_tokens=limit),
+            answer=partial(MessageAnswer, max_tokens=limit, eager=eager),
             requests=[(Request((8, 9, 8, 9, 8), Options(), limit - 1), "")],
             stops=StopAutomaton([stop]) if stop else None,
             reader=None if parts is None else partial(Dictated, parts),
@@ -139,8 +145,10 @@ def test_thoughts_and_calls() -> None:
         CallStart(0, "get"),
         CallArguments(0, '{"city": "R'),
         CallArguments(0, 'ome"}'),
+        CallEnd(0),
         CallStart(1, "now"),
         CallArguments(1, "{}"),
+        CallEnd(1),
     ]
     message = without_ids(Said("abcdefg", parts).whole())
     assert message["stop_reason"] == "tool_use"
@@ -150,17 +158,28 @@ def test_thoughts_and_calls() -> None:
         {"type": "tool_use", "name": "get", "input": {"city": "Rome"}},
         {"type": "tool_use", "name": "now", "input": {}},
     ]
-    kinds = [
-        event["delta"]["type"]
-        for event in Said("abcdefg", parts).events()
-        if "index" in event and "delta" in event
-    ]
-    assert kinds == [
-        "thinking_delta",
-        "signature_delta",
-        "text_delta",
-        *["input_json_delta"] * 3,
-    ]
+    # Arguments come together, but for the tools that a client wants them of as they are written.
+    for eager, num_deltas in ((), 2), ({"get"}, 3):
+        kinds = [
+            event["delta"]["type"]
+            for event in Said("abcdefg", parts, eager=eager).events()
+            if "index" in event and "delta" in event
+        ]
+        assert kinds[:3] == ["thinking_delta", "signature_delta", "text_delta"]
+        assert kinds[3:] == ["input_json_delta"] * num_deltas
+
+
+@pytest.mark.parametrize("text", ['{"a": "x\ny"}', '{"a": NaN}', '{"a": 1,}', r'{"a": "\d"}'])
+def test_arguments_that_do_not_parse_break_no_client(text: str) -> None:
+    def said(*, eager: Collection[str] = ()) -> Said:
+        parts: list[Part] = [CallStart(0, "get"), CallArguments(0, text), CallStart(1, "get")]
+        return Said("abc", parts, eager=eager)
+
+    streamed = message_of(said().events())
+    assert without_ids(streamed) == without_ids(said().whole())
+    assert streamed["stop_reason"] == "end_turn"
+    deltas = [it["delta"] for it in said(eager={"get"}).events() if "index" in it and "delta" in it]
+    assert deltas == [{"type": "input_json_delta", "partial_json": text}]
 
 
 def test_why_it_ended() -> None:
@@ -174,7 +193,9 @@ def test_why_it_ended() -> None:
     assert reasons(Said("ab", limit=3), "length") == ("model_context_window_exceeded", None)
     assert reasons(Said("abcd", stop="cd"), "stop") == ("stop_sequence", "cd")
     call: list[Part] = [CallStart(0, "get"), CallArguments(0, "{}")]
-    assert reasons(Said("abcd", call, stop="cd"), "stop") == ("tool_use", None)
+    assert reasons(Said("abcd", call, stop="cd"), "stop") == ("stop_sequence", "cd")
+    assert reasons(Said("ab", call), "stop") == ("end_turn", None)
+    assert reasons(Said("abcd", [*call, CallEnd(0)], stop="cd"), "stop") == ("tool_use", None)
     cut: list[Part] = [CallStart(0, "get"), CallArguments(0, '{"a": ["x", "y')]
     message = Said("ab", cut, limit=2).whole("length")
     assert message["stop_reason"] == "max_tokens"
@@ -221,6 +242,7 @@ def answers(draw: st.DrawFn) -> list[Part]:
         values = st.integers() | st.text() | st.lists(st.booleans())
         text = json.dumps(draw(st.dictionaries(st.text(), values, max_size=3)))
         parts += [CallArguments(num_calls, piece) for piece in draw(cuts(text))]
+        parts.append(CallEnd(num_calls))
         num_calls += 1
     return parts
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.api.responses.output import Output
-from router.text.parts import CallArguments, CallStart, Content, Part, Reasoning
+from router.text.parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning
 from tests.clients.openai_schema import validate_event
 from tests.router.api.responses.asking import assembled, events_of, without_call_ids
 
@@ -32,6 +32,8 @@ def answers(draw: st.DrawFn) -> list[Part]:
         texts = draw(st.lists(TEXTS, max_size=4))
         if kind == "t":
             parts += [CallStart(calls, "tool"), *(CallArguments(calls, text) for text in texts)]
+            if draw(st.booleans()):
+                parts.append(CallEnd(calls))
             calls += 1
         else:
             make = Reasoning if kind == "r" else Content
@@ -53,8 +55,14 @@ def test_a_stream_says_what_the_whole_says(parts: list[Part], cuts: list[int], s
     items = output.items(status)
     assert assembled(events) == items
     assert without_call_ids(items) == without_call_ids(said([parts], status).items(status))
-    assert [item["status"] for item in items[:-1]] == ["completed"] * (len(items) - 1)
-    assert items[-1]["status"] == status
+    finished = [CallEnd(part.index) in parts for part in parts if isinstance(part, CallStart)]
+    expected = ["completed" if it else "incomplete" for it in finished]
+    calls = [item for item in items if item["type"] == "function_call"]
+    assert [item["status"] for item in calls] == expected
+    others = [item["status"] for item in items if item not in calls]
+    ends = [status] if items[-1] not in calls else []
+    assert others == ["completed"] * (len(others) - len(ends)) + ends
+    assert output.is_cut == ("incomplete" in [*others, *expected])
 
 
 def test_every_event_is_what_openais_schema_says() -> None:
