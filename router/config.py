@@ -124,7 +124,9 @@ class Config(SharedSettings):
         description="responses that later ones can go on from (previous_response_id)",
     )
     max_kept_bytes: int = Field(
-        default=MAX_BYTES, ge=0, description="of all responses that are kept; the oldest make room"
+        default=MAX_BYTES,
+        ge=0,
+        description="of all responses that are kept; who keeps most makes room",
     )
     max_attempts: int = Field(
         default=4, ge=1, le=16, description="tries of a request when workers fail; 1: no failover"

@@ -65,7 +65,7 @@ class FairThreads:
         """Let submitted work be done in the turn of this client too, whichever comes first."""
         assert isinstance(future, _Job)
         with self._lock:
-            if not (future.running() or future.done() or client in future.clients):
+            if not (future.running() or future.done()):
                 self._enter(client, future)
                 self._start()
 
@@ -82,7 +82,7 @@ class FairThreads:
         self._pool.shutdown(wait=False)
 
     def _enter(self, client: Hashable, job: _Job[Any]) -> None:
-        job.clients.append(client)
+        job.clients.add(client)
         self._waiting.add(client, job.ref)
 
     def _leave(self, job: Future[Any]) -> None:
@@ -130,7 +130,7 @@ class _Job(Future[T], Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__()
-        self.clients: list[Hashable] = []
+        self.clients: set[Hashable] = set()
         self.ref = ref(self)
         self._work: Callable[[], T] | None = work
 

@@ -868,6 +868,25 @@ async def test_new_structures_of_one_key_do_not_keep_another_key_waiting(
         assert {(await task).status_code for task in flood} == {200}
 
 
+async def test_a_known_structure_waits_for_no_thread(
+    shared: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = Checks(monkeypatch)
+    assert (await ask_as(FEW, shared, guided_regex="[0-9]")).status_code == 200
+    keys = [FEW, *[MANY] * (NUM_ORDINARY - 1)]
+    busy = [
+        asyncio.create_task(ask_as(key, shared, guided_regex=f"slow{number}"))
+        for number, key in enumerate(keys)
+    ]
+    try:
+        await checks.have_begun(NUM_ORDINARY)
+        async with asyncio.timeout(60):
+            assert (await ask_as(FEW, shared, guided_regex="[0-9]")).status_code == 200
+    finally:
+        checks.may_go_on.set()
+        await asyncio.gather(*busy)
+
+
 async def test_nothing_is_checked_for_a_client_that_left_while_others_were(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,8 +83,24 @@ def test_clients_take_turns_and_wait_for_one_job_of_another() -> None:
     names = ["a0", "a1", "a2", "b0", "b1", "c"]
     kept = [pool.submit(name) for name in names]
     pool.end(*names)
-    wait(kept, LONG_S)
+    assert not wait(kept, LONG_S).not_done
     assert pool.begun == ["a0", "b0", "c", "a1", "b1", "a2"]
+    pool.threads.shutdown()
+
+
+def test_a_turn_ends_when_work_begins() -> None:
+    pool = Pool(3)
+    kept = []
+    for name in "xyz":
+        kept.append(pool.submit(name))
+        pool.assert_begun(*"xyz"[: len(kept)])
+    kept += [pool.submit(name) for name in ("a0", "a1", "b")]
+    pool.end("x")
+    pool.assert_begun("x", "y", "z", "a0")
+    pool.end("y")
+    pool.assert_begun("x", "y", "z", "a0", "b")
+    pool.end("z", "a0", "a1", "b")
+    assert not wait(kept, LONG_S).not_done
     pool.threads.shutdown()
 
 
@@ -117,7 +133,7 @@ def test_a_client_has_no_more_waiting_than_it_may() -> None:
     kept[1].cancel()
     kept.append(pool.submit("a4"))
     pool.end("a0", "a2", "a4", "b")
-    wait(kept, LONG_S)
+    assert not wait(kept, LONG_S).not_done
     assert pool.begun == ["a0", "b", "a2", "a4"]
     pool.threads.shutdown()
 
@@ -132,7 +148,7 @@ def test_work_for_several_is_done_once_in_the_turn_that_comes_first(pool: Pool) 
     assert kept[3].result(LONG_S) == "a3"
     pool.threads.join("c", kept[3])  # that is done
     pool.end("a0", "a1", "a2")
-    wait(kept, LONG_S)
+    assert not wait(kept, LONG_S).not_done
     assert pool.begun == ["a0", "a3", "a1", "a2"]
 
 
@@ -140,10 +156,11 @@ def test_work_for_several_that_is_cancelled_is_in_no_line() -> None:
     pool = Pool(1)
     kept = [pool.submit(name) for name in ("a0", "a1", "b")]
     pool.threads.join("b", kept[1])
+    kept.append(pool.submit("b last"))
     kept[1].cancel()
-    pool.end("a0", "b")
-    wait(kept, LONG_S)
-    assert pool.begun == ["a0", "b"]
+    pool.end("a0", "b", "b last")
+    assert not wait(kept, LONG_S).not_done
+    assert pool.begun == ["a0", "b", "b last"]
     pool.threads.shutdown()
 
 
