@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster import ROOT, START_S, until
+from tests.cluster import ROOT, START_S, Cluster, until
 from wire.process.model import DEMO
 
 PORTS = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0")
@@ -131,6 +131,18 @@ def test_children_of_python_P_import_nothing_from_the_working_directory(
     )
     assert str(tmp_path) not in done.stderr
     assert done.returncode == 78, "the workers are the real ones, which refuse the flag"
+
+
+def test_a_model_that_is_wrong_while_a_worker_restarts_is_waited_for(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(DEMO, tmp_path / "model"))
+    with Cluster(tmp_path, model=str(model), executor="hash") as cluster:
+        config = model / "config.json"
+        whole = config.read_bytes()
+        config.write_bytes(half(whole))
+        cluster.kill_local("decode", 0)
+        until(lambda: cluster.log().count("is the file whole?") == 2, "a second try", START_S)
+        config.write_bytes(whole)
+        until(lambda: cluster.find("decode", 0), "the worker is back", START_S)
 
 
 @contextmanager
