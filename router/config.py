@@ -30,7 +30,7 @@ from router.http.limits import MAX_BODY_BYTES
 from router.http.origin import check_origin
 from router.text.answer import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 from wire.process.keys import credential
-from wire.process.settings import MAX_PORT, SharedSettings, check_endpoint, port_of
+from wire.process.settings import MAX_PORT, SharedSettings, check_endpoint, check_printable, port_of
 
 NumWorkers = Annotated[int, Field(ge=0, le=64)]
 
@@ -204,6 +204,7 @@ class Config(SharedSettings):
             ) from None
 
     _check_bus = field_validator("bus")(check_endpoint)
+    _check_name = field_validator("served_model_name")(check_printable)
 
     @field_validator("worker_args")
     @classmethod

@@ -1,10 +1,11 @@
 """`--local P,D`: workers on this machine as child processes, started again when they die.
 
 Each is started again when it dies, after a pause that grows.  One that ends because its settings
-are wrong (exit status 78) is not started again; if that is so of all, and no other worker is here,
-the router ends like them.  One that found its rank taken (75) is started as soon as the rank is
-free.  None outlives the router: at the end they get SIGTERM, then SIGKILL; when the router itself
-is killed, Linux kills them (PR_SET_PDEATHSIG).  Their logs go to our stderr.
+are wrong (exit status 78) is not started again, unless it ran before: then its model's files are
+wrong now, and may be right again.  If all are given up, and no other worker is here, the router
+ends like them.  One that found its rank taken (75) is started as soon as the rank is free.  None
+outlives the router: at the end they get SIGTERM, then SIGKILL; when the router itself is killed,
+Linux kills them (PR_SET_PDEATHSIG).  Their logs go to our stderr.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class LocalWorkers:
         self._min_pause_s = min_pause_s
         self._tasks: list[asyncio.Task[None]] = []
         self._processes: dict[tuple[str, int], asyncio.subprocess.Process] = {}
+        self._have_run: set[tuple[str, int]] = set()  # and did not end for their settings
         self._is_stopping = False
         self._places = places(config)
 
@@ -98,9 +100,15 @@ class LocalWorkers:
         async for status in lives(run, log.bind(worker=name), self._min_pause_s):
             if self._is_stopping:
                 return
-            if status == EX_CONFIG:
+            if status == EX_CONFIG and (role, rank) not in self._have_run:
                 log.error("local worker has wrong settings, given up", worker=name)
                 return
+            if status == EX_CONFIG:
+                log.error(
+                    "local worker cannot start, though it ran before: are its model's files whole? "
+                    "It says above what is wrong, and is tried again",
+                    worker=name,
+                )
             if status == EX_TEMPFAIL:
                 await self._until_free(role, rank)
 
@@ -119,9 +127,12 @@ class LocalWorkers:
         if self._is_stopping:  # `stop` has signalled the others already.
             signal_child(process, signal.SIGKILL)
         try:
-            return await process.wait()
+            status = await process.wait()
         finally:
             self._processes.pop((role, rank), None)
+        if status != EX_CONFIG:
+            self._have_run.add((role, rank))
+        return status
 
 
 def command(config: Config, bus: str, role: str, rank: int) -> list[str]:

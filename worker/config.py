@@ -12,7 +12,14 @@ from pydantic import Field, field_validator, model_validator
 from wire.payloads import EndpointOrNone
 from wire.process.cores import format_cores, parse_cores
 from wire.process.keys import credential
-from wire.process.settings import MAX_BYTES, MAX_COUNT, SharedSettings, check_endpoint, port_of
+from wire.process.settings import (
+    MAX_BYTES,
+    MAX_COUNT,
+    SharedSettings,
+    check_endpoint,
+    check_printable,
+    port_of,
+)
 
 MIB: Final = 1 << 20
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
@@ -231,7 +238,7 @@ class Config(SharedSettings):
     @field_validator("speculate")
     @classmethod
     def _check_speculate(cls, setting: str) -> str:
-        found = fullmatch(r"ngram:([0-9]+)|draft:([0-9]+):.+", setting)
+        found = fullmatch(r"ngram:([0-9]+)|draft:([0-9]+):.+", check_printable(setting))
         if found is not None:
             # Here: a router looks at this declaration too, and should not load an engine for it.
             from worker.engine.speculation import checked

@@ -7,25 +7,27 @@ it out as a NumPy record, and the compiled loop reads `a.eps` from there.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
+import json
 import logging
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NewType, ParamSpec, TypeVar, get_type_hints
 
+import llvmlite
 import numba
 import numpy as np
 import numpy.typing as npt
 from numba import njit, types
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
 from numba.core.runtime import rtsys
 
 from kernels.cpu import intrinsics
+from kernels.cpu.cache import Directory, digest_of, opened
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,6 +38,7 @@ Record = npt.NDArray[np.void]
 Shared = NewType("Shared", int)
 
 _LOG = logging.getLogger("kernels")
+_SOURCES = Path(__file__).parent
 CACHE_LINE = 64
 # A product and a sum may be rounded once, sums reordered.
 FASTMATH = {"contract", "reassoc", "nsz"}
@@ -120,14 +123,8 @@ def compiled(task: Task) -> Any:
     """Compile a task: `address` is that of a native function of (address of arguments, thread)."""
     kind = next(iter(get_type_hints(task).values()))
     signature = (numba.from_dtype(layout_of(kind)), types.int64), types.void
-    options = {"nopython": True, **_OPTIONS}
-    try:
-        native: CFunc = _CachedFunction(task, signature, locals={}, options=options)
-        native.compile()
-    except (OSError, RuntimeError) as error:  # nowhere to keep it
-        native = CFunc(task, signature, locals={}, options=options)
-        native.compile()
-        say_not_kept(getattr(error, "strerror", None) or str(error))
+    native = _CachedFunction(task, signature, locals={}, options={"nopython": True, **_OPTIONS})
+    native.compile()
     return native
 
 
@@ -136,59 +133,10 @@ def say_not_kept(reason: str) -> None:
     """Say once in a process why every start of it takes so long."""
     _LOG.warning(
         "compiled loops cannot be kept in %s (%s), so each start compiles them anew; make room "
-        "there, or set XDG_CACHE_HOME to a directory that this process can write to",
+        "there, or set XDG_CACHE_HOME to a directory of this user that no other can write to",
         _cache_directory(),
         reason,
     )
-
-
-class CacheLocator(UserProvidedCacheLocator):  # type: ignore[misc]
-    """Where compiled tasks are kept: Numba's own setting is one for everything in the process."""
-
-    def __init__(self, task: Any, path: str) -> None:
-        super().__init__(task, path)
-        directory = _cache_directory().expanduser()  # raises RuntimeError
-        self._cache_path = str(directory / self.get_suitable_cache_subpath(path))
-
-    @classmethod
-    def from_function(cls, task: Any, path: str) -> CacheLocator:
-        locator = cls(task, path)
-        locator.ensure_cache_path()
-        return locator
-
-    def get_source_stamp(self) -> Any:
-        """Return what changes with the code: Numba looks at one file, a task is made of several."""
-        sources = sorted(Path(__file__).parent.glob("*.py"))
-        digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
-        return super().get_source_stamp(), digest.digest()
-
-
-class _Storage(CompileResultCacheImpl):  # type: ignore[misc]
-    _locator_classes = (CacheLocator,)
-
-
-class _Cache(FunctionCache):  # type: ignore[misc]
-    """What is kept of a task; where nothing is, one process compiles it and the others wait.
-
-    Processes that start together want the same tasks.  The lock is let go when `held` closes, or
-    when the process ends, however it does.
-    """
-
-    _impl_class = _Storage
-
-    def __init__(self, task: Any, held: ExitStack) -> None:
-        super().__init__(task)
-        self._lock = Path(self.cache_path) / f"{self._impl.filename_base}.lock"
-        self._held = held
-
-    def load_overload(self, signature: Any, context: Any) -> Any:
-        """Return what is kept: without what Numba imports to compile, 0.15 s in each process."""
-        rtsys.initialize(context)  # what some loops are linked to
-        kept = self._load_overload(signature, context)
-        if kept is None:
-            fcntl.flock(self._held.enter_context(self._lock.open("w")), fcntl.LOCK_EX)
-            kept = super().load_overload(signature, context)
-        return kept
 
 
 class _CachedFunction(CFunc):
@@ -196,6 +144,86 @@ class _CachedFunction(CFunc):
         with ExitStack() as held:
             self._cache = _Cache(self.__wrapped__, held)
             super().compile()
+
+
+class _Cache:
+    """What is kept of a task, as `CFunc` asks for it; Numba's own cache unpickles what it finds.
+
+    Processes that start together want the same tasks: where nothing is kept, one process compiles
+    it and the others wait.  The lock is let go when `held` closes, or when the process ends,
+    however it does.
+    """
+
+    def __init__(self, task: Task, held: ExitStack) -> None:
+        self._task = task
+        self._held = held
+        self._directory: Directory | None = None
+        self._name, self._key = "", b""
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        """Return what is kept: without what Numba imports to compile, 0.15 s in each process."""
+        rtsys.initialize(context)  # what some loops are linked to
+        processor = context.codegen().magic_tuple()
+        self._name = f"{self._task.__module__}.{self._task.__qualname__}-{_short(processor)}"
+        self._key = _key(self._task, str(signature), processor)
+        try:
+            path = _cache_directory().expanduser() / f"cpu-{_short(_SOURCES)}"
+            directory = self._held.enter_context(opened(path))
+            code = directory.load(self._name, self._key)
+            if code is None:
+                self._held.enter_context(directory.locked(self._name))
+                code = directory.load(self._name, self._key)
+        except (OSError, RuntimeError) as error:  # nowhere to keep it
+            say_not_kept(getattr(error, "strerror", None) or str(error))
+            return None
+        self._directory = directory
+        return None if code is None else _linked(code, context)
+
+    def save_overload(self, _: Any, result: Any) -> None:
+        """Keep what was compiled."""
+        if self._directory is not None:
+            try:
+                self._directory.save(self._name, self._key, _code_of(result))
+            except OSError as error:
+                say_not_kept(error.strerror or str(error))
+
+
+def _code_of(result: Any) -> bytes:
+    """Return what `_linked` needs of what Numba has compiled: a line of JSON, then two modules."""
+    # Nothing in it belongs to this process: no addresses, no Python objects.
+    assert not result.library.has_dynamic_globals
+    assert not any(it.consts for it in result._find_referenced_environments())  # noqa: SLF001
+    name, kind, (native, bitcode) = result.library.serialize_using_object_code()
+    head = name, kind, len(native), result.fndesc.llvm_cfunc_wrapper_name
+    return b"".join([json.dumps(head).encode(), b"\n", native, bitcode])
+
+
+def _linked(code: bytes, context: Any) -> Any:
+    """Return what `CFunc` needs to know of compiled code, once it is in memory."""
+    line, _, modules = code.partition(b"\n")
+    name, kind, size, wrapper = json.loads(line)
+    state = name, kind, (modules[:size], modules[size:])
+    library = context.codegen().unserialize_library(state)
+    return SimpleNamespace(library=library, fndesc=SimpleNamespace(llvm_cfunc_wrapper_name=wrapper))
+
+
+def _key(task: Task, signature: str, processor: tuple[str, ...]) -> bytes:
+    """Return a digest of all that the code of a task depends on."""
+    releases = sys.version, numba.__version__, llvmlite.__version__
+    said = repr((task.__qualname__, signature, processor, releases))
+    return digest_of(said.encode() + _sources(task.__code__.co_filename))
+
+
+@cache
+def _sources(path: str) -> bytes:
+    """Return a digest of the file of a task, and of those that it may be made of."""
+    return digest_of(
+        b"".join(it.read_bytes() for it in (Path(path), *sorted(_SOURCES.glob("*.py"))))
+    )
+
+
+def _short(value: object) -> str:
+    return digest_of(str(value).encode()).hex()[:8]
 
 
 def _cache_directory() -> Path:

@@ -44,6 +44,7 @@ from wire.errors import ErrorCode, PeerLost, WireError
 from wire.frames import AS_MANY_AS_FIT, NO_RANK, Cancel, DecodeRequest, Drain, PrefillRequest, Role
 from wire.parts import Message
 from wire.payloads import Usage, encode_continuation, encode_prompt
+from wire.process.repeated import RepeatedLine
 
 log = structlog.get_logger("router")
 
@@ -82,6 +83,7 @@ class Dispatcher:
         self._placement = Placement(fleet, index, limits=limits, request_ids=request_ids)
         self._budget = RetryBudget(limits.retry_burst, clock())
         self._replies = Replies(self, self._placement, limits=limits, clock=clock)
+        self._followed = RepeatedLine(log.warning, "attempt failed, another follows", clock)
         self._handles = itertools.count(1)
 
         self._open: dict[int, RequestState] = {}  # by handle
@@ -188,14 +190,12 @@ class Dispatcher:
             self._fail(state, WireError(code, message))
 
     def tick(self) -> None:
-        """End requests that are overdue, and those that keep KV for a client that does not ask on
-        while others wait for the room.
-
-        Call it several times a second.
-        """
+        """End overdue requests, and those that keep KV unasked while others wait; call it often."""
         self._fail_overdue()
         self._place_waiting()
         self._make_way()
+        self._replies.tick()
+        self._followed.tick()
 
     def on_message(self, peer: bytes, message: Message) -> None:
         """Take a message of a registered worker.
@@ -291,7 +291,7 @@ class Dispatcher:
         state.avoided |= at_fault(attempt, error, blamed)
         self._abandon(attempt, ErrorCode.CANCELLED, spare)
         self.failovers[error.code.label] += 1
-        log.warning("attempt failed, another follows", reason=error.message, code=error.code.label)
+        self._followed.add({"reason": error.message, "code": error.code.label})
         if state.phase is Phase.HELD:
             return  # The client has not asked for more yet; `go_on` will queue it.
         pause = pause_s(state, error)

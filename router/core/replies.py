@@ -35,6 +35,7 @@ from wire.payloads import (
     decode_map,
     decode_prefill_result,
 )
+from wire.process.repeated import RepeatedLine
 
 log = structlog.get_logger("router")
 
@@ -103,6 +104,11 @@ class Replies:
         self._lease_s = limits.lease_s
         self._vocab_size = limits.vocab_size
         self._clock = clock
+        self._refused = RepeatedLine(log.info, "worker refused", clock)
+
+    def tick(self) -> None:
+        """Call it now and then."""
+        self._refused.tick()
 
     def on_message(self, peer: bytes, message: Message) -> None:
         """Take a message.
@@ -154,7 +160,7 @@ class Replies:
             self._requests.release_decode(attempt)
             self._requests.finish(state, usage)
         else:
-            error = _failure(worker, frame, message)
+            error = self._failure(worker, frame, message)
             self._requests.fail_attempt(attempt, error, blamed=worker, spare=worker)
 
     def _on_read(
@@ -223,6 +229,15 @@ class Replies:
             raise RemoteProtocolError("a token that was not asked for")
         _check_vocabulary(token_id, self._vocab_size)
         _check_logprobs(scores, attempt.state.request.options.logprobs, self._vocab_size)
+
+    def _failure(self, worker: Worker, frame: Error, message: Message) -> RequestFailed:
+        """Return a worker's ERROR in our words, with its name where another may do better."""
+        code, said = ErrorCode(frame.code), decode_error(message.body()).message
+        if code not in SENTENCES:
+            raise RemoteProtocolError(f"a worker does not end a request with {code.label}")
+        self._refused.add({"worker": worker.name, "code": code.label, "reason": said[:MAX_LOGGED]})
+        where = f" ({worker.name})" if code in AGAIN else ""
+        return RequestFailed(code, SENTENCES[code] + where)
 
     def _on_breach(self, attempt: Attempt, worker: Worker, error: RemoteProtocolError) -> None:
         """Fail an attempt whose worker broke the protocol.
@@ -311,16 +326,6 @@ def _checked_usage(worker: Worker, attempt: Attempt, usage: Usage, now: float) -
         kv_seconds=min(usage.kv_seconds, elapsed_s),
         kv_transfer_seconds=min(usage.kv_transfer_seconds, elapsed_s),
     )
-
-
-def _failure(worker: Worker, frame: Error, message: Message) -> RequestFailed:
-    """Return a worker's ERROR in our words, with its name where another worker may do better."""
-    code, said = ErrorCode(frame.code), decode_error(message.body()).message
-    if code not in SENTENCES:
-        raise RemoteProtocolError(f"a worker does not end a request with {code.label}")
-    log.info("worker refused", worker=worker.name, code=code.label, reason=said[:MAX_LOGGED])
-    where = f" ({worker.name})" if code in AGAIN else ""
-    return RequestFailed(code, SENTENCES[code] + where)
 
 
 def _check_size(worker: Worker, attempt: Attempt, kv_bytes: int, num_tokens: int) -> None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from router.config import Config, split_endpoint
 from wire.payloads import WelcomeDetail, decode_map, encode_map
-from wire.process.settings import EX_CONFIG, parse
+from wire.process.settings import EX_CONFIG, SharedSettings, parse
 from worker.config import Config as WorkerConfig
 
 
@@ -213,6 +213,32 @@ def test_the_model_name_comes_from_the_model() -> None:
     assert Config(model="org/Tiny-1").model_name == "Tiny-1"
     assert Config(model="/models/tiny/").model_name == "tiny"
     assert Config(model="org/x", served_model_name="y").model_name == "y"
+
+
+@pytest.mark.parametrize("bad", ["a\nb", "a\x1b[2J", "a\r", "a\x7f", "a\u202eb", "a\u2028b"])
+@pytest.mark.parametrize(
+    ("kind", "flag", "start"),
+    [
+        (Config, "--served-model-name", ""),
+        (Config, "--model", "/models/"),
+        (Config, "--executor", "plug_in:"),
+        (WorkerConfig, "--model", "/models/"),
+        (WorkerConfig, "--speculate", "draft:4:/models/"),
+    ],
+)
+def test_names_for_logs_and_clients_can_be_printed(
+    kind: type[SharedSettings],
+    flag: str,
+    start: str,
+    bad: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="78"):
+        parse(kind, [f"{flag}={start}{bad}"])
+    said = capsys.readouterr().err
+    assert flag in said and "cannot be printed" in said
+    assert said.count("\n") == 1 and said.strip().isprintable()
+    assert parse(kind, ["--model=/m/Käse 2"]).model == "/m/Käse 2"
 
 
 def test_router_and_workers_agree_on_their_common_defaults() -> None:

@@ -158,6 +158,36 @@ async def test_a_worker_with_wrong_settings_is_not_tried_again(
     await workers.stop(1.0)
 
 
+async def test_a_worker_that_ran_before_is_tried_until_its_model_is_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, runs = tmp_path / "model", tmp_path / "runs"
+    model.touch()
+    run_script(
+        monkeypatch,
+        "import os, time\n"
+        f"if not os.path.exists({str(model)!r}): raise SystemExit(78)\n"
+        f"open({str(runs)!r}, 'a').write('x')\n"
+        "time.sleep(60)",
+    )
+    workers = local_workers((0, 1))
+    workers.start()
+    await until(runs.exists)
+    model.unlink()
+    with capture_logs() as logs:
+        os.kill(workers.pids["decode", 0], signal.SIGKILL)
+        await until(lambda: [line.get("status") for line in logs].count(78) == 3)
+        workers.check([NOBODY])  # it is not given up
+    said = [line for line in logs if line["log_level"] == "error"]
+    assert len(said) == 3 and {line["worker"] for line in said} == {"decode-0"}
+    assert "tried again" in said[0]["event"]
+    pauses = [line["restart_in_s"] for line in logs if "restart_in_s" in line]
+    assert pauses == sorted(set(pauses)), "each is longer than the one before"
+    model.touch()
+    await until(lambda: runs.read_text() == "xx")
+    await workers.stop(20.0)
+
+
 NOBODY: Final = ProcessState(pid=1, running=0, waiting=0, reasons=[], workers=[])
 SOMEBODY: Final = structs.replace(NOBODY, workers=[{"role": "decode", "rank": 9}])
 

@@ -5,6 +5,7 @@ waits and, when all is there, what to try.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -19,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster import ROOT, START_S, until
+from tests.cluster import ROOT, START_S, Cluster, until
 from wire.process.model import DEMO
 
 PORTS = ("--http", "127.0.0.1:0", "--tcp", "127.0.0.1:0")
@@ -110,6 +111,38 @@ def test_a_router_whose_workers_cannot_start_ends_like_them(processes: str) -> N
     assert "Traceback" not in done.stderr and "exc_type" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("--local: none of these workers can start") and "--worker-args" in last
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_children_of_python_P_import_nothing_from_the_working_directory(
+    tmp_path: Path, processes: str
+) -> None:
+    for name in ("router.py", "worker.py"):
+        (tmp_path / name).write_text("raise SystemExit(f'{__file__} was run')")
+    command = ["router", "--local", "1,1", "--worker-args", "--num-bloks 4", *PORTS]
+    command += ["--bus", "tcp://127.0.0.1:0", "--processes", processes]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", *command],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert str(tmp_path) not in done.stderr
+    assert done.returncode == 78, "the workers are the real ones, which refuse the flag"
+
+
+def test_a_model_that_is_wrong_while_a_worker_restarts_is_waited_for(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(DEMO, tmp_path / "model"))
+    with Cluster(tmp_path, model=str(model), executor="hash") as cluster:
+        config = model / "config.json"
+        whole = config.read_bytes()
+        config.write_bytes(half(whole))
+        cluster.kill_local("decode", 0)
+        until(lambda: cluster.log().count("is the file whole?") == 2, "a second try", START_S)
+        config.write_bytes(whole)
+        until(lambda: cluster.find("decode", 0), "the worker is back", START_S)
 
 
 @contextmanager

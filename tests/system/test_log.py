@@ -146,3 +146,20 @@ def test_bugs_leave_nothing_of_a_prompt_in_the_log(tmp_path: Path, make: type[Cl
     assert "KeyError" in log and "ValueError" in log
     for secret in ("SECRET", "101, 102", f"last_token_id={POISON}"):
         assert secret not in log
+
+
+def test_what_fails_for_every_choice_of_a_request_is_a_line_not_one_a_choice(
+    tmp_path: Path,
+) -> None:
+    with Cluster(tmp_path, executor="tests.poisoned_model:create") as cluster:
+        # The texts come to the token that the model cannot read.
+        body = {"prompt": [7, POISON, 8, 7], "max_tokens": 9, "n": 128}
+        answer = httpx.post(
+            cluster.http + "/v1/completions", json=body, trust_env=False, timeout=START_S
+        )
+        assert answer.json()["error"]["code"] == "model_failed"
+        cluster.until_idle(START_S)
+        events = [json.loads(line)["event"] for line in cluster.log().splitlines()]
+    each = "a sequence cannot be computed", "request failed", "worker refused"
+    counts = {event: events.count(event) for event in each}
+    assert all(1 <= count <= 3 for count in counts.values()), counts

@@ -19,7 +19,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from scripts.models.make_model import make_model
-from tests.cluster import until
+from tests.cluster import ROOT, until
 from wire.process.cores import best_threads
 from wire.process.model import fingerprint
 from wire.process.settings import EX_CONFIG, SharedSettings, parse
@@ -234,6 +234,26 @@ def test_they_have_our_environment_without_settings_and_what_systemd_says(
     names = dict(line.partition("=")[::2] for line in (tmp_path / "out").read_text().splitlines())
     assert {"HF_HOME", "PYTHONPATH"} <= names.keys()
     assert not [it for it in names if it.startswith(("BATON_", "NOTIFY_SOCKET", "WATCHDOG_"))]
+
+
+STARTS_FOLLOWERS = """
+import os, threading
+from worker.config import Config
+from worker.processes import Followers
+
+Followers(Config(model="/no/such/model", tensor_parallel=2), os._exit, os.environ)
+threading.Event().wait()
+"""
+
+
+def test_followers_of_python_P_import_nothing_from_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text("raise SystemExit(7)")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", STARTS_FOLLOWERS],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 78, "the real worker finds no such model"
 
 
 @pytest.mark.parametrize("status", [0, 3])

@@ -1,4 +1,4 @@
-"""Child processes: of the same release, started again; on Linux none outlives who started it."""
+"""Child processes: of the same release, started again; on Linux none outlives its parent."""
 
 from __future__ import annotations
 
@@ -19,13 +19,29 @@ MAX_PAUSE_S: Final = 30.0
 # After a child has run for this long, the pause is short again.
 HEALTHY_S: Final = 60.0
 _PR_SET_PDEATHSIG: Final = 1
+# Fields of `sys.flags`, and the variables that set them: what is imported, and what runs of it.
+# -X and -W are for the one process that they are said to.
+_FLAGS: Final = {
+    "safe_path": "PYTHONSAFEPATH",
+    "no_user_site": "PYTHONNOUSERSITE",
+    "optimize": "PYTHONOPTIMIZE",
+    "dont_write_bytecode": "PYTHONDONTWRITEBYTECODE",
+}
 
 
 def same_release(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with a path for imports that begins with ours."""
+    """Return the environment in which a child of ours imports what this process would import.
+
+    Its path begins with ours, and its interpreter has the flags of ours.  If ours ignores the
+    variables of Python (-E, -I), the child is not given them.
+    """
+    if sys.flags.ignore_environment:
+        environ = {name: it for name, it in environ.items() if not name.startswith("PYTHON")}
+    given = {name: getattr(sys.flags, flag) for flag, name in _FLAGS.items()}
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
-    return {**environ, "PYTHONPATH": path}
+    flags = {name: str(int(value)) for name, value in given.items() if value}
+    return {**environ, **flags, "PYTHONPATH": path}
 
 
 async def start_child(

@@ -102,6 +102,11 @@ class SharedSettings(Settings):
         default="info", description="least level that is logged"
     )
 
+    @field_validator("model", "executor")
+    @classmethod
+    def _check_names(cls, name: str) -> str:
+        return check_printable(name)
+
     @property
     def model_name(self) -> str:
         """What clients call the model: the last part of `model`."""
@@ -147,6 +152,13 @@ def parse(
 def port_of(text: str) -> int | None:
     """Return the port, from 0 to `MAX_PORT`, that a text of ASCII digits says; None for others."""
     return int(text) if fullmatch("[0-9]{1,5}", text) and int(text) <= MAX_PORT else None
+
+
+def check_printable(text: str) -> str:
+    """Return a text that lines of a log and answers to clients can hold.  Raises ValueError."""
+    if not text.isprintable():
+        raise ValueError("has characters that cannot be printed, like a line break: remove them")
+    return text
 
 
 def check_endpoint(endpoint: str) -> str:

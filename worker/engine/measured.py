@@ -23,6 +23,7 @@ import structlog
 
 from wire.errors import ErrorCode
 from wire.options import Options
+from wire.process.repeated import RepeatedLine
 from worker.compute.contract import KVCache
 from worker.engine.batch import Chunk, build
 from worker.engine.blocks import BlockPool
@@ -87,6 +88,7 @@ class MeasuredExecutor:
         self._num_sampled = 0
         self._num_sequences = 0
         self._is_overdraw_told = False
+        self._faults = RepeatedLine(log.warning, "a sequence cannot be computed", clock)
         # What it can do besides, it still can.
         if isinstance(executor, Scorer):
             self.score = executor.score
@@ -120,6 +122,7 @@ class MeasuredExecutor:
     def forward(self, batch: Batch) -> Any:
         self._state, self._batch_sequences = State.BUSY, len(batch.context_lens)
         self._started_s = self._clock()
+        self._faults.tick()
         logits = self._watched(self._executor.forward, batch)
         if not batch.samplings:
             self._finish(batch)
@@ -183,7 +186,8 @@ class MeasuredExecutor:
         except SequenceFailed as failure:  # only that sequence is affected
             self._state, self._batch_sequences = State.READY, 0
             if failure.code is ErrorCode.MODEL_FAILED:  # else the request is to blame
-                log.warning("a sequence cannot be computed", exc_info=failure)
+                fault = type(failure.__cause__ or failure).__name__
+                self._faults.add({"fault": fault}, exc_info=failure)
             raise
         except BaseException:
             self._state = State.ERROR

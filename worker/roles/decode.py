@@ -16,6 +16,7 @@ from wire.frames import AS_MANY_AS_FIT, DecodeDone, DecodeRequest, DecodeToken, 
 from wire.options import Options
 from wire.parts import MAX_HEADERS, Message
 from wire.payloads import STOP, Logprobs, PeerDetail, Usage, decode_continuation, encode_map
+from wire.process.repeated import RepeatedLine
 from wire.transfer import KVReceiver
 from worker.engine.engine import Engine
 from worker.engine.outputs import Displaced, Failed, Output, Reserved, Token
@@ -107,6 +108,7 @@ class DecodeRole:
         self._engine = context.engine
         self._clock = context.clock
         self.transfers = TransferCounts()
+        self._failed = RepeatedLine(log.warning, "request failed", self._clock)
         self._generations: dict[int, Generation] = {}
         self.incoming = IncomingTransfers(
             context, self._is_asked_for, self._begin_if_ready, self._on_transfer_failed
@@ -215,6 +217,7 @@ class DecodeRole:
     def tick(self, now: float) -> None:
         """End what has waited a lease for its other half, or past its own deadline."""
         self.incoming.tick(now)
+        self._failed.tick()
         for request_id, generation in list(self._generations.items()):
             is_alone = generation.receiver is None and request_id not in self.incoming
             if generation.is_overdue(now):
@@ -269,7 +272,7 @@ class DecodeRole:
         generation = self._generations.pop(request_id, None)
         if generation is not None:
             code = ErrorCode(error.code)
-            log.warning("request failed", request=request_id, stage=stage, code=code.label)
+            self._failed.add({"stage": stage, "code": code.label}, request=request_id)
             generation.router.refuse(request_id, error, stage)
 
 

@@ -22,6 +22,7 @@ from wire.errors import ErrorCode, RemoteProtocolError, TransferTooLarge, WireEr
 from wire.frames import ANY_RANK, NO_RANK, PrefillDone, PrefillRequest
 from wire.parts import Message
 from wire.payloads import STOP, PeerDetail, PrefillResult, decode_prompt, encode_prefill_result
+from wire.process.repeated import RepeatedLine
 from wire.transfer import KVSender, new_key
 from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Failed, Output, Started, Token
@@ -89,6 +90,7 @@ class PrefillRole:
         self._engine = context.engine
         self._copies = context.copies
         self._clock = context.clock
+        self._failed = RepeatedLine(log.warning, "request failed", self._clock)
         is_on = context.config.kv_shared_memory == "auto"
         name, make_port = context.identity.name, context.make_port
         self._lender = Lender(context.cache, name, make_port, is_on=is_on)
@@ -249,6 +251,7 @@ class PrefillRole:
             if prefill.transfer is not None:
                 prefill.transfer.tick(now)
         self.peers.tick(now)
+        self._failed.tick()
 
     async def close(self) -> None:
         for prefill in list(self._prefills.values()):
@@ -318,7 +321,7 @@ class PrefillRole:
 
     def _fail(self, prefill: Prefill, error: WireError, stage: str) -> None:
         code = ErrorCode(error.code)
-        log.warning("request failed", request=prefill.request_id, stage=stage, code=code.label)
+        self._failed.add({"stage": stage, "code": code.label}, request=prefill.request_id)
         prefill.router.refuse(prefill.request_id, error, stage)
         self._end(prefill)
 

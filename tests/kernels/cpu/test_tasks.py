@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
+import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from kernels.cpu import tasks, threads
+from kernels.cpu.cache import Directory
 from kernels.cpu.intrinsics import floats_at, longs_at
 from kernels.cpu.tasks import (
     CACHE_LINE,
@@ -125,15 +128,25 @@ def test_the_second_process_finds_it_compiled(
     assert filled() == WANT
     # Any source of the loops may have changed what was compiled from this one.
     compiled.cache_clear()
-    monkeypatch.setattr(tasks.CacheLocator, "get_source_stamp", lambda _: "another")
+    monkeypatch.setattr(tasks, "_sources", lambda _: b"others")
     assert compiled(fill).cache_hits == 0
 
 
 TOGETHER = """
-import multiprocessing, os, signal
+import multiprocessing, os, signal, sys
+from pathlib import Path
 from kernels.cpu import tasks
 from tests.kernels.cpu.test_tasks import fill
 
+if sys.argv[1] == "damaged":
+    if not os.fork():
+        tasks.compiled(fill)
+        os._exit(0)
+    os.wait()
+    files = [it for it in Path(os.environ["XDG_CACHE_HOME"]).rglob("*") if it.is_file()]
+    assert any(it.stat().st_size for it in files)
+    for path in files:
+        path.write_bytes(b"")
 heard, said = os.pipe()
 first = os.fork()
 if not first:
@@ -156,9 +169,12 @@ while True:
 """
 
 
-def test_one_process_compiles_and_the_others_wait_for_it_unless_it_dies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("found", ["nothing", "damaged"])
+def test_one_process_compiles_and_the_others_wait_for_it_unless_it_dies(
+    tmp_path: Path, found: str
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", TOGETHER],
+        [sys.executable, "-c", TOGETHER, found],
         cwd=ROOT,
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
@@ -191,9 +207,58 @@ def test_a_full_disk_is_named_too(
 
     tasks.say_not_kept.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    monkeypatch.setattr(Directory, "save", full)
     assert filled() == WANT
     assert "(No space left on device)" in caplog.text
+
+
+class RunsCode:
+    """Pickled: unpickling it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self._marker,)
+
+
+def flip_a_bit(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: b"",
+        lambda content: random.Random(1).randbytes(len(content)),
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:70],
+        flip_a_bit,
+        lambda _: pickle.dumps(RunsCode(Path(os.environ["XDG_CACHE_HOME"], "was unpickled"))),
+    ],
+    ids=["emptied", "random", "cut", "headless", "a bit", "pickle"],
+)
+@pytest.mark.usefixtures("_compiled_anew")
+def test_a_damaged_file_is_named_removed_and_compiled_again(
+    damage: Callable[[bytes], bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiled(fill).cache_hits == 0
+    files = [it for it in tmp_path.rglob("*") if it.is_file() and it.stat().st_size]
+    for path in files:
+        path.write_bytes(damage(path.read_bytes()))
+    compiled.cache_clear()
+    assert compiled(fill).cache_hits == 0
+    assert filled() == WANT
+    (said,) = caplog.messages
+    assert any(f"removed {path} " in said for path in files) and "compiled again" in said
+    compiled.cache_clear()
+    assert compiled(fill).cache_hits == 1
+    assert not (tmp_path / "was unpickled").exists()
 
 
 @pytest.mark.usefixtures("_compiled_anew")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from structlog.testing import capture_logs
 
 from router.core.failover import PER_S, RetryBudget, given_up, pause_s
 from router.core.replies import SENTENCES
@@ -25,6 +26,7 @@ from wire.frames import (
 )
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_continuation, decode_prompt, encode_map
+from wire.process.repeated import AGAIN_S
 
 P, D = b"prefill-0-1", b"decode-0-1"
 P1, D1 = b"prefill-1-1", b"decode-1-1"
@@ -146,6 +148,18 @@ def test_a_worker_lost_after_the_last_token_was_not_needed_any_more(router: Rout
     assert sink.kinds == ["prefill", "token", "done"] and router.prefill_id is not None
     assert sink.usage.finish_reason == "length" and router.take(Tag.PREFILL_REQUEST) == []
     router.assert_idle()
+
+
+def test_the_requests_of_a_lost_worker_are_one_line_and_their_number(router: Router) -> None:
+    for _ in range(6):
+        router.submit()
+    with capture_logs() as logs:
+        router.bus.on_lost(P)
+        router.now += AGAIN_S
+        router.dispatcher.tick()
+    said = [line for line in logs if line["event"] == "attempt failed, another follows"]
+    assert [line.get("repeated") for line in said] == [None, 2]
+    assert {line["code"] for line in said} == {"worker_lost"}
 
 
 def test_a_worker_that_failed_is_avoided_and_given_a_pause(router: Router) -> None:

@@ -22,6 +22,7 @@ from wire.logprobs import join_prompt_logprobs, pack_logprobs
 from wire.parts import Message
 from wire.payloads import ErrorDetail, Logprobs, PrefillResult, Usage, encode_map
 from wire.payloads import encode_prefill_result as read
+from wire.process.repeated import AGAIN_S
 
 VOCAB = 100
 PROMPT = 20
@@ -261,6 +262,25 @@ def test_the_words_of_a_worker_are_cut_in_the_log() -> None:
     with structlog.testing.capture_logs() as lines:
         router.say(peer, Error(router.prefill_id(), ErrorCode.INTERNAL), said)
     assert [line["reason"] for line in lines if "reason" in line] == [MAX_LOGGED * "x"]
+
+
+def test_what_a_worker_refuses_for_one_reason_is_one_line_and_its_number() -> None:
+    router = Router(Limits(max_attempts=1))
+    peer, _ = router.pair()
+    said = encode_map(ErrorDetail(message="no such grammar"))
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3):
+            router.submit()
+            error = Error(router.prefill_id(), ErrorCode.INVALID_REQUEST)
+            router.say(peer, error, said)
+            router.sent.clear()
+        router.now += AGAIN_S
+        router.dispatcher.tick()
+    refused = [line for line in lines if line["event"] == "worker refused"]
+    assert [line.get("repeated") for line in refused] == [None, 2]
+    assert {(line["code"], line["reason"]) for line in refused} == {
+        ("invalid_request", "no such grammar")
+    }
 
 
 def test_what_only_the_router_may_say() -> None:

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -89,10 +90,10 @@ async def test_pauses_have_a_bound_and_are_short_again_after_a_long_life(
 
 
 def test_the_path_for_imports_begins_with_ours() -> None:
-    assert same_release({"A": "b"}) == {"A": "b", "PYTHONPATH": ROOT}
+    assert same_release({"A": "b"}).items() >= {("A", "b"), ("PYTHONPATH", ROOT)}
     ours = {"PYTHONPATH": "/p"}
-    assert same_release(ours) == {"PYTHONPATH": f"{ROOT}{os.pathsep}/p"}
-    assert same_release({"PYTHONPATH": ""}) == {"PYTHONPATH": ROOT}
+    assert same_release(ours)["PYTHONPATH"] == f"{ROOT}{os.pathsep}/p"
+    assert same_release({"PYTHONPATH": ""})["PYTHONPATH"] == ROOT
     assert ours == {"PYTHONPATH": "/p"}
 
 
@@ -104,6 +105,37 @@ def test_a_child_imports_our_release(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-c", "import wire; print(wire.__file__)"]
     found = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, check=True)
     assert found.stdout.decode().strip() == wire.__file__
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ([], "0 0 0 0 kept"),
+        (["-P"], "1 0 0 0 kept"),
+        (["-s", "-OO", "-B"], "0 1 2 1 kept"),
+        (["-I"], "1 1 0 0 None"),
+    ],
+)
+def test_a_child_has_the_flags_of_our_interpreter(flags: list[str], found: str) -> None:
+    show = (
+        "import os, sys; it = sys.flags; print(int(it.safe_path), it.no_user_site, it.optimize, "
+        "it.dont_write_bytecode, os.environ.get('PYTHONKEPT'))"
+    )
+    ours = f"import sys; sys.path.insert(0, {ROOT!r})\n" + textwrap.dedent(f"""
+        import os, subprocess
+        from wire.process.children import same_release
+        command = [sys.executable, "-c", {show!r}]
+        subprocess.run(command, env=same_release(os.environ), check=True)
+    """)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", ours],
+        env=environ | {"PYTHONKEPT": "kept"},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    assert done.stdout.strip() == found
 
 
 @LINUX

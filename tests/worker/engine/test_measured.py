@@ -15,6 +15,7 @@ from tests.worker.executor.forward_pair import pair
 from tests.worker.poisoned import POISON, PoisonedExecutor
 from wire.layout import KVLayout
 from wire.options import Options
+from wire.process.repeated import AGAIN_S
 from worker.compute.contract import KVCache
 from worker.engine.engine import Engine
 from worker.engine.measured import Direct, MeasuredExecutor, State, measured
@@ -146,6 +147,21 @@ def test_a_sequence_that_fails_leaves_it_ready_and_is_not_counted() -> None:
     assert around.metrics().num_steps == 0
     direct.prefill([5])
     assert around.metrics().num_steps == 1
+
+
+def test_sequences_that_fail_alike_are_one_line_and_their_number() -> None:
+    now = [0.0]
+    around = MeasuredExecutor(PoisonedExecutor(), clock=lambda: now[0])
+    direct = Direct(around, around.allocate(8, 4))
+    with capture_logs() as logs:
+        for _ in range(3):
+            with pytest.raises(SequenceFailed):
+                direct.prefill([POISON])
+        now[0] += AGAIN_S
+        direct.prefill([5])
+    said = [line for line in logs if line["event"] == "a sequence cannot be computed"]
+    found = [("exc_info" in line, line.get("repeated")) for line in said]
+    assert found == [(True, None), (False, 2)]
 
 
 def test_metrics_count_steps_time_and_tokens() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.oracle import oracle
 from tests.worker.scripted import (
@@ -42,6 +43,7 @@ from wire.payloads import (
     encode_map,
     encode_prompt,
 )
+from wire.process.repeated import AGAIN_S
 from worker.engine.engine import Engine
 from worker.engine.outputs import Failed, Token
 from worker.executor.hash import EOS_TOKEN_IDS, create
@@ -250,6 +252,24 @@ async def test_the_deadline_counts_while_kv_is_awaited() -> None:
         message = await router.receive(Tag.ERROR)
         assert message.frame == Error(1, ErrorCode.DEADLINE_EXCEEDED)
         assert "50 ms" in decode_map(ErrorDetail, message.body()).message
+
+
+async def test_requests_that_fail_alike_are_one_line_and_their_number() -> None:
+    clock = Clock()
+    async with scripted_router() as router, running(router, "decode", clock=clock) as process:
+        with capture_logs() as logs:
+            for request_id in (1, 2, 3):
+                router.decode(request_id, [*PROMPT, 5], 3, Options(deadline_ms=50))
+            await heard(router)
+            clock.now += 1
+            for _ in range(3):
+                await router.receive(Tag.ERROR)
+            clock.now += AGAIN_S
+            process.worker.role.tick(clock.now)
+    said = [line for line in logs if line["event"] == "request failed"]
+    numbers = [(line.get("request"), line.get("repeated")) for line in said]
+    assert numbers == [(1, None), (None, 2)]
+    assert {(line["stage"], line["code"]) for line in said} == {("transfer", "deadline_exceeded")}
 
 
 def test_the_deadline_counts_from_the_request_not_from_the_end_of_its_transfer() -> None:

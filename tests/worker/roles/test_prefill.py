@@ -6,9 +6,11 @@ import time
 from math import inf
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.oracle import oracle
 from tests.worker.scripted import (
+    Clock,
     GatedSteps,
     ScriptedDecode,
     pair,
@@ -17,6 +19,7 @@ from tests.worker.scripted import (
 )
 from wire.errors import ErrorCode
 from wire.frames import (
+    NO_RANK,
     Cancel,
     DecodeRequest,
     Error,
@@ -28,6 +31,7 @@ from wire.frames import (
 )
 from wire.options import Options
 from wire.payloads import ErrorDetail, decode_map, decode_prefill_result, encode_prompt
+from wire.process.repeated import AGAIN_S
 from worker.executor.hash import EOS_TOKEN_IDS
 from worker.roles.prefill import ROUND_TRIP_S, PrefillRole
 
@@ -53,6 +57,22 @@ async def test_the_first_token_comes_with_the_bytes_handed_over() -> None:
         assert [result.token_id] == oracle(PROMPT, 1, OPTIONS)
         assert result.finish_reason is None
         await router.until_free(Role.PREFILL)
+
+
+async def test_requests_that_fail_alike_are_one_line_and_their_number() -> None:
+    clock = Clock()
+    async with scripted_router() as router, running(router, "prefill", clock=clock) as process:
+        with capture_logs() as logs:
+            for request_id in (1, 2, 3):
+                frame = PrefillRequest(request_id, 1, NO_RANK)
+                router.send(Role.PREFILL, frame, encode_prompt([40_000], OPTIONS))
+                failed = Error(request_id, ErrorCode.INVALID_REQUEST)
+                assert (await router.receive(Tag.ERROR)).frame == failed
+            clock.now += AGAIN_S
+            process.worker.role.tick(clock.now)
+    said = [line for line in logs if line["event"] == "request failed"]
+    assert [(line.get("request"), line.get("repeated")) for line in said] == [(1, None), (None, 2)]
+    assert {(line["stage"], line["code"]) for line in said} == {("prefill", "invalid_request")}
 
 
 async def test_kv_is_offered_early_only_where_a_chunk_is_quick() -> None:
