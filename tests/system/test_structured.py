@@ -27,8 +27,9 @@ from wire.options import Options, Structure
 from wire.process.model import DEMO, locate
 from worker.engine.draft_model import ModelDrafter
 from worker.engine.engine import Engine
-from worker.engine.outputs import Failed, Token
+from worker.engine.outputs import Failed, Output, Token
 from worker.engine.sequence import Sequence as Request
+from worker.executor.grammars import Grammars
 from worker.executor.hash import create
 from worker.executor.torch import TorchExecutor
 
@@ -210,7 +211,11 @@ def test_a_request_that_cannot_be_is_refused_alone(
     engine.check()
 
 
-def test_structures_that_fail_in_one_step_end_in_it(executor: TorchExecutor) -> None:
+def test_structures_that_fail_in_one_step_end_in_it(
+    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Else their masks become slow first, and are made outside of steps.
+    monkeypatch.setattr(Grammars, "_find_slow", lambda *_: None)
     engine = engine_of(executor)
     for number in range(2):
         engine.add(Request(number, PROMPTS[0], REFUSED["too ambiguous"][0]))
@@ -218,6 +223,26 @@ def test_structures_that_fail_in_one_step_end_in_it(executor: TorchExecutor) -> 
     while not failed:
         failed = [output.request_id for output in engine.step() if isinstance(output, Failed)]
     assert sorted(failed) == [0, 1]
+
+
+def test_structures_that_fail_while_their_masks_are_made_outside_of_steps_end_too(
+    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_slow(grammars: Grammars, limit_s: float) -> None:
+        for it in grammars._held:  # noqa: SLF001
+            it.is_slow = True
+
+    monkeypatch.setattr(Grammars, "_find_slow", find_slow)
+    engine = engine_of(executor)
+    for number in range(2):
+        engine.add(Request(number, PROMPTS[0], REFUSED["too ambiguous"][0]))
+    outputs: list[Output] = []
+    while engine.has_work():
+        outputs += engine.step()
+    failed = [output for output in outputs if isinstance(output, Failed)]
+    assert sorted(it.request_id for it in failed) == [0, 1]
+    assert all(it.code is ErrorCode.INVALID_REQUEST for it in failed)
+    engine.check()
 
 
 def test_an_executor_that_cannot_says_so() -> None:
