@@ -1,0 +1,122 @@
+"""Runs the tests of a mutant's module in a copy of the tree, and says whether one notices.
+
+Which tests count: first the mirrored file, `tests/wire/aio/test_tls.py` for `wire/aio/tls.py`; if
+it passes, the other test files of that folder, which are the wing's own.  No tests of folders
+below, of other wings or of whole clusters: those notice nearly everything, late, and say little of
+where.  A test that fails has noticed only if it passes without the change.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tests.mutants.mutant import Mutant
+
+# Beside what git ignores: kernels that the shim has compiled are the same in every copy.
+SHIM: Final = Path(".pytest_cache") / "shim"
+NOT_COPIED: Final = shutil.ignore_patterns(
+    ".git", ".venv", ".*_cache", "__pycache__", ".hypothesis"
+)
+# Of one test; and of the tests of a module together.
+TEST_S: Final = 120
+TESTS_S: Final = 600
+FAILED: Final = re.compile(r"(?:FAILED|ERROR) (.+?)(?: - .*)?$")
+_NO_TESTS: Final = 5
+
+
+class Verdict(NamedTuple):
+    """What the tests said of a mutant: the one that noticed, in which stage.
+
+    `noticed_by` is empty if none did.  `is_sound` is False if that test fails without the change.
+    """
+
+    noticed_by: str = ""
+    stage: str = ""
+    is_sound: bool = True
+
+
+class Tree:
+    """A copy of the tree that mutants are put into, one at a time."""
+
+    def __init__(self, root: Path, copy: Path) -> None:
+        self._root, self._copy = root, copy
+        shutil.copytree(root, copy, ignore=NOT_COPIED, symlinks=True)
+        (copy / SHIM.parent).mkdir()
+        (root / SHIM).mkdir(parents=True, exist_ok=True)
+        (copy / SHIM).symlink_to(root / SHIM)
+
+    def judge(self, mutant: Mutant) -> Verdict:
+        """Run the tests that count, the mirrored file first."""
+        path = self._copy / mutant.path
+        source = path.read_bytes()
+        for stage, tests in stages_of(self._copy, mutant.path).items():
+            path.write_bytes(mutant.change.made_in(source))
+            try:
+                noticed_by = self._first_failure(tests)
+            finally:
+                path.write_bytes(source)
+            if noticed_by:
+                is_sound = not self._first_failure([noticed_by] if "::" in noticed_by else tests)
+                return Verdict(noticed_by, stage, is_sound)
+        return Verdict()
+
+    def _first_failure(self, tests: Sequence[str]) -> str:
+        """Run tests; return the first that fails, the file that cannot be imported, or "a hang"."""
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-rfE", "--no-header"]
+        command += ["-p", "no:cacheprovider", "--hypothesis-seed=0", f"--timeout={TEST_S}", *tests]
+        environment = os.environ | {
+            "PYTHONPATH": str(self._copy),  # what tests start must not find the tree itself
+            "XDG_CACHE_HOME": str(self._copy / ".kernels_cache"),
+        }
+        with subprocess.Popen(
+            command,
+            cwd=self._copy,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            watchdog = threading.Timer(TESTS_S, _end, [process])
+            watchdog.start()
+            try:
+                # A process whose test failed may never end: a thread or a socket is left.
+                for failed in filter(None, map(FAILED.match, process.stdout)):
+                    return failed[1]
+                code = process.wait()
+            finally:
+                watchdog.cancel()
+                _end(process)
+        if code in (0, _NO_TESTS):
+            return ""
+        return "a hang" if code == -signal.SIGKILL else "a crash"
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the tests and whatever they have started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def stages_of(root: Path, path: Path) -> dict[str, list[str]]:
+    """Return the test files that count for a module, by stage; only stages that have some."""
+    folder = Path("tests") / path.parent
+    mirrored = folder / f"test_{path.name}"
+    others = sorted((root / folder).glob("test_*.py"))
+    stages = {
+        "module": [str(mirrored)] if (root / mirrored).exists() else [],
+        "wing": [str(it.relative_to(root)) for it in others if it.name != mirrored.name],
+    }
+    return {stage: tests for stage, tests in stages.items() if tests}
