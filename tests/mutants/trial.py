@@ -27,9 +27,11 @@ NOT_COPIED: Final = shutil.ignore_patterns(
     ".git", ".venv", ".*_cache", "__pycache__", ".hypothesis"
 )
 # Of one test; and of the tests of a module together.
-TEST_S: Final = 120
+TEST_S: Final = 90
 TESTS_S: Final = 600
 FAILED: Final = re.compile(r"(?:FAILED|ERROR) (.+?)(?: - .*)?$")
+TIMEOUT: Final = "+ Timeout +"
+HANG: Final = "a hang"
 _NO_TESTS: Final = 5
 
 
@@ -57,22 +59,26 @@ class Tree:
     def judge(self, mutant: Mutant) -> Verdict:
         """Run the tests that count, the mirrored file first."""
         path = self._copy / mutant.path
-        source = path.read_bytes()
+        source, times = path.read_bytes(), path.stat()
         for stage, tests in stages_of(self._copy, mutant.path).items():
             path.write_bytes(mutant.change.made_in(source))
             try:
                 noticed_by = self._first_failure(tests)
             finally:
                 path.write_bytes(source)
+                # Another time than the mutant's, for the byte code that was kept of it.
+                os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
             if noticed_by:
                 is_sound = not self._first_failure([noticed_by] if "::" in noticed_by else tests)
                 return Verdict(noticed_by, stage, is_sound)
         return Verdict()
 
     def _first_failure(self, tests: Sequence[str]) -> str:
-        """Run tests; return the first that fails, the file that cannot be imported, or "a hang"."""
+        """Run tests; return the first that fails, the file that cannot be imported, or HANG."""
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-rfE", "--no-header"]
-        command += ["-p", "no:cacheprovider", "--hypothesis-seed=0", f"--timeout={TEST_S}", *tests]
+        command += ["-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        # By signal, a loop whose test hangs would go on until its tasks have ended.
+        command += [f"--timeout={TEST_S}", "--timeout-method=thread", *tests]
         environment = os.environ | {
             "PYTHONPATH": str(self._copy),  # what tests start must not find the tree itself
             "XDG_CACHE_HOME": str(self._copy / ".kernels_cache"),
@@ -91,15 +97,18 @@ class Tree:
             watchdog.start()
             try:
                 # A process whose test failed may never end: a thread or a socket is left.
-                for failed in filter(None, map(FAILED.match, process.stdout)):
-                    return failed[1]
+                for line in process.stdout:
+                    if failed := FAILED.match(line):
+                        return failed[1]
+                    if TIMEOUT in line:
+                        return HANG
                 code = process.wait()
             finally:
                 watchdog.cancel()
                 _end(process)
         if code in (0, _NO_TESTS):
             return ""
-        return "a hang" if code == -signal.SIGKILL else "a crash"
+        return HANG if code == -signal.SIGKILL else "a crash"
 
 
 def _end(process: subprocess.Popen[str]) -> None:
