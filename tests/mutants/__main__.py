@@ -4,11 +4,11 @@
     scripts/mutants --seed 7 --count 40 --list  which they are; runs nothing
     scripts/mutants --place wire/aio            of a wing, a file or a line (wire/aio/tls.py:154)
 
-Each change is made in a copy of the tree.  The module's own test file runs, and if it passes the
-others of its folder (see tests/mutants/trial.py).  Where a change survives, a test is missing, or
-the change makes no difference: whoever reads the list decides.  While the code is the same, a seed
-gives the same changes.  The exit status is 1 if fewer than --at-least percent were noticed, or if a
-test that noticed fails without the change too.
+Each change is made in a copy of the tree.  The module's own test file runs, and if it passes, those
+beside it that import the module, too (tests/mutants/trial.py).  Where a change survives, a test is
+missing, or the change makes no difference: whoever reads the list decides.  While the code is the
+same, a seed gives the same changes.  The exit status is 1 if fewer than --at-least percent were
+noticed, or if a test that noticed fails without the change too.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Runs the tests of a mutant's module in a copy of the tree, and says whether one notices.
 
 Which tests count: first the mirrored file, `tests/wire/aio/test_tls.py` for `wire/aio/tls.py`; if
-it passes, the other test files of that folder, which are the wing's own.  No tests of folders
-below, of other wings or of whole clusters: those notice nearly everything, late, and say little of
-where.  A test that fails has noticed only if it passes without the change.
+it passes, the other test files of that folder that import the module themselves.  No tests of other
+wings or of whole clusters: those notice much, late, and say little of where.  A test that fails has
+noticed only if it passes without the change.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -122,10 +123,26 @@ def _end(process: subprocess.Popen[str]) -> None:
 def stages_of(root: Path, path: Path) -> dict[str, list[str]]:
     """Return the test files that count for a module, by stage; only stages that have some."""
     folder = Path("tests") / path.parent
-    mirrored = folder / f"test_{path.name}"
-    others = sorted((root / folder).glob("test_*.py"))
-    stages = {
-        "module": [str(mirrored)] if (root / mirrored).exists() else [],
-        "wing": [str(it.relative_to(root)) for it in others if it.name != mirrored.name],
+    mirrored = root / folder / f"test_{path.name}"
+    module = ".".join(path.parent.parts if path.stem == "__init__" else path.with_suffix("").parts)
+    others = [
+        test
+        for test in sorted((root / folder).glob("test_*.py"))
+        if test != mirrored and module in _imported(test.read_text())
+    ]
+    stages = {"module": [mirrored] if mirrored.exists() else [], "wing": others}
+    return {
+        stage: [str(test.relative_to(root)) for test in tests]
+        for stage, tests in stages.items()
+        if tests
     }
-    return {stage: tests for stage, tests in stages.items() if tests}
+
+
+def _imported(source: str) -> set[str]:
+    found = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
