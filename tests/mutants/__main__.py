@@ -5,7 +5,7 @@
     scripts/mutants --place wire/aio            of a wing, a file or a line (wire/aio/tls.py:154)
 
 Each change is made in a copy of the tree.  The module's own test file runs, and if it passes, those
-beside it that import the module, too (tests/mutants/trial.py).  Where a change survives, a test is
+beside it that reach the module, too (tests/mutants/trial.py).  Where a change survives, a test is
 missing, or the change makes no difference: whoever reads the list decides.  While the code is the
 same, a seed gives the same changes.  The exit status is 1 if fewer than --at-least percent were
 noticed, or if a test that noticed fails without the change too.

@@ -46,7 +46,7 @@ RETURNED: Final = {
 }
 TEXT_FOR_PEOPLE: Final = ("__repr__", "__str__")
 LOG_CALL: Final = re.compile(r"(^|[._])log(ger)?\.\w+$", re.IGNORECASE)
-# Swapped, their arguments raise TypeError or say nothing.
+# Swapped, their arguments raise TypeError or say the same.
 NOT_SWAPPED: Final = (
     "isinstance",
     "issubclass",
@@ -55,6 +55,8 @@ NOT_SWAPPED: Final = (
     "setattr",
     "hasattr",
     "TypeVar",
+    "min",
+    "max",
 )
 INITIALIZERS: Final = ("__init__", "__post_init__")
 

@@ -75,6 +75,7 @@ def test_the_changes_of_a_place(source: str, results: set[str]) -> None:
         "a = zip(b, strict=True)",
         "if TYPE_CHECKING:\n    import a",
         'a = "of " + b',
+        "a = min(b, c)",
     ],
 )
 def test_what_no_test_has_to_hold_is_left_alone(source: str) -> None:
@@ -114,7 +115,7 @@ def test_of_some_places_each_is_drawn_once() -> None:
 def test_tests_of_a_module_come_before_those_of_its_wing() -> None:
     stages = stages_of(ROOT, Path("wire/aio/tls.py"))
     assert stages["module"] == ["tests/wire/aio/test_tls.py"]
-    assert "tests/wire/aio/test_tcp.py" in stages["wing"], "it imports the module"
+    assert "tests/wire/aio/test_listener.py" in stages["wing"], "wire.aio.listener imports it"
     assert not {"tests/wire/aio/test_tls.py", "tests/wire/aio/test_zap.py"} & {*stages["wing"]}
     assert stages_of(ROOT, Path("kernels/__init__.py")).keys() == {"wing"}
 

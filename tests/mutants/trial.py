@@ -1,9 +1,9 @@
 """Runs the tests of a mutant's module in a copy of the tree, and says whether one notices.
 
 Which tests count: first the mirrored file, `tests/wire/aio/test_tls.py` for `wire/aio/tls.py`; if
-it passes, the other test files of that folder that import the module themselves.  No tests of other
-wings or of whole clusters: those notice much, late, and say little of where.  A test that fails has
-noticed only if it passes without the change.
+it passes, the other test files of that folder that import the module, or another of the wing that
+does.  No tests of other wings or of whole clusters: those notice much, late, and say little of
+where.  A test that fails has noticed only if it passes without the change.
 """
 
 from __future__ import annotations
@@ -124,18 +124,27 @@ def stages_of(root: Path, path: Path) -> dict[str, list[str]]:
     """Return the test files that count for a module, by stage; only stages that have some."""
     folder = Path("tests") / path.parent
     mirrored = root / folder / f"test_{path.name}"
-    module = ".".join(path.parent.parts if path.stem == "__init__" else path.with_suffix("").parts)
-    others = [
-        test
-        for test in sorted((root / folder).glob("test_*.py"))
-        if test != mirrored and module in _imported(test.read_text())
-    ]
-    stages = {"module": [mirrored] if mirrored.exists() else [], "wing": others}
+    imports = {
+        _name_of(it.relative_to(root)): _imported(it.read_text())
+        for it in (root / path.parent).glob("*.py")
+    }
+    reach = {_name_of(path)}
+    while more := {name for name, them in imports.items() if name not in reach and reach & them}:
+        reach |= more
+    beside = sorted({*(root / folder).glob("test_*.py")} - {mirrored})
+    stages = {
+        "module": [mirrored] if mirrored.exists() else [],
+        "wing": [test for test in beside if reach & _imported(test.read_text())],
+    }
     return {
         stage: [str(test.relative_to(root)) for test in tests]
         for stage, tests in stages.items()
         if tests
     }
+
+
+def _name_of(path: Path) -> str:
+    return ".".join(path.parent.parts if path.stem == "__init__" else path.with_suffix("").parts)
 
 
 def _imported(source: str) -> set[str]:

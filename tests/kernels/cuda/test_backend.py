@@ -1,5 +1,7 @@
 """Without a GPU: the errors say what is missing, and the sources are whole."""
 
+import sys
+
 import pytest
 import torch
 
@@ -26,6 +28,11 @@ def test_too_old_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Old One")
     with pytest.raises(KernelError, match=r"Old One has compute capability 7\.5"):
+        cuda.require_device()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    cuda._cupy.cache_clear()  # noqa: SLF001
+    with pytest.raises(KernelError, match=r"pip install 'baton-serve\[cuda\]'"):
         cuda.require_device()
 
 
