@@ -12,19 +12,6 @@ GET = ("get", '{"a": 1}')
 
 
 @pytest.mark.parametrize(
-    ("template", "is_hermes"),
-    [
-        ('<tool_call>\n{"name": name}\n</tool_call>', True),
-        ('{"name": name}', False),
-        ("<tool_call>\n<function=name>", False),
-        ("<tool_call>name<arg_key>", False),
-    ],
-)
-def test_templates_with_json_in_the_mark_are_hermes(template: str, is_hermes: bool) -> None:
-    assert hermes.speaks(template) == is_hermes
-
-
-@pytest.mark.parametrize(
     ("text", "expected"),
     [
         (CALL, [GET]),
