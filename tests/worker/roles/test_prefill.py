@@ -184,6 +184,7 @@ async def test_a_transfer_may_be_over_before_the_first_token() -> None:
         message = await router.receive(Tag.PREFILL_DONE)
         assert [decode_prefill_result(message.body()).token_id] == oracle(PROMPT, 1, OPTIONS)
         await router.until_free(Role.PREFILL)
+        assert not role.request_ids
 
 
 async def test_without_a_decode_worker_the_request_is_refused() -> None:
