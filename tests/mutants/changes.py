@@ -110,7 +110,7 @@ class _Finder(ast.NodeVisitor):
     # What is left alone.
 
     def visit_FunctionDef(self, node: Functions) -> None:
-        if node.name in TEXT_FOR_PEOPLE:
+        if node.name in TEXT_FOR_PEOPLE or all(map(_says_nothing, node.body)):
             return
         self.visit(node.args)
         self._functions.append(node)
@@ -300,14 +300,24 @@ class _Finder(ast.NodeVisitor):
         )
 
 
+_NUMERIC: Final = (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Tuple, ast.expr_context)
 _NO_NUMBERS: Final = {ast.JoinedStr, ast.List, ast.Tuple, ast.ListComp}
 
 
 def _is_number(value: ast.expr) -> bool:
+    """Whether a value is numbers only, and names of such."""
     return all(
-        isinstance(node, ast.BinOp | ast.UnaryOp | ast.operator | ast.unaryop)
+        isinstance(node, _NUMERIC)
         or (isinstance(node, ast.Constant) and isinstance(node.value, int | float))
+        or (isinstance(node, ast.Name) and node.id.isupper())
         for node in ast.walk(value)
+    )
+
+
+def _says_nothing(statement: ast.stmt) -> bool:
+    """Whether it is a docstring, `...` or `pass`: protocols have nothing else."""
+    return isinstance(statement, ast.Pass) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     )
 
 

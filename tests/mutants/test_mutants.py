@@ -63,8 +63,10 @@ def test_the_changes_of_a_place(source: str, results: set[str]) -> None:
     [
         '"""A docstring of 1 line."""',
         "MAX_BYTES: Final = 4 << 20",
+        "SIZES = (16 * KIB, -1)",
         "a: Annotated[int, Meta(ge=1)] = b",
-        "def f(a: Literal[1]) -> Literal[2]: ...",
+        "def f(a: Literal[1]) -> Literal[2]:\n    raise a",
+        "class A(Protocol):\n    def f(self, a: int = 1) -> int: ...",
         "@dataclass(frozen=True)\nclass A(Struct, gc=False): ...",
         "class A:\n    def __repr__(self) -> str:\n        return f(1, 2)",
         "class A:\n    def __init__(self) -> None:\n        self.a = b",
