@@ -30,7 +30,7 @@ from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Displaced, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch, BatchType
-from worker.executor.hash import LAYOUT
+from worker.executor.hash import LAYOUT, create_mixed
 from worker.executor.structure import Structured
 
 
@@ -835,3 +835,15 @@ def test_who_is_cancelled_while_its_grammar_is_compiled_is_not_heard_of_again() 
     engine.add(Sequence(1, [5, 6, 7], Options(structure=Structure(kind="regex", text="a"))))
     engine.cancel(1)
     assert run(engine) == [] and engine.load().used == 0
+
+
+def test_there_is_room_for_as_many_windows_and_states_as_memory_says() -> None:
+    executor = create_mixed()
+    settings: dict[str, Any] = {"num_blocks": 1000, "block_size": 4}
+    memory = executor.capabilities.memory
+    cache = Engine(executor, max_ubatch_tokens=16, **settings).cache
+    wanted = memory.num_window_blocks(1000, 4, 16), memory.num_states(1000, 4)
+    assert (cache.window_blocks.num_blocks, cache.state_slots.num_slots) == wanted
+    assert 0 < wanted[0] < 1000
+    cache = Engine(executor, num_window_blocks=170, num_states=9, **settings).cache
+    assert (cache.window_blocks.num_blocks, cache.state_slots.num_slots) == (170, 9)
