@@ -118,7 +118,6 @@ UNPICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", 
 DECLARATIONS = {
     "router/api/answered/answer.py",
     "router/core/request.py",
-    "worker/engine/outputs.py",
 }
 # One idea a file: what belongs together stays together, and still fits in an afternoon.
 MAX_LINES = 500

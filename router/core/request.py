@@ -51,7 +51,7 @@ class RequestEnd(Struct, frozen=True, kw_only=True):
     ttft_s: float | None
     decode_s: float | None
     total_s: float
-    num_attempts: int = 1
+    num_attempts: int
 
 
 class Sink(Protocol):

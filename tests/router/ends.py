@@ -23,5 +23,6 @@ def ended(outcome: str, **changes: Any) -> RequestEnd:
         "ttft_s": None,
         "decode_s": None,
         "total_s": 1.0,
+        "num_attempts": 1,
     }
     return RequestEnd(**(fields | changes))

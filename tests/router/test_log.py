@@ -6,7 +6,9 @@ from tests.router.ends import ended
 
 def test_choices_add_up_and_the_worst_time_counts() -> None:
     ends = [
-        ended("stop", prompt_tokens=3, completion_tokens=5, kv_bytes=64, queue_s=0.25, ttft_s=1.0),
+        ended(
+            "stop", prompt_tokens=3, completion_tokens=5, kv_bytes=64, queue_s=0.25, ttft_s=1 / 3
+        ),
         ended("length", prompt_tokens=3, completion_tokens=2, queue_s=0.5, num_attempts=3),
     ]
     assert facts(ends) == {
@@ -17,7 +19,7 @@ def test_choices_add_up_and_the_worst_time_counts() -> None:
         "kv_bytes": 64,
         "kv_skipped_tokens": 0,
         "queue_s": 0.5,
-        "ttft_s": 1.0,
+        "ttft_s": 0.333333,
     }
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from router.config import Config
-from router.start import has_own_weights
+from router.start import has_own_weights, start
 from wire.process.settings import EX_CONFIG
 
 TOLD = """
@@ -44,3 +44,20 @@ def test_weights_are_looked_at_for_local_workers_of_ours(
 ) -> None:
     """Others may be on another machine, or need none: a user's own executor, hash."""
     assert has_own_weights(Config(**settings)) == has_them  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_several_processes_are_started_with_the_arguments_of_this_one(
+    num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, argv = list[tuple[object, ...]](), ["--model", "demo", "--processes", str(num)]
+
+    def several(config: Config, argv: list[str], stop: object) -> None:
+        started.append((config.processes, argv))
+
+    monkeypatch.setattr("router.start.configure", lambda level: None)
+    monkeypatch.setattr("router.start.run", lambda begin: begin(None))
+    monkeypatch.setattr("router.start.serve", lambda *_: started.append((1, argv)))
+    monkeypatch.setattr("router.start.serve_by_several", several)
+    start(argv)
+    assert started == [(num, argv)]

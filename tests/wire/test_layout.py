@@ -24,12 +24,13 @@ def test_what_a_token_takes() -> None:
     layout = KVLayout(groups=(FULL, WINDOWED, STATE))
     assert layout.token_bytes == 24 * 8 * 128 * 2
     assert layout.piece_bytes == 2 << 20
+    assert layout.state_bytes == 36 * 32 * (64 << 10)
     assert layout.windows == (128,) and layout.has_state
     wider = structs.replace(WINDOWED, window=900)
     assert KVLayout(groups=(WINDOWED, wider, FULL, WINDOWED)).windows == (128, 900)
     plain = KVLayout.uniform(num_layers=12, num_kv_heads=8, head_dim=64, dtype="bfloat16")
     assert plain == KVLayout(groups=(FULL,))
-    assert plain.windows == () and not plain.has_state
+    assert plain.windows == () and not plain.has_state and plain.state_bytes == 0
     assert KVLayout(groups=(LATENT,)).token_bytes == 27 * 576 * 2
 
 

@@ -279,7 +279,7 @@ async def test_a_silent_router_is_lost() -> None:
         assert len(router.hellos) == 2
 
 
-@pytest.mark.parametrize("code", [ErrorCode.MISMATCH, ErrorCode.FENCED])
+@pytest.mark.parametrize("code", [ErrorCode.MISMATCH, ErrorCode.FENCED, ErrorCode.UNAUTHORIZED])
 async def test_who_is_refused_does_not_try_again(code: ErrorCode) -> None:
     async with scripted_router() as router, stage(router) as alone:
         assert await alone.state() is LinkState.READY

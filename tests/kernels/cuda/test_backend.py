@@ -1,10 +1,17 @@
 """Without a GPU: the errors say what is missing, and the sources are whole."""
 
+import sys
+
 import pytest
 import torch
 
 from kernels import KernelError
 from kernels.cuda import backend as cuda
+from kernels.cuda import launch
+from tests.kernels.rowwise_scenes import check_all
+from tests.kernels.scenes import check, check_moves, scene
+from tests.kernels.shim.cupy import MULTIPROCESSORS, STREAMS, Cupy
+from tests.kernels.shim.cupy import cupy as cupy
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -22,6 +29,11 @@ def test_too_old_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Old One")
     with pytest.raises(KernelError, match=r"Old One has compute capability 7\.5"):
         cuda.require_device()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    cuda._cupy.cache_clear()  # noqa: SLF001
+    with pytest.raises(KernelError, match=r"pip install 'baton-serve\[cuda\]'"):
+        cuda.require_device()
 
 
 def test_torch_s_stream_becomes_cupy_s_without_a_warning() -> None:
@@ -34,3 +46,24 @@ def test_a_source_holds_its_header_once() -> None:
     for source in ("attention", "kv", "rowwise"):
         text = cuda.source_text(source)
         assert "prims.cuh" not in text and text.count("PRIM void copies_commit") == 1
+
+
+def test_operators_start_their_kernels(cupy: Cupy) -> None:
+    """On the current stream, whose work comes in the order of the calls."""
+    check_moves(cuda, torch.float32)
+    check_all(cuda, torch.float32, 576)
+    for lens in ([(37, 37)], [(900, 40)]):  # the latter with keys that are split, and merged
+        check(scene(lens, head_dim=64, dtype=torch.bfloat16), None, cuda)
+    assert {(device, stream) for device, stream, _ in cupy.launched} == {(0, STREAMS[0])}
+    names = {name.partition("<")[0] for *_, name in cupy.launched}
+    assert names == {"append", "move", "rms_norm", "gate", "attend", "merge"}
+
+
+def test_a_launch_goes_to_its_own_device(cupy: Cupy) -> None:
+    row = torch.ones(1, 8)
+    cuda.start(torch.device("cuda", 1), launch.norm(row, row[0], 0.0, torch.empty_like(row)))
+    assert [(device, stream) for device, stream, _ in cupy.launched] == [(1, STREAMS[1])]
+
+
+def test_as_many_thread_blocks_are_wanted_as_fill_the_device(cupy: Cupy) -> None:
+    assert [cuda.wanted_blocks(index) for index in (0, 1)] == [2 * num for num in MULTIPROCESSORS]

@@ -1,14 +1,16 @@
-"""The stream beside the one that computes; what it promises shows on a GPU only."""
+"""The stream beside the one that computes; what it promises of time shows on a GPU only."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kernels import KernelError
+from kernels import KernelError, reference
 from kernels.cuda import backend as cuda
 from kernels.cuda.lane import SideStream
 from tests.gpu.timing import spend
+from tests.kernels.shim.cupy import Cupy
+from tests.kernels.shim.cupy import cupy as cupy
 
 
 @pytest.fixture
@@ -39,3 +41,18 @@ def test_work_waits_for_what_was_marked_and_is_done_at_the_end(lane: SideStream)
 def test_a_pool_that_no_kernel_serves_is_refused(lane: SideStream) -> None:
     with pytest.raises(KernelError, match="block_size is 12"):
         lane.require(torch.zeros(2, 1, 2, 1, 12, 64, dtype=torch.bfloat16, device="cuda"))
+
+
+def test_a_rectangle_moves_out_of_a_pool_and_into_one(cupy: Cupy) -> None:
+    lane = object.__new__(SideStream)  # a stream needs a GPU, and a move asks for no stream
+    lane._device = torch.device("cpu")
+    held = torch.randn(6, 3, 2, 2, 8, 16, generator=torch.Generator().manual_seed(3))
+    table, filled = [4, 0, 3, 1], torch.zeros_like(held)
+    layers, heads, tokens = range(1, 3), range(1, 2), range(5, 29)
+    want = reference.pack_kv(held, table, layers, tokens, held.dtype, heads)
+    rectangle, segment = (layers, heads, tokens), lane.buffer(want.shape, want.dtype)
+    lane.move(held, lane.upload(table), *rectangle, segment, into_pool=False)
+    assert torch.equal(segment, want)
+    lane.move(filled, lane.upload(table), *rectangle, segment, into_pool=True)
+    assert torch.equal(reference.pack_kv(filled, table, layers, tokens, held.dtype, heads), want)
+    assert filled.count_nonzero() == want.count_nonzero()

@@ -155,6 +155,19 @@ def test_what_can_never_be_served_is_refused() -> None:
         placement.check_workers(state(), 0.0)
 
 
+@pytest.mark.parametrize("small", [Role.PREFILL, Role.DECODE])
+def test_a_prompt_that_no_worker_has_blocks_for_is_refused_with_the_number(small: Role) -> None:
+    table, placement = cluster(*({Role.PREFILL, Role.DECODE} - {small}))
+    peer = Identity(small, 9, 1).name
+    table.hello(peer, Hello(1, 9, small), detail(num_blocks=3), 0.0)  # of 16 tokens
+    placement.check_workers(state(47), 0.0)
+    with pytest.raises(
+        WireError, match=f"no {small.name.lower()} worker .* for 49 tokens"
+    ) as caught:
+        placement.check_workers(state(48), 0.0)
+    assert caught.value.code is ErrorCode.OUT_OF_BLOCKS
+
+
 def test_a_promise_ends_with_the_heartbeat_after_the_first_token() -> None:
     table, placement = cluster(Role.PREFILL, Role.DECODE)
     attempt = placed(placement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,18 @@ import httpx
 import pytest
 
 from router.api.model import ServedModel
-from router.api.responses.kept import KeptResponses
+from router.api.responses.kept import KeptResponse, KeptResponses
 from router.http.limits import INLINE_BYTES
+from router.processes.channel import (
+    Answers,
+    AskAll,
+    AskAssignment,
+    Assignment,
+    Channel,
+    DeleteResponse,
+    FindResponse,
+)
+from router.processes.siblings import Siblings
 from tests.router.site import Answer, Site, write_model
 from wire.errors import ErrorCode
 from wire.process.api_keys import ApiKeys
@@ -94,6 +105,40 @@ async def test_nobody_sees_what_is_anothers(site: Site, tmp_path: Path) -> None:
         assert (await ask(site, "GET", name, **headers)).status_code == status
     assert (await ask(site, "DELETE", name, **ben)).status_code == 404
     assert (await ask(site, "DELETE", name)).status_code == 401
+
+
+async def test_what_another_process_keeps_is_found_and_deleted_there(site: Site) -> None:
+    asked = list[Any]()
+    there = {"resp_there": KeptResponse("", b'{"id": "resp_there"}', b"[]")}
+
+    async def parent(question: Any) -> Any:
+        if isinstance(question, AskAssignment):
+            return Assignment(0, 2, "", "", "", is_again=False)
+        assert isinstance(question, AskAll)
+        asked.append(question.question)
+        match question.question:
+            case FindResponse(_, name):
+                return Answers([None, there.get(name)], is_complete=True)
+            case DeleteResponse(_, name):
+                return Answers([False, there.pop(name, None) is not None], is_complete=True)
+
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, parent)
+    await channel.open()
+    siblings = Siblings(theirs.detach())
+    await siblings.begin()
+    site.configure(siblings=siblings)
+    here = (await respond(site))["id"]
+    assert (await ask(site, "GET", here)).json()["id"] == here
+    assert (await ask(site, "DELETE", here)).status_code == 200
+    assert asked == [], "what is kept here is asked of nobody"
+    again = await ask(site, "GET", "resp_there")
+    assert (again.status_code, again.json()) == (200, {"id": "resp_there"})
+    for status in (200, 404):
+        assert (await ask(site, "DELETE", "resp_there")).status_code == status
+    assert (await ask(site, "GET", "resp_there")).status_code == 404
+    await siblings.close()
+    await channel.close()
 
 
 async def test_the_oldest_make_room(site: Site) -> None:

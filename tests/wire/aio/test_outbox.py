@@ -139,6 +139,19 @@ async def test_a_sending_is_done_when_every_tracker_is() -> None:
     assert sending.done and not sending.was_dropped
 
 
+async def test_who_waits_looks_seldom_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    sending, tracker, pauses = Sending(), Tracker(), list[float]()
+    sending.hand_over([tracker])
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        tracker.done = len(pauses) == 8
+
+    monkeypatch.setattr("wire.aio.outbox.asyncio.sleep", sleep)
+    await sending.wait()
+    assert pauses == [0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.02, 0.02]
+
+
 @pytest.mark.parametrize("parts", [[], [b""] * 65, [bytes(1025)], [b"", memoryview(bytes(1025))]])
 def test_a_message_no_peer_would_take_is_refused(parts: list[Buffer]) -> None:
     socket = Socket(room=1)

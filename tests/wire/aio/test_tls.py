@@ -102,6 +102,7 @@ class Taker(asyncio.Protocol):
         self.came, self.most = bytearray(), most
         self.error: Exception | None = None
         self.has_most, self.ended = asyncio.Event(), asyncio.Event()
+        self.is_paused, self.is_resumed = asyncio.Event(), asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -111,6 +112,12 @@ class Taker(asyncio.Protocol):
         if len(self.came) >= self.most and not self.has_most.is_set():
             self.transport.pause_reading()
             self.has_most.set()
+
+    def pause_writing(self) -> None:
+        self.is_paused.set()
+
+    def resume_writing(self) -> None:
+        self.is_resumed.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.error = exc
@@ -279,6 +286,26 @@ async def test_all_comes_as_it_was_sent_though_it_was_not_read_for_a_while(serve
         await taker.ended.wait()
         assert taker.came == sent and max(served.read) == MOST_BYTES
         assert all(size <= LEAST_BYTES << i for i, size in enumerate(served.read[:8]))
+
+
+@on_each_loop
+async def test_a_client_that_reads_nothing_pauses_the_writer_until_it_reads(serve: Serve) -> None:
+    async with serve(most=1) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=served.trust)
+        client, taker = cast(asyncio.Transport, writer.transport), served.taker
+        client.pause_reading()
+        writer.write(b".")
+        await taker.has_most.wait()
+        num_bytes = 0
+        while not taker.is_paused.is_set():
+            taker.transport.write(bytes(1 << 16))
+            num_bytes += 1 << 16
+            assert num_bytes < 64 << 20, "what nobody reads fills the memory"
+            await asyncio.sleep(0)
+        client.resume_reading()
+        await reader.readexactly(num_bytes)
+        await taker.is_resumed.wait()
+        writer.transport.abort()
 
 
 @on_each_loop

@@ -52,7 +52,9 @@ def test_a_line_without_sense_admits_nobody(tmp_path: Path) -> None:
     other = new_key_pair().public
     lines = f"{other} admin\n{other[:-1]} prefill-0\n{other}\n{pairs['router'].public} router\n"
     (tmp_path / "authorized_keys").write_text(lines)
-    assert keys.refresh()
+    with capture_logs() as logs:
+        assert keys.refresh()
+    assert [entry["line"] for entry in logs if "line" in entry] == [1, 2, 3]
     assert keys.party(other) is None and keys.party(other[:-1]) is None
     assert keys.party(pairs["router"].public) == "router"
 

@@ -22,7 +22,7 @@ from wire.transfer.segment import (
 from wire.transfer.sender import HANDOVER_LEASES, KVSender
 
 LAYOUT = KVLayout.uniform(
-    num_layers=2, num_kv_heads=1, head_dim=4, dtype="uint8"
+    num_layers=2, num_kv_heads=2, head_dim=2, dtype="uint8"
 )  # 16 bytes a token
 ID = 5 << 32 | 9
 LEASE_S = 9.0

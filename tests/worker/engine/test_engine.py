@@ -30,7 +30,7 @@ from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Displaced, Failed, Output, Reserved, Started, Token
 from worker.engine.sequence import Sequence
 from worker.executor.batch import Batch, BatchType
-from worker.executor.hash import LAYOUT
+from worker.executor.hash import LAYOUT, create_mixed
 from worker.executor.structure import Structured
 
 
@@ -890,3 +890,15 @@ def test_the_end_of_a_sequence_cancels_the_mask_that_is_made_for_it() -> None:
     engine.cancel(1)
     assert executor.masks[0].cancelled()
     assert run(engine) == [] and engine.load().used == 0
+
+
+def test_there_is_room_for_as_many_windows_and_states_as_memory_says() -> None:
+    executor = create_mixed()
+    settings: dict[str, Any] = {"num_blocks": 1000, "block_size": 4}
+    memory = executor.capabilities.memory
+    cache = Engine(executor, max_ubatch_tokens=16, **settings).cache
+    wanted = memory.num_window_blocks(1000, 4, 16), memory.num_states(1000, 4)
+    assert (cache.window_blocks.num_blocks, cache.state_slots.num_slots) == wanted
+    assert 0 < wanted[0] < 1000
+    cache = Engine(executor, num_window_blocks=170, num_states=9, **settings).cache
+    assert (cache.window_blocks.num_blocks, cache.state_slots.num_slots) == (170, 9)

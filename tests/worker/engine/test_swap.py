@@ -57,11 +57,11 @@ def test_it_comes_back_as_it_left(cached: int) -> None:
 class Uneven(KVCache):
     """A cache of keys and values of different sizes, as another executor may have one.
 
-    Every byte says where it belongs.
+    Each of the two bytes of an element says where it belongs.
     """
 
     layout = KVLayout(
-        groups=(KVGroup(num_layers=2, num_kv_heads=2, key_dim=3, value_dim=1, dtype="uint8"),)
+        groups=(KVGroup(num_layers=2, num_kv_heads=2, key_dim=3, value_dim=1, dtype="float16"),)
     )
     num_blocks, block_size = 8, 4
     state_slots, window_blocks = StateSlots(0, 4), WindowBlocks(8, 4)
@@ -74,7 +74,7 @@ class Uneven(KVCache):
         places = product(layers, ((0, 3), (1, 1)), heads, tokens)
         return memoryview(
             b"".join(
-                bytes([layer << 6 | side << 5 | head << 4 | token]) * dim
+                bytes([layer << 6 | side << 5 | head << 4 | token, dim]) * dim
                 for layer, (side, dim), head, token in places
             )
         )

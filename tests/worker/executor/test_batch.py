@@ -1,7 +1,11 @@
-"""Rows of samplings: which row of the logits draws which token of whom."""
+"""The rows of a batch: which row of the logits draws or scores which token of which sequence."""
 
+import numpy as np
+
+from wire.logprobs import join_prompt_logprobs
 from wire.options import Options
-from worker.executor.batch import Row, Sampling, rows_of
+from worker.executor.batch import Batch, BatchType, Row, Sampling, Scoring, rows_of
+from worker.executor.scores import PromptScores
 
 
 def test_a_sampling_has_a_row_more_than_drafts() -> None:
@@ -10,3 +14,25 @@ def test_a_sampling_has_a_row_more_than_drafts() -> None:
     rows = rows_of([first, last])
     assert [(row.index, row.position) for row in rows] == [(0, 6), (1, 7), (2, 8), (3, 3)]
     assert rows_of([first, last], lambda it: it is last) == [Row(3, last, 0)]
+
+
+def test_rows_belong_to_the_sequence_whose_tokens_they_are() -> None:
+    none = np.zeros(0, np.int32)
+    first, second = PromptScores(3, 0), PromptScores(2, 0)
+    batch = Batch(
+        kind=BatchType.PREFILL,
+        token_ids=np.array([5, 6, 7, 8, 9, 4], np.int32),
+        positions=none,
+        slots=none,
+        query_starts=np.array([0, 2, 3, 6], np.int32),
+        context_lens=none,
+        block_tables=none,
+        sample_rows=np.array([1, 2, 3, 5], np.int32),
+        samplings=(),
+        scorings=(Scoring(first, [6, 7], 0), Scoring(second, [9], 0)),
+    )
+    assert [batch.sequence_of(row) for row in range(4)] == [0, 1, 2, 2]
+    batch.keep_scores([b"row1row2", b"row3"])
+    assert first.packed() == join_prompt_logprobs(0, [b"row1", b"row2"])
+    assert second.packed() == join_prompt_logprobs(0, [b"row3"])
+    assert not first.wanted(0, 3) and not second.wanted(0, 2)

@@ -24,13 +24,20 @@ from wire.frames import (
     DecodeRequest,
     Error,
     KvCache,
+    KvCacheAck,
     PrefillDone,
     PrefillRequest,
     Role,
     Tag,
 )
 from wire.options import Options
-from wire.payloads import ErrorDetail, decode_map, decode_prefill_result, encode_prompt
+from wire.payloads import (
+    Credit,
+    ErrorDetail,
+    decode_map,
+    decode_prefill_result,
+    encode_prompt,
+)
 from wire.process.repeated import AGAIN_S
 from worker.executor.hash import EOS_TOKEN_IDS
 from worker.roles.prefill import ROUND_TRIP_S, PrefillRole
@@ -180,6 +187,30 @@ async def test_the_second_prompt_of_a_prefix_is_read_from_the_cache() -> None:
             router.prefill(request_id, PROMPT, Options(max_tokens=1))
             message = await router.receive(Tag.PREFILL_DONE)
             assert decode_prefill_result(message.body()).cached_tokens == cached_tokens
+
+
+async def test_a_transfer_may_be_over_before_the_first_token() -> None:
+    executor = GatedSteps()
+    async with (
+        scripted_router() as router,
+        ScriptedDecode() as decode,
+        running(router, "prefill", executor=executor) as process,
+    ):
+        router.announce(decode.endpoint)
+        role = process.worker.role
+        assert isinstance(role, PrefillRole)
+        role.first_chunk_s = 0.1  # it is offered early
+        executor.close()
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        has_everything = Credit(0, len(PROMPT), 1)
+        decode.send(KvCacheAck(1, 0), has_everything.pack())
+        await router.until(lambda: role.transfers.ends["done"] == 1)
+        executor.gate.set()
+        message = await router.receive(Tag.PREFILL_DONE)
+        assert [decode_prefill_result(message.body()).token_id] == oracle(PROMPT, 1, OPTIONS)
+        await router.until_free(Role.PREFILL)
+        assert not role.request_ids
 
 
 async def test_without_a_decode_worker_the_request_is_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from router.api.answered.completion import Choice, CompletionRequest
 from router.api.answered.logprobs import (
+    BYTES_PER_SCORE,
     LEAST_LOGPROB,
     chat_logprobs,
     completion_logprobs,
@@ -115,4 +116,5 @@ def test_prompt_logprobs_are_by_id_and_ranked() -> None:
     assert prompt_logprobs(Choice(0, (A,), plain, lambda choice: None), piece) == {
         "prompt_logprobs": None
     }
-    assert size_of_scores([piece]) > 0
+    # Two with two and one others, and of the text one with none.
+    assert size_of_scores([piece, Piece("b", scores=[SCORES[1]])]) == 6 * BYTES_PER_SCORE

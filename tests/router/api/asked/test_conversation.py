@@ -78,5 +78,6 @@ def test_who_names_what_is_no_tool_is_told_the_tools(choice: ToolChoice, said: s
 @pytest.mark.parametrize("choice", [ToolChoice("required"), ToolChoice("auto", ("a",))])
 def test_a_choice_of_tools_needs_some(choice: ToolChoice) -> None:
     check_tools([Tool("a")], choice)
-    with pytest.raises(HttpError, match="there are none"):
+    with pytest.raises(HttpError, match="there are none") as caught:
         check_tools([], choice)
+    assert caught.value.param == "tool_choice"

@@ -48,6 +48,14 @@ def test_the_count_is_exact_wherever_a_step_ends(
     assert count_values(raw, step) == counted(document)
 
 
+@pytest.mark.parametrize("one", [b"[", b'"",', b"1,", b'""{'])
+def test_the_count_stops_just_over_a_limit(one: bytes) -> None:
+    step = 3000
+    counted = count_values(one * 2 * max(MAX_OBJECTS, MAX_NUMBERS), step)
+    assert counted.objects <= MAX_OBJECTS + step and counted.commas <= MAX_NUMBERS + step
+    assert counted.objects > MAX_OBJECTS or counted.commas > MAX_NUMBERS
+
+
 @pytest.mark.parametrize("one", [b"[]", b"{}", b'""', b'{"a":1}'])
 def test_objects_have_a_limit(one: bytes) -> None:
     raw = b"[" + b",".join([one] * (MAX_OBJECTS + 1)) + b"]"

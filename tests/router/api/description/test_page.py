@@ -6,6 +6,9 @@ import base64
 import hashlib
 import re
 from html.parser import HTMLParser
+from typing import Any
+
+import pytest
 
 from router.api.description.document import document
 from router.api.description.page import POLICY, page
@@ -51,6 +54,33 @@ def test_it_has_every_path_and_field() -> None:
     assert all(f'<h3 id="{name}">' in PAGE for name in schemas)
     assert "<code>temperature</code><td>number (from 0.0, to 2.0)<td>" in PAGE
     assert "<code>messages</code><td>list of object (at least 1)<td>required" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({}, "any value"),
+        ({"type": "string", "minLength": 1, "maxLength": 9}, "string (length from 1, length to 9)"),
+        ({"$ref": "#/components/schemas/Tool"}, '<a href="#Tool">Tool</a>'),
+        (
+            {"anyOf": [{"type": "integer"}, {"type": "string"}, {"type": "null"}]},
+            "integer or string",
+        ),
+        ({"enum": ["a", 1, None]}, "&quot;a&quot;, 1, null"),
+        ({"type": "array", "maxItems": 4}, "list of any value (at most 4)"),
+        ({"type": "array", "items": {"type": "number"}}, "list of number"),
+        ({"type": "object", "additionalProperties": {"type": "string"}}, "object of string"),
+        (
+            {"type": "object", "additionalProperties": False, "maxProperties": 2},
+            "object (at most 2)",
+        ),
+    ],
+)
+def test_what_a_field_takes_is_said_in_words(schema: dict[str, Any], words: str) -> None:
+    kind = {"type": "object", "properties": {"field": schema}}
+    info = {"title": "", "description": ""}
+    shown = page({"info": info, "paths": {}, "components": {"schemas": {"Kind": kind}}})
+    assert f"<code>field</code><td>{words}<td>" in shown
 
 
 def test_whatever_is_in_the_document_is_text_on_the_page() -> None:

@@ -135,6 +135,15 @@ def test_the_conversation(tmp_path: Path) -> None:
     assert conversation.variables == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize("include_reasoning", [None, True, False])
+def test_reasoning_is_shown_unless_it_is_declined(
+    tmp_path: Path, include_reasoning: bool | None
+) -> None:
+    body = asked(include_reasoning=include_reasoning)
+    conversation = body.go_on(body.items, served(tmp_path))
+    assert conversation.shows_reasoning == (include_reasoning is not False)
+
+
 @pytest.mark.parametrize(
     ("template", "effort", "variables"),
     [

@@ -145,7 +145,8 @@ def names(**query: str) -> tuple[list[str], bool]:
 
 def test_items_come_in_pages() -> None:
     assert names() == ([f"i{n}" for n in range(24, 4, -1)], True)
-    assert names(order="asc", limit="2") == (["i0", "i1"], True)
+    for limit in ("2", "000000002"):
+        assert names(order="asc", limit=limit) == (["i0", "i1"], True)
     assert names(order="asc", after="i1", limit="2") == (["i2", "i3"], True)
     assert names(after="i3") == (["i2", "i1", "i0"], False)
     assert names(after="i0") == ([], False)
