@@ -26,6 +26,9 @@ def test_tokenize_and_back(model: ServedModel) -> None:
     assert json.loads(detokenize(model, raw(tokens=answer["tokens"]))) == {"prompt": "<s>hé"}
     chat = json.loads(tokenize(model, raw(messages=CHAT, add_generation_prompt=False), None))
     assert chat["tokens"] == [0, *ids("user:hi\n")]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    same = json.loads(tokenize(model, raw(messages=parts, add_generation_prompt=False), None))
+    assert same == chat
 
 
 def test_tokenize_wants_one_of_two() -> None:
