@@ -145,7 +145,10 @@ TESTS = {
     "test_numbers.py": """\
 from wire.numbers import half, slow, twice
 
-def test_four() -> None:
+import pytest
+
+@pytest.mark.parametrize("nothing", [b"\\x00"])
+def test_four(nothing: bytes) -> None:
     assert twice(2) == 4 and slow(2) == 0
 """,
     "test_others.py": """\
@@ -175,7 +178,7 @@ def mutant_of(root: Path, old: str, new: str) -> Mutant:
 
 def test_who_noticed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     tree = Tree(root, tmp_path_factory.mktemp("copies") / "0")
-    of_module = "tests/wire/test_numbers.py::test_four"
+    of_module = "tests/wire/test_numbers.py::test_four[\\x00]"
     of_wing = "tests/wire/test_others.py::test_three"
     for old, new, verdict in (
         ("+", "-", Verdict(of_module, "module")),

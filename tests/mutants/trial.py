@@ -33,6 +33,10 @@ TESTS_S: Final = 600
 FAILED: Final = re.compile(r"(?:FAILED|ERROR) (.+?)(?: - .*)?$")
 TIMEOUT: Final = "+ Timeout +"
 HANG: Final = "a hang"
+# Of a test whose parameters are no text, pytest shows another name than it takes.
+NOT_FOUND: Final = "no such test"
+# Exit statuses of pytest.
+_NO_SUCH_TEST: Final = 4
 _NO_TESTS: Final = 5
 
 
@@ -70,9 +74,14 @@ class Tree:
                 # Another time than the mutant's, for the byte code that was kept of it.
                 os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
             if noticed_by:
-                is_sound = not self._first_failure([noticed_by] if "::" in noticed_by else tests)
-                return Verdict(noticed_by, stage, is_sound)
+                return Verdict(noticed_by, stage, self._passes(noticed_by, tests))
         return Verdict()
+
+    def _passes(self, test: str, tests: Sequence[str]) -> bool:
+        """Whether a test passes without a change; where it cannot be named alone, its file does."""
+        file, _, name = test.partition("::")
+        failure = self._first_failure([test] if name else tests)
+        return not (self._first_failure([file]) if failure == NOT_FOUND else failure)
 
     def _first_failure(self, tests: Sequence[str]) -> str:
         """Run tests; return the first that fails, the file that cannot be imported, or HANG."""
@@ -109,6 +118,8 @@ class Tree:
                 _end(process)
         if code in (0, _NO_TESTS):
             return ""
+        if code == _NO_SUCH_TEST:
+            return NOT_FOUND
         return HANG if code == -signal.SIGKILL else "a crash"
 
 

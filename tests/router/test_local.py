@@ -121,6 +121,13 @@ async def test_workers_are_started_and_end_when_they_are_asked_to(
     assert workers.pids == {} and all(is_gone(pid) for pid in pids.values())
 
 
+async def test_nobody_looks_after_workers_that_were_stopped() -> None:
+    workers = local_workers((1, 1))
+    workers.start()
+    await workers.stop(20.0)
+    assert asyncio.all_tasks() == {asyncio.current_task()} and workers.pids == {}
+
+
 async def test_a_worker_that_dies_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run_script(monkeypatch, OBEDIENT)
     workers = local_workers((0, 1))

@@ -154,6 +154,29 @@ def test_an_executor_with_more_tokens_than_config_json_is_refused(
     load(config)
 
 
+MISSING = """
+import sys
+from wire.process.model import ModelError
+from worker.config import Config
+from worker.start import load
+try:
+    load(Config(executor={executor!r}, model=sys.argv[1]))
+except ModelError as error:
+    print(error, "torch" in sys.modules)
+"""
+
+
+def test_missing_weights_are_named_before_torch_is_imported(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    said = {}
+    for executor in ("torch", "hash"):  # the latter needs none
+        command = [sys.executable, "-c", MISSING.format(executor=executor), str(tmp_path)]
+        said[executor] = subprocess.run(command, capture_output=True, check=True).stdout.decode()
+    assert "safetensors" in said["torch"] and said["torch"].endswith(" False\n")
+    assert said["hash"] == ""
+
+
 def test_an_executor_is_not_left_to_ignore_what_it_does_not_have() -> None:
     load(Config(executor="hash"))
     with pytest.raises(ValueError, match=r"'hash' does not take these settings.*'kv_dtype'"):

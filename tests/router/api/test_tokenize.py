@@ -25,8 +25,13 @@ def test_tokenize_and_back(model: ServedModel) -> None:
     answer = json.loads(tokenize(model, raw(prompt="hé"), 100))
     assert answer == {"tokens": [0, *ids("hé")], "count": 4, "max_model_len": 100}
     assert json.loads(detokenize(model, raw(tokens=answer["tokens"]))) == {"prompt": "<s>hé"}
+    entries = json.loads(tokenize(model, raw(prompt="hé", return_token_strs=True), 100))
+    assert entries == answer | {"token_strs": ["<s>", "h", "Ã", "©"]}
     chat = json.loads(tokenize(model, raw(messages=CHAT, add_generation_prompt=False), None))
     assert chat["tokens"] == [0, *ids("user:hi\n")]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    same = json.loads(tokenize(model, raw(messages=parts, add_generation_prompt=False), None))
+    assert same == chat
 
 
 @pytest.mark.parametrize("name", ["prompt", "messages"])

@@ -216,7 +216,8 @@ async def test_a_request_whose_kv_has_gone_ends_at_once() -> None:
         router.decode(1, [*PROMPT, 5], 3, OPTIONS)
         message = await router.receive(Tag.ERROR)
         assert message.frame == Error(1, ErrorCode.TRANSFER_FAILED)
-        assert decode_map(ErrorDetail, message.body()).stage == "transfer"
+        detail = decode_map(ErrorDetail, message.body())
+        assert detail.stage == "transfer" and detail.message.endswith("its KV has gone")
         role = process.worker.role
         assert isinstance(role, DecodeRole)
         assert role.transfers.ends == {"failed": 1}, "it was counted when it was cancelled"

@@ -213,6 +213,23 @@ async def test_a_transfer_may_be_over_before_the_first_token() -> None:
         assert not role.request_ids
 
 
+async def test_a_decode_worker_that_does_not_answer_an_offer_ends_it_with_its_lease() -> None:
+    clock = Clock()
+    async with (
+        scripted_router() as router,
+        ScriptedDecode() as decode,
+        running(router, "prefill", clock=clock),
+    ):
+        router.announce(decode.endpoint)
+        router.prefill(1, PROMPT, OPTIONS)
+        await decode.offered(1)
+        await router.receive(Tag.PREFILL_DONE)
+        clock.now += 30
+        message = await router.receive(Tag.ERROR)
+        assert message.frame == Error(1, ErrorCode.TRANSFER_FAILED)
+        await router.until_free(Role.PREFILL)
+
+
 async def test_without_a_decode_worker_the_request_is_refused() -> None:
     async with scripted_router() as router, running(router, "prefill"):
         router.prefill(1, PROMPT, OPTIONS)

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 from msgspec import convert
 
-from router.api.asked.conversation import Tool, ToolChoice, check_tools, flat_messages
+from router.api.asked.conversation import (
+    Tool,
+    ToolChoice,
+    check_tools,
+    flat_messages,
+    new_call_id,
+)
 from router.api.errors import HttpError
 from router.api.responses.items import Item, Part, messages_of
 
@@ -81,3 +87,10 @@ def test_a_choice_of_tools_needs_some(choice: ToolChoice) -> None:
     with pytest.raises(HttpError, match="there are none") as caught:
         check_tools([], choice)
     assert caught.value.param == "tool_choice"
+
+
+def test_ids_of_calls_are_nine_letters_and_digits_and_never_the_same() -> None:
+    call_ids = [new_call_id() for _ in range(100)]
+    assert len(set(call_ids)) == 100
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in call_ids)
+    assert {*"".join(call_ids)} & {*"0123456789"}

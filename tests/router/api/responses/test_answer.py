@@ -112,6 +112,14 @@ def test_a_whole_response() -> None:
     assert subject.kept == [body]
 
 
+def test_what_has_come_is_sent_at_once() -> None:
+    subject = Answering(is_streamed=True)
+    for text in ("hel", "lo"):
+        subject.say(ids(text))
+        events = events_of(subject.answer.take())
+        assert "".join([event.get("delta", "") for event in events]) == text
+
+
 def test_calls_are_items() -> None:
     body = Answering(is_streamed=False, tools=[CLOCK]).whole(CALLS)
     RESPONSE.validate(body)

@@ -59,6 +59,12 @@ def test_a_call_that_was_cut_is_kept_but_in_no_message() -> None:
     assert messages_of(items(CALL, cut), None) == messages_of(items(CALL), None)
 
 
+def test_what_was_said_is_output_and_what_was_asked_is_input() -> None:
+    kept = json.loads(encode_items(items(USER, MESSAGE), "k"))
+    parts = [(item["role"], item["content"][0]["type"]) for item in kept]
+    assert parts == [("user", "input_text"), ("assistant", "output_text")]
+
+
 def test_a_turn_of_the_assistant_is_one_message() -> None:
     said = messages_of(
         items(USER, REASONING, MESSAGE, CALL, CALL | {"call_id": "c2"}, OUTPUT), "Be"

@@ -14,9 +14,9 @@ from tests.router.text.reading import read_whole, summary
 from tests.router.text.texts import value
 
 
-def read(text: str, *, needs_arguments: bool = False) -> list[Part]:
+def read(text: str, **options: bool) -> list[Part]:
     def steps(scan: Scan) -> Steps[None]:
-        yield from json_call(scan, needs_arguments=needs_arguments, breaks="<")
+        yield from json_call(scan, breaks="<", **options)
         yield from scan.until()
 
     return read_whole(steps, text)

@@ -23,6 +23,8 @@ GET = ("get", '{"a": 1}')
         (f"<|python_start|>{CALL}<|python_end|>", [GET]),
         (f"{CALL}; and {CALL}", [GET, f"; and {CALL}"]),
         (f"{CALL};", [GET]),
+        (f"{CALL}<|python_end|> so", [GET, "so"]),
+        (f"{CALL}<|python_tag|> no", [GET, "<|python_tag|> no"]),
         # No calls.
         (f"See {CALL}", [f"See {CALL}"]),
         ('{"name": "Mia"}', ['{"name": "Mia"}']),
