@@ -15,6 +15,7 @@ import torch
 
 from kernels import PagedBatch
 from kernels.contract import Windowed
+from kernels.cuda import backend as cuda
 from kernels.cuda.plan import FixedPlan
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
@@ -111,6 +112,7 @@ class DecodeGraphs:
         self._make_step = partial(
             DecodeStep, model, cache, num_columns=num_columns, wanted_blocks=wanted_blocks
         )
+        self._device = cache.pool.device.index or 0
         self._record = record
         self._recorded: dict[int, _Recorded] = {}
 
@@ -138,6 +140,7 @@ class DecodeGraphs:
             self._recorded[size] = _Recorded(step, *self._record(step))
         it = self._recorded[size]
         it.step.set(token_ids, positions, batch)
+        cuda.note_started(self._device, f"a graph of {size} sequences")
         it.replay()
         return it.logits[:count]
 
@@ -146,13 +149,11 @@ def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGr
     """Return the graphs of a model on a GPU; None if its steps cannot be recorded."""
     if any(layer.experts or layer.delta for layer in model.config.layers):
         return None  # how many rows each expert has, the host waits for; states change their slots
-    from kernels.cuda.backend import wanted_blocks
-
     return DecodeGraphs(
         model,
         cache,
         max_model_len=max_model_len,
-        wanted_blocks=wanted_blocks(cache.pool.device.index or 0),
+        wanted_blocks=cuda.wanted_blocks(cache.pool.device.index or 0),
         record=record_graph,
     )
 

@@ -1,10 +1,15 @@
 """Without a GPU: the errors say what is missing, and the sources are whole."""
 
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import numpy as np
 import pytest
 import torch
 
 from kernels import KernelError
 from kernels.cuda import backend as cuda
+from kernels.cuda.launch import MOVE, Launch
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -34,3 +39,22 @@ def test_a_source_holds_its_header_once() -> None:
     for source in ("attention", "kv", "rowwise"):
         text = cuda.source_text(source)
         assert "prims.cuh" not in text and text.count("PRIM void copies_commit") == 1
+
+
+def test_the_kernel_that_cannot_be_started_is_the_last_one_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+    functions = {"first": lambda *_, **__: None, "second": fail}
+    monkeypatch.setattr(cuda, "_started", {})
+    monkeypatch.setattr(cuda, "_cupy", MagicMock())
+    monkeypatch.setattr(cuda, "_function", lambda source, kernel, *_: functions[kernel])
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    assert cuda.last_started(3) is None
+    launches = [Launch("kv", it, (1, 1), 32, 0, np.zeros(1, MOVE)) for it in functions]
+    with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
+        cuda.start(torch.device("cuda", 3), launches)
+    assert cuda.last_started(3) == "second"

@@ -17,6 +17,7 @@ import torch
 import kernels
 from kernels import PagedBatch
 from kernels.contract import Scratch, Windowed
+from kernels.cuda import backend as cuda
 from kernels.cuda.launch import OnDevice
 from scripts.models.make_model import make_model
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
@@ -129,6 +130,7 @@ def test_a_padded_step_is_a_plain_one(
     model = model_of(tmp_path, name)
     cache, plain = (make_cache(model) for _ in range(2))
     recorded, record = graphs_on_shim(model, cache, monkeypatch)
+    monkeypatch.setattr(cuda, "_started", {})
     limit = LIMITS[name.split("-")[1]]
     # Sizes 1, 4, 8; contexts at borders of blocks, and so long that their keys are split.
     for seed, lens in enumerate([[1], [700], [17, 900, 16], [5, 600, 1], [3, 40, 15, 800, 2, 33]]):
@@ -144,6 +146,7 @@ def test_a_padded_step_is_a_plain_one(
             spared = pool[:-1], plain_pool[:-1]
             torch.testing.assert_close(*spared, rtol=limit, atol=limit)
     assert record.num_recorded == 3
+    assert cuda.last_started(0) == "a graph of 8 sequences"
     for pool, plain_pool in zip(cache.pools, plain.pools, strict=True):
         assert not torch.equal(pool[-1], plain_pool[-1]), "what pads a step is written there"
 
