@@ -84,6 +84,26 @@ def lane_of(settings: Settings, dtype: torch.dtype) -> Lane:
     return CpuLane(dtype=dtype)
 
 
+def compute(lane: Any, call: Callable[[], object]) -> None:
+    """Ask for something where steps are computed, and do not wait for it."""
+    call() if isinstance(lane, SideStream) else lane.compute(call)
+
+
+def is_computing(lane: Any) -> bool:
+    """Whether something that was asked for there has not been computed."""
+    if isinstance(lane, SideStream):
+        return not torch.cuda.default_stream().query()
+    return bool(lane.computing)
+
+
+def finish(lane: Any) -> None:
+    """Wait until all of it is computed."""
+    if isinstance(lane, SideStream):
+        torch.cuda.synchronize()
+    else:
+        lane.computing.clear()
+
+
 def all_moves() -> dict[str, list[str]]:
     """Return every instantiation of kv.cu."""
     names = [

@@ -1,4 +1,7 @@
-"""The verification passes kernels that are whole and catches broken ones; here through the shim."""
+"""The verification catches broken kernels, through the shim, and passes the reference.
+
+That it passes kernels that are whole, `test_stages.py` shows.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +49,6 @@ def parts() -> dict[str, Part]:
         **verify.attention_parts(SETTINGS),
         **verify.staging_parts(SETTINGS),
     }
-
-
-WHOLE = ["append bfloat16", "move bfloat16", "rows float16", "tiled 64 bfloat16", "ways"]
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_kernels_that_are_whole_pass(name: str) -> None:
-    figures = parts()[name]()
-    assert isinstance(figures["cases"], int) and figures["cases"] > 0
 
 
 FULL = Settings("reference", seed=5, is_quick=False)

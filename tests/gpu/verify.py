@@ -12,7 +12,16 @@ from kernels import GELU_TANH, SILU, Activation, reference
 from kernels.cuda import launch, staging
 from kernels.cuda.staging import Way
 from tests.gpu.inputs import FLOOR, TOLERANCE, Shape, error, formula, lengths, paged
-from tests.gpu.settings import Part, Settings, all_moves, kernels_of, lane_of
+from tests.gpu.settings import (
+    Part,
+    Settings,
+    all_moves,
+    compute,
+    finish,
+    is_computing,
+    kernels_of,
+    lane_of,
+)
 from tests.gpu.timing import spend
 from tests.gpu.trail import Figures
 from tests.kernels.instances import attention_kernels, rowwise_kernels
@@ -59,11 +68,8 @@ def attention_parts(settings: Settings) -> dict[str, Part]:
 
 
 def staging_parts(settings: Settings) -> dict[str, Part]:
-    """Every way between pool and host; on a GPU also that copies wait for what computes."""
-    parts: dict[str, Part] = {"ways": partial(_ways, settings)}
-    if settings.backend == "cuda":
-        parts["order"] = partial(_order, settings)
-    return parts
+    """Every way between pool and host; and that copies wait for what computes."""
+    return {"ways": partial(_ways, settings), "order": partial(_order, settings)}
 
 
 def _attention(settings: Settings, head_dim: int, dtype: torch.dtype, longest: int) -> Figures:
@@ -225,16 +231,16 @@ def _order(settings: Settings) -> Figures:
         lane.mark()
         # The first time compiles and allocates, for which the driver may wait for all streams.
         staging.pack(way, lane, pool, [1, 2], range(2), range(2), range(32))
-        spend(200_000_000)
-        pool.fill_(3)
+        compute(lane, partial(spend, 200_000_000))
+        compute(lane, partial(pool.fill_, 3))
         lane.mark()
-        spend(2_000_000_000)  # the next step
+        compute(lane, partial(spend, 2_000_000_000))  # the next step
         sent = staging.pack(way, lane, pool, [1, 2], range(2), range(2), range(32))
         if not bool((sent == 3).all()):
             raise Wrong(f"{way} packed before the step that was asked for earlier had run")
-        if torch.cuda.default_stream(settings.device).query():
+        if not is_computing(lane):
             raise Wrong(f"{way} waited for a step that was asked for later")
-        torch.cuda.synchronize()
+        finish(lane)
     return {"cases": len(Way)}
 
 
