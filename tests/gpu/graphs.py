@@ -19,6 +19,8 @@ from tests.gpu.settings import Part, Settings
 from tests.gpu.trail import Figures
 from tests.gpu.verify import Wrong
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
+from tests.kernels.shim.backend import WANTED_BLOCKS, Shim
+from tests.kernels.shim.recording import DeviceMemory, Recorder
 from worker.compute.graphs import DecodeGraphs, graphs_of
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model, load_model
@@ -41,11 +43,12 @@ def _replays(settings: Settings, dtype: str) -> Figures:
     with tempfile.TemporaryDirectory() as scratch:
         path = make_model(Path(scratch), max_position_embeddings=max_len, head_dim=64)
         model = load_model(path, kind, settings.device)
-    cache = _cache(settings, model, num_tables * max_len // BLOCK_SIZE)
+    cache = cache_of(settings, model, num_tables * max_len // BLOCK_SIZE)
     generator = torch.Generator(settings.device).manual_seed(draw.getrandbits(60))
     cache.pool.copy_(torch.randn(cache.pool.shape, device=settings.device, generator=generator))
     worst, num_cases = 0.0, 0
-    with _recorded(settings, model, cache, max_len) as recorded:
+    with shim_for(settings, model) as shim:
+        recorded = _record(shim, model, cache, max_len)
         for count in settings.size((1, 2, 3, 7, 20, 33, 3, 20), (1, 3, 1)):
             lens = [draw.randint(1, max_len) for _ in range(count)]
             blocks = draw.sample(range(cache.num_blocks), cache.num_blocks)
@@ -61,7 +64,8 @@ def _replays(settings: Settings, dtype: str) -> Figures:
     return {"cases": num_cases, "worst share of the tolerance": round(worst, 3)}
 
 
-def _cache(settings: Settings, model: Model, num_blocks: int) -> TorchKVCache:
+def cache_of(settings: Settings, model: Model, num_blocks: int) -> TorchKVCache:
+    """Return a cache with a spare block, as on a GPU."""
     layout = layout_of(model.config, model.kv_dtype)
     if settings.backend == "cuda":
         return make_cache(model, layout, num_blocks, BLOCK_SIZE)
@@ -69,24 +73,25 @@ def _cache(settings: Settings, model: Model, num_blocks: int) -> TorchKVCache:
 
 
 @contextmanager
-def _recorded(
-    settings: Settings, model: Model, cache: TorchKVCache, max_len: int
-) -> Iterator[DecodeGraphs]:
-    """Yield the model's graphs; without a GPU its kernels are the shim's meanwhile."""
+def shim_for(settings: Settings, model: Model) -> Iterator[Shim | None]:
+    """Have the model's kernels be the shim's meanwhile; on a GPU they are what they are."""
     if settings.backend == "cuda":
-        graphs = graphs_of(model, cache, max_len)
-        assert graphs is not None
-        yield graphs
+        yield None
         return
-    from tests.kernels.shim.backend import WANTED_BLOCKS, Shim
-    from tests.kernels.shim.recording import DeviceMemory, Recorder
-
     dtype = model.kv_dtype
     needed = {"kv": kv_kernels(dtype, dtype), "rowwise": rowwise_kernels(dtype)}
     shim = Shim({"attention": attention_kernels(dtype, model.config.head_dim)} | needed)
-    sizes = {"max_model_len": max_len, "wanted_blocks": WANTED_BLOCKS}
     with patch.object(kernels, "backend_of", lambda _: shim), DeviceMemory():
-        yield DecodeGraphs(model, cache, **sizes, record=Recorder(shim))
+        yield shim
+
+
+def _record(shim: Shim | None, model: Model, cache: TorchKVCache, max_len: int) -> DecodeGraphs:
+    if shim is None:
+        graphs = graphs_of(model, cache, max_len)
+        assert graphs is not None
+        return graphs
+    sizes = {"max_model_len": max_len, "wanted_blocks": WANTED_BLOCKS}
+    return DecodeGraphs(model, cache, **sizes, record=Recorder(shim))
 
 
 def _difference(

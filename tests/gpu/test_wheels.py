@@ -26,7 +26,7 @@ class Bare(MetaPathFinder):
 
 sys.meta_path.insert(0, Bare())
 import router.app, worker.app, worker.executor.torch, worker.executor.hash, worker.compute.graphs
-import tests.gpu.graphs, tests.gpu.system
+import tests.gpu.bench, tests.gpu.graphs, tests.gpu.logits, tests.gpu.system
 """
 
 
