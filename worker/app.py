@@ -28,6 +28,7 @@ from wire.process.settings import EX_CONFIG, EX_TEMPFAIL
 from wire.process.traffic import Traffic
 from worker.assembly import make_engine
 from worker.compute.contract import KVCache
+from worker.compute.device_errors import EXIT_DEVICE_FAILED, device_error
 from worker.config import Config
 from worker.engine.measured import measured
 from worker.engine.outputs import Output
@@ -174,7 +175,7 @@ class Worker:
                     router.open()
             while not stopping.done():
                 if self._crashed is not None:
-                    return EXIT_CRASHED
+                    return EXIT_DEVICE_FAILED if self._is_device_failed else EXIT_CRASHED
                 if all(router.state is LinkState.REFUSED for router in self.routers):
                     is_fenced = all(router.is_fenced for router in self.routers)
                     return EX_TEMPFAIL if is_fenced else EX_CONFIG
@@ -193,7 +194,7 @@ class Worker:
             async with asyncio.timeout(self._config.drain_s):
                 while self.role.num_unfinished or not all(r.is_drained for r in self.routers):
                     if self._crashed is not None:
-                        return EXIT_CRASHED
+                        return EXIT_DEVICE_FAILED if self._is_device_failed else EXIT_CRASHED
                     await self._wait_for_change()
         except TimeoutError:
             if self.role.num_unfinished:  # else only a router has not said that it knows
@@ -220,7 +221,8 @@ class Worker:
             await router.close(1.0)
         if self._thread.stop(wait_s=STOP_S if self._warmup.is_over else 0.0):
             self._copies.close()
-            for model in self._models:
+            # A device that has failed takes no calls; the end of the process gives all back.
+            for model in () if self._is_device_failed else self._models:
                 model.shutdown()
         elif self._warmup.is_over:
             log.warning("a step does not end, so this worker ends without it", waited_s=STOP_S)
@@ -255,9 +257,18 @@ class Worker:
             self._on_crash(error)
 
     def _on_crash(self, error: BaseException) -> None:
-        log.error("this worker is broken and ends", exc_info=error)
-        self._crashed = error
+        sentence = device_error(error)
+        if sentence is None:
+            log.error("this worker is broken and ends", exc_info=error)
+        elif not self._is_device_failed:  # else the same error, at a later call
+            noticed = "; ".join(getattr(error, "__notes__", ()))
+            log.error("the GPU has failed, so this worker ends", reason=sentence, noticed=noticed)
+        self._crashed = self._crashed or error
         self._changed.set()
+
+    @property
+    def _is_device_failed(self) -> bool:
+        return self._crashed is not None and device_error(self._crashed) is not None
 
     async def _watched(self, chore: Coroutine[None, None, None]) -> None:
         try:

@@ -27,6 +27,7 @@ from wire.process.cores import best_threads
 from wire.process.lifetime import ending_signals
 from wire.process.model import check_files, fingerprint, locate
 from wire.process.settings import SharedSettings
+from worker.compute.device_errors import EXIT_DEVICE_FAILED, device_error
 from worker.config import LOOPBACK_HOSTS, Config
 from worker.executor.contract import Executor
 
@@ -248,6 +249,9 @@ def follow(executor: Executor) -> int:
     try:
         executor.follow()
     except RuntimeError as error:
+        if (sentence := device_error(error)) is not None:
+            log.error("the GPU has failed, so this worker ends", reason=sentence)
+            return EXIT_DEVICE_FAILED
         log.warning("the leader is gone", reason=str(error))
         return 1
     return 0

@@ -25,6 +25,7 @@ from wire.process.model import check_files, check_weights, fingerprint, locate, 
 from wire.process.settings import EX_CONFIG, parse
 from worker.app import EXIT_CRASHED, Worker
 from worker.assembly import check_speculation
+from worker.compute.device_errors import EXIT_DEVICE_FAILED
 from worker.config import Config
 from worker.engine.thread import is_computing
 from worker.executor.contract import Executor
@@ -144,8 +145,9 @@ def start(argv: list[str]) -> int:
     configure(config.log_level)
     with ExitStack() as at_end:
         status = _live(config, at_end)
-    if config.num_processes > 1 or is_computing():
-        # Told to stop in its warmup, or a step does not end, or it waits for other processes.
+    if config.num_processes > 1 or is_computing() or status == EXIT_DEVICE_FAILED:
+        # Told to stop in its warmup, or a step does not end, or it waits for other processes, or
+        # what its device had cannot be freed.
         # Python itself cannot end under a thread that is in native code: it would take the thread
         # away there, which may abort the process.
         end_at_once(status)

@@ -32,6 +32,8 @@ GATE_BLOCKS_PER_MULTIPROCESSOR = 8
 # More than this must be asked for, see `_function`.
 DEFAULT_SHARED_BYTES = 48 << 10
 
+_started: dict[int, str] = {}
+
 
 def require_device(index: int = 0) -> None:
     """Raise KernelError unless kernels can be compiled for and run on that GPU; says what to do."""
@@ -148,11 +150,22 @@ def start(place: torch.device, launches: list[Launch]) -> None:
     with _cupy().cuda.Device(device):
         queue = _cupy().cuda.Stream.from_external(ExternalStream(stream.cuda_stream))
         for it in launches:
+            note_started(device, it.kernel)
             function = _function(it.source, it.kernel, it.shared_bytes, device)
             function(
                 it.grid, (it.threads,), (it.arguments,), shared_mem=it.shared_bytes, stream=queue
             )
     # torch's allocator reuses memory in stream order, so `keep` may go out of scope now.
+
+
+def note_started(device: int, name: str) -> None:
+    """Remember what a device was given last, a kernel or a graph: CUDA reports errors late."""
+    _started[device] = name
+
+
+def last_started(device: int) -> str | None:
+    """Return what was noted last; None if nothing was."""
+    return _started.get(device)
 
 
 class ExternalStream(NamedTuple):

@@ -3,9 +3,10 @@
     scripts/gpu_check                               everything; writes kernels/verified.json
     scripts/gpu_check --wheels DIR --out DIR        the same on a machine that has torch, NumPy and
                                                     CuPy, and no registry for what else it needs
-    scripts/gpu_check --gather-wheels DIR --python 3.12
+    scripts/gpu_check --gather-wheels DIR --python 3.12 --present FILE
                                                     gather those wheels on a machine with a registry
-                                                    and this project's .venv, for that Python
+                                                    and this project's .venv, for that Python, less
+                                                    what `pip list --format=freeze` said there
     scripts/gpu_check --seed 17 --only "verify kv"  a stage, on the inputs of an earlier run
     scripts/gpu_check --backend shim --quick        the same kernels compiled by g++, on the CPU:
                                                     tries this script, says nothing about a GPU
@@ -53,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record.README.write_text(record.with_table(text, record.read()), encoding="utf-8")
         return 0
     if args.gather_wheels:
-        wheels.gather(args.gather_wheels, args.python)
-        return 0
+        return _gather(args)
     if args.backend == "cuda":
         try:
             cuda.require_device()
@@ -78,6 +78,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     finally:
         shutil.rmtree(target)
+
+
+def _gather(args: argparse.Namespace) -> int:
+    try:
+        present = wheels.read_present(args.present) if args.present else {}
+    except (ValueError, OSError) as error:
+        print(f"--present {error}", file=sys.stderr)
+        return EXIT_USAGE
+    print(wheels.gather(args.gather_wheels, args.python, present))
+    return 0
 
 
 def _put_on_path(packages: Path) -> None:
@@ -119,9 +129,6 @@ def check(
 def run(
     stage: Stage, args: argparse.Namespace, settings: Settings, trail: Trail, deadline: float
 ) -> None:
-    if stage.needs_gpu and settings.backend != "cuda":
-        skip(stage.name, ["all"], "it needs a GPU", trail)
-        return
     print(f"{stage.name} ...", flush=True)
     try:
         names = list(stage.parts_of(settings))
@@ -164,6 +171,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="packages to use besides")
     parser.add_argument(
         "--gather-wheels", type=Path, metavar="DIR", help="only download packages for --wheels"
+    )
+    parser.add_argument(
+        "--present", type=Path, metavar="FILE", help="pip list --format=freeze of that machine"
     )
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     parser.add_argument("--python", default=here, help="the version that wheels are gathered for")

@@ -1,7 +1,8 @@
 """What the kernels reach, and the limits of the machine in the same run.
 
 Rates count the bytes or operations that the task needs, not those a kernel happens to move: keys
-and values once for attention, every byte once read and once written for a copy.
+and values once for attention, every byte once read and once written for a copy.  Where inputs are
+small (`Settings.size`) every part runs, and its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -11,34 +12,55 @@ from functools import partial
 
 import torch
 
-from kernels.cuda import backend as cuda
+from kernels.contract import Backend
 from kernels.cuda import launch, staging
 from kernels.cuda.staging import SIZES, Way
 from tests.gpu.inputs import Paged, batch_of
-from tests.gpu.settings import Part, Settings, lane_of
+from tests.gpu.settings import Part, Settings, kernels_of, lane_of, start
 from tests.gpu.timing import device_s, launch_s, replay_s, wall_s
 from tests.gpu.trail import Figures
+from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 
 Call = Callable[[], object]
 BF16 = torch.bfloat16
 GIB = 1 << 30
-# (query heads, KV heads, dimensions): of prompts, and GQA 8 for generation.
-PROMPT_HEADS = (32, 8, 128)
-DECODE_HEADS = (32, 4, 128)
 BLOCK_SIZE = 16
+
+
+def prompt_heads(settings: Settings) -> tuple[int, int, int]:
+    """Return (query heads, KV heads, dimensions) of prompts."""
+    return settings.size((32, 8, 128), (4, 2, 64))
+
+
+def decode_heads(settings: Settings) -> tuple[int, int, int]:
+    """Return those of generation: GQA 8."""
+    return settings.size((32, 4, 128), (8, 1, 64))
+
+
+def decode_lens(settings: Settings) -> dict[str, list[tuple[int, int]]]:
+    """Return the sequences of generation, as (context, queries), by name."""
+    long, short = [(8192, 1)] * 64, [(1024, 1)] * 16
+    return {"long": settings.size(long, [(300, 1)]), "short": settings.size(short, [(40, 1)] * 2)}
+
+
+def prompt_length(settings: Settings, kilo: int) -> int:
+    """Return the length of a prompt of so many times 1024 tokens."""
+    return settings.size(kilo << 10, 5 * kilo)
 
 
 def limit_parts(settings: Settings) -> dict[str, Part]:
     """The device's copy and read rates, its matrix rate, and DMA to and from pinned memory."""
-    return {"memory": _memory, "matmul": _matmul, "dma": _dma}
+    parts = {"memory": _memory, "matmul": _matmul, "dma": _dma}
+    return {name: partial(part, settings) for name, part in parts.items()}
 
 
 def kernel_parts(settings: Settings) -> dict[str, Part]:
     """Each row of the table that one kernel makes."""
-    lens = {"long": [(8192, 1)] * 64, "short": [(1024, 1)] * 16}
-    parts: dict[str, Part] = {f"decode {name}": partial(_decode, name, lens[name]) for name in lens}
-    parts |= {f"prefill {k}k": partial(_prefill, k) for k in (8, 16)}
-    return parts | {"pack and unpack": _pack}
+    parts: dict[str, Part] = {
+        f"decode {name}": partial(_decode, settings, name) for name in decode_lens(settings)
+    }
+    parts |= {f"prefill {k}k": partial(_prefill, settings, k) for k in (8, 16)}
+    return parts | {"pack and unpack": partial(_pack, settings)}
 
 
 def staging_parts(settings: Settings) -> dict[str, Part]:
@@ -52,83 +74,112 @@ def staging_parts(settings: Settings) -> dict[str, Part]:
 
 def launch_parts(settings: Settings) -> dict[str, Part]:
     """What a launch costs Python, and what is left of it in a graph."""
-    return {kernel: partial(_launch, kernel) for kernel in ("attend", "append", "move", "rms_norm")}
+    names = ("attend", "append", "move", "rms_norm")
+    return {name: partial(_launch, settings, name) for name in names}
 
 
-def pages(lens: list[tuple[int, int]], heads: tuple[int, int, int], num_layers: int = 1) -> Paged:
+def backend_of(settings: Settings, heads: tuple[int, int, int]) -> Backend:
+    """Return the kernels that are measured."""
+    needed = {"kv": kv_kernels(BF16, BF16), "rowwise": rowwise_kernels(BF16)}
+    return kernels_of(settings, {"attention": attention_kernels(BF16, heads[2])} | needed)
+
+
+def pages(
+    settings: Settings,
+    lens: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    num_layers: int = 1,
+) -> Paged:
     """Make (context, queries) sequences in permuted blocks of a random bf16 pool."""
     num_heads, num_kv_heads, head_dim = heads
     counts = [-(-context // BLOCK_SIZE) for context, _ in lens]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
     tables = [[order.pop() for _ in range(count)] for count in counts]
     pool_shape = (sum(counts), num_layers, 2, num_kv_heads, BLOCK_SIZE, head_dim)
-    pool = torch.randn(pool_shape, dtype=BF16, device="cuda")
+    pool = torch.randn(pool_shape, dtype=BF16, device=settings.device)
     num_tokens = sum(queries for _, queries in lens)
-    query = torch.randn(num_tokens, num_heads, head_dim, dtype=BF16, device="cuda")
+    query = torch.randn(num_tokens, num_heads, head_dim, dtype=BF16, device=settings.device)
     return Paged(pool, batch_of(lens, tables, BLOCK_SIZE), query, [], tables)
 
 
-def flops(length: int) -> float:
-    """Return the operations of causal attention over one prompt with PROMPT_HEADS."""
-    return 4 * PROMPT_HEADS[0] * PROMPT_HEADS[2] * length * length / 2
+def flops(settings: Settings, length: int) -> float:
+    """Return the operations of causal attention over one prompt with `prompt_heads`."""
+    num_heads, _, head_dim = prompt_heads(settings)
+    return 4 * num_heads * head_dim * length * length / 2
 
 
-def _memory() -> Figures:
-    free_bytes, _ = torch.cuda.mem_get_info()
-    source = torch.empty(min(4 * GIB, free_bytes // 4), dtype=torch.uint8, device="cuda").random_()
+def _memory(settings: Settings) -> Figures:
+    num_bytes = settings.size(4 * GIB, 1 << 20)
+    if settings.backend == "cuda":
+        num_bytes = min(num_bytes, torch.cuda.mem_get_info()[0] // 4)
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=settings.device).random_()
     target = torch.empty_like(source)
     copy_s = device_s(lambda: target.copy_(source))
     read_s = device_s(lambda: source.view(torch.int64).sum())
     return {"copy_gbs": 2 * source.nbytes / copy_s / 1e9, "read_gbs": source.nbytes / read_s / 1e9}
 
 
-def _matmul() -> Figures:
-    left = torch.randn(8192, 8192, dtype=BF16, device="cuda")  # zeros would draw less power
+def _matmul(settings: Settings) -> Figures:
+    size = settings.size(8192, 64)
+    # Zeros would draw less power.
+    left = torch.randn(size, size, dtype=BF16, device=settings.device)
     right = torch.randn_like(left)
-    return {"matmul_tflops": 2 * 8192**3 / device_s(lambda: left @ right) / 1e12}
+    return {"matmul_tflops": 2 * size**3 / device_s(lambda: left @ right) / 1e12}
 
 
-def _dma() -> Figures:
-    host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(GIB, dtype=torch.uint8, device="cuda").random_()
+def _dma(settings: Settings) -> Figures:
+    num_bytes, has_device = settings.size(GIB, 1 << 20), settings.backend == "cuda"
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_device)
+    device = torch.empty(num_bytes, dtype=torch.uint8, device=settings.device).random_()
     out_s = device_s(lambda: host.copy_(device, non_blocking=True))
     back_s = device_s(lambda: device.copy_(host, non_blocking=True))
-    return {"d2h_gbs": GIB / out_s / 1e9, "h2d_gbs": GIB / back_s / 1e9}
+    return {"d2h_gbs": num_bytes / out_s / 1e9, "h2d_gbs": num_bytes / back_s / 1e9}
 
 
-def _decode(name: str, lens: list[tuple[int, int]]) -> Figures:
-    it = pages(lens, DECODE_HEADS)
-    num_bytes = it.pool.nbytes
-    seconds = device_s(lambda: _attend(it))
-    return {f"decode_{name}_gbs": num_bytes / seconds / 1e9, f"decode_{name}_us": seconds * 1e6}
+def _decode(settings: Settings, name: str) -> Figures:
+    heads = decode_heads(settings)
+    it, kernels = pages(settings, decode_lens(settings)[name], heads), backend_of(settings, heads)
+    seconds = device_s(lambda: _attend(kernels, it))
+    return {
+        f"decode_{name}_gbs": it.pool.nbytes / seconds / 1e9,
+        f"decode_{name}_us": seconds * 1e6,
+    }
 
 
-def _prefill(kilo: int) -> Figures:
-    length = kilo << 10
-    it = pages([(length, length)], PROMPT_HEADS)
-    seconds = device_s(lambda: _attend(it), repeats=7)
-    return {f"prefill_{kilo}k_tflops": flops(length) / seconds / 1e12}
+def _prefill(settings: Settings, kilo: int) -> Figures:
+    heads, length = prompt_heads(settings), prompt_length(settings, kilo)
+    it, kernels = pages(settings, [(length, length)], heads), backend_of(settings, heads)
+    seconds = device_s(lambda: _attend(kernels, it), repeats=7)
+    return {f"prefill_{kilo}k_tflops": flops(settings, length) / seconds / 1e12}
 
 
-def _pack() -> Figures:
-    it = pages([(16_384, 1)], PROMPT_HEADS, num_layers=16)
-    out, back = _moves(it, range(16), range(it.pool.shape[3]), range(16_384))
+def _pack(settings: Settings) -> Figures:
+    num_tokens, num_layers = settings.size(16_384, 64), settings.size(16, 2)
+    it = pages(settings, [(num_tokens, 1)], prompt_heads(settings), num_layers)
+    rectangle = range(num_layers), range(it.pool.shape[3]), range(num_tokens)
+    out, back = _moves(settings, it, *rectangle)
     moved = 2 * it.pool.nbytes / 1e9
     return {"pack_gbs": moved / device_s(out), "unpack_gbs": moved / device_s(back)}
 
 
-def _moves(it: Paged, *rectangle: range) -> tuple[Call, Call]:
+def _moves(
+    settings: Settings, it: Paged, layers: range, heads: range, tokens: range
+) -> tuple[Call, Call]:
     """Return the kernels out and back alone: their block table is uploaded before."""
-    layers, heads, tokens = rectangle
-    segment = torch.zeros(staging.segment_shape(it.pool, *rectangle), dtype=BF16, device="cuda")
-    arguments = (it.pool, it.tables[0], layers, heads, tokens, segment)
+    kernels = backend_of(settings, (0, 0, it.pool.shape[5]))
+    shape = staging.segment_shape(it.pool, layers, heads, tokens)
+    segment = torch.zeros(shape, dtype=BF16, device=settings.device)
+    table = torch.tensor(it.tables[0], dtype=torch.int32, device=settings.device)
+    arguments = (it.pool, table, layers, heads, tokens, segment)
     out, back = (launch.move(*arguments, into_pool=into_pool) for into_pool in (False, True))
-    return partial(cuda.start, it.pool.device, out), partial(cuda.start, it.pool.device, back)
+    return partial(start, settings, kernels, out), partial(start, settings, kernels, back)
 
 
 def _staged(settings: Settings) -> Figures:
-    it, lane = pages([(4096, 1)], PROMPT_HEADS, num_layers=16), lane_of(settings, BF16)
-    rectangle = (range(16), range(it.pool.shape[3]), range(4096))
+    num_tokens, num_layers = settings.size(4096, 64), settings.size(16, 2)
+    it = pages(settings, [(num_tokens, 1)], prompt_heads(settings), num_layers)
+    lane = lane_of(settings, BF16)
+    rectangle = (range(num_layers), range(it.pool.shape[3]), range(num_tokens))
     pack = partial(staging.pack, Way.STAGED, lane, it.pool, it.tables[0], *rectangle)
     lane.mark()
     num_bytes = pack().nbytes
@@ -136,10 +187,12 @@ def _staged(settings: Settings) -> Figures:
 
 
 def _ways(settings: Settings, direction: str) -> Figures:
-    it, lane = pages([(4096, 1)], PROMPT_HEADS, num_layers=16), lane_of(settings, BF16)
+    num_tokens, num_layers = settings.size(4096, 64), settings.size(16, 2)
+    it = pages(settings, [(num_tokens, 1)], prompt_heads(settings), num_layers)
+    lane = lane_of(settings, BF16)
     figures: Figures = {}
     lane.mark()
-    for size in SIZES:
+    for size in settings.size(SIZES, SIZES[:1]):
         rectangle = staging.rectangle_of(size, it.pool)
         segment = torch.zeros(staging.segment_shape(it.pool, *rectangle), dtype=BF16)
         for way in Way:
@@ -153,19 +206,21 @@ def _ways(settings: Settings, direction: str) -> Figures:
     return figures
 
 
-def _launch(kernel: str) -> Figures:
-    it = pages([(64, 1)] * 4, DECODE_HEADS)
-    values = torch.randn(4, 2, *DECODE_HEADS[1:], dtype=BF16, device="cuda")
-    rows, weight = torch.zeros(4, 4096, dtype=BF16, device="cuda"), values.new_ones(4096)
+def _launch(settings: Settings, name: str) -> Figures:
+    heads, device = decode_heads(settings), settings.device
+    it, kernels = pages(settings, [(64, 1)] * 4, heads), backend_of(settings, heads)
+    values = torch.randn(4, 2, *heads[1:], dtype=BF16, device=device)
+    rows, weight = torch.zeros(4, 4096, dtype=BF16, device=device), torch.ones(4096, device=device)
     calls: dict[str, Call] = {
-        "attend": lambda: _attend(it),
-        "append": lambda: cuda.append_kv(it.pool, 0, values, it.batch),
-        "move": _moves(it, range(1), range(64))[0],
-        "rms_norm": lambda: cuda.add_rms_norm(rows, rows, weight, 1e-5),
+        "attend": lambda: _attend(kernels, it),
+        "append": lambda: kernels.append_kv(it.pool, 0, values, it.batch),
+        "move": _moves(settings, it, range(1), range(heads[1]), range(64))[0],
+        "rms_norm": lambda: kernels.add_rms_norm(rows, rows, weight, 1e-5),
     }
-    call = calls[kernel]
-    return {f"launch_{kernel}_us": launch_s(call) * 1e6, f"graph_{kernel}_us": replay_s(call) * 1e6}
+    call = calls[name]
+    return {f"launch_{name}_us": launch_s(call) * 1e6, f"graph_{name}_us": replay_s(call) * 1e6}
 
 
-def _attend(it: Paged) -> torch.Tensor:
-    return cuda.paged_attention(it.query, it.pool, 0, it.batch, it.query.shape[2] ** -0.5, None)
+def _attend(kernels: Backend, it: Paged) -> torch.Tensor:
+    scale = it.query.shape[2] ** -0.5
+    return kernels.paged_attention(it.query, it.pool, 0, it.batch, scale, None)

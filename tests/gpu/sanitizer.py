@@ -46,9 +46,9 @@ def problem_of(returncode: int, output: str) -> str:
 
 
 def _run(settings: Settings, tool: str, stage: str) -> Figures:
-    path = find()
+    path = find() if settings.backend == "cuda" else None
     if path is None:
-        raise Unavailable("compute-sanitizer is not installed")
+        raise Unavailable("compute-sanitizer is not installed, or there is no GPU")
     with tempfile.TemporaryDirectory() as directory:
         done = subprocess.run(
             [

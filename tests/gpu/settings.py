@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from kernels import reference
 from kernels.contract import Backend
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
 from kernels.cuda.lane import Lane, SideStream
+from kernels.cuda.launch import Launch
 from tests.gpu.trail import Figures
 from tests.kernels.instances import kv_kernels
 
 Part = Callable[[], Figures]
+T = TypeVar("T")
 
 
 class Unavailable(Exception):
@@ -26,7 +29,8 @@ class Settings(NamedTuple):
     """Where kernels run, on which inputs, and how many of them.
 
     Attributes:
-        backend: "cuda", or "shim": the same kernels compiled for the CPU, to try this script.
+        backend: "cuda", or "shim": the same kernels compiled for the CPU, to try this script; or
+            "reference" in their place, to try what is tolerated.
         is_quick: few and small inputs.
     """
 
@@ -41,7 +45,11 @@ class Settings(NamedTuple):
     @property
     def is_small(self) -> bool:
         """Whether inputs must be small: on a CPU, under a sanitizer, or because it was asked."""
-        return self.is_quick or self.backend != "cuda"
+        return self.is_quick or self.backend == "shim"
+
+    def size(self, full: T, small: T) -> T:
+        """Return a size of the inputs."""
+        return small if self.is_small else full
 
     def random(self, part: str) -> random.Random:
         """Return the randomness of one part: alone or among others, it is checked on the same."""
@@ -52,9 +60,19 @@ def kernels_of(settings: Settings, needed: dict[str, list[str]]) -> Backend:
     """Return the kernels; `needed` are instantiations by source, which the shim must be told."""
     if settings.backend == "cuda":
         return cuda
+    if settings.backend == "reference":
+        return reference
     from tests.kernels.shim.backend import Shim
 
     return Shim(needed)
+
+
+def start(settings: Settings, kernels: Any, launches: list[Launch]) -> None:
+    """Start launches as the operators of `kernels` do."""
+    if settings.backend == "cuda":
+        cuda.start(settings.device, launches)
+    else:
+        kernels.run(launches)
 
 
 def lane_of(settings: Settings, dtype: torch.dtype) -> Lane:
@@ -64,6 +82,26 @@ def lane_of(settings: Settings, dtype: torch.dtype) -> Lane:
     from tests.kernels.shim.lane import CpuLane
 
     return CpuLane(dtype=dtype)
+
+
+def compute(lane: Any, call: Callable[[], object]) -> None:
+    """Ask for something where steps are computed, and do not wait for it."""
+    call() if isinstance(lane, SideStream) else lane.compute(call)
+
+
+def is_computing(lane: Any) -> bool:
+    """Whether something that was asked for there has not been computed."""
+    if isinstance(lane, SideStream):
+        return not torch.cuda.default_stream().query()
+    return bool(lane.computing)
+
+
+def finish(lane: Any) -> None:
+    """Wait until all of it is computed."""
+    if isinstance(lane, SideStream):
+        torch.cuda.synchronize()
+    else:
+        lane.computing.clear()
 
 
 def all_moves() -> dict[str, list[str]]:

@@ -19,13 +19,11 @@ class Stage(NamedTuple):
     Attributes:
         parts: a function of a module of this folder; it is imported when the stage is run.
         limit_s: its share of the time, and what the stages before left over; then it is skipped.
-        needs_gpu: whether it means nothing through the shim.
     """
 
     name: str
     parts: str
     limit_s: float
-    needs_gpu: bool = True
 
     def parts_of(self, settings: Settings) -> dict[str, Part]:
         """Return the stage's parts by name."""
@@ -38,17 +36,18 @@ class Stage(NamedTuple):
 # All limits together are less than nine minutes.
 STAGES: Final = (
     Stage("machine", "stages:machine_parts", 20),
-    Stage("verify kv", "verify:kv_parts", 55, needs_gpu=False),
-    Stage("verify rows", "verify:row_parts", 25, needs_gpu=False),
-    Stage("verify attention", "verify:attention_parts", 90, needs_gpu=False),
-    Stage("verify staging", "verify:staging_parts", 25, needs_gpu=False),
+    Stage("verify kv", "verify:kv_parts", 55),
+    Stage("verify rows", "verify:row_parts", 25),
+    Stage("verify attention", "verify:attention_parts", 60),
+    Stage("verify staging", "verify:staging_parts", 25),
     Stage("verify graphs", "graphs:graph_parts", 40),
+    Stage("logits", "logits:logit_parts", 25),
     Stage("bench limits", "bench:limit_parts", 25),
     Stage("bench kernels", "bench:kernel_parts", 40),
     Stage("bench peers", "peers:peer_parts", 30),
     Stage("bench staging", "bench:staging_parts", 30),
     Stage("bench launch", "bench:launch_parts", 25),
-    Stage("system", "system:system_parts", 75, needs_gpu=False),
+    Stage("system", "system:system_parts", 95),
     Stage("sanitizer", "sanitizer:sanitizer_parts", 40),
 )
 
@@ -64,6 +63,8 @@ def machine_parts(settings: Settings) -> dict[str, Part]:
 
 
 def _versions(settings: Settings) -> Figures:
+    if settings.backend != "cuda":
+        return {"device": "a CPU", "torch": torch.__version__}
     properties = torch.cuda.get_device_properties(settings.device)
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     return {

@@ -26,7 +26,7 @@ class Bare(MetaPathFinder):
 
 sys.meta_path.insert(0, Bare())
 import router.app, worker.app, worker.executor.torch, worker.executor.hash, worker.compute.graphs
-import tests.gpu.graphs, tests.gpu.system
+import tests.gpu.bench, tests.gpu.graphs, tests.gpu.logits, tests.gpu.system
 """
 
 
@@ -72,6 +72,29 @@ def wheel(directory: Path, name: str, tag: str = "py3-none-any") -> None:
         file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         file.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
         file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n")
+
+
+@pytest.mark.parametrize("tag", ["py3-none-manylinux_2_31_x86_64", "py3-none-manylinux1_x86_64"])
+def test_wheels_of_every_glibc_are_found(
+    tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel(tmp_path / "registry", "carried", tag)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "registry"))
+    monkeypatch.setattr(wheels, "needed", lambda *_: {"carried": "1.0"})
+    said = wheels.gather(tmp_path / "wheels", "3.12")
+    assert [it.name for it in (tmp_path / "wheels").iterdir()] == [f"carried-1.0-{tag}.whl"]
+    assert said.startswith("1 wheels, 0.0 MiB")
+
+
+def test_what_the_machine_has_is_not_carried_unless_it_is_too_old(tmp_path: Path) -> None:
+    file = tmp_path / "freeze"
+    file.write_text("# of that machine\nNumba==99.0\n\nllvmlite\npydantic==1.0\n")
+    left_out = set(wheels.needed()) - set(wheels.needed(wheels.read_present(file)))
+    assert left_out == {"numba", "llvmlite"}
+    file.write_text("numba @ file:///elsewhere\n")
+    with pytest.raises(ValueError, match="'numba @ file:///elsewhere' is neither NAME==VERSION"):
+        wheels.read_present(file)
 
 
 def test_a_folder_s_packages_can_be_imported(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Seconds on the GPU, between events, with a cold cache; and of the host for what it starts."""
+"""Seconds on the GPU, between events, with a cold cache; and of the host for what it starts.
+
+Without a GPU each call is made once, and its time says nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ FLUSH_BYTES = 1 << 30
 
 def device_s(call: Callable[[], object], repeats: int = 15, warmup: int = 3) -> float:
     """Return the median time of what `call` starts; compiled and warmed up before."""
+    if not torch.cuda.is_available():
+        return wall_s(call)
     for _ in range(warmup):
         call()
     durations: list[float] = []
@@ -32,11 +37,14 @@ def device_s(call: Callable[[], object], repeats: int = 15, warmup: int = 3) -> 
 
 def spend(cycles: int) -> None:
     """Keep the stream that computes busy; torch has no other wait of a known length."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    if torch.cuda.is_available():
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
 def wall_s(call: Callable[[], object], repeats: int = 15, warmup: int = 3) -> float:
     """Return the median time of a call that returns when it is done."""
+    if not torch.cuda.is_available():
+        repeats, warmup = 1, 0
     for _ in range(warmup):
         call()
     durations = []
@@ -49,6 +57,8 @@ def wall_s(call: Callable[[], object], repeats: int = 15, warmup: int = 3) -> fl
 
 def launch_s(call: Callable[[], object], count: int = 500) -> float:
     """Return the host's time for starting `call`, which must be quick on the device."""
+    if not torch.cuda.is_available():
+        return wall_s(call)
     for _ in range(20):
         call()
     torch.cuda.synchronize()
@@ -62,6 +72,8 @@ def launch_s(call: Callable[[], object], count: int = 500) -> float:
 
 def replay_s(call: Callable[[], object], count: int = 50) -> float:
     """Return the device's time for each of `count` calls captured in one graph."""
+    if not torch.cuda.is_available():
+        return wall_s(call)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

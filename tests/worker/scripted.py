@@ -482,9 +482,15 @@ class GatedCache(HashKVCache):
 class GatedExecutor(HashExecutor):
     """The hash executor with a `GatedCache`; `fail_at` is the step that raises, from 0."""
 
-    def __init__(self, *, fail_at: int = -1, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        fail_at: int = -1,
+        problem: Exception | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
         super().__init__(create(max_model_len=max_model_len).info)
-        self._fail_at = fail_at
+        self._fail_at, self._problem = fail_at, problem
         self._steps = count()
 
     @property
@@ -500,7 +506,7 @@ class GatedExecutor(HashExecutor):
 
     def forward(self, batch: Any) -> list[int]:
         if next(self._steps) == self._fail_at:
-            raise RuntimeError("the device is gone")
+            raise self._problem or RuntimeError("the device is gone")
         return super().forward(batch)
 
 

@@ -35,6 +35,7 @@ from wire.payloads import MAX_HASHES, decode_prefill_result
 from wire.process.cores import own_cores, parse_cores
 from wire.process.settings import EX_CONFIG, EX_TEMPFAIL, MAX_COUNT
 from worker.app import EXIT_CRASHED
+from worker.compute.device_errors import EXIT_DEVICE_FAILED
 from worker.engine.thread import is_computing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,6 +260,50 @@ async def test_an_engine_that_breaks_ends_the_process(role: str) -> None:
         # The router sees the loss of the worker, which ends all it had there.
         await router.until(lambda: router.lost == [router.peers[Role[role.upper()]]])
         await router.until_free(Role[other.upper()])
+
+
+def device_error() -> Exception:
+    return torch.AcceleratorError("CUDA error: device-side assert triggered\nFor debugging ...")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_gpu_that_fails_in_a_step_is_one_line_and_a_status_of_its_own(role: str) -> None:
+    executor = GatedExecutor(fail_at=2, problem=device_error())
+    other = "decode" if role == "prefill" else "prefill"
+    async with scripted_router() as router, running(router, other):
+        with capture_logs() as logs:
+            process = Process(router, role, executor=executor)
+            await router.until_joined(Role.PREFILL, Role.DECODE)
+            if role == "prefill":
+                router.prefill(1, PROMPT, OPTIONS)
+            else:
+                router.decode(1, [*PROMPT, await first_token(router, 1)], 40, OPTIONS)
+            assert await ended(process) == EXIT_DEVICE_FAILED
+    [line] = [it for it in logs if it["log_level"] == "error"]
+    assert line == {
+        "log_level": "error",
+        "event": "the GPU has failed, so this worker ends",
+        "reason": "CUDA error: device-side assert triggered",
+        "noticed": f"in forward of a {role} step, batch size 1",
+    }
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_gpu_that_fails_in_a_copy_of_kv_ends_the_process(role: str) -> None:
+    """Otherwise an idle worker would accept and break one transfer after another."""
+    executor = GatedExecutor()
+    other = "decode" if role == "prefill" else "prefill"
+    async with scripted_router() as router, running(router, other):
+        with capture_logs() as logs:
+            process = Process(router, role, executor=executor)
+            await router.until_joined(Role.PREFILL, Role.DECODE)
+            executor.cache.problem = device_error()
+            router.prefill(1, PROMPT, OPTIONS)
+            assert await ended(process) == EXIT_DEVICE_FAILED
+    lines = [it for it in logs if it["event"] == "the GPU has failed, so this worker ends"]
+    assert [(it["reason"], it["noticed"]) for it in lines] == [
+        ("CUDA error: device-side assert triggered", "in a copy of KV")
+    ]
 
 
 async def test_two_routers_are_served_at_once_and_apart() -> None:

@@ -24,8 +24,19 @@ from wire.process.cores import best_threads
 from wire.process.model import fingerprint
 from wire.process.settings import EX_CONFIG, SharedSettings, parse
 from worker.compute import meeting
+from worker.compute.device_errors import EXIT_DEVICE_FAILED
 from worker.config import Config
-from worker.processes import Followers, Place, clear_away, command, meet, place_of, settle
+from worker.parallel.executor import ShardedExecutor
+from worker.processes import (
+    Followers,
+    Place,
+    clear_away,
+    command,
+    follow,
+    meet,
+    place_of,
+    settle,
+)
 
 pytestmark = pytest.mark.timeout(360)  # some start several workers, each with its imports
 GPUS, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
@@ -412,3 +423,24 @@ def test_a_leader_learns_that_others_are_lost_whom_somebody_else_has_started(
     assert said.split("\n")[-2] == f"lost {lost}"
     status = -signal.SIGKILL if end == "die" else 0
     assert [it.returncode for it in (leader, *others)] == [0, *[status] * len(others)]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "event"),
+    [
+        ("CUDA error: unspecified launch failure\nFor debugging ...", EXIT_DEVICE_FAILED, "GPU"),
+        ("Connection closed by peer", 1, "the leader is gone"),
+    ],
+)
+def test_a_follower_whose_gpu_fails_does_not_blame_its_leader(
+    error: str, status: int, event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr("worker.processes.ending_signals", list)
+    monkeypatch.setattr(ShardedExecutor, "follow", fail)
+    with capture_logs() as logs:
+        assert follow(ShardedExecutor.__new__(ShardedExecutor)) == status
+    [line] = logs
+    assert event in line["event"] and line["reason"] == error.partition("\n")[0]

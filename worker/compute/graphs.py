@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from kernels import PagedBatch
 from kernels.contract import Windowed
+from kernels.cuda import backend as cuda
 from kernels.cuda.plan import FixedPlan
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model
@@ -21,16 +23,68 @@ from worker.compute.model import Model
 # Batch sizes that are recorded: no batch is padded to more than twice its size.
 SIZES = (1, 2, 4, 8, *range(16, 257, 16))
 
-Step = Callable[[], torch.Tensor]
-# Takes a step; returns what repeats it, and the tensor that then has the result.
-Record = Callable[[Step], tuple[Callable[[], None], torch.Tensor]]
+
+class DecodeStep:
+    """A decode step of one size, and all that it reads beside the model and its cache.
+
+    A recorded graph reads by address and keeps nothing alive.  So a step is an object and no
+    function: whatever is made for it before the recording is an attribute here, and who replays
+    the graph owns this object.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: TorchKVCache,
+        size: int,
+        *,
+        num_columns: int,
+        wanted_blocks: int,
+    ) -> None:
+        """Allocate on the cache's device, for `size` sequences; see `FixedPlan`."""
+        self._model, self._pool, device = model, cache.pool, cache.pool.device
+        self._token_ids, self._positions = torch.zeros(2, size, dtype=torch.int32, device=device)
+        self._rows = torch.arange(size, device=device)
+        plan = partial(
+            FixedPlan,
+            num_sequences=size,
+            num_columns=num_columns,
+            num_heads=model.config.num_heads,
+            wanted_blocks=wanted_blocks,
+        )
+        self._plan = plan(cache.pool, windows={None}, spare_block=cache.num_blocks)
+        self._batch, self._window_plan = self._plan.batch, None
+        if cache.window_pool is not None:
+            self._window_plan = plan(
+                cache.window_pool,
+                windows={*model.config.windows} - {None},
+                spare_block=cache.window_blocks.num_blocks,
+            )
+            windowed = Windowed(cache.window_pool, self._window_plan.batch)
+            self._batch = replace(self._batch, windowed=windowed)
+
+    def set(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> None:
+        """Say which sequences the step is of, at most as many as its size; see `forward` below."""
+        count = len(token_ids)
+        self._token_ids[:count].copy_(token_ids)
+        self._positions[:count].copy_(positions)
+        self._plan.set(batch)
+        if self._window_plan is not None and batch.windowed is not None:
+            self._window_plan.set(batch.windowed.batch)
+
+    def __call__(self) -> torch.Tensor:
+        """Compute the step, or have it recorded; return the logits of all its rows."""
+        arguments = self._token_ids, self._positions, self._pool, self._batch, self._rows
+        return self._model.forward(*arguments)
+
+
+# Takes a step; returns what repeats it, and the tensor that then has the result.  The step has to
+# live as long as it is repeated.
+Record = Callable[[DecodeStep], tuple[Callable[[], None], torch.Tensor]]
 
 
 class _Recorded(NamedTuple):
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    plan: FixedPlan
-    window_plan: FixedPlan | None
+    step: DecodeStep
     replay: Callable[[], None]
     logits: torch.Tensor
 
@@ -54,9 +108,11 @@ class DecodeGraphs:
             wanted_blocks: Thread blocks that fill the device.
             record: `record_graph`, or a stand-in for it where there is no GPU.
         """
-        self._model, self._cache = model, cache
-        self._num_columns = -(-max_model_len // cache.block_size)
-        self._wanted_blocks = wanted_blocks
+        num_columns = -(-max_model_len // cache.block_size)
+        self._make_step = partial(
+            DecodeStep, model, cache, num_columns=num_columns, wanted_blocks=wanted_blocks
+        )
+        self._device = cache.pool.device.index or 0
         self._record = record
         self._recorded: dict[int, _Recorded] = {}
 
@@ -79,64 +135,31 @@ class DecodeGraphs:
         """
         count = len(token_ids)
         size = next(size for size in SIZES if size >= count)
-        it = self._recorded.get(size)
-        if it is None:
-            it = self._recorded[size] = self._make(size)
-        it.token_ids[:count].copy_(token_ids)
-        it.positions[:count].copy_(positions)
-        it.plan.set(batch)
-        if it.window_plan is not None and batch.windowed is not None:
-            it.window_plan.set(batch.windowed.batch)
+        if size not in self._recorded:
+            step = self._make_step(size)
+            self._recorded[size] = _Recorded(step, *self._record(step))
+        it = self._recorded[size]
+        it.step.set(token_ids, positions, batch)
+        cuda.note_started(self._device, f"a graph of {size} sequences")
         it.replay()
         return it.logits[:count]
-
-    def _make(self, size: int) -> _Recorded:
-        model, cache = self._model, self._cache
-        windows = {*model.config.windows} - {None}
-        token_ids, positions = torch.zeros(2, size, dtype=torch.int32, device=cache.pool.device)
-        rows = torch.arange(size, device=cache.pool.device)
-        plan, window_plan = self._plan(size, cache.pool, cache.num_blocks, {None}), None
-        batch = plan.batch
-        if cache.window_pool is not None:
-            spare_block = cache.window_blocks.num_blocks
-            window_plan = self._plan(size, cache.window_pool, spare_block, windows)
-            batch = replace(batch, windowed=Windowed(cache.window_pool, window_plan.batch))
-        replay, logits = self._record(
-            lambda: model.forward(token_ids, positions, cache.pool, batch, rows)
-        )
-        return _Recorded(token_ids, positions, plan, window_plan, replay, logits)
-
-    def _plan(
-        self, size: int, pool: torch.Tensor, spare_block: int, windows: set[int | None]
-    ) -> FixedPlan:
-        return FixedPlan(
-            pool,
-            size,
-            self._num_columns,
-            self._model.config.num_heads,
-            windows,
-            spare_block=spare_block,
-            wanted_blocks=self._wanted_blocks,
-        )
 
 
 def graphs_of(model: Model, cache: TorchKVCache, max_model_len: int) -> DecodeGraphs | None:
     """Return the graphs of a model on a GPU; None if its steps cannot be recorded."""
     if any(layer.experts or layer.delta for layer in model.config.layers):
         return None  # how many rows each expert has, the host waits for; states change their slots
-    from kernels.cuda.backend import wanted_blocks
-
     return DecodeGraphs(
         model,
         cache,
         max_model_len=max_model_len,
-        wanted_blocks=wanted_blocks(cache.pool.device.index or 0),
+        wanted_blocks=cuda.wanted_blocks(cache.pool.device.index or 0),
         record=record_graph,
     )
 
 
-def record_graph(step: Step) -> tuple[Callable[[], None], torch.Tensor]:
-    """Record a step as a CUDA graph."""
+def record_graph(step: DecodeStep) -> tuple[Callable[[], None], torch.Tensor]:
+    """Record a step as a CUDA graph; implements `Record`."""
     # What only the first run compiles, loads or allocates must not happen while recording.
     aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream())

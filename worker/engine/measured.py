@@ -123,13 +123,13 @@ class MeasuredExecutor:
         self._state, self._batch_sequences = State.BUSY, len(batch.context_lens)
         self._started_s = self._clock()
         self._faults.tick()
-        logits = self._watched(self._executor.forward, batch)
+        logits = self._watched("forward", batch)
         if not batch.samplings:
             self._finish(batch)
         return logits
 
     def sample(self, logits: Any, batch: Batch) -> list[SampledToken]:
-        tokens: list[SampledToken] = self._watched(self._executor.sample, logits, batch)
+        tokens: list[SampledToken] = self._watched("sample", logits, batch)
         self._finish(batch)
         if (
             not self._is_overdraw_told
@@ -180,17 +180,20 @@ class MeasuredExecutor:
             mean_batch_sequences=self._num_sequences / num_steps if num_steps else 0.0,
         )
 
-    def _watched(self, call: Callable[..., Any], *args: Any) -> Any:
+    def _watched(self, method: str, *args: Any) -> Any:
+        """Call a method of the executor, whose last argument is the batch."""
         try:
-            return call(*args)
+            return getattr(self._executor, method)(*args)
         except SequenceFailed as failure:  # only that sequence is affected
             self._state, self._batch_sequences = State.READY, 0
             if failure.code is ErrorCode.MODEL_FAILED:  # else the request is to blame
                 fault = type(failure.__cause__ or failure).__name__
                 self._faults.add({"fault": fault}, exc_info=failure)
             raise
-        except BaseException:
+        except BaseException as error:
             self._state = State.ERROR
+            kind, size = args[-1].kind, self._batch_sequences
+            error.add_note(f"in {method} of a {kind} step, batch size {size}")
             raise
 
     def _finish(self, batch: Batch) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from kernels import KernelError, PagedBatch, check_pool
 from kernels.contract import Run, Scratch, Windowed
+from kernels.cuda import backend as cuda
 from kernels.delta_rule import plan_runs
 from wire.errors import ErrorCode
 from wire.layout import Group, KVGroup, KVLayout, StateGroup
@@ -211,9 +212,13 @@ class TorchExecutor:
             runs=runs,
             windowed=windowed,
         )
-        logits = self._compute(step)
-        # Before anybody learns which blocks this step has computed, and copies or frees them.
-        self._cache.mark()
+        try:
+            logits = self._compute(step)
+            # Before anybody learns which blocks this step has computed, and copies or frees them.
+            self._cache.mark()
+        except RuntimeError as error:
+            self._note_started(error)
+            raise
         return logits
 
     def _compute(self, step: Step) -> torch.Tensor:
@@ -238,6 +243,15 @@ class TorchExecutor:
         except sampler.NoTokenLeft as error:
             index = batch.sequence_of(error.row)
             raise SequenceFailed(index, str(error), ErrorCode.INVALID_REQUEST) from None
+        except RuntimeError as error:
+            self._note_started(error)
+            raise
+
+    def _note_started(self, error: RuntimeError) -> None:
+        """Note what the device was given last: it may be to blame, or something before it."""
+        assert self._model is not None
+        if (name := cuda.last_started(self._model.device.index or 0)) is not None:
+            error.add_note(f"{name} was started last")
 
     def structured(self, structure: Structure, prompt_len: int, tenant: int = 0) -> Structured:
         """Hold an answer to a structure; see `worker.executor.grammars`."""

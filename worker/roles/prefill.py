@@ -24,6 +24,7 @@ from wire.parts import Message
 from wire.payloads import STOP, PeerDetail, PrefillResult, decode_prompt, encode_prefill_result
 from wire.process.repeated import RepeatedLine
 from wire.transfer import KVSender, new_key
+from worker.compute.device_errors import report_copy
 from worker.engine.engine import Engine
 from worker.engine.outputs import Computed, Failed, Output, Started, Token
 from worker.engine.sequence import Sequence
@@ -300,6 +301,8 @@ class PrefillRole:
     def _on_transfer_end(self, transfer: OutgoingTransfer) -> None:
         """The decode worker has all KV, or will never have it."""
         self._count(transfer.sender)
+        if transfer.problem is not None:
+            report_copy(transfer.problem, self._engine.post)
         prefill = self._prefills.get(transfer.request_id)
         if prefill is None or prefill.transfer is not transfer:
             return

@@ -91,3 +91,10 @@ def store(cache: KVCache, transfer: IncomingTransfer, segment: Segment) -> Excep
     except Exception as problem:
         return problem
     return None
+
+
+def store_all(
+    cache: KVCache, batch: list[tuple[IncomingTransfer, Segment]]
+) -> list[Exception | None]:
+    """Store one segment after another; return what went wrong with each."""
+    return [store(cache, *arrived) for arrived in batch]

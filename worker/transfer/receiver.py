@@ -29,11 +29,12 @@ from wire.parts import Buffer, Message, decode, encode
 from wire.payloads import ErrorDetail, Offer, decode_map, encode_map
 from wire.process.traffic import Traffic
 from wire.transfer import MAX_READ_BYTES, Ack, KVReceiver, Segment, unasked_segments
+from worker.compute.device_errors import report_copy
 from worker.engine.engine import Engine
 from worker.engine.outputs import Reserved
 from worker.environment import WorkerContext
 from worker.transfer.budget import TransferBudget
-from worker.transfer.incoming import Arrival, IncomingTransfer, store
+from worker.transfer.incoming import Arrival, IncomingTransfer, store, store_all
 from worker.transfer.neighbours import Neighbours
 from worker.transfer.segment_hub import SegmentHub
 
@@ -420,7 +421,7 @@ class IncomingTransfers:
 
     async def _store(self, batch: list[tuple[IncomingTransfer, Segment]]) -> None:
         num_bytes = sum(segment.descriptor.num_bytes for _, segment in batch)
-        problems = await self._copies.run(self._store_all, batch, num_bytes=num_bytes)
+        problems = await self._copies.run(store_all, self._cache, batch, num_bytes=num_bytes)
         acks: dict[IncomingTransfer, Ack | None] = {}  # the last one says it all
         for (transfer, segment), problem in zip(batch, problems, strict=True):
             if problem is not None:
@@ -436,12 +437,10 @@ class IncomingTransfers:
         request_id, error = transfer.receiver.request_id, problem
         if not isinstance(error, WireError):
             log.error("a segment could not be unpacked", request=request_id, exc_info=problem)
+            report_copy(problem, self._engine.post)
             error = WireError(ErrorCode.INTERNAL, "the KV could not be unpacked")
         transfer.receiver.broken(segment, error)
         self.fail(request_id, error)
-
-    def _store_all(self, batch: list[tuple[IncomingTransfer, Segment]]) -> list[Exception | None]:
-        return [store(self._cache, *arrived) for arrived in batch]
 
     def _answer(self, transfer: IncomingTransfer, ack: Ack | None) -> None:
         if ack is None:

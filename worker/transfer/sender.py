@@ -76,6 +76,7 @@ class OutgoingTransfer:
         self._on_end = on_end
         self._block_table: tuple[int, ...] = ()
         self.is_offered = False
+        self.problem: Exception | None = None
         self._num_heard = 0  # of the peer, before the offer
         self._sendings: list[Sending] = []
         self._wake = asyncio.Event()
@@ -110,7 +111,8 @@ class OutgoingTransfer:
             await self._send_all()
         except WireError as error:
             self.fail(error)
-        except Exception:
+        except Exception as problem:
+            self.problem = problem
             # What was being packed when it ended may be gone.
             if not self.sender.is_over:
                 log.exception("transfer broke", request=self.request_id)

@@ -1,13 +1,17 @@
 """Without a GPU: the errors say what is missing, and the sources are whole."""
 
 import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 
 from kernels import KernelError
 from kernels.cuda import backend as cuda
 from kernels.cuda import launch
+from kernels.cuda.launch import MOVE, Launch
 from tests.kernels.rowwise_scenes import check_all
 from tests.kernels.scenes import check, check_moves, scene
 from tests.kernels.shim.cupy import MULTIPROCESSORS, STREAMS, Cupy
@@ -67,3 +71,22 @@ def test_a_launch_goes_to_its_own_device(cupy: Cupy) -> None:
 
 def test_as_many_thread_blocks_are_wanted_as_fill_the_device(cupy: Cupy) -> None:
     assert [cuda.wanted_blocks(index) for index in (0, 1)] == [2 * num for num in MULTIPROCESSORS]
+
+
+def test_the_kernel_that_cannot_be_started_is_the_last_one_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+    functions = {"first": lambda *_, **__: None, "second": fail}
+    monkeypatch.setattr(cuda, "_started", {})
+    monkeypatch.setattr(cuda, "_cupy", MagicMock())
+    monkeypatch.setattr(cuda, "_function", lambda source, kernel, *_: functions[kernel])
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    assert cuda.last_started(3) is None
+    launches = [Launch("kv", it, (1, 1), 32, 0, np.zeros(1, MOVE)) for it in functions]
+    with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
+        cuda.start(torch.device("cuda", 3), launches)
+    assert cuda.last_started(3) == "second"

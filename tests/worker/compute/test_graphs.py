@@ -1,13 +1,13 @@
 """Recorded decode steps through the CUDA kernels on the CPU: padded, they give what plain ones do.
 
-Only the recording itself needs a GPU: here a step is computed anew where its graph would be
-replayed, and must start the same kernels on as many thread blocks as the first time.
+The recording is `tests.kernels.shim.recording`: it replays by address and keeps nothing alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ import torch
 import kernels
 from kernels import PagedBatch
 from kernels.contract import Scratch, Windowed
-from kernels.cuda.launch import Launch
+from kernels.cuda import backend as cuda
+from kernels.cuda.launch import OnDevice
 from scripts.models.make_model import make_model
 from tests.kernels.instances import attention_kernels, kv_kernels, rowwise_kernels
 from tests.kernels.shim.backend import WANTED_BLOCKS, Shim, why_not
+from tests.kernels.shim.recording import DeviceMemory, FreedMemory, Recorder
 from worker.compute import graphs
-from worker.compute.graphs import DecodeGraphs, Step
+from worker.compute.graphs import DecodeGraphs
 from worker.compute.kv_cache import TorchKVCache
 from worker.compute.model import Model, load_model
 from worker.executor.torch import layout_of
@@ -33,47 +35,38 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2-bfloat16": {"head_dim": 64, "num_key_value_heads": 1},
     "mistral-float16": {"head_dim": 64, "sliding_window": 300},
     "gemma3_text-float32": {"sliding_window": 40},
+    "gemma3_text-bfloat16": {"head_dim": 64, "sliding_window": 40},
 }
 LIMITS = {"float32": 1e-5, "bfloat16": 8e-2, "float16": 1e-2}
 
 
-class Watched(Shim):
-    """Keeps the kernels that were started, and on how many thread blocks."""
-
-    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
-        super().__init__(
-            {
-                "attention": attention_kernels(dtype, head_dim),
-                "kv": kv_kernels(dtype, dtype),
-                "rowwise": rowwise_kernels(dtype),
-            }
-        )
-        self.started: list[tuple[str, tuple[int, int]]] = []
-
-    def run(self, launches: list[Launch]) -> None:
-        self.started += [(it.kernel, it.grid) for it in launches]
-        super().run(launches)
+@pytest.fixture(autouse=True)
+def device_memory() -> Iterator[None]:
+    with DeviceMemory():
+        yield
 
 
-class Recorder:
-    """Computes a step where a graph would be replayed; counts those that were recorded."""
+def shim_of(model: Model) -> Shim:
+    """Return the kernels of a model, compiled for the CPU."""
+    dtype = model.kv_dtype
+    return Shim(
+        {
+            "attention": attention_kernels(dtype, model.config.head_dim),
+            "kv": kv_kernels(dtype, dtype),
+            "rowwise": rowwise_kernels(dtype),
+        }
+    )
 
-    def __init__(self, watched: Watched) -> None:
-        self.num_recorded = 0
-        self._watched = watched
 
-    def __call__(self, step: Step) -> tuple[Callable[[], None], torch.Tensor]:
-        self.num_recorded += 1
-        self._watched.started.clear()
-        result = step().clone()
-        recorded = list(self._watched.started)
-
-        def replay() -> None:
-            self._watched.started.clear()
-            result.copy_(step())
-            assert self._watched.started == recorded
-
-        return replay, result
+def graphs_on_shim(
+    model: Model, cache: TorchKVCache, monkeypatch: pytest.MonkeyPatch
+) -> tuple[DecodeGraphs, Recorder]:
+    """Return a model's graphs, and what records them."""
+    shim = shim_of(model)
+    monkeypatch.setattr(kernels, "backend_of", lambda _: shim)
+    sizes = {"max_model_len": 1024, "wanted_blocks": WANTED_BLOCKS}
+    record = Recorder(shim)
+    return DecodeGraphs(model, cache, **sizes, record=record), record
 
 
 def batch_of(lens: list[int], seed: int) -> PagedBatch:
@@ -135,18 +128,9 @@ def test_a_padded_step_is_a_plain_one(
     if reason := why_not():
         pytest.skip(reason)
     model = model_of(tmp_path, name)
-    config = model.config
     cache, plain = (make_cache(model) for _ in range(2))
-    watched = Watched(model.kv_dtype, config.head_dim)
-    monkeypatch.setattr(kernels, "backend_of", lambda _: watched)
-    record = Recorder(watched)
-    recorded = DecodeGraphs(
-        model,
-        cache,
-        max_model_len=1024,
-        wanted_blocks=WANTED_BLOCKS,
-        record=record,
-    )
+    recorded, record = graphs_on_shim(model, cache, monkeypatch)
+    monkeypatch.setattr(cuda, "_started", {})
     limit = LIMITS[name.split("-")[1]]
     # Sizes 1, 4, 8; contexts at borders of blocks, and so long that their keys are split.
     for seed, lens in enumerate([[1], [700], [17, 900, 16], [5, 600, 1], [3, 40, 15, 800, 2, 33]]):
@@ -162,8 +146,76 @@ def test_a_padded_step_is_a_plain_one(
             spared = pool[:-1], plain_pool[:-1]
             torch.testing.assert_close(*spared, rtol=limit, atol=limit)
     assert record.num_recorded == 3
+    assert cuda.last_started(0) == "a graph of 8 sequences"
     for pool, plain_pool in zip(cache.pools, plain.pools, strict=True):
         assert not torch.equal(pool[-1], plain_pool[-1]), "what pads a step is written there"
+
+
+def replace_tensor(owner: Any, name: str) -> None:
+    """Give an attribute or an item an equal tensor: nobody keeps the old one any more."""
+    if isinstance(owner, dict):
+        owner[name] = owner[name].clone()
+    else:
+        setattr(owner, name, getattr(owner, name).clone())
+
+
+def replace_inputs(step: Any) -> None:
+    for name in ("_token_ids", "_positions"):  # one allocation
+        replace_tensor(step, name)
+
+
+def replace_upload(step: Any, plan: str, name: str) -> None:
+    replace_tensor(getattr(step, plan).batch.scratch.of(OnDevice).tensors, name)
+
+
+def replace_room(step: Any, plan: str, name: str) -> None:
+    """Replace what the launches of a window, or of none, hold in `keep`."""
+    rooms = vars(getattr(step, plan))["_rooms"]
+    for window, room in rooms.items():
+        again = rooms[window] = room._replace(**{name: getattr(room, name).clone()})
+        works = getattr(step, plan).batch.scratch.of(OnDevice).works
+        for key in works:
+            works[key] = [again] if key[0] == window else works[key]
+
+
+def replace_rotation(step: Any) -> None:
+    frequencies = vars(step._model)["_frequencies"]  # noqa: SLF001
+    for rope in frequencies:
+        replace_tensor(frequencies, rope)
+
+
+FREED: dict[str, Callable[[Any], None]] = {
+    "rows": lambda step: replace_tensor(step, "_rows"),
+    "inputs": replace_inputs,
+    "rotation": replace_rotation,
+    "weight": lambda step: replace_tensor(vars(step._model)["_weights"], "norm"),  # noqa: SLF001
+}
+for plan in ("_plan", "_window_plan"):
+    for name in ("slots", "starts", "contexts", "tables"):
+        FREED[f"{plan} {name}"] = partial(replace_upload, plan=plan, name=name)
+    for name in ("items", "merges", "parts", "logs"):
+        FREED[f"{plan} {name}"] = partial(replace_room, plan=plan, name=name)
+
+
+def test_memory_that_a_replay_reads_and_nobody_keeps_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor in turn is dropped by its owner: so the stand-in sees those that would be."""
+    if reason := why_not():
+        pytest.skip(reason)
+    model = model_of(tmp_path, "gemma3_text-bfloat16")
+    batch = batch_of([600], 0)
+    for name, drop in FREED.items():
+        cache = make_cache(model)
+        recorded, _ = graphs_on_shim(model, cache, monkeypatch)
+        step = (torch.zeros(1, dtype=torch.int32), batch.context_lens - 1, windowed(batch, cache))
+        recorded.forward(*step)
+        (it,) = vars(recorded)["_recorded"].values()
+        it.replay()
+        drop(it.step)
+        with pytest.raises(FreedMemory):
+            it.replay()
+            pytest.fail(f"{name} is not read by address")
 
 
 def test_steps_that_wait_for_what_experts_are_given_are_not_recorded(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from kernels.cpu.intrinsics import target_name
 from kernels.cpu.ways import Way
+from kernels.cuda import backend as cuda
 from scripts.models.make_model import make_model
 from tests.kv import part, whole
 from tests.worker.paged import Text, advance, batch_of
@@ -18,6 +19,7 @@ from wire.layout import KVGroup
 from wire.options import Options
 from worker.compute import compiled
 from worker.compute.kv_cache import TorchKVCache
+from worker.executor import sampler
 from worker.executor import torch as torch_executor
 from worker.executor.contract import Attention
 from worker.executor.registry import create
@@ -280,6 +282,24 @@ def test_the_shared_arrays_of_a_batch_are_not_changed(path: Path) -> None:
     executor.forward(batch)
     for name in names:
         assert (getattr(batch, name) == before[name]).all(), name
+
+
+@pytest.mark.parametrize("method", ["forward", "sample"])
+def test_an_error_names_what_the_device_was_given_last(
+    path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    executor, _ = allocated(path)
+    batch = batch_of([(text_of(5), 5)], 16)
+    logits = executor.forward(batch)
+    monkeypatch.setattr(cuda, "_started", {0: "a graph of 4 sequences"})
+    monkeypatch.setattr(executor, "_compute", fail)
+    monkeypatch.setattr(sampler, "sample", fail)
+    with pytest.raises(torch.AcceleratorError) as raised:
+        executor.forward(batch) if method == "forward" else executor.sample(logits, batch)
+    assert raised.value.__notes__ == ["a graph of 4 sequences was started last"]
 
 
 def test_shutdown_lets_go_of_the_weights(path: Path) -> None:

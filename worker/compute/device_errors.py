@@ -1,0 +1,44 @@
+"""Errors of a GPU: how to tell them from others, and the sentence of CUDA in them.
+
+CUDA reports an error late: at any later call, from any thread, and at every call from then on.  So
+nothing that the device has computed since can be trusted, and the process has to end.  Imports
+neither torch nor CuPy, whose errors these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+# Of a process whose device has failed: EX_OSERR.  systemd and routers start it again.
+EXIT_DEVICE_FAILED: Final = 71
+# torch.AcceleratorError; CuPy's of CUDA's runtime and driver; out of memory of both.
+_TYPES: Final = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError", "OutOfMemoryError"}
+# A RuntimeError of torch's libraries, and all of an older torch.
+_BEGINNINGS: Final = ("CUDA error", "CUDA driver error", "CUDA out of memory", "cuDNN error")
+
+
+def device_error(error: BaseException) -> str | None:
+    """Return CUDA's sentence, without the advice after it; None if no device is to blame."""
+    sentence = str(error).strip().partition("\n")[0]
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return sentence if names & _TYPES or sentence.startswith(_BEGINNINGS) else None
+
+
+def report_copy(error: Exception, post: Callable[[Callable[[Any], object]], None]) -> None:
+    """Have the engine's thread raise what broke a copy of KV, if it has broken the device too.
+
+    A device that is only full goes on.
+
+    Args:
+        post: `EngineThread.post`: whatever is raised in a call ends the worker.
+    """
+    sentence = device_error(error)
+    if sentence is None or "out of memory" in sentence.lower():
+        return
+
+    def fail(_: object) -> None:
+        raise error
+
+    error.add_note("in a copy of KV")
+    post(fail)
