@@ -29,7 +29,7 @@ def run_parts(stage: str, parts: Mapping[str, Part], trail: Trail, first: int = 
         except Exception as problem:
             traceback.print_exc()
             said = f"{type(problem).__name__}: {problem}"
-            trail.add(Finding(stage, name, State.FAILED, said[:600]))
+            trail.add(Finding(stage, name, State.FAILED, said[:1200]))
             status = 1
             if _is_poisoned():
                 return EXIT_POISONED

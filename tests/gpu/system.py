@@ -39,7 +39,7 @@ def system_parts(settings: Settings) -> dict[str, Part]:
 def _texts(settings: Settings) -> Figures:
     """Greedy texts in float32 are the CPU's, and remain so where a decode worker is killed."""
     draw = settings.random("texts")
-    count, num_tokens = settings.size((24, 600), (8, 200))
+    count, num_tokens = settings.size((12, 300), (8, 200))
     prompts = [[draw.randrange(1, 1300) for _ in range(20)] for _ in range(count)]
     wanted = cpu_texts(prompts, num_tokens)
     threads = "" if settings.backend == "cuda" else " --threads 1"

@@ -267,8 +267,14 @@ def device_error() -> Exception:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_gpu_that_fails_in_a_step_is_one_line_and_a_status_of_its_own(role: str) -> None:
+async def test_a_gpu_that_fails_in_a_step_is_one_line_and_a_status_of_its_own(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free() -> None:
+        raise device_error()
+
     executor = GatedExecutor(fail_at=2, problem=device_error())
+    monkeypatch.setattr(executor, "shutdown", free)
     other = "decode" if role == "prefill" else "prefill"
     async with scripted_router() as router, running(router, other):
         with capture_logs() as logs:
