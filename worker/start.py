@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -142,8 +141,7 @@ def start(argv: list[str]) -> int:
     open_standard_streams()
     config = parse(Config, argv, beside="router.config")
     configure(config.log_level)
-    with ExitStack() as at_end:
-        status = _live(config, at_end)
+    status = _live(config)
     if config.num_processes > 1 or is_computing():
         # Told to stop in its warmup, or a step does not end, or it waits for other processes.
         # Python itself cannot end under a thread that is in native code: it would take the thread
@@ -152,7 +150,7 @@ def start(argv: list[str]) -> int:
     return status
 
 
-def _live(config: Config, at_end: ExitStack) -> int:
+def _live(config: Config) -> int:
     """Load and serve, or follow; return the exit status."""
 
     def on_lost(status: int) -> None:
@@ -162,7 +160,7 @@ def _live(config: Config, at_end: ExitStack) -> int:
     try:
         _choose_cores(parse_cores(config.cores))
         with slow_start(f"loading {config.model}"):
-            ranks = meet(config, on_lost, at_end)
+            ranks = meet(config, on_lost)
             executor = load(config, ranks)
             if ranks is not None and not ranks.is_leader:
                 return follow(executor)
