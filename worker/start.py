@@ -21,7 +21,7 @@ from wire.process.lifetime import (
 )
 from wire.process.log import configure
 from wire.process.model import check_files, check_weights, fingerprint, locate, vocab_size
-from wire.process.settings import EX_CONFIG, parse
+from wire.process.settings import EX_CONFIG, ConfigError, parse
 from worker.app import EXIT_CRASHED, Worker
 from worker.assembly import check_speculation
 from worker.config import Config
@@ -165,7 +165,7 @@ def _live(config: Config) -> int:
             if ranks is not None and not ranks.is_leader:
                 return follow(executor)
             draft = load_draft(config, executor)
-    except (WireError, ValueError) as error:
+    except (WireError, ConfigError, ValueError) as error:
         log.error("cannot serve this model", reason=str(error))
         return EX_CONFIG
     except ConnectionError as error:  # a process that computes with this one: start all again

@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 
 from scripts.models.make_model import make_model
 from tests.cluster import until
+from tests.faults.ports import free_port
 from wire.process.cores import best_threads
 from wire.process.model import fingerprint
 from wire.process.settings import EX_CONFIG, SharedSettings, parse
@@ -286,6 +287,16 @@ def test_a_leader_says_which_settings_of_others_must_be_the_same(tmp_path: Path)
             leader.kill()
     assert leader.returncode == EX_CONFIG
     assert "--tensor-parallel is 2 for process 0 and None for process 1" in log
+
+
+def test_a_key_that_is_missing_on_one_of_several_machines_is_named(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model")
+    flags = [f"--model={path}", "--tensor-parallel=2", "--device=cpu", f"--keys={tmp_path}"]
+    flags += [f"--rendezvous=tcp://127.0.0.2:{free_port()}", "--process=1"]
+    command = [sys.executable, "-m", "worker", *flags]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == EX_CONFIG and "Traceback" not in done.stderr
+    assert f"cannot read {tmp_path}/decode-0.key" in done.stderr
 
 
 @pytest.mark.parametrize("process", [0, 1])

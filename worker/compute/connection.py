@@ -21,6 +21,8 @@ from wire.parts import Buffer
 
 # A host that vanishes is noticed after 25 s.  (Linux has all of these.)
 _TCP: Final = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+# What may be under way in a Unix socket, which TCP finds by itself; the system may allow less.
+_UNIX_BYTES: Final = 1 << 20
 _TAG_BYTES: Final = 16
 _NONCE_BYTES: Final = 12
 
@@ -39,7 +41,9 @@ class Connection:
         self, sock: socket.socket, peer: int, keys: tuple[bytes, bytes] | None = None
     ) -> None:
         sock.setblocking(False)
-        if sock.family != socket.AF_UNIX:
+        if sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BYTES)
+        else:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name in _TCP.keys() & set(dir(socket)):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _TCP[name])

@@ -65,6 +65,7 @@ class Ranks:
         self._connections = meet(rendezvous, shard, ours, timeout_s, secret)
         self._sender = ThreadPoolExecutor(1, "hand-on")
         self._sending: Future[None] | None = None
+        self._room = torch.empty(0, dtype=torch.uint8)
         self.is_ending = False  # set before others are told to end: their going is no loss then
         self._nccl = None
         if device.type == "cuda":
@@ -147,10 +148,13 @@ class Ranks:
         if self.shard.size == 1:
             return
         summands = self._gather_all(summand)
-        total = summands[0] + summands[1]
+        # Where it is not needed any more after the first sum.
+        total = summand if self.shard.rank < 2 else summands[0]
+        torch.add(summands[0], summands[1], out=total)
         for other in summands[2:]:
             total += other
-        summand.copy_(total)
+        if total is not summand:
+            summand.copy_(total)
 
     def gather(self, columns: torch.Tensor) -> torch.Tensor:
         """Put the [R, C] of each shard of the stage side by side, in the stage's first process.
@@ -188,8 +192,14 @@ class Ranks:
         exchange([], [(self._step(process), _bytes_of(hidden))], self._timeout_s)
 
     def _gather_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensor of each shard of the stage."""
-        parts = [torch.empty_like(tensor) for _ in range(self.shard.size)]
+        """Return the tensor of each shard of the stage; those of others until the next call."""
+        size, num_bytes = self.shard.size, tensor.numel() * tensor.itemsize
+        if len(self._room) < size * num_bytes:  # made again for each, it would cost page faults
+            self._room = tensor.new_empty(size * num_bytes, dtype=torch.uint8)
+        parts = [
+            self._room[it * num_bytes : (it + 1) * num_bytes].view(tensor.dtype).view(tensor.shape)
+            for it in range(size)
+        ]
         if self._nccl is not None:
             self._nccl.gather_all(tensor, parts)
             return parts
